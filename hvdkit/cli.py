@@ -1,0 +1,176 @@
+"""The command line. A verb is a thin call into one package below."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+import hvdkit
+from hvdkit.errors import HvdkitError, UsageError
+
+EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb. Returns the exit status: 0, 1 (it failed) or 2 (the arguments are wrong)."""
+    options = _parser().parse_args(arguments)
+    # A batch system's SIGTERM must clean up as Ctrl-C does.
+    previous = signal.signal(signal.SIGTERM, _terminated)
+    try:
+        return int(options.run(options))
+    except UsageError as error:
+        print(f"hvdkit {options.verb}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except HvdkitError as error:
+        print(f"hvdkit {options.verb}: {error}", file=sys.stderr)
+        return EXIT_FAILURE
+    except KeyboardInterrupt:
+        print(f"hvdkit {options.verb}: interrupted; nothing was changed.", file=sys.stderr)
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    raise SystemExit(128 + number)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hvdkit",
+        description="Horovod-based ring-allreduce training on today's PyTorch and TensorFlow.",
+    )
+    parser.add_argument("--version", action="version", version=f"hvdkit {hvdkit.__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    _add_build(verbs)
+    _add_doctor(verbs)
+    return parser
+
+
+def _add_verb(
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, help: str, example: str
+) -> argparse.ArgumentParser:
+    return verbs.add_parser(
+        name,
+        help=help,
+        description=help[0].upper() + help[1:] + ".",
+        epilog=f"example:\n{example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _add_build(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    verb = _add_verb(
+        verbs,
+        "build",
+        "build, prove and install Horovod for the frameworks that are installed here",
+        "  hvdkit build\n"
+        "  hvdkit build --frameworks torch --controllers gloo,mpi --wheel-dir wheels/\n"
+        "  hvdkit build --fixes minimal --target stock/    # nearly stock, to compare",
+    )
+    verb.add_argument(
+        "--frameworks",
+        type=_names,
+        metavar="NAMES",
+        help="torch, tensorflow or both, separated by a comma (default: those importable)",
+    )
+    verb.add_argument(
+        "--controllers",
+        type=_names,
+        metavar="NAMES",
+        help="gloo, mpi or both (default: gloo, and mpi when mpicxx is found)",
+    )
+    verb.add_argument(
+        "--gpu",
+        default="auto",
+        metavar="auto|nccl|none",
+        help="auto: NCCL when the frameworks are CUDA builds and nvcc and NCCL are found",
+    )
+    verb.add_argument(
+        "--fixes",
+        default="all",
+        metavar="all|minimal",
+        help="minimal: only those without which Horovod does not build (default: all)",
+    )
+    verb.add_argument(
+        "--jobs", type=int, metavar="N", help="compilers at once (default: cores, and RAM / 2 GB)"
+    )
+    verb.add_argument(
+        "--sdist", type=Path, metavar="FILE", help="Horovod's sdist, where there is no network"
+    )
+    verb.add_argument("--wheel-dir", type=Path, metavar="DIR", help="also leave the wheel here")
+    verb.add_argument(
+        "--target", type=Path, metavar="DIR", help="install here, not into this environment"
+    )
+    verb.add_argument(
+        "--no-cache", action="store_true", help="build even when the cache has this very wheel"
+    )
+    verb.add_argument(
+        "--dry-run", action="store_true", help="print what would be done, and touch nothing"
+    )
+    verb.add_argument("--list-fixes", action="store_true", help="print what is changed in Horovod")
+    verb.set_defaults(run=_build)
+
+
+def _build(options: argparse.Namespace) -> int:
+    from hvdkit.engine import build, plan, report
+
+    console = Console(soft_wrap=True)
+    if options.list_fixes:
+        report.list_fixes(console)
+        return EXIT_OK
+    made = plan.make_plan(
+        plan.Request(
+            frameworks=options.frameworks,
+            controllers=options.controllers,
+            gpu=options.gpu,
+            fixes=options.fixes,
+            jobs=options.jobs,
+        )
+    )
+    report.show_plan(made, console, details=options.dry_run)
+    if options.dry_run:
+        return EXIT_OK
+    build.build(
+        made,
+        build.Options(
+            sdist=options.sdist,
+            wheel_dir=options.wheel_dir,
+            target=options.target,
+            use_cache=not options.no_cache,
+        ),
+        console,
+    )
+    return EXIT_OK
+
+
+def _add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    verb = _add_verb(
+        verbs,
+        "doctor",
+        "say whether this machine is ready, and what to do where it is not",
+        "  hvdkit doctor\n  hvdkit doctor --json",
+    )
+    verb.add_argument("--json", action="store_true", help="machine-readable output")
+    verb.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from hvdkit import doctor
+
+    findings = doctor.examine()
+    if options.json:
+        print(doctor.as_json(findings))
+    else:
+        doctor.show(findings, Console(soft_wrap=True))
+    return EXIT_FAILURE if doctor.has_error(findings) else EXIT_OK

@@ -1,0 +1,1 @@
+"""The Horovod underneath: fetch, fix, build, prove, cache, install and describe it."""

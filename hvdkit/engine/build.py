@@ -1,0 +1,211 @@
+"""Build an engine: tools, sources, fixes, compilation, proof, cache, installation, in this order.
+
+What is installed changes in the last step only, and the cache only after the proof.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from hvdkit.engine import cache, describe, fixes, install, proof, sdist, toolchain
+from hvdkit.engine.plan import Plan
+from hvdkit.engine.progress import BuildProgress
+from hvdkit.errors import HvdkitError
+
+#: A build that takes longer hangs: the slowest seen took 8 minutes on 2 cores.
+_SECONDS = 2 * 3600
+
+_LOGS_KEPT = 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where a build takes from and puts to.
+
+    Attributes:
+        sdist: Horovod's sdist as a file, instead of the package index.
+        wheel_dir: also leave the wheel here.
+        target: install into this folder instead of this Python's environment.
+        use_cache: take the wheel from the cache where it has one.
+    """
+
+    sdist: Path | None = None
+    wheel_dir: Path | None = None
+    target: Path | None = None
+    use_cache: bool = True
+
+
+def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
+    """Carry out `plan`; returns what is installed afterwards.
+
+    Raises:
+        HvdkitError: says what failed; the cache and what was installed are as they were.
+    """
+    started = time.monotonic()
+    install.check_pip()
+    wheel = cache.lookup(plan.key) if options.use_cache else None
+    if wheel is not None:
+        console.print(
+            f"Engine {plan.version} is in the cache, built and proven: {escape(str(wheel))}"
+        )
+    else:
+        wheel = _make(plan, options, console)
+    if options.wheel_dir is not None:
+        options.wheel_dir.mkdir(parents=True, exist_ok=True)
+        kept = shutil.copy2(wheel, options.wheel_dir)
+        console.print(f"Wheel: {escape(str(kept))}")
+    install.install_wheel(wheel, options.target)
+    engine = describe.installed(options.target)
+    if engine is None or engine.record.get("key") != plan.key:
+        raise HvdkitError(
+            f"pip installed {wheel}, but what is found now is {engine}; is another Horovod earlier "
+            "on sys.path?"
+        )
+    console.print(
+        f"Installed Horovod {engine.version} for {', '.join(engine.frameworks)} over "
+        f"{', '.join(plan.controllers)} into {escape(str(engine.path.parent))} "
+        f"({time.monotonic() - started:.0f} s)."
+    )
+    return engine
+
+
+def _make(plan: Plan, options: Options, console: Console) -> Path:
+    """Build and prove the wheel of `plan`, and keep it in the cache."""
+    toolchain.check_disk(Path(tempfile.gettempdir()))
+    toolchain.check_disk(cache.folder())
+    with _scratch() as scratch:
+        tools = scratch / "tools"
+        install.install_tools(plan.build_requirements(), tools)
+        source = sdist.obtain(options.sdist, tools)
+        tree = sdist.unpack(source, scratch)
+        fixes.apply(plan.fixes, tree)
+        record = plan.ingredients | {"key": plan.key}
+        (tree / "horovod" / describe.RECORD).write_text(json.dumps(record, indent=2))
+        wheel = _compile(plan, tree, tools, scratch / "dist", console)
+        engine = scratch / "engine"
+        install.install_wheel(wheel, engine)
+        console.print("Proving it: real collectives in fresh processes.")
+        proof.prove(
+            engine,
+            [framework.name for framework in plan.frameworks],
+            plan.controllers,
+            plan.mpi.mpirun if plan.mpi else None,
+            lambda line: console.print(f"  {line}", highlight=False),
+        )
+        return cache.store(plan.key, wheel, record)
+
+
+def _compile(plan: Plan, tree: Path, tools: Path, dist: Path, console: Console) -> Path:
+    log = _log_file()
+    console.print(f"Building Horovod {plan.version}; the full log is {escape(str(log))}")
+    with log.open("w", encoding="utf-8") as stream, BuildProgress(console, "compiling") as progress:
+        command = plan.command(dist)
+        environment = plan.environment(tools, tree)
+        stream.write(f"# {json.dumps(plan.ingredients)}\n# {' '.join(command)}\n")
+        tail: list[str] = []
+        try:
+            with _running(command, environment, tree) as (process, lines):
+                for line in lines:
+                    stream.write(line)
+                    progress.see(line)
+                    tail = [*tail[-200:], line]
+                status = process.wait()
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise HvdkitError(f"the disk is full: {log.parent}. Make room there.") from error
+            raise
+    if status != 0:
+        raise HvdkitError(_diagnosis(status, tail, log))
+    wheels = list(dist.glob("horovod-*.whl"))
+    if len(wheels) != 1:
+        raise HvdkitError(f"the build ended well, but left {len(wheels)} wheels; see {log}")
+    return wheels[0]
+
+
+@contextmanager
+def _running(
+    command: Sequence[str], environment: Mapping[str, str], folder: Path
+) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
+    """Start the build in a process group of its own; end that group on the way out."""
+    process = subprocess.Popen(
+        command,
+        env=dict(environment),
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    output = process.stdout
+
+    def lines() -> Iterator[str]:
+        deadline = time.monotonic() + _SECONDS
+        for line in output:
+            if time.monotonic() > deadline:
+                raise HvdkitError(f"the build did not end within {_SECONDS / 3600:g} hours")
+            yield line
+
+    try:
+        yield process, lines()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if process.poll() is not None:
+                break
+            os.killpg(process.pid, number)
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                continue
+        output.close()
+
+
+def _diagnosis(status: int, tail: Sequence[str], log: Path) -> str:
+    """Why a build failed, as far as its last lines tell."""
+    text = "".join(tail)
+    if "No space left on device" in text:
+        reason = (
+            f"the disk is full: a build needs {toolchain.DISK_BYTES / 1e9:.0f} GB in "
+            f"{tempfile.gettempdir()}. Make room there, or set TMPDIR."
+        )
+    elif "Killed signal terminated program cc1plus" in text or "out of memory" in text:
+        reason = "the compiler ran out of memory. Build with fewer --jobs."
+    else:
+        lines = [line.strip() for line in tail]
+        errors = [line for line in lines if "error:" in line or line.startswith("CMake Error")]
+        reason = "\n".join(errors[:5] or lines[-15:])
+    return (
+        f"the build failed (exit status {status}); nothing was changed. {reason}\nFull log: {log}"
+    )
+
+
+def _log_file() -> Path:
+    logs = cache.make(cache.folder() / "logs")
+    for old in sorted(logs.glob("build-*.log"))[: 1 - _LOGS_KEPT]:
+        old.unlink(missing_ok=True)
+    return logs / f"build-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="hvdkit-build-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,125 @@
+"""Which Horovod is installed here, and what is in it. Read from files; nothing is imported."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from hvdkit.errors import HvdkitError
+
+#: What a build leaves inside the `horovod` package, so that our engines can tell what they are.
+RECORD = "hvdkit_engine.json"
+
+#: Framework -> the extension's file name stem inside the `horovod` package.
+_EXTENSIONS = {"torch": "torch/mpi_lib_v2", "tensorflow": "tensorflow/mpi_lib"}
+
+#: Horovod's own metadata.json calls PyTorch by another name.
+_METADATA_NAMES = {"torch": "pytorch", "tensorflow": "tensorflow"}
+
+
+class EngineMissing(HvdkitError, ImportError):
+    """An adapter was imported, but there is no Horovod with the extension that it needs."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An installed Horovod.
+
+    Attributes:
+        version: as pip knows it, e.g. `0.28.1+hvdkit.1`, or `0.28.1` for a stock one.
+        path: the `horovod` package's folder.
+        frameworks: framework -> the version that its extension was compiled against.
+        record: what `hvdkit build` wrote about it; empty for a stock Horovod.
+    """
+
+    version: str
+    path: Path
+    frameworks: Mapping[str, str]
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ours(self) -> bool:
+        """Whether `hvdkit build` made it."""
+        return bool(self.record)
+
+    @property
+    def fixes(self) -> tuple[str, ...]:
+        """The names of the fixes in it (see `hvdkit build --list-fixes`)."""
+        return tuple(self.record.get("fixes", ()))
+
+    @property
+    def controllers(self) -> tuple[str, ...] | None:
+        """The controllers compiled in; None where only loading a stock Horovod would tell."""
+        return tuple(self.record["controllers"]) if self.ours else None
+
+    @property
+    def gpu(self) -> str | None:
+        """`nccl` or `none`; None where only loading a stock Horovod would tell."""
+        return str(self.record["gpu"]) if self.ours else None
+
+
+def installed(target: Path | None = None) -> Engine | None:
+    """Describe the Horovod in the environment, or in the folder `target`.
+
+    Returns:
+        None when there is none.
+    """
+    path = [str(target)] if target else sys.path
+    for distribution in metadata.distributions(name="horovod", path=path):
+        package = Path(str(distribution.locate_file("horovod")))
+        if package.is_dir():
+            return Engine(
+                version=distribution.version,
+                path=package,
+                frameworks=_frameworks(package),
+                record=_json(package / RECORD),
+            )
+    return None
+
+
+def require(framework: str) -> Engine:
+    """The installed Horovod, provided that it has `framework`'s extension.
+
+    Raises:
+        EngineMissing: it is missing; the message says which command brings it.
+    """
+    engine = installed()
+    if engine is None:
+        raise EngineMissing(
+            f"hvdkit.{framework} needs Horovod underneath, and none is installed. "
+            f"Run `hvdkit build` (about 8 minutes the first time, seconds after that)."
+        )
+    if framework not in engine.frameworks:
+        has = ", ".join(engine.frameworks) or "no framework"
+        raise EngineMissing(
+            f"hvdkit.{framework} needs a Horovod built for {framework}; Horovod {engine.version} "
+            f"here has {has}. Run `hvdkit build --frameworks "
+            f"{','.join([*engine.frameworks, framework])}`."
+        )
+    return engine
+
+
+def _frameworks(package: Path) -> dict[str, str]:
+    versions = _json(package / "metadata.json")
+    return {
+        framework: str(versions.get(_METADATA_NAMES[framework], "unknown"))
+        for framework, stem in _EXTENSIONS.items()
+        if any(package.glob(f"{stem}*.so"))
+    }
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise HvdkitError(
+            f"{path} is damaged ({error}). Install the engine again: `hvdkit build`."
+        ) from error
+    return dict(content)

@@ -1,0 +1,637 @@
+"""What hvdkit changes in Horovod 0.28.1, as data: one table, and the code that applies it.
+
+A fix is a few exact replacements. Each names the text it looks for and how often that text must
+occur, so that a source tree which is not the one we know is an error and never half fixed. Horovod
+is Apache-2.0; the short fragments quoted here are there to be found, not to be copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from hvdkit.errors import HvdkitError
+
+#: The Horovod that the table below was written for.
+HOROVOD_VERSION = "0.28.1"
+
+#: Part of the version of what we build (`0.28.1+hvdkit.N`). Raise it whenever the table changes.
+REVISION = 1
+
+_UPSTREAM = "https://github.com/horovod/horovod"
+
+
+class FixFailed(HvdkitError):
+    """A fix did not find the text that it replaces."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace the text `find` in the file `path`, which must occur exactly `times` times.
+
+    With `until`, what is replaced goes from `find` (once in the file) to the next `until`.
+    """
+
+    path: str
+    find: str
+    put: str
+    times: int = 1
+    until: str | None = None
+
+    def apply(self, text: str) -> str:
+        """The edited text.
+
+        Raises:
+            ValueError: the text to be replaced is not there as often as expected.
+        """
+        found = text.count(self.find)
+        if found != self.times:
+            raise ValueError(
+                f"{_shown(self.find)} occurs {found} times there instead of {self.times}"
+            )
+        if self.until is None:
+            return text.replace(self.find, self.put)
+        before, _, rest = text.partition(self.find)
+        _, end, after = rest.partition(self.until)
+        if not end:
+            raise ValueError(f"{_shown(self.until)} does not follow {_shown(self.find)} there")
+        return before + self.put + after
+
+
+@dataclass(frozen=True)
+class Fix:
+    """One repair.
+
+    Attributes:
+        name: how `--list-fixes`, logs and the built engine call it.
+        repairs: what goes wrong without it.
+        source: the upstream issue or pull request, or how we came to know.
+        proof: the test that fails without it, or why its effect cannot be seen in our tests.
+        edits: applied in this order.
+        adds: file in Horovod's tree -> file in `hvdkit/engine/sources/`.
+        needed_to_build: part of `--fixes minimal`.
+        only_for: a requirement such as `tensorflow>=2.20`; without one it is always applied.
+    """
+
+    name: str
+    repairs: str
+    source: str
+    proof: str
+    edits: tuple[Edit, ...]
+    adds: Mapping[str, str] = field(default_factory=dict)
+    needed_to_build: bool = False
+    only_for: str | None = None
+
+    def applies(self, frameworks: Mapping[str, str]) -> bool:
+        """Whether it is for a build against these frameworks (name -> version)."""
+        if self.only_for is None:
+            return True
+        requirement = Requirement(self.only_for)
+        version = frameworks.get(requirement.name)
+        return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+
+FIXES: tuple[Fix, ...] = (
+    Fix(
+        name="c++17",
+        repairs="PyTorch >= 2.1 and TensorFlow >= 2.10 need C++17, Horovod asks for C++14",
+        source=f"{_UPSTREAM}/pull/3998",
+        proof="without it no engine builds",
+        needed_to_build=True,
+        edits=tuple(
+            Edit(path, "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)")
+            for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt")
+        ),
+    ),
+    Fix(
+        name="cmake-4",
+        repairs="CMake 4 refuses Gloo's cmake_minimum_required(VERSION 2.8.12)",
+        source="CMake 4.0 release notes, 'Deprecated and Removed Features'",
+        proof="without it no engine builds where CMake is 4 or newer",
+        needed_to_build=True,
+        edits=(
+            Edit(
+                "third_party/gloo/CMakeLists.txt",
+                "cmake_minimum_required(VERSION 2.8.12 FATAL_ERROR)",
+                "cmake_minimum_required(VERSION 3.13 FATAL_ERROR)",
+            ),
+        ),
+    ),
+    Fix(
+        name="python-without-distutils",
+        repairs="Python 3.12 has no distutils: horovodrun dies on import, the torch extension "
+        "silently gets no Python include path",
+        source="https://peps.python.org/pep-0632/",
+        proof="tests/engine/test_fixes.py::test_fixed_tree_imports_nothing_that_python_dropped",
+        needed_to_build=True,
+        edits=(
+            Edit(
+                "horovod/torch/CMakeLists.txt",
+                "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
+                "import sysconfig; print(sysconfig.get_path('include'))",
+            ),
+            Edit(
+                "horovod/runner/js_run.py",
+                "from distutils.spawn import find_executable\n",
+                "from shutil import which as find_executable\n",
+            ),
+        ),
+    ),
+    Fix(
+        name="gcc-13-headers",
+        repairs="gcc >= 13 no longer brings in <stdexcept>, <string> and <cstdint> by the way",
+        source=f"{_UPSTREAM}/pull/3957",
+        proof="not seen with gcc 12; g++ 13.3 and 14.2 reject the sources without it and accept "
+        "them with it",
+        needed_to_build=True,
+        edits=(
+            Edit(
+                "horovod/common/common.h",
+                "#include <memory>\n#include <string>\n",
+                "#include <cstdint>\n#include <memory>\n#include <stdexcept>\n#include <string>\n",
+            ),
+            Edit(
+                "horovod/common/group_table.h",
+                "#include <queue>\n#include <unordered_map>\n",
+                "#include <cstdint>\n#include <queue>\n#include <string>\n"
+                "#include <unordered_map>\n",
+            ),
+            Edit(
+                "third_party/gloo/gloo/types.h",
+                '#include "gloo/common/common.h"\n',
+                '#include <cstdint>\n\n#include "gloo/common/common.h"\n',
+            ),
+        ),
+    ),
+    Fix(
+        name="gcc-14-flatbuffers",
+        repairs="gcc >= 14 rejects an assignment to a const member in the bundled flatbuffers",
+        source="https://github.com/google/flatbuffers/pull/7227",
+        proof="not seen with gcc 12; g++ 14.2 rejects message.cc without it",
+        needed_to_build=True,
+        edits=(
+            Edit(
+                "third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
+                "  const size_type count_;",
+                "  size_type count_;",
+            ),
+        ),
+    ),
+    Fix(
+        name="tensorflow-without-xla",
+        repairs="the XLA operations include headers that TensorFlow's wheels do not put on the "
+        "include path (highwayhash, LLVM)",
+        source=f"{_UPSTREAM}/pull/4314",
+        proof="without it no engine builds against TensorFlow 2.20 or newer",
+        needed_to_build=True,
+        only_for="tensorflow>=2.16",
+        edits=(
+            Edit(
+                "horovod/tensorflow/CMakeLists.txt",
+                'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/'
+                'xla_mpi_ops.cc")\n',
+                "",
+            ),
+        ),
+    ),
+    Fix(
+        name="tensorflow-gpu-stream",
+        repairs="TensorFlow 2.21 no longer exports AsGpuStreamValue: a CUDA build cannot be loaded",
+        source="https://github.com/conda-forge/horovod-feedstock (tf21_gpu_stream.patch)",
+        proof="CUDA only: no test here has a GPU; the fixed file compiles with HAVE_GPU against "
+        "TensorFlow 2.16 to 2.21",
+        needed_to_build=True,
+        only_for="tensorflow>=2.16",
+        edits=(
+            # First the calls: the text put in by the second edit holds the old name no more.
+            Edit(
+                "horovod/tensorflow/mpi_ops.cc",
+                "stream_executor::gpu::AsGpuStreamValue(",
+                "HvdkitGpuStream(",
+                times=12,
+            ),
+            Edit(
+                "horovod/tensorflow/mpi_ops.cc",
+                "// Forward declaration of AsGpuStreamValue\n",
+                "",
+                until="} // namespace gpu\n",
+            ),
+            Edit(
+                "horovod/tensorflow/mpi_ops.cc",
+                '#include "tensorflow/stream_executor/stream.h"\n'
+                "#endif // TENSORFLOW_VERSION >= 2011000000\n",
+                '#include "tensorflow/stream_executor/stream.h"\n'
+                "#endif // TENSORFLOW_VERSION >= 2011000000\n"
+                "static GpuStreamHandle HvdkitGpuStream(::stream_executor::Stream* stream) {\n"
+                "  return static_cast<GpuStreamHandle>(\n"
+                "      stream->platform_specific_handle().stream);\n"
+                "}\n",
+            ),
+        ),
+    ),
+    Fix(
+        name="nccl-from-the-wheel",
+        repairs="NVIDIA's NCCL wheel holds libnccl.so.2 and no libnccl.so: CMake does not find it",
+        source="measured with nvidia-nccl-cu13",
+        proof="CUDA only; `missing: NCCL_LIBRARY` at configure without it",
+        needed_to_build=True,
+        edits=(
+            Edit(
+                "cmake/Modules/FindNCCL.cmake",
+                'set(NCCL_LIBNAME "nccl")',
+                'set(NCCL_LIBNAME "nccl" "libnccl.so.2")',
+            ),
+            Edit(
+                "cmake/Modules/FindNCCL.cmake",
+                '            NAMES "nccl"\n',
+                '            NAMES "nccl" "libnccl.so.2"\n',
+            ),
+        ),
+    ),
+    Fix(
+        name="cuda-standard-17",
+        repairs="the CUDA kernels ask for C++11, which CUDA 13's and gcc 14's headers are leaving",
+        source=f"{_UPSTREAM}/pull/4313",
+        proof="CUDA only",
+        needed_to_build=True,
+        edits=(
+            Edit(
+                "horovod/common/ops/cuda/CMakeLists.txt",
+                "set(CMAKE_CUDA_STANDARD 11)",
+                "set(CMAKE_CUDA_STANDARD 17)",
+            ),
+        ),
+    ),
+    Fix(
+        name="cuda-architecture-suffixes",
+        repairs="HOROVOD_BUILD_CUDA_CC_LIST=90a stops in a ValueError, and the kernels are then "
+        "built with no flags at all",
+        source="measured; compare conda-forge's use_nvcc_gencode.patch",
+        proof="tests/engine/test_fixes.py::test_cuda_architectures_may_have_a_suffix",
+        needed_to_build=True,
+        edits=(
+            Edit(
+                "cmake/build_utils.py",
+                "[int(x) for x in cc_list_env.split(',')]\n    cc_list = sorted(cc_list)",
+                "[x.strip() for x in cc_list_env.split(',')]\n"
+                "    cc_list = sorted(cc_list, key=lambda x: (int(str(x).rstrip('af')), str(x)))",
+            ),
+        ),
+    ),
+    Fix(
+        name="build-offline",
+        repairs="setup_requires makes the build fetch packages by itself, past pip's settings",
+        source=f"{_UPSTREAM}/issues/4003",
+        proof="tests/engine/test_fixes.py::test_fixed_setup_fetches_nothing",
+        needed_to_build=True,
+        edits=(
+            Edit(
+                "setup.py",
+                "setup_requires=require_list if is_build_action() else [],",
+                "setup_requires=[],",
+            ),
+        ),
+    ),
+    Fix(
+        name="build-record",
+        repairs="a wheel does not say what it was built from",
+        source="hvdkit",
+        proof="tests/engine/test_build.py::test_installed_engine_describes_itself",
+        needed_to_build=True,
+        edits=(
+            Edit(
+                "setup.py",
+                "      zip_safe=False,\n",
+                "      zip_safe=False,\n      package_data={'horovod': ['hvdkit_engine.json']},\n",
+            ),
+        ),
+    ),
+    Fix(
+        name="mpi-of-the-environment",
+        repairs="a wheel finds the MPI inside a Python environment by its absolute path alone, and "
+        "so works in no other environment",
+        source="hvdkit",
+        proof="tests/engine/test_build.py::test_installed_engine_finds_mpi_beside_itself",
+        needed_to_build=True,
+        edits=(
+            Edit(
+                "CMakeLists.txt",
+                "set(CMAKE_CXX_EXTENSIONS OFF)\n",
+                "set(CMAKE_CXX_EXTENSIONS OFF)\nset(CMAKE_BUILD_RPATH $ENV{HVDKIT_BUILD_RPATH})\n",
+            ),
+        ),
+    ),
+    Fix(
+        name="gloo-process-set-interface",
+        repairs="the Gloo contexts of process sets, the global one included, ignore "
+        "HOROVOD_GLOO_IFACE and bind to what the hostname resolves to; where that is 127.0.1.1 "
+        "(Debian's default), every job on several hosts dies",
+        source="measured on two hosts (docs/engine.md)",
+        proof="tests/cluster/test_engine_hosts.py::test_process_sets_use_the_chosen_interface",
+        edits=(
+            Edit(
+                "horovod/common/gloo/gloo_context.cc",
+                "  attr device_attr;\n  device_attr.iface = gloo_iface_;\n"
+                "  device_attr.ai_family = AF_UNSPEC;\n"
+                "  auto dev = CreateDevice(device_attr);\n\n"
+                "  global_ctx = global_context.ctx;\n",
+                "  gloo_iface_ = global_context.gloo_iface_;\n"
+                "  attr device_attr;\n  device_attr.iface = gloo_iface_;\n"
+                "  device_attr.ai_family = AF_UNSPEC;\n"
+                "  auto dev = CreateDevice(device_attr);\n\n"
+                "  global_ctx = global_context.ctx;\n",
+            ),
+        ),
+    ),
+    Fix(
+        name="gloo-float16-assignment",
+        repairs="assigning a Gloo float16 is skipped when the old bits, read as a number, equal "
+        "the new value: 5.96e-8 + 1.0 gives 5.96e-8",
+        source="measured; gloo/types.h compares with an integer by mistake",
+        proof="tests/engine/test_fixes.py::test_gloo_float16_assignment",
+        edits=(
+            Edit(
+                "third_party/gloo/gloo/types.h",
+                "return !(*this == rhs.x);",
+                "return !(*this == rhs);",
+            ),
+        ),
+    ),
+    Fix(
+        name="float16-arithmetic",
+        repairs="float16 over Gloo is added element by element in software (3 x slower than "
+        "float32); over MPI its vector path needs the whole library built for AVX",
+        source="measured (docs/engine.md); Gloo's own kernel behind USE_AVX is in no list of its "
+        "sources and needs AVX at build time",
+        proof="tests/engine/test_half_arithmetic.py, and tests/parallel/torch/test_engine.py::"
+        "test_float16_sum_of_the_smallest_value_and_one",
+        adds={
+            "horovod/common/half_arithmetic.h": "half_arithmetic.h",
+            "third_party/gloo/gloo/half_arithmetic.h": "half_arithmetic.h",
+        },
+        edits=(
+            Edit(
+                "third_party/gloo/gloo/math.h",
+                '#include "gloo/types.h"\n',
+                '#include "gloo/half_arithmetic.h"\n#include "gloo/types.h"\n',
+            ),
+            Edit(
+                "third_party/gloo/gloo/math.h",
+                "#if GLOO_USE_AVX\n",
+                "".join(
+                    "template <>\n"
+                    f"inline void {function}<float16>(void* c, const void* a, const void* b, "
+                    "size_t n) {\n"
+                    f"  hvdkit::half_combine<hvdkit::{operation}>(c, a, b, n);\n"
+                    "}\n\n"
+                    for function, operation in (
+                        ("sum", "HalfSum"),
+                        ("product", "HalfProduct"),
+                        ("max", "HalfMaximum"),
+                        ("min", "HalfMinimum"),
+                    )
+                ).rstrip("\n")
+                + "\n",
+                until="#endif\n",
+            ),
+            Edit(
+                "horovod/common/half.h",
+                "#if __AVX__ && __F16C__\nbool is_avx_and_f16c();\n#endif\n\n",
+                "",
+            ),
+            Edit(
+                "horovod/common/half.cc",
+                "#include <algorithm>\n",
+                '#include "half_arithmetic.h"\n',
+                until="#endif\n",
+            ),
+            Edit(
+                "horovod/common/half.cc",
+                "#if __AVX__ && __F16C__\n// Query CPUID",
+                "#if HAVE_MPI\n"
+                + "\n".join(
+                    f"void float16_{function}(void* in, void* inout, int* len, MPI_Datatype*) {{\n"
+                    f"  hvdkit::half_combine<hvdkit::{operation}>(inout, inout, in, *len);\n"
+                    "}\n"
+                    for function, operation in (
+                        ("sum", "HalfSum"),
+                        ("min", "HalfMinimum"),
+                        ("max", "HalfMaximum"),
+                        ("prod", "HalfProduct"),
+                    )
+                )
+                + "#endif\n\n} // namespace common",
+                until="} // namespace common",
+            ),
+            Edit(
+                "horovod/common/ops/collective_operations.h",
+                "#if __AVX__ && __F16C__\n#include <cpuid.h>\n#include <immintrin.h>\n#endif\n",
+                "",
+            ),
+            Edit(
+                "horovod/common/ops/collective_operations.h",
+                '#include "../half.h"\n',
+                '#include "../half.h"\n#include "../half_arithmetic.h"\n',
+            ),
+            Edit(
+                "horovod/common/ops/collective_operations.h",
+                "  int64_t i = 0;\n\n#if __AVX__ && __F16C__\n",
+                "  hvdkit::half_scale(output, input, scale_factor, num_elements);\n}\n",
+                until="Float2HalfBits(&out_float, output + i);\n  }\n\n}\n",
+            ),
+            Edit(
+                "horovod/common/ops/adasum/adasum.h",
+                "#if __AVX__ && __F16C__ && __FMA__\n#include <emmintrin.h>\n"
+                "#include <immintrin.h>\n#endif\n",
+                '#include "../../half_arithmetic.h"\n',
+            ),
+            Edit(
+                "horovod/common/ops/adasum/adasum.h",
+                "#if __AVX__ && __F16C__ && __FMA__\n"
+                "    if (horovod_datatype == DataType::HOROVOD_FLOAT16) {\n"
+                "      ComputeDotAndNormSqrdsfp16(",
+                "    if (horovod_datatype == DataType::HOROVOD_FLOAT16) {\n"
+                "      hvdkit::half_dot_and_norms((const uint16_t*)a, (const uint16_t*)b, count,\n"
+                "                                 dotProduct, anormsq, bnormsq);\n"
+                "    } else\n",
+                until="#endif\n",
+            ),
+            Edit(
+                "horovod/common/ops/adasum/adasum.h",
+                "#if __AVX__ && __F16C__ && __FMA__\n"
+                "    if (horovod_datatype == DataType::HOROVOD_FLOAT16) {\n"
+                "      ScaledAddfp16(",
+                "    if (horovod_datatype == DataType::HOROVOD_FLOAT16) {\n"
+                "      hvdkit::half_scaled_add(count, acoeff, (uint16_t*)a, bcoeff,\n"
+                "                              (const uint16_t*)b);\n"
+                "    } else\n",
+                until="#endif\n",
+            ),
+            Edit(
+                "horovod/common/ops/adasum/adasum.h",
+                "#if __AVX__ && __F16C__ && __FMA__\n  inline void ComputeDotAndNormSqrdsfp16(",
+                "",
+                until="#endif\n",
+            ),
+        ),
+    ),
+    Fix(
+        name="portable-wheels",
+        repairs="everything is compiled with the build host's -mf16c -mavx -mfma: the wheel dies "
+        "with SIGILL on a CPU without them",
+        source="measured under an emulated CPU without AVX",
+        proof="tests/engine/test_portable.py (long form)",
+        edits=(
+            Edit(
+                "CMakeLists.txt", 'set(ARCH_FLAGS "-mf16c" "-mavx" "-mfma")', 'set(ARCH_FLAGS "")'
+            ),
+        ),
+    ),
+    Fix(
+        name="gloo-in-place",
+        repairs="a single-tensor Gloo allreduce copies its input over its output first, even when "
+        "both are the same memory or when it is scaled right after",
+        source="measured (docs/engine.md)",
+        proof="only time shows it, so no test does: docs/engine.md has the figures",
+        edits=(
+            Edit(
+                "horovod/common/ops/gloo_operations.cc",
+                "    buffer_data = (void*)first_entry.output->data();\n"
+                "    std::memcpy(buffer_data, first_entry.tensor->data(),\n"
+                "                (size_t)first_entry.tensor->size());\n"
+                "    fused_input_data = buffer_data;\n",
+                "    buffer_data = (void*)first_entry.output->data();\n"
+                "    fused_input_data = first_entry.tensor->data();\n"
+                "    if (prescale_factor == 1.0 && fused_input_data != buffer_data) {\n"
+                "      std::memcpy(buffer_data, fused_input_data,\n"
+                "                  (size_t)first_entry.tensor->size());\n"
+                "    }\n",
+            ),
+        ),
+    ),
+    Fix(
+        name="hvdkit-names-never-fused",
+        repairs="a bucket that is contiguous already is copied through the fusion buffer, unless "
+        "HOROVOD_FUSION_THRESHOLD=0 takes fusion from the user's own tensors too",
+        source="hvdkit: tensors whose names begin with `hvdkit.` are buckets",
+        proof="tests/parallel/torch/test_engine.py::test_hvdkit_names_are_never_fused",
+        edits=(
+            Edit(
+                "horovod/common/controller.cc",
+                "void Controller::FuseResponses(std::deque<Response>& responses,\n",
+                "// The frameworks put their own prefix before a name: `allreduce.hvdkit.x`.\n"
+                "static bool HvdkitNeverFused(const Response& response) {\n"
+                '  static const std::string mark = "hvdkit.";\n'
+                "  const auto& name = response.tensor_names()[0];\n"
+                "  auto at = name.find(mark);\n"
+                "  return at != std::string::npos &&\n"
+                "         (at == 0 || !std::isalnum((unsigned char)name[at - 1]));\n"
+                "}\n\n"
+                "void Controller::FuseResponses(std::deque<Response>& responses,\n",
+            ),
+            Edit(
+                "horovod/common/controller.cc",
+                "      while (!responses.empty()) {\n"
+                "        auto& new_response = responses.front();\n",
+                "      while (!responses.empty() && !HvdkitNeverFused(response)) {\n"
+                "        auto& new_response = responses.front();\n",
+                times=1,
+            ),
+            Edit(
+                "horovod/common/controller.cc",
+                "        if (response.response_type() == new_response.response_type() &&\n",
+                "        if (!HvdkitNeverFused(new_response) &&\n"
+                "            response.response_type() == new_response.response_type() &&\n",
+                times=2,
+            ),
+        ),
+    ),
+    Fix(
+        name="torch-zero-grad",
+        repairs="horovod.torch's optimizer refuses zero_grad(set_to_none=…)",
+        source=f"{_UPSTREAM}/pull/4026, {_UPSTREAM}/issues/3405",
+        proof="tests/parallel/torch/test_engine.py::test_horovods_optimizer_takes_set_to_none",
+        edits=(
+            Edit(
+                "horovod/torch/optimizer.py",
+                "    def zero_grad(self):\n",
+                "    def zero_grad(self, *args, **kwargs):\n",
+                times=2,
+            ),
+            Edit(
+                "horovod/torch/optimizer.py",
+                "super(self.__class__, self).zero_grad()",
+                "super(self.__class__, self).zero_grad(*args, **kwargs)",
+                times=2,
+            ),
+        ),
+    ),
+    Fix(
+        name="keras-3-broadcast",
+        repairs="horovod.tensorflow.broadcast_variables(model.variables) stops on Keras 3, whose "
+        "variables are not tf.Variable",
+        source=f"{_UPSTREAM}/issues/4290",
+        proof="tests/parallel/tensorflow/test_engine.py::test_keras_3_variables_are_broadcast",
+        edits=(
+            Edit(
+                "horovod/tensorflow/functions.py",
+                "    if inplace:\n        vars_by_device = {}\n",
+                "    # A Keras 3 variable holds its tf.Variable in the property `value`.\n"
+                "    variables = [v if callable(getattr(v, 'value', v.__class__)) else v.value\n"
+                "                 for v in variables]\n"
+                "    if inplace:\n        vars_by_device = {}\n",
+            ),
+        ),
+    ),
+    Fix(
+        name="without-debug-info",
+        repairs="wheels carry the compiler's debug information: several times the size and longer "
+        "to build",
+        source="measured (docs/engine.md)",
+        proof="tests/engine/test_build.py::test_installed_engine_has_no_debug_information",
+        edits=(Edit("setup.py", "== \"1\" else 'RelWithDebInfo'", "== \"1\" else 'Release'"),),
+    ),
+)
+
+
+def select(frameworks: Mapping[str, str], choice: str = "all") -> tuple[Fix, ...]:
+    """The fixes for a build against `frameworks` (name -> version); `choice` is all or minimal."""
+    return tuple(
+        fix for fix in FIXES if (choice == "all" or fix.needed_to_build) and fix.applies(frameworks)
+    )
+
+
+def apply(fixes: Iterable[Fix], tree: Path) -> None:
+    """Apply `fixes` to the unpacked Horovod in `tree`, in order.
+
+    Raises:
+        FixFailed: names the fix and the file. The tree is then half fixed: throw it away.
+    """
+    for fix in fixes:
+        for path, source in fix.adds.items():
+            (tree / path).write_text(added_source(source), encoding="utf-8")
+        for edit in fix.edits:
+            file = tree / edit.path
+            try:
+                text = edit.apply(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise FixFailed(
+                    f"fix `{fix.name}` does not fit {edit.path}: {error}. The fixes are for the "
+                    f"Horovod {HOROVOD_VERSION} sdist from the package index, unchanged; nothing "
+                    "was built."
+                ) from error
+            file.write_text(text, encoding="utf-8")
+
+
+def added_source(name: str) -> str:
+    """The text of a source file that a fix adds."""
+    return resources.files("hvdkit.engine").joinpath("sources", name).read_text(encoding="utf-8")
+
+
+def _shown(text: str) -> str:
+    line = next(line.strip() for line in text.splitlines() if line.strip())
+    return f"the text `{line}`"

@@ -1,0 +1,131 @@
+"""Which deep-learning frameworks are installed, as a build needs to know them.
+
+Each is asked in a fresh interpreter: to import one here would load gigabytes into the caller.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from packaging.version import Version
+
+from hvdkit.errors import HvdkitError, UsageError
+
+#: Framework -> the oldest version that the engine is built against.
+OLDEST = {"torch": "2.1", "tensorflow": "2.16"}
+
+_PROBES = {
+    "torch": """
+import json, torch
+print(json.dumps({
+    "version": torch.__version__,
+    "cxx11_abi": bool(torch.compiled_with_cxx11_abi()),
+    "cuda": torch.version.cuda,
+    "cuda_architectures": [a[3:] for a in torch._C._cuda_getArchFlags().split() if a[:3] == "sm_"]
+        if torch.version.cuda else [],
+}))
+""",
+    "tensorflow": """
+import json, tensorflow as tf
+build = tf.sysconfig.get_build_info()
+print(json.dumps({
+    "version": tf.__version__,
+    "cxx11_abi": "-D_GLIBCXX_USE_CXX11_ABI=1" in tf.sysconfig.get_compile_flags(),
+    "cuda": build.get("cuda_version") if build.get("is_cuda_build") else None,
+    "cuda_architectures": [
+        c.split("_")[1] for c in build.get("cuda_compute_capabilities", []) if c[:3] == "sm_"
+    ],
+}))
+""",
+}
+
+_PROBE_SECONDS = 180  # TensorFlow's first import from a cold network file system
+
+
+@dataclass(frozen=True)
+class Framework:
+    """An installed framework.
+
+    Attributes:
+        name: torch or tensorflow.
+        version: its full version, local part included.
+        cxx11_abi: whether its libraries use libstdc++'s C++11 ABI.
+        cuda: the CUDA version that it was built for; None for a CPU build.
+        cuda_architectures: the compute capabilities it carries code for, such as `90`.
+    """
+
+    name: str
+    version: str
+    cxx11_abi: bool
+    cuda: str | None
+    cuda_architectures: tuple[str, ...] = ()
+
+
+def find(names: Sequence[str] | None = None) -> tuple[Framework, ...]:
+    """The frameworks called `names`; by default all that are installed.
+
+    Raises:
+        UsageError: an unknown name, or one that is not installed.
+        HvdkitError: none is installed, one does not import, or is too old.
+    """
+    if names is None:
+        wanted = [name for name in OLDEST if importlib.util.find_spec(name)]
+        if not wanted:
+            raise HvdkitError(
+                f"no framework is importable by {sys.executable}; expected PyTorch >= "
+                f"{OLDEST['torch']} or TensorFlow >= {OLDEST['tensorflow']}. Install one into this "
+                "environment first: pip install torch, or pip install tensorflow-cpu."
+            )
+    else:
+        wanted = list(dict.fromkeys(names))
+        for name in wanted:
+            if name not in OLDEST:
+                raise UsageError(f"unknown framework {name!r}; expected some of: torch, tensorflow")
+            if importlib.util.find_spec(name) is None:
+                raise UsageError(
+                    f"framework {name} is asked for, but {sys.executable} cannot import it. "
+                    f"Install it into this environment, or leave it out of --frameworks."
+                )
+    return tuple(_probe(name) for name in wanted)
+
+
+def _probe(name: str) -> Framework:
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-c", _PROBES[name]],
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise HvdkitError(
+            f"{name} did not import within {_PROBE_SECONDS} s; try `{sys.executable} -c "
+            f"'import {name}'`"
+        ) from error
+    if answer.returncode != 0:
+        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        raise HvdkitError(
+            f"{name} is installed, but does not import: {last}. Repair it, or leave it out: "
+            "--frameworks."
+        )
+    found = json.loads(answer.stdout.strip().splitlines()[-1])
+    framework = Framework(
+        name=name,
+        version=found["version"],
+        cxx11_abi=found["cxx11_abi"],
+        cuda=found["cuda"],
+        cuda_architectures=tuple(found["cuda_architectures"]),
+    )
+    # A pre-release of the oldest version is fine: distributions of the vendors call them so.
+    if Version(Version(framework.version).base_version) < Version(OLDEST[name]):
+        raise HvdkitError(
+            f"{name} {framework.version} is too old; hvdkit builds against {name} >= "
+            f"{OLDEST[name]}. Upgrade it, or stay with the stock Horovod that you have for it."
+        )
+    return framework

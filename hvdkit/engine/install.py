@@ -1,0 +1,72 @@
+"""Put packages into place with pip, so that what is installed is what pip knows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from hvdkit.errors import HvdkitError
+
+_SECONDS = 600
+
+
+def check_pip() -> None:
+    """Raise HvdkitError where this environment has no pip."""
+    answer = subprocess.run(
+        [sys.executable, "-m", "pip", "--version"], capture_output=True, timeout=60, check=False
+    )
+    if answer.returncode != 0:
+        raise HvdkitError(
+            f"{sys.executable} has no pip, which installs the engine. Bring it: python -m "
+            "ensurepip (or `uv pip install pip`)."
+        )
+
+
+def install_wheel(wheel: Path, target: Path | None = None) -> None:
+    """Install `wheel` into this environment in place of any other Horovod, or into `target`.
+
+    pip puts the old version back where it fails. Nothing else is installed: what Horovod needs at
+    run time are hvdkit's own dependencies.
+    """
+    # Without the index: nothing but this very file will do. Without pip's cache: it knows a locally
+    # built wheel by name and version only.
+    arguments = ["--no-index", "--no-deps", "--no-cache-dir", "--no-warn-script-location"]
+    if target is None:
+        arguments.append("--force-reinstall")
+    else:
+        arguments += ["--upgrade", "--target", str(target)]
+    _pip(["install", *arguments, str(wheel)])
+
+
+def install_tools(requirements: Sequence[str], folder: Path) -> None:
+    """Install those of `requirements` into `folder` that this environment does not satisfy."""
+    missing = [text for text in requirements if not _satisfied(Requirement(text))]
+    if missing:
+        _pip(["install", "--target", str(folder), "--no-warn-script-location", *missing])
+
+
+def _satisfied(requirement: Requirement) -> bool:
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        return False
+    return requirement.specifier.contains(version, prereleases=True)
+
+
+def _pip(arguments: Sequence[str]) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    try:
+        answer = subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise HvdkitError(f"pip {arguments[0]} did not end within {_SECONDS} s") from error
+    if answer.returncode != 0:
+        said = [line for line in answer.stderr.splitlines() if line.startswith("ERROR:")]
+        reason = " ".join(said) or answer.stderr.strip() or answer.stdout.strip()
+        raise HvdkitError(f"pip {' '.join(arguments)} failed: {reason}")

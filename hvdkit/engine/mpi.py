@@ -1,0 +1,131 @@
+"""The MPI that an engine would be built with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdkit.engine.toolchain import which
+from hvdkit.errors import HvdkitError
+
+_SECONDS = 60
+
+_MPI4PY = """
+import json
+from mpi4py import MPI
+maps = open("/proc/self/maps").read().split()
+print(json.dumps({
+    "version": MPI.Get_library_version().splitlines()[0],
+    "libraries": sorted({p for p in maps if "/libmpi.so" in p or "/libmpich.so" in p}),
+}))
+"""
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An MPI installation.
+
+    Attributes:
+        mpicxx: its C++ compiler wrapper.
+        mpirun: the launcher beside it.
+        version: the first line that the launcher says of itself.
+        library: the file that its programs are linked with, symbolic links resolved.
+    """
+
+    mpicxx: str
+    mpirun: str
+    version: str
+    library: Path
+
+    @property
+    def in_environment(self) -> bool:
+        """Whether it lives inside this Python's environment (the package index's wheel)."""
+        return self.library.is_relative_to(Path(sys.prefix).resolve())
+
+
+def find() -> Mpi | None:
+    """The MPI whose `mpicxx` is in this Python's environment, else first on PATH.
+
+    Raises:
+        HvdkitError: `mpicxx` is there, but the launcher or the library that belongs to it is not.
+    """
+    mpicxx = which("mpicxx")
+    if mpicxx is None:
+        return None
+    line = _output([mpicxx, "-show"])
+    folders = [word[2:] for word in shlex.split(line) if word.startswith("-L")]
+    folders.append(str(Path(mpicxx).resolve().parent.parent / "lib"))
+    folders += ["/usr/lib", "/usr/lib64"]
+    library = next(
+        (
+            (Path(folder) / name).resolve()
+            for folder in folders
+            for name in ("libmpi.so", "libmpich.so")
+            if (Path(folder) / name).exists()
+        ),
+        None,
+    )
+    if library is None:
+        raise HvdkitError(
+            f"{mpicxx} is there, but no libmpi.so in {', '.join(folders)}. Install MPI's "
+            "development files, or build with --controllers gloo."
+        )
+    # The launcher must be of the same MPI: the one beside the compiler wrapper.
+    mpirun = Path(mpicxx).with_name("mpirun")
+    if not os.access(mpirun, os.X_OK):
+        raise HvdkitError(
+            f"{mpicxx} has no mpirun beside it; is this MPI's run time installed? Install it, or "
+            "build with --controllers gloo."
+        )
+    version = _output([str(mpirun), "--version"]).splitlines()[0].strip()
+    return Mpi(mpicxx, str(mpirun), version, library)
+
+
+def mpi4py_mismatch(mpi: Mpi) -> str | None:
+    """What is wrong with mpi4py beside `mpi`; None when it is not installed or uses the same MPI.
+
+    Two MPI libraries in one process crash it, and `hvd.init(comm)` loads mpi4py.
+    """
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-c", _MPI4PY],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"mpi4py does not load its MPI within {_SECONDS} s"
+    if answer.returncode != 0:
+        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        return None if "No module named 'mpi4py'" in last else f"mpi4py does not load: {last}"
+    found = json.loads(answer.stdout.strip().splitlines()[-1])
+    libraries = {Path(path).resolve() for path in found["libraries"]}
+    # Folders, not files: a wheel holds libmpi.so and libmpi.so.40 as two copies, not as a link.
+    if mpi.library.parent in {library.parent for library in libraries}:
+        return None
+    return (
+        f"mpi4py uses {', '.join(map(str, libraries)) or found['version']}, Horovod would use "
+        f"{mpi.library}: two MPI libraries in one process crash it. Build mpi4py with this MPI "
+        "(pip install --no-binary mpi4py --force-reinstall mpi4py), or put the other MPI's mpicxx "
+        "first on PATH"
+    )
+
+
+def _output(command: list[str]) -> str:
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise HvdkitError(f"`{shlex.join(command)}` does not run: {error}") from error
+    text = answer.stdout.strip() or answer.stderr.strip()
+    if answer.returncode != 0 or not re.search(r"\S", text):
+        raise HvdkitError(f"`{shlex.join(command)}` fails: {text or 'no output'}")
+    return text

@@ -1,0 +1,77 @@
+"""A build's progress: a bar on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import re
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+#: What CMake's Makefiles (`[ 42%] Building…`) and Ninja (`[12/230] Building…`) begin a line with.
+_PERCENT = re.compile(r"\[ *(\d+)%\]")
+_STEPS = re.compile(r"\[(\d+)/(\d+)\]")
+
+_PLAIN_STEP = 10  # percent between two plain lines
+
+
+def percent(line: str) -> int | None:
+    """How far a build is that prints `line`, in percent; None where the line does not say."""
+    if match := _PERCENT.match(line):
+        return int(match[1])
+    if match := _STEPS.match(line):
+        return 100 * int(match[1]) // int(match[2])
+    return None
+
+
+class BuildProgress:
+    """Shows percent and elapsed time of one build. A context manager."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console = console
+        self._title = title
+        self._percent = 0
+        self._said = 0
+        self._started = time.monotonic()
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.percentage:>3.0f} %"),
+                TimeElapsedColumn(),
+                console=console,
+            )
+            self._task = self._bar.add_task(title, total=100)
+
+    def see(self, line: str) -> None:
+        """Take note of one line of the build's output."""
+        now = percent(line)
+        # Two libraries are compiled side by side, so the numbers may step back: the bar does not.
+        if now is None or now <= self._percent:
+            return
+        self._percent = now
+        if self._bar is not None:
+            self._bar.update(self._task, completed=now)
+        elif now >= self._said + _PLAIN_STEP:
+            self._said = now - now % _PLAIN_STEP
+            elapsed = int(time.monotonic() - self._started)
+            self._console.print(
+                f"{self._title}: {now} %, {elapsed // 60}:{elapsed % 60:02d}", highlight=False
+            )
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,156 @@
+"""Proof that a built engine works: real ranks, for each framework and controller in it.
+
+Run as a module (`python -m hvdkit.engine.proof FRAMEWORK`) this file is what each rank executes; it
+imports a framework only then.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdkit import ranks
+from hvdkit.errors import HvdkitError
+
+SIZE = 2
+
+#: What a rank prints last, and nothing else does.
+_VERDICT = "hvdkit proof:"
+
+_SECONDS = 300  # two cold imports of TensorFlow on a slow file system
+
+
+def prove(
+    engine: Path,
+    frameworks: Sequence[str],
+    controllers: Sequence[str],
+    mpirun: str | None,
+    say: Callable[[str], None],
+) -> None:
+    """Run checked collectives in fresh processes against the engine installed in `engine`.
+
+    Args:
+        engine: a folder with the package `horovod` in it; it is first on the ranks' path.
+        mpirun: the launcher, where `controllers` has mpi.
+        say: is told each proof as it succeeds.
+
+    Raises:
+        HvdkitError: an engine that does not load, hangs, or computes something wrong.
+    """
+    environment = _environment(engine)
+    for framework in frameworks:
+        for controller in controllers:
+            command = [sys.executable, "-P", "-m", "hvdkit.engine.proof", framework]
+            if controller == "mpi":
+                assert mpirun is not None
+                group = ranks.start_mpi(command, SIZE, mpirun=mpirun, env=environment)
+            else:
+                group = ranks.start_gloo(command, SIZE, env=environment)
+            try:
+                results = group.wait(_SECONDS)
+            except ranks.RanksFailed as error:
+                raise HvdkitError(
+                    f"the engine was built, but does not work with {framework} over {controller}; "
+                    f"nothing was installed.\n{error}"
+                ) from error
+            say(f"{framework} over {controller}: {_verdict(results[0].output)}")
+
+
+def _environment(engine: Path) -> Mapping[str, str]:
+    path = [str(engine), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        # A hang becomes an error that says which tensor is stuck.
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "20",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
+    }
+
+
+def _verdict(output: str) -> str:
+    for line in reversed(output.splitlines()):
+        if line.startswith(_VERDICT):
+            return line.removeprefix(_VERDICT).strip()
+    raise HvdkitError(f"a rank ended well and said nothing of the proof; it said:\n{output}")
+
+
+def _torch() -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any], str]:
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    device = "cpu"
+    if hvd.nccl_built() and torch.cuda.device_count() >= hvd.local_size():
+        device = f"cuda:{hvd.local_rank()}"
+    return (
+        hvd,
+        lambda array: torch.from_numpy(array).to(device),
+        lambda tensor: tensor.cpu().numpy(),
+        device,
+    )
+
+
+def _tensorflow() -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any], str]:
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    hvd.init()
+    gpus = tf.config.list_physical_devices("GPU")
+    for gpu in gpus:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    device = "/CPU:0"
+    if hvd.nccl_built() and len(gpus) >= hvd.local_size():
+        tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+        device = "/GPU:0"
+
+    def tensor(array: Any) -> Any:
+        with tf.device(device):
+            return tf.identity(tf.constant(array))
+
+    return hvd, tensor, lambda result: result.numpy(), device
+
+
+def _rank(framework: str) -> None:
+    """Check an allreduce, a broadcast and an allgather on this rank."""
+    import numpy as np
+
+    hvd, tensor, array, device = {"torch": _torch, "tensorflow": _tensorflow}[framework]()
+    rank, size = hvd.rank(), hvd.size()
+    if size != SIZE:
+        raise SystemExit(f"this job has {size} ranks, not {SIZE}: they did not find each other")
+
+    def check(what: str, result: Any, expected: Any) -> None:
+        # Small whole numbers: every dtype holds them exactly, so nothing but equality will do.
+        if not np.array_equal(array(result), expected):
+            raise SystemExit(f"{what} on rank {rank} gives {array(result)} instead of {expected}")
+
+    for dtype in ("float16", "float32", "float64", "int32", "int64"):
+        own = np.arange(1, 20, dtype=dtype) * (rank + 1)
+        check(
+            f"allreduce of {dtype}",
+            hvd.allreduce(tensor(own), op=hvd.Sum, name=f"sum.{dtype}"),
+            np.arange(1, 20, dtype=dtype) * sum(range(1, size + 1)),
+        )
+        check(
+            f"broadcast of {dtype}",
+            hvd.broadcast(tensor(own), root_rank=1, name=f"broadcast.{dtype}"),
+            np.arange(1, 20, dtype=dtype) * 2,
+        )
+        check(
+            f"allgather of {dtype}",
+            hvd.allgather(tensor(own[: rank + 1]), name=f"gather.{dtype}"),
+            np.concatenate([np.arange(1, r + 2, dtype=dtype) * (r + 1) for r in range(size)]),
+        )
+    folder = os.environ["PYTHONPATH"].split(os.pathsep)[0]
+    if not Path(sys.modules["horovod"].__file__ or "").is_relative_to(folder):
+        raise SystemExit(f"these ranks used {sys.modules['horovod']}, not the engine in {folder}")
+    hvd.shutdown()
+    print(f"{_VERDICT} allreduce, broadcast, allgather on {size} ranks ({device})", flush=True)
+
+
+if __name__ == "__main__":
+    _rank(sys.argv[1])

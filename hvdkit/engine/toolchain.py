@@ -1,0 +1,146 @@
+"""The compiler, the build tools and the room that a build has on this machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from packaging.version import Version
+
+from hvdkit.errors import HvdkitError
+
+SUPPORTED_PYTHON = ((3, 11), (3, 13))
+
+#: The oldest CMake that knows every policy which Horovod's files set; CUDA 13 needs 3.18.
+OLDEST_CMAKE = "3.18"
+
+#: C++17 in the frameworks' headers.
+OLDEST_GCC = "9"
+
+BYTES_PER_JOB = 2 * 10**9
+DISK_BYTES = 2 * 10**9
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler: its path, and the first line of its `--version`."""
+
+    path: str
+    version: str
+
+
+@dataclass(frozen=True)
+class BuildTool:
+    """CMake or a make program. `path` is None where it is to be installed for the build only."""
+
+    path: str | None
+    version: str
+
+
+def check_python() -> None:
+    """Raise HvdkitError where this interpreter cannot carry an engine."""
+    lowest, highest = SUPPORTED_PYTHON
+    if not lowest <= sys.version_info[:2] <= highest:
+        raise HvdkitError(
+            f"Python {platform.python_version()} is not supported; expected "
+            f"{lowest[0]}.{lowest[1]} to {highest[0]}.{highest[1]}."
+        )
+    if sys.platform != "linux":
+        raise HvdkitError(f"{sys.platform} is not supported; hvdkit builds on Linux.")
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    if not headers.exists():
+        raise HvdkitError(
+            f"{headers} is missing, so nothing can be compiled for this Python. Install its "
+            f"headers: apt-get install python3-dev, dnf install python3-devel."
+        )
+
+
+def find_compiler() -> Compiler:
+    """The C++ compiler: $CXX, else the first of c++, g++, clang++ on PATH.
+
+    Raises:
+        HvdkitError: there is none, it does not run, or it is too old.
+    """
+    named = os.environ.get("CXX")
+    path = next(
+        filter(None, map(shutil.which, [named] if named else ["c++", "g++", "clang++"])), None
+    )
+    if path is None:
+        looked = f"CXX={named}" if named else "c++, g++ and clang++"
+        raise HvdkitError(
+            f"no C++ compiler found (looked for {looked} on PATH). Install one: "
+            "apt-get install g++, dnf install gcc-c++, module load gcc; or set CXX."
+        )
+    first = _first_line([path, "--version"])
+    if first is None:
+        raise HvdkitError(
+            f"{path} --version fails; is it a C++ compiler? Set CXX to one that works."
+        )
+    if "clang" not in first.lower():
+        number = _first_line([path, "-dumpfullversion"])
+        if number and Version(number) < Version(OLDEST_GCC):
+            raise HvdkitError(
+                f"{path} is gcc {number}; C++17 in the frameworks' headers needs gcc >= "
+                f"{OLDEST_GCC}. Install or load a newer one, and set CXX to its g++."
+            )
+    return Compiler(path, first)
+
+
+def find_cmake() -> BuildTool:
+    """CMake from the environment or PATH; without a path where it has to come from the index."""
+    path = which("cmake")
+    first = _first_line([path, "--version"]) if path else None
+    match = re.search(r"(\d+(?:\.\d+)+)", first or "")
+    if path and match and Version(match[1]) >= Version(OLDEST_CMAKE):
+        return BuildTool(path, match[1])
+    return BuildTool(None, "from the package index")
+
+
+def find_make() -> BuildTool:
+    """`make`; without a path where Ninja has to come from the index instead."""
+    path = shutil.which("make") or shutil.which("gmake")
+    if path:
+        return BuildTool(path, _first_line([path, "--version"]) or "")
+    return BuildTool(None, "Ninja from the package index")
+
+
+def which(program: str) -> str | None:
+    """`program` from this Python's environment, active or not, else from PATH."""
+    beside = Path(sys.prefix) / "bin" / program
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which(program)
+
+
+def jobs(asked: int | None = None) -> int:
+    """How many compilers may run at once: one per core, and no more than RAM / 2 GB."""
+    # cpu_count() knows nothing of a container's or a batch job's share; the affinity mask does.
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(asked or cores, psutil.virtual_memory().total // BYTES_PER_JOB))
+
+
+def check_disk(folder: Path) -> None:
+    """Raise HvdkitError where `folder`'s file system has no room for a build."""
+    existing = next(p for p in [folder, *folder.parents] if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < DISK_BYTES:
+        raise HvdkitError(
+            f"{existing} has {free / 1e9:.1f} GB free; a build needs {DISK_BYTES / 1e9:.0f} GB. "
+            "Make room, or set TMPDIR and HVDKIT_CACHE_DIR to folders with room."
+        )
+
+
+def _first_line(command: Sequence[str]) -> str | None:
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = answer.stdout.strip().splitlines()
+    return lines[0].strip() if answer.returncode == 0 and lines else None

@@ -1,0 +1,13 @@
+"""The errors that hvdkit raises on purpose.
+
+Each says in one or two lines what was given, what was expected and what to do, so that the command
+line can print it as it is and a training script's last lines are readable on every rank.
+"""
+
+
+class HvdkitError(RuntimeError):
+    """Something that hvdkit needs is missing, broken or failed. Command line: exit status 1."""
+
+
+class UsageError(HvdkitError, ValueError):
+    """The user's arguments cannot be carried out as given. Command line: exit status 2."""
