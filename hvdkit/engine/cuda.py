@@ -14,6 +14,8 @@ from pathlib import Path
 from hvdkit.engine.frameworks import Framework
 from hvdkit.errors import UsageError
 
+_SYSTEM_ROOTS = (Path("/usr/local"), Path("/usr"))
+
 
 @dataclass(frozen=True)
 class Cuda:
@@ -106,7 +108,7 @@ def _nccl(cuda_home: Path) -> tuple[Path, Path]:
     specification = importlib.util.find_spec("nvidia")
     wheels = (specification.submodule_search_locations or []) if specification else []
     candidates += [(Path(w) / "nccl/include", Path(w) / "nccl/lib") for w in wheels]
-    for root in (cuda_home, Path("/usr/local"), Path("/usr")):
+    for root in (cuda_home, *_SYSTEM_ROOTS):
         for folder in (root / "lib64", root / "lib", *sorted(root.glob("lib/*-linux-gnu"))):
             candidates.append((root / "include", folder))
     for headers, libraries in candidates:

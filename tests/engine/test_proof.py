@@ -1,0 +1,37 @@
+"""The proof must be able to fail: an engine that is broken is not installed."""
+
+import shutil
+
+import pytest
+
+from hvdkit.engine import describe, proof
+from hvdkit.errors import HvdkitError
+
+
+@pytest.fixture
+def copy_of_engine(tmp_path):
+    engine = describe.installed()
+    if engine is None or "torch" not in engine.frameworks:
+        pytest.skip("no engine with torch is installed: run `hvdkit build`")
+    shutil.copytree(engine.path, tmp_path / "horovod")
+    return tmp_path
+
+
+def test_a_working_engine_is_proven(copy_of_engine):
+    said = []
+    proof.prove(copy_of_engine, ["torch"], ["gloo"], None, said.append)
+    assert said == ["torch over gloo: allreduce, broadcast, allgather on 2 ranks (cpu)"]
+
+
+def test_an_engine_that_computes_something_wrong_is_refused(copy_of_engine):
+    with (copy_of_engine / "horovod/torch/__init__.py").open("a") as source:
+        source.write("\n_right = allreduce\ndef allreduce(*a, **k): return _right(*a, **k) + 1\n")
+    with pytest.raises(HvdkitError, match=r"(?s)does not work with torch over gloo.*instead of"):
+        proof.prove(copy_of_engine, ["torch"], ["gloo"], None, lambda line: None)
+
+
+def test_an_engine_that_does_not_load_is_refused(copy_of_engine):
+    (library,) = (copy_of_engine / "horovod/torch").glob("mpi_lib_v2*.so")
+    library.write_bytes(b"not a library")
+    with pytest.raises(HvdkitError, match="nothing was installed"):
+        proof.prove(copy_of_engine, ["torch"], ["gloo"], None, lambda line: None)

@@ -1,0 +1,53 @@
+import pytest
+
+from hvdkit.engine import cache, sdist
+from hvdkit.errors import HvdkitError, UsageError
+
+
+def test_a_file_with_another_hash_is_refused(tmp_path):
+    wrong = tmp_path / sdist.NAME
+    wrong.write_bytes(b"something else")
+    with pytest.raises(UsageError, match=f"has sha256 .*; expected .*{sdist.SHA256}"):
+        sdist.obtain(wrong, tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UsageError, match="there is no such file"):
+        sdist.obtain(tmp_path / "gone.tar.gz", tmp_path)
+
+
+def test_a_given_file_needs_no_network(sdist_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HVDKIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    assert sdist.obtain(sdist_file, tmp_path) == sdist_file
+
+
+def test_without_a_network_the_error_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("HVDKIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_DEFAULT_TIMEOUT", "2")
+    for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(HvdkitError, match="cannot be fetched from the package index.*--sdist FILE"):
+        sdist.obtain(None, tmp_path)
+    assert list((cache.folder() / "sdist").iterdir()) == []
+
+
+def test_a_damaged_cached_sdist_is_not_used(sdist_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HVDKIT_CACHE_DIR", str(tmp_path / "cache"))
+    kept = cache.make(cache.folder() / "sdist") / sdist.NAME
+    kept.write_bytes(sdist_file.read_bytes()[:1000])
+
+    def download(into, tools):
+        path = into / sdist.NAME
+        path.write_bytes(sdist_file.read_bytes())
+        return path
+
+    monkeypatch.setattr(sdist, "_download", download)
+    assert cache.sha256(sdist.obtain(None, tmp_path)) == sdist.SHA256
+
+
+def test_it_unpacks_to_the_source_tree(pristine):
+    assert (pristine / "setup.py").is_file()
+    assert (pristine / "third_party/gloo/CMakeLists.txt").is_file()

@@ -1,0 +1,56 @@
+import subprocess
+import sys
+
+import pytest
+
+import hvdkit
+from hvdkit.engine import fixes
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "hvdkit", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("verb", ["build", "doctor"])
+def test_every_verb_has_help_with_an_example(verb):
+    answer = run(verb, "--help")
+    assert answer.returncode == 0
+    assert f"example:\n  hvdkit {verb}" in answer.stdout
+
+
+def test_version():
+    assert run("--version").stdout.strip() == f"hvdkit {hvdkit.__version__}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "VERB"),
+        (["biuld"], "biuld"),
+        (["build", "--frameworks", "mxnet"], "unknown framework 'mxnet'; expected some of"),
+        (["build", "--controllers", "ucx"], "unknown controller 'ucx'; expected some of"),
+        (["build", "--jobs", "0"], "--jobs is 0; expected at least 1"),
+        (["build", "--gpu", "yes"], "--gpu yes is unknown; expected auto, nccl, none"),
+        (["build", "--sdist", "/gone", "--no-cache"], "there is no such file"),
+    ],
+)
+def test_wrong_arguments_are_status_2_and_said_briefly(arguments, expected):
+    answer = run(*arguments)
+    assert answer.returncode == 2
+    assert expected in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert len(answer.stderr.strip().splitlines()) <= 3
+
+
+def test_list_fixes_names_all_of_them():
+    answer = run("build", "--list-fixes")
+    assert answer.returncode == 0
+    for fix in fixes.FIXES:
+        assert f"{fix.name} (" in answer.stdout
+        assert fix.source in answer.stdout
