@@ -201,14 +201,14 @@ def _mpi() -> Finding:
 
 
 def _nccl(found: Sequence[frameworks.Framework]) -> Finding:
-    toolkit, reason = cuda.find(found, "auto") if found else (None, "no framework")
-    if toolkit is None:
-        return Finding("CUDA, NCCL", OK, f"not used: {reason}")
+    gpu = cuda.find(found, "auto")
+    if gpu.toolkit is None or gpu.nccl is None:
+        return Finding("CUDA, NCCL", OK, f"no NCCL: {gpu.reason or 'no framework'}")
     return Finding(
         "CUDA, NCCL",
         OK,
-        f"CUDA {toolkit.version} in {toolkit.home}, NCCL {toolkit.nccl_version} in "
-        f"{toolkit.nccl_library}",
+        f"CUDA {gpu.toolkit.version} in {gpu.toolkit.home}, NCCL {gpu.nccl.version} in "
+        f"{gpu.nccl.library}",
     )
 
 

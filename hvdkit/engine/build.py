@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,9 @@ from hvdkit.errors import HvdkitError
 _SECONDS = 2 * 3600
 
 _LOGS_KEPT = 20
+
+#: How compilers, CMake and linkers begin the line that says why.
+_ERROR = re.compile(r"error:|^CMake Error|undefined reference")
 
 
 @dataclass(frozen=True)
@@ -188,8 +192,9 @@ def _diagnosis(status: int, tail: Sequence[str], log: Path) -> str:
         reason = "the compiler ran out of memory. Build with fewer --jobs."
     else:
         lines = [line.strip() for line in tail]
-        errors = [line for line in lines if "error:" in line or line.startswith("CMake Error")]
-        reason = "\n".join(errors[:5] or lines[-15:])
+        first = next((i for i, line in enumerate(lines) if _ERROR.search(line)), None)
+        shown = lines[-15:] if first is None else lines[first : first + 5]
+        reason = "\n".join(filter(None, shown))
     return (
         f"the build failed (exit status {status}); nothing was changed. {reason}\nFull log: {log}"
     )

@@ -18,54 +18,85 @@ _SYSTEM_ROOTS = (Path("/usr/local"), Path("/usr"))
 
 
 @dataclass(frozen=True)
-class Cuda:
-    """What a build with NCCL is made of.
+class Toolkit:
+    """A CUDA toolkit that fits the frameworks.
 
     Attributes:
-        home: the toolkit's folder, with bin/nvcc.
+        home: its folder, with bin/nvcc.
         version: nvcc's, such as 13.0.
-        nccl_include: the folder with nccl.h.
-        nccl_library: the folder with libnccl.so or libnccl.so.2.
-        nccl_version: what nccl.h says.
         architectures: compute capabilities to compile for, such as `80` or `90`.
     """
 
     home: Path
     version: str
-    nccl_include: Path
-    nccl_library: Path
-    nccl_version: str
     architectures: tuple[str, ...]
 
 
-def find(frameworks: Sequence[Framework], gpu: str) -> tuple[Cuda | None, str]:
-    """What a build for `frameworks` can use of CUDA, and the reason in a few words.
+@dataclass(frozen=True)
+class Nccl:
+    """An NCCL: the folders with nccl.h and with libnccl.so (or .so.2), and what nccl.h says."""
+
+    include: Path
+    library: Path
+    version: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a build can do for tensors on a GPU.
+
+    With both parts NCCL reduces them. With a toolkit alone they go through host memory and the
+    controller (PyTorch only). With neither they are refused.
+
+    Attributes:
+        reason: why there is no NCCL; empty where there is.
+    """
+
+    toolkit: Toolkit | None = None
+    nccl: Nccl | None = None
+    reason: str = ""
+
+    @property
+    def operations(self) -> str:
+        """`nccl`, `staged` (through host memory) or `none`."""
+        return "nccl" if self.nccl else "staged" if self.toolkit else "none"
+
+
+def find(frameworks: Sequence[Framework], gpu: str) -> Gpu:
+    """What a build for `frameworks` can use of CUDA.
 
     Args:
-        gpu: `auto` (NCCL where all that it takes is there), `nccl` (it has to be there) or `none`.
+        gpu: `auto` (NCCL where all that it takes is there), `nccl` (it has to be there) or `none`
+            (without NCCL).
 
     Raises:
         UsageError: `nccl` is asked for, and something is missing.
     """
-    if gpu == "none":
-        return None, "not asked for"
+    toolkit: Toolkit | None = None
     try:
-        return _find(frameworks), "found"
+        toolkit = _toolkit([f for f in frameworks if f.cuda is not None])
+        for framework in frameworks:
+            if framework.cuda is None:
+                raise LookupError(_cpu_build(framework))
+        if gpu == "none":
+            raise LookupError("not asked for")
+        return Gpu(toolkit, _nccl(toolkit.home))
     except LookupError as error:
+        reason = str(error.args[0])
+        if not any(f.cuda for f in frameworks):
+            reason = " and ".join(map(_cpu_build, frameworks))
         if gpu == "nccl":
-            raise UsageError(f"--gpu nccl: {error.args[0]}") from error
-        return None, str(error.args[0])
+            raise UsageError(f"--gpu nccl: {reason}") from error
+        return Gpu(toolkit, None, reason)
 
 
-def _find(frameworks: Sequence[Framework]) -> Cuda:
-    for framework in frameworks:
-        if framework.cuda is None:
-            raise LookupError(
-                f"{framework.name} {framework.version} is a CPU build; install a CUDA build of it, "
-                "or leave it out of --frameworks"
-            )
+def _cpu_build(framework: Framework) -> str:
+    return f"{framework.name} {framework.version} is a CPU build"
+
+
+def _toolkit(frameworks: Sequence[Framework]) -> Toolkit:
     nvcc = _nvcc()
-    if nvcc is None:
+    if nvcc is None or not frameworks:
         raise LookupError("nvcc is not found; put it on PATH, or set CUDA_HOME to the toolkit")
     version = _match(r"release (\d+\.\d+)", _run([str(nvcc), "--version"])) or "unknown"
     for framework in frameworks:
@@ -75,17 +106,7 @@ def _find(frameworks: Sequence[Framework]) -> Cuda:
                 f"nvcc is CUDA {version}, {framework.name} {framework.version} is built for CUDA "
                 f"{framework.cuda}; the major versions must agree: set CUDA_HOME"
             )
-    include, library = _nccl(nvcc.parent.parent)
-    header = (include / "nccl.h").read_text(encoding="utf-8", errors="replace")
-    parts = [_match(rf"#define NCCL_{part} +(\d+)", header) for part in ("MAJOR", "MINOR", "PATCH")]
-    return Cuda(
-        home=nvcc.parent.parent,
-        version=version,
-        nccl_include=include,
-        nccl_library=library,
-        nccl_version=".".join(part or "?" for part in parts),
-        architectures=_architectures(frameworks, nvcc),
-    )
+    return Toolkit(_home(nvcc), version, _architectures(frameworks, nvcc))
 
 
 def _nvcc() -> Path | None:
@@ -97,8 +118,14 @@ def _nvcc() -> Path | None:
     return Path(found).resolve() if found else None
 
 
-def _nccl(cuda_home: Path) -> tuple[Path, Path]:
-    """The folders with nccl.h and with the library: the user's choice, the wheel, the system."""
+def _home(nvcc: Path) -> Path:
+    """The toolkit's folder. nvcc knows it better than its path tells: it may be a script."""
+    told = _match(r"#\$ TOP=(\S+)", _run([str(nvcc), "--dryrun", "-x", "cu", "/dev/null"]))
+    return Path(told).resolve() if told else nvcc.parent.parent
+
+
+def _nccl(cuda_home: Path) -> Nccl:
+    """The NCCL that the user names, else a wheel's, else the system's."""
     candidates: list[tuple[Path, Path]] = []
     home = os.environ.get("HOROVOD_NCCL_HOME")
     include = os.environ.get("HOROVOD_NCCL_INCLUDE") or (home and f"{home}/include")
@@ -113,7 +140,9 @@ def _nccl(cuda_home: Path) -> tuple[Path, Path]:
             candidates.append((root / "include", folder))
     for headers, libraries in candidates:
         if (headers / "nccl.h").exists() and any(libraries.glob("libnccl.so*")):
-            return headers, libraries
+            text = (headers / "nccl.h").read_text(encoding="utf-8", errors="replace")
+            parts = (_match(rf"#define NCCL_{p} +(\d+)", text) for p in ("MAJOR", "MINOR", "PATCH"))
+            return Nccl(headers, libraries, ".".join(part or "?" for part in parts))
     raise LookupError(
         "NCCL is not found (nccl.h and libnccl.so); a CUDA build of PyTorch brings it, or install "
         "nvidia-nccl-cu12 / -cu13, or set HOROVOD_NCCL_HOME"
@@ -133,7 +162,7 @@ def _architectures(frameworks: Iterable[Framework], nvcc: Path) -> tuple[str, ..
 
 def _run(command: list[str]) -> str:
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return answer.stdout
+    return answer.stdout + answer.stderr
 
 
 def _match(pattern: str, text: str) -> str | None:

@@ -59,7 +59,7 @@ class Engine:
 
     @property
     def gpu(self) -> str | None:
-        """`nccl` or `none`; None where only loading a stock Horovod would tell."""
+        """`nccl`, `staged` or `none`; None where only loading a stock Horovod would tell."""
         return str(self.record["gpu"]) if self.ours else None
 
 

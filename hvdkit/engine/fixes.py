@@ -253,6 +253,22 @@ FIXES: tuple[Fix, ...] = (
         ),
     ),
     Fix(
+        name="cuda-only-when-it-fits",
+        repairs="a CUDA build of PyTorch turns CUDA on whenever any nvcc is there, of another "
+        "major version too, even where no GPU operations are asked for",
+        source="measured with torch 2.1.2+cu121 beside CUDA 13.0",
+        proof="without it no engine builds against a CUDA PyTorch beside an nvcc that does not fit",
+        needed_to_build=True,
+        edits=(
+            Edit(
+                "cmake/Modules/FindPytorch.cmake",
+                "(torch.version.cuda is not None) and (CUDA_HOME is not None)",
+                "(torch.version.cuda is not None) and (CUDA_HOME is not None) and "
+                "('HVDKIT_WITHOUT_CUDA' not in __import__('os').environ)",
+            ),
+        ),
+    ),
+    Fix(
         name="cuda-standard-17",
         repairs="the CUDA kernels ask for C++11, which CUDA 13's and gcc 14's headers are leaving",
         source=f"{_UPSTREAM}/pull/4313",

@@ -83,8 +83,7 @@ class Plan:
     cmake: toolchain.BuildTool
     make: toolchain.BuildTool
     mpi: mpi.Mpi | None
-    cuda: cuda.Cuda | None
-    cuda_reason: str
+    gpu: cuda.Gpu
     jobs: int
     warnings: tuple[str, ...] = field(default=())
 
@@ -118,14 +117,14 @@ class Plan:
                 "version": self.mpi.version,
                 "library": "environment" if self.mpi.in_environment else str(self.mpi.library),
             },
-            "gpu": "nccl" if self.cuda else "none",
-            "cuda": self.cuda
+            "gpu": self.gpu.operations,
+            "cuda": self.gpu.toolkit
             and {
-                "version": self.cuda.version,
-                "nccl": self.cuda.nccl_version,
-                "nccl_library": str(self.cuda.nccl_library),
-                "architectures": list(self.cuda.architectures),
+                "version": self.gpu.toolkit.version,
+                "architectures": list(self.gpu.toolkit.architectures),
             },
+            "nccl": self.gpu.nccl
+            and {"version": self.gpu.nccl.version, "library": str(self.gpu.nccl.library)},
             "compiler": self.compiler.version,
             "settings": {name: os.environ[name] for name in _PASSED_ON if name in os.environ},
             # Stock Horovod compiles for the CPU that it is built on.
@@ -157,14 +156,22 @@ class Plan:
             settings["HOROVOD_CMAKE"] = self.cmake.path
         if self.mpi is not None:
             settings["HVDKIT_BUILD_RPATH"] = _ENVIRONMENT_LIB if self.mpi.in_environment else ""
-        if self.cuda is not None:
+        return settings | self._gpu_settings()
+
+    def _gpu_settings(self) -> dict[str, str]:
+        toolkit, nccl = self.gpu.toolkit, self.gpu.nccl
+        if toolkit is None:
+            return {"HVDKIT_WITHOUT_CUDA": "1"}
+        settings = {
+            "HOROVOD_CUDA_HOME": str(toolkit.home),
+            "HOROVOD_BUILD_CUDA_CC_LIST": ",".join(toolkit.architectures),
+        }
+        if nccl is not None:
             settings |= {
                 "HOROVOD_GPU_OPERATIONS": "NCCL",
-                "HOROVOD_CUDA_HOME": str(self.cuda.home),
-                "HOROVOD_NCCL_INCLUDE": str(self.cuda.nccl_include),
-                "HOROVOD_NCCL_LIB": str(self.cuda.nccl_library),
+                "HOROVOD_NCCL_INCLUDE": str(nccl.include),
+                "HOROVOD_NCCL_LIB": str(nccl.library),
                 "HOROVOD_NCCL_LINK": "SHARED",
-                "HOROVOD_BUILD_CUDA_CC_LIST": ",".join(self.cuda.architectures),
             }
         return settings
 
@@ -182,8 +189,10 @@ class Plan:
         first = [str(tools / "bin")]
         if self.mpi is not None:
             first.insert(0, str(Path(self.mpi.mpicxx).parent))
-        if self.cuda is not None:
-            first.append(str(self.cuda.home / "bin"))
+        if self.gpu.toolkit is not None:
+            # torch looks for a toolkit by itself; it must find the same one.
+            environment["CUDA_HOME"] = str(self.gpu.toolkit.home)
+            first.append(str(self.gpu.toolkit.home / "bin"))
         environment["PATH"] = os.pathsep.join([*first, environment.get("PATH", os.defpath)])
         # The tree lies in another folder each time: let ccache not care.
         environment["CCACHE_BASEDIR"] = str(tree)
@@ -227,7 +236,6 @@ def make_plan(request: Request) -> Plan:
             else controller == "gloo" or found_mpi is not None
         )
     )
-    found_cuda, reason = cuda.find(found, request.gpu)
     return Plan(
         frameworks=found,
         controllers=controllers,
@@ -237,8 +245,7 @@ def make_plan(request: Request) -> Plan:
         cmake=toolchain.find_cmake(),
         make=toolchain.find_make(),
         mpi=found_mpi,
-        cuda=found_cuda,
-        cuda_reason=reason,
+        gpu=cuda.find(found, request.gpu),
         jobs=toolchain.jobs(request.jobs),
         warnings=tuple(warnings),
     )

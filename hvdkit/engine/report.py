@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from hvdkit.engine import cache, fixes
+from hvdkit.engine.cuda import Gpu
 from hvdkit.engine.plan import Plan
 
 
@@ -20,18 +21,12 @@ def show_plan(plan: Plan, console: Console, details: bool = False) -> None:
         for f in plan.frameworks
     )
     mpi = f"{plan.mpi.version}, {plan.mpi.mpicxx}" if plan.mpi else "not used"
-    cuda = (
-        f"NCCL {plan.cuda.nccl_version}, CUDA {plan.cuda.version}, architectures "
-        f"{' '.join(plan.cuda.architectures)}"
-        if plan.cuda
-        else f"none ({plan.cuda_reason})"
-    )
     rows = [
         ("engine", f"Horovod {plan.version}, {len(plan.fixes)} fixes ({plan.fix_choice})"),
         ("frameworks", frameworks),
         ("controllers", ", ".join(plan.controllers)),
         ("MPI", mpi),
-        ("GPU", cuda),
+        ("GPU", _gpu(plan.gpu)),
         ("compiler", f"{plan.compiler.version}, {plan.compiler.path}, {plan.jobs} at once"),
         ("CMake", f"{plan.cmake.version}, {plan.cmake.path or 'for this build only'}"),
     ]
@@ -52,6 +47,15 @@ def show_plan(plan: Plan, console: Console, details: bool = False) -> None:
     _print(console, "\ncommand, in the unpacked and fixed sdist:")
     _print(console, f"  {shlex.join(plan.command(Path('dist')))}")
     _print(console, "\nDry run: nothing was touched.")
+
+
+def _gpu(gpu: Gpu) -> str:
+    if gpu.toolkit is None:
+        return f"none: {gpu.reason}"
+    kit = f"CUDA {gpu.toolkit.version}, architectures {' '.join(gpu.toolkit.architectures)}"
+    if gpu.nccl is None:
+        return f"PyTorch's tensors through host memory, {kit}; no NCCL: {gpu.reason}"
+    return f"NCCL {gpu.nccl.version}, {kit}"
 
 
 def list_fixes(console: Console) -> None:

@@ -151,9 +151,7 @@ def compiling(cache_folder):
 @pytest.mark.long
 def test_a_rebuild_from_nothing_is_the_same_engine(engine, private_cache, tmp_path):
     """Every framework and controller found, proven on real ranks, installed beside."""
-    answer = run_build(
-        "--target", str(tmp_path / "engine"), cache_dir=private_cache, timeout=3600
-    )
+    answer = run_build("--target", str(tmp_path / "engine"), cache_dir=private_cache, timeout=3600)
     assert answer.returncode == 0, answer.stderr + answer.stdout
     for framework in engine.frameworks:
         for controller in engine.controllers:

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from hvdkit.engine import cuda
@@ -16,6 +18,7 @@ def toolkit(tmp_path, monkeypatch):
     nvcc.write_text(
         "#!/bin/sh\n"
         "if [ $1 = --version ]; then echo 'Cuda compilation tools, release 13.0, V13.0.88'\n"
+        f"elif [ $1 = --dryrun ]; then echo '#$ TOP={tmp_path}/cuda/bin/..' >&2\n"
         "else echo \"Allowed values: 'sm_75','sm_80','sm_90','sm_90a'\"; fi\n"
     )
     nvcc.chmod(0o755)
@@ -34,9 +37,9 @@ def toolkit(tmp_path, monkeypatch):
 
 
 def test_auto_with_a_cpu_framework_builds_for_the_cpu():
-    found, reason = cuda.find([CPU], "auto")
-    assert found is None
-    assert "torch 2.13.0+cpu is a CPU build" in reason
+    found = cuda.find([CPU], "auto")
+    assert found == cuda.Gpu(None, None, "torch 2.13.0+cpu is a CPU build")
+    assert found.operations == "none"
 
 
 def test_nccl_with_a_cpu_framework_is_an_error():
@@ -44,29 +47,36 @@ def test_nccl_with_a_cpu_framework_is_an_error():
         cuda.find([CPU], "nccl")
 
 
-def test_none_looks_no_further(toolkit):
-    assert cuda.find([GPU], "none") == (None, "not asked for")
+def test_without_nccl_tensors_go_through_host_memory(toolkit):
+    found = cuda.find([GPU], "none")
+    assert found.toolkit is not None
+    assert found.operations == "staged"
+    assert cuda.find([GPU, dataclasses.replace(CPU, name="tensorflow")], "auto").operations == (
+        "staged"
+    )
 
 
 def test_a_complete_tool_chain_is_found(toolkit):
-    found, _ = cuda.find([GPU], "auto")
-    assert found.home == toolkit / "cuda"
-    assert found.version == "13.0"
-    assert found.nccl_version == "2.27.3"
-    assert found.nccl_library == toolkit / "nccl/lib"
+    found = cuda.find([GPU], "auto")
+    assert found.operations == "nccl"
+    assert found.toolkit.home == toolkit / "cuda"
+    assert found.toolkit.version == "13.0"
+    assert found.nccl.version == "2.27.3"
+    assert found.nccl.library == toolkit / "nccl/lib"
     # What the framework has code for and this nvcc can compile.
-    assert found.architectures == ("75", "90")
+    assert found.toolkit.architectures == ("75", "90")
 
 
 def test_the_users_architectures_win(toolkit, monkeypatch):
     monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "80, 90a")
-    assert cuda.find([GPU], "nccl")[0].architectures == ("80", "90a")
+    assert cuda.find([GPU], "nccl").toolkit.architectures == ("80", "90a")
 
 
 def test_an_nvcc_of_another_major_version_is_refused(toolkit):
     old = Framework("torch", "2.5.1+cu124", False, "12.4", ("80",))
     with pytest.raises(UsageError, match=r"nvcc is CUDA 13\.0.*is built for CUDA 12\.4"):
         cuda.find([old], "nccl")
+    assert cuda.find([old], "auto").operations == "none"
 
 
 def test_missing_nccl_says_where_to_get_it(toolkit, monkeypatch):

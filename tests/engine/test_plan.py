@@ -10,8 +10,11 @@ from hvdkit.engine.frameworks import Framework
 from hvdkit.errors import HvdkitError, UsageError
 
 TORCH = Framework("torch", "2.13.0+cpu", True, None)
-MPI = mpi.Mpi("/opt/mpi/bin/mpicxx", "/opt/mpi/bin/mpirun", "Open MPI 5", Path("/opt/mpi/libmpi.so"))
-CUDA = cuda.Cuda(Path("/opt/cuda"), "13.0", Path("/i"), Path("/l"), "2.27.3", ("80", "90"))
+MPI = mpi.Mpi(
+    "/opt/mpi/bin/mpicxx", "/opt/mpi/bin/mpirun", "Open MPI 5", Path("/opt/mpi/libmpi.so")
+)
+TOOLKIT = cuda.Toolkit(Path("/opt/cuda"), "13.0", ("80", "90"))
+NCCL = cuda.Nccl(Path("/i"), Path("/l"), "2.27.3")
 
 
 @pytest.fixture
@@ -27,8 +30,7 @@ def made(monkeypatch):
         cmake=toolchain.BuildTool("/usr/bin/cmake", "3.25"),
         make=toolchain.BuildTool("/usr/bin/make", "4.3"),
         mpi=None,
-        cuda=None,
-        cuda_reason="",
+        gpu=cuda.Gpu(),
         jobs=2,
     )
 
@@ -58,7 +60,8 @@ def test_bad_requests_are_refused_before_anything_is_looked_at(wrong, message):
         {"fixes": fixes.select({"torch": "2.13.0"})[:-1]},
         {"fix_choice": "minimal"},
         {"compiler": toolchain.Compiler("/usr/bin/c++", "c++ 13.1")},
-        {"cuda": CUDA},
+        {"gpu": cuda.Gpu(TOOLKIT)},
+        {"gpu": cuda.Gpu(TOOLKIT, NCCL)},
     ],
     ids=lambda change: "+".join(change),
 )
@@ -70,9 +73,9 @@ def test_another_mpi_or_architecture_changes_the_key(made):
     with_mpi = dataclasses.replace(made, mpi=MPI)
     elsewhere = dataclasses.replace(MPI, library=Path("/usr/lib/libmpi.so"))
     assert dataclasses.replace(made, mpi=elsewhere).key != with_mpi.key
-    with_cuda = dataclasses.replace(made, cuda=CUDA)
-    fewer = dataclasses.replace(CUDA, architectures=("80",))
-    assert dataclasses.replace(made, cuda=fewer).key != with_cuda.key
+    with_cuda = dataclasses.replace(made, gpu=cuda.Gpu(TOOLKIT, NCCL))
+    fewer = dataclasses.replace(TOOLKIT, architectures=("80",))
+    assert dataclasses.replace(made, gpu=cuda.Gpu(fewer, NCCL)).key != with_cuda.key
 
 
 def test_the_text_of_a_fix_changes_the_key(made):
@@ -105,10 +108,18 @@ def test_what_is_not_asked_for_is_switched_off(made):
 
 
 def test_a_cuda_build_is_told_where_everything_is(made):
-    settings = dataclasses.replace(made, cuda=CUDA).settings()
+    settings = dataclasses.replace(made, gpu=cuda.Gpu(TOOLKIT, NCCL)).settings()
     assert settings["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert settings["HOROVOD_NCCL_LIB"] == "/l"
     assert settings["HOROVOD_BUILD_CUDA_CC_LIST"] == "80,90"
+    assert "HVDKIT_WITHOUT_CUDA" not in settings
+
+
+def test_without_nccl_tensors_may_still_be_staged_and_without_a_toolkit_not(made):
+    staged = dataclasses.replace(made, gpu=cuda.Gpu(TOOLKIT)).settings()
+    assert staged["HOROVOD_CUDA_HOME"] == "/opt/cuda"
+    assert "HOROVOD_GPU_OPERATIONS" not in staged
+    assert made.settings()["HVDKIT_WITHOUT_CUDA"] == "1"
 
 
 def test_a_stray_horovod_variable_does_not_steer_the_build(made, monkeypatch, tmp_path):

@@ -23,7 +23,7 @@ def test_percent_is_read_from_what_make_and_ninja_print(line, expected):
 def test_without_a_terminal_there_are_few_plain_lines():
     out = io.StringIO()
     with progress.BuildProgress(Console(file=out), "compiling") as shown:
-        for number in [*range(0, 60), 30, *range(31, 101)]:
+        for number in [*range(60), 30, *range(31, 101)]:
             shown.see(f"[{number:3}%] Building\n")
     lines = out.getvalue().splitlines()
     assert [line.split(",")[0] for line in lines] == [
