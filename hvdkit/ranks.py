@@ -397,6 +397,8 @@ class RankGroup:
                     break
                 time.sleep(_POLL_SECONDS)
             else:
+                for started in self._processes:
+                    started.poll()  # or what has just been ended stays a zombie of this process
                 return
         raise HvdkitError(
             f"processes {sorted(process.pid for process in members)} of a group of ranks did not "

@@ -1,0 +1,64 @@
+"""Do all ranks mean the same thing? Found out before a collective could hang on the answer."""
+
+import hashlib
+from collections.abc import Sequence
+
+from hvdkit.core.collectives import Collectives
+from hvdkit.errors import HvdkitError
+
+
+class RanksDisagree(HvdkitError):
+    """Ranks of one job hold different descriptions of what they are about to do together."""
+
+
+def digest(lines: Sequence[str]) -> bytes:
+    """The SHA-256 of `lines`, 32 bytes."""
+    return hashlib.sha256("\n".join(lines).encode()).digest()
+
+
+def check_agreement(collectives: Collectives, lines: Sequence[str], subject: str) -> None:
+    """Compare `lines` between all ranks. A collective: every rank of the set calls it.
+
+    Costs one small allreduce while ranks agree, and works while other ranks sit in `join`.
+
+    Args:
+        collectives: of the process set whose ranks must agree.
+        lines: a description that must be the same on every rank, most telling lines first.
+        subject: what is described, for the error, e.g. "the optimizer's parameters".
+
+    Raises:
+        RanksDisagree: on every rank, naming the first line that differs and who has what.
+    """
+    # Sums alone tell whether n values are all equal: n * sum(x^2) == sum(x)^2 only then. A rank
+    # that has called `join` adds zeros to all three sums, n included, so it does not count.
+    own = digest(lines)
+    sums = collectives.sum([1, *own, *(byte * byte for byte in own)], "hvdkit.agreement")
+    count, values, squares = sums[0], sums[1 : 1 + len(own)], sums[1 + len(own) :]
+    if all(count * square == value * value for value, square in zip(values, squares, strict=True)):
+        return
+    # The same verdict on every rank, so this is entered by all of them.
+    gathered = collectives.allgather("\n".join(lines).encode(), "hvdkit.agreement.lines")
+    by_rank = {
+        rank: data.decode().split("\n")
+        for rank, data in zip(collectives.ranks, gathered, strict=True)
+    }
+    raise RanksDisagree(_difference(by_rank, subject))
+
+
+def _difference(by_rank: dict[int, list[str]], subject: str) -> str:
+    longest = max(len(lines) for lines in by_rank.values())
+    for number in range(longest):
+        holders: dict[str, list[int]] = {}
+        for rank, lines in by_rank.items():
+            line = lines[number] if number < len(lines) else "nothing more"
+            holders.setdefault(line, []).append(rank)
+        if len(holders) > 1:
+            who = "; ".join(
+                f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {line}"
+                for line, ranks in holders.items()
+            )
+            return (
+                f"ranks disagree about {subject}. First difference: {who}. "
+                f"Every rank must build the same model and use the same settings."
+            )
+    raise AssertionError("digests differ although all lines are equal")

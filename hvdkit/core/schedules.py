@@ -1,0 +1,65 @@
+"""Learning-rate schedules as pure functions of the step, the same for every framework."""
+
+import math
+from dataclasses import dataclass
+
+from hvdkit.errors import UsageError
+
+
+@dataclass(frozen=True)
+class WarmupCosine:
+    """Linear warm-up to a scaled peak, then half a cosine down to zero.
+
+    With n ranks a step sees n times the data of one rank, so there are n times fewer steps, each
+    of which may be n times as long: the linear scaling rule, which needs a warm-up (Goyal et al.,
+    arXiv:1706.02677). The cosine is Loshchilov and Hutter's, without restarts (arXiv:1608.03983).
+
+    Attributes:
+        base_lr: the rate that suits one rank.
+        total_steps: steps of the whole training, on each rank.
+        warmup_steps: steps until the peak is reached.
+        scale: peak rate / `base_lr`, usually the number of ranks.
+
+    Raises:
+        UsageError: a value is out of range.
+
+    Example:
+        schedule = WarmupCosine(base_lr=0.05, total_steps=1000, warmup_steps=100, scale=hvd.size())
+        for step in range(schedule.total_steps):
+            for group in optimizer.param_groups:
+                group["lr"] = schedule(step)
+    """
+
+    base_lr: float
+    total_steps: int
+    warmup_steps: int = 0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.base_lr > 0 and math.isfinite(self.base_lr)):
+            raise UsageError(f"base_lr is {self.base_lr}: expected a positive number")
+        if not (self.scale > 0 and math.isfinite(self.scale)):
+            raise UsageError(f"scale is {self.scale}: expected a positive number")
+        if self.total_steps < 1:
+            raise UsageError(f"total_steps is {self.total_steps}: expected at least 1")
+        if not 0 <= self.warmup_steps <= self.total_steps:
+            raise UsageError(
+                f"warmup_steps is {self.warmup_steps}: expected 0 to total_steps, "
+                f"{self.total_steps}"
+            )
+
+    @property
+    def peak_lr(self) -> float:
+        """The rate at the end of the warm-up."""
+        return self.base_lr * self.scale
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of step `step`, counted from 0; zero from `total_steps` on."""
+        if step < 0:
+            raise UsageError(f"step is {step}: expected 0 or more")
+        if step < self.warmup_steps:
+            return self.peak_lr * (step + 1) / self.warmup_steps
+        if step >= self.total_steps:
+            return 0.0
+        done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
+        return self.peak_lr * 0.5 * (1.0 + math.cos(math.pi * done))

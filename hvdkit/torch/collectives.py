@@ -1,0 +1,49 @@
+"""core's small host-side collectives, over horovod.torch."""
+
+from collections.abc import Sequence
+
+import torch
+from horovod.torch import mpi_ops
+
+from hvdkit.torch import runtime
+
+
+class TorchCollectives:
+    """`hvdkit.core.collectives.Collectives` for the ranks of a Horovod process set."""
+
+    def __init__(self, process_set: mpi_ops.ProcessSet) -> None:
+        self._process_set = process_set
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The global ranks of the process set."""
+        return list(self._process_set.ranks)
+
+    @property
+    def generation(self) -> int:
+        """How often Horovod has been initialised."""
+        return runtime.generation()
+
+    def sum(self, values: Sequence[int], name: str) -> list[int]:
+        """Element-wise sum of 64-bit integers."""
+        return self._reduce(values, name, mpi_ops.Sum)
+
+    def max(self, values: Sequence[int], name: str) -> list[int]:
+        """Element-wise maximum of 64-bit integers."""
+        return self._reduce(values, name, mpi_ops.Max)
+
+    def allgather(self, data: bytes, name: str) -> list[bytes]:
+        """Every rank's bytes."""
+        size = torch.tensor([len(data)], dtype=torch.int64)
+        sizes = mpi_ops.allgather(size, name=f"{name}.sizes", process_set=self._process_set)
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NO_BYTES
+        joined = mpi_ops.allgather(own, name=name, process_set=self._process_set)
+        return [part.numpy().tobytes() for part in joined.split(sizes.tolist())]
+
+    def _reduce(self, values: Sequence[int], name: str, op: int) -> list[int]:
+        tensor = torch.tensor(values, dtype=torch.int64)
+        mpi_ops.allreduce_(tensor, name=name, op=op, process_set=self._process_set)
+        return [int(value) for value in tensor.tolist()]
+
+
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,56 @@
+"""Horovod's elastic training, with this package's `init`, optimizer and broadcasts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from horovod.common.elastic import run_fn
+from horovod.torch.elastic import ElasticSampler
+from horovod.torch.elastic import state as horovod_state
+
+from hvdkit.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from hvdkit.torch.runtime import init, shutdown
+
+__all__ = ["ElasticSampler", "TorchState", "run"]
+
+
+class _ModelHandler(horovod_state.ModelStateHandler):
+    def sync(self) -> None:
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+
+
+class _OptimizerHandler(horovod_state.OptimizerStateHandler):
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, root_rank=0)
+
+
+class TorchState(horovod_state.TorchState):
+    """Horovod's `TorchState`, except that models and optimizers are synchronised by hvdkit.
+
+    Horovod's own way of synchronising an optimizer takes a step with it, which for a wrapped one
+    is a collective that only new ranks would enter.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model=model, optimizer=optimizer, **kwargs)
+        for name, handler in self._handlers.items():
+            if isinstance(handler.value, torch.nn.Module):
+                self._handlers[name] = _ModelHandler(handler.value)
+            elif isinstance(handler.value, torch.optim.Optimizer):
+                self._handlers[name] = _OptimizerHandler(handler.value)
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for an elastic training function; the first argument is the state to keep."""
+    decorated: Callable[..., Any] = run_fn(func, _reset)
+    return decorated
+
+
+def _reset() -> None:
+    shutdown()
+    init()

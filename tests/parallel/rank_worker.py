@@ -1,0 +1,44 @@
+"""One rank of a `RankPool`: python -m tests.parallel.rank_worker FRAMEWORK PORT."""
+
+import faulthandler
+import importlib
+import os
+import signal
+import socket
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+
+def main(framework: str, port: int) -> None:
+    """Serve tests until the pytest process hangs up."""
+    # The pytest process asks a rank that hangs where it does.
+    faulthandler.register(signal.SIGUSR1)
+    hvd = importlib.import_module(f"hvdkit.{framework}")
+    hvd.init()
+    connection = Connection(socket.create_connection(("127.0.0.1", port)).detach())
+    connection.send((hvd.rank(), os.getpid()))
+    while True:
+        try:
+            module, function, parameters = connection.recv()
+        except EOFError:
+            break
+        connection.send(_answer(hvd, module, function, parameters))
+    hvd.shutdown()
+
+
+def _answer(hvd: Any, module: str, function: str, parameters: dict[str, Any]) -> tuple[str, str]:
+    try:
+        getattr(importlib.import_module(module), function)(hvd=hvd, **parameters)
+    except pytest.skip.Exception as skipped:
+        return "skipped", str(skipped)
+    except (Exception, pytest.fail.Exception):
+        return "failed", traceback.format_exc()
+    return "passed", ""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

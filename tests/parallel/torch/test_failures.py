@@ -1,0 +1,100 @@
+"""What ends a job: each test has ranks of its own."""
+
+import sys
+import time
+
+import pytest
+
+from hvdkit.engine.describe import installed
+from hvdkit.ranks import RanksFailed
+from tests.parallel.rank_pool import Configuration, start_ranks_of
+
+BOTH = [Configuration("torch", "gloo", 3), Configuration("torch", "mpi", 3)]
+
+SCRIPT = """
+import sys, time, os, signal
+import torch
+import hvdkit.torch as hvd
+hvd.init()
+hvd.allreduce(torch.ones(3), name="all are here")
+print("started", flush=True)
+"""
+
+
+def run(configuration, code, timeout, failure_grace=20.0, **env):
+    command = [sys.executable, "-c", SCRIPT + code]
+    return start_ranks_of(configuration, command, env).wait(timeout, failure_grace)
+
+
+@pytest.mark.parametrize("configuration", BOTH, ids=str)
+def test_a_rank_that_never_comes_ends_the_job(configuration):
+    engine = installed()
+    if configuration.controller == "gloo" and engine is not None and not engine.ours:
+        # GlooController reserves global_ranks_ and never sizes it: nobody is ever found missing.
+        pytest.skip("a stock Horovod does not notice stalls over Gloo")
+    code = """
+if hvd.rank() == 1:
+    time.sleep(60)
+try:
+    hvd.allreduce(torch.ones(3), name="not all come")
+except hvd.HorovodInternalError as error:
+    print("ended:", error, flush=True)
+    time.sleep(2)  # mpirun ends the other ranks as soon as one has failed
+    sys.exit(1)
+"""
+    began = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        run(configuration, code, 50, failure_grace=1, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="4")
+    assert time.monotonic() - began < 30
+    assert not caught.value.timed_out
+    outputs = [result.output for result in caught.value.results]
+    assert "ended: Horovod has been shut down" in outputs[0]
+    assert "ended: Horovod has been shut down" in outputs[2]
+    assert "1!: [allreduce.not all come]" in outputs[0]
+
+
+@pytest.mark.parametrize("configuration", BOTH, ids=str)
+def test_a_rank_that_dies_ends_the_job(configuration):
+    code = """
+if hvd.rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+for i in range(1000):
+    hvd.allreduce(torch.ones(3), name=f"{i}")
+    time.sleep(0.05)
+"""
+    began = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        run(configuration, code, timeout=60)
+    assert time.monotonic() - began < 40
+    assert not caught.value.timed_out
+    assert caught.value.results[1].exit_status == -9
+
+
+def test_an_exception_on_one_rank_reaches_the_others():
+    code = """
+if hvd.rank() == 1:
+    raise ValueError("no such file")
+hvd.allreduce(torch.ones(3), name="not all come")
+"""
+    with pytest.raises(RanksFailed) as caught:
+        run(BOTH[0], code, timeout=60)
+    assert sorted(caught.value.failed) == [0, 1, 2]
+    assert "ValueError: no such file" in caught.value.results[1].output
+    assert "Horovod has been shut down" in caught.value.results[2].output
+
+
+def test_ranks_with_different_numbers_of_steps_do_not_hang():
+    code = """
+model = torch.nn.Linear(2, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(3 if hvd.rank() else 5):
+    optimizer.zero_grad()
+    model(torch.ones(2)).backward()
+    optimizer.step()
+print("trained", flush=True)
+"""
+    with pytest.raises(RanksFailed) as caught:
+        run(BOTH[0], code, timeout=60)
+    assert 0 in caught.value.failed
+    assert not caught.value.timed_out
+    assert "trained" in caught.value.results[1].output

@@ -1,0 +1,109 @@
+"""hvdkit is a house of floors (see CONTRIBUTING): what may import what, checked."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "hvdkit"
+FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod"}
+
+#: Room -> the floor it is on. A room imports from lower floors, and from those that ALLOWED names.
+FLOORS = {
+    "errors": 0,
+    "ranks": 0,
+    "core": 1,
+    "engine": 1,
+    "checkpoint": 1,
+    "launch": 1,
+    "monitor": 1,
+    "doctor": 2,
+    "torch": 2,
+    "tensorflow": 2,
+    "bench": 3,
+    "keras": 3,
+    "cli": 3,
+}
+ALLOWED = {
+    ("ranks", "errors"),
+    ("checkpoint", "core"),
+    ("cli", "bench"),
+    ("launch", "engine"),
+    # Keras runs on either framework's adapter only at its user's choice, never both.
+    ("keras", "torch"),
+    ("keras", "tensorflow"),
+}
+FRAMEWORK_FREE = ["core", "engine", "checkpoint", "launch", "monitor"]
+
+
+def rooms():
+    found = {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
+    return found | {p.stem for p in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
+
+
+def modules_of(room):
+    single = PACKAGE / f"{room}.py"
+    return [single] if single.exists() else sorted((PACKAGE / room).rglob("*.py"))
+
+
+def imports_of(path):
+    """Absolute names of what a module imports, wherever in it."""
+    package = ["hvdkit", *path.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            yield start
+            yield from (f"{start}.{alias.name}" for alias in node.names)
+
+
+def run_python(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+
+
+def test_every_room_has_a_floor():
+    assert rooms() <= FLOORS.keys()
+
+
+@pytest.mark.parametrize("room", sorted(rooms()))
+def test_a_room_imports_only_from_rooms_below(room):
+    wrong = []
+    for path in modules_of(room):
+        for name in imports_of(path):
+            parts = name.split(".")
+            if parts[0] != "hvdkit" or len(parts) < 2 or parts[1] not in FLOORS:
+                continue
+            other = parts[1]
+            below = FLOORS[other] < FLOORS[room] or (room, other) in ALLOWED
+            if other != room and not below:
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", sorted(rooms() & set(FRAMEWORK_FREE) | {"ranks", "errors"}))
+def test_framework_free_rooms_load_no_framework(room):
+    names = [
+        ".".join(["hvdkit", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(
+            ".__init__"
+        )
+        for path in modules_of(room)
+    ]
+    code = "; ".join(f"import {name}" for name in names)
+    loaded = run_python(f"{code}; import sys; print(*sys.modules)").split()
+    assert not FRAMEWORKS & {name.split(".")[0] for name in loaded}
+
+
+def test_hvdkit_is_imported_in_a_fifth_of_a_second():
+    code = (
+        "import time; began = time.perf_counter(); import hvdkit;"
+        "print(time.perf_counter() - began); import sys; print(*sys.modules)"
+    )
+    runs = [run_python(code).split() for _ in range(3)]
+    assert min(float(run[0]) for run in runs) < 0.2
+    assert not FRAMEWORKS & {name.split(".")[0] for name in runs[0][1:]}

