@@ -30,15 +30,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HvdkitError as error:
         print(f"hvdkit {options.verb}: {error}", file=sys.stderr)
         return EXIT_FAILURE
-    except KeyboardInterrupt:
-        print(f"hvdkit {options.verb}: interrupted; nothing was changed.", file=sys.stderr)
-        return 128 + signal.SIGINT
+    except KeyboardInterrupt as interrupt:
+        number = signal.SIGTERM if isinstance(interrupt, _Terminated) else signal.SIGINT
+        print(
+            f"hvdkit {options.verb}: {number.name}; what is cached and installed is whole.",
+            file=sys.stderr,
+        )
+        return 128 + number
     finally:
         signal.signal(signal.SIGTERM, previous)
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, on the same way out as Ctrl-C."""
+
+
 def _terminated(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    raise SystemExit(128 + number)
+    raise _Terminated
 
 
 def _parser() -> argparse.ArgumentParser:

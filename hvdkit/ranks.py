@@ -397,8 +397,6 @@ class RankGroup:
                     break
                 time.sleep(_POLL_SECONDS)
             else:
-                for started in self._processes:
-                    started.poll()  # or what has just been ended stays a zombie of this process
                 return
         raise HvdkitError(
             f"processes {sorted(process.pid for process in members)} of a group of ranks did not "
@@ -406,21 +404,24 @@ class RankGroup:
         )
 
     def _members(self) -> set[psutil.Process]:
-        members: set[psutil.Process] = set()
+        own: set[psutil.Process] = set()
+        others: set[psutil.Process] = set()
         for started in self._processes:
+            # A process whose first thread has ended looks like a zombie while its others still
+            # run, so for our own ones only this counts, which also takes them off the table.
             if started.poll() is None:
-                # Descendants as well as marked ones: a tool such as sudo gives its children a
-                # clean environment.
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process = psutil.Process(started.pid)
-                    members.add(process)
-                    members.update(process.children(recursive=True))
+                    own.add(process)
+                    # Descendants as well as marked ones: a tool such as sudo gives its children a
+                    # clean environment.
+                    others.update(process.children(recursive=True))
         for process in psutil.process_iter():
             # Another user's process, or one that ended meanwhile, is not to be ended by us.
             with contextlib.suppress(psutil.Error):
                 if self._id in process.environ().get(_GROUP_VARIABLE, "").split(":"):
-                    members.add(process)
-        return {process for process in members if _alive(process)}
+                    others.add(process)
+        return own | {process for process in others - own if _alive(process)}
 
 
 class _MpiRankGroup(RankGroup):

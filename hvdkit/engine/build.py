@@ -61,6 +61,10 @@ def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
     """
     started = time.monotonic()
     install.check_pip()
+    engine = describe.installed(options.target)
+    if options.use_cache and options.wheel_dir is None and engine and _is(engine, plan):
+        console.print(f"Engine {engine.version}, exactly this one, is installed already.")
+        return engine
     wheel = cache.lookup(plan.key) if options.use_cache else None
     if wheel is not None:
         console.print(
@@ -74,7 +78,7 @@ def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
         console.print(f"Wheel: {escape(str(kept))}")
     install.install_wheel(wheel, options.target)
     engine = describe.installed(options.target)
-    if engine is None or engine.record.get("key") != plan.key:
+    if engine is None or not _is(engine, plan):
         raise HvdkitError(
             f"pip installed {wheel}, but what is found now is {engine}; is another Horovod earlier "
             "on sys.path?"
@@ -85,6 +89,10 @@ def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
         f"({time.monotonic() - started:.0f} s)."
     )
     return engine
+
+
+def _is(engine: describe.Engine, plan: Plan) -> bool:
+    return bool(engine.record.get("key") == plan.key)
 
 
 def _make(plan: Plan, options: Options, console: Console) -> Path:

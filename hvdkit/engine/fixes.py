@@ -364,6 +364,34 @@ FIXES: tuple[Fix, ...] = (
         ),
     ),
     Fix(
+        name="gloo-stall-inspection",
+        repairs="over Gloo the stall inspector believes that there are no ranks: a job in which "
+        "one rank never enters a collective hangs for ever, whatever the stall shutdown time",
+        source="measured; GlooController reserves the list of ranks instead of resizing it",
+        proof="tests/parallel/torch/test_failures.py::test_a_rank_that_never_comes_ends_the_job",
+        edits=(
+            Edit(
+                "horovod/common/gloo/gloo_controller.cc",
+                "global_ranks_.reserve(size_);",
+                "global_ranks_.resize(size_);",
+            ),
+        ),
+    ),
+    Fix(
+        name="horovodrun-open-mpi-5",
+        repairs="horovodrun over Open MPI 5 ends at once: its launcher takes the second word of "
+        "`-bind-to none` for the program to run",
+        source="measured with Open MPI 5.0.11",
+        proof="tests/parallel/torch/test_digits.py::test_runs_under_plain_horovodrun",
+        edits=(
+            Edit(
+                "horovod/runner/mpi_run.py",
+                "return list(_OMPI_FLAGS), list(_NO_BINDING_ARGS), _OMPI_IMPL",
+                "return list(_OMPI_FLAGS), ['--bind-to none', '--map-by slot'], _OMPI_IMPL",
+            ),
+        ),
+    ),
+    Fix(
         name="gloo-float16-assignment",
         repairs="assigning a Gloo float16 is skipped when the old bits, read as a number, equal "
         "the new value: 5.96e-8 + 1.0 gives 5.96e-8",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -40,7 +42,8 @@ def install_wheel(wheel: Path, target: Path | None = None) -> None:
         arguments.append("--force-reinstall")
     else:
         arguments += ["--upgrade", "--target", str(target)]
-    _pip(["install", *arguments, str(wheel)])
+    with _held_back(signal.SIGINT, signal.SIGTERM):
+        _pip(["install", *arguments, str(wheel)])
 
 
 def install_tools(requirements: Sequence[str], folder: Path) -> None:
@@ -48,6 +51,16 @@ def install_tools(requirements: Sequence[str], folder: Path) -> None:
     missing = [text for text in requirements if not _satisfied(Requirement(text))]
     if missing:
         _pip(["install", "--target", str(folder), "--no-warn-script-location", *missing])
+
+
+@contextmanager
+def _held_back(*numbers: signal.Signals) -> Iterator[None]:
+    """Let signals wait, for us and for pip: one that is killed half-way leaves half a package."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _satisfied(requirement: Requirement) -> bool:

@@ -95,6 +95,8 @@ def test_the_cache_gives_the_same_engine_into_a_folder_within_seconds(engine, tm
     there = describe.installed(tmp_path / "engine")
     assert there.record == engine.record
     assert f"Installed Horovod {there.version}" in answer.stdout
+    again = run_build("--target", str(tmp_path / "engine"), cache_dir=cache.folder())
+    assert "is installed already" in again.stdout
 
 
 def test_a_failed_build_changes_nothing_and_says_why(engine, private_cache, tmp_path):
@@ -137,6 +139,7 @@ def test_an_interrupted_build_leaves_nothing(engine, private_cache, tmp_path, nu
         process.kill()
         process.wait()
     assert process.returncode == status, output
+    assert f"hvdkit build: {number.name}; what is cached and installed is whole" in output
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
     assert not (private_cache / "wheels").exists()

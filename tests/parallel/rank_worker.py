@@ -2,6 +2,7 @@
 
 import faulthandler
 import importlib
+import importlib.util
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ def main(framework: str, port: int) -> None:
     """Serve tests until the pytest process hangs up."""
     # The pytest process asks a rank that hangs where it does.
     faulthandler.register(signal.SIGUSR1)
-    hvd = importlib.import_module(f"hvdkit.{framework}")
+    hvd = _adapter(framework)
     hvd.init()
     connection = Connection(socket.create_connection(("127.0.0.1", port)).detach())
     connection.send((hvd.rank(), os.getpid()))
@@ -28,6 +29,14 @@ def main(framework: str, port: int) -> None:
             break
         connection.send(_answer(hvd, module, function, parameters))
     hvd.shutdown()
+
+
+def _adapter(framework: str) -> Any:
+    ours = f"hvdkit.{framework}"
+    # A framework without an adapter has tests of the engine alone.
+    return importlib.import_module(
+        ours if importlib.util.find_spec(ours) else f"horovod.{framework}"
+    )
 
 
 def _answer(hvd: Any, module: str, function: str, parameters: dict[str, Any]) -> tuple[str, str]:

@@ -66,7 +66,7 @@ def test_the_functions_that_hvdkit_replaces_take_horovods_arguments(hvd):
         ({"DISABLE": "0"}, {"DISABLE": "0", "SHUTDOWN": "1800"}),
     ],
 )
-def test_stalls_end_unless_the_user_says_otherwise(hvd, given, expected):  # noqa: ARG001
+def test_stalls_end_unless_the_user_says_otherwise(hvd, given, expected):
     from hvdkit.torch import runtime
 
     names = {
@@ -79,7 +79,7 @@ def test_stalls_end_unless_the_user_says_otherwise(hvd, given, expected):  # noq
     assert environ == {names[key]: value for key, value in expected.items()}
 
 
-def test_a_stall_time_that_is_no_number_is_refused(hvd):  # noqa: ARG001
+def test_a_stall_time_that_is_no_number_is_refused(hvd):
     from hvdkit.torch import runtime
 
     with pytest.raises(UsageError, match="'soon': expected a whole number"):
@@ -99,7 +99,7 @@ def test_a_stall_time_that_is_no_number_is_refused(hvd):  # noqa: ARG001
         ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}, 0),
     ],
 )
-def test_launchers_are_told_apart(hvd, environ, processes):  # noqa: ARG001
+def test_launchers_are_told_apart(hvd, environ, processes):
     from hvdkit.torch import runtime
 
     assert runtime._processes_started_for_mpi(environ) == processes

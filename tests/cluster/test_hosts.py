@@ -1,0 +1,103 @@
+"""The hosts that the other tests here use."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import INTERFACE
+
+
+def run(host, *command):
+    done = subprocess.run(
+        host.command(command), capture_output=True, text=True, timeout=30, check=True
+    )
+    return done.stdout.strip()
+
+
+def left(mark):
+    """What there is on this machine with `mark` in its name."""
+    links = subprocess.run(
+        ["ip", "-brief", "link"], capture_output=True, text=True, timeout=30, check=True
+    )
+    found = [line.split()[0] for line in links.stdout.splitlines()]
+    for folder in ("/run/netns", "/etc/netns"):
+        found += [path.name for path in Path(folder).glob("*")]
+    return [name for name in found if mark in name]
+
+
+def test_each_host_has_its_own_name_and_address(make_hosts):
+    with make_hosts(2) as cluster:
+        for host in cluster.hosts:
+            assert run(host, "hostname") == host.name
+            assert f" {host.address}/" in run(host, "ip", "-brief", "address", "show", INTERFACE)
+            # Debian's default, and what makes a job bind to the wrong interface.
+            assert run(host, "getent", "ahostsv4", host.name).startswith("127.0.1.1 ")
+        first, second = cluster.hosts
+        assert run(first, "getent", "ahostsv4", second.name).startswith(f"{second.address} ")
+        assert os.uname().nodename not in (first.name, second.name)
+
+
+def test_hosts_reach_each_other_and_the_machine(make_hosts):
+    serve = (
+        "import socket, sys; server = socket.create_server((sys.argv[1], 0));"
+        "server.settimeout(20); print(server.getsockname()[1], flush=True);"
+        "print(server.accept()[1][0])"
+    )
+    connect = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 20)"
+    with make_hosts(2) as cluster:
+        first, second = cluster.hosts
+        for where, address in ((first.command, first.address), (list, cluster.address)):
+            server = subprocess.Popen(
+                where([sys.executable, "-c", serve, address]), stdout=subprocess.PIPE, text=True
+            )
+            try:
+                run(second, sys.executable, "-c", connect, address, server.stdout.readline())
+                assert server.communicate(timeout=20)[0] == f"{second.address}\n"
+            finally:
+                server.kill()
+                server.wait(timeout=20)
+                server.stdout.close()
+
+
+def test_nothing_is_left_of_hosts(make_hosts):
+    mark = f"{os.getpid():x}-"
+    with make_hosts(2) as cluster:
+        assert (
+            len([name for name in left(mark) if name.endswith("-0")]) == 2
+        )  # bridge, and namespace
+        sleep = cluster.hosts[0].command(["sh", "-c", "echo there; exec sleep 60"])
+        stubborn = subprocess.Popen(sleep, stdout=subprocess.PIPE, text=True)
+        assert stubborn.stdout.readline() == "there\n"
+    stubborn.stdout.close()
+    assert stubborn.wait(timeout=10) == -signal.SIGKILL
+    assert not left(mark)
+    with pytest.raises(ZeroDivisionError), make_hosts(1):
+        raise ZeroDivisionError
+    assert not left(mark)
+
+
+def test_what_a_killed_run_left_goes_away_with_the_next(make_hosts):
+    code = (
+        "import time; from tests.cluster.hosts import hosts\n"
+        "with hosts(1):\n    print('made', flush=True); time.sleep(60)"
+    )
+    killed = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert killed.stdout.readline() == "made\n"
+        mark = f"{killed.pid:x}-"
+        with make_hosts(1):
+            assert left(mark), "a run that is alive keeps its hosts"
+    finally:
+        killed.kill()
+        killed.wait(timeout=20)
+        killed.stdout.close()
+    assert left(mark)
+    began = time.monotonic()
+    with make_hosts(1):
+        assert not left(mark)
+    assert time.monotonic() - began < 20
