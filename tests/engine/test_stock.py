@@ -84,8 +84,9 @@ def test_the_engine_without_fixes_works_otherwise(outcomes_on_stock):
 def test_a_proof_fails_without_its_fix(outcomes_on_stock, proof):
     outcomes = outcomes_on_stock(proof)
     kinds = {kind for kind, _ in outcomes.values()}
-    if kinds == {"skipped"}:
-        pytest.skip(next(iter(outcomes.values()))[1])
-    # Not each of them must: some faults are Gloo's alone.
+    # Not each must fail: some faults are Gloo's alone. Where none did and some could not be run,
+    # nothing is known.
+    if "failure" not in kinds and "skipped" in kinds:
+        pytest.skip(next(why for kind, why in outcomes.values() if kind == "skipped"))
     assert "failure" in kinds, outcomes
     assert "error" not in kinds, outcomes

@@ -46,7 +46,9 @@ def test_float16_average_and_scaling_round_as_float32_does(hvd):
     total = numbers.astype(np.float32).sum(axis=0)
     mean = hvd.allreduce(own, op=hvd.Average, name="mean of the smallest")
     np.testing.assert_array_equal(mean.numpy(), (total / hvd.size()).astype(np.float16))
-    scaled = hvd.allreduce(own, op=hvd.Sum, prescale_factor=4096.0, postscale_factor=0.125)
+    scaled = hvd.allreduce(
+        own, op=hvd.Sum, prescale_factor=4096.0, postscale_factor=0.125, name="scaled"
+    )
     np.testing.assert_array_equal(scaled.numpy(), (total * 512).astype(np.float16))
 
 
