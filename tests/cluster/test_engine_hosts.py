@@ -3,7 +3,8 @@
 import os
 import sys
 
-from hvdkit.ranks import RankCommand, RendezvousServer, gloo_environment, start_ranks
+from hvdkit.ranks import RankCommand, start_ranks
+from hvdkit.rendezvous import RendezvousServer, gloo_environment
 from tests.cluster.hosts import INTERFACE
 from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
 

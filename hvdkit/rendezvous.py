@@ -1,0 +1,129 @@
+"""How the Gloo ranks of one job find each other: a small key-value server.
+
+Horovod's launcher has one of its own, in a package that loads much else; this one speaks the same
+protocol, which Horovod's C++ `HTTPStore` defines: GET, PUT and DELETE of /scope/key.
+"""
+
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Self
+
+
+class _KeyValueHandler(BaseHTTPRequestHandler):
+    """GET, PUT and DELETE of /scope/key, as Horovod's C++ HTTPStore asks for them."""
+
+    timeout = 10  # seconds a client may take over one request before its connection is dropped
+    server: "_KeyValueServer"
+
+    def do_GET(self) -> None:
+        with self.server.lock:
+            value = self.server.values.get(self.path)
+        self._answer(HTTPStatus.NOT_FOUND if value is None else HTTPStatus.OK, value or b"")
+
+    def do_PUT(self) -> None:
+        value = self.rfile.read(int(self.headers["Content-Length"]))
+        with self.server.lock:
+            self.server.values[self.path] = value
+        self._answer(HTTPStatus.OK)
+
+    def do_DELETE(self) -> None:
+        # Each rank deletes its own key once all have connected, so that a later init on the same
+        # server cannot read the addresses of this one.
+        with self.server.lock:
+            self.server.values.pop(self.path, None)
+        self._answer(HTTPStatus.OK)
+
+    def _answer(self, status: HTTPStatus, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: ranks poll for keys, a line each time would drown their own output."""
+
+
+class _KeyValueServer(ThreadingHTTPServer):
+    daemon_threads = False  # server_close then joins the handlers: no thread is left behind
+    request_queue_size = 1024  # all ranks of a job connect at once
+
+    def __init__(self, address: str) -> None:
+        self.lock = threading.Lock()
+        self.values: dict[str, bytes] = {}
+        super().__init__((address, 0), _KeyValueHandler)
+
+
+class RendezvousServer:
+    """The key-value server through which the Gloo ranks of one job find each other.
+
+    Args:
+        address: the address of this machine to listen on; ranks must be able to reach it.
+
+    Example:
+        with RendezvousServer("10.0.0.1") as server:
+            print(server.port)
+    """
+
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        self.address = address
+        self._server = _KeyValueServer(address)
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.05},
+            name=f"hvdkit-rendezvous-{self.port}",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving and free the port. May be called again."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+            self._server.server_close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def gloo_environment(
+    rank: int,
+    size: int,
+    rendezvous_address: str,
+    rendezvous_port: int,
+    interface: str = "lo",
+    hostname: str = "localhost",
+    local_rank: int | None = None,
+    local_size: int | None = None,
+    cross_rank: int = 0,
+    cross_size: int = 1,
+) -> dict[str, str]:
+    """The variables that tell a process its place in a Gloo job of `size` ranks.
+
+    Without `local_rank` and `local_size` all ranks are taken to be on one host.
+    """
+    return {
+        "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": str(size),
+        "HOROVOD_LOCAL_RANK": str(rank if local_rank is None else local_rank),
+        "HOROVOD_LOCAL_SIZE": str(size if local_size is None else local_size),
+        "HOROVOD_CROSS_RANK": str(cross_rank),
+        "HOROVOD_CROSS_SIZE": str(cross_size),
+        "HOROVOD_HOSTNAME": hostname,
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_IFACE": interface,
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous_address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(rendezvous_port),
+    }
