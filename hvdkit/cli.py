@@ -20,8 +20,7 @@ EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. Returns the exit status: 0, 1 (it failed) or 2 (the arguments are wrong)."""
     options = _parser().parse_args(arguments)
-    # A batch system's SIGTERM must clean up as Ctrl-C does.
-    previous = signal.signal(signal.SIGTERM, _terminated)
+    previous = {number: signal.signal(number, _end) for number in _ENDING}
     try:
         return int(options.run(options))
     except UsageError as error:
@@ -30,23 +29,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HvdkitError as error:
         print(f"hvdkit {options.verb}: {error}", file=sys.stderr)
         return EXIT_FAILURE
-    except KeyboardInterrupt as interrupt:
-        number = signal.SIGTERM if isinstance(interrupt, _Terminated) else signal.SIGINT
+    except _Ended as ended:
+        (number,) = ended.args
         print(
             f"hvdkit {options.verb}: {number.name}; what is cached and installed is whole.",
             file=sys.stderr,
         )
-        return 128 + number
+        return 128 + int(number)
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, on the same way out as Ctrl-C."""
+#: Ctrl-C, a batch system's way to end a job, and a lost connection. All clean up alike.
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def _terminated(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    raise _Terminated
+class _Ended(KeyboardInterrupt):
+    """A signal has ended the command; its argument is which."""
+
+
+def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    # A second Ctrl-C must not interrupt the cleaning up after the first.
+    for other in _ENDING:
+        signal.signal(other, signal.SIG_IGN)
+    raise _Ended(signal.Signals(number))
 
 
 def _parser() -> argparse.ArgumentParser:

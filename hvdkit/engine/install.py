@@ -42,7 +42,7 @@ def install_wheel(wheel: Path, target: Path | None = None) -> None:
         arguments.append("--force-reinstall")
     else:
         arguments += ["--upgrade", "--target", str(target)]
-    with _held_back(signal.SIGINT, signal.SIGTERM):
+    with _held_back(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         _pip(["install", *arguments, str(wheel)])
 
 

@@ -51,7 +51,8 @@ class Host:
 
     def command(self, command: Sequence[str]) -> list[str]:
         """`command` as it has to be started here in order to run on this host."""
-        inside = ["ip", "netns", "exec", self.namespace, "unshare", "--uts"]
+        ip = shutil.which("ip", path=_path()) or "ip"
+        inside = [ip, "netns", "exec", self.namespace, "unshare", "--uts"]
         return [*inside, "sh", "-c", _NAMED, self.name, *command]
 
 
@@ -68,7 +69,7 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "several hosts need network namespaces, and those need root"
     for program, package in (("ip", "iproute2"), ("unshare", "util-linux")):
-        if shutil.which(program) is None:
+        if shutil.which(program, path=_path()) is None:
             return f"several hosts need the program {program}: apt-get install {package}"
     # A container's root may lack the capabilities: only trying tells.
     probe = f"{_PREFIX}{os.getpid():x}probe"
@@ -183,9 +184,19 @@ def _remove(name: str) -> None:
     _quietly("link", "delete", name)
 
 
+def _path() -> str:
+    """PATH, and where Debian keeps `ip`: root's own PATH may lack it."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+
+
 def _ip(*arguments: str) -> str:
     done = subprocess.run(
-        ["ip", *arguments], capture_output=True, text=True, timeout=_SECONDS, check=False
+        ["ip", *arguments],
+        env={**os.environ, "PATH": _path()},
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
     )
     if done.returncode != 0:
         raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")

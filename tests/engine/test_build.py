@@ -117,7 +117,9 @@ def test_a_failed_build_changes_nothing_and_says_why(engine, private_cache, tmp_
     assert scratch_folders() <= before
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_an_interrupted_build_leaves_nothing(engine, private_cache, tmp_path, number, status):
     before = scratch_folders()
     process = subprocess.Popen(
