@@ -5,7 +5,7 @@ has ended. Buckets of some tens of MB, in the order in which gradients become re
 the two (Li et al., PyTorch Distributed, VLDB 2020, section 3.2).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -32,6 +32,7 @@ class ParameterSpec:
         itemsize: bytes per element.
         device: where the gradient lives. Only equality counts: two parameters with different
             devices never share a bucket, and what the device is called does not enter the digest.
+        layout: the order of its elements in memory, empty for the usual one. A bucket keeps it.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ParameterSpec:
     dtype: str
     itemsize: int
     device: str
+    layout: str = ""
 
     @property
     def elements(self) -> int:
@@ -62,6 +64,8 @@ class Bucket:
         elements: length of the bucket, in elements.
         dtype: of all its gradients.
         device: of all its gradients.
+        sparse_dims: 0, or how many leading dimensions the indices have of the one sparse gradient
+            in it, which is gathered instead of added up.
     """
 
     index: int
@@ -70,6 +74,7 @@ class Bucket:
     elements: int
     dtype: str
     device: str
+    sparse_dims: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,73 +91,104 @@ class BucketPlan:
         return tuple(home[i] for i in range(len(self.specs)))
 
     @cached_property
-    def description(self) -> tuple[str, ...]:
-        """One line per parameter, then one per bucket; what differs first tells most."""
-        return (
-            *(
-                f"parameter {i} is {spec.name!r}, {spec.dtype} {list(spec.shape)}"
-                for i, spec in enumerate(self.specs)
-            ),
-            *(f"bucket {b.index} holds parameters {list(b.parameters)}" for b in self.buckets),
-        )
-
-    @cached_property
     def digest(self) -> str:
-        """SHA-256 of `description`, hexadecimal."""
-        return digest(self.description).hex()
+        """SHA-256 of the plan, hexadecimal; the same on every rank that has the same plan."""
+        buckets = [
+            f"bucket {b.index}: {b.parameters}, sparse {b.sparse_dims}" for b in self.buckets
+        ]
+        return digest([*describe(self.specs), *buckets]).hex()
 
 
-def plan(
-    specs: Sequence[ParameterSpec],
-    bucket_bytes: int = BUCKET_BYTES,
-    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
-) -> BucketPlan:
-    """Lay out the gradients of `specs` in buckets.
+def describe(specs: Sequence[ParameterSpec]) -> list[str]:
+    """One line per parameter, for ranks to compare."""
+    return [
+        f"gradient {i} is {spec.name!r}, {spec.dtype} {list(spec.shape)}"
+        + (f" in memory as {spec.layout}" if spec.layout else "")
+        for i, spec in enumerate(specs)
+    ]
 
-    Parameters are taken in reverse order, because a backward pass reaches the last layer first.
-    A bucket holds one dtype and one device; a parameter larger than the limit has one for itself.
 
-    Args:
-        specs: in the order of the forward pass, the same on every rank.
-        bucket_bytes: no bucket of several parameters is larger.
-        first_bucket_bytes: the same, for the first bucket of each dtype and device.
+def check(specs: Sequence[ParameterSpec], bucket_bytes: int) -> None:
+    """Refuse what no plan can be made of.
 
     Raises:
-        UsageError: a name appears twice, or a limit is below 1.
+        UsageError: a name appears twice, or the limit is below 1.
     """
-    if min(bucket_bytes, first_bucket_bytes) < 1:
-        raise UsageError(
-            f"bucket sizes are {bucket_bytes} and {first_bucket_bytes} bytes: expected at least 1"
-        )
+    if bucket_bytes < 1:
+        raise UsageError(f"bucket size is {bucket_bytes} bytes: expected at least 1")
     seen: set[str] = set()
     for spec in specs:
         if spec.name in seen:
             raise UsageError(f"two parameters are named {spec.name!r}: names must be unique")
         seen.add(spec.name)
 
+
+def plan(
+    specs: Sequence[ParameterSpec],
+    bucket_bytes: int = BUCKET_BYTES,
+    *,
+    order: Sequence[int] | None = None,
+    groups: Sequence[Sequence[int]] = (),
+    sparse_dims: Mapping[int, int] | None = None,
+) -> BucketPlan:
+    """Lay out the gradients of `specs` in buckets.
+
+    A bucket holds one dtype and one device; a parameter larger than the limit has one for itself,
+    and so has each sparse one. The first bucket is smaller, see `FIRST_BUCKET_BYTES`.
+
+    Args:
+        specs: in the order of the forward pass, the same on every rank.
+        bucket_bytes: no bucket of several parameters is larger.
+        order: the parameters in the order in which their gradients become ready. Default:
+            reversed, because a backward pass reaches the last layer first.
+        groups: parameters that share a bucket with each other and with no one else, whatever
+            its size.
+        sparse_dims: of parameters with sparse gradients, the number of their sparse dimensions.
+
+    Raises:
+        UsageError: as `check`.
+    """
+    check(specs, bucket_bytes)
+    sparse = sparse_dims or {}
+    order = order if order is not None else range(len(specs) - 1, -1, -1)
+    group_of = {i: number for number, group in enumerate(groups) for i in group if i not in sparse}
+    limits = [min(FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes]
+
     closed: list[list[int]] = []
-    filling: dict[tuple[str, str], list[int]] = {}
-    size: dict[tuple[str, str], int] = {}
-    limit: dict[tuple[str, str], int] = {}
-    for i in reversed(range(len(specs))):
-        key = (specs[i].dtype, specs[i].device)
-        if key in filling and size[key] + specs[i].nbytes > limit[key]:
-            closed.append(filling.pop(key))
-            limit[key] = bucket_bytes
-        limit.setdefault(key, first_bucket_bytes)
-        size[key] = specs[i].nbytes + (size[key] if key in filling else 0)
-        filling.setdefault(key, []).append(i)
+    filling: dict[tuple[str, str, int | None], list[int]] = {}
+    size: dict[tuple[str, str, int | None], int] = {}
+    for i in order:
+        if i in sparse:
+            closed.append([i])
+            continue
+        group = group_of.get(i)
+        key = (specs[i].dtype, specs[i].device, group)
+        members = filling.setdefault(key, [])
+        limit = limits[1] if closed else limits[0]
+        if group is None and members and size[key] + specs[i].nbytes > limit:
+            closed.append(members)
+            members = filling[key] = []
+        size[key] = specs[i].nbytes + (size[key] if members else 0)
+        members.append(i)
     closed.extend(filling.values())
     return BucketPlan(
-        tuple(specs), tuple(_bucket(index, specs, members) for index, members in enumerate(closed))
+        tuple(specs),
+        tuple(
+            _bucket(index, specs, members, sparse.get(members[0], 0))
+            for index, members in enumerate(closed)
+        ),
     )
 
 
-def _bucket(index: int, specs: Sequence[ParameterSpec], members: Sequence[int]) -> Bucket:
+def _bucket(
+    index: int, specs: Sequence[ParameterSpec], members: Sequence[int], sparse_dims: int
+) -> Bucket:
     offsets = []
     elements = 0
     for i in members:
         offsets.append(elements)
         elements += specs[i].elements
     first = specs[members[0]]
-    return Bucket(index, tuple(members), tuple(offsets), elements, first.dtype, first.device)
+    return Bucket(
+        index, tuple(members), tuple(offsets), elements, first.dtype, first.device, sparse_dims
+    )

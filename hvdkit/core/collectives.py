@@ -18,7 +18,8 @@ class Collectives(Protocol):
 
     @property
     def generation(self) -> int:
-        """Changes when Horovod has been initialised anew: what ranks agreed on before is void."""
+        """Changes, on all ranks alike, when Horovod has been initialised anew or ranks have come
+        back from `join`: what they agreed on before is void."""
         ...
 
     def sum(self, values: Sequence[int], name: str) -> list[int]:

@@ -5,18 +5,35 @@ Its life is a step, again and again:
     mark_ready(i) ...   during the backward pass; a bucket that is full is reduced at once
     synchronize()       the rest is reduced; afterwards every gradient is the reduced one
 
-No decision that a collective depends on is taken from data that only one rank has: which buckets
-exist, and what they are called, follows from the plan, which the ranks compare before their first
-bucket. Buckets may be reduced in any order, Horovod pairs them up by name.
+No decision that a collective depends on is taken from data that only one rank has. What the ranks
+mean to reduce is compared before the first bucket; the order in which their first backward pass
+went is averaged, and the buckets follow from it. Buckets may be reduced in any order, Horovod
+pairs them up by name.
 """
 
+import threading
 from collections.abc import Sequence
-from typing import Generic
+from dataclasses import dataclass, field
+from typing import Any, Generic
 
+from hvdkit.core import bucketing
+from hvdkit.core.accumulation import Window, check_passes
 from hvdkit.core.agreement import check_agreement
-from hvdkit.core.backend import Backend, Buffer, Handle
-from hvdkit.core.bucketing import BucketPlan
+from hvdkit.core.backend import Backend, BucketMemory, Buffer, Handle
+from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
 from hvdkit.core.collectives import Collectives
+from hvdkit.core.compression import (
+    Channel,
+    Division,
+    Gather,
+    Largest,
+    Peak,
+    Request,
+    SparseRows,
+    Sum,
+    Travel,
+    WireFormat,
+)
 from hvdkit.errors import HvdkitError, UsageError
 
 # Two models alike (a GAN's twins) have equal digests, and both may have buckets in flight. Their
@@ -24,42 +41,117 @@ from hvdkit.errors import HvdkitError, UsageError
 _next_number = 0
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """What is to happen to gradients; the same on every rank.
+
+    Attributes:
+        format: what they travel as.
+        average: divide the sum by the number of ranks.
+        predivide: of an average's division, what is divided by before the sum; None: as suits
+            the format.
+        passes: backward passes per step that are added up. A gradient is ready when it has
+            arrived that often.
+        bucket_bytes: the largest bucket of several gradients.
+        groups: see `bucketing.plan`.
+        sparse_as_dense: reduce sparse gradients in buckets.
+        find_unused: leave parameters without a gradient that no rank has used.
+    """
+
+    format: WireFormat
+    average: bool = True
+    predivide: float | None = None
+    passes: int = 1
+    bucket_bytes: int = bucketing.BUCKET_BYTES
+    groups: Sequence[Sequence[int]] = ()
+    sparse_as_dense: bool = False
+    find_unused: bool = False
+
+    def describe(self) -> list[str]:
+        """One line per setting, for ranks to compare."""
+        return [
+            f"compression: {self.format.name}",
+            f"op: {'average' if self.average else 'sum'}",
+            f"gradient_predivide_factor: {self.predivide or 1.0}",
+            f"backward passes per step: {self.passes}",
+            f"bucket_bytes: {self.bucket_bytes}",
+            f"groups: {[list(group) for group in self.groups]}",
+            f"sparse_as_dense: {self.sparse_as_dense}",
+            f"find_unused_parameters: {self.find_unused}",
+        ]
+
+
+@dataclass
+class _Journey(Generic[Handle]):
+    """One bucket's travel in one step: where it is."""
+
+    travel: Travel
+    name: str
+    request: Request | None = None
+    handle: Handle | None = None
+    collectives: int = 0
+
+
+@dataclass
+class _Step(Generic[Handle]):
+    """What has happened since the last step."""
+
+    remaining: list[int]
+    missing: list[int]
+    order: list[int] = field(default_factory=list)
+    journeys: dict[int, _Journey[Handle]] = field(default_factory=dict)
+    pending: bool = False
+
+
 class Synchronizer(Generic[Buffer, Handle]):
-    """Reduces the gradients of a plan over the ranks of a process set.
+    """Reduces gradients over the ranks of a process set.
 
     Args:
-        plan: the same on every rank; that is checked before anything is reduced.
+        specs: of the parameters, in the order of the forward pass.
         backend: the framework.
         collectives: of the same process set as the backend's.
-        settings: lines that say what else must be the same on every rank, such as the operation.
-        passes: backward passes per step. A gradient is ready when it has arrived that often.
+        reduction: what to do with the gradients.
+        window: the accumulation window that the steps belong to.
+        context: further lines that must be the same on every rank, for the errors' sake first.
+
+    Raises:
+        UsageError: the specs or settings make no sense; nothing has been communicated.
     """
 
     def __init__(
         self,
-        plan: BucketPlan,
+        specs: Sequence[ParameterSpec],
         backend: Backend[Buffer, Handle],
         collectives: Collectives,
-        settings: Sequence[str] = (),
-        passes: int = 1,
+        reduction: Reduction,
+        window: Window | None = None,
+        context: Sequence[str] = (),
     ) -> None:
-        self._plan = plan
+        bucketing.check(specs, reduction.bucket_bytes)
+        self._specs = tuple(specs)
         self._backend = backend
         self._collectives = collectives
-        self._settings = tuple(settings)
+        self._reduction = reduction
+        self._window = window or Window(1)
+        self._context = tuple(context)
+        # Gradients on several devices arrive in a thread each.
+        self._lock = threading.RLock()
         self._agreed: int | None = None
+        self._plan: BucketPlan | None = None
         self._name = ""
-        self._buffers: dict[int, Buffer] = {}
-        self._in_flight: dict[int, Handle] = {}
-        self._pending = False
-        self._remaining: list[int] = []
-        self._missing: list[int] = []
-        self.set_passes(passes)
+        self._memory: list[BucketMemory[Buffer]] = []
+        self._channels: list[Channel] = []
+        self.set_passes(reduction.passes)
 
     @property
     def pending(self) -> bool:
         """Whether gradients have arrived that no `synchronize` has dealt with yet."""
-        return self._pending
+        return self._step.pending
+
+    @property
+    def plan(self) -> BucketPlan | None:
+        """The buckets, once the ranks have agreed on them."""
+        return self._plan
 
     def set_passes(self, passes: int) -> None:
         """Change the number of backward passes per step, and begin a new step.
@@ -67,8 +159,8 @@ class Synchronizer(Generic[Buffer, Handle]):
         Raises:
             UsageError: it is below 1.
         """
-        if passes < 1:
-            raise UsageError(f"backward passes per step is {passes}: expected at least 1")
+        if not isinstance(passes, int) or passes < 1:
+            raise UsageError(f"backward passes per step is {passes!r}: expected an integer >= 1")
         self._passes = passes
         self.reset()
 
@@ -78,23 +170,33 @@ class Synchronizer(Generic[Buffer, Handle]):
         Raises:
             HvdkitError: it has already arrived as often as passes per step.
         """
-        if not self._remaining[i]:
-            raise HvdkitError(
-                f"the gradient of {self._plan.specs[i].name!r} arrived {self._passes + 1} times "
-                f"since the last step, and backward_passes_per_step is {self._passes}. Call "
-                f"step() or synchronize() after every {self._passes} backward pass(es), or set "
-                f"backward_passes_per_step to the number of passes that a step has."
-            )
-        self._pending = True
-        self._remaining[i] -= 1
-        if self._remaining[i]:
-            return
-        bucket = self._plan.bucket_of[i]
-        self._missing[bucket] -= 1
-        # Before the ranks have agreed nothing is reduced: a bucket that only some of them have
-        # would stay in flight for ever.
-        if not self._missing[bucket] and self._agreed == self._collectives.generation:
-            self._reduce(bucket)
+        with self._lock:
+            step = self._step
+            if not step.remaining[i]:
+                raise HvdkitError(self._arrived_too_often(i))
+            step.pending = True
+            step.remaining[i] -= 1
+            if step.remaining[i]:
+                return
+            plan = self._plan
+            # Before the ranks have agreed nothing is reduced: a bucket that only some of them
+            # have would stay in flight for ever.
+            if plan is None or self._agreed != self._collectives.generation:
+                step.order.append(i)
+                return
+            bucket = plan.bucket_of[i]
+            step.missing[bucket] -= 1
+            if not step.missing[bucket]:
+                self._begin(plan.buckets[bucket])
+
+    def check_local(self, i: int) -> None:
+        """A gradient of parameter `i` has been added that is not to be counted as an arrival.
+
+        Raises:
+            HvdkitError: the parameter's gradient is on its way already.
+        """
+        if not self._step.remaining[i]:
+            raise HvdkitError(self._arrived_too_often(i))
 
     def synchronize(self) -> None:
         """Reduce what has not been reduced, wait for all of it, and begin a new step.
@@ -103,20 +205,29 @@ class Synchronizer(Generic[Buffer, Handle]):
         counts as zeros, so ranks may use different parts of the model.
 
         Raises:
-            RanksDisagree: before the first bucket, on every rank, when their plans differ.
+            RanksDisagree: before the first bucket, on every rank, when they mean different things.
+            PassesDiffer: on every rank, when several passes make a step and the ranks have made
+                different numbers of them.
         """
         try:
             if self._agreed != self._collectives.generation:
                 self._agree()
-            for bucket in self._plan.buckets:
-                if bucket.index not in self._in_flight:
-                    self._reduce(bucket.index)
-            for index, handle in self._in_flight.items():
-                self._backend.wait(handle)
-                self._backend.unpack(self._plan.buckets[index], self._buffers[index])
+            plan = self._plan
+            assert plan is not None
+            if self._passes > 1:
+                arrived = self._passes - min(self._step.remaining, default=0)
+                check_passes(self._collectives, arrived)
+            if self._reduction.find_unused:
+                used = [int(self._backend.has_gradient(i)) for i in range(len(self._specs))]
+            for bucket in plan.buckets:
+                if bucket.index not in self._step.journeys:
+                    self._begin(bucket)
+            self._finish_all()
+            if self._reduction.find_unused:
+                self._drop_unused(used)
         except BaseException:
             # Collectives may still write into the buffers: leave those to them.
-            self._buffers = {}
+            self._agreed = None
             raise
         finally:
             self._begin_step()
@@ -126,31 +237,144 @@ class Synchronizer(Generic[Buffer, Handle]):
 
         What is in flight still ends, in buffers that are then its own.
         """
-        if self._in_flight:
-            self._buffers = {}
+        if self._plan is not None and self._step.journeys:
+            self._open_memory(self._plan)
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._pending = False
-        self._remaining = [self._passes] * len(self._plan.specs)
-        self._missing = [len(bucket.parameters) for bucket in self._plan.buckets]
-        self._in_flight = {}
+        buckets = self._plan.buckets if self._plan else ()
+        self._step: _Step[Handle] = _Step(
+            remaining=[self._passes] * len(self._specs),
+            missing=[len(bucket.parameters) for bucket in buckets],
+        )
+
+    def _arrived_too_often(self, i: int) -> str:
+        return (
+            f"the gradient of {self._specs[i].name!r} arrived {self._passes + 1} times since the "
+            f"last step, and backward passes per step are {self._passes}. Call step() or "
+            f"synchronize() after them; where more make a step, put all but the last under "
+            f"hvd.no_sync(optimizer), or say how many there are with accumulation_steps or "
+            f"backward_passes_per_step. (Re-entrant checkpointing of a layer that is used several "
+            f"times does it, too: use_reentrant=False.)"
+        )
 
     def _agree(self) -> None:
         global _next_number
-        lines = (*self._settings, f"passes per step: {self._passes}", *self._plan.description)
+        lines = [
+            *self._context,
+            *self._reduction.describe(),
+            f"accumulation_steps: {self._window.size}",
+            *bucketing.describe(self._specs),
+        ]
         check_agreement(self._collectives, lines, "what the optimizer reduces")
         # Ranks may have made different numbers of other optimizers; the largest count is free
         # on all of them.
-        (number,) = self._collectives.max([_next_number], "hvdkit.agreement.number")
+        dense = self._reduction.sparse_as_dense
+        number, *sparse = self._collectives.max(
+            [
+                _next_number,
+                *(0 if dense else self._backend.sparse_dims(i) for i in range(len(self._specs))),
+            ],
+            "hvdkit.agreement.number",
+        )
         _next_number = number + 1
+        self._plan = bucketing.plan(
+            self._specs,
+            self._reduction.bucket_bytes,
+            order=self._agree_on_order(),
+            groups=[[i] for i in range(len(self._specs))]
+            if self._reduction.format.tensor_by_tensor
+            else self._reduction.groups,
+            sparse_dims={i: dims for i, dims in enumerate(sparse) if dims},
+        )
         self._name = f"hvdkit.{self._plan.digest[:16]}.{number}"
+        self._channels = [
+            SparseRows() if b.sparse_dims else self._reduction.format.channel(b.dtype)
+            for b in self._plan.buckets
+        ]
+        self._open_memory(self._plan)
         self._agreed = self._collectives.generation
 
-    def _reduce(self, index: int) -> None:
-        bucket = self._plan.buckets[index]
-        if index not in self._buffers:
-            self._buffers[index] = self._backend.allocate(bucket)
-        self._backend.pack(bucket, self._buffers[index])
-        name = f"{self._name}.{index}"
-        self._in_flight[index] = self._backend.reduce(self._buffers[index], name)
+    def _agree_on_order(self) -> list[int]:
+        """The parameters by the mean place of their gradients in the ranks' backward passes."""
+        # What has not arrived comes last, as if the backward pass went through it in reverse.
+        count = len(self._specs)
+        arrived = dict.fromkeys(self._step.order)
+        places = [0] * count
+        for place, i in enumerate(
+            [*arrived, *(i for i in reversed(range(count)) if i not in arrived)]
+        ):
+            places[i] = place
+        # A rank that has called `join` adds zeros, to all alike.
+        summed = self._collectives.sum(places, "hvdkit.agreement.order")
+        return sorted(range(count), key=lambda i: (summed[i], -i))
+
+    def _open_memory(self, plan: BucketPlan) -> None:
+        self._memory = [self._backend.memory(bucket) for bucket in plan.buckets]
+
+    def _division(self) -> Division:
+        ranks = len(self._collectives.ranks)
+        total = 1.0 / self._window.divisor / (ranks if self._reduction.average else 1)
+        return Division(total, self._reduction.predivide, ranks)
+
+    def _begin(self, bucket: Bucket) -> None:
+        travel = self._channels[bucket.index].travel(self._memory[bucket.index], self._division())
+        journey: _Journey[Handle] = _Journey(travel, f"{self._name}.{bucket.index}")
+        self._step.journeys[bucket.index] = journey
+        self._advance(journey, None)
+
+    def _advance(self, journey: _Journey[Handle], answer: Any) -> None:
+        """Give a journey its answer; start the collective that it asks for next."""
+        try:
+            journey.request = journey.travel.send(answer)
+        except StopIteration:
+            journey.request = None
+            return
+        if isinstance(journey.request, Sum | Gather):
+            name = journey.name
+            if journey.collectives:
+                name += f".{journey.collectives}"
+            journey.collectives += 1
+            if isinstance(journey.request, Sum):
+                journey.handle = self._backend.sum(journey.request.buffer, name)
+            else:
+                journey.handle = self._backend.gather(journey.request.rows, name)
+
+    def _settle(self, journey: _Journey[Handle]) -> None:
+        """Wait until a journey asks for what is answered for all buckets at once, or ends."""
+        while True:
+            if isinstance(journey.request, Sum | Gather):
+                assert journey.handle is not None
+                self._advance(journey, self._backend.wait(journey.handle))
+            elif isinstance(journey.request, Peak) and not self._backend.batches_peaks:
+                (peak,) = self._backend.peaks([journey.request.buffer])
+                self._advance(journey, peak)
+            else:
+                return
+
+    def _finish_all(self) -> None:
+        # By bucket and not by time of departure: later collectives must pair up, too.
+        journeys = [self._step.journeys[b] for b in sorted(self._step.journeys)]
+        for journey in journeys:
+            self._settle(journey)
+        while waiting := [journey for journey in journeys if journey.request is not None]:
+            peaks = [j for j in waiting if isinstance(j.request, Peak)]
+            if peaks:
+                buffers = [j.request.buffer for j in waiting if isinstance(j.request, Peak)]
+                found = self._backend.peaks(buffers)
+                # One after the other, so that only one at a time has further memory.
+                for journey, peak in zip(peaks, found, strict=True):
+                    self._advance(journey, peak)
+                    self._settle(journey)
+                continue
+            values = [j.request.value for j in waiting if isinstance(j.request, Largest)]
+            largest = self._collectives.max(values, f"{self._name}.largest")
+            for journey, value in zip(waiting, largest, strict=True):
+                self._advance(journey, value)
+                self._settle(journey)
+
+    def _drop_unused(self, used: Sequence[int]) -> None:
+        anywhere = self._collectives.max(used, f"{self._name}.used")
+        for i, is_used in enumerate(anywhere):
+            if not is_used:
+                self._backend.drop_gradient(i)

@@ -13,12 +13,11 @@ Example:
 """
 
 # First, because it says what to do when there is no Horovod, or one that does not load.
-from hvdkit.torch.runtime import init, shutdown  # isort: skip
+from hvdkit.torch.runtime import init, join, shutdown  # isort: skip
 
 from horovod.torch import (
     Adasum,
     Average,
-    Compression,
     HorovodInternalError,
     Max,
     Min,
@@ -58,7 +57,6 @@ from horovod.torch import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     is_initialized,
-    join,
     local_rank,
     local_size,
     mpi_built,
@@ -79,19 +77,23 @@ from horovod.torch import (
 )
 
 from hvdkit.torch import elastic
+from hvdkit.torch.amp import GradScaler, teach_torchs_grad_scaler
+from hvdkit.torch.clipping import clip_grad_norm_
+from hvdkit.torch.compression import Compression
 from hvdkit.torch.functions import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from hvdkit.torch.optimizer import DistributedOptimizer
+from hvdkit.torch.optimizer import DistributedOptimizer, no_sync
 
 __all__ = [
     "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "GradScaler",
     "HorovodInternalError",
     "Max",
     "Min",
@@ -119,6 +121,7 @@ __all__ = [
     "broadcast_parameters",
     "ccl_built",
     "check_extension",
+    "clip_grad_norm_",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -144,6 +147,7 @@ __all__ = [
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
+    "no_sync",
     "poll",
     "rank",
     "reducescatter",
@@ -157,3 +161,5 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+teach_torchs_grad_scaler()

@@ -1,120 +1,285 @@
 """How PyTorch packs, reduces and unpacks the gradients of a bucket."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 
 from hvdkit.core.bucketing import Bucket, ParameterSpec
+from hvdkit.torch.collectives import TorchCollectives
 
-# Horovod refuses these on the wire; the type that they travel as instead.
-_WIRE_DTYPES = {torch.bfloat16: torch.float32}
+# A CPU has no operation that multiplies and casts at once, so it is done piece by piece, of a
+# size that stays in the cache between the two: elements.
+_PIECE = 1 << 17
 
-
-@dataclass(frozen=True)
-class TorchBuffer:
-    """One bucket's memory.
-
-    Attributes:
-        views: a view per parameter, in its gradient's shape.
-        wire: the whole of it as Horovod reduces it, one-dimensional and real.
-    """
-
-    views: tuple[torch.Tensor, ...]
-    wire: torch.Tensor
+_NARROW = (torch.float16, torch.bfloat16)
 
 
 def spec(name: str, parameter: torch.Tensor) -> ParameterSpec:
     """Describe `parameter` to the bucket plan."""
+    strides = _dense_strides(parameter)
     return ParameterSpec(
         name=name,
         shape=tuple(parameter.shape),
         dtype=str(parameter.dtype).removeprefix("torch."),
         itemsize=parameter.element_size(),
         device=str(parameter.device),
+        layout="" if parameter.is_contiguous() or not strides else f"strides {list(strides)}",
     )
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides, if the elements lie side by side in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return None
+        expected *= size
+    return tensor.stride()
+
+
+class TorchMemory:
+    """`hvdkit.core.backend.BucketMemory`: a bucket's gradients, and the buffers that it needs.
+
+    Buffers are one-dimensional tensors; views into them have their parameter's shape and, where
+    its elements lie side by side, its strides, so that copies are straight.
+    """
+
+    def __init__(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> None:
+        self._bucket = bucket
+        self._parameters = parameters
+        self._strides = [_dense_strides(p) for p in parameters]
+        self._kept: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        # The views of the buffer that was packed last.
+        self._views: list[torch.Tensor] = []
+
+    @property
+    def dtype(self) -> str:
+        """Without `torch.` before it."""
+        return self._bucket.dtype
+
+    def _buffer(self, dtype: torch.dtype, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        if dtype in self._kept:
+            return self._kept[dtype]
+        flat = torch.empty(self._bucket.elements, dtype=dtype, device=self._parameters[0].device)
+        views = []
+        for p, offset, strides in zip(
+            self._parameters, self._bucket.offsets, self._strides, strict=True
+        ):
+            part = flat[offset : offset + p.numel()]
+            views.append(part.as_strided(p.shape, strides) if strides else part.view(p.shape))
+        if keep:
+            self._kept[dtype] = flat, views
+        return flat, views
+
+    @torch.no_grad()
+    def home(self, factor: float) -> torch.Tensor:
+        """One pass, and none for gradients that are there already when the factor is 1."""
+        flat, views = self._buffer(self._parameters[0].dtype, keep=True)
+        inside = []
+        for p, view in zip(self._parameters, views, strict=True):
+            gradient = p.grad
+            if gradient is view:
+                inside.append(view)
+                continue
+            if gradient is None:
+                view.zero_()
+            else:
+                if gradient.is_sparse:
+                    gradient = gradient.to_dense()
+                if factor == 1.0:
+                    view.copy_(gradient)
+                else:
+                    torch.mul(gradient, factor, out=view)
+            # A parameter that is frozen now keeps no gradient, so that its optimizer leaves it
+            # alone.
+            if gradient is not None or p.requires_grad:
+                p.grad = view
+        if factor != 1.0 and inside:
+            if len(inside) == len(views):
+                flat.mul_(factor)
+            else:
+                torch._foreach_mul_(inside, factor)
+        return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+    @torch.no_grad()
+    def pack(self, dtype: str, factor: float, keep: bool = True) -> torch.Tensor:
+        """One pass over memory."""
+        flat, self._views = self._buffer(getattr(torch, dtype), keep)
+        for p, view in zip(self._parameters, self._views, strict=True):
+            if p.grad is None:
+                view.zero_()
+            else:
+                gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
+                _cast_scaled(gradient, view, factor)
+        return flat
+
+    @torch.no_grad()
+    def scale(self, buffer: torch.Tensor, factor: float) -> None:
+        """In place."""
+        buffer.mul_(factor)
+
+    @torch.no_grad()
+    def unpack(self, buffer: torch.Tensor, factor: float) -> None:  # noqa: ARG002
+        """Into the gradients that exist, in place; those that do not are made."""
+        for p, view in zip(self._parameters, self._views, strict=True):
+            if p.grad is None or p.grad.is_sparse:
+                if p.grad is None and not p.requires_grad:
+                    continue
+                p.grad = torch.empty_like(p)
+            _cast_scaled(view, p.grad, factor)
+        self._views = []
+
+    @torch.no_grad()
+    def rows(self, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Indices, one row of int64 each, and values."""
+        (p,) = self._parameters
+        dims = self._bucket.sparse_dims
+        if p.grad is None:
+            indices = torch.empty((0, dims), dtype=torch.int64, device=p.device)
+            return indices, torch.empty((0, *p.shape[dims:]), dtype=p.dtype, device=p.device)
+        gradient = p.grad if p.grad.is_sparse else p.grad.to_sparse(dims)
+        # Fewer rows to send where one occurs several times.
+        gradient = gradient.coalesce()
+        return gradient.indices().t().contiguous(), gradient.values() * factor
+
+    @torch.no_grad()
+    def put_rows(self, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Coalesced, so that all ranks hold the same."""
+        (p,) = self._parameters
+        indices, values = rows
+        if p.grad is not None or p.requires_grad:
+            gathered = torch.sparse_coo_tensor(indices.t(), values, p.shape, check_invariants=False)
+            p.grad = gathered.coalesce()
+
+    @torch.no_grad()
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients themselves, dense; zeros where there is none."""
+        return [
+            torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in self._parameters
+        ]
+
+    @torch.no_grad()
+    def put_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Make these the gradients."""
+        for p, gradient in zip(self._parameters, gradients, strict=True):
+            if p.grad is not None or p.requires_grad:
+                p.grad = gradient.to(p.dtype).view(p.shape)
+
+
+def _cast_scaled(source: torch.Tensor, target: torch.Tensor, factor: float) -> None:
+    """target = source x factor, rounded to the target's dtype; the product is not rounded before.
+
+    `source` may be overwritten when it is the wider of the two and not a gradient's own memory.
+    """
+    if factor == 1.0:
+        target.copy_(source)
+    elif source.dtype == target.dtype:
+        torch.mul(source, factor, out=target)
+    elif source.device.type != "cpu":
+        # One kernel that computes in the wider type, which a tensor of one element takes part in
+        # choosing, and a number does not.
+        wide = torch.promote_types(source.dtype, target.dtype)
+        torch.mul(source, torch.full((1,), factor, dtype=wide, device=source.device), out=target)
+    elif source.dtype in _NARROW and target.dtype not in _NARROW:
+        for part, into in _pieces(source, target):
+            into.copy_(part).mul_(factor)
+    else:
+        for part, into in _pieces(source, target):
+            into.copy_(part * factor)
+
+
+def _pieces(
+    source: torch.Tensor, target: torch.Tensor
+) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+    count = source.numel()
+    strides = _dense_strides(source) if count > _PIECE else None
+    if strides is None or strides != target.stride():
+        return [(source, target)]
+    flat, into = source.as_strided((count,), (1,)), target.as_strided((count,), (1,))
+    return list(zip(flat.split(_PIECE), into.split(_PIECE), strict=True))
 
 
 class TorchBackend:
     """`hvdkit.core.backend.Backend` for a sequence of parameters.
 
     Args:
-        parameters: in the order of the plan's specs.
-        op: `Average` or `Sum`.
-        predivide: of `Average`'s division, the factor that is applied before the sum.
-        process_set: the ranks to reduce over.
+        parameters: in the order of the synchronizer's specs.
+        collectives: of the ranks to reduce over.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        op: int,
-        predivide: float,
-        process_set: mpi_ops.ProcessSet,
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], collectives: TorchCollectives) -> None:
         self._parameters = parameters
-        self._op = op
-        self._predivide = predivide
-        self._process_set = process_set
+        self._collectives = collectives
+        self._on_accelerator = any(p.device.type != "cpu" for p in parameters)
 
-    def allocate(self, bucket: Bucket) -> TorchBuffer:
-        """Zeros on the bucket's device, in the dtype that travels."""
-        like = self._parameters[bucket.parameters[0]]
-        flat = torch.zeros(
-            bucket.elements,
-            dtype=_WIRE_DTYPES.get(like.dtype, like.dtype),
-            device=like.device,
-        )
-        views = []
-        for i, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-            shape = self._parameters[i].shape
-            views.append(flat[offset : offset + shape.numel()].view(shape))
-        wire = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-        return TorchBuffer(tuple(views), wire)
+    def memory(self, bucket: Bucket) -> TorchMemory:
+        """Nothing is allocated until it is used."""
+        return TorchMemory(bucket, [self._parameters[i] for i in bucket.parameters])
 
-    @torch.no_grad()
-    def pack(self, bucket: Bucket, buffer: TorchBuffer) -> None:
-        """Copy and cast in one pass, whatever the gradient's strides; sparse ones as dense."""
-        for i, view in zip(bucket.parameters, buffer.views, strict=True):
-            gradient = self._parameters[i].grad
-            if gradient is None:
-                view.zero_()
-            elif gradient.is_sparse:
-                view.copy_(gradient.to_dense())
-            else:
-                view.copy_(gradient)
-
-    def reduce(self, buffer: TorchBuffer, name: str) -> int:
-        """An in-place allreduce of the whole bucket."""
-        return int(
-            mpi_ops.allreduce_async_(
-                buffer.wire,
-                name=name,
-                op=self._op,
-                prescale_factor=1.0 / self._predivide,
-                postscale_factor=self._predivide,
-                process_set=self._process_set,
-            )
+    def sum(self, buffer: torch.Tensor, name: str) -> Any:
+        """An in-place allreduce."""
+        if self._collectives.alone or not buffer.numel():
+            return buffer
+        return mpi_ops.allreduce_async_(
+            buffer, name=name, op=mpi_ops.Sum, process_set=self._collectives.process_set
         )
 
-    def wait(self, handle: int) -> None:
-        """Wait for the allreduce; HorovodInternalError when it failed."""
-        mpi_ops.synchronize(handle)
+    def gather(self, rows: tuple[torch.Tensor, torch.Tensor], name: str) -> Any:
+        """Two allgathers, of as many rows as each rank has."""
+        if self._collectives.alone:
+            return rows
+        indices, values = rows
+        # As integers, which every Horovod knows.
+        content = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
+        return (
+            mpi_ops.allgather_async(indices, f"{name}.indices", self._collectives.process_set),
+            mpi_ops.allgather_async(content, f"{name}.values", self._collectives.process_set),
+            values.dtype,
+        )
+
+    def wait(self, handle: Any) -> Any:
+        """Wait for `sum` or `gather`; HorovodInternalError when it failed."""
+        if isinstance(handle, int):
+            return mpi_ops.synchronize(handle)
+        if isinstance(handle, tuple) and len(handle) == 3:
+            indices, content, dtype = handle
+            return mpi_ops.synchronize(indices), mpi_ops.synchronize(content).view(dtype)
+        return handle
 
     @torch.no_grad()
-    def unpack(self, bucket: Bucket, buffer: TorchBuffer) -> None:
-        """Write into the gradients that exist, in place, and make those that do not.
+    def peaks(self, buffers: Sequence[torch.Tensor]) -> list[float]:
+        """One pass over each, and one transfer from each accelerator."""
+        by_device: dict[torch.device, list[int]] = {}
+        for k, buffer in enumerate(buffers):
+            by_device.setdefault(buffer.device, []).append(k)
+        found = [0.0] * len(buffers)
+        for members in by_device.values():
+            held = [k for k in members if buffers[k].numel()]
+            if not held:
+                continue
+            bounds = [torch.stack(torch.aminmax(buffers[k])).double() for k in held]
+            for k, (low, high) in zip(held, torch.stack(bounds).tolist(), strict=True):
+                found[k] = max(-low, high)
+        return found
 
-        A parameter that is frozen now and has no gradient keeps none, so that its optimizer
-        leaves it alone.
-        """
-        for i, view in zip(bucket.parameters, buffer.views, strict=True):
-            parameter = self._parameters[i]
-            if parameter.grad is None:
-                if parameter.requires_grad:
-                    parameter.grad = torch.empty_like(parameter).copy_(view)
-            elif parameter.grad.is_sparse:
-                parameter.grad = view.to(parameter.dtype).to_sparse(parameter.grad.sparse_dim())
-            else:
-                parameter.grad.copy_(view)
+    @property
+    def batches_peaks(self) -> bool:
+        """With any parameter on an accelerator."""
+        return self._on_accelerator
+
+    def sparse_dims(self, i: int) -> int:
+        """Of `torch.sparse_coo` gradients."""
+        gradient = self._parameters[i].grad
+        return gradient.sparse_dim() if gradient is not None and gradient.is_sparse else 0
+
+    def has_gradient(self, i: int) -> bool:
+        """Whether `.grad` is not None."""
+        return self._parameters[i].grad is not None
+
+    def drop_gradient(self, i: int) -> None:
+        """Set `.grad` to None."""
+        self._parameters[i].grad = None

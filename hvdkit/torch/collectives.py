@@ -9,19 +9,27 @@ from hvdkit.torch import runtime
 
 
 class TorchCollectives:
-    """`hvdkit.core.collectives.Collectives` for the ranks of a Horovod process set."""
+    """`hvdkit.core.collectives.Collectives` for the ranks of a Horovod process set.
+
+    On a rank that does not belong to the set, and in a set of one rank, the rank is alone.
+    """
 
     def __init__(self, process_set: mpi_ops.ProcessSet) -> None:
-        self._process_set = process_set
+        self.process_set = process_set
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank to communicate with."""
+        return not self.process_set.included() or self.process_set.size() == 1
 
     @property
     def ranks(self) -> Sequence[int]:
         """The global ranks of the process set."""
-        return list(self._process_set.ranks)
+        return [mpi_ops.rank()] if self.alone else list(self.process_set.ranks)
 
     @property
     def generation(self) -> int:
-        """How often Horovod has been initialised."""
+        """Changes with `init` and `join`."""
         return runtime.generation()
 
     def sum(self, values: Sequence[int], name: str) -> list[int]:
@@ -34,15 +42,19 @@ class TorchCollectives:
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:
         """Every rank's bytes."""
+        if self.alone:
+            return [data]
         size = torch.tensor([len(data)], dtype=torch.int64)
-        sizes = mpi_ops.allgather(size, name=f"{name}.sizes", process_set=self._process_set)
+        sizes = mpi_ops.allgather(size, name=f"{name}.sizes", process_set=self.process_set)
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NO_BYTES
-        joined = mpi_ops.allgather(own, name=name, process_set=self._process_set)
+        joined = mpi_ops.allgather(own, name=name, process_set=self.process_set)
         return [part.numpy().tobytes() for part in joined.split(sizes.tolist())]
 
     def _reduce(self, values: Sequence[int], name: str, op: int) -> list[int]:
+        if self.alone:
+            return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
-        mpi_ops.allreduce_(tensor, name=name, op=op, process_set=self._process_set)
+        mpi_ops.allreduce_(tensor, name=name, op=op, process_set=self.process_set)
         return [int(value) for value in tensor.tolist()]
 
 

@@ -46,7 +46,7 @@ _announced = False
 
 
 def generation() -> int:
-    """How often Horovod has been initialised in this process."""
+    """Changes, on all ranks alike, when what they agreed on before may be void."""
     return _generation
 
 
@@ -93,6 +93,24 @@ def init(*args: Any, **kwargs: Any) -> None:
 def shutdown() -> None:
     """End Horovod in this process. Ranks that wait for this one get an error."""
     mpi_ops.shutdown()
+
+
+def join(device: int = -1) -> int:
+    """Take no further part until every rank has come here; what the others reduce gets zeros.
+
+    Horovod's, for ranks with fewer batches than others. Afterwards the ranks compare anew what
+    they mean to reduce, because one that has joined before its first step never did.
+
+    Args:
+        device: where to make the zeros: a GPU's number, or -1 for the CPU.
+
+    Returns:
+        The last rank to join.
+    """
+    global _generation
+    last = int(mpi_ops.join(device))
+    _generation += 1
+    return last
 
 
 def _limit_stalls(environ: MutableMapping[str, str]) -> None:

@@ -1,17 +1,29 @@
-"""Horovod's elastic training, with this package's `init`, optimizer and broadcasts."""
+"""What an elastic job keeps and brings to new ranks."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from horovod.common.elastic import run_fn
-from horovod.torch.elastic import ElasticSampler
 from horovod.torch.elastic import state as horovod_state
+from horovod.torch.elastic.state import (
+    ModelStateHandler,
+    OptimizerStateHandler,
+    SamplerStateHandler,
+    StateHandler,
+    get_handler_registry,
+    set_handler_registry,
+)
 
 from hvdkit.torch.functions import broadcast_optimizer_state, broadcast_parameters
-from hvdkit.torch.runtime import init, shutdown
 
-__all__ = ["ElasticSampler", "TorchState", "run"]
+__all__ = [
+    "ModelStateHandler",
+    "OptimizerStateHandler",
+    "SamplerStateHandler",
+    "StateHandler",
+    "TorchState",
+    "get_handler_registry",
+    "set_handler_registry",
+]
 
 
 class _ModelHandler(horovod_state.ModelStateHandler):
@@ -43,14 +55,3 @@ class TorchState(horovod_state.TorchState):
                 self._handlers[name] = _ModelHandler(handler.value)
             elif isinstance(handler.value, torch.optim.Optimizer):
                 self._handlers[name] = _OptimizerHandler(handler.value)
-
-
-def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator for an elastic training function; the first argument is the state to keep."""
-    decorated: Callable[..., Any] = run_fn(func, _reset)
-    return decorated
-
-
-def _reset() -> None:
-    shutdown()
-    init()

@@ -1,0 +1,277 @@
+"""Wire formats: what a bucket of gradients travels as.
+
+A format is written as one bucket's journey, a generator that asks for collectives and is sent
+their results:
+
+    def travel(self, memory, division):
+        wire = memory.pack("bfloat16", 1.0)
+        yield Sum(wire)
+        memory.unpack(wire, division.total)
+
+The synchronizer starts the journey when the bucket is full, runs those of all buckets side by side
+and batches what can be batched. Every rank must take the same turns: decide only by what a request
+has answered, and by a `Peak` only whether it is finite, because ranks may hold sums that differ in
+the last bit. docs/synchronizer.md shows how to add a format.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hvdkit.core.backend import BucketMemory
+from hvdkit.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Add up a buffer in place over the ranks. Answers the buffer."""
+
+    buffer: Any
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Collect the rows of sparse gradients from the ranks. Answers all rows."""
+
+    rows: Any
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Answers the largest magnitude in a reduced buffer, not finite if anything in it is not."""
+
+    buffer: Any
+
+
+@dataclass(frozen=True)
+class Largest:
+    """Answers the largest of the ranks' values, which are not negative. One collective for all
+    buckets that ask at once."""
+
+    value: int
+
+
+Request = Sum | Gather | Peak | Largest
+Travel = Generator[Request, Any, None]
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a sum over ranks becomes the gradient that the optimizer sees.
+
+    Attributes:
+        total: what the sum is multiplied by in all, 1 / (ranks x passes) for a mean.
+        predivide: the divisor that the user wants applied before the sum, or None.
+        ranks: how many ranks' values are added.
+    """
+
+    total: float
+    predivide: float | None = None
+    ranks: int = 1
+
+    def split(self, dtype: str) -> tuple[float, float]:
+        """The factors before and after the sum, for a wire of `dtype`.
+
+        All before it, which can be done while packing; float16 would lose small values by that,
+        and bfloat16 a rounding, so theirs come after it, as Horovod's do.
+        """
+        if self.predivide is not None:
+            return 1.0 / self.predivide, self.total * self.predivide
+        return (1.0, self.total) if dtype in _NARROW else (self.total, 1.0)
+
+
+class Channel(ABC):
+    """A wire format at work on one bucket. It may keep what it learns from step to step."""
+
+    @abstractmethod
+    def travel(self, memory: BucketMemory[Any], division: Division) -> Travel:
+        """One step of the bucket: pack, ask for collectives, unpack."""
+
+
+class WireFormat(ABC):
+    """What gradients travel as.
+
+    Attributes:
+        name: how settings and errors call it; ranks compare it.
+        tensor_by_tensor: whether every parameter has a bucket of its own.
+    """
+
+    name: str
+    tensor_by_tensor = False
+
+    @abstractmethod
+    def channel(self, dtype: str) -> Channel:
+        """A new channel, for a bucket of gradients of `dtype`."""
+
+
+_NARROW = ("float16", "bfloat16")
+_COMPRESSIBLE = ("float64", "float32", *_NARROW)
+
+
+class NoCompression(WireFormat):
+    """Gradients travel as they are, in the memory that they live in.
+
+    Args:
+        instead: dtype -> the one to use on the wire, for dtypes that Horovod does not know.
+    """
+
+    name = "none"
+
+    def __init__(self, instead: Mapping[str, str] | None = None) -> None:
+        self._instead = dict(instead or {})
+
+    def channel(self, dtype: str) -> Channel:
+        return _Cast(self._instead[dtype]) if dtype in self._instead else _InPlace()
+
+
+class BFloat16(WireFormat):
+    """Gradients travel as bfloat16: half the bytes of float32, its range, 8 bits of precision.
+
+    Args:
+        wire: another dtype to use, where Horovod does not know bfloat16.
+    """
+
+    name = "bf16"
+
+    def __init__(self, wire: str = "bfloat16") -> None:
+        self._wire = wire
+
+    def channel(self, dtype: str) -> Channel:
+        if dtype == self._wire or dtype not in _COMPRESSIBLE:
+            return _InPlace()
+        return _Cast(self._wire)
+
+
+class Float16(WireFormat):
+    """Gradients travel as float16, scaled so that sums do not overflow nor small values flush.
+
+    Each bucket is multiplied by a power of two, chosen such that the largest reduced value of the
+    last steps lands between 2^9 and 2^10: a sum may grow 64 times before it overflows, and values
+    down to 2^-34 of the largest count. The first step travels in float32, to learn the magnitude.
+    A bucket whose sum is not finite nevertheless is reduced again in float32 in the same step.
+    This is Micikevicius et al.'s loss scaling (arXiv:1710.03740), for each bucket and on the wire
+    only.
+
+    With n ranks, |error of the mean| <= (n + 1) 2^-11 mean|x_i|, and 2^-25 / scale more for each
+    of the n hops that falls among float16's subnormal numbers.
+    """
+
+    name = "fp16"
+
+    def channel(self, dtype: str) -> Channel:
+        return _ScaledFloat16(dtype) if dtype in _COMPRESSIBLE else _InPlace()
+
+
+def by_name(name: str) -> WireFormat:
+    """The format called `none`, `fp16` or `bf16`.
+
+    Raises:
+        UsageError: there is no such format.
+    """
+    formats = {f.name: f for f in (NoCompression, Float16, BFloat16)}
+    if name not in formats:
+        raise UsageError(
+            f"compression is {name!r}: expected one of {', '.join(map(repr, formats))}"
+        )
+    return formats[name]()
+
+
+class _InPlace(Channel):
+    def travel(self, memory: BucketMemory[Any], division: Division) -> Travel:
+        before, after = division.split(memory.dtype)
+        buffer = memory.home(before)
+        yield Sum(buffer)
+        if after != 1.0:
+            memory.scale(buffer, after)
+
+
+class _Cast(Channel):
+    def __init__(self, wire: str) -> None:
+        self._wire = wire
+
+    def travel(self, memory: BucketMemory[Any], division: Division) -> Travel:
+        before = 1.0 / division.predivide if division.predivide is not None else 1.0
+        wire = memory.pack(self._wire, before)
+        yield Sum(wire)
+        memory.unpack(wire, division.total / before)
+
+
+class SparseRows(Channel):
+    """Sparse gradients: every rank gets all rows, which add up where they coincide."""
+
+    def travel(self, memory: BucketMemory[Any], division: Division) -> Travel:
+        memory.put_rows((yield Gather(memory.rows(division.total))))
+
+
+#: Reduced values are brought below 2^this; float16 ends at 2^16.
+_TARGET_EXPONENT = 10
+#: Powers of two that both a float32 gradient and its inverse can be multiplied by.
+_EXPONENT_RANGE = 100
+#: After an overflow the scale goes down by at least 2^this, whatever the largest value says.
+_BACK_OFF = 4
+#: The magnitude is looked at after steps 1, 2, 4, ... and from then on every so many steps.
+_INTERVAL = 64
+# `Largest` takes non-negative numbers, and 0 stands for "nothing but zeros, or not finite".
+_EXPONENT_CODE = 2000
+
+
+class _ScaledFloat16(Channel):
+    def __init__(self, dtype: str) -> None:
+        self._wide = "float64" if dtype == "float64" else "float32"
+        self._exponent: int | None = None  # of the scale; None: still to be learned
+        self._ceiling = _EXPONENT_RANGE
+        self._steps = 0
+        self._peak = 0.0  # the largest sum since the magnitude was looked at
+
+    def travel(self, memory: BucketMemory[Any], division: Division) -> Travel:
+        peak = math.inf
+        if self._exponent is not None:
+            wire = memory.pack("float16", 2.0**self._exponent)
+            yield Sum(wire)
+            peak = (yield Peak(wire)) * 2.0**-self._exponent
+            if math.isfinite(peak):
+                memory.unpack(wire, division.total * 2.0**-self._exponent)
+        overflowed = False
+        if not math.isfinite(peak):
+            peak = yield from self._travel_wide(memory, division)
+            # Where float32 is not finite either, an infinity came in with the gradients, and it
+            # is the loss scaler's to deal with.
+            overflowed = self._exponent is not None and math.isfinite(peak)
+        if math.isfinite(peak):
+            self._peak = max(self._peak, peak)
+        self._steps += 1
+        if overflowed:
+            assert self._exponent is not None
+            self._ceiling = self._exponent - _BACK_OFF
+        if overflowed or _is_due(self._steps):
+            # The ranks' sums may differ in the last bit, and with it at a power of two.
+            self._adapt((yield Largest(_code(self._peak))))
+            if not overflowed:
+                self._ceiling = min(self._ceiling + 1, _EXPONENT_RANGE)
+
+    def _travel_wide(
+        self, memory: BucketMemory[Any], division: Division
+    ) -> Generator[Request, Any, float]:
+        wire = memory.pack(self._wide, division.total, keep=False)
+        yield Sum(wire)
+        peak: float = yield Peak(wire)
+        memory.unpack(wire, 1.0)
+        return peak / division.total
+
+    def _adapt(self, code: int) -> None:
+        self._peak = 0.0
+        if code:
+            self._exponent = _TARGET_EXPONENT - (code - _EXPONENT_CODE)
+        if self._exponent is not None:
+            self._exponent = max(-_EXPONENT_RANGE, min(self._exponent, self._ceiling))
+
+
+def _is_due(steps: int) -> bool:
+    return steps % _INTERVAL == 0 if steps > _INTERVAL else steps & (steps - 1) == 0
+
+
+def _code(peak: float) -> int:
+    """The exponent of the power of two above `peak`, as `Largest` takes it."""
+    return math.frexp(peak)[1] + _EXPONENT_CODE if peak else 0

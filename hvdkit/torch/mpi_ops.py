@@ -1,0 +1,6 @@
+"""`horovod.torch.mpi_ops`, with this package's `init`, `shutdown` and `join`."""
+
+from horovod.torch.mpi_ops import *  # noqa: F403
+from horovod.torch.mpi_ops import HorovodInternalError, ProcessSet  # noqa: F401
+
+from hvdkit.torch.runtime import init, join, shutdown  # noqa: F401
