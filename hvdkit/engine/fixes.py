@@ -20,9 +20,23 @@ from hvdkit.errors import HvdkitError
 HOROVOD_VERSION = "0.28.1"
 
 #: Part of the version of what we build (`0.28.1+hvdkit.N`). Raise it whenever the table changes.
-REVISION = 1
+REVISION = 2
 
 _UPSTREAM = "https://github.com/horovod/horovod"
+
+# What Gloo and MPI call the operations of half_arithmetic.h.
+_REDUCTIONS_OF_GLOO = (
+    ("sum", "HalfSum"),
+    ("product", "HalfProduct"),
+    ("max", "HalfMaximum"),
+    ("min", "HalfMinimum"),
+)
+_REDUCTIONS_OF_MPI = (
+    ("sum", "HalfSum"),
+    ("min", "HalfMinimum"),
+    ("max", "HalfMaximum"),
+    ("prod", "HalfProduct"),
+)
 
 
 class FixFailed(HvdkitError):
@@ -432,12 +446,7 @@ FIXES: tuple[Fix, ...] = (
                     "size_t n) {\n"
                     f"  hvdkit::half_combine<hvdkit::{operation}>(c, a, b, n);\n"
                     "}\n\n"
-                    for function, operation in (
-                        ("sum", "HalfSum"),
-                        ("product", "HalfProduct"),
-                        ("max", "HalfMaximum"),
-                        ("min", "HalfMinimum"),
-                    )
+                    for function, operation in _REDUCTIONS_OF_GLOO
                 ).rstrip("\n")
                 + "\n",
                 until="#endif\n",
@@ -461,12 +470,7 @@ FIXES: tuple[Fix, ...] = (
                     f"void float16_{function}(void* in, void* inout, int* len, MPI_Datatype*) {{\n"
                     f"  hvdkit::half_combine<hvdkit::{operation}>(inout, inout, in, *len);\n"
                     "}\n"
-                    for function, operation in (
-                        ("sum", "HalfSum"),
-                        ("min", "HalfMinimum"),
-                        ("max", "HalfMaximum"),
-                        ("prod", "HalfProduct"),
-                    )
+                    for function, operation in _REDUCTIONS_OF_MPI
                 )
                 + "#endif\n\n} // namespace common",
                 until="} // namespace common",
@@ -520,6 +524,306 @@ FIXES: tuple[Fix, ...] = (
                 "#if __AVX__ && __F16C__ && __FMA__\n  inline void ComputeDotAndNormSqrdsfp16(",
                 "",
                 until="#endif\n",
+            ),
+        ),
+    ),
+    Fix(
+        name="bfloat16",
+        repairs="bfloat16 tensors are refused by every framework, backend and operation",
+        source=f"{_UPSTREAM}/pull/4049 (never merged; this is not its code)",
+        proof="tests/engine/test_half_arithmetic.py, tests/parallel/torch/test_engine.py::"
+        "test_bfloat16_sum_is_exact_where_bfloat16_is and tests/parallel/tensorflow/"
+        "test_engine.py::test_bfloat16_in_a_graph; with NCCL compiled and not run",
+        adds={
+            "horovod/common/half_arithmetic.h": "half_arithmetic.h",
+            "horovod/common/ops/cuda/bfloat16_kernels.h": "bfloat16_kernels.h",
+        },
+        edits=(
+            # The message that ranks exchange, and its flatbuffers form.
+            Edit(
+                "horovod/common/message.h",
+                "  HOROVOD_BOOL = 9,\n",
+                "  HOROVOD_BOOL = 9,\n  HOROVOD_BFLOAT16 = 10,\n",
+            ),
+            Edit(
+                "horovod/common/message.cc",
+                "    case HOROVOD_FLOAT32:\n      static const",
+                "    case HOROVOD_BFLOAT16:\n"
+                '      static const std::string bfloat16("bfloat16");\n'
+                "      return bfloat16;\n"
+                "    case HOROVOD_FLOAT32:\n      static const",
+            ),
+            Edit(
+                "horovod/common/message.cc",
+                "    case HOROVOD_FLOAT16:\n      return 2;\n",
+                "    case HOROVOD_FLOAT16:\n    case HOROVOD_BFLOAT16:\n      return 2;\n",
+            ),
+            Edit(
+                "horovod/common/wire/message_generated.h",
+                "  DataType_HOROVOD_BOOL = 9,\n",
+                "  DataType_HOROVOD_BOOL = 9,\n  DataType_HOROVOD_BFLOAT16 = 10,\n",
+            ),
+            Edit(
+                "horovod/common/wire/message_generated.h",
+                "DataType_MAX = DataType_HOROVOD_BOOL\n",
+                "DataType_MAX = DataType_HOROVOD_BFLOAT16\n",
+            ),
+            Edit(
+                "horovod/common/wire/message_generated.h",
+                "(&EnumValuesDataType())[10]",
+                "(&EnumValuesDataType())[11]",
+            ),
+            Edit(
+                "horovod/common/wire/message_generated.h",
+                "    DataType_HOROVOD_BOOL\n",
+                "    DataType_HOROVOD_BOOL,\n    DataType_HOROVOD_BFLOAT16\n",
+            ),
+            Edit(
+                "horovod/common/wire/message_generated.h",
+                'names[11] = {\n    "HOROVOD_UINT8",',
+                'names[12] = {\n    "HOROVOD_UINT8",',
+            ),
+            Edit(
+                "horovod/common/wire/message_generated.h",
+                '    "HOROVOD_BOOL",\n',
+                '    "HOROVOD_BOOL",\n    "HOROVOD_BFLOAT16",\n',
+            ),
+            Edit(
+                "horovod/common/wire/message_generated.h",
+                "IsOutRange(e, DataType_HOROVOD_UINT8, DataType_HOROVOD_BOOL)",
+                "IsOutRange(e, DataType_HOROVOD_UINT8, DataType_HOROVOD_BFLOAT16)",
+            ),
+            # Adasum: refused where a rank hands its tensor in, before the ranks talk about it.
+            Edit(
+                "horovod/common/operations.cc",
+                "  if (reduce_op == ReduceOp::ADASUM) {\n#if HAVE_NCCL && !HAVE_ROCM\n",
+                "  if (reduce_op == ReduceOp::ADASUM) {\n"
+                "    for (const auto& tensor : tensors) {\n"
+                "      if (tensor->dtype() == HOROVOD_BFLOAT16) {\n"
+                "        return Status::InvalidArgument(\n"
+                '            "Adasum does not support bfloat16: convert the tensor, or use "\n'
+                '            "another reduction.");\n'
+                "      }\n"
+                "    }\n"
+                "#if HAVE_NCCL && !HAVE_ROCM\n",
+            ),
+            # Scaling, on CPUs.
+            Edit(
+                "horovod/common/ops/collective_operations.cc",
+                '#include "../message.h"\n',
+                '#include "../half_arithmetic.h"\n#include "../message.h"\n',
+            ),
+            Edit(
+                "horovod/common/ops/collective_operations.cc",
+                "  case HOROVOD_FLOAT32:\n    ScaleBufferCPUImpl(",
+                "  case HOROVOD_BFLOAT16:\n"
+                "    hvdkit::bfloat16_scale((uint16_t*)buffer_data,\n"
+                "                           (const uint16_t*)fused_input_data,\n"
+                "                           (float)scale_factor, num_elements);\n"
+                "    break;\n"
+                "  case HOROVOD_FLOAT32:\n    ScaleBufferCPUImpl(",
+            ),
+            # Gloo has no such type. Its templates need no more than the size and these four.
+            Edit(
+                "horovod/common/ops/gloo_operations.cc",
+                '#include "../global_state.h"\n',
+                '#include "../global_state.h"\n'
+                '#include "../half_arithmetic.h"\n\n'
+                "namespace gloo {\n\n"
+                "struct bfloat16 {\n  uint16_t bits;\n};\n\n"
+                + "\n".join(
+                    "template <>\n"
+                    f"void {function}<bfloat16>(void* c, const void* a, const void* b, "
+                    "size_t n) {\n"
+                    f"  hvdkit::bfloat16_combine<hvdkit::{operation}>(c, a, b, n);\n"
+                    "}\n"
+                    for function, operation in _REDUCTIONS_OF_GLOO
+                )
+                + "\n} // namespace gloo\n",
+            ),
+            Edit(
+                "horovod/common/ops/gloo_operations.cc",
+                "  case HOROVOD_FLOAT32:\n",
+                "  case HOROVOD_BFLOAT16:\n"
+                "    return new GlooAlgorithms<gloo::bfloat16>(gloo_context);\n"
+                "  case HOROVOD_FLOAT32:\n",
+            ),
+            Edit(
+                "horovod/common/mpi/mpi_context.h",
+                "  MPI_Op mpi_float16_prod;\n",
+                "  MPI_Op mpi_float16_prod;\n\n"
+                "  // MPI custom data type for bfloat16.\n"
+                "  MPI_Datatype mpi_bfloat16_t = MPI_DATATYPE_NULL;\n"
+                + "".join(
+                    f"  MPI_Op mpi_bfloat16_{function} = MPI_OP_NULL;\n"
+                    for function, _ in _REDUCTIONS_OF_MPI
+                ),
+            ),
+            Edit(
+                "horovod/common/mpi/mpi_context.cc",
+                '#include "../half.h"\n',
+                '#include "../half.h"\n#include "../half_arithmetic.h"\n',
+            ),
+            Edit(
+                "horovod/common/mpi/mpi_context.cc",
+                "  case HOROVOD_FLOAT32:\n",
+                "  case HOROVOD_BFLOAT16:\n    return mpi_bfloat16_t;\n  case HOROVOD_FLOAT32:\n",
+            ),
+            # MPI's own operations do not know the type, and are what these fall to.
+            *(
+                Edit(
+                    "horovod/common/mpi/mpi_context.cc",
+                    f"  return dtype == HOROVOD_FLOAT16 ? mpi_float16_{function} : ",
+                    f"  if (dtype == HOROVOD_BFLOAT16) {{\n    return mpi_bfloat16_{function};\n"
+                    f"  }}\n  return dtype == HOROVOD_FLOAT16 ? mpi_float16_{function} : ",
+                )
+                for function, _ in _REDUCTIONS_OF_MPI
+            ),
+            Edit(
+                "horovod/common/mpi/mpi_context.cc",
+                "void CreateMPILocalAndCrossComm(",
+                "".join(
+                    f"void bfloat16_{function}(void* in, void* inout, int* len, MPI_Datatype*) {{\n"
+                    f"  hvdkit::bfloat16_combine<hvdkit::{operation}>(inout, inout, in, *len);\n"
+                    "}\n\n"
+                    for function, operation in _REDUCTIONS_OF_MPI
+                )
+                + "void CreateMPIBfloat16TypeAndOps(MPIContext& context) {\n"
+                "  MPI_Type_contiguous(2, MPI_BYTE, &context.mpi_bfloat16_t);\n"
+                "  MPI_Type_commit(&context.mpi_bfloat16_t);\n"
+                + "".join(
+                    f"  MPI_Op_create(&bfloat16_{function}, 1, &context.mpi_bfloat16_{function});\n"
+                    for function, _ in _REDUCTIONS_OF_MPI
+                )
+                + "}\n\nvoid CreateMPILocalAndCrossComm(",
+            ),
+            Edit(
+                "horovod/common/mpi/mpi_context.cc",
+                "                             mpi_float16_max, mpi_float16_prod);\n",
+                "                             mpi_float16_max, mpi_float16_prod);\n"
+                "  CreateMPIBfloat16TypeAndOps(*this);\n",
+                times=2,
+            ),
+            Edit(
+                "horovod/common/mpi/mpi_context.cc",
+                "  if (mpi_float16_t != MPI_DATATYPE_NULL) {\n",
+                "  if (mpi_bfloat16_t != MPI_DATATYPE_NULL) {\n"
+                "    MPI_Type_free(&mpi_bfloat16_t);\n"
+                "  }\n"
+                + "".join(
+                    f"  if (mpi_bfloat16_{function} != MPI_OP_NULL) {{\n"
+                    f"    MPI_Op_free(&mpi_bfloat16_{function});\n"
+                    "  }\n"
+                    for function, _ in _REDUCTIONS_OF_MPI
+                )
+                + "  if (mpi_float16_t != MPI_DATATYPE_NULL) {\n",
+            ),
+            # NCCL has the type since 2.10, where CUDA's header has it.
+            Edit(
+                "horovod/common/ops/nccl_operations.cc",
+                "  case HOROVOD_FLOAT32:\n",
+                "#if HAVE_CUDA && CUDART_VERSION >= 11000 && \\\n"
+                "    NCCL_VERSION_CODE >= NCCL_VERSION(2, 10, 0)\n"
+                "  case HOROVOD_BFLOAT16:\n"
+                "    return ncclBfloat16;\n"
+                "#endif\n"
+                "  case HOROVOD_FLOAT32:\n",
+            ),
+            Edit(
+                "horovod/common/ops/cuda/cuda_kernels.cu",
+                '#include "cuda_kernels.h"\n',
+                '#include "cuda_kernels.h"\n#include "bfloat16_kernels.h"\n',
+            ),
+            Edit(
+                "horovod/common/ops/cuda/cuda_kernels.cu",
+                "    case HOROVOD_FLOAT32:\n      scale_buffer_k",
+                "#if CUDART_VERSION >= 11000\n"
+                "    case HOROVOD_BFLOAT16:\n"
+                "      scale_bfloat16(fused_input_data, buffer_data, num_elements, scale_factor,\n"
+                "                     stream);\n"
+                "      break;\n"
+                "#endif\n"
+                "    case HOROVOD_FLOAT32:\n      scale_buffer_k",
+            ),
+            Edit(
+                "horovod/common/ops/cuda/cuda_kernels.cu",
+                "   case HOROVOD_FLOAT32:\n     batched_scaled",
+                "#if CUDART_VERSION >= 11000\n"
+                "   case HOROVOD_BFLOAT16:\n"
+                "     batched_scaled_memcpy_k<__nv_bfloat16, BLOCKS_PER_COPY_D2D_KERNEL>\n"
+                "         <<<blocks, threads, 0, stream>>>(params, (float) scale_factor);\n"
+                "     break;\n"
+                "#endif\n"
+                "   case HOROVOD_FLOAT32:\n     batched_scaled",
+            ),
+            Edit(
+                "horovod/torch/adapter_v2.cc",
+                "  case common::HOROVOD_FLOAT32:\n",
+                "  case common::HOROVOD_BFLOAT16:\n"
+                "    return ::torch::kBFloat16;\n"
+                "  case common::HOROVOD_FLOAT32:\n",
+            ),
+            Edit(
+                "horovod/torch/adapter_v2.cc",
+                "  case ::torch::kFloat:\n",
+                "  case ::torch::kBFloat16:\n"
+                "    return common::HOROVOD_BFLOAT16;\n"
+                "  case ::torch::kFloat:\n",
+            ),
+            Edit(
+                "horovod/torch/mpi_ops_v2.cc",
+                '  // join\n  m.def("horovod_torch_join", &DoJoin);\n',
+                "".join(
+                    f'  m.def("horovod_torch_{operation}_async_torch_BFloat16Tensor",\n'
+                    f"        &{function});\n"
+                    f"#if HOROVOD_GPU_{switch}\n"
+                    f'  m.def("horovod_torch_{operation}_async_torch_cuda_BFloat16Tensor",\n'
+                    f"        &{function});\n"
+                    "#else\n"
+                    f'  m.def("horovod_torch_{operation}_async_torch_cuda_BFloat16Tensor",\n'
+                    f"        &{function}CudaOnCPU);\n"
+                    "#endif\n\n"
+                    for operation, function, switch in (
+                        ("allreduce", "DoAllreduce", "ALLREDUCE"),
+                        ("grouped_allreduce", "DoGroupedAllreduce", "ALLREDUCE"),
+                        ("allgather", "DoAllgather", "ALLGATHER"),
+                        ("grouped_allgather", "DoGroupedAllgather", "ALLGATHER"),
+                        ("broadcast", "DoBroadcast", "BROADCAST"),
+                        ("alltoall", "DoAlltoall", "ALLTOALL"),
+                        ("reducescatter", "DoReducescatter", "REDUCESCATTER"),
+                        ("grouped_reducescatter", "DoGroupedReducescatter", "REDUCESCATTER"),
+                    )
+                )
+                + '  // join\n  m.def("horovod_torch_join", &DoJoin);\n',
+            ),
+            Edit(
+                "horovod/tensorflow/mpi_ops.cc",
+                "  case common::HOROVOD_FLOAT32:\n",
+                "  case common::HOROVOD_BFLOAT16:\n"
+                "    return DT_BFLOAT16;\n"
+                "  case common::HOROVOD_FLOAT32:\n",
+            ),
+            Edit(
+                "horovod/tensorflow/mpi_ops.cc",
+                "  case DT_FLOAT:\n",
+                "  case DT_BFLOAT16:\n    return common::HOROVOD_BFLOAT16;\n  case DT_FLOAT:\n",
+            ),
+            Edit(
+                "horovod/tensorflow/mpi_ops.cc",
+                "int64, float16, float32, float64",
+                "int64, bfloat16, float16, float32, float64",
+                times=9,
+            ),
+            Edit(
+                "horovod/tensorflow/mpi_ops.cc",
+                "        PROCESS_CASE(DT_FLOAT, float)\n",
+                "        PROCESS_CASE(DT_BFLOAT16, ::tensorflow::bfloat16)\n"
+                "        PROCESS_CASE(DT_FLOAT, float)\n",
+            ),
+            Edit(
+                "horovod/tensorflow/xla_mpi_ops.cc",
+                "  case ::xla::F32:\n",
+                "  case ::xla::BF16:\n    return common::HOROVOD_BFLOAT16;\n  case ::xla::F32:\n",
             ),
         ),
     ),

@@ -6,23 +6,46 @@
 
 namespace {
 
-// One call takes the vector path for all but a rest of fewer than eight elements. Calls with fewer
-// than eight take the scalar path for all.
+// One call takes the vector path for all but a rest of fewer than eight elements, or sixteen. Calls
+// with fewer than eight take the scalar path for all.
 constexpr size_t kScalarPiece = 7;
 
-template <typename Operation>
-void combine(bool scalar, uint16_t* out, const uint16_t* a, const uint16_t* b, size_t n) {
+template <typename Call>
+void in_pieces(bool scalar, size_t n, Call call) {
   size_t piece = scalar ? kScalarPiece : n;
   for (size_t i = 0; i < n; i += piece) {
-    hvdkit::half_combine<Operation>(out + i, a + i, b + i, std::min(piece, n - i));
+    call(i, std::min(piece, n - i));
   }
 }
 
 }  // namespace
 
+#define CONVERSIONS(TYPE)                                                  \
+  void TYPE##_to_floats(const uint16_t* in, float* out, size_t n) {        \
+    std::transform(in, in + n, out, hvdkit::TYPE##_to_float);              \
+  }                                                                        \
+  void floats_to_##TYPE(const float* in, uint16_t* out, size_t n) {        \
+    std::transform(in, in + n, out, hvdkit::float_to_##TYPE);              \
+  }                                                                        \
+  void TYPE##_scale(bool scalar, uint16_t* out, const uint16_t* in,        \
+                    float factor, size_t n) {                              \
+    in_pieces(scalar, n, [=](size_t i, size_t length) {                    \
+      hvdkit::TYPE##_scale(out + i, in + i, factor, length);               \
+    });                                                                    \
+  }
+
+#define COMBINATION(TYPE, NAME, OPERATION)                                 \
+  void TYPE##_##NAME(bool scalar, uint16_t* out, const uint16_t* a,        \
+                     const uint16_t* b, size_t n) {                        \
+    in_pieces(scalar, n, [=](size_t i, size_t length) {                    \
+      hvdkit::TYPE##_combine<hvdkit::OPERATION>(out + i, a + i, b + i,     \
+                                                length);                   \
+    });                                                                    \
+  }
+
 extern "C" {
 
-int has_vector_path() {
+int half_has_vector_path() {
 #if defined(__x86_64__)
   return hvdkit::cpu_converts_halves();
 #else
@@ -30,36 +53,25 @@ int has_vector_path() {
 #endif
 }
 
-void halves_to_floats(const uint16_t* in, float* out, size_t n) {
-  std::transform(in, in + n, out, hvdkit::half_to_float);
+int bfloat16_has_vector_path() {
+#if defined(__x86_64__)
+  return hvdkit::cpu_widens_bfloat16s();
+#else
+  return 0;
+#endif
 }
 
-void floats_to_halves(const float* in, uint16_t* out, size_t n) {
-  std::transform(in, in + n, out, hvdkit::float_to_half);
-}
+CONVERSIONS(half)
+COMBINATION(half, sum, HalfSum)
+COMBINATION(half, product, HalfProduct)
+COMBINATION(half, minimum, HalfMinimum)
+COMBINATION(half, maximum, HalfMaximum)
 
-void sum(bool scalar, uint16_t* out, const uint16_t* a, const uint16_t* b, size_t n) {
-  combine<hvdkit::HalfSum>(scalar, out, a, b, n);
-}
-
-void product(bool scalar, uint16_t* out, const uint16_t* a, const uint16_t* b, size_t n) {
-  combine<hvdkit::HalfProduct>(scalar, out, a, b, n);
-}
-
-void minimum(bool scalar, uint16_t* out, const uint16_t* a, const uint16_t* b, size_t n) {
-  combine<hvdkit::HalfMinimum>(scalar, out, a, b, n);
-}
-
-void maximum(bool scalar, uint16_t* out, const uint16_t* a, const uint16_t* b, size_t n) {
-  combine<hvdkit::HalfMaximum>(scalar, out, a, b, n);
-}
-
-void scale(bool scalar, uint16_t* out, const uint16_t* in, float factor, size_t n) {
-  size_t piece = scalar ? kScalarPiece : n;
-  for (size_t i = 0; i < n; i += piece) {
-    hvdkit::half_scale(out + i, in + i, factor, std::min(piece, n - i));
-  }
-}
+CONVERSIONS(bfloat16)
+COMBINATION(bfloat16, sum, HalfSum)
+COMBINATION(bfloat16, product, HalfProduct)
+COMBINATION(bfloat16, minimum, HalfMinimum)
+COMBINATION(bfloat16, maximum, HalfMaximum)
 
 void dot_and_norms(const uint16_t* a, const uint16_t* b, size_t n, double* results) {
   hvdkit::half_dot_and_norms(a, b, n, results[0], results[1], results[2]);

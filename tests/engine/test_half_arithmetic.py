@@ -13,19 +13,76 @@ from hvdkit.engine.toolchain import find_compiler
 
 CHECK = Path(__file__).with_name("half_arithmetic_check.cc")
 
-ALL_HALVES = np.arange(65536, dtype=np.uint16)
-
-# Both zeros, the smallest and the largest subnormal and normal numbers, 1 and its neighbours,
-# numbers whose sums tie, both infinities, NaNs quiet and signalling.
-MAGNITUDES = [
-    *(0x0000, 0x0001, 0x0002, 0x0003, 0x03FF, 0x0400, 0x0401, 0x1400, 0x1401, 0x3555),
-    *(0x3BFF, 0x3C00, 0x3C01, 0x4000, 0x6400, 0x6401, 0x6800, 0x6801, 0x7800, 0x7BFE),
-    *(0x7BFF, 0x7C00, 0x7C01, 0x7E00, 0x7FFF),
-]
-SPECIAL = np.array([m | sign for m in MAGNITUDES for sign in (0, 0x8000)], dtype=np.uint16)
+ALL_BITS = np.arange(65536, dtype=np.uint16)
 
 # The infinities and NaNs among the inputs are meant.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+class Half:
+    """numpy's float16. Arrays of such numbers are arrays of their bits here."""
+
+    name = "half"
+    infinity = 0x7C00
+    cpu_flags = frozenset({"avx", "f16c"})
+    # Both zeros, the smallest and the largest subnormal and normal numbers, 1 and its neighbours,
+    # numbers whose sums tie, both infinities, NaNs quiet and signalling.
+    magnitudes = (
+        *(0x0000, 0x0001, 0x0002, 0x0003, 0x03FF, 0x0400, 0x0401, 0x1400, 0x1401, 0x3555),
+        *(0x3BFF, 0x3C00, 0x3C01, 0x4000, 0x6400, 0x6401, 0x6800, 0x6801, 0x7800, 0x7BFE),
+        *(0x7BFF, 0x7C00, 0x7C01, 0x7E00, 0x7FFF),
+    )
+    # What lies between the largest number and what would be the next one becomes infinity.
+    first_infinite = np.float32(65520)
+    # The bits of the floats where rounding to such a number is more than cutting zeros off.
+    rounded_floats = (0x33000000, 0x47800000)
+
+    @staticmethod
+    def widened(bits):
+        return bits.view(np.float16).astype(np.float32)
+
+    @staticmethod
+    def rounded(floats):
+        return floats.astype(np.float16).view(np.uint16)
+
+
+class Bfloat16:
+    """bfloat16, which numpy has not: the upper half of a float32."""
+
+    name = "bfloat16"
+    infinity = 0x7F80
+    cpu_flags = frozenset({"avx2"})
+    magnitudes = (
+        *(0x0000, 0x0001, 0x0002, 0x0003, 0x007F, 0x0080, 0x0081, 0x3E80, 0x3E81, 0x3EAA),
+        *(0x3F7F, 0x3F80, 0x3F81, 0x4000, 0x4300, 0x4301, 0x4380, 0x4381, 0x7F00, 0x7F7E),
+        *(0x7F7F, 0x7F80, 0x7F81, 0x7FBF, 0x7FC0, 0x7FFF),
+    )
+    first_infinite = np.uint32(0x7F7F8000).view(np.float32)
+    rounded_floats = (0x00000000, 0x7F800000)
+
+    @staticmethod
+    def widened(bits):
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+
+    @classmethod
+    def rounded(cls, floats):
+        """The nearer of both neighbours, measured in float64, where each distance is exact."""
+        below = (floats.view(np.uint32) >> 16).astype(np.uint16)
+        above = below + np.uint16(1)
+        # In place of infinity: what would be the next number, if there were larger ones.
+        far = np.abs(cls.widened(above)).astype(np.float64)
+        far[(above & 0x7FFF) == cls.infinity] = 2.0**128
+        magnitude = np.abs(floats.astype(np.float64))
+        from_below, to_above = magnitude - np.abs(cls.widened(below)), far - magnitude
+        up = (to_above < from_below) | ((to_above == from_below) & (below % 2 == 1))
+        return np.where(
+            np.isnan(floats), 0x7FC0, np.where(np.isfinite(floats) & up, above, below)
+        ).astype(np.uint16)
+
+
+@pytest.fixture(params=[Half, Bfloat16], ids=lambda kind: kind.name)
+def kind(request):
+    return request.param
 
 
 @pytest.fixture(scope="session")
@@ -46,10 +103,14 @@ def library(tmp_path_factory):
     return ctypes.CDLL(str(built))
 
 
+def has_vector_path(library, kind):
+    return bool(getattr(library, f"{kind.name}_has_vector_path")())
+
+
 @pytest.fixture(params=[False, True], ids=["vector", "scalar"])
-def scalar(request, library):
+def scalar(request, library, kind):
     """Which of the two paths; on a CPU with one alone, the first is the same as the second."""
-    if not request.param and not library.has_vector_path():
+    if not request.param and not has_vector_path(library, kind):
         pytest.skip("this CPU has no vector path")
     return request.param
 
@@ -58,19 +119,20 @@ def pointer(array):
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def assert_same_bits(halves, expected):
-    """Equal as bits, but for what a NaN carries."""
-    expected = expected.astype(np.float16)
-    values = halves.view(np.float16)
-    same = (halves == expected.view(np.uint16)) | (np.isnan(values) & np.isnan(expected))
+def assert_same_bits(kind, bits, expected):
+    """The bits of what the floats `expected` are rounded to, but for what a NaN carries."""
+    expected = kind.rounded(expected)
+    values, wanted = kind.widened(bits), kind.widened(expected)
+    same = (bits == expected) | (np.isnan(values) & np.isnan(wanted))
     wrong = np.flatnonzero(~same)
-    assert not wrong.size, (wrong[:5], values[wrong[:5]], expected[wrong[:5]])
+    assert not wrong.size, (wrong[:5], values[wrong[:5]], wanted[wrong[:5]])
 
 
-def operands():
+def operands(kind):
     """Each special value with each, then random bits; a number that eight does not divide."""
+    special = np.array([m | sign for m in kind.magnitudes for sign in (0, 0x8000)], dtype=np.uint16)
     random = np.random.default_rng(5).integers(0, 65536, (2, 1_000_003), dtype=np.uint16)
-    first, second = np.repeat(SPECIAL, SPECIAL.size), np.tile(SPECIAL, SPECIAL.size)
+    first, second = np.repeat(special, special.size), np.tile(special, special.size)
     return np.concatenate([first, random[0]]), np.concatenate([second, random[1]])
 
 
@@ -83,100 +145,119 @@ OPERATIONS = {
 }
 
 
-def expected_of(operation, a, b):
-    return OPERATIONS[operation](*(x.view(np.float16).astype(np.float32) for x in (a, b)))
+def expected_of(kind, operation, a, b):
+    return OPERATIONS[operation](kind.widened(a), kind.widened(b))
 
 
-def combine(library, operation, scalar, out, a, b):
-    function = getattr(library, operation)
+def combine(library, kind, operation, scalar, out, a, b):
+    function = getattr(library, f"{kind.name}_{operation}")
     function(ctypes.c_bool(scalar), pointer(out), pointer(a), pointer(b), ctypes.c_size_t(out.size))
 
 
-def test_every_half_is_the_float_that_it_stands_for(library):
-    floats = np.empty(65536, dtype=np.float32)
-    library.halves_to_floats(pointer(ALL_HALVES), pointer(floats), ctypes.c_size_t(floats.size))
-    expected = ALL_HALVES.view(np.float16).astype(np.float32)
+def floats_of(library, kind, bits):
+    floats = np.empty(bits.size, dtype=np.float32)
+    function = getattr(library, f"{kind.name}_to_floats")
+    function(pointer(bits), pointer(floats), ctypes.c_size_t(floats.size))
+    return floats
+
+
+def bits_of(library, kind, floats):
+    bits = np.empty(floats.size, dtype=np.uint16)
+    function = getattr(library, f"floats_to_{kind.name}")
+    function(pointer(floats), pointer(bits), ctypes.c_size_t(floats.size))
+    return bits
+
+
+def test_all_bits_are_the_float_that_they_stand_for(library, kind):
+    floats = floats_of(library, kind, ALL_BITS)
+    expected = kind.widened(ALL_BITS)
     number = ~np.isnan(expected)
     np.testing.assert_array_equal(np.isnan(floats), ~number)
     np.testing.assert_array_equal(floats[number].view(np.uint32), expected[number].view(np.uint32))
 
 
-def test_every_half_survives_both_conversions(library):
-    floats = np.empty(65536, dtype=np.float32)
-    halves = np.empty(65536, dtype=np.uint16)
-    library.halves_to_floats(pointer(ALL_HALVES), pointer(floats), ctypes.c_size_t(floats.size))
-    library.floats_to_halves(pointer(floats), pointer(halves), ctypes.c_size_t(floats.size))
-    assert_same_bits(halves, ALL_HALVES.view(np.float16))
+def test_all_bits_survive_both_conversions(library, kind):
+    bits = bits_of(library, kind, floats_of(library, kind, ALL_BITS))
+    assert_same_bits(kind, bits, kind.widened(ALL_BITS))
 
 
-def test_floats_are_rounded_to_the_nearest_half_and_ties_to_even(library):
-    finite = ALL_HALVES[:0x7C00].view(np.float16).astype(np.float32)
-    # 65520 lies between the largest half and what would be the next one: it becomes infinity.
-    ties = np.append((finite[:-1] + finite[1:]) / 2, np.float32(65520))
+def test_floats_are_rounded_to_the_nearest_and_ties_to_even(library, kind):
+    finite = kind.widened(ALL_BITS[: kind.infinity])
+    # Half of each first: the sum of two large numbers is infinite.
+    ties = np.append(finite[:-1] / 2 + finite[1:] / 2, kind.first_infinite)
+    rng = np.random.default_rng(3)
     hard = [
         *(ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(np.inf))),
         np.array([np.inf, np.nan, 3.4e38, 1e-45, 1.17549435e-38, 2.0**-25], dtype=np.float32),
-        np.random.default_rng(3).integers(0, 2**32, 10**6, dtype=np.uint32).view(np.float32),
-        # Bits between those of the smallest subnormal half and of the largest half.
-        np.random.default_rng(4)
-        .integers(0x33000000, 0x47800000, 10**6, dtype=np.uint32)
-        .view(np.float32),
+        # NaNs, most of all those that carry something in their lower half alone.
+        np.array([0x7F800001, 0x7F80FFFF, 0x7FFFFFFF, 0x7FFF8000], np.uint32).view(np.float32),
+        rng.integers(0, 2**32, 10**6, dtype=np.uint32).view(np.float32),
+        rng.integers(*kind.rounded_floats, 10**6, dtype=np.uint32).view(np.float32),
     ]
     floats = np.concatenate([*hard, *(-x for x in hard)])
-    halves = np.empty(floats.size, dtype=np.uint16)
-    library.floats_to_halves(pointer(floats), pointer(halves), ctypes.c_size_t(floats.size))
-    assert_same_bits(halves, floats)
+    assert_same_bits(kind, bits_of(library, kind, floats), floats)
+
+
+def test_a_nan_stays_one_and_is_quiet(library, kind, scalar):
+    nans = ALL_BITS[np.isnan(kind.widened(ALL_BITS))]
+    quiet_bit = (0x7FFF - kind.infinity + 1) // 2
+    for operation, other in (("sum", 0), ("product", 0x3F80)):
+        out = np.empty_like(nans)
+        combine(library, kind, operation, scalar, out, nans, np.full_like(nans, other))
+        assert np.isnan(kind.widened(out)).all()
+        assert (out & quiet_bit).all()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86-64 chooses at run time")
-def test_the_vector_path_is_taken_where_the_cpu_has_it(library):
+def test_the_vector_path_is_taken_where_the_cpu_has_it(library, kind):
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = next(line.split() for line in lines if line.startswith("flags"))
-    assert bool(library.has_vector_path()) == ({"avx", "f16c"} <= set(flags))
+    assert has_vector_path(library, kind) == (kind.cpu_flags <= set(flags))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_operation_is_that_of_floats_rounded_once(library, operation, scalar):
-    a, b = operands()
+def test_an_operation_is_that_of_floats_rounded_once(library, kind, operation, scalar):
+    a, b = operands(kind)
     out = np.empty_like(a)
-    combine(library, operation, scalar, out, a, b)
-    assert_same_bits(out, expected_of(operation, a, b))
+    combine(library, kind, operation, scalar, out, a, b)
+    assert_same_bits(kind, out, expected_of(kind, operation, a, b))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_the_result_may_replace_an_operand(library, operation, scalar):
-    a, b = operands()
-    expected = expected_of(operation, a, b)
+def test_the_result_may_replace_an_operand(library, kind, operation, scalar):
+    a, b = operands(kind)
+    expected = expected_of(kind, operation, a, b)
     first, second = a.copy(), b.copy()
-    combine(library, operation, scalar, first, first, b)
-    assert_same_bits(first, expected)
-    combine(library, operation, scalar, second, a, second)
-    assert_same_bits(second, expected)
+    combine(library, kind, operation, scalar, first, first, b)
+    assert_same_bits(kind, first, expected)
+    combine(library, kind, operation, scalar, second, a, second)
+    assert_same_bits(kind, second, expected)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_any_length_and_alignment(library, operation, scalar):
-    a, b = (x[-200:] for x in operands())
+def test_any_length_and_alignment(library, kind, operation, scalar):
+    a, b = (x[-200:] for x in operands(kind))
     for n in range(40):
         for shift in range(9):
             out = np.full(n + 20, 0x1234, dtype=np.uint16)
             part = out[shift : shift + n]
             left, right = a[2 * shift :][:n], b[3 * shift + 1 :][:n]
-            combine(library, operation, scalar, part, left, right)
-            assert_same_bits(part, expected_of(operation, left, right))
+            combine(library, kind, operation, scalar, part, left, right)
+            assert_same_bits(kind, part, expected_of(kind, operation, left, right))
             assert (np.delete(out, slice(shift, shift + n)) == 0x1234).all()
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.25, 1 / 3, -2.0, 4096.0, 2.0**-20, np.inf, 0.0])
-def test_scaling_is_that_of_floats_rounded_once(library, factor, scalar):
-    expected = ALL_HALVES.view(np.float16).astype(np.float32) * np.float32(factor)
-    source, out = np.append(ALL_HALVES, ALL_HALVES[:5]), np.zeros(65541, dtype=np.uint16)
+def test_scaling_is_that_of_floats_rounded_once(library, kind, factor, scalar):
+    expected = kind.widened(ALL_BITS) * np.float32(factor)
+    source, out = np.append(ALL_BITS, ALL_BITS[:5]), np.zeros(65541, dtype=np.uint16)
     expected = np.append(expected, expected[:5])
     arguments = (ctypes.c_float(factor), ctypes.c_size_t(out.size))
-    library.scale(ctypes.c_bool(scalar), pointer(out), pointer(source), *arguments)
-    assert_same_bits(out, expected)
-    library.scale(ctypes.c_bool(scalar), pointer(source), pointer(source), *arguments)
-    assert_same_bits(source, expected)
+    scale = getattr(library, f"{kind.name}_scale")
+    scale(ctypes.c_bool(scalar), pointer(out), pointer(source), *arguments)
+    assert_same_bits(kind, out, expected)
+    scale(ctypes.c_bool(scalar), pointer(source), pointer(source), *arguments)
+    assert_same_bits(kind, source, expected)
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 1001])
@@ -192,14 +273,14 @@ def test_adasum_dot_and_norms(library, n):
 
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 1001])
 def test_adasum_scaled_add(library, n):
-    a, b = (x[-n:] if n else x[:0] for x in operands())
+    a, b = (x[-n:] if n else x[:0] for x in operands(Half))
     # Factors of few bits: their products are exact, whether or not a compiler fuses the sum.
     left, right = 0.6875, -1.71875
-    x, y = (v.view(np.float16).astype(np.float32) for v in (a, b))
+    x, y = Half.widened(a), Half.widened(b)
     expected = np.float32(left) * x + np.float32(right) * y
     result = a.copy()
     library.scaled_add(
         *(ctypes.c_size_t(n), ctypes.c_double(left), pointer(result)),
         *(ctypes.c_double(right), pointer(b)),
     )
-    assert_same_bits(result, expected)
+    assert_same_bits(Half, result, expected)

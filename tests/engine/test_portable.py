@@ -18,7 +18,7 @@ from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="about x86-64 alone")
 
 # The functions that ask the CPU first.
-MARKED = re.compile(r"hvdkit\d+half_(combine|scale)_vector")
+MARKED = re.compile(r"hvdkit\d+(half|bfloat16)_(combine|scale)_vector")
 
 # AVX and all that came after it (FMA, F16C, AVX2, AVX-512) is encoded as VEX or EVEX, and written
 # with a v; so are two old instructions about segments.
@@ -34,11 +34,11 @@ import torch
 import horovod.torch as hvd
 
 hvd.init()
-for dtype in (torch.float16, torch.float32, torch.float64):
+for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
     own = torch.arange(101).to(dtype) * (hvd.rank() + 1)
     total = hvd.allreduce(own, op=hvd.Sum, prescale_factor=0.5, name=f"sum {dtype}")
     assert torch.equal(total, torch.arange(101).to(dtype) * 1.5), total
-    if hvd.mpi_enabled():
+    if hvd.mpi_enabled() and dtype != torch.bfloat16:
         # Parallel gradients: Adasum takes their mean.
         mean = hvd.allreduce(own, op=hvd.Adasum, name=f"adasum {dtype}")
         torch.testing.assert_close(mean, torch.arange(101).to(dtype) * 1.5)

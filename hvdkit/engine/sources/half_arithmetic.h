@@ -1,10 +1,12 @@
-// Arithmetic on IEEE 754 binary16 buffers for Horovod and Gloo. Part of hvdkit (Apache-2.0).
+// Arithmetic on buffers of IEEE 754 binary16 (half) and of bfloat16 for Horovod and Gloo. Part of
+// hvdkit (Apache-2.0).
 //
-// Every function works on any CPU. On x86-64 the vector path (AVX + F16C, 8 elements at a time) is
-// compiled into this code alone, by function attributes, and chosen at run time: a library that
-// includes it needs no architecture flags and starts on a CPU without AVX. On aarch64 the compiler's
-// own __fp16 conversions vectorise by themselves. Both paths give the same bits, NaN payloads aside:
-// every operation is done in binary32 and rounded to nearest even once, subnormals included.
+// Every function works on any CPU. On x86-64 the vector paths (AVX + F16C for half, 8 elements at a
+// time; AVX2 for bfloat16, 16 at a time) are compiled into this code alone, by function attributes,
+// and chosen at run time: a library that includes it needs no architecture flags and starts on a
+// CPU without AVX. On aarch64 the compiler's own __fp16 conversions vectorise by themselves. Both
+// paths give the same bits, NaN payloads aside: every operation is done in binary32 and rounded to
+// nearest even once, subnormals included.
 
 #ifndef HVDKIT_HALF_ARITHMETIC_H
 #define HVDKIT_HALF_ARITHMETIC_H
@@ -83,12 +85,31 @@ inline uint16_t float_to_half(float value) {
 #endif
 }
 
-// Each operation says how it treats two floats, and eight. Minimum and maximum follow std::min and
-// std::max, which return their first argument where one of the two is NaN.
+// A bfloat16 is the upper half of a binary32.
+inline float bfloat16_to_float(uint16_t bfloat) {
+  uint32_t bits = (uint32_t)bfloat << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline uint16_t float_to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) {  // NaN, made quiet: rounding could end in infinity
+    return (uint16_t)((bits >> 16) | 0x0040u);
+  }
+  // A carry out of the mantissa raises the exponent, at last to infinity.
+  return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Each operation says how it treats two floats, and eight, whichever type they were read from.
+// Minimum and maximum follow std::min and std::max, which return their first argument where one of
+// the two is NaN. What `eight` needs is less than what its callers need, so that it is inlined.
 struct HalfSum {
   static float one(float a, float b) { return a + b; }
 #if defined(__x86_64__)
-  __attribute__((target("avx,f16c"))) static __m256 eight(__m256 a, __m256 b) {
+  __attribute__((target("avx"))) static __m256 eight(__m256 a, __m256 b) {
     return _mm256_add_ps(a, b);
   }
 #endif
@@ -97,7 +118,7 @@ struct HalfSum {
 struct HalfProduct {
   static float one(float a, float b) { return a * b; }
 #if defined(__x86_64__)
-  __attribute__((target("avx,f16c"))) static __m256 eight(__m256 a, __m256 b) {
+  __attribute__((target("avx"))) static __m256 eight(__m256 a, __m256 b) {
     return _mm256_mul_ps(a, b);
   }
 #endif
@@ -106,7 +127,7 @@ struct HalfProduct {
 struct HalfMinimum {
   static float one(float a, float b) { return b < a ? b : a; }
 #if defined(__x86_64__)
-  __attribute__((target("avx,f16c"))) static __m256 eight(__m256 a, __m256 b) {
+  __attribute__((target("avx"))) static __m256 eight(__m256 a, __m256 b) {
     return _mm256_min_ps(b, a);
   }
 #endif
@@ -115,7 +136,7 @@ struct HalfMinimum {
 struct HalfMaximum {
   static float one(float a, float b) { return a < b ? b : a; }
 #if defined(__x86_64__)
-  __attribute__((target("avx,f16c"))) static __m256 eight(__m256 a, __m256 b) {
+  __attribute__((target("avx"))) static __m256 eight(__m256 a, __m256 b) {
     return _mm256_max_ps(b, a);
   }
 #endif
@@ -156,6 +177,64 @@ __attribute__((target("avx,f16c"))) inline size_t half_scale_vector(
   }
   return i;
 }
+
+inline bool cpu_widens_bfloat16s() {
+  static const bool answer = __builtin_cpu_supports("avx2");
+  return answer;
+}
+
+// Of 16 bfloat16s in a register, each 32 bits hold one of even index below one of odd index. Both
+// become binary32 without any element leaving its place: eight of even index, eight of odd index.
+__attribute__((target("avx2"))) inline __m256 even_bfloat16s(__m256i sixteen) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(sixteen, 16));
+}
+
+__attribute__((target("avx2"))) inline __m256 odd_bfloat16s(__m256i sixteen) {
+  return _mm256_castsi256_ps(_mm256_and_si256(sixteen, _mm256_set1_epi32((int)0xffff0000u)));
+}
+
+// The bfloat16 in the upper half of each 32 bits; what is in the lower half has no meaning.
+__attribute__((target("avx2"))) inline __m256i rounded_bfloat16s(__m256 values) {
+  const __m256i bits = _mm256_castps_si256(values);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+  __m256 rounded = _mm256_castsi256_ps(_mm256_add_epi32(bits, bias));
+  __m256 quiet = _mm256_or_ps(values, _mm256_castsi256_ps(_mm256_set1_epi32(0x00400000)));
+  __m256 is_nan = _mm256_cmp_ps(values, values, _CMP_UNORD_Q);
+  return _mm256_castps_si256(_mm256_blendv_ps(rounded, quiet, is_nan));
+}
+
+__attribute__((target("avx2"))) inline __m256i interleaved_bfloat16s(__m256 even, __m256 odd) {
+  __m256i low = _mm256_srli_epi32(rounded_bfloat16s(even), 16);
+  return _mm256_blend_epi16(low, rounded_bfloat16s(odd), 0xaa);
+}
+
+template <typename Operation>
+__attribute__((target("avx2"))) inline size_t bfloat16_combine_vector(
+    uint16_t* out, const uint16_t* a, const uint16_t* b, size_t n) {
+  size_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    __m256i left = _mm256_loadu_si256((const __m256i*)(a + i));
+    __m256i right = _mm256_loadu_si256((const __m256i*)(b + i));
+    __m256 even = Operation::eight(even_bfloat16s(left), even_bfloat16s(right));
+    __m256 odd = Operation::eight(odd_bfloat16s(left), odd_bfloat16s(right));
+    _mm256_storeu_si256((__m256i*)(out + i), interleaved_bfloat16s(even, odd));
+  }
+  return i;
+}
+
+__attribute__((target("avx2"))) inline size_t bfloat16_scale_vector(
+    uint16_t* out, const uint16_t* in, float factor, size_t n) {
+  const __m256 factors = _mm256_set1_ps(factor);
+  size_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    __m256i values = _mm256_loadu_si256((const __m256i*)(in + i));
+    __m256 even = _mm256_mul_ps(even_bfloat16s(values), factors);
+    __m256 odd = _mm256_mul_ps(odd_bfloat16s(values), factors);
+    _mm256_storeu_si256((__m256i*)(out + i), interleaved_bfloat16s(even, odd));
+  }
+  return i;
+}
 #endif
 
 // out[i] = Operation(a[i], b[i]); out may be a or b.
@@ -188,7 +267,35 @@ inline void half_scale(uint16_t* out, const uint16_t* in, float factor, size_t n
   }
 }
 
-// Adasum's two steps. The sums are taken in binary64.
+template <typename Operation>
+inline void bfloat16_combine(void* out_, const void* a_, const void* b_, size_t n) {
+  auto* out = static_cast<uint16_t*>(out_);
+  auto* a = static_cast<const uint16_t*>(a_);
+  auto* b = static_cast<const uint16_t*>(b_);
+  size_t i = 0;
+#if defined(__x86_64__)
+  if (cpu_widens_bfloat16s()) {
+    i = bfloat16_combine_vector<Operation>(out, a, b, n);
+  }
+#endif
+  for (; i < n; ++i) {
+    out[i] = float_to_bfloat16(Operation::one(bfloat16_to_float(a[i]), bfloat16_to_float(b[i])));
+  }
+}
+
+inline void bfloat16_scale(uint16_t* out, const uint16_t* in, float factor, size_t n) {
+  size_t i = 0;
+#if defined(__x86_64__)
+  if (cpu_widens_bfloat16s()) {
+    i = bfloat16_scale_vector(out, in, factor, n);
+  }
+#endif
+  for (; i < n; ++i) {
+    out[i] = float_to_bfloat16(factor * bfloat16_to_float(in[i]));
+  }
+}
+
+// Adasum's two steps, for half alone. The sums are taken in binary64.
 inline void half_dot_and_norms(const uint16_t* a, const uint16_t* b, size_t n, double& dot,
                                double& a_squared, double& b_squared) {
   dot = a_squared = b_squared = 0.0;

@@ -40,6 +40,81 @@ def test_allreduce_in_a_graph_is_differentiable(hvd):
     assert gradient(tf.ones(5)).numpy().tolist() == [expected] * 5
 
 
+def small_bfloat16s(hvd):
+    """What each rank has: whole numbers, of which four ranks' sum is exact in bfloat16."""
+    import tensorflow as tf
+
+    numbers = np.random.default_rng(1).integers(-60, 61, (hvd.size(), 103))
+    return numbers, tf.constant(numbers[hvd.rank()], tf.bfloat16)
+
+
+def assert_bfloat16s(tensor, expected):
+    assert tensor.dtype.name == "bfloat16"
+    np.testing.assert_array_equal(tensor.numpy().astype(np.float64), expected)
+
+
+def test_bfloat16_eagerly(hvd):
+    numbers, own = small_bfloat16s(hvd)
+    for op, reduced in ((hvd.Sum, np.sum), (hvd.Min, np.min), (hvd.Max, np.max)):
+        result = hvd.allreduce(own, op=op, name=f"bfloat16 {reduced.__name__}")
+        assert_bfloat16s(result, reduced(numbers, axis=0))
+    half_mean = hvd.allreduce(own, op=hvd.Average, prescale_factor=0.5, name="bfloat16 mean")
+    assert_bfloat16s(half_mean, bfloat16_of(numbers.mean(axis=0) / 2))
+    summed = hvd.grouped_allreduce([own[:7], own], op=hvd.Sum, name="bfloat16 group")
+    assert_bfloat16s(summed[0], numbers[:, :7].sum(axis=0))
+    assert_bfloat16s(summed[1], numbers.sum(axis=0))
+    root = hvd.size() - 1
+    taken = hvd.broadcast(own, root_rank=root, name="bfloat16 root")
+    assert_bfloat16s(taken, numbers[root])
+    parts = [numbers[rank][: rank + 1] for rank in range(hvd.size())]
+    joined = hvd.allgather(own[: hvd.rank() + 1], name="bfloat16 parts")
+    assert_bfloat16s(joined, np.concatenate(parts))
+    columns = numbers[:, : hvd.size()]
+    received, _ = hvd.alltoall(own[: hvd.size()], [1] * hvd.size(), name="bfloat16 exchange")
+    assert_bfloat16s(received, columns[:, hvd.rank()])
+    part = hvd.reducescatter(own[: hvd.size()], op=hvd.Sum, name="bfloat16 scatter")
+    assert_bfloat16s(part, columns.sum(axis=0)[hvd.rank()][None])
+
+
+def bfloat16_of(numbers):
+    import tensorflow as tf
+
+    return tf.cast(tf.constant(numbers, tf.float32), tf.bfloat16).numpy().astype(np.float64)
+
+
+def test_bfloat16_in_a_graph(hvd):
+    import tensorflow as tf
+
+    numbers, own = small_bfloat16s(hvd)
+    root = hvd.size() - 1
+
+    @tf.function
+    def collectives(x):
+        return (
+            hvd.allreduce(x, op=hvd.Sum, name="bfloat16-sum"),
+            hvd.grouped_allreduce([x[:7], x], op=hvd.Sum, name="bfloat16-group"),
+            hvd.broadcast(x, root_rank=root, name="bfloat16-root"),
+            hvd.allgather(x[: hvd.rank() + 1], name="bfloat16-parts"),
+        )
+
+    total, group, taken, joined = collectives(own)
+    assert_bfloat16s(total, numbers.sum(axis=0))
+    assert_bfloat16s(group[0], numbers[:, :7].sum(axis=0))
+    assert_bfloat16s(group[1], numbers.sum(axis=0))
+    assert_bfloat16s(taken, numbers[root])
+    parts = [numbers[rank][: rank + 1] for rank in range(hvd.size())]
+    assert_bfloat16s(joined, np.concatenate(parts))
+
+
+def test_bfloat16_variables_are_broadcast_in_place(hvd):
+    import tensorflow as tf
+
+    numbers, own = small_bfloat16s(hvd)
+    variable = tf.Variable(own, name="bfloat16")
+    hvd.broadcast_([variable], root_rank=1, name="bfloat16-variable")
+    assert_bfloat16s(variable, numbers[1])
+
+
 def test_keras_3_variables_are_broadcast(hvd):
     import keras
 

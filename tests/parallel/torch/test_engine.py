@@ -92,6 +92,161 @@ def test_float16_adasum_is_that_of_float32(hvd):
         assert (full - other).abs().max() > 0.05
 
 
+def bfloat16(numbers):
+    return torch.tensor(np.asarray(numbers, dtype=np.float64)).bfloat16()
+
+
+def any_bfloat16s(seed, shape):
+    """The same on all ranks; every number but NaN, the subnormal ones and the infinities too."""
+    bits = same_on_all_ranks(seed).integers(0, 65536, shape, dtype=np.uint16)
+    bits[(bits & 0x7FFF) > 0x7F80] &= 0xFF80
+    bits[(bits & 0x7FFF) == 0] |= 1  # of minimum and maximum either zero would be right
+    return torch.tensor(bits.view(np.int16)).view(torch.bfloat16)
+
+
+def small_bfloat16s(seed, shape):
+    """The same on all ranks: whole numbers, of which four ranks' sum and product are exact."""
+    return bfloat16(same_on_all_ranks(seed).choice([-3, -2, -1, 1, 2, 3], shape))
+
+
+def test_bfloat16_sum_is_exact_where_bfloat16_is(hvd):
+    rng = same_on_all_ranks(1)
+    # Whole numbers below 256 on a scale per element, from the smallest to nearly the largest.
+    scales = 2.0 ** rng.integers(-133, 120, 1003)
+    numbers = rng.integers(-60, 61, (hvd.size(), 1003)) * scales
+    total = hvd.allreduce(bfloat16(numbers[hvd.rank()]), op=hvd.Sum, name="exact bfloat16 sum")
+    assert total.dtype is torch.bfloat16
+    np.testing.assert_array_equal(total.double().numpy(), numbers.sum(axis=0))
+
+
+def test_bfloat16_sum_is_rounded_as_a_float32_sum_is(hvd):
+    numbers = any_bfloat16s(2, (2, 10007))
+    numbers[numbers.isinf()] = 1
+    own = numbers[hvd.rank()] if hvd.rank() < 2 else torch.zeros(10007, dtype=torch.bfloat16)
+    total = hvd.allreduce(own, op=hvd.Sum, name="rounded bfloat16 sum")
+    assert torch.equal(total, (numbers[0].float() + numbers[1].float()).bfloat16())
+
+
+def test_bfloat16_average_and_scaling_round_as_float32_does(hvd):
+    rng = same_on_all_ranks(3)
+    numbers = rng.integers(-60, 61, (hvd.size(), 1003)) * 2.0 ** rng.integers(-133, 100, 1003)
+    own, total = bfloat16(numbers[hvd.rank()]), torch.tensor(numbers.sum(axis=0)).float()
+    mean = hvd.allreduce(own, op=hvd.Average, name="bfloat16 mean")
+    assert torch.equal(mean, (total / hvd.size()).bfloat16())
+    scaled = hvd.allreduce(
+        own, op=hvd.Sum, prescale_factor=4.0, postscale_factor=1 / 3, name="scaled bfloat16"
+    )
+    assert torch.equal(scaled, (total * 4 * torch.tensor(1 / 3)).bfloat16())
+
+
+@pytest.mark.parametrize("name", ["Min", "Max", "Product"])
+def test_bfloat16_minimum_maximum_and_product(hvd, name):
+    shape = (hvd.size(), 1003)
+    numbers = small_bfloat16s(4, shape) if name == "Product" else any_bfloat16s(4, shape)
+    result = hvd.allreduce(numbers[hvd.rank()], op=getattr(hvd, name), name=f"bfloat16 {name}")
+    reduced = {"Min": np.min, "Max": np.max, "Product": np.prod}[name]
+    np.testing.assert_array_equal(result.float().numpy(), reduced(numbers.float().numpy(), axis=0))
+
+
+def test_bfloat16_in_place_and_grouped(hvd):
+    numbers = small_bfloat16s(5, (hvd.size(), 1003))
+    own, total = numbers[hvd.rank()], numbers.sum(dim=0)
+    in_place = own.clone()
+    assert hvd.allreduce_(in_place, op=hvd.Sum, name="bfloat16 in place") is in_place
+    assert torch.equal(in_place, total)
+    lengths = [1, 7, 8, 500]
+    summed = hvd.grouped_allreduce(
+        [own[:n] for n in lengths], op=hvd.Sum, name="bfloat16 group", prescale_factor=2.0
+    )
+    for n, result in zip(lengths, summed, strict=True):
+        assert torch.equal(result, total[:n] * 2)
+
+
+def test_many_small_bfloat16_tensors_at_once_beside_float16_ones(hvd):
+    numbers = small_bfloat16s(6, (hvd.size(), 40, 33))
+    kinds = (torch.bfloat16, torch.float16)
+    for step in range(3):  # later the names come from the ranks' cache
+        hvd.barrier()
+        handles = [
+            hvd.allreduce_async(x.to(kind), op=hvd.Sum, name=f"small {kind} {i}")
+            for i, x in enumerate(numbers[hvd.rank()])
+            for kind in kinds
+        ]
+        results = [hvd.synchronize(handle) for handle in handles]
+        expected = [x.to(kind) for x in numbers.sum(dim=0) for kind in kinds]
+        assert all(map(torch.equal, results, expected)), step
+
+
+def test_bfloat16_allgather(hvd):
+    numbers = any_bfloat16s(7, (hvd.size(), hvd.size(), 3))
+    parts = [numbers[rank, : rank + 1] for rank in range(hvd.size())]
+    own = parts[hvd.rank()]
+    assert torch.equal(hvd.allgather(own, name="bfloat16 parts"), torch.cat(parts))
+    both = hvd.grouped_allgather([own, own[:1]], name="bfloat16 groups of parts")
+    assert torch.equal(both[0], torch.cat(parts))
+    assert torch.equal(both[1], numbers[:, 0])
+
+
+def test_bfloat16_broadcast(hvd):
+    numbers = any_bfloat16s(8, (hvd.size(), 1003))
+    own, root = numbers[hvd.rank()].clone(), hvd.size() - 1
+    assert torch.equal(hvd.broadcast(own, root_rank=root, name="bfloat16 root"), numbers[root])
+    hvd.broadcast_(own, root_rank=root, name="bfloat16 root in place")
+    assert torch.equal(own, numbers[root])
+
+
+def test_bfloat16_alltoall(hvd):
+    numbers = any_bfloat16s(9, (hvd.size(), hvd.size(), 5))
+    splits = torch.ones(hvd.size(), dtype=torch.int32)
+    received, _ = hvd.alltoall(numbers[hvd.rank()], splits, name="bfloat16 exchange")
+    assert torch.equal(received, numbers[:, hvd.rank()])
+
+
+@pytest.mark.parametrize("name", ["Sum", "Average"])
+def test_bfloat16_reducescatter(hvd, name):
+    numbers = small_bfloat16s(10, (hvd.size(), 3 * hvd.size() + 1, 5))
+    reduced = {"Sum": torch.sum, "Average": torch.mean}[name](numbers, dim=0)
+    # The first ranks get a row more where the rows do not come out even.
+    expected = reduced.tensor_split(hvd.size())[hvd.rank()]
+    own, op = numbers[hvd.rank()], getattr(hvd, name)
+    result = hvd.reducescatter(own, op=op, name=f"bfloat16 scatter {name}")
+    assert torch.equal(result, expected)
+    group = [own, own[: hvd.size()]]
+    results = hvd.grouped_reducescatter(group, op=op, name=f"bfloat16 scatter group {name}")
+    assert torch.equal(results[0], expected)
+    assert torch.equal(results[1], reduced[hvd.rank()][None])
+
+
+def test_bfloat16_in_a_process_set(hvd):
+    members = sorted({1, hvd.size() - 1})
+    process_set = hvd.add_process_set(members)
+    numbers = small_bfloat16s(11, (hvd.size(), 1003))
+    try:
+        if hvd.rank() in members:
+            own, name = numbers[hvd.rank()], "bfloat16 in a set"
+            total = hvd.allreduce(own, op=hvd.Sum, name=name, process_set=process_set)
+            assert torch.equal(total, numbers[members].sum(dim=0))
+    finally:
+        hvd.remove_process_set(process_set)
+
+
+def test_a_joined_rank_adds_nothing_to_a_bfloat16_sum(hvd):
+    numbers = small_bfloat16s(12, (hvd.size(), 1003))
+    for i in range(hvd.rank() + 1):
+        total = hvd.allreduce(numbers[hvd.rank()], op=hvd.Sum, name=f"bfloat16 batch {i}")
+        assert torch.equal(total, numbers[i:].sum(dim=0))
+    assert hvd.join() == hvd.size() - 1
+
+
+def test_bfloat16_adasum_is_refused(hvd):
+    own = torch.ones(3, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="Adasum does not support bfloat16"):
+        hvd.allreduce(own, op=hvd.Adasum, name="bfloat16 adasum")
+    # Nothing of it is left: its name is free, and the ranks go on.
+    total = hvd.allreduce(own, op=hvd.Sum, name="bfloat16 adasum")
+    assert total.tolist() == [hvd.size()] * 3
+
+
 def test_horovods_optimizer_takes_set_to_none(hvd):
     for op in (horovod.torch.Average, horovod.torch.Adasum):
         model = torch.nn.Linear(3, 2)
@@ -127,20 +282,51 @@ hvd.shutdown()
 """
 
 
-def test_hvdkit_names_are_never_fused(tmp_path):
+FUSED_BFLOAT16 = """
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+kinds = (torch.bfloat16, torch.float16)
+for step in range(4):
+    hvd.barrier()
+    handles = [hvd.allreduce_async(torch.full((n,), n / 8, dtype=kind), op=hvd.Average,
+                                   prescale_factor=2.0, name=f"{kind}.{n}")
+               for n in range(1, 9) for kind in kinds]
+    results = [hvd.synchronize(handle) for handle in handles]
+    assert [(x.dtype, x.tolist()) for x in results] == [
+        (kind, [n / 4] * n) for n in range(1, 9) for kind in kinds]
+hvd.shutdown()
+"""
+
+
+def tensors_copied_by(program, tmp_path, controller="gloo"):
+    """The names of the tensors that the ranks running `program` put into the fusion buffer."""
     timeline = tmp_path / "timeline.json"
     group = start_ranks_of(
-        Configuration("torch", "gloo", 2),
-        [sys.executable, "-c", FUSED],
+        Configuration("torch", controller, 2),
+        [sys.executable, "-c", program],
         # So long a cycle that what is submitted together meets in one.
         {"HOROVOD_TIMELINE": str(timeline), "HOROVOD_CYCLE_TIME": "300"},
     )
     group.wait(timeout=90)
-    copied = tensors_copied_into_the_fusion_buffer(timeline.read_text())
+    return tensors_copied_into_the_fusion_buffer(timeline.read_text())
+
+
+def test_hvdkit_names_are_never_fused(tmp_path):
+    copied = tensors_copied_by(FUSED, tmp_path)
     assert {name for name in copied if "plain" in name} == {
         f"allreduce.plain.{i}" for i in range(4)
     }
     assert not {name for name in copied if "hvdkit" in name}
+
+
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+def test_bfloat16_tensors_are_fused_with_their_own_kind(tmp_path, controller):
+    copied = tensors_copied_by(FUSED_BFLOAT16, tmp_path, controller)
+    assert copied == {
+        f"allreduce.torch.{k}16.{n}" for n in range(1, 9) for k in ("bfloat", "float")
+    }
 
 
 def tensors_copied_into_the_fusion_buffer(timeline):
