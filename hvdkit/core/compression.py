@@ -16,6 +16,7 @@ the last bit. docs/synchronizer.md shows how to add a format.
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,9 +41,14 @@ class Gather:
 
 @dataclass(frozen=True)
 class Peak:
-    """Answers the largest magnitude in a reduced buffer, not finite if anything in it is not."""
+    """Answers the largest magnitude in a reduced buffer, not finite if anything in it is not.
+
+    On an accelerator all buckets are asked at once, which is one transfer to the host, unless the
+    answer is wanted `at_once`.
+    """
 
     buffer: Any
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,12 +153,12 @@ class BFloat16(WireFormat):
 class Float16(WireFormat):
     """Gradients travel as float16, scaled so that sums do not overflow nor small values flush.
 
-    Each bucket is multiplied by a power of two, chosen such that the largest reduced value of the
-    last steps lands between 2^9 and 2^10: a sum may grow 64 times before it overflows, and values
-    down to 2^-34 of the largest count. The first step travels in float32, to learn the magnitude.
-    A bucket whose sum is not finite nevertheless is reduced again in float32 in the same step.
-    This is Micikevicius et al.'s loss scaling (arXiv:1710.03740), for each bucket and on the wire
-    only.
+    Each bucket is multiplied by a power of two, chosen such that the largest sum of the last steps
+    lands between 2^9 and 2^10: it may grow 64 times before it overflows, and what is 2^-33 of it
+    still counts. The first step travels in float32, to learn the magnitude. A bucket whose sum is
+    not finite nevertheless is reduced again in float32 in the same step, and so is the next one
+    at once; one that has come to nothing but zeros travels in float32 next time. This is
+    Micikevicius et al.'s loss scaling (arXiv:1710.03740), for each bucket and on the wire only.
 
     With n ranks, |error of the mean| <= (n + 1) 2^-11 mean|x_i|, and 2^-25 / scale more for each
     of the n hops that falls among float16's subnormal numbers.
@@ -205,71 +211,62 @@ class SparseRows(Channel):
         memory.put_rows((yield Gather(memory.rows(division.total))))
 
 
-#: Reduced values are brought below 2^this; float16 ends at 2^16.
+#: The largest sum is brought below 2^this; float16 ends at 2^16.
 _TARGET_EXPONENT = 10
 #: Powers of two that both a float32 gradient and its inverse can be multiplied by.
 _EXPONENT_RANGE = 100
-#: After an overflow the scale goes down by at least 2^this, whatever the largest value says.
-_BACK_OFF = 4
-#: The magnitude is looked at after steps 1, 2, 4, ... and from then on every so many steps.
-_INTERVAL = 64
-# `Largest` takes non-negative numbers, and 0 stands for "nothing but zeros, or not finite".
+#: The scale suits the largest sum of this many steps, as far as it is not more than 2^20 above
+#: the last one, which would otherwise lose too many bits.
+_STEPS_REMEMBERED = 8
+_SPREAD = 20
+# `Largest` takes non-negative numbers, and 0 stands for "nothing but zeros".
 _EXPONENT_CODE = 2000
 
 
 class _ScaledFloat16(Channel):
     def __init__(self, dtype: str) -> None:
         self._wide = "float64" if dtype == "float64" else "float32"
-        self._exponent: int | None = None  # of the scale; None: still to be learned
-        self._ceiling = _EXPONENT_RANGE
-        self._steps = 0
-        self._peak = 0.0  # the largest sum since the magnitude was looked at
+        # Of the scale. None: to be learned from a step in the wide dtype.
+        self._exponent: int | None = None
+        self._sums: deque[int] = deque(maxlen=_STEPS_REMEMBERED)
 
     def travel(self, memory: BucketMemory[Any], division: Division) -> Travel:
+        exponent = self._exponent
         peak = math.inf
-        if self._exponent is not None:
-            wire = memory.pack("float16", 2.0**self._exponent)
+        if exponent is not None:
+            wire = memory.pack("float16", 2.0**exponent)
             yield Sum(wire)
-            peak = (yield Peak(wire)) * 2.0**-self._exponent
+            peak = (yield Peak(wire)) * 2.0**-exponent
             if math.isfinite(peak):
-                memory.unpack(wire, division.total * 2.0**-self._exponent)
-        overflowed = False
-        if not math.isfinite(peak):
-            peak = yield from self._travel_wide(memory, division)
-            # Where float32 is not finite either, an infinity came in with the gradients, and it
-            # is the loss scaler's to deal with.
-            overflowed = self._exponent is not None and math.isfinite(peak)
-        if math.isfinite(peak):
-            self._peak = max(self._peak, peak)
-        self._steps += 1
+                memory.unpack(wire, division.total * 2.0**-exponent)
+        overflowed = not math.isfinite(peak)
         if overflowed:
-            assert self._exponent is not None
-            self._ceiling = self._exponent - _BACK_OFF
-        if overflowed or _is_due(self._steps):
-            # The ranks' sums may differ in the last bit, and with it at a power of two.
-            self._adapt((yield Largest(_code(self._peak))))
-            if not overflowed:
-                self._ceiling = min(self._ceiling + 1, _EXPONENT_RANGE)
+            peak = yield from self._travel_wide(memory, division)
+            if not math.isfinite(peak):
+                # An infinity that came in with the gradients: the loss scaler's to deal with.
+                return
+        # The ranks' sums may differ in the last bit, and with it at a power of two.
+        code = yield Largest(_code(peak))
+        if code:
+            self._sums.append(code)
+        if not code or (overflowed and exponent is not None):
+            # Zeros, or too small to be seen; or too large, perhaps for this one time. The next
+            # step is looked at in the wide dtype.
+            self._exponent = None
+        else:
+            largest = max(known for known in self._sums if known <= code + _SPREAD)
+            wanted = _TARGET_EXPONENT - (largest - _EXPONENT_CODE)
+            self._exponent = max(-_EXPONENT_RANGE, min(wanted, _EXPONENT_RANGE))
 
     def _travel_wide(
         self, memory: BucketMemory[Any], division: Division
     ) -> Generator[Request, Any, float]:
         wire = memory.pack(self._wide, division.total, keep=False)
         yield Sum(wire)
-        peak: float = yield Peak(wire)
+        # At once, so that this memory is given back before the next bucket needs as much.
+        peak: float = yield Peak(wire, at_once=True)
         memory.unpack(wire, 1.0)
         return peak / division.total
-
-    def _adapt(self, code: int) -> None:
-        self._peak = 0.0
-        if code:
-            self._exponent = _TARGET_EXPONENT - (code - _EXPONENT_CODE)
-        if self._exponent is not None:
-            self._exponent = max(-_EXPONENT_RANGE, min(self._exponent, self._ceiling))
-
-
-def _is_due(steps: int) -> bool:
-    return steps % _INTERVAL == 0 if steps > _INTERVAL else steps & (steps - 1) == 0
 
 
 def _code(peak: float) -> int:

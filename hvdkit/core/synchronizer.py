@@ -40,6 +40,9 @@ from hvdkit.errors import HvdkitError, UsageError
 # names must differ, so every synchronizer gets a number when its ranks agree.
 _next_number = 0
 
+# Buckets that `synchronize` itself sends ahead of the one that it waits for.
+_IN_FLIGHT = 4
+
 
 @dataclass(frozen=True)
 class Reduction:
@@ -72,7 +75,7 @@ class Reduction:
         return [
             f"compression: {self.format.name}",
             f"op: {'average' if self.average else 'sum'}",
-            f"gradient_predivide_factor: {self.predivide or 1.0}",
+            f"gradient_predivide_factor: {self.predivide or 'as suits the format'}",
             f"backward passes per step: {self.passes}",
             f"bucket_bytes: {self.bucket_bytes}",
             f"groups: {[list(group) for group in self.groups]}",
@@ -219,10 +222,7 @@ class Synchronizer(Generic[Buffer, Handle]):
                 check_passes(self._collectives, arrived)
             if self._reduction.find_unused:
                 used = [int(self._backend.has_gradient(i)) for i in range(len(self._specs))]
-            for bucket in plan.buckets:
-                if bucket.index not in self._step.journeys:
-                    self._begin(bucket)
-            self._finish_all()
+            self._travel(plan)
             if self._reduction.find_unused:
                 self._drop_unused(used)
         except BaseException:
@@ -235,10 +235,11 @@ class Synchronizer(Generic[Buffer, Handle]):
     def reset(self) -> None:
         """Forget what has arrived since the last `synchronize`, and begin a new step.
 
-        What is in flight still ends, in buffers that are then its own.
+        What is in flight still ends, in buffers and under names that are then its own.
         """
         if self._plan is not None and self._step.journeys:
             self._open_memory(self._plan)
+            self._name += "+"
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -260,6 +261,12 @@ class Synchronizer(Generic[Buffer, Handle]):
 
     def _agree(self) -> None:
         global _next_number
+        if self._step.journeys:
+            raise HvdkitError(
+                "Horovod was initialised anew, or hvdkit's join() called, between a backward pass "
+                "and its step: some of its gradients have been reduced already. Call "
+                "optimizer.zero_grad() after either, and repeat the backward pass."
+            )
         lines = [
             *self._context,
             *self._reduction.describe(),
@@ -343,26 +350,37 @@ class Synchronizer(Generic[Buffer, Handle]):
     def _settle(self, journey: _Journey[Handle]) -> None:
         """Wait until a journey asks for what is answered for all buckets at once, or ends."""
         while True:
-            if isinstance(journey.request, Sum | Gather):
+            request = journey.request
+            if isinstance(request, Sum | Gather):
                 assert journey.handle is not None
-                self._advance(journey, self._backend.wait(journey.handle))
-            elif isinstance(journey.request, Peak) and not self._backend.batches_peaks:
-                (peak,) = self._backend.peaks([journey.request.buffer])
+                handle, journey.handle = journey.handle, None
+                self._advance(journey, self._backend.wait(handle))
+            elif isinstance(request, Peak) and (request.at_once or not self._backend.batches_peaks):
+                (peak,) = self._backend.peaks([request.buffer])
                 self._advance(journey, peak)
             else:
                 return
 
-    def _finish_all(self) -> None:
-        # By bucket and not by time of departure: later collectives must pair up, too.
-        journeys = [self._step.journeys[b] for b in sorted(self._step.journeys)]
-        for journey in journeys:
-            self._settle(journey)
-        while waiting := [journey for journey in journeys if journey.request is not None]:
+    def _travel(self, plan: BucketPlan) -> None:
+        """Begin what has not begun, and bring all of it to its end."""
+        journeys = self._step.journeys
+        # Waited for by bucket, and not by time of departure, because ranks may differ in that. A
+        # few are in flight at once, and not all, which may need more memory in the first step.
+        for bucket in plan.buckets:
+            if bucket.index not in journeys:
+                self._begin(bucket)
+            if bucket.index >= _IN_FLIGHT:
+                self._settle(journeys[bucket.index - _IN_FLIGHT])
+        for bucket in plan.buckets[-_IN_FLIGHT:]:
+            self._settle(journeys[bucket.index])
+        while waiting := [
+            journeys[b] for b in range(len(plan.buckets)) if journeys[b].request is not None
+        ]:
             peaks = [j for j in waiting if isinstance(j.request, Peak)]
             if peaks:
                 buffers = [j.request.buffer for j in waiting if isinstance(j.request, Peak)]
                 found = self._backend.peaks(buffers)
-                # One after the other, so that only one at a time has further memory.
+                del buffers
                 for journey, peak in zip(peaks, found, strict=True):
                     self._advance(journey, peak)
                     self._settle(journey)

@@ -334,6 +334,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                     f"requires_grad={p.requires_grad}"
                     for i, p in enumerate(everyone)
                 ),
+                f"the optimizer has {len(everyone)} parameters",
             ],
         )
         self._synchronizers.append(synchronizer)
