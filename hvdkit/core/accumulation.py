@@ -99,11 +99,13 @@ def check_passes(collectives: Collectives, passes: int) -> None:
     count, total, squares = collectives.sum([1, passes, passes * passes], "hvdkit.passes")
     if count * squares == total * total:
         return
-    gathered = collectives.allgather(str(passes).encode(), "hvdkit.passes.all")
-    each = ", ".join(
-        f"rank {rank}: {data.decode()}"
-        for rank, data in zip(collectives.ranks, gathered, strict=True)
-    )
+    each = f"{len(collectives.ranks) - count} of them have called join()"
+    if count == len(collectives.ranks):
+        gathered = collectives.allgather(str(passes).encode(), "hvdkit.passes.all")
+        each = ", ".join(
+            f"rank {rank}: {data.decode()}"
+            for rank, data in zip(collectives.ranks, gathered, strict=True)
+        )
     raise PassesDiffer(
         f"ranks have accumulated different numbers of backward passes ({each}). Give all ranks the "
         f"same number of batches: drop the rest, or let hvd.join() end the epoch."

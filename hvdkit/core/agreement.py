@@ -36,6 +36,14 @@ def check_agreement(collectives: Collectives, lines: Sequence[str], subject: str
     count, values, squares = sums[0], sums[1 : 1 + len(own)], sums[1 + len(own) :]
     if all(count * square == value * value for value, square in zip(values, squares, strict=True)):
         return
+    joined = len(collectives.ranks) - count
+    if joined:
+        # They enter nothing but reductions.
+        raise RanksDisagree(
+            f"ranks disagree about {subject}. Who has what cannot be told, because {joined} of "
+            f"{len(collectives.ranks)} ranks have called join() already. Every rank must build the "
+            f"same model and use the same settings."
+        )
     # The same verdict on every rank, so this is entered by all of them.
     gathered = collectives.allgather("\n".join(lines).encode(), "hvdkit.agreement.lines")
     by_rank = {

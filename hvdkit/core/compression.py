@@ -156,8 +156,9 @@ class Float16(WireFormat):
     Each bucket is multiplied by a power of two, chosen such that the largest sum of the last steps
     lands between 2^9 and 2^10: it may grow 64 times before it overflows, and what is 2^-33 of it
     still counts. The first step travels in float32, to learn the magnitude. A bucket whose sum is
-    not finite nevertheless is reduced again in float32 in the same step, and so is the next one
-    at once; one that has come to nothing but zeros travels in float32 next time. This is
+    not finite nevertheless is reduced again in float32 in the same step, and travels in float32 in
+    the next one, or in more, up to 64, if it goes on overflowing; one that has come to nothing but
+    zeros travels in float32 next time. This is
     Micikevicius et al.'s loss scaling (arXiv:1710.03740), for each bucket and on the wire only.
 
     With n ranks, |error of the mean| <= (n + 1) 2^-11 mean|x_i|, and 2^-25 / scale more for each
@@ -213,12 +214,15 @@ class SparseRows(Channel):
 
 #: The largest sum is brought below 2^this; float16 ends at 2^16.
 _TARGET_EXPONENT = 10
-#: Powers of two that both a float32 gradient and its inverse can be multiplied by.
+#: Powers of two that a float32 gradient can be multiplied by. What needs more is not scaled but
+#: travels in the wide dtype.
 _EXPONENT_RANGE = 100
 #: The scale suits the largest sum of this many steps, as far as it is not more than 2^20 above
 #: the last one, which would otherwise lose too many bits.
 _STEPS_REMEMBERED = 8
 _SPREAD = 20
+#: The most steps in the wide dtype after one of several overflows in a row.
+_STEPS_WIDE = 64
 # `Largest` takes non-negative numbers, and 0 stands for "nothing but zeros".
 _EXPONENT_CODE = 2000
 
@@ -229,6 +233,11 @@ class _ScaledFloat16(Channel):
         # Of the scale. None: to be learned from a step in the wide dtype.
         self._exponent: int | None = None
         self._sums: deque[int] = deque(maxlen=_STEPS_REMEMBERED)
+        # Steps in the wide dtype: how many are left, how many the next overflow brings; and how
+        # many in float16 have gone well since the last one.
+        self._wide_left = 0
+        self._wide_next = 1
+        self._well = 0
 
     def travel(self, memory: BucketMemory[Any], division: Division) -> Travel:
         exponent = self._exponent
@@ -249,14 +258,24 @@ class _ScaledFloat16(Channel):
         code = yield Largest(_code(peak))
         if code:
             self._sums.append(code)
-        if not code or (overflowed and exponent is not None):
-            # Zeros, or too small to be seen; or too large, perhaps for this one time. The next
-            # step is looked at in the wide dtype.
+        if exponent is None:
+            self._wide_left -= 1
+        elif overflowed:
+            # Perhaps for this one time; where it goes on, float16 is not tried as often.
+            self._wide_left = self._wide_next
+            self._wide_next = min(2 * self._wide_next, _STEPS_WIDE)
+            self._well = 0
+        else:
+            self._well += 1
+            if self._well == _STEPS_REMEMBERED:
+                self._wide_next = 1
+        if not code or self._wide_left > 0:
+            # Zeros, or too small to be seen; or still too large.
             self._exponent = None
         else:
             largest = max(known for known in self._sums if known <= code + _SPREAD)
             wanted = _TARGET_EXPONENT - (largest - _EXPONENT_CODE)
-            self._exponent = max(-_EXPONENT_RANGE, min(wanted, _EXPONENT_RANGE))
+            self._exponent = wanted if abs(wanted) <= _EXPONENT_RANGE else None
 
     def _travel_wide(
         self, memory: BucketMemory[Any], division: Division

@@ -142,6 +142,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         self._agreed: int | None = None
         self._plan: BucketPlan | None = None
         self._name = ""
+        self._resets = 0
         self._memory: list[BucketMemory[Buffer]] = []
         self._channels: list[Channel] = []
         self.set_passes(reduction.passes)
@@ -237,9 +238,9 @@ class Synchronizer(Generic[Buffer, Handle]):
 
         What is in flight still ends, in buffers and under names that are then its own.
         """
-        if self._plan is not None and self._step.journeys:
+        if self._plan is not None and self._step.pending:
             self._open_memory(self._plan)
-            self._name += "+"
+            self._resets += 1
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -261,7 +262,10 @@ class Synchronizer(Generic[Buffer, Handle]):
 
     def _agree(self) -> None:
         global _next_number
-        if self._step.journeys:
+        in_flight = self._collectives.max(
+            [int(bool(self._step.journeys))], "hvdkit.agreement.in_flight"
+        )
+        if in_flight != [0]:
             raise HvdkitError(
                 "Horovod was initialised anew, or hvdkit's join() called, between a backward pass "
                 "and its step: some of its gradients have been reduced already. Call "
@@ -326,7 +330,9 @@ class Synchronizer(Generic[Buffer, Handle]):
 
     def _begin(self, bucket: Bucket) -> None:
         travel = self._channels[bucket.index].travel(self._memory[bucket.index], self._division())
-        journey: _Journey[Handle] = _Journey(travel, f"{self._name}.{bucket.index}")
+        journey: _Journey[Handle] = _Journey(
+            travel, f"{self._name}.{self._resets}.{bucket.index}"
+        )
         self._step.journeys[bucket.index] = journey
         self._advance(journey, None)
 

@@ -908,19 +908,21 @@ FIXES: tuple[Fix, ...] = (
             Edit(
                 "horovod/common/tensor_queue.h",
                 "class TensorQueue {\npublic:\n",
-                "// Set when a tensor is handed in, for the background thread to sleep on.\n"
+                "// What was handed in while the background thread slept.\n"
                 "struct HvdkitArrival {\n"
                 "  std::mutex mutex;\n"
                 "  std::condition_variable changed;\n"
-                "  bool arrived = false;\n\n"
+                "  bool tensor = false;\n"
+                "  bool bucket = false;\n\n"
                 "  static HvdkitArrival& Instance() {\n"
                 "    static HvdkitArrival instance;\n"
                 "    return instance;\n"
                 "  }\n\n"
-                "  void Notify() {\n"
+                "  void Notify(const std::string& name) {\n"
                 "    {\n"
                 "      std::lock_guard<std::mutex> guard(mutex);\n"
-                "      arrived = true;\n"
+                "      tensor = true;\n"
+                '      bucket = bucket || name.find("hvdkit.") != std::string::npos;\n'
                 "    }\n"
                 "    changed.notify_one();\n"
                 "  }\n"
@@ -939,37 +941,40 @@ FIXES: tuple[Fix, ...] = (
             Edit(
                 "horovod/common/tensor_queue.cc",
                 "  message_queue_.push(std::move(message));\n  return Status::OK();\n",
-                "  message_queue_.push(std::move(message));\n"
-                "  HvdkitArrival::Instance().Notify();\n  return Status::OK();\n",
+                "  HvdkitArrival::Instance().Notify(message.tensor_name());\n"
+                "  message_queue_.push(std::move(message));\n  return Status::OK();\n",
             ),
             Edit(
                 "horovod/common/tensor_queue.cc",
-                "    message_queue_.push(std::move(messages[i]));\n  }\n",
-                "    message_queue_.push(std::move(messages[i]));\n  }\n"
-                "  HvdkitArrival::Instance().Notify();\n",
+                "    message_queue_.push(std::move(messages[i]));\n",
+                "    HvdkitArrival::Instance().Notify(messages[i].tensor_name());\n"
+                "    message_queue_.push(std::move(messages[i]));\n",
             ),
             Edit(
                 "horovod/common/operations.cc",
                 "bool RunLoopOnce(HorovodGlobalState& state) {\n",
                 "// Cycles are negotiations that all ranks take part in. A rank that waits for no\n"
-                "// tensor lets up to this many of them pass; one that does takes each.\n"
+                "// tensor lets some of them pass, until it gets one: a bucket is attended to\n"
+                "// at once, other tensors in the next cycle, so that they can be fused.\n"
                 "static const int HVDKIT_IDLE_CYCLES = 5;\n\n"
                 "static void HvdkitSleepWhileIdle(HorovodGlobalState& state) {\n"
                 "  auto& arrival = HvdkitArrival::Instance();\n"
-                "  std::unique_lock<std::mutex> lock(arrival.mutex);\n"
-                "  arrival.arrived = false;\n"
-                "  lock.unlock();\n"
+                "  {\n"
+                "    std::lock_guard<std::mutex> guard(arrival.mutex);\n"
+                "    arrival.tensor = arrival.bucket = false;\n"
+                "  }\n"
                 "  for (auto id : state.process_set_table.Ids()) {\n"
                 "    if (!state.process_set_table.Get(id).tensor_queue.HvdkitIsIdle()) {\n"
                 "      return;\n"
                 "    }\n"
                 "  }\n"
-                "  lock.lock();\n"
-                "  auto until = state.last_cycle_start +\n"
-                "               std::chrono::microseconds(\n"
-                "                   long(state.parameter_manager.CycleTimeMs() * 1000. *\n"
-                "                        HVDKIT_IDLE_CYCLES));\n"
-                "  arrival.changed.wait_until(lock, until, [&] { return arrival.arrived; });\n"
+                "  auto cycle = std::chrono::microseconds(\n"
+                "      long(state.parameter_manager.CycleTimeMs() * 1000.));\n"
+                "  std::unique_lock<std::mutex> lock(arrival.mutex);\n"
+                "  for (int i = 2; i <= HVDKIT_IDLE_CYCLES && !arrival.tensor; ++i) {\n"
+                "    arrival.changed.wait_until(lock, state.last_cycle_start + i * cycle,\n"
+                "                               [&] { return arrival.bucket; });\n"
+                "  }\n"
                 "}\n\n"
                 "bool RunLoopOnce(HorovodGlobalState& state) {\n",
             ),
@@ -978,6 +983,158 @@ FIXES: tuple[Fix, ...] = (
                 "    std::this_thread::sleep_for(sleep_duration);\n  }\n  state.last_cycle_start",
                 "    std::this_thread::sleep_for(sleep_duration);\n  }\n"
                 "  HvdkitSleepWhileIdle(state);\n  state.last_cycle_start",
+            ),
+        ),
+    ),
+    Fix(
+        name="torch-wait-asleep",
+        repairs="a PyTorch thread that waits for a collective spins, and takes the core from the "
+        "threads that it waits for",
+        source="measured (docs/engine.md)",
+        proof="tests/parallel/torch/test_engine.py::test_a_rank_that_waits_leaves_its_core_alone",
+        edits=(
+            Edit(
+                "horovod/torch/handle_manager.h",
+                "#include <atomic>\n",
+                "#include <atomic>\n#include <condition_variable>\n",
+            ),
+            Edit(
+                "horovod/torch/handle_manager.h",
+                "  bool PollHandle(int handle);\n",
+                "  bool PollHandle(int handle);\n  void WaitForHandle(int handle);\n",
+            ),
+            Edit(
+                "horovod/torch/handle_manager.h",
+                "  std::mutex mutex_;\n",
+                "  std::mutex mutex_;\n  std::condition_variable changed_;\n",
+            ),
+            Edit(
+                "horovod/torch/handle_manager.cc",
+                "  results_[handle] = std::make_shared<Status>(status);\n}\n",
+                "  results_[handle] = std::make_shared<Status>(status);\n"
+                "  changed_.notify_all();\n}\n\n"
+                "void HandleManager::WaitForHandle(int handle) {\n"
+                "  std::unique_lock<std::mutex> lock(mutex_);\n"
+                "  changed_.wait(lock, [&] {\n"
+                "    auto result = results_.find(handle);\n"
+                "    return result == results_.end() || result->second != nullptr;\n"
+                "  });\n}\n",
+            ),
+            Edit(
+                "horovod/torch/handle_manager.cc",
+                "  results_.clear();\n",
+                "  results_.clear();\n  changed_.notify_all();\n",
+            ),
+            Edit(
+                "horovod/torch/mpi_ops_v2.cc",
+                "      std::this_thread::yield();\n",
+                "      handle_manager.WaitForHandle(handle);\n",
+            ),
+        ),
+    ),
+    Fix(
+        name="join-beside-cached-gathers",
+        repairs="a rank that has called join takes part in collectives which it cannot, once the "
+        "others have them in their cache: an allgather then corrupts memory on every rank",
+        source="measured; ComputeResponseList counts every cached response of a joined rank",
+        proof="tests/parallel/torch/test_failures.py::test_a_gather_while_a_rank_has_joined",
+        edits=(
+            Edit(
+                "horovod/common/controller.cc",
+                "    for (uint32_t bit : response_cache_.list_all_bits()) {\n"
+                "      cache_coordinator.record_hit(bit);\n    }\n",
+                "    for (uint32_t bit : response_cache_.list_all_bits()) {\n"
+                "      auto type = response_cache_.peek_response(bit).response_type();\n"
+                "      if (type == Response::ALLREDUCE || type == Response::ADASUM) {\n"
+                "        cache_coordinator.record_hit(bit);\n"
+                "      } else {\n"
+                "        // Negotiated anew, which ends in Horovod's own error.\n"
+                "        cache_coordinator.record_invalid_bit(bit);\n"
+                "        cache_coordinator.set_uncached_in_queue(true);\n"
+                "      }\n    }\n",
+            ),
+        ),
+    ),
+    Fix(
+        name="torch-named-backward",
+        repairs="the backward pass of a named allreduce, allgather, ... is a collective without a "
+        "name, numbered by each rank for itself: it hangs once ranks have made different numbers "
+        "of calls, and refuses gradients that are not contiguous",
+        source="measured",
+        proof="tests/parallel/torch/test_differentiation.py",
+        edits=(
+            Edit(
+                "horovod/torch/mpi_ops.py",
+                "class HorovodAllreduce(torch.autograd.Function):\n",
+                "def _hvdkit_name(ctx, part):\n"
+                "    return f'{ctx.hvdkit_name}.{part}' if ctx.hvdkit_name else None\n\n\n"
+                "class HorovodAllreduce(torch.autograd.Function):\n",
+            ),
+            Edit(
+                "horovod/torch/mpi_ops.py",
+                "        ctx.process_set = process_set\n",
+                "        ctx.process_set = process_set\n        ctx.hvdkit_name = name\n",
+                times=8,
+            ),
+            Edit(
+                "horovod/torch/mpi_ops.py",
+                "allreduce(grad_output, average=ctx.average, op=ctx.op,\n",
+                "allreduce(grad_output.contiguous(), average=ctx.average, op=ctx.op,\n"
+                "                         name=_hvdkit_name(ctx, 'grad'),\n",
+            ),
+            Edit(
+                "horovod/torch/mpi_ops.py",
+                "grouped_allreduce(list(grad_output), average=ctx.average, op=ctx.op,\n",
+                "grouped_allreduce([g.contiguous() for g in grad_output],\n"
+                "                                         average=ctx.average, op=ctx.op,\n"
+                "                                         name=_hvdkit_name(ctx, 'grad'),\n",
+            ),
+            Edit(
+                "horovod/torch/mpi_ops.py",
+                "allreduce(grad_output, average=True, process_set=ctx.process_set)",
+                "allreduce(grad_output.contiguous(), average=True,\n"
+                "                                 name=_hvdkit_name(ctx, 'grad'),\n"
+                "                                 process_set=ctx.process_set)",
+                times=2,
+            ),
+            Edit(
+                "horovod/torch/mpi_ops.py",
+                "grouped_allreduce(list(grad_output), average=True, process_set=ctx.process_set)",
+                "grouped_allreduce([g.contiguous() for g in grad_output], average=True,\n"
+                "                                         name=_hvdkit_name(ctx, 'grad'),\n"
+                "                                         process_set=ctx.process_set)",
+            ),
+            Edit(
+                "horovod/torch/mpi_ops.py",
+                "allgather(dim_t, process_set=ctx.process_set)",
+                "allgather(dim_t, name=_hvdkit_name(ctx, 'grad.sizes'),\n"
+                "                        process_set=ctx.process_set)",
+            ),
+            Edit(
+                "horovod/torch/mpi_ops.py",
+                "grouped_allgather(dim_ts, process_set=ctx.process_set)",
+                "grouped_allgather(dim_ts, name=_hvdkit_name(ctx, 'grad.sizes'),\n"
+                "                                          process_set=ctx.process_set)",
+            ),
+            Edit(
+                "horovod/torch/mpi_ops.py",
+                "alltoall(grad_output, splits=ctx.recvsplits,\n",
+                "alltoall(grad_output.contiguous(), splits=ctx.recvsplits,\n"
+                "                                      name=_hvdkit_name(ctx, 'grad'),\n",
+            ),
+            Edit(
+                "horovod/torch/mpi_ops.py",
+                "        return allgather(grad_output, process_set=ctx.process_set), ",
+                "        return allgather(grad_output.contiguous(),\n"
+                "                         name=_hvdkit_name(ctx, 'grad'),\n"
+                "                         process_set=ctx.process_set), ",
+            ),
+            Edit(
+                "horovod/torch/mpi_ops.py",
+                "*grouped_allgather(grad_output, process_set=ctx.process_set))",
+                "*grouped_allgather([g.contiguous() for g in grad_output],\n"
+                "                                   name=_hvdkit_name(ctx, 'grad'),\n"
+                "                                   process_set=ctx.process_set))",
             ),
         ),
     ),

@@ -85,11 +85,11 @@ def missing() -> str | None:
 
 
 @contextlib.contextmanager
-def hosts(count: int) -> Iterator[Cluster]:
+def hosts(count: int, *, own_name_is_local: bool = True) -> Iterator[Cluster]:
     """Make `count` hosts, on a network of their own, that can reach each other and this machine.
 
-    Each is set up as Debian's installer does it: its own name resolves to 127.0.1.1. The other
-    hosts' names resolve to their addresses.
+    Each is set up as Debian's installer does it: its own name resolves to 127.0.1.1, or, unless
+    `own_name_is_local`, to its address. The other hosts' names resolve to their addresses.
     """
     name = f"{_PREFIX}{os.getpid():x}-{next(_count)}"
     try:
@@ -101,7 +101,7 @@ def hosts(count: int) -> Iterator[Cluster]:
             _ip("link", "set", name, "up")
         made = [Host(f"host{i}", str(network[i + 2]), f"{name}-{i}") for i in range(count)]
         for host in made:
-            _write_etc(host, made)
+            _write_etc(host, made, "127.0.1.1" if own_name_is_local else host.address)
             _ip("netns", "add", host.namespace)
             inside = ("peer", "name", INTERFACE, "netns", host.namespace)
             _ip("link", "add", host.namespace, "type", "veth", *inside)
@@ -115,11 +115,19 @@ def hosts(count: int) -> Iterator[Cluster]:
         _remove(name)
 
 
-def _write_etc(host: Host, all_hosts: Sequence[Host]) -> None:
+def limit_rate(host: Host, rate: str) -> None:
+    """Let the link of `host` carry no more than `rate`, as `tc` writes it, in each direction."""
+    bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "20ms")
+    _run("tc", "-n", host.namespace, "qdisc", "add", "dev", INTERFACE, "root", *bucket)
+    # What is sent to the host leaves through this machine's end of the link.
+    _run("tc", "qdisc", "add", "dev", host.namespace, "root", *bucket)
+
+
+def _write_etc(host: Host, all_hosts: Sequence[Host], own: str) -> None:
     folder = _ETC / host.namespace
     folder.mkdir(parents=True)
     others = [f"{other.address} {other.name}" for other in all_hosts if other is not host]
-    lines = ["127.0.0.1 localhost", f"127.0.1.1 {host.name}", *others]
+    lines = ["127.0.0.1 localhost", f"{own} {host.name}", *others]
     (folder / "hosts").write_text("\n".join(lines) + "\n")
     # No server of names is on this network: one that refuses is found missing at once.
     (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")
@@ -190,8 +198,12 @@ def _path() -> str:
 
 
 def _ip(*arguments: str) -> str:
+    return _run("ip", *arguments)
+
+
+def _run(*command: str) -> str:
     done = subprocess.run(
-        ["ip", *arguments],
+        command,
         env={**os.environ, "PATH": _path()},
         capture_output=True,
         text=True,
@@ -199,7 +211,7 @@ def _ip(*arguments: str) -> str:
         check=False,
     )
     if done.returncode != 0:
-        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
 
 

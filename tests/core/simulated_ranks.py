@@ -4,9 +4,25 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+_PATIENCE = 10.0
+
+
+class InFlight:
+    """One rank's part of a collective that has been begun."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name = name
+        self.value = value
+        self.done = False
+        self.result: Any = None
+
 
 class SimulatedGroup:
-    """What the collectives of `size` simulated ranks share."""
+    """What the collectives of `size` simulated ranks share.
+
+    Attributes:
+        held: while true, collectives that have been begun do not end.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -14,6 +30,8 @@ class SimulatedGroup:
         self.slots: dict[tuple[str, int], dict[int, Any]] = {}
         self.arrived = threading.Condition(self.lock)
         self.joined: set[int] = set()
+        self.held = False
+        self._begun: dict[str, tuple[Callable[..., Any], dict[int, InFlight]]] = {}
 
     def exchange(self, rank: int, name: str, turn: int, value: Any) -> list[Any]:
         """Everyone's value, in the order of ranks, once all that have not joined are here."""
@@ -22,9 +40,52 @@ class SimulatedGroup:
             self.slots.setdefault(key, {})[rank] = value
             self.arrived.notify_all()
             everyone = set(range(self.size)) - self.joined
-            if not self.arrived.wait_for(lambda: self.slots[key].keys() >= everyone, timeout=10):
+            if not self.arrived.wait_for(
+                lambda: self.slots[key].keys() >= everyone, timeout=_PATIENCE
+            ):
                 raise TimeoutError(f"rank {rank}: {name}: only {sorted(self.slots[key])} came")
             return [self.slots[key][r] for r in sorted(self.slots[key])]
+
+    def begin(self, rank: int, name: str, value: Any, finish: Callable[..., Any]) -> InFlight:
+        """Begin a collective and return at once.
+
+        It ends when the last rank has begun it: `finish(values)` gives each rank's result. As in
+        Horovod, a rank may not begin a second one under a name that is still in flight.
+        """
+        with self.arrived:
+            _, waiting = self._begun.setdefault(name, (finish, {}))
+            if rank in waiting:
+                raise RuntimeError(f"rank {rank}: {name} is in flight already")
+            waiting[rank] = InFlight(name, value)
+            self._end_what_is_full()
+            return waiting[rank]
+
+    def release(self) -> None:
+        """Let what is held end."""
+        with self.arrived:
+            self.held = False
+            self._end_what_is_full()
+
+    def wait(self, handle: InFlight) -> Any:
+        """The result of what `begin` has begun; its memory is then no more referred to."""
+        with self.arrived:
+            if not self.arrived.wait_for(lambda: handle.done, timeout=_PATIENCE):
+                raise TimeoutError(f"{handle.name}: not all ranks came")
+        result, handle.value, handle.result = handle.result, None, None
+        return result
+
+    def _end_what_is_full(self) -> None:
+        everyone = set(range(self.size)) - self.joined
+        full = [name for name, (_, waiting) in self._begun.items() if waiting.keys() >= everyone]
+        if self.held:
+            return
+        for name in full:
+            finish, waiting = self._begun.pop(name)
+            handles = [waiting[rank] for rank in sorted(waiting)]
+            results = finish([handle.value for handle in handles])
+            for handle, result in zip(handles, results, strict=True):
+                handle.result, handle.done = result, True
+        self.arrived.notify_all()
 
 
 class SimulatedCollectives:
@@ -35,6 +96,7 @@ class SimulatedCollectives:
         self.rank = rank
         self.generation = 1
         self.names: list[str] = []
+        self._turns: dict[str, int] = {}
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -42,12 +104,14 @@ class SimulatedCollectives:
 
     def exchange(self, value: Any, name: str) -> list[Any]:
         self.names.append(name)
-        return self.group.exchange(self.rank, name, self.names.count(name), value)
+        self._turns[name] = self._turns.get(name, 0) + 1
+        return self.group.exchange(self.rank, name, self._turns[name], value)
 
     def sum(self, values: Sequence[int], name: str) -> list[int]:
         return [sum(column) for column in zip(*self.exchange(list(values), name), strict=True)]
 
     def max(self, values: Sequence[int], name: str) -> list[int]:
+        assert all(value >= 0 for value in values)
         return [max(column) for column in zip(*self.exchange(list(values), name), strict=True)]
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:
@@ -62,7 +126,7 @@ def on_every_rank(size: int, function: Callable[[SimulatedCollectives], Any]) ->
     def call(rank: int) -> None:
         try:
             results[rank] = function(SimulatedCollectives(group, rank))
-        except Exception as error:
+        except BaseException as error:
             results[rank] = error
 
     threads = [threading.Thread(target=call, args=(rank,)) for rank in range(size)]

@@ -1,6 +1,6 @@
 import pytest
 
-from hvdkit.core.agreement import RanksDisagree, check_agreement
+from hvdkit.core.agreement import RanksDisagree, check_agreement, digest
 from tests.core.simulated_ranks import on_every_rank
 
 
@@ -54,3 +54,24 @@ def test_ranks_that_have_joined_do_not_count():
             return [2 * value for value in values]
 
     check_agreement(WithJoinedRanks(), ["a"], "letters")
+
+
+def test_ranks_that_have_joined_are_not_asked_what_they_hold():
+    class WithJoinedRanks:
+        """Two ranks disagree; Horovod adds the zeros of two more that sit in `join`."""
+
+        ranks = (0, 1, 2, 3)
+        generation = 1
+
+        def sum(self, values, name):
+            other = digest(["b"])
+            return [
+                own + more
+                for own, more in zip(values, [1, *other, *(x * x for x in other)], strict=True)
+            ]
+
+        def allgather(self, data, name):
+            raise AssertionError("a rank that has joined does not enter this")
+
+    with pytest.raises(RanksDisagree, match=r"about letters.*2 of 4 ranks have called join\(\)"):
+        check_agreement(WithJoinedRanks(), ["a"], "letters")

@@ -2,20 +2,34 @@ import random
 
 import pytest
 
-from hvdkit.core.bucketing import MB, ParameterSpec, plan
+from hvdkit.core.bucketing import FIRST_BUCKET_BYTES, MB, ParameterSpec, plan
 from hvdkit.errors import UsageError
 
 
-def spec(name, elements, dtype="float32", device="cpu", itemsize=4):
-    return ParameterSpec(name, (elements,), dtype, itemsize, device)
+def spec(name, elements, dtype="float32", device="cpu", itemsize=4, layout=""):
+    return ParameterSpec(name, (elements,), dtype, itemsize, device, layout)
 
 
-def test_last_parameters_come_first_and_the_first_bucket_is_smaller():
-    specs = [spec(f"p{i}", 100) for i in range(10)]
-    buckets = plan(specs, bucket_bytes=1600, first_bucket_bytes=800).buckets
-    assert [bucket.parameters for bucket in buckets] == [(9, 8), (7, 6, 5, 4), (3, 2, 1, 0)]
-    assert buckets[0].offsets == (0, 100)
-    assert buckets[1].elements == 400
+def members(made):
+    return [bucket.parameters for bucket in made.buckets]
+
+
+def test_last_parameters_come_first():
+    made = plan([spec(f"p{i}", 100) for i in range(10)], bucket_bytes=1600)
+    assert members(made) == [(9, 8, 7, 6), (5, 4, 3, 2), (1, 0)]
+    assert made.buckets[0].offsets == (0, 100, 200, 300)
+    assert [bucket.elements for bucket in made.buckets] == [400, 400, 200]
+
+
+def test_an_order_is_kept():
+    made = plan([spec(f"p{i}", 100) for i in range(6)], 800, order=[2, 5, 0, 1, 4, 3])
+    assert members(made) == [(2, 5), (0, 1), (4, 3)]
+
+
+def test_the_first_bucket_is_smaller_so_that_the_network_starts_early():
+    quarter = FIRST_BUCKET_BYTES // 4 // 4
+    made = plan([spec(f"p{i}", quarter) for i in range(20)], 2 * FIRST_BUCKET_BYTES)
+    assert [len(parameters) for parameters in members(made)] == [4, 8, 8]
 
 
 def test_default_sizes_suit_a_resnet_50():
@@ -33,33 +47,71 @@ def test_a_bucket_holds_one_dtype_and_one_device():
         spec("c", 10, device="cuda:0"),
         spec("d", 10),
     ]
-    buckets = plan(specs).buckets
-    assert sorted(bucket.parameters for bucket in buckets) == [(1,), (2,), (3, 0)]
-    for bucket in buckets:
+    made = plan(specs)
+    assert sorted(members(made)) == [(1,), (2,), (3, 0)]
+    for bucket in made.buckets:
         assert {(specs[i].dtype, specs[i].device) for i in bucket.parameters} == {
             (bucket.dtype, bucket.device)
         }
 
 
 def test_a_parameter_above_the_limit_has_a_bucket_for_itself():
-    buckets = plan([spec("a", 10), spec("big", 10_000), spec("b", 10)], 100, 100).buckets
-    assert [bucket.parameters for bucket in buckets] == [(2,), (1,), (0,)]
+    made = plan([spec("a", 10), spec("big", 10_000), spec("b", 10)], 100)
+    assert members(made) == [(2,), (1,), (0,)]
 
 
-@pytest.mark.parametrize("seed", range(20))
+def test_a_group_shares_one_bucket_of_any_size_with_no_one_else():
+    specs = [spec(f"p{i}", 100) for i in range(8)]
+    made = plan(specs, 800, groups=[[0, 3, 7], [5, 4]])
+    # Within it, the order stays; 6 and 2, 1 are not in a group.
+    assert sorted(members(made)) == [(1,), (5, 4), (6, 2), (7, 3, 0)]
+
+
+def test_a_group_of_two_dtypes_has_a_bucket_for_each():
+    specs = [spec("a", 9), spec("b", 9, "float16", itemsize=2), spec("c", 9), spec("d", 9)]
+    assert sorted(members(plan(specs, groups=[[0, 1, 2]]))) == [(1,), (2, 0), (3,)]
+
+
+def test_a_sparse_parameter_is_alone_even_in_a_group():
+    specs = [spec(f"p{i}", 10) for i in range(4)]
+    made = plan(specs, groups=[[1, 2, 3]], sparse_dims={2: 1})
+    assert sorted(members(made)) == [(0,), (2,), (3, 1)]
+    assert {bucket.parameters: bucket.sparse_dims for bucket in made.buckets} == {
+        (0,): 0,
+        (2,): 1,
+        (3, 1): 0,
+    }
+
+
+@pytest.mark.parametrize("seed", range(30))
 def test_every_element_has_one_place(seed):
     rng = random.Random(seed)
     specs = [
-        spec(f"p{i}", rng.randrange(0, 400), dtype=rng.choice(["float32", "float64"]))
+        spec(f"p{i}", rng.randrange(0, 400), dtype=rng.choice(["float32", "int32"]))
         for i in range(rng.randrange(1, 40))
     ]
+    everyone = list(range(len(specs)))
     limit = rng.randrange(1, 3000)
-    made = plan(specs, limit, rng.randrange(1, limit + 1))
+    grouped = rng.sample(everyone, len(everyone) // 3)
+    sparse = {i: 1 for i in everyone if rng.random() < 0.1}
+    made = plan(
+        specs,
+        limit,
+        order=rng.sample(everyone, len(everyone)),
+        groups=[grouped],
+        sparse_dims=sparse,
+    )
     places = [(i, bucket) for bucket in made.buckets for i in bucket.parameters]
-    assert sorted(i for i, _ in places) == list(range(len(specs)))
+    assert sorted(i for i, _ in places) == everyone
     for i, bucket in places:
         assert made.bucket_of[i] == bucket.index
-        assert len(bucket.parameters) == 1 or bucket.elements * 4 <= limit
+        if i in sparse:
+            assert bucket.parameters == (i,)
+        elif i in grouped:
+            same = {j for j in grouped if specs[j].dtype == specs[i].dtype and j not in sparse}
+            assert set(bucket.parameters) == same
+        else:
+            assert len(bucket.parameters) == 1 or bucket.elements * 4 <= limit
     for bucket in made.buckets:
         end = 0
         for i, offset in zip(bucket.parameters, bucket.offsets, strict=True):
@@ -72,16 +124,26 @@ def test_every_element_has_one_place(seed):
 def test_the_digest_tells_plans_apart():
     base = [spec("a", 10), spec("b", 20)]
     others = [
-        [spec("a", 10), spec("b", 21)],
-        [spec("a", 10), spec("c", 20)],
-        [spec("b", 20), spec("a", 10)],
-        [spec("a", 10), spec("b", 20, dtype="float16")],
-        [spec("a", 10)],
+        plan([spec("a", 10), spec("b", 21)]),
+        plan([spec("a", 10), spec("c", 20)]),
+        plan([spec("b", 20), spec("a", 10)]),
+        plan([spec("a", 10), spec("b", 20, dtype="float16")]),
+        plan([spec("a", 10), spec("b", 20, layout="strides [1, 10]")]),
+        plan([spec("a", 10)]),
+        plan(base, 40),
+        plan(base, order=[0, 1]),
+        plan(base, order=[0, 1], groups=[[0]]),
+        plan(base, sparse_dims={0: 1}),
+        plan(base, sparse_dims={0: 2}),
+        plan([ParameterSpec("a", (2, 5), "float32", 4, "cpu"), spec("b", 20)]),
     ]
-    digests = {plan(specs).digest for specs in [base, *others]}
-    assert len(digests) == 6
-    assert plan(base).digest == plan(base).digest
-    assert plan(base, 40, 40).digest != plan(base).digest
+    digests = {made.digest for made in [plan(base), *others]}
+    assert len(digests) == 13
+
+
+def test_equal_plans_have_equal_digests_however_they_came_about():
+    base = [spec("a", 10), spec("b", 20)]
+    assert plan(base).digest == plan(list(base), 30 * MB, order=(1, 0), groups=[[0, 1]]).digest
 
 
 def test_what_a_device_is_called_does_not_enter_the_digest():

@@ -1,136 +1,356 @@
-"""The synchronizer on simulated ranks, with a backend whose gradients are lists of numbers."""
+"""The synchronizer on simulated ranks, with gradients that are numpy arrays."""
 
+import threading
+import time
+import tracemalloc
+
+import numpy as np
 import pytest
 
+from hvdkit.core.accumulation import PassesDiffer, Window
 from hvdkit.core.agreement import RanksDisagree
-from hvdkit.core.bucketing import ParameterSpec, plan
-from hvdkit.core.synchronizer import Synchronizer
+from hvdkit.core.bucketing import ParameterSpec
+from hvdkit.core.compression import BFloat16, Float16, NoCompression
+from hvdkit.core.synchronizer import Reduction, Synchronizer
 from hvdkit.errors import HvdkitError, UsageError
+from tests.core import simulated_ranks
+from tests.core.simulated_framework import NumpyBackend, Rows
 from tests.core.simulated_ranks import on_every_rank
 
 
-class ListBackend:
-    """Sums lists of numbers over simulated ranks; keeps a diary of what was reduced and when."""
-
-    def __init__(self, collectives, specs):
-        self.collectives = collectives
-        self.specs = specs
-        self.gradients = [None] * len(specs)
-        self.allocated = 0
-        self.diary = []
-        self.fail_on_wait = False
-
-    def allocate(self, bucket):
-        self.allocated += 1
-        return [0.0] * bucket.elements
-
-    def pack(self, bucket, buffer):
-        for i, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-            count = self.specs[i].elements
-            buffer[offset : offset + count] = self.gradients[i] or [0.0] * count
-
-    def reduce(self, buffer, name):
-        self.diary.append(name)
-        return buffer, name, list(buffer)
-
-    def wait(self, handle):
-        if self.fail_on_wait:
-            raise RuntimeError("the network is down")
-        buffer, name, packed = handle
-        everyone = self.collectives.exchange(packed, name)
-        buffer[:] = [sum(column) for column in zip(*everyone, strict=True)]
-
-    def unpack(self, bucket, buffer):
-        for i, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-            self.gradients[i] = buffer[offset : offset + self.specs[i].elements]
+def spec(name, *shape, dtype="float64", layout=""):
+    return ParameterSpec(name, shape, dtype, np.dtype(dtype).itemsize, "cpu", layout)
 
 
-SPECS = [ParameterSpec(f"p{i}", (2,), "float64", 8, "cpu") for i in range(4)]
+# Two per bucket.
+SPECS = [spec(f"p{i}", 2) for i in range(4)]
+TWO = 32
+NONE = NoCompression()
 
 
-def make(collectives, specs=SPECS, **options):
-    backend = ListBackend(collectives, specs)
-    two_per_bucket = plan(specs, bucket_bytes=32, first_bucket_bytes=32)
-    return Synchronizer(two_per_bucket, backend, collectives, **options), backend
+def on_ranks(size, function):
+    """What `function` returns on every rank; what one of them raises that it did not expect."""
+    results = on_every_rank(size, function)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
 
 
-def step(synchronizer, backend, gradients):
-    backend.gradients = list(gradients)
-    for i in reversed(range(len(gradients))):
-        if gradients[i] is not None:
+def make(collectives, specs=SPECS, wire_format=NONE, window=None, context=(), batches=False, **how):
+    how = {"bucket_bytes": TWO, "average": False, **how}
+    backend = NumpyBackend(collectives, specs, batches_peaks=batches)
+    reduction = Reduction(wire_format, **how)
+    return Synchronizer(specs, backend, collectives, reduction, window, context), backend
+
+
+def give(backend, value):
+    """Gradients that are `value` everywhere, in new memory."""
+    backend.gradients[:] = [np.full(s.shape, value, s.dtype) for s in backend.specs]
+
+
+def arrive(synchronizer, backend, order=None):
+    """The gradients arrive; how many collectives were in flight after each."""
+    order = reversed(range(len(backend.specs))) if order is None else order
+    before = len(backend.diary)
+    seen = []
+    for i in order:
+        if backend.gradients[i] is not None:
             synchronizer.mark_ready(i)
+            seen.append(len(backend.diary) - before)
+    return seen
+
+
+def step(synchronizer, backend, value, order=None):
+    """One step; the value that all gradients then have."""
+    give(backend, value)
+    arrive(synchronizer, backend, order)
     synchronizer.synchronize()
-    return backend.gradients
+    (found,) = {float(x) for gradient in backend.gradients for x in np.ravel(gradient)}
+    return found
 
 
-def test_every_rank_gets_the_sum():
+def members(synchronizer):
+    return [bucket.parameters for bucket in synchronizer.plan.buckets]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("wire_format", [NONE, Float16(), BFloat16(wire="float32")])
+def test_every_rank_gets_the_sum(size, wire_format):
     def run(collectives):
-        synchronizer, backend = make(collectives)
-        own = float(collectives.rank + 1)
-        return [step(synchronizer, backend, [[own * i, own]] * 4)[3] for i in range(3)]
+        synchronizer, backend = make(collectives, wire_format=wire_format)
+        return [step(synchronizer, backend, (collectives.rank + 1.0) * i) for i in range(5)]
 
-    assert on_every_rank(3, run) == [[[6.0 * i, 6.0] for i in range(3)]] * 3
+    total = size * (size + 1) / 2
+    assert on_ranks(size, run) == [[total * i for i in range(5)]] * size
+
+
+def test_every_element_comes_back_to_its_own_place():
+    specs = [spec("a", 3, 2), spec("b"), spec("c", 0), spec("d", 5, dtype="float32"), spec("e", 4)]
+
+    def run(collectives):
+        synchronizer, backend = make(collectives, specs, average=True)
+        for k in range(3):
+            numbers = np.arange(17.0) + 100 * k
+            for i, s in enumerate(specs):
+                own = numbers[3 * i : 3 * i + s.elements].reshape(s.shape)
+                backend.gradients[i] = ((collectives.rank + 1) * own).astype(s.dtype)
+            arrive(synchronizer, backend)
+            synchronizer.synchronize()
+            for i, s in enumerate(specs):
+                own = numbers[3 * i : 3 * i + s.elements].reshape(s.shape)
+                assert backend.gradients[i] == pytest.approx(2 * own, rel=1e-6)
+                assert (backend.gradients[i].shape, backend.gradients[i].dtype) == (
+                    s.shape,
+                    s.dtype,
+                )
+
+    on_ranks(3, run)
+
+
+@pytest.mark.parametrize("wire_format", [NONE, Float16(), BFloat16(wire="float32")])
+@pytest.mark.parametrize("predivide", [None, 1.0, 4.0])
+def test_the_average_is_the_same_wherever_it_is_divided(wire_format, predivide):
+    def run(collectives):
+        synchronizer, backend = make(
+            collectives, wire_format=wire_format, average=True, predivide=predivide
+        )
+        return [step(synchronizer, backend, 8.0 * collectives.rank) for _ in range(3)]
+
+    assert on_ranks(4, run) == [[12.0] * 3] * 4
+
+
+def test_a_predivision_happens_before_the_sum():
+    def run(collectives):
+        sent = []
+        for predivide in (None, 1.0, 8.0):
+            synchronizer, backend = make(collectives, average=True, predivide=predivide)
+            step(synchronizer, backend, 16.0)
+            sent += {float(x) for buffer in backend.sent.values() for x in buffer}
+        return sent
+
+    assert on_ranks(2, run) == [[8.0, 16.0, 2.0]] * 2
+
+
+def test_a_window_of_passes_is_averaged_and_a_cut_one_over_what_it_has():
+    def run(collectives):
+        window = Window(4)
+        synchronizer, backend = make(collectives, window=window, average=True)
+
+        def accumulate(passes):
+            for _ in range(passes):
+                window.arrival()
+                window.end_pass()
+
+        accumulate(4)
+        results = [step(synchronizer, backend, 12.0)]
+        window.close()
+        accumulate(3)
+        window.cut(collectives)
+        results.append(step(synchronizer, backend, 12.0))
+        return results
+
+    assert on_ranks(2, run) == [[3.0, 4.0]] * 2
 
 
 def test_a_gradient_that_a_rank_does_not_have_counts_as_zeros():
     def run(collectives):
         synchronizer, backend = make(collectives)
-        last = [5.0, 5.0] if collectives.rank == 0 else None
-        return step(synchronizer, backend, [[1.0, 1.0]] * 3 + [last])
+        for _ in range(2):
+            give(backend, 1.0)
+            if collectives.rank:
+                backend.gradients[3] = None
+            arrive(synchronizer, backend)
+            synchronizer.synchronize()
+        return [gradient.tolist() for gradient in backend.gradients]
 
-    assert on_every_rank(2, run) == [[[2.0, 2.0]] * 3 + [[5.0, 5.0]]] * 2
+    assert on_ranks(2, run) == [[[2.0, 2.0]] * 3 + [[1.0, 1.0]]] * 2
+
+
+def test_a_rank_without_any_gradients_takes_part():
+    def run(collectives):
+        synchronizer, backend = make(collectives)
+        for _ in range(2):
+            backend.gradients[:] = [None] * 4
+            if collectives.rank:
+                give(backend, 5.0)
+            arrive(synchronizer, backend)
+            synchronizer.synchronize()
+        return [gradient.tolist() for gradient in backend.gradients]
+
+    assert on_ranks(2, run) == [[[5.0, 5.0]] * 4] * 2
 
 
 def test_a_full_bucket_is_reduced_during_the_backward_pass():
     def run(collectives):
         synchronizer, backend = make(collectives)
-        step(synchronizer, backend, [[1.0, 1.0]] * 4)
-        backend.diary.clear()
-        backend.gradients = [[1.0, 1.0]] * 4
-        seen = []
-        for i in (3, 2, 1, 0):
-            synchronizer.mark_ready(i)
-            seen.append(len(backend.diary))
+        step(synchronizer, backend, 1.0)
+        give(backend, 1.0)
+        seen = arrive(synchronizer, backend)
         synchronizer.synchronize()
-        return seen, backend.allocated
+        return seen, len(backend.diary), backend.memories
 
-    # The buffers of the first step are used again.
-    assert on_every_rank(2, run) == [([0, 1, 1, 2], 2)] * 2
+    # The memory of the first step is used again.
+    assert on_ranks(2, run) == [([0, 1, 1, 2], 4, 2)] * 2
 
 
 def test_nothing_is_reduced_before_the_ranks_have_agreed():
     def run(collectives):
         synchronizer, backend = make(collectives)
-        backend.gradients = [[1.0, 1.0]] * 4
-        for i in (3, 2, 1, 0):
-            synchronizer.mark_ready(i)
-        before = list(backend.diary)
+        assert synchronizer.plan is None
+        give(backend, 1.0)
+        seen = arrive(synchronizer, backend)
+        named = list(collectives.names)
         synchronizer.synchronize()
-        return before, collectives.names[0]
+        return seen, named, collectives.names[:2]
 
-    assert on_every_rank(2, run) == [([], "hvdkit.agreement")] * 2
+    names = ["hvdkit.agreement.in_flight", "hvdkit.agreement"]
+    assert on_ranks(2, run) == [([0] * 4, [], names)] * 2
+
+
+def test_an_agreed_step_costs_no_collective_but_the_buckets():
+    def run(collectives):
+        synchronizer, backend = make(collectives)
+        step(synchronizer, backend, 1.0)
+        before = len(collectives.names)
+        step(synchronizer, backend, 1.0)
+        return len(collectives.names) - before
+
+    assert on_ranks(2, run) == [0, 0]
+
+
+def test_buckets_follow_the_order_in_which_gradients_arrive():
+    def run(collectives):
+        synchronizer, backend = make(collectives)
+        step(synchronizer, backend, 1.0, order=[1, 3, 0, 2])
+        give(backend, 1.0)
+        seen = arrive(synchronizer, backend, order=[1, 3, 0, 2])
+        synchronizer.synchronize()
+        return members(synchronizer), seen
+
+    assert on_ranks(2, run) == [([(1, 3), (0, 2)], [0, 1, 1, 2])] * 2
+
+
+def test_ranks_whose_gradients_arrive_in_different_orders_share_the_mean_one():
+    orders = [[0, 1, 2, 3], [1, 0, 2, 3], [2, 0, 1, 3]]  # mean places: 2/3, 1, 4/3, 3
+
+    def run(collectives):
+        synchronizer, backend = make(collectives)
+        order = orders[collectives.rank]
+        results = [step(synchronizer, backend, 1.0, order) for _ in range(2)]
+        return members(synchronizer), synchronizer.plan.digest, results
+
+    first, *others = on_ranks(3, run)
+    assert first[0] == [(0, 1), (2, 3)]
+    assert first[2] == [3.0, 3.0]
+    assert others == [first] * 2
+
+
+def test_gradients_with_the_same_mean_place_go_as_in_a_backward_pass():
+    def run(collectives):
+        synchronizer, backend = make(collectives)
+        order = [0, 3, 1, 2] if collectives.rank else [3, 0, 2, 1]
+        step(synchronizer, backend, 1.0, order)
+        return members(synchronizer)
+
+    assert on_ranks(2, run) == [[(3, 0), (2, 1)]] * 2
+
+
+def test_gradients_that_did_not_arrive_come_last_as_a_backward_pass_goes():
+    def run(collectives):
+        synchronizer, backend = make(collectives)
+        give(backend, 1.0)
+        arrive(synchronizer, backend, order=[1])
+        synchronizer.synchronize()
+        return members(synchronizer)
+
+    assert on_ranks(2, run) == [[(1, 3), (2, 0)]] * 2
+
+
+def test_without_any_arrival_buckets_go_as_a_backward_pass_does():
+    def run(collectives):
+        synchronizer, _ = make(collectives)
+        synchronizer.synchronize()
+        return members(synchronizer)
+
+    assert on_ranks(2, run) == [[(3, 2), (1, 0)]] * 2
 
 
 def test_ranks_agree_anew_when_horovod_has_been_initialised_anew():
     def run(collectives):
         synchronizer, backend = make(collectives)
-        step(synchronizer, backend, [[1.0, 1.0]] * 4)
+        step(synchronizer, backend, 1.0, order=[0, 1, 2, 3])
+        names = set(backend.diary)
         collectives.generation += 1
-        step(synchronizer, backend, [[1.0, 1.0]] * 4)
-        return collectives.names.count("hvdkit.agreement")
+        give(backend, 2.0)
+        seen = arrive(synchronizer, backend, order=[3, 1, 2, 0])
+        assert seen == [0] * 4
+        synchronizer.synchronize()
+        assert backend.gradients[0].tolist() == [4.0, 4.0]
+        assert not names & set(backend.diary[2:])
+        assert step(synchronizer, backend, 3.0) == 6.0
+        return collectives.names.count("hvdkit.agreement"), members(synchronizer)
 
-    assert on_every_rank(2, run) == [2, 2]
+    assert on_ranks(2, run) == [(2, [(3, 1), (2, 0)])] * 2
 
 
-def test_different_plans_fail_on_every_rank_before_anything_is_reduced():
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"wire_format": Float16()}, "compression"),
+        ({"average": True}, "op"),
+        ({"predivide": 2.0}, "gradient_predivide_factor"),
+        ({"passes": 2}, "backward passes per step"),
+        ({"bucket_bytes": 64}, "bucket_bytes"),
+        ({"groups": [[0, 1]]}, "groups"),
+        ({"sparse_as_dense": True}, "sparse_as_dense"),
+        ({"find_unused": True}, "find_unused_parameters"),
+        ({"window": Window(2)}, "accumulation_steps"),
+        ({"context": ["optimizer: Adam"]}, "optimizer: Adam"),
+        ({"specs": [*SPECS[:3], spec("p3", 3)]}, "'p3'"),
+        ({"specs": [*SPECS[:3], spec("p3", 2, dtype="float32")]}, "'p3', float32"),
+        ({"specs": [*SPECS[:3], spec("p3", 2, layout="strides [7]")]}, r"strides \[7\]"),
+        ({"specs": [*SPECS[:3], spec("q", 2)]}, "'q'"),
+        ({"specs": SPECS[:3]}, "nothing more"),
+    ],
+)
+def test_ranks_that_differ_fail_on_all_of_them_before_anything_is_reduced(setting, words):
     def run(collectives):
-        specs = SPECS if collectives.rank else [*SPECS[:3], ParameterSpec("p3", (3,), "x", 8, "")]
-        synchronizer, backend = make(collectives, specs)
-        with pytest.raises(RanksDisagree, match="'p3'"):
-            step(synchronizer, backend, [[1.0] * spec.elements for spec in specs])
-        return backend.diary
+        synchronizer, backend = make(collectives, **(setting if collectives.rank == 1 else {}))
+        give(backend, 1.0)
+        arrive(synchronizer, backend)
+        with pytest.raises(RanksDisagree, match=words):
+            synchronizer.synchronize()
+        return backend.diary, [gradient.tolist() for gradient in backend.gradients[:3]]
 
-    assert on_every_rank(3, run) == [[]] * 3
+    assert on_ranks(3, run) == [([], [[1.0, 1.0]] * 3)] * 3
+
+
+@pytest.mark.parametrize("agreed", [False, True])
+def test_ranks_that_made_different_numbers_of_passes_fail_on_all_of_them(agreed):
+    def run(collectives):
+        synchronizer, backend = make(collectives, passes=2)
+
+        def passes(count):
+            give(backend, 1.0)
+            for _ in range(count):
+                arrive(synchronizer, backend)
+
+        if agreed:
+            passes(2)
+            synchronizer.synchronize()
+        reduced = len(backend.diary)
+        passes(2 - collectives.rank)
+        with pytest.raises(PassesDiffer, match="rank 0: 2, rank 1: 1"):
+            synchronizer.synchronize()
+        if collectives.rank or not agreed:
+            assert len(backend.diary) == reduced
+        # All have stopped and may go on together.
+        passes(2)
+        synchronizer.synchronize()
+        return [gradient.tolist() for gradient in backend.gradients]
+
+    assert on_ranks(2, run) == [[[2.0, 2.0]] * 4] * 2
 
 
 def test_names_are_the_same_on_all_ranks_and_different_between_synchronizers():
@@ -140,75 +360,535 @@ def test_names_are_the_same_on_all_ranks_and_different_between_synchronizers():
         names = []
         for _ in range(2):
             synchronizer, backend = make(collectives)
-            step(synchronizer, backend, [[1.0, 1.0]] * 4)
+            step(synchronizer, backend, 1.0)
             names += backend.diary
         return names
 
-    results = on_every_rank(3, run)
+    results = on_ranks(3, run)
     assert results[0] == results[1] == results[2]
     assert len(set(results[0])) == 4
     assert all(name.startswith("hvdkit.") for name in results[0])
 
 
+def test_two_synchronizers_may_have_buckets_in_flight_at_once():
+    def run(collectives):
+        pair = [make(collectives) for _ in range(2)]
+        for synchronizer, backend in pair:
+            step(synchronizer, backend, 1.0)
+        for value, (synchronizer, backend) in enumerate(pair, 1):
+            give(backend, value)
+            arrive(synchronizer, backend)
+        for synchronizer, _ in reversed(pair):
+            synchronizer.synchronize()
+        return [backend.gradients[0].tolist() for _, backend in pair]
+
+    assert on_ranks(2, run) == [[[2.0, 2.0], [4.0, 4.0]]] * 2
+
+
 def test_a_gradient_is_ready_after_the_last_pass():
     def run(collectives):
         synchronizer, backend = make(collectives, passes=2)
+        seen = []
         for _ in range(2):
-            backend.gradients = [[1.0, 1.0]] * 4
-            seen = []
-            for _ in range(2):
-                for i in range(4):
-                    synchronizer.mark_ready(i)
-                seen.append(len(backend.diary))
+            give(backend, 1.0)
+            seen.append([arrive(synchronizer, backend)[-1] for _ in range(2)])
             assert synchronizer.pending
             synchronizer.synchronize()
             assert not synchronizer.pending
         return seen
 
-    # Of the second step: the first one's two buckets, then two more with the last pass.
-    assert on_every_rank(2, run) == [[2, 4]] * 2
+    assert on_ranks(2, run) == [[[0, 0], [0, 2]]] * 2
 
 
 def test_a_gradient_that_arrives_too_often_is_an_error():
     def run(collectives):
         synchronizer, _ = make(collectives)
         synchronizer.mark_ready(1)
-        synchronizer.mark_ready(1)
+        with pytest.raises(HvdkitError, match="'p1' arrived 2 times"):
+            synchronizer.mark_ready(1)
+        synchronizer.set_passes(2)
+        for _ in range(2):
+            synchronizer.mark_ready(1)
+        with pytest.raises(HvdkitError, match="'p1' arrived 3 times"):
+            synchronizer.mark_ready(1)
 
-    (error,) = on_every_rank(1, run)
-    assert isinstance(error, HvdkitError)
-    assert "'p1' arrived 2 times" in str(error)
+    on_ranks(1, run)
+
+
+def test_a_local_gradient_is_refused_only_once_its_parameter_is_on_its_way():
+    def run(collectives):
+        synchronizer, _ = make(collectives, passes=2)
+        synchronizer.check_local(1)
+        synchronizer.mark_ready(1)
+        synchronizer.check_local(1)
+        synchronizer.mark_ready(1)
+        synchronizer.check_local(0)
+        with pytest.raises(HvdkitError, match="'p1'"):
+            synchronizer.check_local(1)
+        assert not make(collectives)[0].pending
+
+    on_ranks(1, run)
+
+
+@pytest.mark.parametrize("find_unused", [True, False])
+def test_parameters_that_no_rank_uses_keep_no_gradient_if_asked(find_unused):
+    def run(collectives):
+        synchronizer, backend = make(collectives, find_unused=find_unused)
+        results = []
+        for unused in (3, 0):
+            give(backend, 1.0)
+            backend.gradients[unused] = None
+            if collectives.rank:
+                backend.gradients[2] = None
+            arrive(synchronizer, backend)
+            synchronizer.synchronize()
+            results.append([None if g is None else g[0] for g in backend.gradients])
+        return results
+
+    nothing = None if find_unused else 0.0
+    expected = [[2.0, 2.0, 1.0, nothing], [nothing, 2.0, 1.0, 2.0]]
+    assert on_ranks(2, run) == [expected] * 2
 
 
 def test_reset_begins_a_new_step():
     def run(collectives):
         synchronizer, backend = make(collectives)
-        step(synchronizer, backend, [[1.0, 1.0]] * 4)
-        for i in (3, 2, 1):
-            synchronizer.mark_ready(i)
+        step(synchronizer, backend, 1.0)
+        synchronizer.mark_ready(3)
+        assert synchronizer.pending
         synchronizer.reset()
         assert not synchronizer.pending
-        for i in range(4):
-            synchronizer.mark_ready(i)
-        return True
+        result = step(synchronizer, backend, 3.0)
+        # Nothing was in flight here, but that other ranks cannot know: new memory and names.
+        assert not set(backend.diary[:2]) & set(backend.diary[2:])
+        return result, backend.memories, len(set(backend.diary))
 
-    assert on_every_rank(1, run) == [True]
+    assert on_ranks(2, run) == [(6.0, 4, 4)] * 2
 
 
-def test_after_a_failed_collective_a_new_step_works_with_new_buffers():
+def test_what_is_in_flight_at_a_reset_does_not_reach_later_gradients():
     def run(collectives):
         synchronizer, backend = make(collectives)
-        step(synchronizer, backend, [[1.0, 1.0]] * 4)
+        step(synchronizer, backend, 1.0)
+        collectives.group.held = True
+        give(backend, 100.0)
+        arrive(synchronizer, backend)
+        left = list(backend.gradients)
+        synchronizer.reset()
+        collectives.group.release()
+        give(backend, 3.0)
+        arrive(synchronizer, backend)
+        for gradient in left:
+            gradient[:] = -1.0  # as a collective that ends late would
+        synchronizer.synchronize()
+        return [gradient.tolist() for gradient in backend.gradients]
+
+    assert on_ranks(1, run) == [[[3.0, 3.0]] * 4]
+
+
+@pytest.mark.parametrize("wire_format", [NONE, Float16()])
+def test_a_step_after_a_reset_does_not_collide_with_what_is_still_in_flight(wire_format):
+    def run(collectives):
+        synchronizer, backend = make(collectives, wire_format=wire_format)
+        step(synchronizer, backend, 1.0)
+        names = set(backend.diary)
+        collectives.group.held = True
+        collectives.exchange(None, "all hold")
+        for value in (100.0, 200.0):
+            give(backend, value)
+            arrive(synchronizer, backend)
+            synchronizer.reset()
+        give(backend, 3.0)
+        arrive(synchronizer, backend)
+        collectives.exchange(None, "all have begun")
+        assert len(set(backend.diary[2:])) == 6, "names that are in flight twice"
+        collectives.group.release()
+        synchronizer.synchronize()
+        result = [gradient.tolist() for gradient in backend.gradients]
+        assert step(synchronizer, backend, 5.0) == 10.0
+        # From then on names are the same in every step.
+        assert backend.diary[-2:] == backend.diary[6:8]
+        return result, len(names)
+
+    assert on_ranks(2, run) == [([[6.0, 6.0]] * 4, 2)] * 2
+
+
+def test_a_reset_between_steps_keeps_the_names():
+    def run(collectives):
+        synchronizer, backend = make(collectives)
+        for _ in range(3):
+            step(synchronizer, backend, 1.0)
+            synchronizer.reset()
+        return len(backend.diary), len(set(backend.diary))
+
+    assert on_ranks(2, run) == [(6, 2)] * 2
+
+
+def test_a_generation_that_changes_between_a_backward_pass_and_its_step_is_an_error():
+    def run(collectives):
+        synchronizer, backend = make(collectives)
+        step(synchronizer, backend, 1.0, order=[0, 1, 2, 3])
+        give(backend, 2.0)
+        arrive(synchronizer, backend, order=[0, 1])
+        collectives.generation += 1
+        arrive(synchronizer, backend, order=[2, 3])
+        agreements = collectives.names.count("hvdkit.agreement")
+        with pytest.raises(HvdkitError, match=r"between a backward pass and its step.*zero_grad"):
+            synchronizer.synchronize()
+        assert collectives.names.count("hvdkit.agreement") == agreements
+        assert not synchronizer.pending
+        # The backward pass is repeated, also where zero_grad() has not been called.
+        first = step(synchronizer, backend, 3.0)
+        # And a reset in time is enough.
+        arrive(synchronizer, backend)
+        collectives.generation += 1
+        synchronizer.reset()
+        return first, step(synchronizer, backend, 4.0)
+
+    assert on_ranks(2, run) == [(6.0, 8.0)] * 2
+
+
+def test_a_generation_that_changes_while_nothing_is_in_flight_costs_nothing_but_an_agreement():
+    def run(collectives):
+        synchronizer, backend = make(collectives)
+        step(synchronizer, backend, 1.0)
+        give(backend, 2.0)
+        synchronizer.mark_ready(3)
+        collectives.generation += 1
+        arrive(synchronizer, backend, order=[2, 1, 0])
+        synchronizer.synchronize()
+        return backend.gradients[0].tolist(), collectives.names.count("hvdkit.agreement")
+
+    assert on_ranks(2, run) == [([4.0, 4.0], 2)] * 2
+
+
+def test_a_reset_is_the_same_to_all_ranks_whatever_they_have_in_flight(monkeypatch):
+    monkeypatch.setattr(simulated_ranks, "_PATIENCE", 1.0)
+
+    def run(collectives):
+        synchronizer, backend = make(collectives)
+        step(synchronizer, backend, 1.0)
+        give(backend, 100.0)
+        # Rank 1 has not used what would fill a bucket.
+        arrive(synchronizer, backend, [3] if collectives.rank else None)
+        synchronizer.reset()
+        return step(synchronizer, backend, 3.0)
+
+    assert on_ranks(2, run) == [6.0, 6.0]
+
+
+def test_a_generation_that_changes_is_an_error_on_all_ranks_or_on_none(monkeypatch):
+    monkeypatch.setattr(simulated_ranks, "_PATIENCE", 1.0)
+
+    def run(collectives):
+        synchronizer, backend = make(collectives)
+        step(synchronizer, backend, 1.0)
+        give(backend, 100.0)
+        arrive(synchronizer, backend, [3] if collectives.rank else None)
+        collectives.generation += 1
+        with pytest.raises(HvdkitError, match="between a backward pass and its step"):
+            synchronizer.synchronize()
+        return step(synchronizer, backend, 3.0)
+
+    assert on_ranks(2, run) == [6.0, 6.0]
+
+
+def test_after_a_failed_collective_the_ranks_agree_anew_in_new_memory():
+    def run(collectives):
+        synchronizer, backend = make(collectives)
+        step(synchronizer, backend, 1.0)
         backend.fail_on_wait = True
+        give(backend, 2.0)
+        arrive(synchronizer, backend)
+        left = list(backend.gradients)
         with pytest.raises(RuntimeError, match="network"):
-            step(synchronizer, backend, [[2.0, 2.0]] * 4)
+            synchronizer.synchronize()
+        assert not synchronizer.pending
         backend.fail_on_wait = False
-        return step(synchronizer, backend, [[3.0, 3.0]] * 4), backend.allocated
+        give(backend, 3.0)
+        arrive(synchronizer, backend)
+        assert len(backend.diary) == 4, "begun before the ranks have agreed anew"
+        synchronizer.synchronize()
+        for gradient in left:
+            gradient[:] = -1.0  # as a collective that ends late would
+        assert not set(backend.diary[:4]) & set(backend.diary[4:])
+        return backend.gradients[0].tolist(), collectives.names.count("hvdkit.agreement")
 
-    assert on_every_rank(2, run) == [([[6.0, 6.0]] * 4, 4)] * 2
+    assert on_ranks(2, run) == [([6.0, 6.0], 2)] * 2
 
 
-@pytest.mark.parametrize("passes", [0, -1])
-def test_passes_below_one_are_refused(passes):
-    (error,) = on_every_rank(1, lambda c: make(c, passes=passes))
-    assert isinstance(error, UsageError)
+def table_rows(rank):
+    """Rows 0 and the rank's own, and its own twice, of a table of 5 by 2."""
+    return Rows(np.array([0, rank + 1, rank + 1]), np.full((3, 2), rank + 1.0))
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_rows_of_a_sparse_gradient_are_gathered_or_reduced_as_dense(sparse_as_dense):
+    specs = [SPECS[0], spec("table", 5, 2), SPECS[1]]
+
+    def run(collectives):
+        synchronizer, backend = make(
+            collectives, specs, average=True, sparse_as_dense=sparse_as_dense, bucket_bytes=1000
+        )
+        results = []
+        for _ in range(2):
+            give(backend, 1.0)
+            backend.gradients[1] = table_rows(collectives.rank)
+            arrive(synchronizer, backend)
+            synchronizer.synchronize()
+            gradient = backend.gradients[1]
+            assert isinstance(gradient, Rows) != sparse_as_dense
+            results.append(gradient.dense((5, 2)) if isinstance(gradient, Rows) else gradient)
+        return np.array(results), sorted(members(synchronizer))
+
+    whole = sum(table_rows(rank).dense((5, 2)) for rank in range(3)) / 3
+    for results, plan in on_ranks(3, run):
+        assert results == pytest.approx(np.array([whole, whole]))
+        assert plan == ([(2, 1, 0)] if sparse_as_dense else [(1,), (2, 0)])
+
+
+def test_a_gradient_that_is_sparse_on_one_rank_only_is_gathered():
+    specs = [SPECS[0], spec("table", 5, 2)]
+
+    def run(collectives):
+        synchronizer, backend = make(collectives, specs)
+        give(backend, 1.0)
+        backend.gradients[1] = table_rows(1) if collectives.rank == 1 else None
+        arrive(synchronizer, backend)
+        synchronizer.synchronize()
+        return backend.gradients[1].dense((5, 2)).tolist()
+
+    assert on_ranks(2, run) == [table_rows(1).dense((5, 2)).tolist()] * 2
+
+
+def test_a_format_that_wants_single_tensors_gets_them():
+    class Single(NoCompression):
+        tensor_by_tensor = True
+
+    def run(collectives):
+        synchronizer, backend = make(collectives, wire_format=Single(), groups=[[0, 1, 2]])
+        return step(synchronizer, backend, 1.0), members(synchronizer)
+
+    assert on_ranks(2, run) == [(2.0, [(3,), (2,), (1,), (0,)])] * 2
+
+
+def test_groups_travel_together():
+    def run(collectives):
+        synchronizer, backend = make(collectives, groups=[[0, 2, 3]])
+        return step(synchronizer, backend, 1.0), sorted(members(synchronizer))
+
+    assert on_ranks(2, run) == [(2.0, [(1,), (3, 2, 0)])] * 2
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_buckets_that_overflow_are_reduced_again_under_other_names(batches):
+    def run(collectives):
+        synchronizer, backend = make(
+            collectives, wire_format=Float16(), batches=batches, average=True
+        )
+        for _ in range(3):
+            step(synchronizer, backend, 1.0)
+        before = len(backend.diary)
+        assert step(synchronizer, backend, 1e9) == 1e9
+        names = backend.diary[before:]
+        assert step(synchronizer, backend, 1.0) == 1.0
+        return names
+
+    results = on_ranks(2, run)
+    assert len(set(results[0])) == 4
+    assert sorted(results[0]) == sorted(results[1])
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_all_buckets_scales_are_agreed_on_by_one_small_collective_in_every_step(batches):
+    specs = [spec(f"p{i}", 2) for i in range(12)]
+
+    def run(collectives):
+        synchronizer, backend = make(collectives, specs, wire_format=Float16(), batches=batches)
+        asked = []
+        whole = collectives.max
+
+        def listen(values, name):
+            if name.endswith(".largest"):
+                asked[-1].append(len(values))
+            return whole(values, name)
+
+        collectives.max = listen
+        # 1e9 is repeated, 0.0 has no magnitude.
+        for value in (1.0, 1.0, 1e9, 1.0, 1.0, 0.0, 0.0, 1.0):
+            asked.append([])
+            step(synchronizer, backend, value)
+        assert len(synchronizer.plan.buckets) == 6
+        return asked
+
+    assert on_ranks(2, run) == [[[6]] * 8] * 2
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_a_bucket_with_an_infinity_has_no_magnitude_to_agree_on(batches):
+    def run(collectives):
+        synchronizer, backend = make(collectives, wire_format=Float16(), batches=batches)
+        asked = []
+        for number in range(1, 7):
+            give(backend, 1.0)
+            if collectives.rank and number in (1, 4):
+                backend.gradients[0][1] = np.inf
+            elif collectives.rank and number == 5:
+                for gradient in backend.gradients:
+                    gradient[1] = np.inf
+            arrive(synchronizer, backend)
+            before = len(collectives.names)
+            synchronizer.synchronize()
+            asked.append(sum(name.endswith(".largest") for name in collectives.names[before:]))
+            infinite = [bool(np.isinf(gradient).any()) for gradient in backend.gradients]
+            assert infinite == [number in (1, 4, 5), *[number == 5] * 3]
+            finite = np.concatenate(backend.gradients)
+            assert (finite[np.isfinite(finite)] == 2.0).all()
+        return asked
+
+    assert on_ranks(2, run) == [[1, 1, 1, 1, 0, 1]] * 2
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_only_one_bucket_at_a_time_has_memory_for_a_repetition(batches):
+    specs = [spec(f"p{i}", 4, dtype="float32") for i in range(24)]
+
+    def run(collectives):
+        synchronizer, backend = make(collectives, specs, Float16(), batches=batches)
+        for _ in range(3):
+            step(synchronizer, backend, 1.0)
+        assert len(synchronizer.plan.buckets) == 12
+        backend.temporaries.most = 0
+        assert step(synchronizer, backend, 1e9) == 2e9
+        return backend.temporaries.most
+
+    assert on_ranks(2, run) == [1, 1]
+
+
+@pytest.mark.parametrize("batches", [False, True])
+@pytest.mark.parametrize("wire_format", [NONE, Float16()])
+def test_few_buckets_are_in_flight_at_once_in_the_first_step(wire_format, batches):
+    specs = [spec(f"p{i}", 4, dtype="float32") for i in range(24)]
+
+    def run(collectives):
+        synchronizer, backend = make(collectives, specs, wire_format, batches=batches)
+        begin, wait, flying, most = backend.sum, backend.wait, [], []
+
+        def count_up(buffer, name):
+            flying.append(name)
+            most.append(len(flying))
+            return begin(buffer, name)
+
+        def count_down(handle):
+            flying.remove(handle.name)
+            return wait(handle)
+
+        backend.sum, backend.wait = count_up, count_down
+        assert step(synchronizer, backend, 3.0) == 6.0
+        assert len(synchronizer.plan.buckets) == 12
+        assert not flying
+        return max(most), backend.temporaries.most
+
+    # The one that is waited for, and four.
+    assert on_ranks(2, run) == [(5, 0 if wire_format is NONE else 5)] * 2
+
+
+def test_some_buckets_may_overflow_and_others_not():
+    def run(collectives):
+        synchronizer, backend = make(collectives, wire_format=Float16())
+        for _ in range(3):
+            step(synchronizer, backend, 1.0)
+        before = len(backend.diary)
+        give(backend, 1.0)
+        backend.gradients[0][1] = 1e9 if collectives.rank else 0.0
+        arrive(synchronizer, backend)
+        synchronizer.synchronize()
+        return len(backend.diary) - before, [gradient.tolist() for gradient in backend.gradients]
+
+    assert on_ranks(2, run) == [(3, [[2.0, 1e9], *[[2.0, 2.0]] * 3])] * 2
+
+
+def test_gradients_may_arrive_in_several_threads():
+    specs = [spec(f"p{i}", 2) for i in range(16)]
+
+    def run(collectives):
+        synchronizer, backend = make(collectives, specs, bucket_bytes=16)
+        begin, inside, most = backend.sum, [], []
+
+        def one_at_a_time(buffer, name):
+            inside.append(name)
+            time.sleep(0.001)
+            most.append(len(inside))
+            inside.remove(name)
+            return begin(buffer, name)
+
+        backend.sum = one_at_a_time
+        for _ in range(3):
+            give(backend, 1.0)
+            threads = [
+                threading.Thread(target=arrive, args=(synchronizer, backend, order))
+                for order in (range(0, 16, 2), range(15, 0, -2))
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            synchronizer.synchronize()
+            assert all(gradient.tolist() == [2.0, 2.0] for gradient in backend.gradients)
+        return len(set(backend.diary)), len(backend.diary), max(most)
+
+    assert on_ranks(2, run) == [(16, 3 * 16, 1)] * 2
+
+
+@pytest.mark.parametrize("wire_format", [NONE, Float16()])
+def test_many_steps_leave_nothing_behind(wire_format):
+    def run(collectives):
+        synchronizer, backend = make(collectives, wire_format=wire_format, find_unused=True)
+
+        def held():
+            snapshot = tracemalloc.take_snapshot()
+            core = snapshot.filter_traces([tracemalloc.Filter(True, "*/hvdkit/core/*")])
+            return sum(trace.size for trace in core.traces)
+
+        def steps(count):
+            for k in range(count):
+                step(synchronizer, backend, 10.0 ** (k % 7))
+            # Names that are kept here are not what is looked for.
+            for kept in (backend.diary, backend.sent, collectives.names):
+                kept.clear()
+            collectives.group.slots.clear()
+
+        steps(30)
+        before = held()
+        steps(100)
+        return held() - before
+
+    tracemalloc.start()
+    try:
+        (growth,) = on_ranks(1, run)
+    finally:
+        tracemalloc.stop()
+    assert growth < 2000
+
+
+def test_a_model_without_parameters_synchronizes():
+    def run(collectives):
+        synchronizer, backend = make(collectives, specs=[], passes=2)
+        synchronizer.synchronize()
+        return backend.diary
+
+    assert on_ranks(2, run) == [[], []]
+
+
+def test_what_makes_no_sense_is_refused_before_anything_is_communicated():
+    def run(collectives):
+        for passes in (0, -1, 1.5):
+            with pytest.raises(UsageError, match="passes"):
+                make(collectives, passes=passes)
+        with pytest.raises(UsageError, match="at least 1"):
+            make(collectives, bucket_bytes=0)
+        with pytest.raises(UsageError, match="'p0'"):
+            make(collectives, specs=[SPECS[0], SPECS[0]])
+        return collectives.names
+
+    assert on_ranks(1, run) == [[]]

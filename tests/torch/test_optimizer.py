@@ -76,12 +76,10 @@ def test_operations_that_make_no_gradient_are_refused(hvd):
             hvd.DistributedOptimizer(sgd(nn.Linear(3, 2)), op=op)
 
 
-def test_a_predivide_factor_needs_an_average_and_no_groups(hvd):
+def test_a_predivide_factor_needs_an_average(hvd):
     model = nn.Linear(3, 2)
     with pytest.raises(UsageError, match=r"expected op=hvd\.Average"):
         hvd.DistributedOptimizer(sgd(model), op=hvd.Sum, gradient_predivide_factor=2.0)
-    with pytest.raises(UsageError, match="would ignore the factor"):
-        hvd.DistributedOptimizer(sgd(model), groups=2, gradient_predivide_factor=2.0)
     with pytest.raises(UsageError, match="expected more than 0"):
         hvd.DistributedOptimizer(sgd(model), gradient_predivide_factor=0.0)
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import horovod.torch
 import numpy as np
@@ -266,6 +267,7 @@ def test_horovods_optimizer_takes_set_to_none(hvd):
 
 FUSED = """
 import sys
+import time
 import torch
 import horovod.torch as hvd
 
@@ -319,6 +321,32 @@ def test_hvdkit_names_are_never_fused(tmp_path):
         f"allreduce.plain.{i}" for i in range(4)
     }
     assert not {name for name in copied if "hvdkit" in name}
+
+
+def test_an_idle_rank_wakes_up_seldom(tmp_path):
+    timeline = tmp_path / "timeline.json"
+    program = "import time, horovod.torch as hvd; hvd.init(); time.sleep(4); hvd.shutdown()"
+    group = start_ranks_of(
+        Configuration("torch", "gloo", 2),
+        [sys.executable, "-c", program],
+        {
+            "HOROVOD_TIMELINE": str(timeline),
+            "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+            "HOROVOD_CYCLE_TIME": "20",
+        },
+    )
+    group.wait(timeout=90)
+    cycles = timeline.read_text().count("CYCLE_START")
+    # 40 of 100 ms each; without the fix 200 of 20 ms.
+    assert 5 < cycles < 80
+
+
+def test_a_rank_that_waits_leaves_its_core_alone(hvd):
+    if hvd.rank() == 0:
+        time.sleep(1.0)
+    before = time.thread_time()
+    hvd.allreduce(torch.ones(1), name="late")
+    assert time.thread_time() - before < 0.3
 
 
 @pytest.mark.parametrize("controller", ["gloo", "mpi"])

@@ -98,3 +98,25 @@ print("trained", flush=True)
     assert 0 in caught.value.failed
     assert not caught.value.timed_out
     assert "trained" in caught.value.results[1].output
+
+
+@pytest.mark.parametrize("configuration", BOTH, ids=str)
+def test_a_gather_while_a_rank_has_joined(configuration):
+    """An error, as Horovod means it to be, also when ranks remember the gather."""
+    code = """
+for _ in range(3):
+    hvd.allgather(torch.ones(2), name="rows")
+if hvd.rank() == 0:
+    hvd.join()
+else:
+    for _ in range(2):
+        try:
+            hvd.allgather(torch.ones(2), name="rows")
+        except hvd.HorovodInternalError as error:
+            print("refused:", error, flush=True)
+    hvd.join()
+hvd.allreduce(torch.ones(3), name="all are back")
+"""
+    results = run(configuration, code, timeout=60)
+    for result in results[1:]:
+        assert result.output.count("not supported with Join") == 2

@@ -9,45 +9,15 @@ from torch.nn import functional
 
 from hvdkit.core.agreement import RanksDisagree
 from hvdkit.errors import HvdkitError, UsageError
-
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
-}
-SAMPLES = 6  # per rank and pass
-
-
-def small_model(dtype=torch.float64):
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 2)
-    ).to(dtype)
-
-
-def batch_of(rank, step, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(SAMPLES, 5, generator=generator, dtype=dtype)
-    # One rank's data are unlike the others': a rank that is left out, or counted twice, shows.
-    return 20 * x - 3 if rank == 1 else x
-
-
-def loss_of(model, x):
-    return (model(x) - x[:, :2].sin()).square().mean()
-
-
-def whole_batch(hvd, step):
-    return torch.cat([batch_of(rank, step) for rank in range(hvd.size())])
-
-
-def assert_same_on_all_ranks(hvd, model):
-    flat = torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])
-    everyone = hvd.allgather(flat[None], name="weights")
-    assert all(torch.equal(everyone[0], other) for other in everyone)
-
-
-def assert_close(model, reference):
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+from tests.parallel.torch.oracle import (
+    OPTIMIZERS,
+    assert_close,
+    assert_same_on_all_ranks,
+    batch_of,
+    loss_of,
+    small_model,
+    whole_batch,
+)
 
 
 @pytest.mark.parametrize("passes", [1, 3])
@@ -411,7 +381,7 @@ def test_one_pass_too_many_is_an_error(hvd):
     )
     for _ in range(2):
         loss_of(model, batch_of(hvd.rank(), 0)).backward()
-    with pytest.raises(HvdkitError, match=r"arrived 3 times.*backward_passes_per_step is 2"):
+    with pytest.raises(HvdkitError, match=r"arrived 3 times.*passes per step are 2"):
         loss_of(model, batch_of(hvd.rank(), 0)).backward()
     optimizer.step()
 

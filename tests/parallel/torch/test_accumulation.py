@@ -1,0 +1,429 @@
+"""Several backward passes for one step: accumulation_steps, no_sync, flush."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hvdkit.core.accumulation import PassesDiffer
+from hvdkit.core.agreement import RanksDisagree
+from hvdkit.errors import HvdkitError, UsageError
+from tests.parallel.torch.oracle import (
+    OPTIMIZERS,
+    adamw,
+    assert_close,
+    assert_raised_on_all_ranks,
+    assert_same_on_all_ranks,
+    batch_of,
+    loss_of,
+    sgd,
+    small_model,
+    trained,
+    whole_batch,
+)
+
+EVERY_PASS, LAST_PASS = "every pass", "last pass"
+
+
+def wrapped(hvd, model, make=adamw, **options):
+    options.setdefault("accumulation_steps", 3)
+    return hvd.DistributedOptimizer(
+        make(model.parameters()), model.named_parameters(), bucket_bytes=400, **options
+    )
+
+
+def backward(hvd, model, number, scale=lambda loss: loss):
+    scale(loss_of(model, batch_of(hvd.rank(), number))).backward()
+
+
+@pytest.mark.parametrize(
+    ("scaled", "clip"), [(False, None), (False, 0.1), (True, None), (True, 0.1)]
+)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_calls_after_every_pass_and_after_the_last_only_are_the_same(hvd, kind, clip, scaled):
+    models = {}
+    for when in (EVERY_PASS, LAST_PASS):
+        model = models[when] = small_model()
+        optimizer = wrapped(hvd, model, OPTIMIZERS[kind])
+        scaler = hvd.GradScaler("cpu", init_scale=2.0**8, enabled=scaled)
+        stepped = []
+        for number in range(12):
+            backward(hvd, model, number, scaler.scale)
+            last = number % 3 == 2
+            if when == LAST_PASS and not last:
+                continue
+            if clip is not None:
+                scaler.unscale_(optimizer)
+                norm = hvd.clip_grad_norm_(optimizer, clip)
+                assert (norm is None) != last
+            scaler.step(optimizer)
+            stepped.append(optimizer.stepped)
+            scaler.update()
+            optimizer.zero_grad()
+        assert stepped == ([False, False, True] * 4 if when == EVERY_PASS else [True] * 4)
+    for p, q in zip(*(m.parameters() for m in models.values()), strict=True):
+        assert torch.equal(p, q)
+    _, reference = trained(hvd, OPTIMIZERS[kind], steps=4, passes=3, clip=clip)
+    assert_close(models[EVERY_PASS], reference)
+    assert_same_on_all_ranks(hvd, models[EVERY_PASS])
+
+
+def test_a_step_inside_a_window_changes_nothing(hvd):
+    model = small_model()
+    optimizer = wrapped(hvd, model)
+    before = copy.deepcopy(model)
+    for number in range(2):
+        backward(hvd, model, number)
+        gradients = [p.grad.clone() for p in model.parameters()]
+        assert hvd.clip_grad_norm_(optimizer, 1e-6) is None
+        optimizer.synchronize()
+        assert optimizer.step() is None
+        optimizer.zero_grad()
+        assert not optimizer.stepped
+        assert all(
+            torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True)
+        )
+    assert_close(model, before, 0)
+    assert not optimizer.state
+    backward(hvd, model, 2)
+    optimizer.step()
+    assert optimizer.stepped
+
+
+def test_a_schedule_follows_stepped(hvd):
+    model, reference = small_model(), small_model()
+    optimizer, plain = wrapped(hvd, model, sgd), sgd(reference.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    reference_schedule = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
+    for number in range(9):
+        backward(hvd, model, number)
+        optimizer.step()
+        if optimizer.stepped:
+            schedule.step()
+        optimizer.zero_grad()
+        (loss_of(reference, whole_batch(hvd, number)) / 3).backward()
+        if number % 3 == 2:
+            plain.step()
+            reference_schedule.step()
+            plain.zero_grad()
+    assert schedule.get_last_lr() == reference_schedule.get_last_lr() == [0.05 * 0.5**3]
+    assert_close(model, reference)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_two_losses_in_a_pass(hvd, passes):
+    model, reference = small_model(), small_model()
+    optimizer = wrapped(hvd, model, accumulation_steps=passes)
+    plain = adamw(reference.parameters())
+    for step in range(4):
+        for k in range(passes * step, passes * (step + 1)):
+            x = batch_of(hvd.rank(), k)
+            with hvd.no_sync(optimizer):
+                model(x).square().mean().backward()
+                (0.5 * model(x).abs().mean()).backward()
+            loss_of(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            x = whole_batch(hvd, k)
+            loss = reference(x).square().mean() + 0.5 * reference(x).abs().mean()
+            ((loss + loss_of(reference, x)) / passes).backward()
+        plain.step()
+        plain.zero_grad()
+    assert_close(model, reference)
+
+
+def test_losses_of_different_parts_of_the_model(hvd):
+    # What the first loss reaches, the second does not.
+    model = nn.ModuleDict({"a": nn.Linear(5, 2), "b": nn.Linear(5, 2)}).double()
+    reference = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    plain = sgd(reference.parameters())
+    for step in range(3):
+        with hvd.no_sync(optimizer):
+            loss_of(model["a"], batch_of(hvd.rank(), step)).backward()
+        loss_of(model["b"], batch_of(hvd.rank(), step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for part in ("a", "b"):
+            loss_of(reference[part], whole_batch(hvd, step)).backward()
+        plain.step()
+        plain.zero_grad()
+    assert_close(model, reference)
+
+
+def test_no_sync_ends_with_an_exception(hvd):
+    model = small_model()
+    optimizer = wrapped(hvd, model, accumulation_steps=1)
+    with pytest.raises(ZeroDivisionError), hvd.no_sync(optimizer):
+        raise ZeroDivisionError
+    backward(hvd, model, 0)
+    assert optimizer.pending
+    optimizer.step()
+
+
+def test_no_sync_takes_a_wrapped_optimizer_only(hvd):
+    with (
+        pytest.raises(UsageError, match="not wrapped"),
+        hvd.no_sync(sgd(small_model().parameters())),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
+def test_only_the_last_pass_communicates(hvd, compression):
+    from horovod.torch import mpi_ops
+
+    model = small_model()
+    optimizer = wrapped(hvd, model, compression=compression)
+    calls = []
+    original = mpi_ops.allreduce_async_
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs.get("name"))
+        return original(*args, **kwargs)
+
+    mpi_ops.allreduce_async_ = counted
+    try:
+        counts = []
+        for number in range(9):
+            backward(hvd, model, number)
+            during = len(calls)
+            optimizer.step()
+            counts.append((during, len(calls)))
+            optimizer.zero_grad()
+            calls.clear()
+    finally:
+        mpi_ops.allreduce_async_ = original
+    assert [c for i, c in enumerate(counts) if i % 3 != 2] == [(0, 0)] * 6
+    # From the second window on, buckets leave during the backward pass already.
+    assert counts[5][0] > 0
+    assert counts[8][0] > 0
+    assert counts[2][1] > 0
+
+
+def test_flush_without_passes_does_nothing(hvd):
+    model = small_model()
+    before = copy.deepcopy(model)
+    for steps in (1, 3):
+        optimizer = wrapped(hvd, model, accumulation_steps=steps)
+        assert optimizer.flush() is False
+        assert not optimizer.stepped
+        for number in range(steps):
+            backward(hvd, model, number)
+            optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.flush() is False
+        model.load_state_dict(before.state_dict())
+    assert_close(model, before, 0)
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_flush_takes_the_mean_of_the_passes_that_there_were(hvd, passes, compression):
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), accumulation_steps=4, compression=compression
+    )
+    for window in range(2):
+        for k in range(passes):
+            model(torch.full((1, 3), float(hvd.rank() + 1 + 4 * k))).sum().backward()
+            optimizer.step()
+        assert optimizer.flush(), window
+        assert optimizer.stepped
+        mean = (hvd.size() + 1) / 2 + 4 * (passes - 1) / 2
+        torch.testing.assert_close(model.weight.grad, torch.full((1, 3), mean))
+        optimizer.zero_grad()
+    # The next window is a whole one again.
+    for k in range(4):
+        model(torch.full((1, 3), float(hvd.rank() + 1 + 4 * k))).sum().backward()
+        optimizer.step()
+        assert optimizer.stepped == (k == 3)
+    torch.testing.assert_close(model.weight.grad, torch.full((1, 3), (hvd.size() + 1) / 2 + 6))
+
+
+def test_flush_on_ranks_with_different_numbers_of_passes(hvd):
+    model = small_model()
+    before = copy.deepcopy(model)
+    optimizer = wrapped(hvd, model)
+    for number in range(1 if hvd.rank() == 1 else 2):
+        backward(hvd, model, number)
+        optimizer.step()
+    with pytest.raises(PassesDiffer) as caught:
+        optimizer.flush()
+    message = assert_raised_on_all_ranks(hvd, caught)
+    counts = [1 if rank == 1 else 2 for rank in range(hvd.size())]
+    for rank, count in enumerate(counts):
+        assert f"rank {rank}: {count}" in message
+    assert_close(model, before, 0)
+
+
+def test_flush_where_some_ranks_have_nothing(hvd):
+    model = small_model()
+    optimizer = wrapped(hvd, model)
+    if hvd.rank() == 0:
+        backward(hvd, model, 0)
+    with pytest.raises(PassesDiffer, match=r"rank 0: 1, rank 1: 0"):
+        optimizer.flush()
+
+
+def test_flush_takes_a_step_of_ones_own(hvd):
+    model, reference = small_model(), small_model()
+    optimizer, plain = wrapped(hvd, model), adamw(reference.parameters())
+    scaler = hvd.GradScaler("cpu", init_scale=64.0)
+    norms = []
+
+    def step():
+        scaler.unscale_(optimizer)
+        norms.append(hvd.clip_grad_norm_(optimizer, 0.1))
+        scaler.step(optimizer)
+        scaler.update()
+
+    for number in range(5):
+        backward(hvd, model, number, scaler.scale)
+        step()
+        optimizer.zero_grad()
+    assert optimizer.flush(step)
+    assert [norm is None for norm in norms] == [True, True, False, True, True, False]
+    for window in ((0, 1, 2), (3, 4)):
+        plain.zero_grad()
+        for number in window:
+            (loss_of(reference, whole_batch(hvd, number)) / len(window)).backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        plain.step()
+    assert_close(model, reference)
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its layers in the backward pass."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.layers = small_model()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        if self.use_reentrant:
+            x = x.detach().requires_grad_()
+        for layers in (self.layers[:2], self.layers[2:4], self.layers[4:]):
+            x = checkpoint(layers, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_is_one_pass(hvd, use_reentrant, passes):
+    model, reference = trained(
+        hvd,
+        adamw,
+        model=Checkpointed(use_reentrant),
+        passes=passes,
+        steps=4,
+        clip=1.0,
+        bucket_bytes=400,
+    )
+    assert_close(model, reference)
+    assert_same_on_all_ranks(hvd, model)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_passes_are_counted_where_everything_is_checkpointed(hvd, use_reentrant):
+    model = Checkpointed(use_reentrant)
+    optimizer = wrapped(hvd, model)
+    stepped = []
+    for number in range(6):
+        backward(hvd, model, number)
+        optimizer.step()
+        stepped.append(optimizer.stepped)
+        optimizer.zero_grad()
+    assert stepped == [False, False, True] * 2
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "2", True, None])
+def test_a_number_of_steps_that_is_none(hvd, steps):
+    with pytest.raises(UsageError, match="accumulation_steps is .*whole number >= 1"):
+        wrapped(hvd, small_model(), accumulation_steps=steps)
+
+
+def test_two_ways_of_accumulating_do_not_mix(hvd):
+    with pytest.raises(UsageError, match="use one of the two"):
+        wrapped(hvd, small_model(), accumulation_steps=2, backward_passes_per_step=2)
+    with pytest.raises(UsageError, match="use one of the two"):
+        wrapped(hvd, small_model(), accumulation_steps=2, op=hvd.Adasum)
+    with pytest.raises(UsageError, match="use one of the two"):
+        wrapped(hvd, small_model()).set_backward_passes_per_step(2)
+
+
+def test_a_closure_does_not_go_with_accumulation(hvd):
+    with pytest.raises(UsageError, match=r"step\(closure\) with accumulation_steps 3"):
+        wrapped(hvd, small_model()).step(lambda: torch.ones(()))
+
+
+def test_a_pass_too_many_is_an_error(hvd):
+    model = small_model()
+    optimizer = wrapped(hvd, model)
+    for number in range(3):
+        backward(hvd, model, number)
+    with pytest.raises(HvdkitError, match="after the 3 of an accumulation window"):
+        backward(hvd, model, 3)
+    optimizer.step()
+
+
+def test_different_windows_are_an_error_on_every_rank(hvd):
+    model = small_model()
+    steps = 2 if hvd.rank() == 0 else 3
+    optimizer = wrapped(hvd, model, accumulation_steps=steps)
+    for number in range(steps):
+        backward(hvd, model, number)
+    with pytest.raises(RanksDisagree, match=r"accumulation_steps: 2.*accumulation_steps: 3"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+def test_horovods_passes_are_summed(hvd, op):
+    model = nn.Linear(1, 1, bias=False).double()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        backward_passes_per_step=3,
+        op=getattr(hvd, op),
+    )
+    for k in range(3):
+        (model(torch.ones(1, dtype=torch.float64)) * (hvd.rank() + 1 + k)).sum().backward()
+    optimizer.step()
+    total = sum(rank + 1 + k for rank in range(hvd.size()) for k in range(3))
+    assert model.weight.grad.item() == (total / hvd.size() if op == "Average" else total)
+
+
+def test_sum_over_the_ranks_is_still_a_mean_over_the_passes(hvd):
+    model = nn.Linear(1, 1, bias=False).double()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), accumulation_steps=2, op=hvd.Sum
+    )
+    for k in range(2):
+        (model(torch.ones(1, dtype=torch.float64)) * (hvd.rank() + 1 + 2 * k)).sum().backward()
+    optimizer.step()
+    assert model.weight.grad.item() == sum(rank + 2 for rank in range(hvd.size()))
+
+
+def test_a_window_with_groups_and_a_predivide_factor(hvd):
+    model, reference = trained(hvd, sgd, passes=3, steps=3, groups=2, gradient_predivide_factor=2.0)
+    assert_close(model, reference)
+
+
+def test_loading_state_begins_a_new_window(hvd):
+    model, reference = small_model(), small_model()
+    optimizer, plain = wrapped(hvd, model), adamw(reference.parameters())
+    state = copy.deepcopy(optimizer.state_dict())
+    backward(hvd, model, 99)
+    optimizer.step()
+    optimizer.load_state_dict(state)
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    for number in range(3):
+        backward(hvd, model, number)
+        optimizer.step()
+        (loss_of(reference, whole_batch(hvd, number)) / 3).backward()
+    assert optimizer.stepped
+    plain.step()
+    assert_close(model, reference)

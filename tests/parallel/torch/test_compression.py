@@ -1,0 +1,363 @@
+"""What gradients travel as: bounds for each wire format, and compressors of users' own."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.compression import Channel, Sum, WireFormat
+from hvdkit.engine.describe import installed
+from hvdkit.errors import UsageError
+from tests.parallel.torch.oracle import (
+    adamw,
+    assert_close,
+    assert_raised_on_all_ranks,
+    assert_same_on_all_ranks,
+    gradient_maker,
+    sgd,
+    small_model,
+    trained,
+)
+
+LENGTH = 2000
+# Half of the distance between two neighbouring numbers, relative to them.
+ROUNDING = {"none": 2**-24, "fp16": 2**-11, "bf16": 2**-8}
+
+
+def generator_of(rank, step):
+    return torch.Generator().manual_seed(7919 * step + rank + 1)
+
+
+def noise(rank, step, length=LENGTH):
+    return torch.randn(length, generator=generator_of(rank, step), dtype=torch.float64)
+
+
+def mixed(rank, step, _size):
+    """From 1e-14 to 1e4 in one bucket."""
+    return noise(rank, step) * torch.logspace(-14, 4, LENGTH, dtype=torch.float64)
+
+
+def one_at_zero(rank, step, _size):
+    return noise(rank, step) * (rank != 0)
+
+
+def one_at_the_end_of_float16(rank, step, _size):
+    return torch.full((LENGTH,), 60000.0, dtype=torch.float64) if rank == 1 else noise(rank, step)
+
+
+def cancelling(rank, step, size):
+    """The ranks' sum is tiny beside what is added up."""
+    big = 1000 * noise(99, step)
+    sign = 0 if size % 2 and rank == size - 1 else (-1) ** rank
+    return sign * big + 1e-3 * noise(rank, step)
+
+
+def jumping(rank, step, _size):
+    """A thousand times up and down, so that the scale is wrong now and then."""
+    return noise(rank, step) * [1.0, 1e-4, 1e6, 1e6, 1e-7, 1.0][step % 6]
+
+
+ADVERSARIES = {
+    "ordinary": lambda rank, step, size: noise(rank, step),
+    "huge": lambda rank, step, size: 1e30 * noise(rank, step),
+    "tiny": lambda rank, step, size: 1e-28 * noise(rank, step),
+    "mixed": mixed,
+    "one rank at zero": one_at_zero,
+    "all at zero": lambda rank, step, size: 0 * noise(rank, step),
+    "one rank at 60000": one_at_the_end_of_float16,
+    "cancelling": cancelling,
+    "jumping": jumping,
+    "one large value": lambda rank, step, size: torch.cat(
+        [noise(rank, step)[1:] * 1e-5, torch.tensor([3e4 * (rank + 1)], dtype=torch.float64)]
+    ),
+}
+
+
+def scale_of(optimizer):
+    """What the only bucket is multiplied by in the next step; None while that is unknown."""
+    channels = optimizer._synchronizers[0]._channels
+    if not channels or channels[0]._exponent is None:
+        return None
+    return 2.0 ** channels[0]._exponent
+
+
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
+def test_error_of_the_mean_is_bounded(hvd, compression, adversary):
+    parameter = nn.Parameter(torch.zeros(LENGTH))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([parameter], lr=0.0), compression=compression
+    )
+    n, u = hvd.size(), ROUNDING[compression]
+    for step in range(7):
+        gradient = ADVERSARIES[adversary](hvd.rank(), step, n).float()
+        everyone = hvd.allgather(gradient[None], name="own gradients").double()
+        scale = scale_of(optimizer) if compression == "fp16" else None
+        gradient_maker([parameter], [gradient]).backward()
+        optimizer.step()
+        optimizer_mean = parameter.grad.double()
+        optimizer.zero_grad()
+        bound = (n + 1) * u * everyone.abs().mean(dim=0)
+        if compression == "fp16":
+            bound += n * 2**-25 / scale if scale else 0
+        elif compression == "none":
+            bound += n * 2**-149
+        error = (optimizer_mean - everyone.mean(dim=0)).abs()
+        assert (error <= bound).all(), (step, scale, float((error - bound).max()))
+        reduced = hvd.allgather(optimizer_mean[None], name="reduced")
+        assert all(torch.equal(reduced[0], other) for other in reduced)
+
+
+@pytest.mark.parametrize("magnitude", [1e-28, 1e-6, 1.0, 60000.0, 1e30])
+def test_float16_is_scaled_to_the_magnitude_of_the_gradients(hvd, magnitude):
+    parameter = nn.Parameter(torch.zeros(LENGTH))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0), compression="fp16")
+    for step in range(4):
+        gradient = (noise(hvd.rank(), 0) * magnitude).float()
+        peak = hvd.allreduce(gradient, op=hvd.Sum, name="sum").abs().max().item()
+        scale = scale_of(optimizer)
+        assert (scale is None) == (step == 0)
+        if scale is not None:
+            # What is seen in float16 may have been rounded up to a power of two.
+            assert 2**9 * 0.999 <= peak * scale <= 2**10 * 1.001
+        gradient_maker([parameter], [gradient]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_float16_repeats_in_float32_what_overflowed(hvd):
+    parameter = nn.Parameter(torch.zeros(LENGTH))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0), compression="fp16")
+    scales = []
+    for step, magnitude in enumerate([1e-3, 1e-3, 1e3, 1e3, 1e3]):
+        gradient = (noise(hvd.rank(), step) * magnitude).float()
+        everyone = hvd.allgather(gradient[None], name="own gradients").double()
+        scales.append(scale_of(optimizer))
+        gradient_maker([parameter], [gradient]).backward()
+        optimizer.step()
+        error = (parameter.grad.double() - everyone.mean(dim=0)).abs()
+        optimizer.zero_grad()
+        # As precise as float32 where the scale is unknown, and where it did not fit.
+        wide = scales[step] is None or step == 2
+        u = 2**-24 if wide else 2**-11
+        slack = 0 if wide else hvd.size() * 2**-25 / scales[step]
+        assert (error <= (hvd.size() + 1) * u * everyone.abs().mean(dim=0) + slack).all(), step
+    assert scales[4] < scales[1] == scales[2]
+
+
+@pytest.mark.parametrize("later", [1e-6, 1e-25])
+@pytest.mark.parametrize("outlier", [30.0, 1e8])
+def test_float16_forgets_an_outlier(hvd, outlier, later):
+    parameter = nn.Parameter(torch.zeros(LENGTH))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0), compression="fp16")
+    n = hvd.size()
+    for step, magnitude in enumerate([1.0, 1.0, outlier, *[later] * 11]):
+        gradient = (noise(hvd.rank(), step) * magnitude).float()
+        everyone = hvd.allgather(gradient[None], name="own gradients").double()
+        gradient_maker([parameter], [gradient]).backward()
+        optimizer.step()
+        error = (parameter.grad.double() - everyone.mean(dim=0)).abs()
+        optimizer.zero_grad()
+        if step >= 4:
+            # By now the scale is that of these gradients, or of others up to 2^20 as large, and
+            # after 8 steps that of these alone. The bound does not take it from the optimizer.
+            smallest = everyone.sum(dim=0).abs().max() * n * (2**-33 if step >= 12 else 2**-13)
+            bound = (n + 1) * 2**-11 * everyone.abs().mean(dim=0) + smallest
+            assert (error <= bound).all(), step
+
+
+def test_bfloat16_on_the_wire_or_float32_where_horovod_does_not_know_it(hvd):
+    model = nn.Linear(300, 10, bias=False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), compression="bf16"
+    )
+    gradient = torch.full((10, 300), 1 + 2**-10)  # bfloat16 ends at 2^-7
+    gradient_maker([model.weight], [gradient]).backward()
+    optimizer.step()
+    narrow = "bfloat16" in installed().fixes
+    expected = torch.ones(10, 300) if narrow else gradient
+    assert torch.equal(model.weight.grad, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
+def test_other_dtypes(hvd, compression, dtype):
+    parameter = nn.Parameter(torch.zeros(64, dtype=dtype))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([parameter], lr=0.0), compression=compression
+    )
+    n = hvd.size()
+    own = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float64: 2**-53}[dtype]
+    wire = {"none": 2**-53, "fp16": 2**-11, "bf16": 2**-8}[compression]
+    for step in range(3):
+        gradient = noise(hvd.rank(), step, 64).to(dtype)
+        everyone = hvd.allgather(gradient[None].double(), name="own gradients")
+        gradient_maker([parameter], [gradient]).backward()
+        optimizer.step()
+        assert parameter.grad.dtype == dtype
+        error = (parameter.grad.double() - everyone.mean(dim=0)).abs()
+        optimizer.zero_grad()
+        bound = (n + 2) * max(own, wire) * everyone.abs().mean(dim=0) + 2**-30
+        assert (error <= bound).all(), step
+
+
+def test_dtypes_that_are_not_compressed(hvd):
+    parameter = nn.Parameter(torch.zeros(16, dtype=torch.complex64))
+    gradient = torch.complex(*noise(hvd.rank(), 0, 32).float().view(2, 16))
+    expected = hvd.allreduce(torch.view_as_real(gradient), name="complex")
+    for compression in ("none", "fp16", "bf16"):
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=0.0), compression=compression
+        )
+        (parameter * gradient.conj()).sum().real.backward()
+        optimizer.step()
+        got = torch.view_as_real(parameter.grad)
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["none", "fp16", "bf16"])
+def test_a_format_may_be_given_in_several_ways(hvd, name):
+    compressor = getattr(hvd.Compression, name)
+    models = []
+    for compression in (name, compressor, compressor()):
+        model, _ = trained(
+            hvd, sgd, model=small_model(torch.float32), steps=4, compression=compression
+        )
+        models.append(model)
+    for other in models[1:]:
+        assert_close(other, models[0], 0)
+
+
+def test_horovods_compressors_are_ours(hvd):
+    import horovod.torch
+
+    assert hvd.Compression.none is horovod.torch.Compression.none
+    assert hvd.Compression.fp16 is horovod.torch.Compression.fp16
+    total = hvd.allreduce(
+        torch.ones(3), name="one tensor", op=hvd.Sum, compression=hvd.Compression.fp16
+    )
+    assert total.tolist() == [hvd.size()] * 3
+    assert total.dtype == torch.float32
+
+
+def test_a_single_allreduce_in_bfloat16(hvd):
+    if "bfloat16" not in installed().fixes:
+        pytest.skip("the installed engine does not know bfloat16")
+    total = hvd.allreduce(
+        torch.ones(3), name="one tensor", op=hvd.Sum, compression=hvd.Compression.bf16
+    )
+    assert total.tolist() == [hvd.size()] * 3
+    assert total.dtype == torch.float32
+
+
+class Halving:
+    """As users write them for Horovod: static methods, a context of their own."""
+
+    seen: list = []  # noqa: RUF012
+
+    @staticmethod
+    def compress(tensor):
+        Halving.seen.append(tuple(tensor.shape))
+        return (tensor / 2).double(), {"dtype": tensor.dtype, "shape": tensor.shape}
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        assert tensor.shape == ctx["shape"]
+        return (tensor * 2).to(ctx["dtype"])
+
+
+class Flat:
+    """One that changes the shape, is an instance and inherits nothing."""
+
+    def compress(self, tensor):
+        return tensor.t().reshape(-1), tensor.shape
+
+    def decompress(self, tensor, shape):
+        return tensor.view(shape[::-1]).t() if len(shape) == 2 else tensor.view(shape)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("kind", ["class", "instance", "subclass"])
+def test_a_compressor_of_the_users(hvd, kind, passes):
+    class Inheriting(hvd.Compression.fp16):
+        """What a user has changed is not taken for the original."""
+
+        compress = staticmethod(Halving.compress)
+        decompress = staticmethod(Halving.decompress)
+
+    Halving.seen.clear()
+    model, reference = trained(
+        hvd,
+        adamw,
+        steps=5,
+        passes=passes,
+        clip=1.0,
+        compression={"class": Halving, "instance": Flat(), "subclass": Inheriting}[kind],
+        gradient_predivide_factor=2.0,
+    )
+    assert_close(model, reference)
+    assert_same_on_all_ranks(hvd, model)
+    if kind != "instance":
+        # Tensor by tensor, in their shapes, each once in a step.
+        shapes = [tuple(p.shape) for p in model.parameters()]
+        assert sorted(Halving.seen) == sorted(shapes * 5)
+
+
+def test_a_compressor_sees_sparse_gradients_as_rows(hvd):
+    torch.manual_seed(0)
+    model = nn.Embedding(6, 2, sparse=True)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), compression=Halving
+    )
+    reference = copy.deepcopy(model)
+    model(torch.tensor([hvd.rank(), 5])).sum().backward()
+    optimizer.step()
+    plain = torch.optim.SGD(reference.parameters(), lr=1.0)
+    for rank in range(hvd.size()):
+        (reference(torch.tensor([rank, 5])).sum() / hvd.size()).backward()
+    plain.step()
+    assert_close(model, reference, 1e-6)
+
+
+class Doubled(WireFormat):
+    """A format of one's own."""
+
+    name = "doubled"
+
+    def channel(self, dtype):
+        return DoubledChannel()
+
+
+class DoubledChannel(Channel):
+    def travel(self, memory, division):
+        wire = memory.pack("float64", 2.0)
+        yield Sum(wire)
+        memory.unpack(wire, division.total / 2.0)
+
+
+def test_a_wire_format_of_the_users(hvd):
+    model, reference = trained(hvd, adamw, steps=5, compression=Doubled(), bucket_bytes=400)
+    assert_close(model, reference)
+
+
+@pytest.mark.parametrize("compression", ["fp32", "", 16, None, object(), "class"], ids=str)
+def test_what_is_no_compression(hvd, compression):
+    if compression == "class":
+        compression = hvd.Compression
+    with pytest.raises(UsageError, match="compression is"):
+        hvd.DistributedOptimizer(sgd(small_model().parameters()), compression=compression)
+
+
+@pytest.mark.parametrize("pair", [("none", "fp16"), ("fp16", "bf16"), ("none", Halving)], ids=str)
+def test_different_formats_are_an_error_on_every_rank(hvd, pair):
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()), compression=pair[0] if hvd.rank() == 0 else pair[1]
+    )
+    model(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
+    with pytest.raises(RanksDisagree, match=rf"rank 0: compression: {pair[0]}; rank") as caught:
+        optimizer.step()
+    assert_raised_on_all_ranks(hvd, caught)
