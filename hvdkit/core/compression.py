@@ -157,9 +157,9 @@ class Float16(WireFormat):
     lands between 2^9 and 2^10: it may grow 64 times before it overflows, and what is 2^-33 of it
     still counts. The first step travels in float32, to learn the magnitude. A bucket whose sum is
     not finite nevertheless is reduced again in float32 in the same step, and travels in float32 in
-    the next one, or in more, up to 64, if it goes on overflowing; one that has come to nothing but
-    zeros travels in float32 next time. This is
-    Micikevicius et al.'s loss scaling (arXiv:1710.03740), for each bucket and on the wire only.
+    the next one; so does one that has come to nothing but zeros. Where either goes on, it travels
+    in float32 for more steps, up to 64. This is Micikevicius et al.'s loss scaling
+    (arXiv:1710.03740), for each bucket and on the wire only.
 
     With n ranks, |error of the mean| <= (n + 1) 2^-11 mean|x_i|, and 2^-25 / scale more for each
     of the n hops that falls among float16's subnormal numbers.
@@ -260,8 +260,9 @@ class _ScaledFloat16(Channel):
             self._sums.append(code)
         if exponent is None:
             self._wide_left -= 1
-        elif overflowed:
-            # Perhaps for this one time; where it goes on, float16 is not tried as often.
+        elif overflowed or not code:
+            # Too large or too small for the scale, perhaps for this one time; where it goes on,
+            # float16 is not tried as often.
             self._wide_left = self._wide_next
             self._wide_next = min(2 * self._wide_next, _STEPS_WIDE)
             self._well = 0
@@ -270,7 +271,6 @@ class _ScaledFloat16(Channel):
             if self._well == _STEPS_REMEMBERED:
                 self._wide_next = 1
         if not code or self._wide_left > 0:
-            # Zeros, or too small to be seen; or still too large.
             self._exponent = None
         else:
             largest = max(known for known in self._sums if known <= code + _SPREAD)

@@ -236,7 +236,8 @@ class Synchronizer(Generic[Buffer, Handle]):
     def reset(self) -> None:
         """Forget what has arrived since the last `synchronize`, and begin a new step.
 
-        What is in flight still ends, in buffers and under names that are then its own.
+        What is in flight still ends, in buffers and under names that are then its own. On every
+        rank something must have arrived, or on none.
         """
         if self._plan is not None and self._step.pending:
             self._open_memory(self._plan)
@@ -268,8 +269,8 @@ class Synchronizer(Generic[Buffer, Handle]):
         if in_flight != [0]:
             raise HvdkitError(
                 "Horovod was initialised anew, or hvdkit's join() called, between a backward pass "
-                "and its step: some of its gradients have been reduced already. Call "
-                "optimizer.zero_grad() after either, and repeat the backward pass."
+                "and its step: some of its gradients have been reduced already. They are "
+                "dropped: call optimizer.zero_grad() now, and repeat the backward pass."
             )
         lines = [
             *self._context,
@@ -330,9 +331,7 @@ class Synchronizer(Generic[Buffer, Handle]):
 
     def _begin(self, bucket: Bucket) -> None:
         travel = self._channels[bucket.index].travel(self._memory[bucket.index], self._division())
-        journey: _Journey[Handle] = _Journey(
-            travel, f"{self._name}.{self._resets}.{bucket.index}"
-        )
+        journey: _Journey[Handle] = _Journey(travel, f"{self._name}.{self._resets}.{bucket.index}")
         self._step.journeys[bucket.index] = journey
         self._advance(journey, None)
 

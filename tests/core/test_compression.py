@@ -387,11 +387,11 @@ def test_after_8_steps_in_float16_an_overflow_is_the_first_again(calm, wide):
     def wide_after_an_overflow():
         ranks.step(opposite(1e6))
         assert ranks.turns == REPEATED
-        for count in range(100):
-            ranks.step(ordinary)
-            if ranks.turns == NARROW:
-                return count
-            assert ranks.turns == WIDE
+        count = 0
+        while ranks.step(ordinary) and ranks.turns == WIDE:
+            count += 1
+        assert ranks.turns == NARROW
+        return count
 
     ranks.step(ordinary)
     assert [wide_after_an_overflow() for _ in range(2)] == [1, 2]
@@ -568,11 +568,6 @@ def test_of_spikes_in_a_row_fewer_and_fewer_are_repeated():
     )
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a step that comes to nothing in float16 brings one step in float32 each time: the "
-    "large ones' turn, again and again",
-)
 @pytest.mark.parametrize("large_first", [True, False])
 @pytest.mark.parametrize("large", [1e10, 1e12])
 def test_what_alternates_out_of_range_is_lost_less_and_less_often(large, large_first):
@@ -598,7 +593,7 @@ def test_after_a_drop_out_of_range_one_step_is_lost_and_the_next_is_wide(size):
 
 def test_a_single_step_out_of_range_is_all_that_is_lost():
     assert course({100: 1e-13}) == ([], [1, 101], [100])
-    assert course({100: 1e-13, 101: 1e-26, 102: 1e-26}) == ([103], [1, 101, 104], [100])
+    assert course({100: 1e-13, 101: 1e-26, 102: 1e-26}) == ([103], [1, 101, 104, 105], [100])
 
 
 @pytest.mark.parametrize(
