@@ -151,7 +151,7 @@ def plan(
     check(specs, bucket_bytes)
     sparse = sparse_dims or {}
     order = order if order is not None else range(len(specs) - 1, -1, -1)
-    group_of = {i: number for number, group in enumerate(groups) for i in group if i not in sparse}
+    group_of = {i: number for number, group in enumerate(groups) for i in group}
     limits = [min(FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes]
 
     closed: list[list[int]] = []

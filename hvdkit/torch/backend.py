@@ -171,10 +171,7 @@ class TorchMemory:
 
 
 def _cast_scaled(source: torch.Tensor, target: torch.Tensor, factor: float) -> None:
-    """target = source x factor, rounded to the target's dtype; the product is not rounded before.
-
-    `source` may be overwritten when it is the wider of the two and not a gradient's own memory.
-    """
+    """target = source x factor, rounded once, to the target's dtype."""
     if factor == 1.0:
         target.copy_(source)
     elif source.dtype == target.dtype:
