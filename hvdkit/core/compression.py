@@ -12,16 +12,19 @@ The synchronizer starts the journey when the bucket is full, runs those of all b
 and batches what can be batched. Every rank must take the same turns: decide only by what a request
 has answered, and by a `Peak` only whether it is finite, because ranks may hold sums that differ in
 the last bit. docs/synchronizer.md shows how to add a format.
+
+TensorFlow carries out the journeys once, while it traces a graph. What only a running step can
+know, an answer or the `state`, is a symbol there: a format that decides by such a thing asks for a
+`Choose`, and computes with `self.numbers`.
 """
 
-import math
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hvdkit.core.backend import BucketMemory
+from hvdkit.core.numbers import PYTHON, Number, Numbers, select
 from hvdkit.errors import UsageError
 
 
@@ -56,11 +59,41 @@ class Largest:
     """Answers the largest of the ranks' values, which are not negative. One collective for all
     buckets that ask at once."""
 
-    value: int
+    value: Number
 
 
-Request = Sum | Gather | Peak | Largest
-Travel = Generator[Request, Any, None]
+@dataclass(frozen=True)
+class Choose:
+    """Go on with one of two journeys, and answer what it returns.
+
+    Attributes:
+        condition: not 0 for the first; the same on every rank.
+        first: makes a journey. It may ask for anything but `Largest`.
+        second: the same; returns as many numbers as the first.
+    """
+
+    condition: Number
+    first: Callable[[], "Travel"]
+    second: Callable[[], "Travel"]
+
+
+Request = Sum | Gather | Peak | Largest | Choose
+Travel = Generator[Request, Any, Any]
+
+
+def decided(travel: Travel) -> Travel:
+    """The same journey, with every `Choose` taken as soon as it is asked for."""
+    answer = None
+    while True:
+        try:
+            request = travel.send(answer)
+        except StopIteration as end:
+            return end.value
+        if isinstance(request, Choose):
+            chosen = request.first if request.condition else request.second
+            answer = yield from decided(chosen())
+        else:
+            answer = yield request
 
 
 @dataclass(frozen=True)
@@ -89,7 +122,16 @@ class Division:
 
 
 class Channel(ABC):
-    """A wire format at work on one bucket. It may keep what it learns from step to step."""
+    """A wire format at work on one bucket.
+
+    Attributes:
+        state: what it has learned from step to step, as whole numbers, the same on every rank. A
+            graph and a checkpoint keep this, and nothing else that a channel may remember.
+        numbers: how to compute with what only a running step knows.
+    """
+
+    state: tuple[Number, ...] = ()
+    numbers: Numbers = PYTHON
 
     @abstractmethod
     def travel(self, memory: BucketMemory[Any], division: Division) -> Travel:
@@ -230,64 +272,113 @@ _EXPONENT_CODE = 2000
 class _ScaledFloat16(Channel):
     def __init__(self, dtype: str) -> None:
         self._wide = "float64" if dtype == "float64" else "float32"
-        # Of the scale. None: to be learned from a step in the wide dtype.
-        self._exponent: int | None = None
-        self._sums: deque[int] = deque(maxlen=_STEPS_REMEMBERED)
-        # Steps in the wide dtype: how many are left, how many the next overflow brings; and how
-        # many in float16 have gone well since the last one.
-        self._wide_left = 0
-        self._wide_next = 1
-        self._well = 0
+        self.state = _ScaleState().numbers()
 
     def travel(self, memory: BucketMemory[Any], division: Division) -> Travel:
-        exponent = self._exponent
-        peak = math.inf
-        if exponent is not None:
-            wire = memory.pack("float16", 2.0**exponent)
-            yield Sum(wire)
-            peak = (yield Peak(wire)) * 2.0**-exponent
-            if math.isfinite(peak):
-                memory.unpack(wire, division.total * 2.0**-exponent)
-        overflowed = not math.isfinite(peak)
-        if overflowed:
-            peak = yield from self._travel_wide(memory, division)
-            if not math.isfinite(peak):
-                # An infinity that came in with the gradients: the loss scaler's to deal with.
-                return
+        state = _ScaleState.of(self.state)
+        peak, overflowed = yield Choose(
+            state.known,
+            lambda: self._narrow(memory, division, state.exponent),
+            lambda: self._widely(memory, division),
+        )
+        # An infinity that came in with the gradients is the loss scaler's to deal with.
+        finite = self.numbers.is_finite(peak)
+        some = finite * self.numbers.less(0.0, peak)
         # The ranks' sums may differ in the last bit, and with it at a power of two.
-        code = yield Largest(_code(peak))
-        if code:
-            self._sums.append(code)
-        if exponent is None:
-            self._wide_left -= 1
-        elif overflowed or not code:
-            # Too large or too small for the scale, perhaps for this one time; where it goes on,
-            # float16 is not tried as often.
-            self._wide_left = self._wide_next
-            self._wide_next = min(2 * self._wide_next, _STEPS_WIDE)
-            self._well = 0
-        else:
-            self._well += 1
-            if self._well == _STEPS_REMEMBERED:
-                self._wide_next = 1
-        if not code or self._wide_left > 0:
-            self._exponent = None
-        else:
-            largest = max(known for known in self._sums if known <= code + _SPREAD)
-            wanted = _TARGET_EXPONENT - (largest - _EXPONENT_CODE)
-            self._exponent = wanted if abs(wanted) <= _EXPONENT_RANGE else None
+        code = yield Largest(some * (self.numbers.exponent(peak) + _EXPONENT_CODE))
+        after = state.after(code, overflowed, self.numbers).numbers()
+        self.state = tuple(
+            select(finite, new, old) for new, old in zip(after, state.numbers(), strict=True)
+        )
 
-    def _travel_wide(
-        self, memory: BucketMemory[Any], division: Division
-    ) -> Generator[Request, Any, float]:
+    def _narrow(self, memory: BucketMemory[Any], division: Division, exponent: Number) -> Travel:
+        scale = self.numbers.power_of_two(exponent)
+        wire = memory.pack("float16", scale)
+        yield Sum(wire)
+        peak = yield Peak(wire)
+
+        def fits() -> Travel:
+            memory.unpack(wire, division.total / scale)
+            return peak / scale, 0
+            yield
+
+        def overflowed() -> Travel:
+            peak, _ = yield from self._widely(memory, division)
+            return peak, 1
+
+        return (yield Choose(self.numbers.is_finite(peak), fits, overflowed))
+
+    def _widely(self, memory: BucketMemory[Any], division: Division) -> Travel:
         wire = memory.pack(self._wide, division.total, keep=False)
         yield Sum(wire)
         # At once, so that this memory is given back before the next bucket needs as much.
-        peak: float = yield Peak(wire, at_once=True)
+        peak = yield Peak(wire, at_once=True)
         memory.unpack(wire, 1.0)
-        return peak / division.total
+        return peak / division.total, 0
 
 
-def _code(peak: float) -> int:
-    """The exponent of the power of two above `peak`, as `Largest` takes it."""
-    return math.frexp(peak)[1] + _EXPONENT_CODE if peak else 0
+@dataclass(frozen=True)
+class _ScaleState:
+    """What a bucket's scale follows from.
+
+    Attributes:
+        known: 1 when the next step can travel in float16.
+        exponent: of the scale, a power of two.
+        wide_left: steps in the wide dtype that are still to come.
+        wide_next: how many of them the next overflow brings.
+        well: how many steps in float16 have gone well since the last overflow.
+        sums: codes of the largest sums of the last steps; 0 where there was none.
+    """
+
+    known: Number = 0
+    exponent: Number = 0
+    wide_left: Number = 0
+    wide_next: Number = 1
+    well: Number = 0
+    sums: tuple[Number, ...] = (0,) * _STEPS_REMEMBERED
+
+    @classmethod
+    def of(cls, numbers: tuple[Number, ...]) -> "_ScaleState":
+        """What `numbers` gave."""
+        known, exponent, wide_left, wide_next, well, *sums = numbers
+        return cls(known, exponent, wide_left, wide_next, well, tuple(sums))
+
+    def numbers(self) -> tuple[Number, ...]:
+        """Everything, in one row."""
+        return (
+            self.known,
+            self.exponent,
+            self.wide_left,
+            self.wide_next,
+            self.well,
+            *self.sums,
+        )
+
+    def after(self, code: Number, overflowed: Number, numbers: Numbers) -> "_ScaleState":
+        """The state after a step.
+
+        Args:
+            code: of the largest sum.
+            overflowed: 1 when it did not fit.
+            numbers: to compute with.
+        """
+        some = numbers.less(0, code)
+        shifted = (*self.sums[1:], code)
+        sums = tuple(select(some, new, old) for new, old in zip(shifted, self.sums, strict=True))
+        # Too large or too small for the scale, perhaps for this one time; where it goes on,
+        # float16 is not tried as often.
+        failed = self.known * (1 - (1 - overflowed) * some)
+        good = self.known - failed
+        wide_left = select(failed, self.wide_next, self.wide_left - (1 - self.known))
+        well = good * (self.well + good) + (1 - self.known) * self.well
+        twice = numbers.least(2 * self.wide_next, _STEPS_WIDE)
+        wide_next = select(failed, twice, self.wide_next)
+        forgiven = good * (1 - numbers.less(well, _STEPS_REMEMBERED))
+        wide_next = select(forgiven, 1, wide_next)
+        comparable = [select(numbers.less(code + _SPREAD, known), 0, known) for known in sums]
+        wanted = _TARGET_EXPONENT + _EXPONENT_CODE - numbers.largest(comparable)
+        in_range = numbers.less(-_EXPONENT_RANGE - 1, wanted) * numbers.less(
+            wanted, _EXPONENT_RANGE + 1
+        )
+        known = some * (1 - numbers.less(0, wide_left)) * in_range
+        return _ScaleState(known, known * wanted, wide_left, wide_next, well, sums)

@@ -18,7 +18,6 @@ from typing import Any, Generic
 
 from hvdkit.core import bucketing
 from hvdkit.core.accumulation import Window, check_passes
-from hvdkit.core.agreement import check_agreement
 from hvdkit.core.backend import Backend, BucketMemory, Buffer, Handle
 from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
 from hvdkit.core.collectives import Collectives
@@ -29,59 +28,15 @@ from hvdkit.core.compression import (
     Largest,
     Peak,
     Request,
-    SparseRows,
     Sum,
     Travel,
-    WireFormat,
+    decided,
 )
+from hvdkit.core.reduction import Reduction, agree_on_buckets
 from hvdkit.errors import HvdkitError, UsageError
-
-# Two models alike (a GAN's twins) have equal digests, and both may have buckets in flight. Their
-# names must differ, so every synchronizer gets a number when its ranks agree.
-_next_number = 0
 
 # Buckets that `synchronize` itself sends ahead of the one that it waits for.
 _IN_FLIGHT = 4
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """What is to happen to gradients; the same on every rank.
-
-    Attributes:
-        format: what they travel as.
-        average: divide the sum by the number of ranks.
-        predivide: of an average's division, what is divided by before the sum; None: as suits
-            the format.
-        passes: backward passes per step that are added up. A gradient is ready when it has
-            arrived that often.
-        bucket_bytes: the largest bucket of several gradients.
-        groups: see `bucketing.plan`.
-        sparse_as_dense: reduce sparse gradients in buckets.
-        find_unused: leave parameters without a gradient that no rank has used.
-    """
-
-    format: WireFormat
-    average: bool = True
-    predivide: float | None = None
-    passes: int = 1
-    bucket_bytes: int = bucketing.BUCKET_BYTES
-    groups: Sequence[Sequence[int]] = ()
-    sparse_as_dense: bool = False
-    find_unused: bool = False
-
-    def describe(self) -> list[str]:
-        """One line per setting, for ranks to compare."""
-        return [
-            f"compression: {self.format.name}",
-            f"op: {'average' if self.average else 'sum'}",
-            f"gradient_predivide_factor: {self.predivide or 'as suits the format'}",
-            f"backward passes per step: {self.passes}",
-            f"bucket_bytes: {self.bucket_bytes}",
-            f"groups: {[list(group) for group in self.groups]}",
-            f"sparse_as_dense: {self.sparse_as_dense}",
-            f"find_unused_parameters: {self.find_unused}",
-        ]
 
 
 @dataclass
@@ -144,7 +99,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         self._name = ""
         self._resets = 0
         self._memory: list[BucketMemory[Buffer]] = []
-        self._channels: list[Channel] = []
+        self._channels: Sequence[Channel] = ()
         self.set_passes(reduction.passes)
 
     @property
@@ -262,7 +217,6 @@ class Synchronizer(Generic[Buffer, Handle]):
         )
 
     def _agree(self) -> None:
-        global _next_number
         in_flight = self._collectives.max(
             [int(bool(self._step.journeys))], "hvdkit.agreement.in_flight"
         )
@@ -272,38 +226,17 @@ class Synchronizer(Generic[Buffer, Handle]):
                 "and its step: some of its gradients have been reduced already. They are "
                 "dropped: call optimizer.zero_grad() now, and repeat the backward pass."
             )
-        lines = [
-            *self._context,
-            *self._reduction.describe(),
-            f"accumulation_steps: {self._window.size}",
-            *bucketing.describe(self._specs),
-        ]
-        check_agreement(self._collectives, lines, "what the optimizer reduces")
-        # Ranks may have made different numbers of other optimizers; the largest count is free
-        # on all of them.
         dense = self._reduction.sparse_as_dense
-        number, *sparse = self._collectives.max(
-            [
-                _next_number,
-                *(0 if dense else self._backend.sparse_dims(i) for i in range(len(self._specs))),
-            ],
-            "hvdkit.agreement.number",
-        )
-        _next_number = number + 1
-        self._plan = bucketing.plan(
+        buckets = agree_on_buckets(
+            self._collectives,
             self._specs,
-            self._reduction.bucket_bytes,
-            order=self._agree_on_order(),
-            groups=[[i] for i in range(len(self._specs))]
-            if self._reduction.format.tensor_by_tensor
-            else self._reduction.groups,
-            sparse_dims={i: dims for i, dims in enumerate(sparse) if dims},
+            self._reduction,
+            self._window.size,
+            [0 if dense else self._backend.sparse_dims(i) for i in range(len(self._specs))],
+            self._agree_on_order,
+            self._context,
         )
-        self._name = f"hvdkit.{self._plan.digest[:16]}.{number}"
-        self._channels = [
-            SparseRows() if b.sparse_dims else self._reduction.format.channel(b.dtype)
-            for b in self._plan.buckets
-        ]
+        self._plan, self._name, self._channels = buckets.plan, buckets.name, buckets.channels
         self._open_memory(self._plan)
         self._agreed = self._collectives.generation
 
@@ -330,7 +263,8 @@ class Synchronizer(Generic[Buffer, Handle]):
         return Division(total, self._reduction.predivide, ranks)
 
     def _begin(self, bucket: Bucket) -> None:
-        travel = self._channels[bucket.index].travel(self._memory[bucket.index], self._division())
+        channel, memory = self._channels[bucket.index], self._memory[bucket.index]
+        travel = decided(channel.travel(memory, self._division()))
         journey: _Journey[Handle] = _Journey(travel, f"{self._name}.{self._resets}.{bucket.index}")
         self._step.journeys[bucket.index] = journey
         self._advance(journey, None)

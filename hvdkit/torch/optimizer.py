@@ -16,7 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdkit.core import bucketing
 from hvdkit.core.accumulation import Window
-from hvdkit.core.synchronizer import Reduction, Synchronizer
+from hvdkit.core.reduction import Reduction
+from hvdkit.core.synchronizer import Synchronizer
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch.backend import TorchBackend, spec
 from hvdkit.torch.collectives import TorchCollectives

@@ -1,5 +1,6 @@
 """The synchronizer on simulated ranks, with gradients that are numpy arrays."""
 
+import gc
 import threading
 import time
 import tracemalloc
@@ -11,7 +12,8 @@ from hvdkit.core.accumulation import PassesDiffer, Window
 from hvdkit.core.agreement import RanksDisagree
 from hvdkit.core.bucketing import ParameterSpec
 from hvdkit.core.compression import BFloat16, Float16, NoCompression
-from hvdkit.core.synchronizer import Reduction, Synchronizer
+from hvdkit.core.reduction import Reduction
+from hvdkit.core.synchronizer import Synchronizer
 from hvdkit.errors import HvdkitError, UsageError
 from tests.core import simulated_ranks
 from tests.core.simulated_framework import NumpyBackend, Rows
@@ -725,7 +727,7 @@ def test_all_buckets_scales_are_agreed_on_by_one_small_collective_in_every_step(
 
 
 @pytest.mark.parametrize("batches", [False, True])
-def test_a_bucket_with_an_infinity_has_no_magnitude_to_agree_on(batches):
+def test_a_bucket_with_an_infinity_leaves_the_others_alone(batches):
     def run(collectives):
         synchronizer, backend = make(collectives, wire_format=Float16(), batches=batches)
         asked = []
@@ -746,7 +748,7 @@ def test_a_bucket_with_an_infinity_has_no_magnitude_to_agree_on(batches):
             assert (finite[np.isfinite(finite)] == 2.0).all()
         return asked
 
-    assert on_ranks(2, run) == [[1, 1, 1, 1, 0, 1]] * 2
+    assert on_ranks(2, run) == [[1] * 6] * 2
 
 
 @pytest.mark.parametrize("batches", [False, True])
@@ -846,6 +848,8 @@ def test_many_steps_leave_nothing_behind(wire_format):
         synchronizer, backend = make(collectives, wire_format=wire_format, find_unused=True)
 
         def held():
+            # Which also empties Python's lists of free tuples and floats.
+            gc.collect()
             snapshot = tracemalloc.take_snapshot()
             core = snapshot.filter_traces([tracemalloc.Filter(True, "*/hvdkit/core/*")])
             return sum(trace.size for trace in core.traces)

@@ -78,9 +78,8 @@ ADVERSARIES = {
 def scale_of(optimizer):
     """What the only bucket is multiplied by in the next step; None while that is unknown."""
     channels = optimizer._synchronizers[0]._channels
-    if not channels or channels[0]._exponent is None:
-        return None
-    return 2.0 ** channels[0]._exponent
+    known, exponent, *_ = channels[0].state if channels else (0, 0)
+    return 2.0**exponent if known else None
 
 
 @pytest.mark.parametrize("adversary", ADVERSARIES)

@@ -1,0 +1,124 @@
+"""What is to happen to gradients, and the buckets that all ranks agree to do it in."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hvdkit.core import bucketing
+from hvdkit.core.agreement import check_agreement
+from hvdkit.core.bucketing import BucketPlan, ParameterSpec
+from hvdkit.core.collectives import Collectives
+from hvdkit.core.compression import Channel, SparseRows, WireFormat
+
+# Two models alike (a GAN's twins) have equal digests, and both may have buckets in flight. Their
+# names must differ, so every plan gets a number when its ranks agree.
+_next_number = 0
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What is to happen to gradients; the same on every rank.
+
+    Attributes:
+        format: what they travel as.
+        average: divide the sum by the number of ranks.
+        predivide: of an average's division, what is divided by before the sum; None: as suits
+            the format.
+        passes: backward passes per step that are added up. A gradient is ready when it has
+            arrived that often.
+        bucket_bytes: the largest bucket of several gradients.
+        groups: see `bucketing.plan`.
+        sparse_as_dense: reduce sparse gradients in buckets.
+        find_unused: leave parameters without a gradient that no rank has used.
+    """
+
+    format: WireFormat
+    average: bool = True
+    predivide: float | None = None
+    passes: int = 1
+    bucket_bytes: int = bucketing.BUCKET_BYTES
+    groups: Sequence[Sequence[int]] = ()
+    sparse_as_dense: bool = False
+    find_unused: bool = False
+
+    def describe(self) -> list[str]:
+        """One line per setting, for ranks to compare."""
+        return [
+            f"compression: {self.format.name}",
+            f"op: {'average' if self.average else 'sum'}",
+            f"gradient_predivide_factor: {self.predivide or 'as suits the format'}",
+            f"backward passes per step: {self.passes}",
+            f"bucket_bytes: {self.bucket_bytes}",
+            f"groups: {[list(group) for group in self.groups]}",
+            f"sparse_as_dense: {self.sparse_as_dense}",
+            f"find_unused_parameters: {self.find_unused}",
+        ]
+
+
+@dataclass(frozen=True)
+class AgreedBuckets:
+    """What the ranks have agreed on.
+
+    Attributes:
+        plan: the buckets.
+        name: what the names of their collectives begin with; like no other plan's.
+        channels: the wire format at work, for each bucket.
+    """
+
+    plan: BucketPlan
+    name: str
+    channels: Sequence[Channel]
+
+
+def agree_on_buckets(
+    collectives: Collectives,
+    specs: Sequence[ParameterSpec],
+    reduction: Reduction,
+    window: int,
+    sparse_dims: Sequence[int],
+    order: Callable[[], Sequence[int]] | None = None,
+    context: Sequence[str] = (),
+) -> AgreedBuckets:
+    """Compare what the ranks mean to reduce, and plan it. A collective.
+
+    Args:
+        collectives: of the ranks.
+        specs: of the gradients.
+        reduction: what to do with them.
+        window: passes of an accumulation window.
+        sparse_dims: for each gradient, its sparse dimensions on this rank, or 0.
+        order: asks for the order in which gradients become ready, when the rest agrees; a
+            collective, too. Default: see `bucketing.plan`.
+        context: further lines that must be the same on every rank, for the errors' sake first.
+
+    Raises:
+        RanksDisagree: on every rank, when they mean different things.
+    """
+    global _next_number
+    lines = [
+        *context,
+        *reduction.describe(),
+        f"accumulation_steps: {window}",
+        *bucketing.describe(specs),
+    ]
+    check_agreement(collectives, lines, "what the optimizer reduces")
+    # Ranks may have made different numbers of other optimizers; the largest count is free on all
+    # of them.
+    number, *sparse = collectives.max([_next_number, *sparse_dims], "hvdkit.agreement.number")
+    _next_number = number + 1
+    plan = bucketing.plan(
+        specs,
+        reduction.bucket_bytes,
+        order=order() if order else None,
+        groups=[[i] for i in range(len(specs))]
+        if reduction.format.tensor_by_tensor
+        else reduction.groups,
+        sparse_dims={i: dims for i, dims in enumerate(sparse) if dims},
+    )
+    return AgreedBuckets(
+        plan,
+        f"hvdkit.{plan.digest[:16]}.{number}",
+        [
+            SparseRows() if bucket.sparse_dims else reduction.format.channel(bucket.dtype)
+            for bucket in plan.buckets
+        ],
+    )
