@@ -8,6 +8,10 @@ line can print it as it is and a training script's last lines are readable on ev
 class HvdkitError(RuntimeError):
     """Something that hvdkit needs is missing, broken or failed. Command line: exit status 1."""
 
+    # An error that is raised while TensorFlow traces a function keeps its class only if this is
+    # its constructor.
+    __init__ = Exception.__init__
+
 
 class UsageError(HvdkitError, ValueError):
     """The user's arguments cannot be carried out as given. Command line: exit status 2."""

@@ -5,6 +5,8 @@ has ended. Buckets of some tens of MB, in the order in which gradients become re
 the two (Li et al., PyTorch Distributed, VLDB 2020, section 3.2).
 """
 
+import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -121,6 +123,37 @@ def check(specs: Sequence[ParameterSpec], bucket_bytes: int) -> None:
         if spec.name in seen:
             raise UsageError(f"two parameters are named {spec.name!r}: names must be unique")
         seen.add(spec.name)
+
+
+def uncounted(path: str) -> str:
+    """A variable's path without the numbers that Keras gives to layers of a kind.
+
+    They go on from model to model, and a rank may have built one more than the others.
+    """
+    return re.sub(r"_\d+(?=/|$)", "", path)
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """`names`, with its place added to each that has occurred before."""
+    seen: set[str] = set()
+    result = []
+    for i, name in enumerate(names):
+        result.append(f"{name} ({i})" if name in seen else name)
+        seen.add(result[-1])
+    return result
+
+
+def even_groups(count: int, groups: int) -> list[list[int]]:
+    """The numbers below `count` in so many runs of about equal length; in none for 0 groups.
+
+    Raises:
+        UsageError: `groups` is negative.
+    """
+    if groups < 0:
+        raise UsageError(f"groups is {groups}: expected 0 or more")
+    number = min(groups, count)
+    bounds = [count * k // number for k in range(number + 1)] if number else []
+    return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
 
 
 def plan(

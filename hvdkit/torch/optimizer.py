@@ -1,7 +1,6 @@
 """The optimizer that steps with gradients reduced over all ranks."""
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -184,12 +183,9 @@ def _group_lists(
         UsageError: they are no groups of the optimizer's parameters.
     """
     if isinstance(groups, int):
-        if groups < 0:
-            raise UsageError(f"groups is {groups}: expected 0 or more")
         parameters = [p for p in names if p.requires_grad]
-        count = min(groups, len(parameters))
-        bounds = [len(parameters) * k // count for k in range(count + 1)] if count else []
-        return [parameters[a:b] for a, b in itertools.pairwise(bounds)]
+        runs = bucketing.even_groups(len(parameters), groups)
+        return [[parameters[i] for i in run] for run in runs]
     if not all(isinstance(group, list | tuple) for group in groups):
         raise UsageError(f"groups is {groups!r}: expected a number, or a list of lists of tensors")
     seen: set[int] = set()

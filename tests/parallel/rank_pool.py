@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -36,7 +37,14 @@ FAILURE_GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Configuration:
-    """A job to run tests in."""
+    """A job to run tests in.
+
+    Attributes:
+        framework: the adapter that the tests are about; "keras-torch" and "keras-tensorflow" are
+            hvdkit.keras on that backend.
+        controller: "gloo" or "mpi".
+        size: the number of ranks.
+    """
 
     framework: str
     controller: str
@@ -45,13 +53,32 @@ class Configuration:
     def __str__(self) -> str:
         return f"{self.framework}-{self.controller}-{self.size}"
 
+    @property
+    def engine(self) -> str:
+        """The framework whose Horovod the ranks load."""
+        return self.framework.removeprefix("keras-")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its ranks need in their environment."""
+        return {"KERAS_BACKEND": self.engine} if self.framework != self.engine else {}
+
 
 def configurations(path: Path) -> list[Configuration]:
     """The jobs that the tests in `path` run in: four ranks, because with two addition commutes."""
     parts = path.relative_to(REPOSITORY / "tests").parts
     if parts[0] != "parallel":
-        return [Configuration(parts[0], "gloo", 1)]
+        frameworks = ["keras-tensorflow", "keras-torch"] if parts[0] == "keras" else [parts[0]]
+        return [Configuration(framework, "gloo", 1) for framework in frameworks]
     framework = parts[1]
+    if framework == "keras":
+        # On one backend each what is the engine's business more than Keras's.
+        return [
+            Configuration("keras-tensorflow", "gloo", 4),
+            Configuration("keras-torch", "gloo", 4),
+            Configuration("keras-tensorflow", "mpi", 4),
+            Configuration("keras-torch", "gloo", 2),
+        ]
     return [
         Configuration(framework, "gloo", 4),
         Configuration(framework, "mpi", 4),
@@ -62,8 +89,8 @@ def configurations(path: Path) -> list[Configuration]:
 def skip_where_unsupported(configuration: Configuration) -> None:
     """Skip a test that needs what the installed engine does not have."""
     engine = installed()
-    if engine is None or configuration.framework not in engine.frameworks:
-        pytest.skip(f"no Horovod for {configuration.framework} here: run `hvdkit build`")
+    if engine is None or configuration.engine not in engine.frameworks:
+        pytest.skip(f"no Horovod for {configuration.engine} here: run `hvdkit build`")
     if engine.controllers is not None and configuration.controller not in engine.controllers:
         pytest.skip(f"the installed Horovod has no {configuration.controller} controller")
 
@@ -77,6 +104,7 @@ def start_ranks_of(
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+        **configuration.environment,
         **(env or {}),
     }
     if configuration.controller == "gloo":
@@ -93,8 +121,15 @@ class RankPool:
     def __init__(self, configuration: Configuration) -> None:
         self.configuration = configuration
         self._group: RankGroup | None = None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._connections: dict[Connection, int] = {}
         self._pids: dict[int, int] = {}
+
+    @property
+    def folder(self) -> str:
+        """Where the ranks' temporary files go while they run."""
+        assert self._temporary is not None, "the pool is not running"
+        return self._temporary.name
 
     def start(self) -> None:
         """Start the ranks, unless they are running."""
@@ -109,8 +144,12 @@ class RankPool:
                 self.configuration.framework,
                 str(port),
             ]
-            self._group = start_ranks_of(self.configuration, worker)
+            # TensorFlow writes a file for each function that it traces and removes them at its
+            # exit, which a rank that is ended from outside never comes to.
+            self._temporary = tempfile.TemporaryDirectory(prefix="hvdkit-pool-")
             try:
+                environment = {"TMPDIR": self.folder}
+                self._group = start_ranks_of(self.configuration, worker, environment)
                 deadline = time.monotonic() + START_SECONDS
                 while len(self._connections) < self.configuration.size:
                     self._accept(listener, deadline)
@@ -193,6 +232,9 @@ class RankPool:
         if self._group is not None:
             self._group.stop()
             self._group = None
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -32,6 +32,8 @@ def main(framework: str, port: int) -> None:
 
 
 def _adapter(framework: str) -> Any:
+    # "keras-torch" is hvdkit.keras, the rest is in KERAS_BACKEND.
+    framework = framework.split("-")[0]
     ours = f"hvdkit.{framework}"
     # A framework without an adapter has tests of the engine alone.
     return importlib.import_module(

@@ -1,26 +1,14 @@
 """Starting Horovod. What needs a fresh process, or another launcher, starts it itself."""
 
-import os
 import sys
 
 import pytest
 
 from hvdkit.engine.describe import installed
 from hvdkit.engine.toolchain import which
-from hvdkit.errors import UsageError
-from hvdkit.ranks import RankCommand, RanksFailed, start_mpi, start_ranks
+from hvdkit.ranks import RanksFailed, start_mpi
+from tests.alone import run_alone
 from tests.parallel.rank_pool import REPOSITORY
-
-PLACES = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
-
-
-def run_alone(code, **env):
-    """Run Python code as a user without any launcher does; its output."""
-    if installed() is None:
-        pytest.skip("no Horovod here: run `hvdkit build`")
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(PLACES)}
-    command = RankCommand([sys.executable, "-c", code], inherited | env)
-    return start_ranks([command], cwd=REPOSITORY).wait(timeout=60)[0].output
 
 
 def test_every_public_name_of_horovod_is_there(hvd):
@@ -49,61 +37,6 @@ def test_the_functions_that_hvdkit_replaces_take_horovods_arguments(hvd):
         ours = list(inspect.signature(getattr(hvd, name)).parameters)
         wanted = [p for p in theirs if p not in ("args", "kwargs")]
         assert ours[: len(wanted)] == wanted, name
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, {"SHUTDOWN": "1800"}),
-        ({"CHECK": "10"}, {"CHECK": "10", "SHUTDOWN": "1800"}),
-        # Horovod ignores a shutdown time below the check time.
-        ({"CHECK": "3600"}, {"CHECK": "3600", "SHUTDOWN": "7200"}),
-        ({"SHUTDOWN": "20"}, {"CHECK": "10", "SHUTDOWN": "20"}),
-        ({"SHUTDOWN": "1"}, {"CHECK": "1", "SHUTDOWN": "1"}),
-        ({"SHUTDOWN": "600"}, {"SHUTDOWN": "600"}),
-        ({"SHUTDOWN": "0"}, {"SHUTDOWN": "0"}),
-        ({"SHUTDOWN": "20", "CHECK": "30"}, {"SHUTDOWN": "20", "CHECK": "30"}),
-        ({"DISABLE": "1"}, {"DISABLE": "1"}),
-        ({"DISABLE": "0"}, {"DISABLE": "0", "SHUTDOWN": "1800"}),
-    ],
-)
-def test_stalls_end_unless_the_user_says_otherwise(hvd, given, expected):
-    from hvdkit.torch import runtime
-
-    names = {
-        "CHECK": "HOROVOD_STALL_CHECK_TIME_SECONDS",
-        "SHUTDOWN": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-        "DISABLE": "HOROVOD_STALL_CHECK_DISABLE",
-    }
-    environ = {names[key]: value for key, value in given.items()}
-    runtime._limit_stalls(environ)
-    assert environ == {names[key]: value for key, value in expected.items()}
-
-
-def test_a_stall_time_that_is_no_number_is_refused(hvd):
-    from hvdkit.torch import runtime
-
-    with pytest.raises(UsageError, match="'soon': expected a whole number"):
-        runtime._limit_stalls({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "soon"})
-
-
-@pytest.mark.parametrize(
-    ("environ", "processes"),
-    [
-        ({}, 1),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, 4),
-        ({"PMI_SIZE": "3"}, 3),
-        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "2"}, 8),
-        # A batch script is not a step, however many tasks its job has.
-        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, 1),
-        ({"PMIX_RANK": "0"}, 0),
-        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}, 0),
-    ],
-)
-def test_launchers_are_told_apart(hvd, environ, processes):
-    from hvdkit.torch import runtime
-
-    assert runtime._processes_started_for_mpi(environ) == processes
 
 
 REPORT = (

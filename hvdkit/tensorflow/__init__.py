@@ -1,0 +1,163 @@
+"""Horovod for TensorFlow: `import hvdkit.tensorflow as hvd`, where it was `horovod.tensorflow`.
+
+The public names of horovod.tensorflow that are for TensorFlow 2 are here, with the same meaning;
+where this package defines one itself, its docstring says what is better. Those for TensorFlow 1
+say what to use instead. Importing it loads TensorFlow, Keras and Horovod, and raises ImportError
+where no Horovod for TensorFlow is installed.
+
+Example:
+    hvd.init()
+    with tf.GradientTape() as tape:
+        loss = loss_of(model(batch))
+    tape = hvd.DistributedGradientTape(tape)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+    if step == 0:
+        hvd.broadcast_variables([*model.variables, *optimizer.variables], root_rank=0)
+"""
+
+# First, because it says what to do when there is no Horovod, or one that does not load.
+from hvdkit.tensorflow.runtime import init, join, shutdown  # isort: skip
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.tensorflow import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    ProcessSet,
+    Product,
+    Sum,
+    add_process_set,
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    broadcast_,
+    ccl_built,
+    check_extension,
+    check_num_rank_power_of_2,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    global_process_set,
+    gloo_built,
+    gloo_enabled,
+    gpu_available,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    handle_average_backwards_compatibility,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_rank_op,
+    local_size,
+    local_size_op,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    process_set_included_op,
+    rank,
+    rank_op,
+    reducescatter,
+    refs_to_vars,
+    remove_process_set,
+    rocm_built,
+    size,
+    size_op,
+    split_list,
+    start_timeline,
+    stop_timeline,
+    vars_to_refs,
+)
+
+from hvdkit.tensorflow import elastic
+from hvdkit.tensorflow.compression import Compression
+from hvdkit.tensorflow.data import shard
+from hvdkit.tensorflow.functions import (
+    BroadcastGlobalVariablesHook,
+    allgather_object,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
+from hvdkit.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+from hvdkit.tensorflow.optimizer import DistributedOptimizer
+from hvdkit.tensorflow.sync_batch_norm import SyncBatchNormalization
+from hvdkit.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "BroadcastGlobalVariablesHook",
+    "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "LocalGradientAggregationHelper",
+    "Max",
+    "Min",
+    "PartialDistributedGradientTape",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNormalization",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "ccl_built",
+    "check_extension",
+    "check_num_rank_power_of_2",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "gpu_available",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "handle_average_backwards_compatibility",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_rank_op",
+    "local_size",
+    "local_size_op",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "process_set_included_op",
+    "rank",
+    "rank_op",
+    "reducescatter",
+    "refs_to_vars",
+    "remove_process_set",
+    "rocm_built",
+    "shard",
+    "shutdown",
+    "size",
+    "size_op",
+    "split_list",
+    "start_timeline",
+    "stop_timeline",
+    "vars_to_refs",
+]

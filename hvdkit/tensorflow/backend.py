@@ -1,0 +1,173 @@
+"""How TensorFlow packs, checks and unpacks the gradients of a bucket, inside a graph."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.core.bucketing import Bucket, ParameterSpec
+from hvdkit.core.numbers import Number
+
+_NARROW = (tf.float16, tf.bfloat16)
+
+
+class Wire:
+    """A bucket's contiguous memory, for core code a buffer that collectives change in place.
+
+    Attributes:
+        tensor: what is in it now, of one dimension.
+        factor: a number that its content is still to be multiplied by; the next collective does
+            that on the way.
+    """
+
+    def __init__(self, tensor: tf.Tensor, factor: float = 1.0) -> None:
+        self.tensor = tensor
+        self.factor = factor
+
+
+class GraphMemory:
+    """`hvdkit.core.backend.BucketMemory` of gradients that are symbols in a graph.
+
+    Args:
+        bucket: which gradients.
+        specs: of all gradients of the plan.
+        gradients: those of the bucket, in its order; a sparse one is a `tf.IndexedSlices`.
+    """
+
+    def __init__(
+        self, bucket: Bucket, specs: Sequence[ParameterSpec], gradients: Sequence[Any]
+    ) -> None:
+        self._bucket = bucket
+        self._shapes = [specs[i].shape for i in bucket.parameters]
+        self._sparse = gradients[0] if bucket.sparse_dims else None
+        self._home: Wire | None = None
+        if self._sparse is None:
+            flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
+            self._flat = flat[0] if len(flat) == 1 else tf.concat(flat, 0)
+
+    @property
+    def dtype(self) -> str:
+        """TensorFlow's name for it."""
+        return self._bucket.dtype
+
+    @property
+    def content(self) -> tf.Tensor:
+        """All gradients of a dense bucket, side by side."""
+        if self._home is not None:
+            return _as(tf.as_dtype(self.dtype), self._home.tensor)
+        return self._flat
+
+    @content.setter
+    def content(self, flat: tf.Tensor) -> None:
+        self._flat, self._home = flat, None
+
+    def gradients(self) -> list[Any]:
+        """As they are now, in the order of the bucket."""
+        if self._sparse is not None:
+            return [self._sparse]
+        flat = self.content
+        sizes = [tf.TensorShape(shape).num_elements() for shape in self._shapes]
+        parts = [flat] if len(sizes) == 1 else tf.split(flat, sizes)
+        return [tf.reshape(part, shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def put_gradients(self, gradients: Sequence[tf.Tensor]) -> None:
+        """Make these the gradients."""
+        dtype = tf.as_dtype(self.dtype)
+        self.content = tf.concat([tf.reshape(tf.cast(g, dtype), [-1]) for g in gradients], 0)
+
+    def home(self, factor: float) -> Wire:
+        """No pass over memory but the one that brought them together."""
+        flat = self._flat
+        if flat.dtype.is_complex:
+            # A sum of complex numbers is one of their parts.
+            flat = tf.reshape(tf.bitcast(flat, flat.dtype.real_dtype), [-1])
+        self._home = Wire(flat, factor)
+        return self._home
+
+    def pack(self, dtype: str, factor: Number, keep: bool = True) -> Wire:  # noqa: ARG002
+        """One pass for the factor, unless the collective can take care of it, and one to cast."""
+        wanted = tf.as_dtype(dtype)
+        if wanted not in _NARROW and isinstance(factor, float):
+            return Wire(tf.cast(self.content, wanted), factor)
+        return Wire(_scaled(self.content, factor, wanted))
+
+    def scale(self, buffer: Wire, factor: float) -> None:
+        """In the buffer's dtype."""
+        buffer.tensor = buffer.tensor * number(factor, buffer.tensor.dtype)
+
+    def unpack(self, buffer: Wire, factor: Number) -> None:
+        """One pass to cast, one for the factor."""
+        self.content = _scaled(buffer.tensor, factor, tf.as_dtype(self.dtype))
+
+    def rows(self, factor: float) -> tuple[tf.Tensor, tf.Tensor]:
+        """Indices and values; indices that occur several times are sent as they are."""
+        assert self._sparse is not None
+        values = self._sparse.values
+        return self._sparse.indices, values * number(factor, values.dtype)
+
+    def put_rows(self, rows: tuple[tf.Tensor, tf.Tensor]) -> None:
+        """Not added up: Keras and `tf.Variable` do that where it matters."""
+        indices, values = rows
+        self._sparse = tf.IndexedSlices(values, indices, tf.constant(self._shapes[0], tf.int64))
+
+
+def number(value: Number, dtype: tf.DType) -> tf.Tensor:
+    """A scalar of `dtype`; one of Python's is not rounded to float32 on the way."""
+    return tf.cast(value, dtype) if tf.is_tensor(value) else tf.constant(value, dtype)
+
+
+def _scaled(flat: tf.Tensor, factor: Number, dtype: tf.DType) -> tf.Tensor:
+    """`flat` x `factor` in `dtype`, rounded once."""
+    if isinstance(factor, float) and factor == 1.0:
+        scaled = flat
+    else:
+        wide = tf.float64 if tf.float64 in (flat.dtype, dtype) else tf.float32
+        scaled = tf.cast(flat, wide) * number(factor, wide)
+    return tf.cast(tf.round(scaled) if dtype.is_integer else scaled, dtype)
+
+
+def _as(dtype: tf.DType, flat: tf.Tensor) -> tf.Tensor:
+    if not dtype.is_complex:
+        return flat
+    return tf.bitcast(tf.reshape(flat, [-1, 2]), dtype)
+
+
+def peak(buffer: Wire) -> tf.Tensor:
+    """The largest magnitude, as float64; not finite where anything is not."""
+    bits = {2: tf.int16, 4: tf.int32, 8: tf.int64}[buffer.tensor.dtype.size]
+    # Without its sign a float is ordered as the integer of the same bits, infinity above all
+    # numbers and NaN above that: one comparison finds them all, which one of floats may not.
+    positive = tf.bitwise.bitwise_and(tf.bitcast(buffer.tensor, bits), bits.max)
+    largest = tf.maximum(tf.reduce_max(positive), tf.constant(0, bits))
+    magnitude = tf.cast(tf.bitcast(largest, buffer.tensor.dtype), tf.float64)
+    return magnitude * abs(buffer.factor)
+
+
+class GraphNumbers:
+    """`hvdkit.core.numbers.Numbers` of int32 and float64 scalars."""
+
+    def less(self, a: Number, b: Number) -> Number:
+        """int32."""
+        return tf.cast(a < b, tf.int32)
+
+    def least(self, a: Number, b: Number) -> Number:
+        """Of int32."""
+        return tf.minimum(a, b)
+
+    def largest(self, values: Sequence[Number]) -> Number:
+        """Of int32."""
+        return tf.reduce_max(tf.stack(values))
+
+    def is_finite(self, x: Number) -> Number:
+        """int32."""
+        return tf.cast(tf.math.is_finite(x), tf.int32)
+
+    def exponent(self, x: Number) -> Number:
+        """From the exponent's bits of a float64."""
+        bits = tf.bitwise.right_shift(tf.bitcast(x, tf.int64), tf.constant(52, tf.int64))
+        return tf.cast(bits, tf.int32) - 1022
+
+    def power_of_two(self, exponent: Number) -> Number:
+        """Made of its bits, as float64."""
+        bits = tf.cast(exponent, tf.int64) + 1023
+        return tf.bitcast(tf.bitwise.left_shift(bits, tf.constant(52, tf.int64)), tf.float64)

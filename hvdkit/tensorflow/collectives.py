@@ -1,0 +1,99 @@
+"""core's small host-side collectives, over horovod.tensorflow."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvdkit.tensorflow import runtime
+
+
+class TensorFlowCollectives:
+    """`hvdkit.core.collectives.Collectives` for the ranks of a Horovod process set.
+
+    They happen at once, while a graph is being traced as well. Horovod does not tell eager
+    collectives apart by their names, but by their order alone, so every rank must call them in
+    the same.
+
+    On a rank that does not belong to the set, and in a set of one rank, the rank is alone.
+    """
+
+    def __init__(self, process_set: mpi_ops.ProcessSet) -> None:
+        self.process_set = process_set
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank to communicate with."""
+        return not self.process_set.included() or self.process_set.size() == 1
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The global ranks of the process set."""
+        return [mpi_ops.rank()] if self.alone else list(self.process_set.ranks)
+
+    @property
+    def generation(self) -> int:
+        """Changes with `init` and `join`."""
+        return runtime.generation()
+
+    def sum(self, values: Sequence[int], name: str) -> list[int]:
+        """Element-wise sum of 64-bit integers."""
+        return self._reduce(values, name, mpi_ops.Sum)
+
+    def max(self, values: Sequence[int], name: str) -> list[int]:
+        """Element-wise maximum of 64-bit integers."""
+        return self._reduce(values, name, mpi_ops.Max)
+
+    def allgather(self, data: bytes, name: str) -> list[bytes]:
+        """Every rank's bytes."""
+        if self.alone:
+            return [data]
+        with _now():
+            size = tf.constant([len(data)], tf.int64)
+            sizes = mpi_ops.allgather(size, f"{name}.sizes", process_set=self.process_set)
+            own = tf.constant(np.frombuffer(data, np.uint8))
+            joined = mpi_ops.allgather(own, name, process_set=self.process_set).numpy()
+            bounds = np.cumsum(sizes.numpy())[:-1]
+        return [part.tobytes() for part in np.split(joined, bounds)]
+
+    def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
+        """Rank `root_rank`'s bytes; what the other ranks pass does not matter."""
+        if self.alone:
+            return data
+        with _now():
+            size = self._broadcast(np.array([len(data)]), root_rank, f"{name}.size")
+            content = np.zeros(size[0], np.uint8)
+            if mpi_ops.rank() == root_rank:
+                content = np.frombuffer(data, np.uint8)
+            # MPI counts in 32 bits.
+            parts = [
+                self._broadcast(content[start : start + _CHUNK_BYTES], root_rank, name)
+                for start in range(0, len(content), _CHUNK_BYTES)
+            ]
+        return b"".join(part.tobytes() for part in parts)
+
+    def _broadcast(self, values: Any, root_rank: int, name: str) -> Any:
+        tensor = tf.constant(values)
+        return mpi_ops.broadcast(tensor, root_rank, name, process_set=self.process_set).numpy()
+
+    def _reduce(self, values: Sequence[int], name: str, op: int) -> list[int]:
+        if self.alone:
+            return list(values)
+        with _now():
+            reduced = mpi_ops._allreduce(
+                tf.constant(list(values), tf.int64), name, op, process_set=self.process_set
+            )
+            return [int(value) for value in reduced.numpy()]
+
+
+_CHUNK_BYTES = 1 << 30
+
+
+@contextmanager
+def _now() -> Iterator[None]:
+    """Within it operations are carried out at once, on the CPU, wherever the caller is."""
+    with tf.init_scope(), tf.device("/cpu:0"):
+        yield

@@ -1,0 +1,46 @@
+"""Starting and ending Horovod in a TensorFlow process."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.core.runtime import Runtime, loading
+from hvdkit.engine.describe import require
+
+engine = require("tensorflow")
+
+with loading(
+    "tensorflow", tf.__version__, engine, (ImportError, tf.errors.NotFoundError, AttributeError)
+):
+    from horovod.tensorflow import mpi_ops
+
+_runtime = Runtime("tensorflow", tf.__version__, engine, mpi_ops)
+
+init = _runtime.init
+shutdown = _runtime.shutdown
+
+
+def generation() -> int:
+    """Changes, on all ranks alike, when what they agreed on before may be void."""
+    return _runtime.generation
+
+
+def join() -> Any:
+    """Take no further part until every rank has come here; what the others reduce gets zeros.
+
+    Horovod's, for ranks with fewer batches than others. Afterwards the ranks compare anew what
+    they mean to reduce, because one that has joined before its first step never did.
+
+    Returns:
+        The last rank to join, an integer tensor.
+    """
+    last = mpi_ops.join()
+    if tf.executing_eagerly():
+        return _joined(last)
+    # When it happens, and not when the graph is traced.
+    return tf.numpy_function(_joined, [last], last.dtype)
+
+
+def _joined(last: Any) -> Any:
+    _runtime.renew()
+    return last

@@ -1,0 +1,91 @@
+"""Gradients that are there already, reduced over all ranks: for loops that hand them over."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+
+from hvdkit.core.accumulation import Window
+from hvdkit.core.bucketing import unique_names
+from hvdkit.core.reduction import Reduction
+from hvdkit.core.synchronizer import Synchronizer
+from hvdkit.torch.backend import TorchBackend, spec
+from hvdkit.torch.collectives import TorchCollectives
+
+
+class GradientReducer:
+    """Reduces gradients over the ranks of a process set.
+
+    Nothing is reduced while a backward pass runs: `DistributedOptimizer`, whose hooks see each
+    gradient when it arrives, is faster where it can be used.
+
+    Args:
+        reduction: what to do with the gradients.
+        process_set: the ranks to reduce over; on others gradients stay as they are.
+        context: further lines that must be the same on every rank, for the errors' sake first.
+        passes: backward passes that the gradients are the sum of; the result is their mean.
+    """
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
+        context: Sequence[str] = (),
+        passes: int = 1,
+    ) -> None:
+        self._reduction = reduction
+        self._window = Window(passes)
+        self._context = tuple(context)
+        self._collectives = TorchCollectives(process_set)
+        self._synchronizers: dict[tuple[int, ...], _Held] = {}
+
+    # A compiled step leaves its graph here: collectives are no part of it.
+    @torch.compiler.disable
+    def __call__(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        parameters: Sequence[torch.Tensor],
+        names: Sequence[str],
+    ) -> list[torch.Tensor | None]:
+        """The reduced gradients. A collective: every rank calls it with the same parameters.
+
+        Args:
+            gradients: of the parameters; None where there is none.
+            parameters: leaf tensors. Afterwards a reduced gradient is its parameter's `grad`.
+            names: of the parameters, for errors.
+
+        Returns:
+            As many, in the same order; None stays None.
+
+        Raises:
+            RanksDisagree: on every rank, when they mean to reduce different things.
+        """
+        held = [k for k, gradient in enumerate(gradients) if gradient is not None]
+        key = tuple(id(parameters[k]) for k in held)
+        if key not in self._synchronizers:
+            self._synchronizers[key] = self._synchronizer(
+                [parameters[k] for k in held], unique_names([names[k] for k in held])
+            )
+        synchronizer, own = self._synchronizers[key]
+        for parameter, k in zip(own, held, strict=True):
+            parameter.grad = gradients[k]
+        # As a backward pass would deliver them.
+        for i in reversed(range(len(own))):
+            synchronizer.mark_ready(i)
+        synchronizer.synchronize()
+        result: list[torch.Tensor | None] = [None] * len(gradients)
+        for parameter, k in zip(own, held, strict=True):
+            result[k] = parameter.grad
+        return result
+
+    def _synchronizer(self, parameters: list[torch.Tensor], names: Sequence[str]) -> "_Held":
+        specs = [spec(name, p) for name, p in zip(names, parameters, strict=True)]
+        backend = TorchBackend(parameters, self._collectives)
+        synchronizer = Synchronizer(
+            specs, backend, self._collectives, self._reduction, self._window, self._context
+        )
+        return synchronizer, parameters
+
+
+_Held = tuple[Synchronizer[torch.Tensor, Any], list[torch.Tensor]]

@@ -1,0 +1,206 @@
+"""Starting Horovod, as far as no framework takes part; tests/torch and others start a real one."""
+
+import logging
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from hvdkit.core.runtime import (
+    Runtime,
+    limit_stalls,
+    loading,
+    one_rank_over_gloo,
+    processes_started_for_mpi,
+)
+from hvdkit.errors import HvdkitError, UsageError
+
+OURS = SimpleNamespace(version="0.28.1+hvdkit.2", frameworks={"torch": "2.13.0"}, ours=True)
+STOCK = SimpleNamespace(version="0.28.1", frameworks={"torch": "2.13.0"}, ours=False)
+
+
+class SimulatedHorovod:
+    """Stands for a framework's mpi_ops; remembers what it was asked, and under which settings."""
+
+    def __init__(self, size=1, rank=0, mpi=True, gloo=True):
+        self._size, self._rank, self._mpi, self._gloo = size, rank, mpi, gloo
+        self.calls = []
+
+    def init(self, *args, **kwargs):
+        self.calls.append(("init", args, kwargs, os.environ.get("HOROVOD_CONTROLLER")))
+
+    def shutdown(self):
+        self.calls.append(("shutdown",))
+
+    def rank(self):
+        return self._rank
+
+    def size(self):
+        return self._size
+
+    def mpi_built(self):
+        return self._mpi
+
+    def gloo_built(self):
+        return self._gloo
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    """An environment in which no launcher has left anything."""
+    for name in list(os.environ):
+        if name.startswith(("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "MV2_")):
+            monkeypatch.delenv(name)
+    # So that what `init` sets is taken back.
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "600")
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"SHUTDOWN": "1800"}),
+        ({"CHECK": "10"}, {"CHECK": "10", "SHUTDOWN": "1800"}),
+        # Horovod ignores a shutdown time below the check time.
+        ({"CHECK": "3600"}, {"CHECK": "3600", "SHUTDOWN": "7200"}),
+        ({"SHUTDOWN": "20"}, {"CHECK": "10", "SHUTDOWN": "20"}),
+        ({"SHUTDOWN": "1"}, {"CHECK": "1", "SHUTDOWN": "1"}),
+        ({"SHUTDOWN": "600"}, {"SHUTDOWN": "600"}),
+        ({"SHUTDOWN": "0"}, {"SHUTDOWN": "0"}),
+        ({"SHUTDOWN": "20", "CHECK": "30"}, {"SHUTDOWN": "20", "CHECK": "30"}),
+        ({"DISABLE": "1"}, {"DISABLE": "1"}),
+        ({"DISABLE": "0"}, {"DISABLE": "0", "SHUTDOWN": "1800"}),
+    ],
+)
+def test_stalls_end_unless_the_user_says_otherwise(given, expected):
+    names = {
+        "CHECK": "HOROVOD_STALL_CHECK_TIME_SECONDS",
+        "SHUTDOWN": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        "DISABLE": "HOROVOD_STALL_CHECK_DISABLE",
+    }
+    environ = {names[key]: value for key, value in given.items()}
+    limit_stalls(environ)
+    assert environ == {names[key]: value for key, value in expected.items()}
+
+
+def test_a_stall_time_that_is_no_number_is_refused():
+    with pytest.raises(UsageError, match="'soon': expected a whole number"):
+        limit_stalls({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "soon"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "processes"),
+    [
+        ({}, 1),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, 4),
+        ({"PMI_SIZE": "3"}, 3),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "2"}, 8),
+        # A batch script is not a step, however many tasks its job has.
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, 1),
+        ({"PMIX_RANK": "0"}, 0),
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}, 0),
+    ],
+)
+def test_launchers_are_told_apart(environ, processes):
+    assert processes_started_for_mpi(environ) == processes
+
+
+@pytest.mark.parametrize("given", [{}, {"HOROVOD_GLOO_IFACE": "eth7"}])
+def test_one_rank_goes_over_gloo_and_leaves_nothing_behind(given):
+    environ = dict(given)
+    with one_rank_over_gloo(environ):
+        expected = {"CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": "lo"}
+        assert environ == {f"HOROVOD_{key}": value for key, value in expected.items()} | given
+    assert environ == given
+
+
+def test_a_controller_that_the_user_has_chosen_stays():
+    environ = {"HOROVOD_CONTROLLER": "mpi"}
+    with one_rank_over_gloo(environ):
+        assert environ == {"HOROVOD_CONTROLLER": "mpi"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gloo", "controller"),
+    [({}, True, "gloo"), ({}, False, None), ({"comm": [0]}, True, None)],
+)
+def test_who_starts_over_gloo(no_launcher, arguments, gloo, controller):
+    horovod = SimulatedHorovod(gloo=gloo)
+    Runtime("torch", "2.13.0", OURS, horovod).init(**arguments)
+    assert horovod.calls == [("init", (), arguments, controller)]
+    assert "HOROVOD_CONTROLLER" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("horovod", "controller", "message"),
+    [
+        (SimulatedHorovod(size=3, mpi=False), "", "has no MPI to connect them"),
+        (SimulatedHorovod(size=3), "gloo", "HOROVOD_CONTROLLER is gloo"),
+        (SimulatedHorovod(size=1), "", "but each became a job of its own"),
+    ],
+)
+def test_processes_that_cannot_become_one_job(no_launcher, horovod, controller, message):
+    no_launcher.setenv("PMI_SIZE", "3")
+    no_launcher.setenv("HOROVOD_CONTROLLER", controller)
+    runtime = Runtime("torch", "2.13.0", OURS, horovod)
+    with pytest.raises(HvdkitError, match=message):
+        runtime.init()
+    assert runtime.generation == 0
+    # Horovod is never left running.
+    assert [call[0] for call in horovod.calls] in ([], ["init", "shutdown"])
+
+
+def test_ranks_of_one_mpi_job(no_launcher):
+    no_launcher.setenv("PMI_SIZE", "3")
+    horovod = SimulatedHorovod(size=3)
+    Runtime("torch", "2.13.0", OURS, horovod).init()
+    assert horovod.calls == [("init", (), {}, None)]
+
+
+def test_what_was_agreed_is_void_after_init_and_join(no_launcher):
+    runtime = Runtime("torch", "2.13.0", OURS, SimulatedHorovod())
+    seen = [runtime.generation]
+    for renew in (runtime.init, runtime.shutdown, runtime.init, runtime.renew):
+        renew()
+        seen.append(runtime.generation)
+    assert seen == [0, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "rank", "said"),
+    [
+        (OURS, "2.13.0", 0, []),
+        (STOCK, "2.13.0", 0, ["was not built by `hvdkit build`"]),
+        (OURS, "2.14.0", 0, ["was built for torch 2.13.0, and this is torch 2.14.0"]),
+        (STOCK, "2.14.0", 1, []),
+    ],
+)
+def test_what_will_be_missing_is_said_once(no_launcher, caplog, engine, version, rank, said):
+    runtime = Runtime("torch", version, engine, SimulatedHorovod(rank=rank))
+    with caplog.at_level(logging.WARNING, logger="hvdkit.torch"):
+        runtime.init()
+        runtime.init()
+    assert len(caplog.messages) == len(said)
+    assert all(part in message for part, message in zip(said, caplog.messages, strict=True))
+
+
+def test_an_extension_that_does_not_load(monkeypatch):
+    monkeypatch.delitem(sys.modules, "horovod.tensorflow.mpi_ops", raising=False)
+    with (
+        pytest.raises(ImportError, match=r"built for torch 2\.13\.0 .* torch 2\.14\.0 \(no _Z"),
+        loading("torch", "2.14.0", OURS),
+    ):
+        raise ImportError("no _ZN3c10")
+
+
+def test_one_extension_per_process(monkeypatch):
+    name = "horovod.tensorflow.mpi_ops"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    entered = False
+    with (
+        pytest.raises(ImportError, match=r"either hvdkit\.torch or hvdkit\.tensorflow"),
+        loading("torch", "2.13.0", OURS),
+    ):
+        entered = True
+    assert not entered

@@ -1,0 +1,58 @@
+"""The examples on TensorFlow, and the Keras one on PyTorch too, as a user runs them."""
+
+import re
+import sys
+
+import pytest
+
+from tests.parallel.rank_pool import REPOSITORY, Configuration, start_ranks_of
+from tests.parallel.torch.test_digits import run_plain
+
+# In which TensorFlow says nothing, as the ranks that do not speak should not either.
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_ENABLE_ONEDNN_OPTS": "0"}
+EXAMPLES = [
+    ("tensorflow_digits", "tensorflow"),
+    ("keras_digits", "keras-tensorflow"),
+    ("keras_digits", "keras-torch"),
+]
+
+
+def example(name):
+    return str(REPOSITORY / "examples" / f"{name}.py")
+
+
+def accuracy(name, configuration, *arguments):
+    command = [sys.executable, example(name), *arguments]
+    results = start_ranks_of(configuration, command, QUIET).wait(timeout=300)
+    assert [result.output for result in results[1:]] == [""] * (configuration.size - 1)
+    last = results[0].output.splitlines()[-1]
+    return float(re.fullmatch(r"accuracy=(0\.\d{4}|1\.0000)", last).group(1))
+
+
+@pytest.mark.parametrize(("name", "framework"), EXAMPLES)
+def test_two_ranks_learn_digits_in_a_few_epochs(name, framework):
+    assert accuracy(name, Configuration(framework, "gloo", 2), "--epochs", "6") > 0.9
+
+
+@pytest.mark.parametrize("name", ["tensorflow_digits", "keras_digits"])
+def test_the_same_seed_gives_the_same_accuracy(name):
+    two = Configuration("tensorflow", "gloo", 2)
+    arguments = ("--epochs", "1", "--seed", "3")
+    assert accuracy(name, two, *arguments) == accuracy(name, two, *arguments)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "framework"), EXAMPLES)
+def test_accuracy_is_the_same_on_one_two_and_four_ranks(name, framework):
+    jobs = [("gloo", 1), ("gloo", 2), ("gloo", 4), ("mpi", 2)]
+    found = {job: accuracy(name, Configuration(framework, *job)) for job in jobs}
+    assert min(found.values()) >= 0.97, found
+    assert max(found.values()) - min(found.values()) <= 0.015, found
+
+
+@pytest.mark.parametrize("name", ["tensorflow_digits", "keras_digits"])
+@pytest.mark.parametrize("arguments", [["--epochs", "0"], ["--batch-size", "100000"]])
+def test_impossible_arguments_are_refused(name, arguments):
+    done = run_plain(sys.executable, example(name), *arguments)
+    assert done.returncode == 2
+    assert "expected at least 1 of each" in done.stderr

@@ -1,0 +1,262 @@
+"""Variables and objects that every rank gets from one."""
+
+import numpy as np
+import pytest
+
+from hvdkit.core.agreement import RanksDisagree
+from hvdkit.errors import HvdkitError, UsageError
+from tests.parallel.tensorflow.oracle import assert_raised_on_all_ranks, assert_same_on_all_ranks
+
+DTYPES = [
+    "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "uint16", "int32",
+    "uint32", "int64", "uint64", "bool", "complex64", "complex128",
+]  # fmt: skip
+
+
+def every_kind(rank):
+    """Variables of every dtype and some shapes, with values that tell ranks apart."""
+    import tensorflow as tf
+
+    generator = np.random.default_rng(rank)
+    shapes = {dtype: (3, k) for k, dtype in enumerate(DTYPES, start=1)} | {"float32": ()}
+    kinds = {}
+    for dtype, shape in shapes.items():
+        values = generator.integers(0, 2 if dtype == "bool" else 100, shape)
+        kinds[dtype] = tf.Variable(tf.cast(values, dtype), name=f"of_{dtype}")
+    kinds["nothing"] = tf.Variable(tf.zeros((0, 3)), name="nothing")
+    kinds["nan"] = tf.Variable([np.nan, -0.0, np.inf, float(rank)], name="nan")
+    return kinds
+
+
+def assert_values(variables, expected):
+    for name, variable in variables.items():
+        own, wanted = variable.numpy(), expected[name].numpy()
+        assert own.dtype == wanted.dtype
+        assert own.shape == wanted.shape
+        assert own.tobytes() == wanted.tobytes(), name
+
+
+@pytest.mark.parametrize("where", ["eager", "graph"])
+@pytest.mark.parametrize("root", [0, 1])
+def test_variables_of_every_dtype(hvd, where, root):
+    import tensorflow as tf
+
+    variables = every_kind(hvd.rank())
+
+    def broadcast():
+        return hvd.broadcast_variables(variables.values(), root_rank=root)
+
+    run = broadcast if where == "eager" else tf.function(broadcast)
+    assert run() is None
+    assert_values(variables, every_kind(root))
+
+
+@pytest.mark.parametrize("where", ["eager", "graph"])
+def test_variables_in_place(hvd, where):
+    import tensorflow as tf
+
+    # Two of them have the same name, which is another one on every rank.
+    variables = [
+        tf.Variable(tf.fill((3, k), 10.0 * hvd.rank() + k), name=f"of_rank_{hvd.rank()}")
+        for k in (1, 2)
+    ]
+    variables.append(tf.Variable(tf.range(hvd.rank(), hvd.rank() + 4)))
+
+    def broadcast():
+        hvd.broadcast_variables(variables, root_rank=1, inplace=True)
+
+    tf.function(broadcast)() if where == "graph" else broadcast()
+    assert [v.numpy()[0, 0] for v in variables[:2]] == [11, 12]
+    assert variables[2].numpy().tolist() == [1, 2, 3, 4]
+
+
+def test_small_variables_travel_together(hvd):
+    import tensorflow as tf
+    from horovod.tensorflow import mpi_ops
+
+    variables = [tf.Variable(tf.fill([1000], float(k * (hvd.rank() + 1)))) for k in range(300)]
+    large = tf.Variable(tf.fill([6_000_000], float(hvd.rank())))
+    calls = []
+    original = mpi_ops.broadcast
+    mpi_ops.broadcast = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+    try:
+        hvd.broadcast_variables([*variables[:150], large, *variables[150:]], root_rank=1)
+    finally:
+        mpi_ops.broadcast = original
+    assert len(calls) == 3
+    assert [v.numpy()[-1] for v in variables] == [2.0 * k for k in range(300)]
+    assert (large.numpy() == 1).all()
+
+
+def test_a_variable_larger_than_mpi_can_count(hvd):
+    import tensorflow as tf
+
+    from hvdkit.tensorflow import functions
+
+    size, functions._CHUNK_BYTES = functions._CHUNK_BYTES, 1000
+    try:
+        variable = tf.Variable(tf.range(777, dtype=tf.float64) * (hvd.rank() + 1))
+        hvd.broadcast_variables([variable], root_rank=1)
+    finally:
+        functions._CHUNK_BYTES = size
+    np.testing.assert_array_equal(variable.numpy(), np.arange(777) * 2.0)
+
+
+def test_a_keras_model_and_its_optimizer(hvd):
+    import keras
+
+    def make(rank):
+        # Layers of one rank have other numbers in their names than those of another.
+        for _ in range(rank):
+            keras.layers.Dense(1)
+        keras.utils.set_random_seed(rank)
+        model = keras.Sequential(
+            [
+                keras.Input((3,)),
+                keras.layers.Dense(4),
+                keras.layers.Dropout(0.5),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(2),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(0.1 * (rank + 1)), "mse")
+        x = np.random.default_rng(rank).normal(size=(8, 3))
+        model.fit(x, x[:, :2], epochs=1 + rank, verbose=0)
+        return model
+
+    model = make(hvd.rank())
+    root = 1
+    expected = make(root)
+    variables = [*model.variables, *model.optimizer.variables]
+    assert "int64" in {v.dtype for v in variables}
+    hvd.broadcast_variables(variables, root_rank=root)
+    wanted = [*expected.variables, *expected.optimizer.variables]
+    for own, other in zip(variables, wanted, strict=True):
+        np.testing.assert_array_equal(own.numpy(), other.numpy())
+    assert_same_on_all_ranks(hvd, [v.numpy() for v in model.trainable_variables])
+
+
+def test_a_broadcast_after_the_first_step_of_a_graph(hvd):
+    # As Horovod's examples do it.
+    import keras
+    import tensorflow as tf
+
+    keras.utils.set_random_seed(hvd.rank())
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+
+    @tf.function
+    def step(x, first):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x) ** 2)
+        tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        if first:
+            hvd.broadcast_variables(model.variables, root_rank=0)
+            hvd.broadcast_variables(optimizer.variables, root_rank=0)
+
+    x = tf.constant(np.random.default_rng(hvd.rank()).normal(size=(4, 3)), tf.float32)
+    for k in range(4):
+        step(x, k == 0)
+        assert_same_on_all_ranks(hvd, [v.numpy() for v in model.variables])
+
+
+def test_different_variables_are_an_error_on_every_rank(hvd):
+    import tensorflow as tf
+
+    other = hvd.rank() == hvd.size() - 1
+    variables = [tf.Variable(1.0, name="a"), tf.Variable(tf.ones(3 if other else 2), name="b")]
+    assert_raised_on_all_ranks(
+        hvd,
+        RanksDisagree,
+        r"'b', float32 \(2,\).*'b', float32 \(3,\)",
+        lambda: hvd.broadcast_variables(variables, root_rank=0),
+    )
+    # Ranks trace at different times, so a graph compares nothing but sizes, when it runs.
+    assert_raised_on_all_ranks(
+        hvd,
+        tf.errors.FailedPreconditionError,
+        "Mismatched BROADCAST tensor shapes",
+        tf.function(lambda: hvd.broadcast_variables(variables, root_rank=0)),
+    )
+
+
+def test_what_cannot_be_broadcast(hvd):
+    import tensorflow as tf
+
+    for variables, root, message in (
+        ([tf.Variable("text", name="words")], 0, r"'words:0', is of string"),
+        ([tf.Variable(1.0), 3.0], 0, r"variables\[1\]: expected a tf.Variable.* is a float"),
+        (tf.Variable([1.0]), 0, "is one ResourceVariable: expected a list"),
+        ([tf.Variable(1.0)], hvd.size(), rf"root_rank is {hvd.size()}: expected one of \[0, 1"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            hvd.broadcast_variables(variables, root_rank=root)
+    with tf.Graph().as_default(), pytest.raises(UsageError, match="that a session would run"):
+        hvd.broadcast_variables([], root_rank=0)
+
+
+def test_only_the_ranks_of_a_process_set_take_part(hvd):
+    import tensorflow as tf
+
+    members = [1] if hvd.size() == 2 else [1, 3]
+    process_set = hvd.add_process_set(members)
+    try:
+        variable = tf.Variable(float(hvd.rank()))
+        hvd.broadcast_variables([variable], root_rank=1, process_set=process_set)
+        inside = hvd.rank() in members
+        assert variable.numpy() == (1 if inside else hvd.rank())
+        own = {"rank": hvd.rank()}
+        taken = hvd.broadcast_object(own, root_rank=1, process_set=process_set)
+        assert taken == {"rank": 1 if inside else hvd.rank()}
+        gathered = hvd.allgather_object(hvd.rank(), process_set=process_set)
+        assert gathered == (members if inside else [hvd.rank()])
+    finally:
+        hvd.remove_process_set(process_set)
+
+
+@pytest.mark.parametrize("where", ["eager", "while tracing"])
+def test_objects_may_differ_in_type_between_ranks(hvd, where):
+    import tensorflow as tf
+
+    def exchange():
+        own = {"epoch": 3, "best": np.arange(3)} if hvd.rank() == 1 else None
+        mixed = "text" if hvd.rank() % 2 else hvd.rank()
+        return (
+            hvd.broadcast_object(own, root_rank=1),
+            hvd.allgather_object(mixed),
+            hvd.broadcast_object_fn(root_rank=0)([hvd.rank()]),
+        )
+
+    results = []
+    if where == "eager":
+        results.append(exchange())
+    else:
+        tf.function(lambda: results.append(exchange()), autograph=False)()
+    taken, gathered, from_0 = results[0]
+    assert taken["epoch"] == 3
+    assert taken["best"].tolist() == [0, 1, 2]
+    assert gathered == ["text" if rank % 2 else rank for rank in range(hvd.size())]
+    assert from_0 == [0]
+
+
+def test_objects_of_any_size(hvd):
+    from hvdkit.tensorflow import collectives
+
+    size, collectives._CHUNK_BYTES = collectives._CHUNK_BYTES, 1000
+    try:
+        data = np.random.default_rng(hvd.rank()).bytes(12_345)
+        taken = hvd.broadcast_object(data, root_rank=1)
+    finally:
+        collectives._CHUNK_BYTES = size
+    assert taken == np.random.default_rng(1).bytes(12_345)
+
+
+def test_an_object_that_cannot_be_pickled_is_an_error_on_every_rank(hvd):
+    import threading
+
+    own = threading.Lock() if hvd.rank() == 1 else 0
+    theirs = (TypeError, "cannot pickle") if hvd.rank() == 1 else (HvdkitError, "could not pickle")
+    assert_raised_on_all_ranks(hvd, *theirs, lambda: hvd.broadcast_object(own, root_rank=1))
+    assert_raised_on_all_ranks(hvd, *theirs, lambda: hvd.allgather_object(own))

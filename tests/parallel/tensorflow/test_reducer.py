@@ -1,0 +1,258 @@
+"""Gradients reduced inside a graph, by the journeys of core's wire formats."""
+
+import math
+
+import numpy as np
+import pytest
+
+from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.compression import (
+    BFloat16,
+    Channel,
+    Float16,
+    Largest,
+    NoCompression,
+    Peak,
+    Sum,
+    WireFormat,
+)
+from hvdkit.core.reduction import Reduction
+
+SHAPES = [(10, 20), (7,), (300, 5), (3, 3, 3)]
+FORMATS = {"none": NoCompression, "bf16": BFloat16, "fp16": Float16}
+ROUNDING = {"none": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+def gradients_of(rank, step, scale=1.0, dtype="float32"):
+    rng = np.random.default_rng((rank, step))
+    return [(rng.normal(size=shape) * scale).astype(dtype) for shape in SHAPES]
+
+
+def mean_of(hvd, step, scale=1.0, dtype="float32"):
+    ranks = [gradients_of(rank, step, scale, dtype) for rank in range(hvd.size())]
+    return [np.mean(np.array(parts, "float64"), axis=0) for parts in zip(*ranks, strict=True)]
+
+
+def magnitudes(hvd, step, scale=1.0):
+    ranks = [gradients_of(rank, step, scale) for rank in range(hvd.size())]
+    return [
+        np.mean(np.abs(np.array(parts, "float64")), axis=0) for parts in zip(*ranks, strict=True)
+    ]
+
+
+def reducer(wire_format=None, **settings):
+    import tensorflow as tf
+
+    from hvdkit.tensorflow.reducer import GradientReducer
+
+    passes = settings.pop("passes", 1)
+    reduce = GradientReducer(Reduction(wire_format or NoCompression(), **settings), passes=passes)
+    variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+    return lambda gradients: reduce(gradients, variables)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("bucket_bytes", [1, 4000, 25_000_000])
+@pytest.mark.parametrize("name", FORMATS)
+def test_means(hvd, name, bucket_bytes, traced):
+    import tensorflow as tf
+
+    reduce = reducer(FORMATS[name](), bucket_bytes=bucket_bytes)
+    function = tf.function(reduce) if traced else reduce
+    for step in range(4):
+        own = [tf.constant(g) for g in gradients_of(hvd.rank(), step)]
+        for result, mean, size in zip(
+            function(own), mean_of(hvd, step), magnitudes(hvd, step), strict=True
+        ):
+            # What is subnormal in float16 is far below these.
+            bound = (hvd.size() + 1) * ROUNDING[name] * size + 1e-6
+            assert (np.abs(result.numpy() - mean) <= bound).all()
+
+
+MAGNITUDES = {
+    "steady": [1.0] * 6,
+    "growing by too much": [1.0, 1.0, 1e9, 1e9, 1e9, 1e9],
+    "once": [1.0, 1.0, 1e9, 1.0, 1.0, 1.0],
+    "shrinking": [1.0, 1.0, 1e-12, 1e-12, 1e-12, 1e-12],
+    "at float32's end": [1e37] * 6,
+    "tiny": [1e-30] * 6,
+    "gone": [1.0, 0.0, 0.0, 1.0, 1.0, 1.0],
+}
+
+
+@pytest.mark.parametrize("name", MAGNITUDES)
+def test_float16_repeats_what_overflows_inside_the_graph(hvd, name):
+    import tensorflow as tf
+
+    function = tf.function(reducer(Float16(), bucket_bytes=4000))
+    for step, scale in enumerate(MAGNITUDES[name]):
+        own = [tf.constant(g) for g in gradients_of(hvd.rank(), step, scale)]
+        for result, mean, size in zip(
+            function(own), mean_of(hvd, step, scale), magnitudes(hvd, step, scale), strict=True
+        ):
+            # A step that is suddenly much smaller may lose what is below the scale's reach.
+            reach = 2.0**-33 * (max(MAGNITUDES[name][: step + 1]) * 8)
+            bound = (hvd.size() + 1) * 2.0**-11 * size + reach
+            assert (np.abs(result.numpy() - mean) <= bound).all(), f"step {step}"
+
+
+@pytest.mark.parametrize("poison", [math.inf, math.nan])
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_infinity_comes_through_on_every_rank(hvd, name, poison):
+    import tensorflow as tf
+
+    function = tf.function(reducer(FORMATS[name]()))
+    for step in range(5):
+        own = gradients_of(hvd.rank(), step)
+        if step == 2 and hvd.rank() == hvd.size() - 1:
+            own[1][3] = poison
+        results = function([tf.constant(g) for g in own])
+        finite = [bool(np.isfinite(result.numpy()).all()) for result in results]
+        assert finite == [True, step != 2, True, True]
+
+
+def test_the_state_of_float16_is_cores(hvd):
+    """The graph's scale follows from the same rule as the one that Python steps through."""
+    import tensorflow as tf
+
+    from hvdkit.tensorflow.reducer import GradientReducer
+    from tests.core.test_compression import Ranks
+
+    simulated = Ranks(hvd.size(), elements=40)
+    reduce = GradientReducer(Reduction(Float16()))
+    variable = tf.Variable(tf.zeros(40))
+    function = tf.function(lambda gradient: reduce([gradient], [variable]))
+    for step, scale in enumerate([1, 1, 1e9, 1, 1, 0, 3, 1e-9, 1e6, 1e6, 2, 2, 2, 2, 2]):
+        every = [
+            np.random.default_rng((rank, step)).normal(size=40) * scale
+            for rank in range(hvd.size())
+        ]
+        function(tf.constant(every[hvd.rank()], tf.float32))
+        simulated.step(every)
+        (plan,) = reduce._plans.values()
+        (state,) = plan._states
+        assert tuple(state.numpy().tolist()) == simulated.channels[0].state, f"step {step}"
+
+
+def test_float64_keeps_its_precision(hvd):
+    import tensorflow as tf
+
+    reduce = reducer()
+    own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0, dtype="float64")]
+    for result, mean in zip(reduce(own), mean_of(hvd, 0, dtype="float64"), strict=True):
+        np.testing.assert_allclose(result.numpy(), mean, rtol=1e-14, atol=1e-15)
+
+
+def test_a_mean_over_passes_too(hvd):
+    import tensorflow as tf
+
+    own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0)]
+    for result, mean in zip(reducer(passes=4)(own), mean_of(hvd, 0), strict=True):
+        np.testing.assert_allclose(result.numpy(), mean / 4, rtol=1e-5, atol=1e-6)
+
+
+def test_sums_and_predivided_averages(hvd):
+    import tensorflow as tf
+
+    own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0)]
+    mean = mean_of(hvd, 0)
+    for result, expected in zip(reducer(average=False)(own), mean, strict=True):
+        np.testing.assert_allclose(result.numpy(), expected * hvd.size(), rtol=1e-5, atol=1e-5)
+    for result, expected in zip(reducer(predivide=3.0)(own), mean, strict=True):
+        np.testing.assert_allclose(result.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_rows_are_gathered(hvd, as_dense):
+    import tensorflow as tf
+
+    from hvdkit.tensorflow.reducer import GradientReducer
+
+    reduce = GradientReducer(Reduction(NoCompression(), sparse_as_dense=as_dense))
+    table = tf.Variable(tf.zeros((50, 4)))
+    # Each rank has another number of rows, and row 1 is everyone's.
+    indices = [1, *range(2, 3 + hvd.rank())]
+
+    @tf.function
+    def function(rows, values):
+        slices = tf.IndexedSlices(values, rows, tf.constant([50, 4]))
+        (reduced,) = reduce([slices], [table])
+        assert isinstance(reduced, tf.IndexedSlices) != as_dense
+        return tf.convert_to_tensor(reduced)
+
+    result = function(tf.constant(indices), tf.ones((len(indices), 4)) * (hvd.rank() + 1.0))
+    expected = np.zeros((50, 4))
+    for rank in range(hvd.size()):
+        expected[[1, *range(2, 3 + rank)]] += (rank + 1) / hvd.size()
+    np.testing.assert_allclose(result.numpy(), expected, rtol=1e-6)
+
+
+def test_none_stays_none(hvd):
+    import tensorflow as tf
+
+    reduce = reducer()
+    own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0)]
+    own[1] = None
+    results = reduce(own)
+    assert results[1] is None
+    np.testing.assert_allclose(results[2].numpy(), mean_of(hvd, 0)[2], rtol=1e-5, atol=1e-6)
+
+
+def test_another_trace_needs_no_agreement(hvd):
+    """A rank whose last batch is smaller traces again, on its own."""
+    import tensorflow as tf
+
+    from hvdkit.tensorflow.reducer import GradientReducer
+
+    reduce = GradientReducer(Reduction(NoCompression()))
+    variable = tf.Variable(tf.zeros(3))
+
+    @tf.function
+    def function(batch):
+        return reduce([tf.reduce_sum(batch, 0)], [variable])[0]
+
+    function(tf.ones((8, 3)))
+    rows = 8 if hvd.rank() else 5
+    mean = (8 * (hvd.size() - 1) + 5) / hvd.size()
+    np.testing.assert_allclose(function(tf.ones((rows, 3))).numpy(), mean)
+
+
+class Int8(WireFormat):
+    """The example in docs/synchronizer.md, as far as a graph can take it."""
+
+    name = "int8"
+
+    def channel(self, dtype):
+        return Int8Channel()
+
+
+class Int8Channel(Channel):
+    def travel(self, memory, division):
+        own = yield Peak(memory.pack("float32", 1.0))
+        answer = yield Largest(self.numbers.exponent(own) + 1000)
+        factor = 127 // division.ranks * self.numbers.power_of_two(1000 - answer)
+        wire = memory.pack("int8", factor)
+        yield Sum(wire)
+        memory.unpack(wire, division.total / factor)
+
+
+def test_a_format_of_ones_own(hvd):
+    import tensorflow as tf
+
+    function = tf.function(reducer(Int8(), bucket_bytes=4000))
+    own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0)]
+    for result, mean in zip(function(own), mean_of(hvd, 0), strict=True):
+        # Half a step each, of the bucket's largest value.
+        assert np.abs(result.numpy() - mean).max() <= 8.0 / (127 // hvd.size())
+
+
+def test_ranks_that_disagree_hear_of_it_while_tracing(hvd):
+    import tensorflow as tf
+
+    from hvdkit.tensorflow.reducer import GradientReducer
+
+    length = 4 if hvd.rank() else 5
+    reduce = GradientReducer(Reduction(NoCompression()))
+    variable = tf.Variable(tf.zeros(length), name="mine")
+    with pytest.raises(RanksDisagree, match=r"rank 0: gradient 0 is 'mine:0', float32 \[5\]"):
+        tf.function(lambda: reduce([tf.ones(length)], [variable]))()

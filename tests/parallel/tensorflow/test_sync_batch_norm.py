@@ -1,0 +1,227 @@
+"""Batch normalization over all ranks is that of one process with the whole batch."""
+
+import numpy as np
+import pytest
+
+from tests.parallel.tensorflow.oracle import assert_same_on_all_ranks, numbers
+
+WHERE = ["eager", "graph"]
+
+
+def batch_of(rank, shape, count, offset=0.0):
+    """Ranks have different numbers of samples, about different means."""
+    return numbers(rank, count, *shape) * (rank + 1) + rank + offset
+
+
+def forward_and_back(layer, x, where, mask=None):
+    """Output, gradients of inputs and weights of a loss in which every element counts its own."""
+    import tensorflow as tf
+
+    def run(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = layer(x, training=True, mask=mask)
+            loss = tf.reduce_sum(y * tf.sin(3 * x) + y**3)
+        return y, tape.gradient(loss, [x, *(v.value for v in layer.trainable_variables)])
+
+    y, gradients = (tf.function(run) if where == "graph" else run)(tf.constant(x))
+    return y.numpy(), [g.numpy() for g in gradients]
+
+
+def assert_as_one_process(hvd, where, batches, masks=None, tolerance=1e-11, **options):
+    import keras
+
+    options = {"momentum": 0.5, "epsilon": 1e-5, "dtype": "float64", **options}
+    ours = hvd.SyncBatchNormalization(**options)
+    plain = keras.layers.BatchNormalization(**options)
+    rank = hvd.rank()
+    mask = whole_mask = None
+    if masks is not None:
+        mask, whole_mask = masks[rank], np.concatenate(masks)
+    y, (of_x, *of_weights) = forward_and_back(ours, batches[rank], where, mask)
+    whole_y, (whole_of_x, *whole_of_weights) = forward_and_back(
+        plain, np.concatenate(batches), where, whole_mask
+    )
+    start = sum(len(b) for b in batches[:rank])
+    here = slice(start, start + len(batches[rank]))
+    # Relative to what the inputs' size makes of rounding.
+    np.testing.assert_allclose(y, whole_y[here], rtol=tolerance, atol=tolerance)
+    scale = np.abs(whole_of_x).max()
+    np.testing.assert_allclose(of_x, whole_of_x[here], rtol=tolerance, atol=tolerance * scale)
+    for own, wanted in zip(of_weights, whole_of_weights, strict=True):
+        total = sum(hvd.allgather_object(own))
+        np.testing.assert_allclose(
+            total, wanted, rtol=tolerance, atol=tolerance * np.abs(wanted).max()
+        )
+    for name in ("moving_mean", "moving_variance"):
+        own, wanted = getattr(ours, name).numpy(), getattr(plain, name).numpy()
+        np.testing.assert_allclose(own, wanted, rtol=tolerance, atol=tolerance)
+        assert_same_on_all_ranks(hvd, [own])
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((5,), {}),
+        ((4, 3, 5), {}),
+        ((5, 4), {"axis": 1, "center": False}),
+        ((3, 1), {"scale": False}),
+    ],
+    ids=str,
+)
+def test_values_and_gradients(hvd, where, shape, options):
+    batches = [batch_of(rank, shape, 2 + rank) for rank in range(hvd.size())]
+    assert_as_one_process(hvd, where, batches, **options)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_batch_renormalization(hvd, where):
+    batches = [batch_of(rank, (4,), 3) for rank in range(hvd.size())]
+    clipping = {"rmax": 2.0, "rmin": 0.5, "dmax": 1.0}
+    assert_as_one_process(hvd, where, batches, renorm=True, renorm_clipping=clipping)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_masked_samples_do_not_count(hvd, where):
+    batches = [batch_of(rank, (4, 3), 3) for rank in range(hvd.size())]
+    masks = [np.random.default_rng(rank).random((3, 4)) < 0.6 for rank in range(hvd.size())]
+    # One rank has nothing but padding, which may hold anything.
+    masks[1][:] = False
+    batches[1][:] = np.inf
+    assert_as_one_process_where_it_counts(hvd, where, batches, masks)
+
+
+def assert_as_one_process_where_it_counts(hvd, where, batches, masks):
+    # The loss of infinite elements is none, so what is compared with is finite.
+    finite = [np.where(np.isfinite(b), b, 0.0) for b in batches]
+    assert_as_one_process(hvd, where, finite, masks)
+    import tensorflow as tf
+
+    layer = hvd.SyncBatchNormalization(dtype="float64")
+    layer(tf.constant(batches[hvd.rank()]), training=True, mask=masks[hvd.rank()])
+    reference = hvd.SyncBatchNormalization(dtype="float64")
+    reference(tf.constant(finite[hvd.rank()]), training=True, mask=masks[hvd.rank()])
+    np.testing.assert_array_equal(layer.moving_mean.numpy(), reference.moving_mean.numpy())
+    assert np.isfinite(layer.moving_variance.numpy()).all()
+
+
+def test_nothing_but_padding_anywhere(hvd):
+    batches = [batch_of(rank, (4, 3), 3) for rank in range(hvd.size())]
+    assert_as_one_process(hvd, "graph", batches, [np.zeros((3, 4), bool)] * hvd.size())
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_rank_without_samples(hvd, where):
+    batches = [batch_of(rank, (3,), 0 if rank == 1 else 4) for rank in range(hvd.size())]
+    assert_as_one_process(hvd, where, batches)
+
+
+def test_values_far_from_zero(hvd):
+    # E[x^2] - E[x]^2 in float32 would be nothing but rounding, of 10^8.
+    batches = [
+        batch_of(rank, (6,), 8, offset=10_000).astype("float32") for rank in range(hvd.size())
+    ]
+    layer = hvd.SyncBatchNormalization(momentum=0.0)
+    layer(batches[hvd.rank()], training=True)
+    whole = np.concatenate(batches).astype("float64")
+    np.testing.assert_allclose(layer.moving_variance.numpy(), whole.var(axis=0), rtol=2e-3)
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+def test_narrow_inputs(hvd, policy):
+    import tensorflow as tf
+
+    batches = [batch_of(rank, (6,), 8).astype("float16") for rank in range(hvd.size())]
+    layer = hvd.SyncBatchNormalization(momentum=0.0, dtype=f"mixed_{policy}")
+    y = layer(tf.cast(batches[hvd.rank()], policy), training=True)
+    assert y.dtype == policy
+    rounded = tf.cast(tf.constant(np.concatenate(batches)), policy)
+    whole = tf.cast(rounded, tf.float64).numpy()
+    np.testing.assert_allclose(layer.moving_variance.numpy(), whole.var(axis=0), rtol=1e-5)
+
+
+def test_inference_and_frozen_layers_communicate_nothing(hvd):
+    layer = hvd.SyncBatchNormalization()
+    x = batch_of(0, (3,), 4).astype("float32")
+    layer.build(x.shape)
+    if hvd.rank() == 0:
+        layer(x)
+        layer(x, training=False)
+        layer.trainable = False
+        layer(x, training=True)
+    assert hvd.allgather_object("still in step") == ["still in step"] * hvd.size()
+
+
+@pytest.mark.parametrize("run_eagerly", [True, False])
+def test_fit_of_a_model_with_several(hvd, run_eagerly):
+    import keras
+    import tensorflow as tf
+
+    def model_of(kind):
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((4,), dtype="float64")
+
+        def dense(units):
+            return keras.layers.Dense(units, use_bias=False, dtype="float64")
+
+        # Two branches, whose layers are at work at the same time, and one layer that is used twice.
+        left = kind(dtype="float64")(dense(5)(inputs))
+        right = kind(dtype="float64")(dense(5)(inputs))
+        shared = kind(dtype="float64")
+        outputs = dense(1)(shared(left) * shared(right) + left)
+        return keras.Model(inputs, outputs)
+
+    def trained(model, x, wrap):
+        # Small steps, so that differences in rounding stay what they are.
+        optimizer = keras.optimizers.SGD(0.001)
+
+        def step(x):
+            with tf.GradientTape() as tape:
+                y = model(x, training=True)
+                loss = tf.reduce_mean((y - tf.reduce_sum(x, 1, keepdims=True)) ** 2)
+            gradients = wrap(tape).gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        step = step if run_eagerly else tf.function(step)
+        for _ in range(3):
+            step(tf.constant(x))
+        return [v.numpy() for v in model.variables]
+
+    # Layers of one rank have other numbers in their names.
+    for _ in range(hvd.rank()):
+        keras.layers.Dense(1)
+        hvd.SyncBatchNormalization()
+    batches = [numbers(rank, 6, 4) + rank for rank in range(hvd.size())]
+    own = trained(
+        model_of(hvd.SyncBatchNormalization), batches[hvd.rank()], hvd.DistributedGradientTape
+    )
+    plain = trained(
+        model_of(keras.layers.BatchNormalization), np.concatenate(batches), lambda tape: tape
+    )
+    for mine, theirs in zip(own, plain, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-9)
+    assert_same_on_all_ranks(hvd, own)
+
+
+def test_keras_fit(hvd):
+    import keras
+
+    def fitted(kind, x, batch, wrap):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [keras.Input((4,)), keras.layers.Dense(5, "tanh"), kind(), keras.layers.Dense(1)]
+        )
+        model.compile(wrap(keras.optimizers.SGD(0.05, momentum=0.9)), "mse")
+        model.fit(x, x.sum(1), batch_size=batch, epochs=3, shuffle=False, verbose=0)
+        return [v.numpy() for v in model.trainable_variables]
+
+    n = hvd.size()
+    shares = [(numbers(rank, 12, 4) + rank).astype("float32") for rank in range(n)]
+    own = fitted(hvd.SyncBatchNormalization, shares[hvd.rank()], 6, hvd.DistributedOptimizer)
+    # Each batch of one process holds the ranks' batches of that step.
+    whole = np.concatenate([share[k : k + 6] for k in (0, 6) for share in shares])
+    plain = fitted(keras.layers.BatchNormalization, whole, 6 * n, lambda optimizer: optimizer)
+    for mine, theirs in zip(own, plain, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-3, atol=2e-4)
+    assert_same_on_all_ranks(hvd, own)

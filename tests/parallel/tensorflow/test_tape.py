@@ -1,0 +1,410 @@
+"""Gradient tapes whose gradients are those of one process with everyone's data."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from hvdkit.core.agreement import RanksDisagree
+from tests.parallel.tensorflow.oracle import (
+    assert_raised_on_all_ranks,
+    assert_same_on_all_ranks,
+    numbers,
+)
+
+WHERE = ["eager", "graph"]
+BATCH, INPUTS, HIDDEN = 6, 5, 7
+
+
+def variables_of(seed=0, dtype="float64"):
+    """The weights of two layers, with the default names, which are all the same."""
+    import tensorflow as tf
+
+    shapes = [(INPUTS, HIDDEN), (HIDDEN,), (HIDDEN, 1), (1,)]
+    return [tf.Variable(numbers(seed + k, *shape), dtype=dtype) for k, shape in enumerate(shapes)]
+
+
+def loss_of(variables, x):
+    import tensorflow as tf
+
+    w1, b1, w2, b2 = variables
+    return tf.reduce_mean(tf.tanh(tf.cast(x, w1.dtype) @ w1 + b1) @ w2 + b2)
+
+
+def data_of(rank, step=0):
+    return numbers(1000 + 10 * step + rank, BATCH, INPUTS)
+
+
+def plain_gradients(loss, variables):
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        value = loss()
+    return tape.gradient(value, variables)
+
+
+def expected_gradients(variables, ranks, op="mean"):
+    """Of the mean or the sum of the ranks' losses."""
+    each = [plain_gradients(lambda r=r: loss_of(variables, data_of(r)), variables) for r in ranks]
+    return [getattr(np, op)([g.numpy() for g in gs], axis=0) for gs in zip(*each, strict=True)]
+
+
+def reduced_gradients(hvd, variables, where, x, wrap=None, **options):
+    """What the tape gives for this rank's data, twice, because the first time is special."""
+    import tensorflow as tf
+
+    wrap = wrap or hvd.DistributedGradientTape
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = loss_of(variables, x)
+        tape = wrap(tape, **options)
+        return tape.gradient(loss, variables)
+
+    step = tf.function(step) if where == "graph" else step
+    step(tf.constant(x))
+    return step(tf.constant(x))
+
+
+def assert_close(gradients, expected, tolerance=1e-12):
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        assert np.abs(gradient.numpy() - wanted).max() <= tolerance * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
+def test_gradients_are_those_of_everyones_data(hvd, where, op, compression):
+    variables = variables_of()
+    gradients = reduced_gradients(
+        hvd,
+        variables,
+        where,
+        data_of(hvd.rank()),
+        op=getattr(hvd, op),
+        compression=getattr(hvd.Compression, compression),
+    )
+    mean = "mean" if op == "Average" else "sum"
+    tolerance = {"none": 1e-12, "fp16": 4e-3, "bf16": 3e-2}[compression]
+    assert_close(gradients, expected_gradients(variables, range(hvd.size()), mean), tolerance)
+    assert_same_on_all_ranks(hvd, gradients)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_compressor_of_horovods_kind(hvd, where):
+    import tensorflow as tf
+    from horovod.tensorflow.compression import Compressor
+
+    class Tenths(Compressor):
+        """Whole numbers of tenths."""
+
+        @staticmethod
+        def compress(tensor):
+            return tf.cast(tf.round(10 * tensor), tf.int32), tensor.dtype
+
+        @staticmethod
+        def decompress(tensor, ctx):
+            return tf.cast(tensor, ctx) / 10
+
+    variables = variables_of()
+    gradients = reduced_gradients(
+        hvd, variables, where, data_of(hvd.rank()), compression=Tenths, op=hvd.Sum
+    )
+    each = [
+        plain_gradients(lambda r=r: loss_of(variables, data_of(r)), variables)
+        for r in range(hvd.size())
+    ]
+    expected = [sum(np.round(10 * g.numpy()) for g in gs) / 10 for gs in zip(*each, strict=True)]
+    assert_close(gradients, expected)
+    averaged = reduced_gradients(hvd, variables, where, data_of(hvd.rank()), compression=Tenths)
+    assert_close(averaged, [wanted / hvd.size() for wanted in expected])
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("groups", ["one", "hundred", "num_groups", "lists", "some"])
+def test_groups_change_nothing_but_the_buckets(hvd, where, groups):
+    variables = variables_of()
+    elsewhere = variables_of(seed=50)
+    options = {
+        "one": {"groups": 1},
+        "hundred": {"groups": 100},
+        "num_groups": {"num_groups": 3, "gradient_predivide_factor": 2.0},
+        "lists": {"groups": [variables[:2], variables[2:]]},
+        "some": {"groups": [[variables[3], variables[0]], elsewhere]},
+    }[groups]
+    gradients = reduced_gradients(hvd, variables, where, data_of(hvd.rank()), **options)
+    assert_close(gradients, expected_gradients(variables, range(hvd.size())))
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_only_the_ranks_of_a_process_set_reduce(hvd, where):
+    members = [0] if hvd.size() == 2 else [0, 2, 3]
+    process_set = hvd.add_process_set(members)
+    try:
+        variables = variables_of()
+        gradients = reduced_gradients(
+            hvd, variables, where, data_of(hvd.rank()), process_set=process_set
+        )
+        together = members if hvd.rank() in members else [hvd.rank()]
+        assert_close(gradients, expected_gradients(variables, together))
+    finally:
+        hvd.remove_process_set(process_set)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("scaled", [True, False])
+def test_local_sources_stay_local(hvd, where, scaled):
+    import tensorflow as tf
+
+    variables = variables_of()
+    local = {1, 2}
+
+    def wrap(tape):
+        tape = hvd.DistributedGradientTape(tape, scale_local_gradients=scaled)
+        for k in local:
+            tape.register_local_source(variables[k])
+        return tape
+
+    gradients = reduced_gradients(hvd, variables, where, data_of(hvd.rank()), wrap)
+    everyones = expected_gradients(variables, range(hvd.size()))
+    own = expected_gradients(variables, [hvd.rank()])
+    factor = 1 / hvd.size() if scaled else 1
+    assert_close(gradients, [factor * own[k] if k in local else everyones[k] for k in range(4)])
+
+    with tf.GradientTape() as tape:
+        loss = loss_of(variables, data_of(hvd.rank()))
+    of_local, of_others = wrap(tape).get_local_and_global_gradients(loss, variables)
+    assert all(source is variables[k] for (source, _), k in zip(of_local, (1, 2), strict=True))
+    assert_close([g for _, g in of_local], [factor * own[k] for k in (1, 2)])
+    assert_close([g for _, g in of_others], [everyones[k] for k in (0, 3)])
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_local_layers_of_a_keras_model(hvd, where):
+    import keras
+    import tensorflow as tf
+
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [keras.Input((INPUTS,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(2)]
+    )
+    x = data_of(hvd.rank()).astype("float32")
+
+    def gradients_with(wrap, sources):
+        def step():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(x) ** 2)
+            return wrap(tape).gradient(loss, sources)
+
+        step = tf.function(step) if where == "graph" else step
+        return [g.numpy() for g in step()]
+
+    variables = model.trainable_variables
+    own = gradients_with(lambda tape: tape, [v.value for v in variables])
+    everyones = [
+        np.mean(np.stack(each), axis=0) for each in zip(*hvd.allgather_object(own), strict=True)
+    ]
+    # Keras's variables, and the tf.Variables in them, mean the same.
+    for sources in (variables, [v.value for v in variables]):
+        for layers in (model.layers[-1], [model.layers[-1]]):
+            reduced = gradients_with(
+                lambda tape, layers=layers: hvd.PartialDistributedGradientTape(
+                    tape, local_layers=layers
+                ),
+                sources,
+            )
+            expected = [*everyones[:2], *(g / hvd.size() for g in own[2:])]
+            for gradient, wanted in zip(reduced, expected, strict=True):
+                np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
+    reduced = gradients_with(hvd.PartialDistributedGradientTape, variables)
+    for gradient, wanted in zip(reduced, everyones, strict=True):
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("dense", [True, False])
+def test_gradients_of_embeddings(hvd, where, dense):
+    import tensorflow as tf
+
+    table = tf.Variable(numbers(1, 9, 2))
+    bias = tf.Variable(numbers(2, 2))
+    rows = [0, 3, 3, hvd.rank()][: hvd.rank() + 2]
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((tf.gather(table, rows) + bias) ** 2)
+        tape = hvd.DistributedGradientTape(tape, sparse_as_dense=dense)
+        return tape.gradient(loss, [table, bias])
+
+    of_table, of_bias = (tf.function(step) if where == "graph" else step)()
+    assert isinstance(of_table, tf.IndexedSlices) != dense
+    expected_table, expected_bias = np.zeros((9, 2)), np.zeros(2)
+    for rank in range(hvd.size()):
+        for row in [0, 3, 3, rank][: rank + 2]:
+            gradient = 2 * (table.numpy()[row] + bias.numpy()) / hvd.size()
+            expected_table[row] += gradient
+            expected_bias += gradient
+    np.testing.assert_allclose(tf.convert_to_tensor(of_table).numpy(), expected_table, rtol=1e-12)
+    np.testing.assert_allclose(of_bias.numpy(), expected_bias, rtol=1e-12)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_gradient_that_does_not_exist(hvd, where):
+    import tensorflow as tf
+
+    variables = variables_of()
+    unused = tf.Variable(1.0)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = loss_of(variables, data_of(hvd.rank()))
+        tape = hvd.DistributedGradientTape(tape, groups=2)
+        return tape.gradient(loss, [*variables[:2], unused, *variables[2:], variables[0]])
+
+    result = (tf.function(step) if where == "graph" else step)()
+    assert result[2] is None
+    expected = expected_gradients(variables, range(hvd.size()))
+    assert_close([*result[:2], *result[3:]], [*expected, expected[0]])
+
+
+def test_two_tapes_and_twin_models_in_one_graph(hvd):
+    # A GAN's step: both are of the same shapes and names, and their reductions at work together.
+    import tensorflow as tf
+
+    one, other = variables_of(), variables_of(seed=50)
+    x = tf.constant(data_of(hvd.rank()))
+
+    @tf.function
+    def step():
+        with tf.GradientTape(persistent=True) as tape:
+            losses = loss_of(one, x), loss_of(other, x), loss_of(one, 2 * x)
+        tape = hvd.DistributedGradientTape(tape, compression="fp16")
+        with tf.GradientTape() as second:
+            loss = loss_of(other, x)
+        second = hvd.DistributedGradientTape(second, compression="fp16")
+        return (
+            tape.gradient(losses[0], one),
+            tape.gradient(losses[1], other),
+            tape.gradient(losses[2], one),
+            second.gradient(loss, other),
+        )
+
+    for _ in range(3):
+        first, second, third, fourth = step()
+    assert_close(first, expected_gradients(one, range(hvd.size())), 4e-3)
+    for gradients in (second, fourth):
+        assert_close(gradients, expected_gradients(other, range(hvd.size())), 4e-3)
+    assert not np.array_equal(third[0].numpy(), first[0].numpy())
+
+
+def test_ranks_may_trace_at_different_times(hvd):
+    # A graph is traced again for a batch of another size, which one rank alone may have.
+    import tensorflow as tf
+
+    variables = variables_of()
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = loss_of(variables, x)
+        return hvd.DistributedGradientTape(tape).gradient(loss, variables)
+
+    for sizes in ([4] * hvd.size(), [4, *[3] * (hvd.size() - 1)], range(1, hvd.size() + 1)):
+        gradients = step(tf.constant(data_of(hvd.rank())[: sizes[hvd.rank()]]))
+        each = [
+            plain_gradients(lambda r=r, n=n: loss_of(variables, data_of(r)[:n]), variables)
+            for r, n in enumerate(sizes)
+        ]
+        expected = [np.mean([g.numpy() for g in gs], axis=0) for gs in zip(*each, strict=True)]
+        assert_close(gradients, expected)
+
+
+def test_training_with_a_loop_of_ones_own(hvd):
+    import keras
+    import tensorflow as tf
+
+    def model_of():
+        keras.utils.set_random_seed(3)
+        return keras.Sequential(
+            [keras.Input((INPUTS,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+        )
+
+    def trained(model, batches, wrap):
+        optimizer = keras.optimizers.Adam(0.01)
+
+        @tf.function
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x) - tf.reduce_sum(x, 1, keepdims=True)) ** 2)
+            gradients = wrap(tape).gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        for x in batches:
+            step(tf.constant(x, tf.float32))
+        return [v.numpy() for v in model.trainable_variables]
+
+    steps = range(5)
+    own = trained(model_of(), [data_of(hvd.rank(), s) for s in steps], hvd.DistributedGradientTape)
+    whole = [np.concatenate([data_of(r, s) for r in range(hvd.size())]) for s in steps]
+    reference = trained(model_of(), whole, lambda tape: tape)
+    for mine, theirs in zip(own, reference, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+    assert_same_on_all_ranks(hvd, own)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    ("difference", "message"),
+    [
+        ("compression", "compression: fp16.*compression: none"),
+        ("op", "op: average.*op: sum"),
+        ("shape", r"\[2\].*\[3\]"),
+    ],
+)
+def test_ranks_that_disagree_all_hear_of_it(hvd, where, difference, message):
+    import tensorflow as tf
+
+    odd = hvd.rank() == hvd.size() - 1
+    options = {
+        "compression": {"compression": "none" if odd else "fp16"},
+        "op": {"op": hvd.Sum if odd else hvd.Average},
+        "shape": {},
+    }[difference]
+    v = tf.Variable(tf.ones(3 if odd and difference == "shape" else 2))
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(v**2)
+        return hvd.DistributedGradientTape(tape, **options).gradient(loss, [v])
+
+    assert_raised_on_all_ranks(
+        hvd, RanksDisagree, message, tf.function(step) if where == "graph" else step
+    )
+
+
+def test_adasum(hvd):
+    from hvdkit.errors import UsageError
+
+    variables = variables_of()
+    if not hvd.mpi_enabled():
+        with pytest.raises(UsageError, match="over MPI only"):
+            reduced_gradients(hvd, variables, "eager", data_of(0), op=hvd.Adasum)
+        return
+    # Of equal gradients Adasum is the mean, of orthogonal ones the sum.
+    same = reduced_gradients(hvd, variables, "eager", data_of(0), op=hvd.Adasum)
+    assert_close(same, expected_gradients(variables, [0]), 1e-6)
+    import tensorflow as tf
+
+    v = tf.Variable(tf.zeros(hvd.size()))
+    for where, compression in itertools.product(WHERE, ["none", "fp16"]):
+
+        def step(compression=compression):
+            with tf.GradientTape() as tape:
+                loss = v[hvd.rank()]
+            tape = hvd.DistributedGradientTape(
+                tape, op=hvd.Adasum, compression=compression, sparse_as_dense=True
+            )
+            return tape.gradient(loss, [v])
+
+        (gradient,) = (tf.function(step) if where == "graph" else step)()
+        np.testing.assert_allclose(gradient.numpy(), np.ones(hvd.size()), rtol=1e-3)

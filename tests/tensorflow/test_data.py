@@ -1,0 +1,310 @@
+"""Shares of datasets: their division, for as many ranks as there may be, and what is refused.
+
+TensorFlow is imported by the rank, not by the process that collects these tests. What several
+ranks do together is in tests/parallel/tensorflow/test_data.py.
+"""
+
+import logging
+
+import numpy as np
+import pytest
+
+RANKS = [1, 2, 3, 4, 7]
+COUNTS = [7, 8, 12, 13, 50]
+BATCH = 3
+
+
+def numbered(count):
+    """Elements (x, y) that can be told apart."""
+    import tensorflow as tf
+
+    x = np.arange(count)
+    return tf.data.Dataset.from_tensor_slices((x.astype(np.float32), x))
+
+
+def all_shares(count, size, padded):
+    from hvdkit.tensorflow.data import Division, share_of_examples
+
+    dataset = numbered(count)
+    division = Division(count, size, padded)
+    first = next(iter(dataset))
+    return [share_of_examples(dataset, division, rank, first) for rank in range(size)]
+
+
+def labels_and_weights(batches):
+    labels = [y for _, ys, _ in batches for y in ys.tolist()]
+    weights = [w for _, _, ws in batches for w in ws.tolist()]
+    return labels, weights
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("count", COUNTS)
+def test_dropping_uses_all_that_can_be_divided_once(hvd, count, size):
+    shares = [list(share.as_numpy_iterator()) for share in all_shares(count, size, padded=False)]
+    assert {len(share) for share in shares} == {count // size}
+    used = sorted(int(y) for share in shares for _, y in share)
+    assert used == list(range(count - count % size))
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("count", COUNTS)
+def test_padding_gives_each_element_weight_1_on_one_rank(hvd, count, size):
+    shares = all_shares(count, size, padded=True)
+    assert {int(share.cardinality()) for share in shares} == {-(-count // size)}
+    elements = [element for share in shares for element in share.as_numpy_iterator()]
+    assert len(elements) == -(-count // size) * size
+    assert {float(w) for _, _, w in elements} <= {0.0, 1.0}
+    assert sorted(int(y) for _, y, w in elements if w == 1) == list(range(count))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("count", [6, 8, 13])
+def test_a_step_of_all_ranks_is_a_step_of_one_process(hvd, count, size):
+    shares = all_shares(count, size, padded=False)
+    steps = zip(*(share.batch(BATCH).as_numpy_iterator() for share in shares), strict=True)
+    together = [sorted(y for _, ys in step for y in ys.tolist()) for step in steps]
+    expected = numbered(count - count % size).batch(BATCH * size).as_numpy_iterator()
+    assert together == [ys.tolist() for _, ys in expected]
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad"])
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("counts", [[13], [9, 0, 4], [1, 1, 1, 1, 1, 1, 1], [2, 30]])
+def test_ranges_of_files_hold_each_element_once(hvd, tmp_path, counts, size, tail):
+    import tensorflow as tf
+    from hvdkit.tensorflow.data import Division, share_of_files
+
+    names = [str(tmp_path / f"part-{i}") for i in range(len(counts))]
+    numbers = iter(range(sum(counts)))
+    for name, count in zip(names, counts, strict=True):
+        with open(name, "w") as file:
+            file.writelines(f"{next(numbers)}\n" for _ in range(count))
+
+    def reader(name):
+        lines = tf.data.TextLineDataset(name)
+        return lines.map(lambda line: (line, tf.strings.to_number(line, tf.int64)))
+
+    division = Division(sum(counts), size, tail == "pad")
+    shares = [share_of_files(names, counts, reader, division, rank) for rank in range(size)]
+    assert {int(share.cardinality()) for share in shares} == {division.per_rank}
+    read = [element for share in shares for element in share.as_numpy_iterator()]
+    assert sorted(e[1] for e in read if e[2:] != (0.0,)) == list(range(division.used))
+
+
+def test_the_share_is_shuffled_anew_in_each_epoch_batched_and_prefetched(hvd):
+    import tensorflow as tf
+
+    share = hvd.shard(numbered(50), batch_size=8, shuffle=True, seed=3)
+    epochs = [[y for _, ys in share.as_numpy_iterator() for y in ys.tolist()] for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(50))
+    assert epochs[0] != epochs[1]
+    again = hvd.shard(numbered(50), batch_size=8, shuffle=True, seed=3)
+    assert [y for _, ys in again.as_numpy_iterator() for y in ys.tolist()] == epochs[0]
+    assert int(share.cardinality()) == 7
+    assert type(share).__name__ == type(tf.data.Dataset.range(1).prefetch(1)).__name__
+
+
+def test_without_a_batch_size_the_share_goes_on_as_any_dataset(hvd):
+    share = hvd.shard(numbered(10)).map(lambda x, y: (x + 1, y)).repeat(2).batch(4)
+    assert next(ys.tolist() for _, ys in share.as_numpy_iterator()) == [0, 1, 2, 3]
+    assert int(share.cardinality()) == 5
+
+
+def test_a_weight_that_elements_have_is_kept(hvd):
+    import tensorflow as tf
+    from hvdkit.tensorflow.data import Division, share_of_examples
+
+    def with_weight(x, y):
+        return {"a": x, "b": x}, y, tf.stack([x, x + 1])
+
+    dataset = numbered(3).map(with_weight)
+    first = next(iter(dataset))
+    real = share_of_examples(dataset, Division(3, 2, True), 0, first)
+    padded = share_of_examples(dataset, Division(3, 2, True), 1, first)
+    assert real.element_spec == padded.element_spec
+    assert [w.tolist() for _, _, w in real.as_numpy_iterator()] == [[0, 1], [2, 3]]
+    assert [w.tolist() for _, _, w in padded.as_numpy_iterator()] == [[1, 2], [0, 0]]
+
+
+def test_elements_of_any_length_and_kind_can_be_padded(hvd):
+    import tensorflow as tf
+    from hvdkit.tensorflow.data import Division, share_of_examples
+
+    rows = tf.ragged.constant([[1, 2], [3], [4, 5, 6]])
+    dataset = tf.data.Dataset.from_tensor_slices((rows, ["a", "b", "c"]))
+    varying = dataset.map(lambda x, y: (x.to_tensor() if hasattr(x, "to_tensor") else x, y))
+    for elements in (dataset, varying):
+        first = next(iter(elements))
+        share = share_of_examples(elements, Division(3, 2, True), 1, first)
+        got = [(x.numpy().tolist(), y.numpy().decode(), float(w)) for x, y, w in share]
+        assert got == [([3], "b", 1.0), ([1, 2], "a", 0.0)]
+
+
+def test_a_shuffle_before_it_begins_as_many_epochs_on_every_rank(hvd):
+    """The repeated element must not come from an iteration that other ranks do not begin."""
+    from hvdkit.tensorflow.data import Division, share_of_examples
+
+    shares = []
+    for rank in range(2):
+        shuffled = numbered(5).shuffle(5, seed=1)
+        first = next(iter(numbered(5)))
+        shares.append(share_of_examples(shuffled, Division(5, 2, True), rank, first))
+    for _ in range(3):
+        elements = [e for share in shares for e in share.as_numpy_iterator()]
+        assert sorted(int(y) for _, y, w in elements if w == 1) == list(range(5))
+
+
+def test_a_dataset_that_does_not_know_its_size_is_counted(hvd):
+    import tensorflow as tf
+
+    def produce():
+        yield from ((float(i), i) for i in range(11))
+
+    signature = (tf.TensorSpec((), tf.float32), tf.TensorSpec((), tf.int64))
+    dataset = tf.data.Dataset.from_generator(produce, output_signature=signature)
+    assert int(hvd.shard(dataset).cardinality()) == 11
+    even = numbered(11).filter(lambda x, y: y % 2 == 0)
+    assert int(hvd.shard(even, batch_size=4).cardinality()) == 2
+
+
+def test_a_dataset_with_fewer_elements_than_it_said_is_an_error_not_a_shorter_epoch(hvd):
+    import tensorflow as tf
+
+    liar = numbered(11).filter(lambda x, y: y < 9)
+    liar = liar.apply(tf.data.experimental.assert_cardinality(11))
+    with pytest.raises(tf.errors.FailedPreconditionError, match="11 elements but contained only 9"):
+        list(hvd.shard(liar))
+
+
+def infinite(dataset):
+    return {"dataset": dataset.repeat()}
+
+
+def batched(dataset):
+    return {"dataset": dataset.batch(2).prefetch(1)}
+
+
+def padded_batches(dataset):
+    return {"dataset": dataset.padded_batch(2)}
+
+
+def empty(dataset):
+    return {"dataset": dataset.take(0)}
+
+
+def no_labels(dataset):
+    return {"dataset": dataset.map(lambda x, y: x), "tail": "pad"}
+
+
+def broken(dataset):
+    import tensorflow as tf
+
+    return {"dataset": dataset.map(lambda x, y: tf.debugging.check_numerics(x / 0.0, "no number"))}
+
+
+def unreadable_file(dataset):
+    import tensorflow as tf
+
+    return {"dataset": ["/nowhere/at/all"], "reader": tf.data.TFRecordDataset}
+
+
+def infinite_file(dataset):
+    return {"dataset": ["a"], "reader": lambda name: dataset.repeat()}
+
+
+def string_of_a_file(dataset):
+    return {"dataset": "/a/file", "reader": lambda name: dataset}
+
+
+def tail(dataset):
+    return {"dataset": dataset, "tail": "keep"}
+
+
+def batch_size(dataset):
+    return {"dataset": dataset, "batch_size": 0}
+
+
+def shuffle(dataset):
+    return {"dataset": dataset, "shuffle": -1}
+
+
+def array(dataset):
+    return {"dataset": np.arange(4)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (infinite, "call repeat.. on what hvd.shard returns"),
+        (batched, "the dataset is batched.*batch_size="),
+        (padded_batches, "the dataset is batched"),
+        (empty, "0 elements for 1 ranks: expected at least one each"),
+        (no_labels, "must be .x, y. or .x, y, sample_weight., and are TensorSpec"),
+        (broken, "cannot be read: InvalidArgumentError.*no number"),
+        (unreadable_file, "rank 0 cannot count its files: NotFoundError"),
+        (infinite_file, "infinite dataset of a"),
+        (string_of_a_file, "dataset is '/a/file': expected a list"),
+        (tail, "tail is 'keep': expected 'drop' or 'pad'"),
+        (batch_size, "batch_size is 0: expected a whole number"),
+        (shuffle, "shuffle is -1: expected True, False or a number"),
+        (array, "of type ndarray: expected a tf.data.Dataset"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_cannot_be_sharded_is_refused(hvd, wrong, message):
+    from hvdkit.errors import UsageError
+
+    with pytest.raises(UsageError, match=message):
+        hvd.shard(**wrong(numbered(8)))
+
+
+def test_what_is_left_out_is_said_once(hvd):
+    from hvdkit.tensorflow.data import Division, _tell
+
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("hvdkit.tensorflow")
+    logger.addHandler(handler)
+    try:
+        _tell(Division(50, 4, padded=False))
+        _tell(Division(48, 4, padded=False))
+    finally:
+        logger.removeHandler(handler)
+    (record,) = records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith("hvd.shard leaves out 2 of 50 elements")
+
+
+def keras_numbers(x, y, w, metrics, weighted, reduction="sum_over_batch_size", batch=BATCH):
+    """What Keras shows for a linear model on these data, and the gradient of its last batch."""
+    import keras
+    import tensorflow as tf
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    model.compile(optimizer="sgd", loss=loss, metrics=metrics, weighted_metrics=weighted)
+    shown = model.evaluate(
+        tf.data.Dataset.from_tensor_slices((x, y, w)).batch(batch), return_dict=True, verbose=0
+    )
+    with tf.GradientTape() as tape:
+        value = loss(y[-batch:, None], model(x[-batch:, None]), w[-batch:])
+    return shown, tape.gradient(value, model.trainable_variables)[0].numpy()
+
+
+def test_what_keras_makes_of_zero_weights_is_what_the_docstring_says(hvd):
+    """Five examples, and one that is repeated with weight 0."""
+    x = np.array([1, 2, 3, 4, 5, 1], np.float32)
+    y = np.array([2, 1, 7, 5, 9, 2], np.float32)
+    w = np.array([1, 1, 1, 1, 1, 0], np.float32)
+    padded, gradient = keras_numbers(x, y, w, ["mse"], ["mae", "mean_squared_error"])
+    real, _ = keras_numbers(x[:5], y[:5], w[:5], ["mse"], ["mae", "mean_squared_error"])
+    everything, whole = keras_numbers(x, y, np.ones(6, np.float32), ["mse"], [])
+    close = pytest.approx
+    assert padded["mae"] == close(real["mae"])
+    assert padded["mean_squared_error"] == close(real["mean_squared_error"])
+    assert padded["mse"] == close(everything["mse"])  # without weights
+    assert padded["loss"] == close(real["mean_squared_error"] * 5 / 6)
+    _, one = keras_numbers(x[5:], y[5:], np.ones(1, np.float32), [], [], batch=1)
+    np.testing.assert_allclose(gradient, whole - one / BATCH, rtol=1e-5)

@@ -1,0 +1,34 @@
+"""What the decorator of an elastic training function does when a rank is lost."""
+
+from tests.alone import run_alone
+
+CODE = """
+import tensorflow as tf, hvdkit.tensorflow as hvd
+from hvdkit.tensorflow import runtime
+hvd.init()
+v = tf.Variable(0.0)
+state = hvd.elastic.TensorFlowState([v], tries=0)
+errors = [
+    tf.errors.UnknownError(None, None, "[[{{node hvdkit.0123.0}}]] Connection closed by peer"),
+    tf.errors.UnknownError(None, None, "{{function_node __wrapped__HorovodAllreduce}} lost"),
+    tf.errors.UnknownError(None, None, "out of something else"),
+]
+
+@hvd.elastic.run
+def train(state, by):
+    v.assign_add(by)
+    print("try", v.numpy(), runtime.generation())
+    raise errors.pop(0)
+
+try:
+    train(state, 2.0)
+except tf.errors.UnknownError as error:
+    print("ended with:", error.message)
+"""
+
+
+def test_it_starts_again_from_what_was_saved_when_horovod_failed():
+    lines = run_alone(CODE, framework="tensorflow").splitlines()
+    said = [line for line in lines if line.startswith(("try", "ended"))]
+    # Each time with the variable as it was, and Horovod initialised anew.
+    assert said == ["try 2.0 1", "try 2.0 2", "try 2.0 3", "ended with: out of something else"]
