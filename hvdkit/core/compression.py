@@ -227,6 +227,44 @@ def by_name(name: str) -> WireFormat:
     return formats[name]()
 
 
+def chosen(
+    compression: Any,
+    compressors: Mapping[type, str],
+    tensor_by_tensor: Callable[[Any], WireFormat],
+    bfloat16: bool = True,
+) -> WireFormat:
+    """The wire format that a user's `compression` means.
+
+    Args:
+        compression: a format's name, one of `compressors`, a `WireFormat`, or an object with
+            `compress` and `decompress` as Horovod's compressors have.
+        compressors: Horovod's classes that stand for a format -> its name.
+        tensor_by_tensor: makes a format of a compressor.
+        bfloat16: whether Horovod knows it; if not, float32 travels in its place.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if isinstance(compression, WireFormat):
+        return compression
+    kind = compression if isinstance(compression, type) else type(compression)
+    name = compressors.get(kind, compression)
+    if isinstance(name, str):
+        if bfloat16:
+            return by_name(name)
+        instead: Mapping[str, WireFormat] = {
+            BFloat16.name: BFloat16(wire="float32"),
+            NoCompression.name: NoCompression(instead={"bfloat16": "float32"}),
+        }
+        return instead.get(name) or by_name(name)
+    if all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
+        return tensor_by_tensor(compression)
+    raise UsageError(
+        f"compression is {compression!r}: expected 'none', 'fp16', 'bf16', one of hvd.Compression, "
+        f"or a class with compress(tensor) and decompress(tensor, ctx)"
+    )
+
+
 class _InPlace(Channel):
     def travel(self, memory: BucketMemory[Any], division: Division) -> Travel:
         before, after = division.split(memory.dtype)

@@ -1,5 +1,6 @@
 """What `compression=` may be in TensorFlow: wire formats, and Horovod's compressors."""
 
+import functools
 import logging
 from typing import Any
 
@@ -9,7 +10,6 @@ from horovod.tensorflow.compression import Compressor, FP16Compressor, NoneCompr
 
 from hvdkit.core import compression as formats
 from hvdkit.core.compression import Channel, Division, Sum, Travel, WireFormat
-from hvdkit.errors import UsageError
 from hvdkit.tensorflow import runtime
 from hvdkit.tensorflow.backend import GraphMemory, Wire
 
@@ -48,54 +48,24 @@ class Compression:
 
 _BY_COMPRESSOR = {NoneCompressor: "none", FP16Compressor: "fp16", BF16Compressor: "bf16"}
 
-_said: set[str] = set()
-
 
 def wire_format(compression: Any) -> WireFormat:
-    """The wire format that a user's `compression` means.
-
-    Args:
-        compression: a format's name, one of `Compression`, a `WireFormat`, or an object with
-            `compress` and `decompress` as Horovod's compressors have.
-
-    Raises:
-        UsageError: it is none of these.
-    """
-    if isinstance(compression, WireFormat):
-        return compression
-    name = compression
-    if isinstance(compression, type) and compression in _BY_COMPRESSOR:
-        name = _BY_COMPRESSOR[compression]
-    elif type(compression) in _BY_COMPRESSOR:
-        name = _BY_COMPRESSOR[type(compression)]
-    if isinstance(name, str):
-        chosen = formats.by_name(name)
-        if "bfloat16" in runtime.engine.fixes:
-            return chosen
-        return _without_bfloat16(chosen)
-    if callable(getattr(compression, "compress", None)) and callable(
-        getattr(compression, "decompress", None)
-    ):
-        return _TensorByTensor(compression)
-    raise UsageError(
-        f"compression is {compression!r}: expected 'none', 'fp16', 'bf16', one of hvd.Compression, "
-        f"or a class with compress(tensor) and decompress(tensor, ctx)"
-    )
-
-
-def _without_bfloat16(chosen: WireFormat) -> WireFormat:
-    if isinstance(chosen, formats.BFloat16):
-        if "bf16" not in _said and mpi_ops.rank() == 0:
-            log.warning(
-                "Horovod %s does not know bfloat16: gradients travel as float32. `hvdkit build` "
-                "makes one that does.",
-                runtime.engine.version,
-            )
-        _said.add("bf16")
-        return formats.BFloat16(wire="float32")
-    if isinstance(chosen, formats.NoCompression):
-        return formats.NoCompression(instead={"bfloat16": "float32"})
+    """The wire format that a user's `compression` means, see `hvdkit.core.compression.chosen`."""
+    bfloat16 = "bfloat16" in runtime.engine.fixes
+    chosen = formats.chosen(compression, _BY_COMPRESSOR, _TensorByTensor, bfloat16)
+    if isinstance(chosen, formats.BFloat16) and not bfloat16:
+        _say_that_bfloat16_is_missing()
     return chosen
+
+
+@functools.cache
+def _say_that_bfloat16_is_missing() -> None:
+    if mpi_ops.rank() == 0:
+        log.warning(
+            "Horovod %s does not know bfloat16: gradients travel as float32. `hvdkit build` makes "
+            "one that does.",
+            runtime.engine.version,
+        )
 
 
 class _TensorByTensor(WireFormat):
