@@ -10,6 +10,9 @@ from hvdkit.core.numbers import Number
 
 _NARROW = (tf.float16, tf.bfloat16)
 
+# Bytes that TensorFlow aligns tensors to. In a bucket each gradient begins at a multiple of it.
+_ALIGNMENT = 64
+
 
 class Wire:
     """A bucket's contiguous memory, for core code a buffer that collectives change in place.
@@ -39,11 +42,22 @@ class GraphMemory:
     ) -> None:
         self._bucket = bucket
         self._shapes = [specs[i].shape for i in bucket.parameters]
+        self._sizes = [specs[i].elements for i in bucket.parameters]
+        self._row = max(1, _ALIGNMENT // specs[bucket.parameters[0]].itemsize)
         self._sparse = gradients[0] if bucket.sparse_dims else None
         self._home: Wire | None = None
         if self._sparse is None:
-            flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
-            self._flat = flat[0] if len(flat) == 1 else tf.concat(flat, 0)
+            self._flat = self._side_by_side(gradients)
+
+    def _side_by_side(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+        if len(gradients) == 1:
+            return tf.reshape(gradients[0], [-1])
+        parts = []
+        for gradient, size in zip(gradients, self._sizes, strict=True):
+            parts.append(tf.reshape(gradient, [-1]))
+            if size % self._row:
+                parts.append(tf.zeros([-size % self._row], gradient.dtype))
+        return tf.concat(parts, 0)
 
     @property
     def dtype(self) -> str:
@@ -66,14 +80,25 @@ class GraphMemory:
         if self._sparse is not None:
             return [self._sparse]
         flat = self.content
-        sizes = [tf.TensorShape(shape).num_elements() for shape in self._shapes]
-        parts = [flat] if len(sizes) == 1 else tf.split(flat, sizes)
-        return [tf.reshape(part, shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        if len(self._sizes) == 1:
+            return [tf.reshape(flat, self._shapes[0])]
+        # TensorFlow cuts rows of this length out of a tensor without copying them.
+        counts = [-(-size // self._row) for size in self._sizes]
+        gradients = []
+        for rows, size, shape in zip(
+            tf.split(tf.reshape(flat, [-1, self._row]), counts),
+            self._sizes,
+            self._shapes,
+            strict=True,
+        ):
+            part = tf.reshape(rows, [-1])
+            gradients.append(tf.reshape(part[:size] if size % self._row else part, shape))
+        return gradients
 
     def put_gradients(self, gradients: Sequence[tf.Tensor]) -> None:
         """Make these the gradients."""
         dtype = tf.as_dtype(self.dtype)
-        self.content = tf.concat([tf.reshape(tf.cast(g, dtype), [-1]) for g in gradients], 0)
+        self.content = self._side_by_side([tf.cast(gradient, dtype) for gradient in gradients])
 
     def home(self, factor: float) -> Wire:
         """No pass over memory but the one that brought them together."""
