@@ -1,0 +1,111 @@
+"""Horovod for Keras 3: `import hvdkit.keras as hvd`, where it was `import horovod.keras as hvd`.
+
+Keras runs on TensorFlow or PyTorch, as KERAS_BACKEND or Keras's configuration says; the Horovod for
+that framework is loaded, and no other. All public names of horovod.keras and
+horovod.tensorflow.keras are here, with the same meaning; where this package defines one itself, its
+docstring says what is better.
+
+Example:
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size()))
+    model.compile(optimizer, loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.fit(data, epochs=5, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+"""
+
+# First, because it says what to do when Keras runs on something else.
+from hvdkit.keras import backend  # isort: skip
+
+from hvdkit.keras import callbacks, elastic
+from hvdkit.keras.data import shard
+from hvdkit.keras.functions import (
+    allgather,
+    allreduce,
+    broadcast,
+    broadcast_global_variables,
+    broadcast_model,
+    reducescatter,
+)
+from hvdkit.keras.models import load_model, teach_keras
+from hvdkit.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, flush
+from hvdkit.keras.training import coordinate_fit
+
+Adasum = backend.hvd.Adasum
+Average = backend.hvd.Average
+Compression = backend.hvd.Compression
+ProcessSet = backend.hvd.ProcessSet
+Sum = backend.hvd.Sum
+add_process_set = backend.hvd.add_process_set
+broadcast_object = backend.hvd.broadcast_object
+ccl_built = backend.hvd.ccl_built
+cross_rank = backend.hvd.cross_rank
+cross_size = backend.hvd.cross_size
+cuda_built = backend.hvd.cuda_built
+ddl_built = backend.hvd.ddl_built
+global_process_set = backend.hvd.global_process_set
+gloo_built = backend.hvd.gloo_built
+gloo_enabled = backend.hvd.gloo_enabled
+init = backend.hvd.init
+is_initialized = backend.hvd.is_initialized
+local_rank = backend.hvd.local_rank
+local_size = backend.hvd.local_size
+mpi_built = backend.hvd.mpi_built
+mpi_enabled = backend.hvd.mpi_enabled
+mpi_threads_supported = backend.hvd.mpi_threads_supported
+nccl_built = backend.hvd.nccl_built
+rank = backend.hvd.rank
+remove_process_set = backend.hvd.remove_process_set
+rocm_built = backend.hvd.rocm_built
+shutdown = backend.hvd.shutdown
+size = backend.hvd.size
+start_timeline = backend.hvd.start_timeline
+stop_timeline = backend.hvd.stop_timeline
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "ProcessSet",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_model",
+    "broadcast_object",
+    "callbacks",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
+    "flush",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_initialized",
+    "load_model",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shard",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
+
+teach_keras()
+coordinate_fit()
+teach_keras()

@@ -1,0 +1,238 @@
+"""Which adapter lies under Keras, and the host-side collectives that callbacks need of it.
+
+Keras decides once per process which framework it runs on, and a process loads only one Horovod
+extension: on the TensorFlow backend hvdkit.tensorflow, on the PyTorch backend hvdkit.torch.
+"""
+
+import importlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import keras
+import ml_dtypes
+import numpy as np
+
+from hvdkit.core.agreement import check_agreement
+from hvdkit.core.bucketing import uncounted
+from hvdkit.errors import HvdkitError, UsageError
+
+_COLLECTIVES = {"tensorflow": "TensorFlowCollectives", "torch": "TorchCollectives"}
+
+
+def _backend_name() -> str:
+    version = getattr(keras, "__version__", "unknown")
+    if version.split(".")[0] in ("1", "2"):
+        raise HvdkitError(
+            f"this is Keras {version}, and hvdkit.keras needs Keras 3: pip install 'keras>=3', or "
+            f"stay with horovod.keras, which is for Keras 2"
+        )
+    name: str = keras.backend.backend()
+    if name not in _COLLECTIVES:
+        raise HvdkitError(
+            f"Keras runs on its {name} backend, and hvdkit.keras needs TensorFlow or PyTorch under "
+            f"it: set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before keras is imported"
+        )
+    return name
+
+
+#: The framework that Keras runs on: "tensorflow" or "torch".
+NAME = _backend_name()
+
+#: hvdkit's adapter for that framework.
+hvd: Any = importlib.import_module(f"hvdkit.{NAME}")
+
+_new_collectives: Any = getattr(
+    importlib.import_module(f"hvdkit.{NAME}.collectives"), _COLLECTIVES[NAME]
+)
+
+GradientReducer: Any = importlib.import_module(f"hvdkit.{NAME}.reducer").GradientReducer
+wire_format: Any = importlib.import_module(f"hvdkit.{NAME}.compression").wire_format
+
+# Bytes that one broadcast carries: few calls for many small variables, and no second copy of a
+# large model in memory. MPI counts in 32 bits.
+_CHUNK_BYTES = 64 << 20
+
+
+def collectives(process_set: Any = None) -> Any:
+    """`hvdkit.core.collectives.Collectives` for the ranks of a process set, by default all.
+
+    Beyond the protocol they have `alone`, whether there is no other rank to communicate with.
+    """
+    return _new_collectives(hvd.global_process_set if process_set is None else process_set)
+
+
+def to_tensor(array: np.ndarray) -> Any:
+    """The framework's tensor with an array's content, in CPU memory where there is a choice."""
+    if NAME == "torch":
+        import torch
+
+        return torch.from_numpy(np.ascontiguousarray(array))
+    import tensorflow as tf
+
+    return tf.constant(array)
+
+
+def sum_arrays(
+    arrays: Sequence[np.ndarray], name: str, process_set: Any = None
+) -> list[np.ndarray]:
+    """Add arrays up over the ranks of a process set, in one allreduce of float64.
+
+    Args:
+        arrays: of the same shapes on every rank.
+        name: of the collective, the same on every rank.
+        process_set: the ranks that take part.
+
+    Returns:
+        float64 arrays of the same shapes: exact for counts up to 2^53.
+    """
+    doubles = [np.asarray(array, dtype=np.float64) for array in arrays]
+    group = collectives(process_set)
+    total = sum(array.size for array in doubles)
+    if group.alone or not total:
+        return [array.copy() for array in doubles]
+    packed = np.concatenate([array.ravel() for array in doubles])
+    reduced = hvd.allreduce(to_tensor(packed), op=hvd.Sum, name=name, process_set=group.process_set)
+    flat = np.asarray(reduced)
+    ends = np.cumsum([array.size for array in doubles])
+    parts = np.split(flat, ends[:-1])
+    return [part.reshape(array.shape).copy() for part, array in zip(parts, doubles, strict=True)]
+
+
+def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: Any = None) -> None:
+    """Copy rank `root_rank`'s values into the variables of every other rank of a process set.
+
+    Args:
+        variables: `keras.Variable`s of any dtype that Keras can turn into NumPy. They are matched
+            by their order: names may differ, because a rank that has built another model before
+            counts on.
+        root_rank: the global rank to copy from.
+        process_set: the ranks that take part.
+
+    Raises:
+        RanksDisagree: on every rank, when shapes or dtypes differ between ranks.
+        UsageError: `root_rank` is not one of the ranks.
+    """
+    variables = list(variables)
+    group = collectives(process_set)
+    if not group.alone and root_rank not in group.ranks:
+        raise UsageError(
+            f"root_rank is {root_rank}: expected one of the ranks that take part, "
+            f"{list(group.ranks)}"
+        )
+    if group.alone:
+        return
+    check_agreement(
+        group,
+        [
+            f"{len(variables)} variables from rank {root_rank}",
+            *(f"variable {i}, {v.dtype} {list(v.shape)}" for i, v in enumerate(variables)),
+        ],
+        "the variables to broadcast",
+    )
+    is_root = hvd.rank() == root_rank
+    for batch in _batches(variables):
+        sizes = [_bytes_of(variable) for variable in batch]
+        if is_root:
+            packed = np.concatenate([_read(variable) for variable in batch])
+        else:
+            packed = np.empty(sum(sizes), dtype=np.uint8)
+        received = np.concatenate(
+            [
+                np.asarray(
+                    hvd.broadcast(
+                        to_tensor(packed[start : start + _CHUNK_BYTES]),
+                        root_rank,
+                        name="hvdkit.keras.broadcast",
+                        process_set=group.process_set,
+                    )
+                )
+                for start in range(0, len(packed), _CHUNK_BYTES)
+            ]
+        )
+        # The root's stay as they are: writing to them could only round.
+        if not is_root:
+            for variable, content in zip(
+                batch, np.split(received, np.cumsum(sizes)[:-1]), strict=True
+            ):
+                _write(variable, content)
+
+
+def _batches(variables: Sequence[Any]) -> Iterator[list[Any]]:
+    """Variables in their order, so many at a time as fill a chunk."""
+    batch: list[Any] = []
+    filled = 0
+    for variable in variables:
+        size = _bytes_of(variable)
+        if not size:
+            continue
+        if batch and filled + size > _CHUNK_BYTES:
+            yield batch
+            batch, filled = [], 0
+        batch.append(variable)
+        filled += size
+    if batch:
+        yield batch
+
+
+def _dtype_of(variable: Any) -> np.dtype:
+    # What NumPy lacks (bfloat16, float8) comes from the package that Keras itself uses for it.
+    name = str(variable.dtype)
+    return np.dtype(getattr(ml_dtypes, name, None) or name)
+
+
+def _bytes_of(variable: Any) -> int:
+    return int(np.prod(variable.shape, dtype=np.int64)) * _dtype_of(variable).itemsize
+
+
+def _read(variable: Any) -> np.ndarray:
+    array = keras.ops.convert_to_numpy(variable)
+    # On PyTorch a bfloat16 comes as float32, and back without loss.
+    array = np.ascontiguousarray(array, dtype=_dtype_of(variable))
+    return array.reshape(-1).view(np.uint8)
+
+
+def _write(variable: Any, content: np.ndarray) -> None:
+    # A slice of the packed bytes may begin anywhere; a copy is aligned.
+    values = content.copy().view(_dtype_of(variable))
+    variable.assign(values.reshape(tuple(variable.shape)))
+
+
+def reduce(reducer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Reduce gradients of `keras.Variable`s, as the framework's `GradientReducer` does."""
+    if NAME == "tensorflow":
+        return list(reducer(gradients, variables))
+    names = [uncounted(v.path) for v in variables]
+    return list(reducer(gradients, [v.value for v in variables], names))
+
+
+def dense(gradient: Any) -> Any:
+    """The gradient with all its rows, where it is one of some rows only."""
+    return keras.ops.convert_to_tensor(gradient)
+
+
+def outside_of_graphs() -> AbstractContextManager[Any]:
+    """Within it variables are made that outlive a graph which is being traced."""
+    if NAME == "torch":
+        return nullcontext()
+    import tensorflow as tf
+
+    scope: AbstractContextManager[Any] = tf.init_scope()
+    return scope
+
+
+def check_no_strategy() -> None:
+    """Refuse to work within `tf.distribute`.
+
+    Raises:
+        UsageError: a strategy is in force.
+    """
+    if NAME == "torch":
+        return
+    import tensorflow as tf
+
+    if tf.distribute.has_strategy():
+        raise UsageError(
+            f"a {type(tf.distribute.get_strategy()).__name__} of tf.distribute is in force, which "
+            f"reduces gradients itself: build, compile and train the model outside of its scope()"
+        )

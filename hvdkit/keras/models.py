@@ -1,0 +1,102 @@
+"""What hvdkit does when a model is compiled or loaded, or a loss is scaled.
+
+Keras has no hook for either, so two methods of it are wrapped here, once, when hvdkit.keras is
+imported. Models and optimizers that hvdkit has nothing to do with pass through unchanged.
+"""
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+from keras.optimizers import LossScaleOptimizer
+from keras.src.trainers.trainer import Trainer
+
+from hvdkit.errors import UsageError
+from hvdkit.keras import backend
+from hvdkit.keras.optimizer import DistributedOptimizer, distribution_of
+
+log = logging.getLogger("hvdkit.keras")
+
+_said: set[str] = set()
+
+
+def teach_keras() -> None:
+    """Wrap `Trainer.compile` and `LossScaleOptimizer.__init__`, unless that has been done."""
+    if not hasattr(Trainer.compile, "_hvdkit"):
+        Trainer.compile = _compiling(Trainer.compile)
+    if not hasattr(LossScaleOptimizer.__init__, "_hvdkit"):
+        LossScaleOptimizer.__init__ = _scaling(LossScaleOptimizer.__init__)
+
+
+def _compiling(original: Any) -> Any:
+    @functools.wraps(original)
+    def compile(self: Any, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        adapt(self)
+
+    compile._hvdkit = True  # type: ignore[attr-defined]
+    return compile
+
+
+def _scaling(original: Any) -> Any:
+    @functools.wraps(original)
+    def __init__(self: Any, inner_optimizer: Any, *args: Any, **options: Any) -> None:
+        original(self, inner_optimizer, *args, **options)
+        # It looks whether gradients are finite, and calls the inner optimizer only if they are.
+        # Where one rank overflows and another does not, one would wait in a collective for the
+        # other: so the gradients are reduced before it looks, and no longer in the inner one.
+        distribution = distribution_of(inner_optimizer)
+        if distribution is not None:
+            distribution.move_to(self)
+
+    __init__._hvdkit = True  # type: ignore[attr-defined]
+    return __init__
+
+
+def adapt(model: Any) -> None:
+    """Compile a model's steps without XLA, where they contain Horovod's operations."""
+    if distribution_of(model.optimizer) is None or backend.NAME != "tensorflow":
+        return
+    if model.jit_compile:
+        if "jit_compile" not in _said and backend.hvd.rank() == 0:
+            log.info(
+                "the training step is compiled without XLA (jit_compile=False), which cannot "
+                "compile Horovod's operations"
+            )
+        _said.add("jit_compile")
+        model.jit_compile = False
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Any = backend.hvd.Compression.none,
+    legacy_opts: bool = False,
+    **options: Any,
+) -> Any:
+    """Load a saved Keras model, and make its optimizer apply the gradients of all ranks.
+
+    Args:
+        filepath: what `keras.models.load_model` takes.
+        custom_optimizers: classes that the model's optimizer may be of.
+        custom_objects: what `keras.models.load_model` takes.
+        compression: as for `DistributedOptimizer`.
+        legacy_opts: Keras 2's; must be False.
+        options: what else `DistributedOptimizer` takes.
+
+    Raises:
+        UsageError: as for `DistributedOptimizer`.
+    """
+    if legacy_opts:
+        raise UsageError(
+            "legacy_opts is True: Keras 3 has no legacy optimizers; load the model without it"
+        )
+    objects = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=objects)
+    if model.optimizer is not None:
+        DistributedOptimizer(model.optimizer, compression=compression, **options)
+        adapt(model)
+    return model

@@ -1,0 +1,277 @@
+"""What `model.fit` needs beyond the gradients, so that the ranks of a job act as one.
+
+This is the one place where hvdkit steps into `fit` and `evaluate`. Both talk to their callbacks
+through a `keras.callbacks.CallbackList`, made anew for every call, and the moments of that talk
+are the right ones: the list of a model whose optimizer `hvdkit.keras.DistributedOptimizer` has
+wrapped, in a job of several ranks, turns into a `_Coordinated` one when the model is put into it.
+No other list, and nothing else in Keras, is touched.
+
+What a coordinated list does, in the order in which `fit` comes by:
+
+- Files and the progress bar are rank 0's: callbacks that write are left out on the other ranks.
+  What `BackupAndRestore` restores goes from rank 0 to all of them.
+- A batch's loss that is not finite on one rank is so on all, where a `TerminateOnNaN` looks at it.
+- A callback that stops training on one rank stops it on all, after the same batch if it is one
+  that acts on batches, and otherwise at the end of the epoch.
+- Before validation, or at the end of an epoch without it, an open accumulation window is closed.
+- The metrics, those of validation too, are reduced over all ranks before any callback reads them.
+
+`evaluate` on its own, outside of `fit`, is a rank's own affair, as with Horovod: scripts call it on
+rank 0 alone. Give it a `MetricAverageCallback` on every rank to have its metrics reduced.
+"""
+
+import functools
+import logging
+import math
+from typing import Any
+
+import keras
+from keras.callbacks import CallbackList, ProgbarLogger
+
+from hvdkit.errors import UsageError
+from hvdkit.keras import backend
+from hvdkit.keras.functions import broadcast_model
+from hvdkit.keras.metrics import MetricState, flatten, reduce_logs
+from hvdkit.keras.optimizer import distribution_of
+
+log = logging.getLogger("hvdkit.keras")
+
+# Callbacks that write files, or send what they would write elsewhere.
+_WRITERS: tuple[type, ...] = tuple(
+    getattr(keras.callbacks, name)
+    for name in (
+        "BackupAndRestore",
+        "CSVLogger",
+        "ModelCheckpoint",
+        "OrbaxCheckpoint",
+        "RemoteMonitor",
+        "TensorBoard",
+    )
+    if hasattr(keras.callbacks, name)
+)
+
+_BATCH_HOOKS = ("on_train_batch_begin", "on_batch_begin", "on_train_batch_end", "on_batch_end")
+
+
+class ReducesMetrics(keras.callbacks.Callback):
+    """A callback that asks for metrics over all ranks, whatever the optimizer."""
+
+    #: Whether `fit` sees to it, so that the callback itself has nothing to do.
+    coordinated = False
+
+
+class _Coordination:
+    """What the ranks of one `fit` agree on, and when."""
+
+    def __init__(self, model: Any, distribution: Any) -> None:
+        self.model = model
+        self.distribution = distribution
+        self.group = distribution.collectives if distribution else backend.collectives()
+        # Callbacks may differ between ranks, and these must not.
+        self.watches_loss = False
+        self.watches_stops = False
+        self._stop_held = False
+        self._trained: MetricState | None = None
+        self._validated: set[str] = set()
+        self._averaged: set[str] = set()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that speaks and writes for all."""
+        return bool(backend.hvd.rank() == self.group.ranks[0])
+
+    def begin(self, callbacks: list[Any], restores: bool) -> None:
+        """Agree on what to watch, and start where rank 0 does if that may have a backup."""
+        terminates = any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks)
+        acts = any(map(_acts_on_batches, callbacks))
+        restores = restores and self.is_first
+        restored = (self.model._initial_epoch or 0) if restores else 0
+        counts = self.group.sum(
+            [int(terminates), int(acts), int(restores), restored], "hvdkit.keras.begin"
+        )
+        self.watches_loss, self.watches_stops = bool(counts[0]), bool(counts[1])
+        if counts[2]:
+            broadcast_model(self.model, self.group.ranks[0], self.group.process_set)
+            if counts[3]:
+                # What `fit` starts from, once its callbacks have begun.
+                self.model._initial_epoch = counts[3]
+
+    def agree_on_loss(self, logs: dict[str, Any] | None) -> tuple[dict[str, Any] | None, bool]:
+        """A batch's logs, with a loss that is not finite where it is not on one rank."""
+        loss = float((logs or {}).get("loss", 0.0))
+        broken = not math.isfinite(loss)
+        if not self.group.max([int(broken)], "hvdkit.keras.loss")[0]:
+            return logs, False
+        return {**(logs or {}), "loss": loss if broken else math.nan}, True
+
+    def agree_on_stop(self) -> None:
+        """Stop on every rank if one wants to."""
+        wanted = bool(self.model.stop_training or self._stop_held)
+        self._stop_held = False
+        (stop,) = self.group.max([int(wanted)], "hvdkit.keras.stop")
+        if stop and not wanted:
+            log.info("training stops here, because a callback on another rank stopped it")
+        self.model.stop_training = bool(stop)
+
+    def hold_stop(self) -> None:
+        """Let this rank go on until all are asked at the end of the epoch. No collective."""
+        self._stop_held = self._stop_held or bool(self.model.stop_training)
+        self.model.stop_training = False
+
+    def end_training_part(self) -> None:
+        """Close the accumulation window, and keep the metrics, which validation will reset."""
+        if self.distribution and self.distribution.accumulation_steps > 1:
+            self.distribution.flush()
+        self._trained = self._metrics()
+
+    def end_validation(self, logs: dict[str, Any]) -> None:
+        """Reduce the logs of a validation in place."""
+        ranks, validating = self.group.sum([1, 1], "hvdkit.keras.epoch")
+        everyone = validating == ranks
+        logs.update(reduce_logs(self.model, self._metrics(), logs, self.group, everyone))
+        self._validated = {f"val_{name}" for name in logs}
+
+    def end_epoch(self, logs: dict[str, Any]) -> None:
+        """Reduce in place those logs of an epoch that `end_validation` has not."""
+        if self._trained is None:
+            self.end_training_part()
+        flatten(logs)
+        # Scripts may validate on some ranks alone. The others come here at once, and are told the
+        # result, because what monitors `val_loss` has to decide alike.
+        while self.group.sum([1, 0], "hvdkit.keras.epoch")[1]:
+            theirs = reduce_logs(self.model, None, {}, self.group, everyone=False)
+            logs.update({f"val_{name}": value for name, value in theirs.items()})
+            self._validated = {f"val_{name}" for name in theirs}
+        own = {name: value for name, value in logs.items() if name not in self._validated}
+        logs.update(reduce_logs(self.model, self._trained, own, self.group, everyone=True))
+        self._trained, self._validated = None, set()
+
+    def reduce_evaluation(self, logs: dict[str, Any]) -> None:
+        """Reduce the logs of an `evaluate` outside of `fit`, which every rank has asked for."""
+        logs.update(reduce_logs(self.model, self._metrics(), logs, self.group, everyone=True))
+
+    def _metrics(self) -> MetricState:
+        state = MetricState.of(self.model)
+        for name in set(state.averaged()) - self._averaged if self.is_first else ():
+            log.warning(
+                "metric %r is averaged over ranks, because nothing says that what it keeps can be "
+                "added up. If it can, mark its class with hvdkit.keras.callbacks.additive.",
+                name,
+            )
+        self._averaged.update(state.averaged())
+        return state
+
+
+def _acts_on_batches(callback: Any) -> bool:
+    """Whether a callback that is not Keras's or ours looks at batches, and so might stop there."""
+    for name in _BATCH_HOOKS:
+        hook = getattr(callback, name)
+        # A LambdaCallback is Keras's, what it calls is not.
+        owner = (getattr(hook, "__module__", None) or "").split(".")[0]
+        if owner not in ("keras", "hvdkit"):
+            return True
+    return False
+
+
+class _Coordinated:
+    """Mixed into the class of a `CallbackList` whose `fit` is one of several ranks."""
+
+    callbacks: list[Any]
+    _coordination: _Coordination
+    _restores = False
+    _in_fit = False
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self._restores and not self._coordination.model.built:
+            # Keras says so where the callback is, and it is on rank 0 only.
+            raise UsageError(
+                "BackupAndRestore needs a model that has been built before fit: give it an Input, "
+                "or call it on a batch of data"
+            )
+        super().on_train_begin(logs)  # type: ignore[misc]
+        self._coordination.begin(self.callbacks, self._restores)
+        self._in_fit = True
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        coordination = self._coordination
+        broken = False
+        if coordination.watches_loss:
+            logs, broken = coordination.agree_on_loss(logs)
+        super().on_train_batch_end(batch, logs)  # type: ignore[misc]
+        if coordination.watches_stops or broken:
+            if self._async_train:  # type: ignore[attr-defined]
+                self._flush_futures()  # type: ignore[attr-defined]
+            coordination.agree_on_stop()
+        else:
+            coordination.hold_stop()
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self._in_fit:
+            self._coordination.end_training_part()
+        super().on_test_begin(logs)  # type: ignore[misc]
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        # In place, because `evaluate` returns them.
+        logs = {} if logs is None else logs
+        if self._in_fit:
+            self._coordination.end_validation(logs)
+        elif any(isinstance(callback, ReducesMetrics) for callback in self.callbacks):
+            self._coordination.reduce_evaluation(logs)
+        super().on_test_end(logs)  # type: ignore[misc]
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        # In place, because `fit` hands them to on_train_end.
+        logs = {} if logs is None else logs
+        self._coordination.end_epoch(logs)
+        super().on_epoch_end(epoch, logs)  # type: ignore[misc]
+        self._coordination.agree_on_stop()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._in_fit = False
+        super().on_train_end(logs)  # type: ignore[misc]
+
+
+@functools.cache
+def _coordinated(cls: Any) -> type:
+    return type(f"Coordinated{cls.__name__}", (_Coordinated, cls), {})
+
+
+def _coordinate(callback_list: Any, model: Any) -> None:
+    """Turn a callback list into a coordinated one, if its model is trained on several ranks."""
+    distribution = distribution_of(getattr(model, "optimizer", None))
+    asked = [c for c in callback_list.callbacks if isinstance(c, ReducesMetrics)]
+    if distribution is None and not asked:
+        return
+    coordination = _Coordination(model, distribution)
+    if coordination.group.alone:
+        return
+    for callback in asked:
+        callback.coordinated = True
+    callback_list._restores = any(
+        isinstance(c, keras.callbacks.BackupAndRestore) for c in callback_list.callbacks
+    )
+    if not coordination.is_first:
+        callback_list._progbar = None
+        callback_list.callbacks = [
+            callback
+            for callback in callback_list.callbacks
+            if not isinstance(callback, (*_WRITERS, ProgbarLogger))
+        ]
+    callback_list._coordination = coordination
+    kind: Any = type(callback_list)
+    callback_list.__class__ = _coordinated(kind)
+
+
+def coordinate_fit() -> None:
+    """Step into `fit`: from now on callback lists look at the optimizer of their model."""
+    original = CallbackList.set_model
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def set_model(self: Any, model: Any) -> None:
+        if model is not None and not isinstance(self, _Coordinated):
+            _coordinate(self, model)
+        original(self, model)
+
+    CallbackList.set_model = set_model

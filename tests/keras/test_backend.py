@@ -1,0 +1,38 @@
+"""What Keras may run on."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hvdkit.engine.describe import installed
+
+# Stands in for a Keras that runs on something else, which is not installed here.
+OTHER_KERAS = """
+import sys, types
+keras = types.ModuleType("keras")
+keras.__version__ = {version!r}
+keras.backend = types.SimpleNamespace(backend=lambda: {name!r})
+sys.modules["keras"] = keras
+import hvdkit.keras
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "said"),
+    [
+        ("3.15.0", "jax", "Keras runs on its jax backend"),
+        ("3.15.0", "openvino", "KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch"),
+        ("2.15.0", "tensorflow", "this is Keras 2.15.0, and hvdkit.keras needs Keras 3"),
+    ],
+)
+def test_another_backend_is_refused_with_what_to_do(version, name, said):
+    if installed() is None:
+        pytest.skip("no Horovod here: run `hvdkit build`")
+    code = OTHER_KERAS.format(version=version, name=name)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("hvdkit.errors.HvdkitError: ")
+    assert said in last

@@ -1,0 +1,114 @@
+"""Horovod's callbacks on one rank: what they set, and what they refuse."""
+
+import numpy as np
+import pytest
+
+
+def model_of(optimizer):
+    import keras
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(optimizer, loss="mse")
+    return model
+
+
+def fit(model, epochs, *callbacks, **options):
+    x = np.ones((8, 1), "float32")
+    options = {"batch_size": 2} | options
+    return model.fit(x, x, epochs=epochs, verbose=0, callbacks=list(callbacks), **options).history
+
+
+def test_a_staircase_of_rates(hvd):
+    import keras
+
+    schedule = hvd.callbacks.LearningRateScheduleCallback(
+        0.1, 0.5, start_epoch=1, end_epoch=3, momentum_correction=False
+    )
+    later = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.01, start_epoch=3)
+    history = fit(model_of(keras.optimizers.Adam(0.1)), 5, schedule, later)
+    assert history["lr"] == pytest.approx([0.1, 0.1, 0.05, 0.001, 0.001])
+
+
+def test_a_rate_for_every_batch(hvd):
+    import keras
+
+    seen = []
+
+    def multiplier(epoch):
+        seen.append(epoch)
+        return 1.0
+
+    callback = hvd.callbacks.LearningRateScheduleCallback(0.1, multiplier, staircase=False)
+    fit(model_of(keras.optimizers.SGD(0.1)), 2, callback)
+    assert seen == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75]
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adam"])
+def test_velocities_that_have_the_rate_in_them_follow_it(hvd, name):
+    import keras
+
+    options = {} if name == "Adam" else {"momentum": 0.9}
+    optimizer = getattr(keras.optimizers, name)(0.1, **options)
+    model = model_of(optimizer)
+    fit(model, 1)
+    before = [keras.ops.convert_to_numpy(v).copy() for v in optimizer.variables]
+    callback = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.5)
+    callback.set_model(model)
+    callback.on_train_begin()
+    callback.on_epoch_begin(0)
+    callback.on_train_batch_begin(0)
+    for variable, old in zip(optimizer.variables, before, strict=True):
+        halved = "learning_rate" in variable.path or (
+            name != "Adam" and "momentum" in variable.path
+        )
+        found = keras.ops.convert_to_numpy(variable)
+        np.testing.assert_allclose(found, old * 0.5 if halved else old, rtol=1e-6)
+    assert any(np.any(old) for v, old in zip(optimizer.variables, before, strict=True)
+               if "momentum" in v.path)  # fmt: skip
+
+
+def test_two_who_decide_about_the_rate_are_refused(hvd):
+    import keras
+
+    from hvdkit.errors import UsageError
+
+    rates = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+    model = model_of(keras.optimizers.SGD(rates))
+    with pytest.raises(UsageError, match="only one of them can decide"):
+        fit(model, 1, hvd.callbacks.LearningRateWarmupCallback(0.1))
+
+
+def test_what_cannot_be_known_must_be_given(hvd):
+    import keras
+
+    from hvdkit.errors import UsageError
+
+    def batches():
+        while True:
+            yield np.ones((2, 1), "float32"), np.ones((2, 1), "float32")
+
+    model = model_of(keras.optimizers.SGD(0.1))
+    schedule = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 1.0, staircase=False)
+    schedule.set_model(model)
+    schedule.set_params({"steps": None})
+    with pytest.raises(UsageError, match="steps_per_epoch"):
+        schedule.on_train_begin()
+    with pytest.raises(UsageError, match="initial_lr is None"):
+        hvd.callbacks.LearningRateScheduleCallback(None, 1.0)
+    with pytest.raises(UsageError, match=r"expected a keras\.metrics\.Metric"):
+        hvd.callbacks.additive("accuracy")
+    with pytest.raises(UsageError, match="not built"):
+        hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
+
+
+def test_the_end_of_the_warm_up_is_said_if_asked_for(hvd):
+    import contextlib
+    import io
+
+    import keras
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        callback = hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2, verbose=1)
+        fit(model_of(keras.optimizers.SGD(0.1)), 3, callback)
+    assert "Epoch 2: finished gradual learning rate warmup to 0.1." in printed.getvalue()

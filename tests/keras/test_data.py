@@ -1,0 +1,43 @@
+"""`hvd.shard` of hvdkit.keras: TensorFlow's own, or an error that says what to use instead."""
+
+import numpy as np
+import pytest
+
+
+def test_a_dataset_is_shared_out_where_keras_runs_on_tensorflow(hvd):
+    import keras
+
+    from hvdkit.errors import UsageError
+
+    if keras.backend.backend() == "torch":
+        with pytest.raises(UsageError, match="Keras runs on PyTorch: give fit a torch.utils.data"):
+            hvd.shard([1, 2])
+        return
+    import tensorflow as tf
+
+    x, y = np.arange(10, dtype=np.float32), np.arange(10)
+    share = hvd.shard(tf.data.Dataset.from_tensor_slices((x, y)), batch_size=4)
+    assert [ys.tolist() for _, ys in share.as_numpy_iterator()] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9],
+    ]
+
+
+def test_fit_knows_the_steps_of_a_share_and_takes_its_weights(hvd):
+    import keras
+
+    if keras.backend.backend() == "torch":
+        pytest.skip("tf.data belongs to the TensorFlow backend")
+    import tensorflow as tf
+
+    x, y = np.ones((10, 3), np.float32), np.ones((10, 1), np.float32)
+    examples = tf.data.Dataset.from_tensor_slices((x, y)).filter(lambda x, y: True)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", weighted_metrics=["mae"]
+    )
+    history = model.fit(hvd.shard(examples, batch_size=4, tail="pad"), epochs=2, verbose=0)
+    assert history.params["steps"] == 3
+    assert int(model.optimizer.iterations) == 6
+    assert set(history.history) == {"loss", "mae"}

@@ -1,0 +1,49 @@
+"""`fit` with which hvdkit has nothing to do."""
+
+import numpy as np
+
+
+def lists_of(model, **options):
+    """Fit, and the callback list that `fit` has used."""
+    import keras
+
+    class Keeps(keras.callbacks.CallbackList):
+        pass
+
+    callbacks = Keeps([], add_history=True, model=model)
+    x = np.ones((6, 1), "float32")
+    model.fit(x, x, callbacks=callbacks, verbose=0, **options)
+    return callbacks
+
+
+def model_of(optimizer):
+    import keras
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(optimizer, loss="mse")
+    return model
+
+
+def test_one_method_of_callback_lists_is_wrapped_and_once(hvd):
+    from keras.callbacks import CallbackList
+
+    from hvdkit.keras.training import coordinate_fit
+
+    coordinate_fit()
+    wrapped = {name for name, value in vars(CallbackList).items() if hasattr(value, "__wrapped__")}
+    assert wrapped == {"set_model"}
+    assert not hasattr(CallbackList.set_model.__wrapped__, "__wrapped__")
+
+
+def test_lists_of_other_models_and_on_one_rank_stay_what_they_are(hvd):
+    import keras
+
+    plain = model_of(keras.optimizers.SGD(0.1))
+    ours = model_of(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    for model in (plain, ours):
+        callbacks = lists_of(model)
+        assert type(callbacks).__name__ == "Keeps"
+        assert callbacks.on_epoch_end.__func__ is keras.callbacks.CallbackList.on_epoch_end
+    uncompiled = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    keras.callbacks.CallbackList([], model=uncompiled)
+    assert uncompiled.predict(np.ones((2, 1)), verbose=0).shape == (2, 1)

@@ -1,0 +1,88 @@
+"""What the tests of `fit` on several ranks have in common.
+
+Keras is imported in functions only: the pytest process reads these modules too, and has no need of
+a framework.
+"""
+
+import contextlib
+import json
+import shutil
+import tempfile
+
+import numpy as np
+
+STEPS = 3
+BATCH = 4
+
+
+def of_every_rank(value):
+    """What each rank passes, on all ranks, in their order."""
+    from hvdkit.keras import backend
+
+    gathered = backend.collectives().allgather(json.dumps(value).encode(), "tests.of_every_rank")
+    return [json.loads(data) for data in gathered]
+
+
+def same_everywhere(value):
+    """Fail unless all ranks pass the same."""
+    values = of_every_rank(value)
+    assert all(other == values[0] for other in values), values
+    return value
+
+
+def samples(rank, seed=0):
+    """A rank's own data: as many batches on every rank, but not as many samples."""
+    random = np.random.default_rng(100 * seed + rank)
+    count = STEPS * BATCH - rank % BATCH
+    x = random.normal(size=(count, 3)).astype("float32")
+    y = (x @ [[1.0], [-2.0], [0.5]] + 0.8 * rank > 0.7).astype("float32")
+    return x, y
+
+
+def all_samples(size, seed=0):
+    """The data of all ranks."""
+    parts = [samples(rank, seed) for rank in range(size)]
+    return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+
+
+def classifier(optimizer, metrics=("accuracy",), seed=1, **compiled):
+    """A compiled model, the same on every rank."""
+    import keras
+
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential(
+        [
+            keras.Input((3,)),
+            keras.layers.Dense(4, activation="tanh"),
+            keras.layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+    model.compile(optimizer, loss="binary_crossentropy", metrics=list(metrics), **compiled)
+    return model
+
+
+def distributed(hvd, rate=0.0, **options):
+    """An optimizer of all ranks; at a rate of 0 metrics are those of one set of weights."""
+    import keras
+
+    return hvd.DistributedOptimizer(keras.optimizers.SGD(rate), **options)
+
+
+def fit(hvd, model, *, epochs=1, data=None, **options):
+    """`fit` on this rank's data, batches in their order."""
+    x, y = samples(hvd.rank()) if data is None else data
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0} | options
+    return model.fit(x, y, epochs=epochs, **options)
+
+
+@contextlib.contextmanager
+def common_folder(hvd):
+    """A folder that all ranks know."""
+    own = tempfile.mkdtemp(prefix="hvdkit-test-") if hvd.rank() == 0 else ""
+    try:
+        yield of_every_rank(own)[0]
+    finally:
+        # Not before everyone is through with it.
+        of_every_rank("done")
+        if own:
+            shutil.rmtree(own)

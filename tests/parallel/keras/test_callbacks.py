@@ -1,0 +1,313 @@
+"""Horovod's callbacks, on ranks that differ until they are made equal."""
+
+import os
+
+import numpy as np
+import pytest
+
+from tests.parallel.keras.job import (
+    STEPS,
+    all_samples,
+    classifier,
+    common_folder,
+    distributed,
+    fit,
+    of_every_rank,
+    same_everywhere,
+    samples,
+)
+
+DTYPES = [
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "int8",
+    "uint8",
+    "int32",
+    "int64",
+    "uint32",
+    "bool",
+]
+
+
+def contents(variables):
+    import keras
+
+    return [keras.ops.convert_to_numpy(v).astype("float64").tolist() for v in variables]
+
+
+def test_variables_of_every_dtype_are_broadcast(hvd, monkeypatch):
+    import keras
+
+    from hvdkit.keras import backend
+
+    # Small enough that one variable is sent in parts, and others with a part of them.
+    monkeypatch.setattr(backend, "_CHUNK_BYTES", 100)
+    random = np.random.default_rng(hvd.rank())
+    shapes = [(), (3,), (7, 5), (0, 2)]
+    variables = [
+        keras.Variable(random.integers(0, 2, shape), dtype=dtype, trainable=False)
+        for dtype in DTYPES
+        for shape in shapes
+    ]
+    # What no cast keeps.
+    special = [np.nan, -0.0, np.inf, 1e-45] if hvd.rank() == 1 else np.zeros(4)
+    variables.append(keras.Variable(np.array(special, "float32"), trainable=False))
+    before = of_every_rank(contents(variables))
+    backend.broadcast_variables(variables, root_rank=1)
+    after = contents(variables)
+    assert str(after) == str(before[1])
+    assert before[0] != before[1]
+    last = keras.ops.convert_to_numpy(variables[-1])
+    assert np.signbit(last[1])
+    assert last[3] == np.float32(1e-45)
+
+
+def test_variables_that_differ_between_ranks_are_refused(hvd):
+    import keras
+
+    from hvdkit.core.agreement import RanksDisagree
+    from hvdkit.errors import UsageError
+    from hvdkit.keras import backend
+
+    shape = (2 + hvd.rank() % 2,)
+    with pytest.raises(RanksDisagree, match=r"variable 0, float32 \[2\]"):
+        backend.broadcast_variables([keras.Variable(np.zeros(shape, "float32"))], 0)
+    with pytest.raises(UsageError, match="root_rank is 9"):
+        backend.broadcast_variables([keras.Variable(np.zeros(2))], 9)
+
+
+def test_arrays_are_summed_in_one_call_and_exactly(hvd):
+    from hvdkit.keras import backend
+
+    large = 2**40 + 1
+    arrays = [np.array(large), np.arange(6.0).reshape(2, 3), np.zeros((0, 4)), np.array([True])]
+    sums = backend.sum_arrays(arrays, "tests.sum")
+    assert [total.shape for total in sums] == [array.shape for array in arrays]
+    assert int(sums[0]) == large * hvd.size()
+    assert sums[1].tolist() == (arrays[1] * hvd.size()).tolist()
+    assert sums[3].tolist() == [hvd.size()]
+
+
+def test_training_begins_from_one_ranks_weights_optimizer_and_counters(hvd):
+    import keras
+
+    class Begin(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 0:
+                self.weights = contents(self.model.weights)
+                self.state = contents(self.model.optimizer.variables)
+
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01 * (1 + hvd.rank())))
+    model = classifier(optimizer, seed=hvd.rank())
+    if hvd.rank() == 1:
+        # As from a checkpoint that only one rank has read.
+        optimizer.build(model.trainable_variables)
+        for variable in optimizer.variables:
+            variable.assign(keras.ops.ones_like(variable) * (7 if "iter" in variable.path else 0.5))
+    wanted = of_every_rank(contents(model.weights))
+    begin = Begin()
+    fit(hvd, model, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(1), begin])
+    assert begin.weights == wanted[1] != wanted[0]
+    same_everywhere(begin.state)
+    assert {value for values in begin.state for value in np.ravel(values)} == {7.0, 0.5}
+    assert int(optimizer.iterations) == 7 + STEPS
+    same_everywhere(contents([*model.weights, *optimizer.variables]))
+
+
+def test_a_model_that_fit_builds_is_made_equal_after_the_first_batch(hvd):
+    import keras
+
+    keras.utils.set_random_seed(hvd.rank())
+    model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+    model.compile(distributed(hvd, 0.1), loss="mse")
+    fit(hvd, model, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    same_everywhere(contents(model.weights))
+
+
+def test_without_the_callback_weights_stay_different(hvd):
+    model = classifier(distributed(hvd, 0.1), seed=hvd.rank())
+    fit(hvd, model)
+    assert len({str(weights) for weights in of_every_rank(contents(model.weights))}) == hvd.size()
+
+
+def test_seeds_stay_each_ranks_own(hvd):
+    import keras
+
+    keras.utils.set_random_seed(hvd.rank())
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    model.compile(distributed(hvd, 0.1), loss="mse")
+    fit(hvd, model, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    (seed,) = [v for v in model.variables if "seed" in v.path]
+    assert len({str(s) for s in of_every_rank(contents([seed]))}) == hvd.size()
+    same_everywhere(contents(model.weights))
+
+
+def test_local_variables_are_left_alone(hvd):
+    model = classifier(distributed(hvd), seed=hvd.rank())
+    kernel, framework_bias = model.layers[0].kernel, model.layers[0].bias.value
+    model.layers[0].bias.assign(np.full(4, hvd.rank()))
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=kernel)
+    callback.register_local_var(framework_bias)
+    fit(hvd, model, callbacks=[callback])
+    for variable in (kernel, model.layers[0].bias):
+        assert len({str(v) for v in of_every_rank(contents([variable]))}) == hvd.size()
+    same_everywhere(contents(model.layers[1].weights))
+
+
+def test_the_loss_scale_is_part_of_the_state(hvd):
+    import keras
+
+    inner = keras.optimizers.SGD(0.01)
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        hvd.DistributedOptimizer(inner), initial_scale=2.0 ** (4 + hvd.rank())
+    )
+    model = classifier(optimizer, seed=hvd.rank())
+    fit(hvd, model, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(1)])
+    assert same_everywhere(float(optimizer.dynamic_scale)) == 32.0
+    same_everywhere(contents([*model.weights, *optimizer.variables]))
+
+
+def test_momentum_is_corrected_as_the_rate_warms_up(hvd):
+    import keras
+
+    class Rates(keras.callbacks.Callback):
+        seen = ()
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seen = (*self.seen, float(self.model.optimizer.learning_rate))
+
+    def trained(**options):
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.2, momentum=0.9))
+        model = keras.Sequential(
+            [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+        )
+        model.compile(optimizer, loss="mse")
+        x = np.ones((4 * STEPS, 1), "float32")
+        rates = Rates()
+        warmup = hvd.callbacks.LearningRateWarmupCallback(0.2, warmup_epochs=2, **options)
+        history = fit(hvd, model, data=(x, x), epochs=3, callbacks=[warmup, rates]).history
+        assert history["lr"] == [rates.seen[STEPS * (epoch + 1) - 1] for epoch in range(3)]
+        return float(model.layers[0].kernel.value[0, 0]), rates.seen
+
+    def by_hand(rates, corrected):
+        weight = velocity = 0.0
+        old = rates[0]
+        for rate in rates:
+            velocity = 0.9 * velocity * (rate / old if corrected else 1.0) - rate * 2 * (weight - 1)
+            weight += velocity
+            old = rate
+        return weight
+
+    weight, rates = trained()
+    size = hvd.size()
+    warm = [0.2 / size * ((k + 1) / STEPS * (size - 1) / 2 + 1) for k in range(2 * STEPS)]
+    assert rates == pytest.approx([*warm, 0.2, 0.2, 0.2])
+    assert rates[0] < rates[1] < rates[-1]
+    assert weight == pytest.approx(by_hand(rates, True), rel=1e-5)
+    uncorrected, rates = trained(momentum_correction=False)
+    assert uncorrected == pytest.approx(by_hand(rates, False), rel=1e-5)
+    assert weight != pytest.approx(uncorrected, rel=1e-3)
+
+
+def test_best_model_checkpoint_is_written_once(hvd):
+    from hvdkit.errors import UsageError
+
+    with common_folder(hvd) as folder:
+        path = os.path.join(folder, f"{hvd.rank()}.keras")
+        callback = hvd.callbacks.BestModelCheckpoint(monitor="loss")
+        callback.filepath = path
+        model = classifier(distributed(hvd, 0.1))
+        fit(hvd, model, callbacks=[callback])
+        of_every_rank("written")
+        assert os.listdir(folder) == ["0.keras"]
+    if hvd.rank() == 0:
+        with pytest.raises(UsageError, match="no filepath"):
+            hvd.callbacks.BestModelCheckpoint().on_train_begin()
+
+
+def test_metric_average_callback_in_a_loop_of_ones_own(hvd):
+    logs = {"loss": float(hvd.rank()), "accuracy": np.float32(2 * hvd.rank())}
+    hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
+    mean = sum(range(hvd.size())) / hvd.size()
+    assert logs == {"loss": mean, "accuracy": 2 * mean}
+
+
+def test_values_are_reduced(hvd):
+    import keras
+
+    from hvdkit.errors import UsageError
+
+    def array(tensor):
+        return keras.ops.convert_to_numpy(tensor).tolist()
+
+    rank, size = hvd.rank(), hvd.size()
+    total = sum(range(size))
+    assert array(hvd.allreduce([1.0 * rank, 2.0 * rank])) == [total / size, 2 * total / size]
+    assert array(hvd.allreduce(1.0 * rank, average=False)) == total
+    assert array(hvd.allreduce(np.float64(rank), op=hvd.Sum, compression=hvd.Compression.fp16)) == (
+        total
+    )
+    with pytest.raises(UsageError, match="both op and average"):
+        hvd.allreduce(1.0, average=True, op=hvd.Sum)
+    assert array(hvd.allgather([rank] * (rank + 1))) == [
+        r for r in range(size) for _ in range(r + 1)
+    ]
+    assert array(hvd.broadcast(np.array([rank, 5]), 1)) == [1, 5]
+    assert array(hvd.reducescatter(np.arange(float(size)) * rank)) == [rank * total / size]
+    with pytest.raises(UsageError, match="broadcast_model"):
+        hvd.broadcast_global_variables(0)
+
+
+def test_elastic_state_comes_from_rank_0_and_goes_back(hvd):
+    import keras
+
+    model = classifier(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)), seed=hvd.rank())
+    state = hvd.elastic.KerasState(model, epoch=10 + hvd.rank(), batch=0)
+    state.sync()
+    assert state.epoch == 10
+    begin = same_everywhere(contents([*model.weights, *model.optimizer.variables]))
+    callbacks = [
+        hvd.elastic.UpdateEpochStateCallback(state),
+        hvd.elastic.UpdateBatchStateCallback(state),
+    ]
+    fit(hvd, model, epochs=2, callbacks=callbacks)
+    assert (state.epoch, state.batch) == (12, 0)
+    assert contents(model.weights) != begin[: len(model.weights)]
+    state.restore()
+    assert state.epoch == 10
+    assert contents([*model.weights, *model.optimizer.variables]) == begin
+    state.epoch = 11
+    state.save()
+    fit(hvd, model)
+    state.restore()
+    assert state.epoch == 11
+
+
+def test_commits_come_every_so_many_batches_and_at_the_end_of_epochs(hvd):
+    class State:
+        commits = 0
+
+        def commit(self):
+            self.commits += 1
+
+    state = State()
+    callback = hvd.elastic.CommitStateCallback(state, batches_per_commit=2)
+    fit(hvd, classifier(distributed(hvd)), epochs=2, callbacks=[callback])
+    assert state.commits == 2 * STEPS // 2 + 2
+
+
+def test_metrics_of_a_model_of_16_bits(hvd):
+    import keras
+
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        model = classifier(distributed(hvd))
+        history = fit(hvd, model, validation_data=samples(hvd.rank(), 1)).history
+        plain = classifier("sgd")
+    finally:
+        keras.config.set_dtype_policy("float32")
+    expected = plain.evaluate(*all_samples(hvd.size()), verbose=0, return_dict=True)
+    assert history["accuracy"][0] == pytest.approx(expected["accuracy"])
+    assert history["loss"][0] == pytest.approx(expected["loss"], rel=2e-2)

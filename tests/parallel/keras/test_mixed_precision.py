@@ -1,0 +1,109 @@
+"""Loss scaling: one verdict for all ranks, whichever of them overflows."""
+
+import keras
+import numpy as np
+import pytest
+from keras.optimizers import LossScaleOptimizer
+
+from tests.parallel.keras import oracle
+
+INITIAL = 2.0**10
+
+
+def batches(hvd, poisoned):
+    """Two rows per step and rank; in the steps in `poisoned` the last rank's are infinite."""
+    rng = np.random.default_rng(hvd.rank())
+    inputs = rng.normal(size=(10, 2, oracle.FEATURES)).astype("float32")
+    targets = rng.normal(size=(10, 2, oracle.TARGETS)).astype("float32")
+    if hvd.rank() == hvd.size() - 1:
+        inputs[poisoned] = np.inf
+    return inputs, targets
+
+
+def check(hvd, scaling, model, skipped, steps=10):
+    assert isinstance(scaling, LossScaleOptimizer)
+    assert int(scaling.iterations) == steps - skipped
+    assert float(scaling.dynamic_scale) == scaling.initial_scale * 2.0**-skipped
+    weights = model.get_weights()
+    assert all(np.isfinite(weight).all() for weight in weights)
+    assert oracle.same_everywhere(hvd, weights)
+    assert oracle.same_everywhere(hvd, [v.numpy() for v in scaling.variables])
+
+
+def fit(model, inputs, targets):
+    model.fit(
+        inputs.reshape(-1, oracle.FEATURES),
+        targets.reshape(-1, oracle.TARGETS),
+        batch_size=2,
+        shuffle=False,
+        verbose=0,
+    )
+
+
+@pytest.mark.parametrize("wraps", ["compile", "user inside", "user outside"])
+def test_one_ranks_overflow_skips_the_step_on_all(hvd, wraps):
+    inputs, targets = batches(hvd, poisoned=[3, 6])
+    with oracle.dtype_policy("mixed_float16"):
+        model = oracle.dense_model()
+        optimizer = keras.optimizers.SGD(0.01)
+        if wraps == "compile":
+            optimizer = hvd.DistributedOptimizer(optimizer)
+        elif wraps == "user inside":
+            optimizer = LossScaleOptimizer(hvd.DistributedOptimizer(optimizer), INITIAL)
+        else:
+            optimizer = hvd.DistributedOptimizer(LossScaleOptimizer(optimizer, INITIAL))
+        model.compile(optimizer, loss="mse")
+        fit(model, inputs, targets)
+    check(hvd, model.optimizer, model, skipped=2)
+
+
+def test_in_a_loop_by_hand(hvd):
+    inputs, targets = batches(hvd, poisoned=[0, 9])
+    with oracle.dtype_policy("mixed_float16"):
+        model = oracle.dense_model()
+        optimizer = LossScaleOptimizer(
+            hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), INITIAL
+        )
+        # Keras scales by dynamic_scale only once there is one.
+        optimizer.build(model.trainable_variables)
+        step = oracle.loop_step(model, optimizer)
+        for row, target in zip(inputs, targets, strict=True):
+            step(row, target)
+    check(hvd, optimizer, model, skipped=2)
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_infinities_pass_through_narrow_wires(hvd, compression):
+    inputs, targets = batches(hvd, poisoned=[4])
+    with oracle.dtype_policy("mixed_float16"):
+        model = oracle.dense_model()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), compression=compression)
+        model.compile(optimizer, loss="mse")
+        fit(model, inputs, targets)
+    check(hvd, model.optimizer, model, skipped=1)
+
+
+def test_a_window_with_an_infinity_is_skipped_whole(hvd):
+    inputs, targets = batches(hvd, poisoned=[3])
+    with oracle.dtype_policy("mixed_float16"):
+        model = oracle.dense_model()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), accumulation_steps=2)
+        model.compile(optimizer, loss="mse")
+        fit(model, inputs, targets)
+    check(hvd, model.optimizer, model, skipped=1, steps=5)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+def test_bfloat16(hvd, policy, compression):
+    inputs, targets = batches(hvd, poisoned=[])
+    with oracle.dtype_policy(policy):
+        model = oracle.dense_model()
+        before = model.get_weights()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
+        model.compile(optimizer, loss="mse")
+        fit(model, inputs, targets)
+    weights = [np.asarray(weight, "float32") for weight in model.get_weights()]
+    assert all(np.isfinite(weight).all() for weight in weights)
+    assert not np.array_equal(weights[0], np.asarray(before[0], "float32"))
+    assert oracle.same_everywhere(hvd, weights)

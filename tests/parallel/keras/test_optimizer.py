@@ -1,0 +1,265 @@
+"""What a wrapped optimizer stays, and what is refused."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from hvdkit.core.agreement import RanksDisagree
+from hvdkit.errors import UsageError
+from hvdkit.keras.optimizer import distribution_of
+from tests.parallel.keras import oracle
+
+
+def fitted(hvd, optimizer, steps=3, seed=None, **options):
+    model = oracle.dense_model()
+    # Old HDF5 files cannot be loaded again when the loss is given by name: Keras does not find it.
+    model.compile(optimizer, loss=keras.losses.MeanSquaredError(), **options)
+    rng = np.random.default_rng(hvd.rank() if seed is None else seed)
+    inputs = rng.normal(size=(4 * steps, oracle.FEATURES))
+    targets = rng.normal(size=(4 * steps, oracle.TARGETS))
+    model.fit(inputs, targets, batch_size=4, shuffle=False, verbose=0)
+    return model
+
+
+def shared_folder(hvd):
+    """One folder for all ranks, on the first one's disk."""
+    own = tempfile.mkdtemp() if hvd.rank() == 0 else ""
+    every = hvd.backend.collectives().allgather(own.encode(), "tests.folder")
+    return Path(every[0].decode())
+
+
+def wait_for_all(hvd):
+    hvd.backend.collectives().sum([1], "tests.barrier")
+
+
+def test_it_stays_the_optimizer_that_it_was(hvd):
+    plain = keras.optimizers.AdamW(0.01, weight_decay=0.1, clipnorm=1.0)
+    kind, config = plain.__class__, plain.get_config()
+    wrapped = hvd.DistributedOptimizer(plain)
+    assert wrapped is plain
+    assert type(wrapped) is kind
+    assert wrapped.get_config() == config
+    copy = kind.from_config(wrapped.get_config())
+    assert distribution_of(copy) is None
+    assert distribution_of(wrapped) is not None
+
+
+READ_WITHOUT = """
+import json, sys
+import keras
+model = keras.models.load_model(sys.argv[1])
+print(json.dumps([
+    model.optimizer.__class__.__name__,
+    int(model.optimizer.iterations),
+    [float(abs(v.numpy()).sum()) for v in model.optimizer.variables],
+    "hvdkit" in sys.modules or "horovod" in sys.modules,
+]))
+"""
+
+
+@pytest.mark.parametrize("name", ["model.keras", "model.h5"])
+def test_a_saved_model_opens_with_and_without_hvdkit(hvd, name):
+    model = fitted(hvd, hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
+    folder = shared_folder(hvd)
+    path = folder / name
+    if hvd.rank() == 0:
+        model.save(path)
+        if name.endswith(".keras"):
+            config = json.loads(zipfile.ZipFile(path).read("config.json"))
+            assert config["compile_config"]["optimizer"]["class_name"] == "Adam"
+            assert "hvdkit" not in json.dumps(config)
+        command = [sys.executable, "-c", READ_WITHOUT, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+        kind, iterations, sums, loaded = json.loads(done.stdout.splitlines()[-1])
+        assert (kind, iterations, loaded) == ("Adam", 3, False)
+        own = [float(abs(v.numpy()).sum()) for v in model.optimizer.variables]
+        # Keras builds no optimizer from HDF5 before it is used.
+        assert len(sums) == len(own) or name.endswith(".h5")
+        np.testing.assert_allclose(sums, own[: len(sums)], rtol=1e-6)
+    wait_for_all(hvd)
+    loaded = hvd.load_model(path, compression="bf16")
+    assert distribution_of(loaded.optimizer) is not None
+    assert int(loaded.optimizer.iterations) == 3
+    if name.endswith(".keras"):
+        check_that_it_goes_on(hvd, loaded)
+    wait_for_all(hvd)
+    if hvd.rank() == 0:
+        path.unlink()
+        folder.rmdir()
+
+
+def check_that_it_goes_on(hvd, loaded):
+    rng = np.random.default_rng(100 + hvd.rank())
+    inputs = rng.normal(size=(8, oracle.FEATURES))
+    loaded.fit(inputs, rng.normal(size=(8, oracle.TARGETS)), batch_size=4, verbose=0)
+    assert int(loaded.optimizer.iterations) == 5
+    assert oracle.same_everywhere(hvd, loaded.get_weights())
+
+
+def test_xla_is_left_out(hvd):
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    model = fitted(hvd, optimizer, jit_compile=keras.backend.backend() == "tensorflow")
+    assert not model.jit_compile
+    assert oracle.same_everywhere(hvd, model.get_weights())
+
+
+def test_a_model_without_it_may_use_xla(hvd):
+    model = oracle.dense_model()
+    model.compile(keras.optimizers.SGD(0.01), loss="mse", jit_compile=True)
+    assert model.jit_compile
+
+
+def test_a_function_for_xla_is_refused(hvd):
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("TensorFlow's")
+    import tensorflow as tf
+
+    model = oracle.dense_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    variables = model.trainable_variables
+
+    @tf.function(jit_compile=True)
+    def step():
+        optimizer.apply([tf.ones_like(v.value) for v in variables], variables)
+
+    with pytest.raises(UsageError, match="jit_compile=True"):
+        step()
+
+
+def test_several_steps_in_one_execution(hvd):
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("the PyTorch backend has no steps_per_execution")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="fp16")
+    model = fitted(hvd, optimizer, steps=9, steps_per_execution=4)
+    assert int(optimizer.iterations) == 9
+    assert oracle.same_everywhere(hvd, model.get_weights())
+
+
+def test_a_variable_without_a_gradient_is_left_alone(hvd):
+    model = oracle.dense_model()
+    unused = keras.Variable(np.ones(3, "float32"), name="unused")
+    variables = [*model.trainable_variables, unused]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    ones = [keras.ops.ones_like(v) * (hvd.rank() + 1.0) for v in model.trainable_variables]
+    before = model.get_weights()
+    optimizer.apply([*ones, None], variables)
+    assert unused.numpy().tolist() == [1, 1, 1]
+    mean = (hvd.size() + 1) / 2
+    for weight, old in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_allclose(weight, old - mean, rtol=1e-5, atol=1e-6)
+
+
+def test_two_optimizers_at_once(hvd):
+    first, second = oracle.dense_model(), oracle.dense_model()
+    optimizers = [hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)) for _ in range(2)]
+    before = first.get_weights()
+    for factor in (1.0, 3.0):
+        for model, optimizer in zip((first, second), optimizers, strict=True):
+            gradients = [
+                keras.ops.ones_like(v) * factor * (hvd.rank() + 1.0)
+                for v in model.trainable_variables
+            ]
+            optimizer.apply(gradients, model.trainable_variables)
+    for model in (first, second):
+        for weight, old in zip(model.get_weights(), before, strict=True):
+            expected = old - 4 * (hvd.size() + 1) / 2
+            np.testing.assert_allclose(weight, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_process_set(hvd):
+    if hvd.size() < 3:
+        pytest.skip("needs a set that is not everyone")
+    members = hvd.add_process_set(range(hvd.size() - 1))
+    try:
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=members)
+        variable = keras.Variable(np.zeros(5, "float32"))
+        optimizer.apply([keras.ops.ones((5,)) * float(hvd.rank() + 1)], [variable])
+        inside = hvd.rank() < hvd.size() - 1
+        expected = hvd.size() / 2 if inside else hvd.size()
+        np.testing.assert_allclose(variable.numpy(), -expected)
+    finally:
+        hvd.remove_process_set(members)
+
+
+REFUSED = {
+    "such as keras.optimizers.get..adam": lambda hvd: hvd.DistributedOptimizer("adam"),
+    "a builtins.object": lambda hvd: hvd.DistributedOptimizer(object()),
+    "already": lambda hvd: hvd.DistributedOptimizer(
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    ),
+    "already: wrap": lambda hvd: hvd.DistributedOptimizer(
+        keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    ),
+    "accumulation_steps is 0": lambda hvd: hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), accumulation_steps=0
+    ),
+    "averages over passes": lambda hvd: hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), accumulation_steps=2, backward_passes_per_step=2
+    ),
+    "gradient_accumulation_steps 2": lambda hvd: hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), accumulation_steps=3
+    ),
+    "compression is 'fp8'": lambda hvd: hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), compression="fp8"
+    ),
+    "op is": lambda hvd: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Adasum),
+    "not wrapped": lambda hvd: hvd.flush(keras.optimizers.SGD(0.1)),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused(hvd, message):
+    with pytest.raises(UsageError, match=message):
+        REFUSED[message](hvd)
+
+
+def test_a_strategy_is_refused(hvd):
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("TensorFlow's")
+    import tensorflow as tf
+
+    with (
+        tf.distribute.OneDeviceStrategy("cpu:0").scope(),
+        pytest.raises(UsageError, match="OneDeviceStrategy of tf.distribute"),
+    ):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+
+def test_different_models_are_an_error_on_every_rank(hvd):
+    width = 16 if hvd.rank() else 17
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(width)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    with pytest.raises(RanksDisagree, match=r"\[4, 17\]"):
+        model.fit(np.ones((4, 4)), np.ones((4, width)), verbose=0)
+
+
+def test_different_settings_are_an_error_on_every_rank(hvd):
+    compression = "bf16" if hvd.rank() else "none"
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
+    with pytest.raises(RanksDisagree, match="compression: none"):
+        optimizer.apply([keras.ops.ones((2,))], [keras.Variable(np.ones(2, "float32"))])
+
+
+def test_windows_that_ranks_count_differently_are_an_error_on_every_rank(hvd):
+    from hvdkit.core.accumulation import PassesDiffer
+
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), accumulation_steps=4)
+    variable = keras.Variable(np.ones(2, "float32"))
+    for _ in range(1 if hvd.rank() else 2):
+        optimizer.apply([keras.ops.ones((2,))], [variable])
+    with pytest.raises(PassesDiffer, match="rank 0: 2, rank 1: 1"):
+        hvd.flush(optimizer)
+
+
+def test_only_one_framework_is_loaded(hvd):
+    other = "torch" if keras.backend.backend() == "tensorflow" else "tensorflow"
+    assert f"horovod.{other}" not in sys.modules
+    if other == "torch":
+        assert "torch" not in sys.modules

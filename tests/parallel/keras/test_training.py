@@ -1,0 +1,490 @@
+"""`fit` on several ranks: one set of logs, one decision, one set of files."""
+
+import contextlib
+import io
+import os
+
+import numpy as np
+import pytest
+
+from tests.parallel.keras.job import (
+    BATCH,
+    STEPS,
+    all_samples,
+    classifier,
+    common_folder,
+    distributed,
+    fit,
+    of_every_rank,
+    same_everywhere,
+    samples,
+)
+
+
+def kinds_of_metrics():
+    import keras
+
+    return [
+        "accuracy",
+        keras.metrics.AUC(name="auc"),
+        keras.metrics.Precision(name="precision"),
+        keras.metrics.F1Score(threshold=0.5, average="micro", name="f1"),
+        keras.metrics.RootMeanSquaredError(name="rmse"),
+        keras.metrics.R2Score(name="r2"),
+        keras.metrics.MeanIoU(2, name="iou"),
+    ]
+
+
+def close(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_metrics_are_those_of_one_process_with_all_data(hvd):
+    model = classifier(distributed(hvd), kinds_of_metrics())
+    history = fit(hvd, model, validation_data=samples(hvd.rank(), 1)).history
+
+    plain = classifier("sgd", kinds_of_metrics())
+    train = plain.evaluate(*all_samples(hvd.size()), verbose=0, return_dict=True)
+    validation = plain.evaluate(*all_samples(hvd.size(), 1), verbose=0, return_dict=True)
+    expected = train | {f"val_{name}": value for name, value in validation.items()}
+    close({name: values[0] for name, values in history.items()}, expected)
+    same_everywhere(history)
+    # The mean over the ranks is something else, which shows that the data can tell.
+    own = plain.evaluate(*samples(hvd.rank()), verbose=0, return_dict=True)
+    means = {name: np.mean([o[name] for o in of_every_rank(own)]) for name in own}
+    wrong = {name for name in own if means[name] != pytest.approx(train[name], rel=1e-4)}
+    assert {"loss", "accuracy", "auc", "precision", "rmse", "r2"} <= wrong
+
+
+def test_every_callback_reads_the_reduced_logs_wherever_it_is(hvd):
+    import keras
+
+    class Reader(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.read = {}
+
+        def on_test_end(self, logs=None):
+            self.read["test_end"] = dict(logs)
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.read["epoch_end"] = dict(logs)
+
+        def on_train_end(self, logs=None):
+            self.read["train_end"] = {name: float(value) for name, value in logs.items()}
+
+    readers = Reader(), Reader()
+    callbacks = [readers[0], hvd.callbacks.MetricAverageCallback(), readers[1]]
+    model = classifier(distributed(hvd))
+    history = fit(hvd, model, validation_data=samples(hvd.rank(), 1), callbacks=callbacks).history
+    read = same_everywhere(readers[0].read)
+    assert readers[1].read == read
+    assert {name: values[0] for name, values in history.items()} == read["epoch_end"]
+    assert read["train_end"] == read["epoch_end"]
+    assert read["test_end"] == {
+        name: read["epoch_end"][f"val_{name}"] for name in ("accuracy", "loss")
+    }
+
+
+def test_without_validation_training_metrics_are_reduced_too(hvd):
+    history = fit(hvd, classifier(distributed(hvd)), epochs=2).history
+    expected = classifier("sgd").evaluate(*all_samples(hvd.size()), verbose=0, return_dict=True)
+    for epoch in range(2):
+        close({name: values[epoch] for name, values in history.items()}, expected)
+
+
+def test_validation_every_other_epoch(hvd):
+    model = classifier(distributed(hvd))
+    validation = samples(hvd.rank(), 1)
+    history = fit(hvd, model, epochs=4, validation_data=validation, validation_freq=2).history
+    assert (len(history["loss"]), len(history["val_loss"])) == (4, 2)
+    same_everywhere(history)
+
+
+def test_validation_on_one_rank_alone_is_told_to_all(hvd):
+    import keras
+
+    validation = samples(0, 1) if hvd.rank() == 0 else None
+    stopping = keras.callbacks.EarlyStopping(monitor="val_loss", patience=0)
+    model = classifier(distributed(hvd), kinds_of_metrics())
+    history = fit(hvd, model, epochs=3, validation_data=validation, callbacks=[stopping]).history
+    same_everywhere(history)
+    # Nothing improves at a rate of 0, and that is known after two epochs.
+    assert len(history["loss"]) == 2
+    expected = classifier("sgd", kinds_of_metrics()).evaluate(
+        *samples(0, 1), verbose=0, return_dict=True
+    )
+    close({name: history[f"val_{name}"][0] for name in expected}, expected)
+
+
+def test_metrics_of_ones_own(hvd):
+    import keras
+
+    from hvdkit.keras.metrics import is_additive
+
+    class Worst(keras.metrics.Metric):
+        """Largest error so far, which cannot be added up."""
+
+        def __init__(self):
+            super().__init__(name="worst")
+            self.value = self.add_variable((), "zeros")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            worst = keras.ops.max(keras.ops.abs(y_true - y_pred))
+            self.value.assign(keras.ops.maximum(self.value, worst))
+
+        def result(self):
+            return keras.ops.convert_to_tensor(self.value)
+
+    @hvd.callbacks.additive
+    class Squares(keras.metrics.Metric):
+        """A sum, and marked as one."""
+
+        def __init__(self):
+            super().__init__(name="of_squares")
+            self.value = self.add_variable((), "zeros")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.value.assign_add(keras.ops.sum(keras.ops.square(y_true - y_pred)))
+
+        def result(self):
+            value = keras.ops.convert_to_tensor(self.value)
+            return {"squares": value, "root of squares": keras.ops.sqrt(value)}
+
+    class RootOfMean(keras.metrics.MeanSquaredError):
+        """Accumulates as Keras's does."""
+
+        def result(self):
+            return keras.ops.sqrt(super().result())
+
+    def metrics():
+        return [Worst(), Squares(), RootOfMean(name="root")]
+
+    assert [is_additive(metric) for metric in metrics()] == [False, True, True]
+    model = classifier(distributed(hvd), metrics())
+    history = fit(hvd, model, validation_data=samples(hvd.rank(), 1)).history
+    plain = classifier("sgd", metrics())
+    everything = plain.evaluate(*all_samples(hvd.size()), verbose=0, return_dict=True)
+    assert history["squares"][0] == pytest.approx(everything["squares"], rel=1e-5)
+    assert history["root of squares"][0] == pytest.approx(everything["squares"] ** 0.5, rel=1e-5)
+    assert history["root"][0] == pytest.approx(everything["root"], rel=1e-5)
+    own = plain.evaluate(*samples(hvd.rank()), verbose=0, return_dict=True)
+    worst = [o["worst"] for o in of_every_rank(own)]
+    assert history["worst"][0] == pytest.approx(np.mean(worst), rel=1e-5)
+    assert np.mean(worst) != pytest.approx(everything["worst"], rel=1e-3)
+    # What says something else while it is reduced says the same as ever afterwards.
+    assert all("result" not in vars(metric) for metric in model.metrics)
+
+
+def test_logs_that_are_no_metrics_are_averaged(hvd):
+    import keras
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.seen = keras.metrics.Mean(name="seen")
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, _ = data
+            size = keras.ops.cast(keras.ops.shape(x)[0], "float32")
+            self.seen.update_state(size, sample_weight=size)
+            return {"seen": self.seen.result(), "last": size, "name": size}
+
+    model = Own()
+    model.build((None, 3))
+    model.compile(distributed(hvd))
+    history = fit(hvd, model).history
+    counts = [STEPS * BATCH - rank % BATCH for rank in range(hvd.size())]
+    batches = [size for n in counts for size in [BATCH] * (STEPS - 1) + [n - (STEPS - 1) * BATCH]]
+    assert history["seen"][0] == pytest.approx(np.square(batches).sum() / np.sum(batches))
+    last = np.mean([n - (STEPS - 1) * BATCH for n in counts])
+    assert history["last"] == history["name"] == [pytest.approx(last)]
+
+
+def test_ranks_with_other_metrics_are_told(hvd):
+    from hvdkit.core.agreement import RanksDisagree
+
+    metrics = ["accuracy"] if hvd.rank() else ["accuracy", "mae"]
+    model = classifier(distributed(hvd), metrics)
+    with pytest.raises(RanksDisagree, match=r"metrics and logs.*First difference: rank 0: .*mae"):
+        fit(hvd, model)
+
+
+def hill(hvd, rate=0.1, **options):
+    """One weight that starts at 0, and targets that pull it apart: 6 on rank 0, otherwise -1."""
+    import keras
+
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate), **options)
+    model = keras.Sequential(
+        [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+    )
+    model.compile(optimizer, loss="mse")
+    x = np.ones((STEPS * BATCH, 1), "float32")
+    return model, (x, x * (6.0 if hvd.rank() == 0 else -1.0))
+
+
+def test_early_stopping_stops_all_ranks_at_the_same_epoch(hvd):
+    import keras
+
+    model, data = hill(hvd)
+    stopping = keras.callbacks.EarlyStopping("val_loss", patience=0, min_delta=1e-4)
+    best = keras.callbacks.EarlyStopping("loss", patience=50, restore_best_weights=True)
+    history = fit(
+        hvd, model, data=data, validation_data=data, epochs=50, callbacks=[stopping, best]
+    ).history
+    epochs = same_everywhere(len(history["loss"]))
+    same_everywhere([weight.tolist() for weight in model.get_weights()])
+    # On one side alone the loss rises from the first epoch on, on the other it never does.
+    assert 3 < epochs < 50
+
+
+def test_plateaus_are_the_same_on_all_ranks(hvd):
+    import keras
+
+    model, data = hill(hvd)
+    plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=0.05)
+    history = fit(
+        hvd, model, data=data, validation_data=data, epochs=12, callbacks=[plateau]
+    ).history
+    rates = same_everywhere(history["learning_rate"])
+    assert rates[2] == pytest.approx(0.1)
+    assert rates[-1] < 0.05
+
+
+def test_files_are_rank_0s(hvd):
+    import keras
+
+    with common_folder(hvd) as folder:
+        own = os.path.join(folder, str(hvd.rank()))
+        os.mkdir(own)
+        callbacks = [
+            keras.callbacks.ModelCheckpoint(os.path.join(own, "model.keras")),
+            keras.callbacks.CSVLogger(os.path.join(own, "log.csv")),
+            keras.callbacks.BackupAndRestore(
+                os.path.join(own, "backup"), save_freq=2, delete_checkpoint=False
+            ),
+        ]
+        history = fit(hvd, classifier(distributed(hvd, 0.1)), epochs=2, callbacks=callbacks).history
+        found = of_every_rank(sorted(os.listdir(own)))
+        assert found == [["backup", "log.csv", "model.keras"]] + [[]] * (hvd.size() - 1)
+        if hvd.rank() == 0:
+            with open(os.path.join(own, "log.csv")) as file:
+                lines = file.read().splitlines()
+            assert [float(line.split(",")[2]) for line in lines[1:]] == history["loss"]
+
+
+def test_the_progress_bar_is_rank_0s(hvd):
+    for verbose in (1, 2):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            model = classifier(distributed(hvd))
+            fit(hvd, model, verbose=verbose)
+            model.evaluate(*samples(hvd.rank()), verbose=verbose)
+            model.predict(samples(hvd.rank())[0], verbose=verbose)
+        lengths = of_every_rank(len(printed.getvalue()))
+        assert lengths[0] > 50
+        assert set(lengths[1:]) == {0}
+
+
+@pytest.mark.parametrize("raising", [False, True])
+def test_a_loss_that_is_nan_on_one_rank_ends_all_after_the_same_batch(hvd, raising):
+    import keras
+
+    model, (x, y) = hill(hvd)
+    if hvd.rank() == hvd.size() - 1:
+        y[BATCH] = np.nan
+    callback = keras.callbacks.TerminateOnNaN(raise_error=raising)
+    if raising:
+        with pytest.raises(RuntimeError, match="NaN or Inf loss encountered at batch 1"):
+            fit(hvd, model, data=(x, y), epochs=3, callbacks=[callback])
+    else:
+        history = fit(hvd, model, data=(x, y), epochs=3, callbacks=[callback]).history
+        assert len(history["loss"]) == 1
+        assert np.isnan(history["loss"][0])
+    assert same_everywhere(int(model.optimizer.iterations)) == 2
+
+
+def test_terminate_on_nan_in_the_list_of_one_rank_is_enough(hvd):
+    import keras
+
+    model, (x, y) = hill(hvd)
+    if hvd.rank() == 1:
+        y[:] = np.nan
+    callbacks = [keras.callbacks.TerminateOnNaN()] if hvd.rank() == 0 else None
+    fit(hvd, model, data=(x, y), epochs=3, callbacks=callbacks)
+    assert same_everywhere(int(model.optimizer.iterations)) == 1
+
+
+def test_one_ranks_own_stop_at_the_end_of_an_epoch_stops_all(hvd):
+    import keras
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = epoch == 1
+
+    callbacks = [Stop()] if hvd.rank() == 1 else []
+    model = classifier(distributed(hvd, 0.1))
+    history = fit(hvd, model, epochs=5, callbacks=callbacks).history
+    assert same_everywhere(len(history["loss"])) == 2
+
+
+def test_one_ranks_own_stop_in_an_epoch_stops_all_after_that_batch(hvd):
+    import keras
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 1
+
+    def stop(batch, logs):
+        model.stop_training = batch == 1
+
+    for callback in (Stop(), keras.callbacks.LambdaCallback(on_train_batch_end=stop)):
+        model = classifier(distributed(hvd, 0.1))
+        callbacks = [callback] if hvd.rank() == 1 else []
+        history = fit(hvd, model, epochs=5, callbacks=callbacks).history
+        assert same_everywhere(len(history["loss"])) == 1
+        assert same_everywhere(int(model.optimizer.iterations)) == 2
+
+
+def test_a_stop_that_nobody_looks_for_in_an_epoch_waits_for_its_end(hvd):
+    import keras
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.stop_training = epoch == 1
+
+    callbacks = [Stop()] if hvd.rank() == 1 else []
+    model = classifier(distributed(hvd, 0.1))
+    history = fit(hvd, model, epochs=5, callbacks=callbacks).history
+    assert same_everywhere(len(history["loss"])) == 2
+    assert same_everywhere(int(model.optimizer.iterations)) == 2 * STEPS
+
+
+def test_a_window_of_accumulation_ends_with_the_epoch_and_before_validation(hvd):
+    import keras
+
+    class Updates(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def on_test_begin(self, logs=None):
+            self.seen.append(int(self.model.optimizer.iterations))
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.seen.append(int(self.model.optimizer.iterations))
+
+    updates = Updates()
+    model = classifier(distributed(hvd, 0.1, accumulation_steps=2))
+    fit(hvd, model, epochs=2, validation_data=samples(hvd.rank(), 1), callbacks=[updates])
+    fit(hvd, model, epochs=1, callbacks=[updates])
+    assert updates.seen == [2, 2, 4, 4, 6]
+    same_everywhere([weight.tolist() for weight in model.get_weights()])
+
+
+def test_rank_0s_backup_is_where_all_go_on_from(hvd):
+    import keras
+
+    class Interrupted(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    with common_folder(hvd) as folder:
+
+        def backup():
+            # A folder of each rank's own: there is nothing in those of the others.
+            return keras.callbacks.BackupAndRestore(os.path.join(folder, str(hvd.rank())))
+
+        model = classifier(distributed(hvd, 0.1))
+        with pytest.raises(KeyboardInterrupt):
+            fit(hvd, model, epochs=4, callbacks=[backup(), Interrupted()])
+        again = classifier(distributed(hvd, 0.1), seed=5 + hvd.rank())
+        history = fit(hvd, again, epochs=4, callbacks=[backup()])
+        assert same_everywhere(history.epoch) == [2, 3]
+        straight = classifier(distributed(hvd, 0.1))
+        fit(hvd, straight, epochs=4)
+        for found, expected in zip(again.get_weights(), straight.get_weights(), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+        assert int(again.optimizer.iterations) == 4 * STEPS
+
+
+def test_evaluate_on_its_own_is_one_ranks_affair(hvd):
+    model = classifier(distributed(hvd))
+    fit(hvd, model)
+    x, y = samples(hvd.rank())
+    plain = classifier("sgd")
+    if hvd.rank() == 0:
+        loss = model.evaluate(x, y, verbose=0)[0]
+        assert loss == pytest.approx(plain.evaluate(x, y, verbose=0)[0], rel=1e-6)
+    # The others had nothing to do with it.
+    fit(hvd, model)
+
+
+def test_evaluate_with_a_metric_average_callback_is_exact_as_well(hvd):
+    model = classifier(distributed(hvd))
+    callback = hvd.callbacks.MetricAverageCallback()
+    for _ in range(2):
+        found = model.evaluate(
+            *samples(hvd.rank()), verbose=0, callbacks=[callback], return_dict=True
+        )
+        expected = classifier("sgd").evaluate(*all_samples(hvd.size()), verbose=0, return_dict=True)
+        close(found, expected)
+
+
+def test_a_callback_that_evaluates_in_fit_disturbs_nobody(hvd):
+    import keras
+
+    class Evaluates(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if hvd.rank() == 1:
+                self.model.evaluate(*samples(1, 2), verbose=0)
+
+    model = classifier(distributed(hvd))
+    history = fit(
+        hvd, model, epochs=2, validation_data=samples(hvd.rank(), 1), callbacks=[Evaluates()]
+    ).history
+    same_everywhere(history)
+    assert history["loss"][0] == pytest.approx(history["loss"][1], rel=1e-6)
+
+
+def test_with_another_optimizer_only_a_metric_average_callback_reduces(hvd):
+    expected = classifier("sgd").evaluate(*all_samples(hvd.size()), verbose=0, return_dict=True)
+
+    def trained(callbacks):
+        import keras
+
+        model = classifier(keras.optimizers.SGD(0.0))
+        history = fit(hvd, model, callbacks=callbacks).history
+        return {name: values[0] for name, values in history.items()}
+
+    close(trained([hvd.callbacks.MetricAverageCallback()]), expected)
+    own = of_every_rank(trained([]))
+    assert len({values["loss"] for values in own}) == hvd.size()
+
+
+def test_a_process_set_trains_on_its_own(hvd):
+    if hvd.size() < 4:
+        pytest.skip("two sets of several ranks take four")
+    pairs = [hvd.add_process_set([rank, rank + 1]) for rank in range(0, hvd.size(), 2)]
+    try:
+        own = pairs[hvd.rank() // 2]
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            model = classifier(distributed(hvd, process_set=own))
+            history = fit(hvd, model, verbose=2).history
+        first = hvd.rank() // 2 * 2
+        parts = [samples(rank) for rank in (first, first + 1)]
+        both = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+        expected = classifier("sgd").evaluate(*both, verbose=0)[0]
+        assert history["loss"][0] == pytest.approx(expected, rel=1e-5)
+        assert bool(printed.getvalue()) == (hvd.rank() == first)
+    finally:
+        for pair in pairs:
+            hvd.remove_process_set(pair)
