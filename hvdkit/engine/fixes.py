@@ -20,7 +20,7 @@ from hvdkit.errors import HvdkitError
 HOROVOD_VERSION = "0.28.1"
 
 #: Part of the version of what we build (`0.28.1+hvdkit.N`). Raise it whenever the table changes.
-REVISION = 2
+REVISION = 3
 
 _UPSTREAM = "https://github.com/horovod/horovod"
 
@@ -867,17 +867,18 @@ FIXES: tuple[Fix, ...] = (
         "HOROVOD_FUSION_THRESHOLD=0 takes fusion from the user's own tensors too",
         source="hvdkit: tensors whose names begin with `hvdkit.` are buckets",
         proof="tests/parallel/torch/test_engine.py::test_hvdkit_names_are_never_fused",
+        adds={"horovod/common/hvdkit_buckets.h": "buckets.h"},
         edits=(
             Edit(
                 "horovod/common/controller.cc",
+                '#include "global_state.h"\n',
+                '#include "global_state.h"\n#include "hvdkit_buckets.h"\n',
+            ),
+            Edit(
+                "horovod/common/controller.cc",
                 "void Controller::FuseResponses(std::deque<Response>& responses,\n",
-                "// The frameworks put their own prefix before a name: `allreduce.hvdkit.x`.\n"
                 "static bool HvdkitNeverFused(const Response& response) {\n"
-                '  static const std::string mark = "hvdkit.";\n'
-                "  const auto& name = response.tensor_names()[0];\n"
-                "  auto at = name.find(mark);\n"
-                "  return at != std::string::npos &&\n"
-                "         (at == 0 || !std::isalnum((unsigned char)name[at - 1]));\n"
+                "  return hvdkit::is_bucket(response.tensor_names()[0]);\n"
                 "}\n\n"
                 "void Controller::FuseResponses(std::deque<Response>& responses,\n",
             ),
@@ -904,29 +905,16 @@ FIXES: tuple[Fix, ...] = (
         "to all others: several percent of a core, taken from the backward pass",
         source="measured (docs/engine.md)",
         proof="tests/parallel/torch/test_engine.py::test_an_idle_rank_wakes_up_seldom",
+        adds={"horovod/common/hvdkit_buckets.h": "buckets.h"},
         edits=(
             Edit(
                 "horovod/common/tensor_queue.h",
+                '#include "common.h"\n',
+                '#include "common.h"\n#include "hvdkit_buckets.h"\n',
+            ),
+            Edit(
+                "horovod/common/tensor_queue.h",
                 "class TensorQueue {\npublic:\n",
-                "// What was handed in while the background thread slept.\n"
-                "struct HvdkitArrival {\n"
-                "  std::mutex mutex;\n"
-                "  std::condition_variable changed;\n"
-                "  bool tensor = false;\n"
-                "  bool bucket = false;\n\n"
-                "  static HvdkitArrival& Instance() {\n"
-                "    static HvdkitArrival instance;\n"
-                "    return instance;\n"
-                "  }\n\n"
-                "  void Notify(const std::string& name) {\n"
-                "    {\n"
-                "      std::lock_guard<std::mutex> guard(mutex);\n"
-                "      tensor = true;\n"
-                '      bucket = bucket || name.find("hvdkit.") != std::string::npos;\n'
-                "    }\n"
-                "    changed.notify_one();\n"
-                "  }\n"
-                "};\n\n"
                 "class TensorQueue {\npublic:\n"
                 "  bool HvdkitIsIdle() const {\n"
                 "    std::lock_guard<std::mutex> guard(mutex_);\n"
@@ -934,20 +922,15 @@ FIXES: tuple[Fix, ...] = (
                 "  }\n\n",
             ),
             Edit(
-                "horovod/common/tensor_queue.h",
-                "#include <mutex>\n",
-                "#include <condition_variable>\n#include <mutex>\n",
-            ),
-            Edit(
                 "horovod/common/tensor_queue.cc",
                 "  message_queue_.push(std::move(message));\n  return Status::OK();\n",
-                "  HvdkitArrival::Instance().Notify(message.tensor_name());\n"
+                "  hvdkit::Arrivals::instance().notify(message.tensor_name());\n"
                 "  message_queue_.push(std::move(message));\n  return Status::OK();\n",
             ),
             Edit(
                 "horovod/common/tensor_queue.cc",
                 "    message_queue_.push(std::move(messages[i]));\n",
-                "    HvdkitArrival::Instance().Notify(messages[i].tensor_name());\n"
+                "    hvdkit::Arrivals::instance().notify(messages[i].tensor_name());\n"
                 "    message_queue_.push(std::move(messages[i]));\n",
             ),
             Edit(
@@ -956,33 +939,237 @@ FIXES: tuple[Fix, ...] = (
                 "// Cycles are negotiations that all ranks take part in. A rank that waits for no\n"
                 "// tensor lets some of them pass, until it gets one: a bucket is attended to\n"
                 "// at once, other tensors in the next cycle, so that they can be fused.\n"
-                "static const int HVDKIT_IDLE_CYCLES = 5;\n\n"
-                "static void HvdkitSleepWhileIdle(HorovodGlobalState& state) {\n"
-                "  auto& arrival = HvdkitArrival::Instance();\n"
-                "  {\n"
-                "    std::lock_guard<std::mutex> guard(arrival.mutex);\n"
-                "    arrival.tensor = arrival.bucket = false;\n"
-                "  }\n"
-                "  for (auto id : state.process_set_table.Ids()) {\n"
-                "    if (!state.process_set_table.Get(id).tensor_queue.HvdkitIsIdle()) {\n"
-                "      return;\n"
-                "    }\n"
-                "  }\n"
+                "static void HvdkitAwaitCycle(HorovodGlobalState& state) {\n"
+                "  auto& arrivals = hvdkit::Arrivals::instance();\n"
                 "  auto cycle = std::chrono::microseconds(\n"
                 "      long(state.parameter_manager.CycleTimeMs() * 1000.));\n"
-                "  std::unique_lock<std::mutex> lock(arrival.mutex);\n"
-                "  for (int i = 2; i <= HVDKIT_IDLE_CYCLES && !arrival.tensor; ++i) {\n"
-                "    arrival.changed.wait_until(lock, state.last_cycle_start + i * cycle,\n"
-                "                               [&] { return arrival.bucket; });\n"
+                "  arrivals.await_cycle(state.last_cycle_start + cycle);\n"
+                "  auto ids = state.process_set_table.Ids();\n"
+                "  bool idle = true;\n"
+                "  for (auto id : ids) {\n"
+                "    idle = idle && state.process_set_table.Get(id).tensor_queue.HvdkitIsIdle();\n"
                 "  }\n"
+                "  if (idle) {\n"
+                "    std::chrono::microseconds longest = 5 * cycle;\n"
+                "    // A collective of the global process set waits for this rank's own tensor\n"
+                "    // anyway; one of a set without this rank would wait for nothing.\n"
+                "    if (ids.size() == 1) {\n"
+                "      longest = std::max<std::chrono::microseconds>(\n"
+                "          longest, std::chrono::milliseconds(20));\n"
+                "    }\n"
+                "    arrivals.await_tensor(state.last_cycle_start, cycle,\n"
+                "                          state.last_cycle_start + longest);\n"
+                "  }\n"
+                "  arrivals.forget();\n"
                 "}\n\n"
                 "bool RunLoopOnce(HorovodGlobalState& state) {\n",
             ),
             Edit(
                 "horovod/common/operations.cc",
-                "    std::this_thread::sleep_for(sleep_duration);\n  }\n  state.last_cycle_start",
-                "    std::this_thread::sleep_for(sleep_duration);\n  }\n"
-                "  HvdkitSleepWhileIdle(state);\n  state.last_cycle_start",
+                "  auto start_time = std::chrono::steady_clock::now();\n  auto sleep_duration = ",
+                "  HvdkitAwaitCycle(state);\n"
+                "  state.last_cycle_start = std::chrono::steady_clock::now();\n",
+                until="  state.last_cycle_start = std::chrono::steady_clock::now();\n",
+            ),
+        ),
+    ),
+    Fix(
+        name="gloo-concurrent-buckets",
+        repairs="over Gloo the background thread carries out one collective after the other, and "
+        "negotiates none meanwhile: an allreduce leaves the network idle while it adds",
+        source="measured (docs/engine.md); PyTorch's own Gloo carries out two at a time",
+        proof="tests/parallel/torch/test_engine.py::test_a_bucket_does_not_hold_up_what_follows",
+        adds={"horovod/common/hvdkit_buckets.h": "buckets.h"},
+        edits=(
+            Edit(
+                "horovod/common/ops/gloo_operations.h",
+                "  virtual void Allreduce(void* buffer_data, int num_elements,\n"
+                "                         ReduceOp reduce_op) = 0;\n",
+                "  virtual void Allreduce(void* buffer_data, int num_elements,\n"
+                "                         ReduceOp reduce_op, uint32_t tag) = 0;\n",
+            ),
+            Edit(
+                "horovod/common/ops/gloo_operations.h",
+                "  void Allreduce(void* buffer_data, int num_elements,\n"
+                "                 ReduceOp reduce_op) override;\n",
+                "  void Allreduce(void* buffer_data, int num_elements,\n"
+                "                 ReduceOp reduce_op, uint32_t tag) override;\n",
+            ),
+            Edit(
+                "horovod/common/ops/gloo_operations.h",
+                "class GlooAllreduce : public AllreduceOp {\n",
+                "class GlooAllreduce : public AllreduceOp {\n"
+                "  Status HvdkitReduce(std::vector<TensorTableEntry>& entries,\n"
+                "                      const Response& response, ProcessSet& process_set,\n"
+                "                      uint32_t tag);\n\n",
+            ),
+            Edit(
+                "horovod/common/ops/gloo_operations.cc",
+                '#include "../global_state.h"\n',
+                '#include "../global_state.h"\n#include "../hvdkit_buckets.h"\n',
+            ),
+            Edit(
+                "horovod/common/ops/gloo_operations.cc",
+                "                                  ReduceOp reduce_op) {\n"
+                "  gloo::AllreduceOptions opts(gloo_context_->ctx);\n",
+                "                                  ReduceOp reduce_op, uint32_t tag) {\n"
+                "  // What has a tag goes through connections of its own, so that negotiations do\n"
+                "  // not queue behind it. The global process set has two sets of them.\n"
+                "  gloo::AllreduceOptions opts(tag != 0 ? gloo_context_->global_ctx\n"
+                "                                       : gloo_context_->ctx);\n"
+                "  opts.setTag(tag);\n",
+            ),
+            Edit(
+                "horovod/common/ops/gloo_operations.cc",
+                "Status GlooAllreduce::Execute(std::vector<TensorTableEntry>& entries,\n"
+                "                              const Response& response) {\n"
+                "  assert(!entries.empty());\n"
+                "  WaitForData(entries);\n"
+                "  auto& first_entry = entries[0];\n"
+                "  auto& process_set =\n"
+                "      global_state_->process_set_table.Get(first_entry.process_set_id);\n",
+                "static const int64_t HVDKIT_CONCURRENT_BYTES = 256 * 1024;\n\n"
+                "Status GlooAllreduce::Execute(std::vector<TensorTableEntry>& entries,\n"
+                "                              const Response& response) {\n"
+                "  assert(!entries.empty());\n"
+                "  const auto& first = entries[0];\n"
+                "  auto& process_set =\n"
+                "      global_state_->process_set_table.Get(first.process_set_id);\n"
+                "  // All of this is the same on all ranks, joined ones included.\n"
+                "  if (entries.size() > 1 || first.process_set_id != 0 ||\n"
+                "      process_set.controller->GetSize() == 1 ||\n"
+                "      !hvdkit::is_bucket(first.tensor_name) ||\n"
+                "      first.tensor->size() < HVDKIT_CONCURRENT_BYTES) {\n"
+                "    return HvdkitReduce(entries, response, process_set, 0);\n"
+                "  }\n"
+                "  auto& threads = hvdkit::BucketThreads::instance();\n"
+                "  auto tag = threads.next_tag();\n"
+                "  // An operation of its own: this one may be gone first at the process's end.\n"
+                "  auto own = std::make_shared<GlooAllreduce>(global_state_);\n"
+                "  threads.add([own, entries, response, &process_set, &threads, tag]() mutable {\n"
+                "    Status status;\n"
+                "    try {\n"
+                "      status = own->HvdkitReduce(entries, response, process_set, tag);\n"
+                "    } catch (const std::exception& ex) {\n"
+                "      status = Status::UnknownError(ex.what());\n"
+                "      threads.fail(ex.what());\n"
+                "      // So that the other thread and other ranks need not wait for a timeout.\n"
+                "      process_set.gloo_context.HvdkitBreak();\n"
+                "    }\n"
+                "    for (auto& e : entries) {\n"
+                "      own->global_state_->timeline.End(e.tensor_name,\n"
+                "                                       status.ok() ? e.output : nullptr);\n"
+                "      e.FinishWithCallback(status);\n"
+                "    }\n"
+                "  });\n"
+                "  return Status::InProgress();\n"
+                "}\n\n"
+                "Status GlooAllreduce::HvdkitReduce(std::vector<TensorTableEntry>& entries,\n"
+                "                                   const Response& response,\n"
+                "                                   ProcessSet& process_set, uint32_t tag) {\n"
+                "  WaitForData(entries);\n"
+                "  auto& first_entry = entries[0];\n",
+            ),
+            Edit(
+                "horovod/common/ops/gloo_operations.cc",
+                "  gloo_algos->Allreduce(buffer_data, num_elements, glooOp);\n",
+                "  gloo_algos->Allreduce(buffer_data, num_elements, glooOp, tag);\n",
+            ),
+            Edit(
+                "horovod/common/gloo/gloo_context.h",
+                "  void Finalize();\n",
+                "  void Finalize();\n\n"
+                "  // Make all that goes on over the global context fail, here and on its peers.\n"
+                "  void HvdkitBreak();\n",
+            ),
+            Edit(
+                "horovod/common/gloo/gloo_context.cc",
+                "void GlooContext::Finalize() {\n",
+                "void GlooContext::HvdkitBreak() {\n"
+                "  // Gloo breaks all of a context's connections when it has waited in vain.\n"
+                "  char nothing;\n"
+                "  auto never_received = global_ctx->createUnboundBuffer(&nothing, 1);\n"
+                "  try {\n"
+                "    never_received->waitRecv(std::chrono::milliseconds(1));\n"
+                "  } catch (const std::exception&) {\n"
+                "  }\n"
+                "}\n\n"
+                "void GlooContext::Finalize() {\n",
+            ),
+            Edit(
+                "horovod/common/operations.cc",
+                '#include "hashes.h"\n',
+                '#include "hashes.h"\n#include "hvdkit_buckets.h"\n',
+            ),
+            Edit(
+                "horovod/common/operations.cc",
+                "  bool this_process_requested_shutdown = state.shut_down;\n",
+                "  hvdkit::BucketThreads::instance().throw_if_failed();\n\n"
+                "  bool this_process_requested_shutdown = state.shut_down;\n",
+            ),
+            Edit(
+                "horovod/common/operations.cc",
+                '        << "Horovod background loop uncaught exception: " << ex.what();\n',
+                '        << "Horovod background loop uncaught exception: " << ex.what();\n'
+                "#if HAVE_GLOO\n"
+                "    if (hvdkit::BucketThreads::instance().busy()) {\n"
+                "      global_gloo_context.HvdkitBreak();\n"
+                "    }\n"
+                "#endif\n",
+            ),
+            Edit(
+                "horovod/common/operations.cc",
+                "shutdown:\n",
+                "shutdown:\n"
+                "  // The other ranks carry out what is under way, too, or have broken it off.\n"
+                "  hvdkit::BucketThreads::instance().finish();\n\n",
+            ),
+        ),
+    ),
+    Fix(
+        name="gloo-broken-connections",
+        repairs="when a connection breaks, Gloo tells those who wait for a buffer, save for one of "
+        "which a part is sent or received: a rank whose peer has died sleeps until its timeout",
+        source="measured; Pair::signalException goes through the lists of waiting buffers alone",
+        proof="tests/parallel/torch/test_engine.py::"
+        "test_a_rank_that_dies_amid_buckets_ends_the_job",
+        edits=(
+            Edit(
+                "third_party/gloo/gloo/transport/tcp/pair.cc",
+                "      op.buf->signalException(ex);\n    }\n  }\n\n"
+                "  // Loop through pending send operations.\n",
+                "      op.buf->signalException(ex);\n    }\n"
+                "    NonOwningPtr<UnboundBuffer> sent(op.ubuf);\n"
+                "    if (sent) {\n"
+                "      sent->signalException(ex);\n"
+                "    }\n"
+                "  }\n"
+                "  NonOwningPtr<UnboundBuffer> received(rx_.ubuf);\n"
+                "  if (received) {\n"
+                "    received->signalException(ex);\n"
+                "  }\n\n"
+                "  // Loop through pending send operations.\n",
+            ),
+        ),
+    ),
+    Fix(
+        name="gloo-loop-yields",
+        repairs="Gloo's thread spins while another one holds a connection that it has news for, "
+        "and so keeps that one from the core that it needs to let go",
+        source="measured (docs/engine.md)",
+        proof="only CPU time shows it, so no test does: docs/engine.md has the figures",
+        edits=(
+            Edit(
+                "third_party/gloo/gloo/transport/tcp/pair.cc",
+                "  std::unique_lock<std::mutex> lock(m_, std::try_to_lock);\n  if (!lock) {\n",
+                "  std::unique_lock<std::mutex> lock(m_, std::try_to_lock);\n"
+                "  if (!lock) {\n"
+                "    std::this_thread::yield();\n",
+            ),
+            Edit(
+                "third_party/gloo/gloo/transport/tcp/pair.cc",
+                "#include <sstream>\n",
+                "#include <sstream>\n#include <thread>\n",
             ),
         ),
     ),
@@ -1155,6 +1342,36 @@ FIXES: tuple[Fix, ...] = (
                 "super(self.__class__, self).zero_grad()",
                 "super(self.__class__, self).zero_grad(*args, **kwargs)",
                 times=2,
+            ),
+        ),
+    ),
+    Fix(
+        name="tensorflow-in-place",
+        repairs="an allreduce in a TensorFlow graph has memory of its own for its result, and "
+        "copies the input there first, although nothing else has use of the input",
+        source="measured (docs/benchmarks.md)",
+        proof="only seen as time and memory; that an input which is used elsewhere is left alone: "
+        "tests/parallel/tensorflow/test_engine.py::"
+        "test_an_input_that_is_used_elsewhere_is_left_alone",
+        only_for="tensorflow>=2.16",
+        edits=(
+            Edit(
+                "horovod/tensorflow/mpi_ops.cc",
+                "    auto tensor = context->input(0);\n"
+                "    horovod::common::ReduceOp reduce_op = "
+                "static_cast<horovod::common::ReduceOp>(reduce_op_);\n"
+                "    Tensor* output;\n"
+                "    OP_REQUIRES_OK_ASYNC(\n"
+                "        context, context->allocate_output(0, tensor.shape(), &output), done);\n",
+                "    horovod::common::ReduceOp reduce_op = "
+                "static_cast<horovod::common::ReduceOp>(reduce_op_);\n"
+                "    Tensor* output;\n"
+                "    OP_REQUIRES_OK_ASYNC(\n"
+                "        context,\n"
+                "        context->forward_input_or_allocate_output(\n"
+                "            {0}, 0, context->input(0).shape(), &output),\n"
+                "        done);\n"
+                "    auto tensor = context->input(0);\n",
             ),
         ),
     ),

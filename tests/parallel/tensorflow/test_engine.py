@@ -137,3 +137,20 @@ def test_keras_3_variables_are_broadcast(hvd):
 
 def flat(variables):
     return np.concatenate([variable.numpy().ravel() for variable in variables])
+
+
+def test_an_input_that_is_used_elsewhere_is_left_alone(hvd):
+    import tensorflow as tf
+
+    @tf.function
+    def function(x):
+        made = x * 2.0
+        total = hvd.allreduce(made, op=hvd.Sum, name="in-place")
+        return made, total, hvd.allreduce(x, op=hvd.Sum, name="of-an-argument"), x + 0.0
+
+    made, total, of_argument, argument = function(tf.fill([1000], hvd.rank() + 1.0))
+    ranks = hvd.size() * (hvd.size() + 1) / 2
+    assert (made.numpy() == 2 * (hvd.rank() + 1)).all()
+    assert (total.numpy() == 2 * ranks).all()
+    assert (of_argument.numpy() == ranks).all()
+    assert (argument.numpy() == hvd.rank() + 1).all()

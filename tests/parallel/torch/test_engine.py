@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from hvdkit.ranks import RanksFailed
 from tests.parallel.rank_pool import Configuration, start_ranks_of
 
 SMALLEST = 2.0**-24  # of the numbers above 0 that float16 has
@@ -323,7 +324,9 @@ def test_hvdkit_names_are_never_fused(tmp_path):
     assert not {name for name in copied if "hvdkit" in name}
 
 
-def test_an_idle_rank_wakes_up_seldom(tmp_path):
+# 4 s of 100 and of 20 ms each; without the fix of 20 and of 1 ms.
+@pytest.mark.parametrize(("cycle_time", "most"), [("20", 80), ("1", 500)])
+def test_an_idle_rank_wakes_up_seldom(tmp_path, cycle_time, most):
     timeline = tmp_path / "timeline.json"
     program = "import time, horovod.torch as hvd; hvd.init(); time.sleep(4); hvd.shutdown()"
     group = start_ranks_of(
@@ -332,13 +335,214 @@ def test_an_idle_rank_wakes_up_seldom(tmp_path):
         {
             "HOROVOD_TIMELINE": str(timeline),
             "HOROVOD_TIMELINE_MARK_CYCLES": "1",
-            "HOROVOD_CYCLE_TIME": "20",
+            "HOROVOD_CYCLE_TIME": cycle_time,
         },
     )
     group.wait(timeout=90)
-    cycles = timeline.read_text().count("CYCLE_START")
-    # 40 of 100 ms each; without the fix 200 of 20 ms.
-    assert 5 < cycles < 80
+    assert 5 < timeline.read_text().count("CYCLE_START") < most
+
+
+TWO_BUCKETS = """
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+for step in range(5):
+    hvd.barrier()
+    buckets = [torch.full((16_000_000,), float(i)) for i in range(4)]
+    handles = [hvd.allreduce_async_(x, op=hvd.Sum, name=f"hvdkit.{i}")
+               for i, x in enumerate(buckets)]
+    handles.append(hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="small"))
+    for handle in handles:
+        hvd.synchronize(handle)
+    assert all((x == i * hvd.size()).all() for i, x in enumerate(buckets))
+hvd.shutdown()
+"""
+
+
+def test_a_bucket_does_not_hold_up_what_follows(tmp_path):
+    timeline = tmp_path / "timeline.json"
+    group = start_ranks_of(
+        Configuration("torch", "gloo", 2),
+        [sys.executable, "-c", TWO_BUCKETS],
+        {"HOROVOD_TIMELINE": str(timeline)},
+    )
+    group.wait(timeout=90)
+    tensors, events = read_timeline(timeline.read_text())
+    under_way: dict[str, int] = {}
+    at_once, small_meanwhile = [], 0
+    for event in events:
+        name = tensors.get(event.get("pid"))
+        if event["ph"] == "B" and event["name"] == "GLOO_ALLREDUCE":
+            small_meanwhile += name.endswith("small") and bool(under_way)
+            under_way[name] = 1
+        elif event["ph"] == "B" and name in under_way:
+            under_way[name] += 1
+        elif event["ph"] == "E" and name in under_way:
+            under_way[name] -= 1
+            if not under_way[name]:
+                del under_way[name]
+        at_once.append(sum("hvdkit" in name for name in under_way))
+    assert max(at_once) == 2
+    assert small_meanwhile
+
+
+def bucket_lengths(seed):
+    """The same on all ranks: some too small for a thread of their own, one of odd length."""
+    return [*same_on_all_ranks(seed).integers(70_000, 2_000_000, 6).tolist(), 1, 999, 1_000_003]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.float64, torch.int32])
+def test_buckets_at_once_beside_other_collectives(hvd, kind):
+    size, rank = hvd.size(), hvd.rank()
+    for step in range(4):  # later the names come from the ranks' cache
+        lengths = bucket_lengths(step)
+        patterns = [torch.arange(n) % (i + 50) for i, n in enumerate(lengths)]
+        handles = []
+        for i, pattern in enumerate(patterns):
+            own = (pattern + rank).to(kind)
+            handles.append(hvd.allreduce_async_(own, op=hvd.Sum, name=f"hvdkit.mixed {kind} {i}"))
+            small = torch.full((3,), float(i + rank))
+            handles.append(hvd.allreduce_async(small, op=hvd.Sum, name=f"mixed small {i}"))
+            if i % 3 == step % 3:
+                handles.append(hvd.allgather_async(torch.tensor([rank, i]), name=f"mixed rows {i}"))
+                handles.append(hvd.broadcast_async(small, root_rank=1, name=f"mixed root {i}"))
+        results = iter([hvd.synchronize(handle) for handle in handles])
+        for i, pattern in enumerate(patterns):
+            total = pattern * size + size * (size - 1) // 2
+            assert torch.equal(next(results), total.to(kind)), (step, i)
+            assert next(results).tolist() == [i * size + size * (size - 1) / 2] * 3
+            if i % 3 == step % 3:
+                assert next(results).tolist() == [n for r in range(size) for n in (r, i)]
+                assert next(results).tolist() == [i + 1.0] * 3
+
+
+def test_a_bucket_that_is_averaged_and_scaled(hvd):
+    own = torch.full((300_000,), float(hvd.rank()))
+    mean = hvd.allreduce(own, op=hvd.Average, name="hvdkit.mean")
+    assert (mean == (hvd.size() - 1) / 2).all()
+    assert (own == hvd.rank()).all()
+    total = hvd.allreduce(
+        own, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5, name="hvdkit.scaled"
+    )
+    assert (total == hvd.size() * (hvd.size() - 1) / 2).all()
+
+
+def test_buckets_of_the_global_and_of_another_process_set_at_once(hvd):
+    members = sorted({1, hvd.size() - 1})
+    process_set = hvd.add_process_set(members)
+    try:
+        for _ in range(3):
+            own = torch.full((400_000,), float(2 ** hvd.rank()))
+            handles = [
+                hvd.allreduce_async(own, op=hvd.Sum, name=f"hvdkit.all {i}") for i in range(3)
+            ]
+            if hvd.rank() in members:
+                total = hvd.allreduce(own, op=hvd.Sum, name="hvdkit.some", process_set=process_set)
+                assert (total == sum(2**rank for rank in members)).all()
+            for handle in handles:
+                assert (hvd.synchronize(handle) == 2 ** hvd.size() - 1).all()
+    finally:
+        hvd.remove_process_set(process_set)
+
+
+def test_a_joined_rank_adds_nothing_to_a_bucket(hvd):
+    own = torch.full((400_000,), float(hvd.rank() + 1))
+    for i in range(hvd.rank() + 1):
+        handles = [
+            hvd.allreduce_async(own, op=hvd.Sum, name=f"hvdkit.joined {i} {j}") for j in range(3)
+        ]
+        for handle in handles:
+            assert (hvd.synchronize(handle) == sum(range(i + 1, hvd.size() + 1))).all()
+    assert hvd.join() == hvd.size() - 1
+
+
+SHUT_DOWN = """
+import torch
+import horovod.torch as hvd
+
+for turn in range(4):
+    hvd.init()
+    buckets = [torch.full((4_000_000,), i + 1.0) for i in range(8)]
+    handles = []
+    try:
+        for i, x in enumerate(buckets):
+            handles.append(hvd.allreduce_async_(x, op=hvd.Sum, name=f"hvdkit.{i}"))
+    except hvd.HorovodInternalError:
+        assert handles  # the other rank has shut down already
+    hvd.synchronize(handles[0])
+    hvd.shutdown()
+    # Each is carried out to its end, or was never begun.
+    ends = [x.unique().tolist() for x in buckets]
+    assert all(end in ([i + 1.0], [2 * i + 2.0]) for i, end in enumerate(ends)), ends
+    assert ends[0] == [2.0]
+print("ended well", flush=True)
+"""
+
+
+def test_shutting_down_while_buckets_are_under_way():
+    group = start_ranks_of(Configuration("torch", "gloo", 2), [sys.executable, "-c", SHUT_DOWN])
+    for result in group.wait(timeout=90):
+        assert "ended well" in result.output
+
+
+EXIT = """
+import ctypes
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+buckets = [torch.ones(4_000_000) for i in range(8)]
+handles = [hvd.allreduce_async_(x, op=hvd.Sum, name=f"hvdkit.{i}") for i, x in enumerate(buckets)]
+hvd.synchronize(handles[0])
+print("leaving", flush=True)
+# What Python itself would do at its end, shut Horovod down, is left out.
+ctypes.CDLL(None).exit(0)
+"""
+
+
+def test_a_process_may_end_while_buckets_are_under_way():
+    group = start_ranks_of(Configuration("torch", "gloo", 2), [sys.executable, "-c", EXIT])
+    for result in group.wait(timeout=90):
+        assert result.output.strip().endswith("leaving")
+
+
+DIES = """
+import os, signal, sys, threading, time
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+buckets = [torch.ones(8_000_000) for i in range(6)]
+began = time.monotonic()
+try:
+    for step in range(10_000):
+        handles = [hvd.allreduce_async(x, op=hvd.Sum, name=f"hvdkit.{i}")
+                   for i, x in enumerate(buckets)]
+        if step == 2 and hvd.rank() == 1:
+            time.sleep(float(sys.argv[1]))
+            os.kill(os.getpid(), signal.SIGKILL)
+        for handle in handles:
+            hvd.synchronize(handle)
+        began = time.monotonic()
+except hvd.HorovodInternalError as error:
+    print(f"ended after {time.monotonic() - began:.0f} s:", error, flush=True)
+    hvd.shutdown()
+    time.sleep(1)
+    sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("after", ["0", "0.02", "0.07"])
+def test_a_rank_that_dies_amid_buckets_ends_the_job(after):
+    group = start_ranks_of(Configuration("torch", "gloo", 4), [sys.executable, "-c", DIES, after])
+    with pytest.raises(RanksFailed) as caught:
+        group.wait(timeout=80, failure_grace=60)
+    assert not caught.value.timed_out
+    for rank in (0, 2, 3):
+        output = caught.value.results[rank].output
+        # Gloo's own timeout is 30 s.
+        assert int(output.partition("ended after ")[2].partition(" s:")[0]) < 15, output
 
 
 def test_a_rank_that_waits_leaves_its_core_alone(hvd):
@@ -358,7 +562,13 @@ def test_bfloat16_tensors_are_fused_with_their_own_kind(tmp_path, controller):
 
 
 def tensors_copied_into_the_fusion_buffer(timeline):
+    tensors, events = read_timeline(timeline)
+    return {tensors[e["pid"]] for e in events if e.get("name") == "MEMCPY_IN_FUSION_BUFFER"}
+
+
+def read_timeline(timeline):
+    """The names of its tensors, by their number there, and its events."""
     # Horovod leaves the list open.
     events = json.loads(timeline.rstrip().rstrip(",").removesuffix("]") + "]")
     tensors = {e["pid"]: e["args"].get("name") for e in events if e.get("name") == "process_name"}
-    return {tensors[e["pid"]] for e in events if e.get("name") == "MEMCPY_IN_FUSION_BUFFER"}
+    return tensors, events
