@@ -939,190 +939,34 @@ FIXES: tuple[Fix, ...] = (
                 "// Cycles are negotiations that all ranks take part in. A rank that waits for no\n"
                 "// tensor lets some of them pass, until it gets one: a bucket is attended to\n"
                 "// at once, other tensors in the next cycle, so that they can be fused.\n"
-                "static void HvdkitAwaitCycle(HorovodGlobalState& state) {\n"
+                "static void HvdkitSleepWhileIdle(HorovodGlobalState& state) {\n"
                 "  auto& arrivals = hvdkit::Arrivals::instance();\n"
+                "  arrivals.forget();\n"
+                "  auto ids = state.process_set_table.Ids();\n"
+                "  for (auto id : ids) {\n"
+                "    if (!state.process_set_table.Get(id).tensor_queue.HvdkitIsIdle()) {\n"
+                "      return;\n"
+                "    }\n"
+                "  }\n"
                 "  auto cycle = std::chrono::microseconds(\n"
                 "      long(state.parameter_manager.CycleTimeMs() * 1000.));\n"
-                "  arrivals.await_cycle(state.last_cycle_start + cycle);\n"
-                "  auto ids = state.process_set_table.Ids();\n"
-                "  bool idle = true;\n"
-                "  for (auto id : ids) {\n"
-                "    idle = idle && state.process_set_table.Get(id).tensor_queue.HvdkitIsIdle();\n"
+                "  std::chrono::microseconds longest = 5 * cycle;\n"
+                "  // A collective of the global process set waits for this rank's own tensor\n"
+                "  // anyway; one of a set without this rank would wait for nothing.\n"
+                "  if (ids.size() == 1) {\n"
+                "    longest = std::max<std::chrono::microseconds>(\n"
+                "        longest, std::chrono::milliseconds(20));\n"
                 "  }\n"
-                "  if (idle) {\n"
-                "    std::chrono::microseconds longest = 5 * cycle;\n"
-                "    // A collective of the global process set waits for this rank's own tensor\n"
-                "    // anyway; one of a set without this rank would wait for nothing.\n"
-                "    if (ids.size() == 1) {\n"
-                "      longest = std::max<std::chrono::microseconds>(\n"
-                "          longest, std::chrono::milliseconds(20));\n"
-                "    }\n"
-                "    arrivals.await_tensor(state.last_cycle_start, cycle,\n"
-                "                          state.last_cycle_start + longest);\n"
-                "  }\n"
-                "  arrivals.forget();\n"
+                "  arrivals.await_tensor(state.last_cycle_start, cycle,\n"
+                "                        state.last_cycle_start + longest);\n"
                 "}\n\n"
                 "bool RunLoopOnce(HorovodGlobalState& state) {\n",
             ),
             Edit(
                 "horovod/common/operations.cc",
-                "  auto start_time = std::chrono::steady_clock::now();\n  auto sleep_duration = ",
-                "  HvdkitAwaitCycle(state);\n"
-                "  state.last_cycle_start = std::chrono::steady_clock::now();\n",
-                until="  state.last_cycle_start = std::chrono::steady_clock::now();\n",
-            ),
-        ),
-    ),
-    Fix(
-        name="gloo-concurrent-buckets",
-        repairs="over Gloo the background thread carries out one collective after the other, and "
-        "negotiates none meanwhile: an allreduce leaves the network idle while it adds",
-        source="measured (docs/engine.md); PyTorch's own Gloo carries out two at a time",
-        proof="tests/parallel/torch/test_engine.py::test_a_bucket_does_not_hold_up_what_follows",
-        adds={"horovod/common/hvdkit_buckets.h": "buckets.h"},
-        edits=(
-            Edit(
-                "horovod/common/ops/gloo_operations.h",
-                "  virtual void Allreduce(void* buffer_data, int num_elements,\n"
-                "                         ReduceOp reduce_op) = 0;\n",
-                "  virtual void Allreduce(void* buffer_data, int num_elements,\n"
-                "                         ReduceOp reduce_op, uint32_t tag) = 0;\n",
-            ),
-            Edit(
-                "horovod/common/ops/gloo_operations.h",
-                "  void Allreduce(void* buffer_data, int num_elements,\n"
-                "                 ReduceOp reduce_op) override;\n",
-                "  void Allreduce(void* buffer_data, int num_elements,\n"
-                "                 ReduceOp reduce_op, uint32_t tag) override;\n",
-            ),
-            Edit(
-                "horovod/common/ops/gloo_operations.h",
-                "class GlooAllreduce : public AllreduceOp {\n",
-                "class GlooAllreduce : public AllreduceOp {\n"
-                "  Status HvdkitReduce(std::vector<TensorTableEntry>& entries,\n"
-                "                      const Response& response, ProcessSet& process_set,\n"
-                "                      uint32_t tag);\n\n",
-            ),
-            Edit(
-                "horovod/common/ops/gloo_operations.cc",
-                '#include "../global_state.h"\n',
-                '#include "../global_state.h"\n#include "../hvdkit_buckets.h"\n',
-            ),
-            Edit(
-                "horovod/common/ops/gloo_operations.cc",
-                "                                  ReduceOp reduce_op) {\n"
-                "  gloo::AllreduceOptions opts(gloo_context_->ctx);\n",
-                "                                  ReduceOp reduce_op, uint32_t tag) {\n"
-                "  // What has a tag goes through connections of its own, so that negotiations do\n"
-                "  // not queue behind it. The global process set has two sets of them.\n"
-                "  gloo::AllreduceOptions opts(tag != 0 ? gloo_context_->global_ctx\n"
-                "                                       : gloo_context_->ctx);\n"
-                "  opts.setTag(tag);\n",
-            ),
-            Edit(
-                "horovod/common/ops/gloo_operations.cc",
-                "Status GlooAllreduce::Execute(std::vector<TensorTableEntry>& entries,\n"
-                "                              const Response& response) {\n"
-                "  assert(!entries.empty());\n"
-                "  WaitForData(entries);\n"
-                "  auto& first_entry = entries[0];\n"
-                "  auto& process_set =\n"
-                "      global_state_->process_set_table.Get(first_entry.process_set_id);\n",
-                "static const int64_t HVDKIT_CONCURRENT_BYTES = 256 * 1024;\n\n"
-                "Status GlooAllreduce::Execute(std::vector<TensorTableEntry>& entries,\n"
-                "                              const Response& response) {\n"
-                "  assert(!entries.empty());\n"
-                "  const auto& first = entries[0];\n"
-                "  auto& process_set =\n"
-                "      global_state_->process_set_table.Get(first.process_set_id);\n"
-                "  // All of this is the same on all ranks, joined ones included.\n"
-                "  if (entries.size() > 1 || first.process_set_id != 0 ||\n"
-                "      process_set.controller->GetSize() == 1 ||\n"
-                "      !hvdkit::is_bucket(first.tensor_name) ||\n"
-                "      first.tensor->size() < HVDKIT_CONCURRENT_BYTES) {\n"
-                "    return HvdkitReduce(entries, response, process_set, 0);\n"
-                "  }\n"
-                "  auto& threads = hvdkit::BucketThreads::instance();\n"
-                "  auto tag = threads.next_tag();\n"
-                "  // An operation of its own: this one may be gone first at the process's end.\n"
-                "  auto own = std::make_shared<GlooAllreduce>(global_state_);\n"
-                "  threads.add([own, entries, response, &process_set, &threads, tag]() mutable {\n"
-                "    Status status;\n"
-                "    try {\n"
-                "      status = own->HvdkitReduce(entries, response, process_set, tag);\n"
-                "    } catch (const std::exception& ex) {\n"
-                "      status = Status::UnknownError(ex.what());\n"
-                "      threads.fail(ex.what());\n"
-                "      // So that the other thread and other ranks need not wait for a timeout.\n"
-                "      process_set.gloo_context.HvdkitBreak();\n"
-                "    }\n"
-                "    for (auto& e : entries) {\n"
-                "      own->global_state_->timeline.End(e.tensor_name,\n"
-                "                                       status.ok() ? e.output : nullptr);\n"
-                "      e.FinishWithCallback(status);\n"
-                "    }\n"
-                "  });\n"
-                "  return Status::InProgress();\n"
-                "}\n\n"
-                "Status GlooAllreduce::HvdkitReduce(std::vector<TensorTableEntry>& entries,\n"
-                "                                   const Response& response,\n"
-                "                                   ProcessSet& process_set, uint32_t tag) {\n"
-                "  WaitForData(entries);\n"
-                "  auto& first_entry = entries[0];\n",
-            ),
-            Edit(
-                "horovod/common/ops/gloo_operations.cc",
-                "  gloo_algos->Allreduce(buffer_data, num_elements, glooOp);\n",
-                "  gloo_algos->Allreduce(buffer_data, num_elements, glooOp, tag);\n",
-            ),
-            Edit(
-                "horovod/common/gloo/gloo_context.h",
-                "  void Finalize();\n",
-                "  void Finalize();\n\n"
-                "  // Make all that goes on over the global context fail, here and on its peers.\n"
-                "  void HvdkitBreak();\n",
-            ),
-            Edit(
-                "horovod/common/gloo/gloo_context.cc",
-                "void GlooContext::Finalize() {\n",
-                "void GlooContext::HvdkitBreak() {\n"
-                "  // Gloo breaks all of a context's connections when it has waited in vain.\n"
-                "  char nothing;\n"
-                "  auto never_received = global_ctx->createUnboundBuffer(&nothing, 1);\n"
-                "  try {\n"
-                "    never_received->waitRecv(std::chrono::milliseconds(1));\n"
-                "  } catch (const std::exception&) {\n"
-                "  }\n"
-                "}\n\n"
-                "void GlooContext::Finalize() {\n",
-            ),
-            Edit(
-                "horovod/common/operations.cc",
-                '#include "hashes.h"\n',
-                '#include "hashes.h"\n#include "hvdkit_buckets.h"\n',
-            ),
-            Edit(
-                "horovod/common/operations.cc",
-                "  bool this_process_requested_shutdown = state.shut_down;\n",
-                "  hvdkit::BucketThreads::instance().throw_if_failed();\n\n"
-                "  bool this_process_requested_shutdown = state.shut_down;\n",
-            ),
-            Edit(
-                "horovod/common/operations.cc",
-                '        << "Horovod background loop uncaught exception: " << ex.what();\n',
-                '        << "Horovod background loop uncaught exception: " << ex.what();\n'
-                "#if HAVE_GLOO\n"
-                "    if (hvdkit::BucketThreads::instance().busy()) {\n"
-                "      global_gloo_context.HvdkitBreak();\n"
-                "    }\n"
-                "#endif\n",
-            ),
-            Edit(
-                "horovod/common/operations.cc",
-                "shutdown:\n",
-                "shutdown:\n"
-                "  // The other ranks carry out what is under way, too, or have broken it off.\n"
-                "  hvdkit::BucketThreads::instance().finish();\n\n",
+                "    std::this_thread::sleep_for(sleep_duration);\n  }\n  state.last_cycle_start",
+                "    std::this_thread::sleep_for(sleep_duration);\n  }\n"
+                "  HvdkitSleepWhileIdle(state);\n  state.last_cycle_start",
             ),
         ),
     ),

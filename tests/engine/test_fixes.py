@@ -75,7 +75,11 @@ def test_until_replaces_through_the_end_mark():
 def test_a_fix_for_one_framework_is_left_out_where_it_is_not_built():
     only_torch = {fix.name for fix in fixes.select({"torch": "2.13.0"})}
     both = {fix.name for fix in fixes.select(FRAMEWORKS)}
-    assert both - only_torch == {"tensorflow-without-xla", "tensorflow-gpu-stream"}
+    assert both - only_torch == {
+        "tensorflow-without-xla",
+        "tensorflow-gpu-stream",
+        "tensorflow-in-place",
+    }
 
 
 def dropped_imports(tree):

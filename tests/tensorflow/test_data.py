@@ -72,6 +72,7 @@ def test_a_step_of_all_ranks_is_a_step_of_one_process(hvd, count, size):
 @pytest.mark.parametrize("counts", [[13], [9, 0, 4], [1, 1, 1, 1, 1, 1, 1], [2, 30]])
 def test_ranges_of_files_hold_each_element_once(hvd, tmp_path, counts, size, tail):
     import tensorflow as tf
+
     from hvdkit.tensorflow.data import Division, share_of_files
 
     names = [str(tmp_path / f"part-{i}") for i in range(len(counts))]
@@ -112,6 +113,7 @@ def test_without_a_batch_size_the_share_goes_on_as_any_dataset(hvd):
 
 def test_a_weight_that_elements_have_is_kept(hvd):
     import tensorflow as tf
+
     from hvdkit.tensorflow.data import Division, share_of_examples
 
     def with_weight(x, y):
@@ -128,6 +130,7 @@ def test_a_weight_that_elements_have_is_kept(hvd):
 
 def test_elements_of_any_length_and_kind_can_be_padded(hvd):
     import tensorflow as tf
+
     from hvdkit.tensorflow.data import Division, share_of_examples
 
     rows = tf.ragged.constant([[1, 2], [3], [4, 5, 6]])
