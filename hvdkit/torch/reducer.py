@@ -13,6 +13,8 @@ from hvdkit.core.synchronizer import Synchronizer
 from hvdkit.torch.backend import TorchBackend, spec
 from hvdkit.torch.collectives import TorchCollectives
 
+_Held = tuple[Synchronizer[torch.Tensor, Any], list[torch.Tensor]]
+
 
 class GradientReducer:
     """Reduces gradients over the ranks of a process set.
@@ -79,13 +81,10 @@ class GradientReducer:
             result[k] = parameter.grad
         return result
 
-    def _synchronizer(self, parameters: list[torch.Tensor], names: Sequence[str]) -> "_Held":
+    def _synchronizer(self, parameters: list[torch.Tensor], names: Sequence[str]) -> _Held:
         specs = [spec(name, p) for name, p in zip(names, parameters, strict=True)]
         backend = TorchBackend(parameters, self._collectives)
         synchronizer = Synchronizer(
             specs, backend, self._collectives, self._reduction, self._window, self._context
         )
         return synchronizer, parameters
-
-
-_Held = tuple[Synchronizer[torch.Tensor, Any], list[torch.Tensor]]
