@@ -89,6 +89,7 @@ class Bench:
         wires: for each optimizer and controller, what may be on the wire.
         pairs: A / B is reported for these, and for no others: what each side does differently is
             known.
+        alone: contenders that synchronise nothing.
         on_demand: contenders that take part only when they are named.
     """
 
@@ -98,12 +99,13 @@ class Bench:
     models: tuple[str, ...]
     wires: Mapping[tuple[str, str], tuple[str, ...]]
     pairs: tuple[tuple[str, str], ...]
+    alone: tuple[str, ...] = (BACKWARD,)
     on_demand: frozenset[str] = frozenset()
 
     def names(self) -> list[str]:
         """The names of all contenders."""
         named = [f"{who}-{over}-{w}" for (who, over), wires in self.wires.items() for w in wires]
-        return [*named, BACKWARD]
+        return [*named, *self.alone]
 
     def contender(self, name: str) -> Contender:
         """The contender of this name.
@@ -226,7 +228,7 @@ class Setting:
 
     def engine(self, contender: Contender) -> describe.Engine | None:
         """The engine that `contender` uses."""
-        if contender.optimizer in ("ddp", BACKWARD):
+        if contender.optimizer == "ddp" or not contender.controller:
             return None
         return self.engines["stock" if contender.optimizer == "stock" else "installed"]
 
@@ -271,7 +273,7 @@ class Setting:
         fields = {}
         for controller in controllers:
             field = [c for c in found if c.controller in ("", controller)]
-            # The backward pass alone is a field only if it is all that was asked for.
+            # What synchronises nothing is a field only if it is all that was asked for.
             if any(c.controller for c in field) or (not any(c.controller for c in found)):
                 fields[controller] = field
         return fields
@@ -380,7 +382,7 @@ def check_memory(jobs: "Sequence[Job]") -> None:
 
 def check_agreement(jobs: "Sequence[Job]") -> None:
     """Raise where a contender's first reduced gradients are not those of the others."""
-    norms = {j.contender.name: j.norms for j in jobs if j.contender.optimizer != BACKWARD}
+    norms = {j.contender.name: j.norms for j in jobs if j.contender.controller}
     if not norms:
         return
     expected = next(iter(norms.values()))[0]
@@ -645,7 +647,7 @@ def show(bench: Bench, run: Mapping[str, Any]) -> None:
         cells = [f"{middle * 1e3:.1f}", f"{low * 1e3:.1f} - {high * 1e3:.1f}"]
         cells.append(f"{statistics.median(run['cpu'][name]) * 1e3:.1f}")
         cells.append(f"{run['idle'][name]:.0%}")
-        if rate and name != BACKWARD:
+        if rate and name not in bench.alone:
             limit = ring / rate / (1 if name.endswith("fp32") else 2)
             cells += [f"{limit * 1e3:.1f}", f"{middle / limit:.3f}"]
         table.add_row(name, *cells)
