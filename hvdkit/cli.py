@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 import hvdkit
 from hvdkit.errors import HvdkitError, UsageError
+
+if TYPE_CHECKING:
+    from hvdkit.checkpoint.reading import OpenCheckpoint
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
 
@@ -20,7 +26,9 @@ EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. Returns the exit status: 0, 1 (it failed) or 2 (the arguments are wrong)."""
     options = _parser().parse_args(arguments)
-    previous = {number: signal.signal(number, _end) for number in _ENDING}
+    # What is ignored (nohup, a shell's background) stays ignored.
+    ending = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, _end) for number in ending}
     try:
         return int(options.run(options))
     except UsageError as error:
@@ -31,10 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILURE
     except _Ended as ended:
         (number,) = ended.args
-        print(
-            f"hvdkit {options.verb}: {number.name}; what is cached and installed is whole.",
-            file=sys.stderr,
-        )
+        print(f"hvdkit {options.verb}: {number.name}; {options.when_ended}", file=sys.stderr)
         return 128 + int(number)
     finally:
         for number, handler in previous.items():
@@ -62,9 +67,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Horovod-based ring-allreduce training on today's PyTorch and TensorFlow.",
     )
     parser.add_argument("--version", action="version", version=f"hvdkit {hvdkit.__version__}")
+    parser.set_defaults(when_ended="what is cached and installed is whole.")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     _add_build(verbs)
     _add_doctor(verbs)
+    _add_run(verbs)
+    _add_checkpoint(verbs)
     return parser
 
 
@@ -170,22 +178,57 @@ def _build(options: argparse.Namespace) -> int:
 
 
 def _add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from hvdkit.launch import command
+
     verb = _add_verb(
         verbs,
         "doctor",
-        "say whether this machine is ready, and what to do where it is not",
-        "  hvdkit doctor\n  hvdkit doctor --json",
+        "say whether this machine, or several, are ready, and what to do where they are not",
+        "  hvdkit doctor\n  hvdkit doctor --json\n  hvdkit doctor --hosts host1,host2 --bandwidth",
     )
     verb.add_argument("--json", action="store_true", help="machine-readable output")
+    command.add_doctor_arguments(verb)
     verb.set_defaults(run=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from hvdkit import doctor
+    from hvdkit import doctor, findings
+    from hvdkit.launch import command
 
-    findings = doctor.examine()
+    several = options.hosts is not None or options.hostfile is not None
+    found = command.examine(options) if several else doctor.examine()
     if options.json:
-        print(doctor.as_json(findings))
+        print(findings.as_json(found))
     else:
-        doctor.show(findings, Console(soft_wrap=True))
-    return EXIT_FAILURE if doctor.has_error(findings) else EXIT_OK
+        findings.show(found, Console(soft_wrap=True))
+    return EXIT_FAILURE if findings.has_error(found) else EXIT_OK
+
+
+def _add_run(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from hvdkit.launch import command
+
+    verb = _add_verb(verbs, "run", command.HELP, command.EXAMPLE)
+    command.add_arguments(verb)
+    verb.set_defaults(run=command.run)
+
+
+def _add_checkpoint(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from hvdkit.checkpoint import command
+
+    verb = _add_verb(verbs, "checkpoint", command.HELP, command.EXAMPLE)
+    actions = verb.add_subparsers(dest="action", metavar="ACTION", required=True)
+    command.add_actions(partial(_add_verb, actions), _export)
+
+
+def _export(opened: OpenCheckpoint, target: Path) -> None:
+    """Write a checkpoint's model as the framework does that `target`'s name belongs to."""
+    if target.suffix in (".pt", ".pth"):
+        adapter = "hvdkit.torch.checkpoint"
+    elif target.name.endswith(".weights.h5"):
+        adapter = "hvdkit.keras.checkpoint"
+    else:
+        raise UsageError(
+            f"the file to export to is {target}; expected *.pt or *.pth (PyTorch's state_dict) or "
+            "*.weights.h5 (Keras)."
+        )
+    importlib.import_module(adapter).export(opened, target)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import platform
 import shutil
@@ -11,43 +10,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from rich.console import Console
-from rich.markup import escape
 
 from hvdkit.engine import cuda, describe, frameworks, mpi, toolchain
 from hvdkit.errors import HvdkitError
-
-OK, WARNING, ERROR = "ok", "warning", "error"
+from hvdkit.findings import ERROR, OK, WARNING, Finding
 
 #: Open MPI and NCCL keep the ranks' shared buffers here; containers often give only 64 MB.
 _SHM_BYTES = 1_000_000_000
-
-_MARKS = {
-    OK: "[green]ok     [/green]",
-    WARNING: "[yellow]warning[/yellow]",
-    ERROR: "[red]error  [/red]",
-}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        name: what was looked at.
-        status: ok, warning or error.
-        found: what is there.
-        advice: what to do; empty where the status is ok.
-    """
-
-    name: str
-    status: str
-    found: str
-    advice: str = ""
 
 
 def examine() -> list[Finding]:
@@ -59,28 +32,6 @@ def examine() -> list[Finding]:
     findings += [_mpi(), _nccl(found.frameworks), *_horovod(found.frameworks)]
     findings += [_shared_memory(), _hostname()]
     return findings
-
-
-def has_error(findings: Sequence[Finding]) -> bool:
-    return any(finding.status == ERROR for finding in findings)
-
-
-def as_json(findings: Sequence[Finding]) -> str:
-    """The findings as a JSON object: `status` (the worst) and `findings`."""
-    statuses = {finding.status for finding in findings}
-    worst = next(status for status in (ERROR, WARNING, OK) if status in statuses)
-    return json.dumps({"status": worst, "findings": [asdict(f) for f in findings]}, indent=2)
-
-
-def show(findings: Sequence[Finding], console: Console) -> None:
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
-        console.print(
-            f"{_MARKS[finding.status]}  {finding.name:{width}}  {escape(finding.found)}",
-            highlight=False,
-        )
-        if finding.advice:
-            console.print(f"{'':9}{'':{width}}  -> {escape(finding.advice)}", highlight=False)
 
 
 def _python() -> Finding:

@@ -15,3 +15,8 @@ class HvdkitError(RuntimeError):
 
 class UsageError(HvdkitError, ValueError):
     """The user's arguments cannot be carried out as given. Command line: exit status 2."""
+
+
+#: Exit status of a job that has saved, stopped because it was asked to, and can be started again
+#: (sysexits.h's EX_TEMPFAIL).
+RESUMABLE = 75

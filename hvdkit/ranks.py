@@ -11,46 +11,22 @@ Example:
 """
 
 import atexit
-import contextlib
 import functools
 import os
+import re
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import psutil
-
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.processes import ProcessGroup, ending_text, without_place
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
-
-# Every process of a group carries the group's id in this variable (nested groups: all their ids),
-# so that one which left its parent and its session (mpirun's ranks, a daemon) is still found.
-_GROUP_VARIABLE = "HVDKIT_RANK_GROUP"
-
-# What tells a process its place in a job. A job must not inherit it from the one it is started by.
-_PLACE_PREFIXES = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMI_", "PMIX_")
-_PLACE_VARIABLES = {
-    "HOROVOD_RANK",
-    "HOROVOD_SIZE",
-    "HOROVOD_LOCAL_RANK",
-    "HOROVOD_LOCAL_SIZE",
-    "HOROVOD_CROSS_RANK",
-    "HOROVOD_CROSS_SIZE",
-    "HOROVOD_HOSTNAME",
-    "HOROVOD_CONTROLLER",
-    "HOROVOD_CPU_OPERATIONS",
-    "HOROVOD_GLOO_IFACE",
-    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
-    "HOROVOD_GLOO_RENDEZVOUS_PORT",
-}
 
 _POLL_SECONDS = 0.02
 _TAIL_LINES = 20
@@ -116,11 +92,7 @@ class RanksFailed(HvdkitError):
 
 
 def _ending(status: int | None) -> str:
-    if status is None:
-        return "ended with the group"
-    if status < 0:
-        return f"killed by signal {-status} ({signal.strsignal(-status)})"
-    return f"exit status {status}"
+    return "ended with the group" if status is None else ending_text(status)
 
 
 def _tail(text: str) -> str:
@@ -142,16 +114,15 @@ class RankGroup:
     def __init__(self, size: int, on_stop: Sequence[Callable[[], None]] = ()) -> None:
         self.size = size
         self._on_stop = on_stop
-        self._id = uuid.uuid4().hex
+        self._group = ProcessGroup()
         self._directory = Path(tempfile.mkdtemp(prefix="hvdkit-ranks-"))
-        self._processes: list[subprocess.Popen[bytes]] = []
         self._seen: dict[int, _End] = {}
         self._stopped = False
         atexit.register(self.stop)
 
     def running(self) -> bool:
         """True while a rank (or mpirun) has not ended."""
-        return any(process.poll() is None for process in self._processes)
+        return self._group.running()
 
     def output(self, rank: int) -> str:
         """What `rank` has written until now, standard output and error in one."""
@@ -188,7 +159,7 @@ class RankGroup:
                     break
                 time.sleep(_POLL_SECONDS)
             ends = self._ends()
-            launcher_failed = not timed_out and any(p.poll() for p in self._processes)
+            launcher_failed = not timed_out and any(p.poll() for p in self._group.started)
             # Before the files are read: a rank that is told to end may still say something.
             self._terminate()
             results = [
@@ -237,71 +208,19 @@ class RankGroup:
         cwd: str | os.PathLike[str] | None,
         output: str,
     ) -> None:
-        outer = os.environ.get(_GROUP_VARIABLE)
-        mark = f"{outer}:{self._id}" if outer else self._id
         with (self._directory / output).open("wb") as stream:
-            try:
-                process = subprocess.Popen(
-                    list(command),
-                    env=dict(env) | {_GROUP_VARIABLE: mark},
-                    cwd=cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                    # The terminal's Ctrl-C is for this process, which then ends the ranks.
-                    start_new_session=True,
-                )
-            except OSError as error:
-                reason = error.strerror or error
-                raise HvdkitError(f"cannot start {command[0]!r}: {reason}") from error
-        self._processes.append(process)
+            self._group.start(command, env, cwd, stdout=stream)
 
     def _ends(self) -> dict[int, _End]:
         """The ranks that have ended by themselves until now."""
-        for rank, process in enumerate(self._processes):
+        for rank, process in enumerate(self._group.started):
             if rank not in self._seen and (status := process.poll()) is not None:
                 self._seen[rank] = _End(status, time.time_ns())
         return dict(self._seen)
 
     def _terminate(self, grace: float = 3.0) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            deadline = time.monotonic() + grace
-            signalled: set[psutil.Process] = set()
-            while members := self._members():
-                # A member may have been born since the last look, so look again each time.
-                for process in members - signalled:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.send_signal(number)
-                signalled |= members
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(_POLL_SECONDS)
-            else:
-                return
-        raise HvdkitError(
-            f"processes {sorted(process.pid for process in members)} of a group of ranks did not "
-            f"end within {grace:g} s of SIGKILL; look at them with `ps -o pid,stat,wchan,cmd`"
-        )
-
-    def _members(self) -> set[psutil.Process]:
-        own: set[psutil.Process] = set()
-        others: set[psutil.Process] = set()
-        for started in self._processes:
-            # A process whose first thread has ended looks like a zombie while its others still
-            # run, so for our own ones only this counts, which also takes them off the table.
-            if started.poll() is None:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process = psutil.Process(started.pid)
-                    own.add(process)
-                    # Descendants as well as marked ones: a tool such as sudo gives its children a
-                    # clean environment.
-                    others.update(process.children(recursive=True))
-        for process in psutil.process_iter():
-            # Another user's process, or one that ended meanwhile, is not to be ended by us.
-            with contextlib.suppress(psutil.Error):
-                if self._id in process.environ().get(_GROUP_VARIABLE, "").split(":"):
-                    others.add(process)
-        return own | {process for process in others - own if _alive(process)}
+        for _ in self._group.ending(grace):
+            time.sleep(_POLL_SECONDS)
 
 
 class _MpiRankGroup(RankGroup):
@@ -386,7 +305,7 @@ def start_gloo(
         interface: the network interface that they connect over.
     """
     _check_size(size)
-    base = _without_place(os.environ if env is None else env)
+    base = without_place(os.environ if env is None else env)
     server = RendezvousServer()
     try:
         return start_ranks(
@@ -425,12 +344,12 @@ def start_mpi(
     """
     _check_size(size)
     launcher = [os.fspath(mpirun)]
-    if _is_open_mpi(launcher[0]):
+    if identify_mpirun(launcher[0]).open_mpi:
         # Horovod's ranks have threads of their own: binding each to one core would starve them.
         launcher += ["--oversubscribe", "--bind-to", "none"]
         if os.geteuid() == 0:
             launcher.append("--allow-run-as-root")
-    ranks_env = _without_place(os.environ if env is None else env) | {
+    ranks_env = without_place(os.environ if env is None else env) | {
         "HOROVOD_CONTROLLER": "mpi",
         "HOROVOD_CPU_OPERATIONS": "mpi",
     }
@@ -448,39 +367,44 @@ def _check_size(size: int) -> None:
         raise UsageError(f"number of ranks is {size}: expected at least 1")
 
 
+@dataclass(frozen=True)
+class Mpirun:
+    """The launcher of an MPI.
+
+    Attributes:
+        path: where it is.
+        open_mpi: Open MPI's; else it is Hydra, which MPICH and Intel MPI have.
+        major: the first number of its version; 0 where it does not say.
+    """
+
+    path: str
+    open_mpi: bool
+    major: int
+
+
 @functools.cache
-def _is_open_mpi(mpirun: str) -> bool:
+def identify_mpirun(path: str) -> Mpirun:
+    """Which MPI's launcher is at `path`.
+
+    Raises:
+        HvdkitError: it does not run, or is none that is known.
+    """
     try:
         answer = subprocess.run(
-            [mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False
+            [path, "--version"], capture_output=True, text=True, timeout=30, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise HvdkitError(f"cannot run {mpirun!r} --version: {error}") from error
+        raise HvdkitError(f"cannot run {path!r} --version: {error}") from error
     text = answer.stdout + answer.stderr
-    if "Open MPI" in text or "PRRTE" in text:
-        return True
-    if "HYDRA" in text.upper() or "MPICH" in text:
-        return False
+    version = re.search(r"\b(\d+)\.\d+", text)
+    major = int(version[1]) if version else 0
+    if any(name in text for name in ("Open MPI", "OpenRTE", "PRRTE")):
+        return Mpirun(path, True, major)
+    if "HYDRA" in text.upper() or "MPICH" in text or "Intel(R) MPI" in text:
+        return Mpirun(path, False, major)
     raise HvdkitError(
-        f"{mpirun!r} is not the launcher of Open MPI or MPICH; its --version says {_tail(text)!r}"
+        f"{path!r} is not the launcher of Open MPI or MPICH; its --version says {_tail(text)!r}"
     )
-
-
-def _without_place(env: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in env.items()
-        if name not in _PLACE_VARIABLES
-        # PMIX_MCA_* are the user's settings, not a place in a job.
-        and not (name.startswith(_PLACE_PREFIXES) and not name.startswith("PMIX_MCA_"))
-    }
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _read(path: Path) -> str:

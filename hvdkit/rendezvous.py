@@ -4,11 +4,16 @@ Horovod's launcher has one of its own, in a package that loads much else; this o
 protocol, which Horovod's C++ `HTTPStore` defines: GET, PUT and DELETE of /scope/key.
 """
 
+import signal
+import sys
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Self
+
+#: Where each rank of a job puts its address first of all, under its rank.
+_GLOBAL_SCOPE = "/global/"
 
 
 class _KeyValueHandler(BaseHTTPRequestHandler):
@@ -26,6 +31,7 @@ class _KeyValueHandler(BaseHTTPRequestHandler):
         value = self.rfile.read(int(self.headers["Content-Length"]))
         with self.server.lock:
             self.server.values[self.path] = value
+            self.server.seen.add(self.path)
         self._answer(HTTPStatus.OK)
 
     def do_DELETE(self) -> None:
@@ -49,10 +55,11 @@ class _KeyValueServer(ThreadingHTTPServer):
     daemon_threads = False  # server_close then joins the handlers: no thread is left behind
     request_queue_size = 1024  # all ranks of a job connect at once
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, port: int) -> None:
         self.lock = threading.Lock()
         self.values: dict[str, bytes] = {}
-        super().__init__((address, 0), _KeyValueHandler)
+        self.seen: set[str] = set()
+        super().__init__((address, port), _KeyValueHandler)
 
 
 class RendezvousServer:
@@ -60,15 +67,16 @@ class RendezvousServer:
 
     Args:
         address: the address of this machine to listen on; ranks must be able to reach it.
+        port: where to listen; 0 takes a free one.
 
     Example:
         with RendezvousServer("10.0.0.1") as server:
             print(server.port)
     """
 
-    def __init__(self, address: str = "127.0.0.1") -> None:
+    def __init__(self, address: str = "127.0.0.1", port: int = 0) -> None:
         self.address = address
-        self._server = _KeyValueServer(address)
+        self._server = _KeyValueServer(address, port)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever,
@@ -77,6 +85,13 @@ class RendezvousServer:
             daemon=True,
         )
         self._thread.start()
+
+    def registered(self) -> set[int]:
+        """The ranks that have come to the job's first meeting."""
+        with self._server.lock:
+            paths = set(self._server.seen)
+        keys = (path.removeprefix(_GLOBAL_SCOPE) for path in paths)
+        return {int(key) for key in keys if key.isdigit()}
 
     def close(self) -> None:
         """Stop serving and free the port. May be called again."""
@@ -127,3 +142,14 @@ def gloo_environment(
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous_address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(rendezvous_port),
     }
+
+
+def main() -> None:
+    """`python -m hvdkit.rendezvous ADDRESS PORT`: serve ranks that are started by hand."""
+    address, port = sys.argv[1:]
+    with RendezvousServer(address, int(port)):
+        signal.sigwait({signal.SIGINT, signal.SIGTERM})
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ def run(*arguments):
     )
 
 
-@pytest.mark.parametrize("verb", ["build", "doctor"])
+@pytest.mark.parametrize("verb", ["build", "doctor", "checkpoint", "run"])
 def test_every_verb_has_help_with_an_example(verb):
     answer = run(verb, "--help")
     assert answer.returncode == 0

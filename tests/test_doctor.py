@@ -7,6 +7,7 @@ from rich.console import Console
 
 from hvdkit import doctor
 from hvdkit.engine import describe
+from hvdkit.findings import ERROR, OK, WARNING, Finding, has_error, show
 
 
 def finding(name, findings):
@@ -34,16 +35,16 @@ def test_this_machine_is_looked_at_from_top_to_bottom():
 def test_a_missing_horovod_is_an_error_that_says_what_to_run(monkeypatch):
     monkeypatch.setattr(describe, "installed", lambda: None)
     (found,) = doctor._horovod([])
-    assert found.status == doctor.ERROR
+    assert found.status == ERROR
     assert found.advice == "run `hvdkit build`"
-    assert doctor.has_error([found])
+    assert has_error([found])
 
 
 def test_a_hostname_that_resolves_to_loopback_is_a_warning():
     found = doctor._hostname(lambda name: "127.0.1.1")
-    assert found.status == doctor.WARNING
+    assert found.status == WARNING
     assert "HOROVOD_GLOO_IFACE" in found.advice
-    assert doctor._hostname(lambda name: "10.1.2.3").status == doctor.OK
+    assert doctor._hostname(lambda name: "10.1.2.3").status == OK
 
 
 def test_a_hostname_that_does_not_resolve_is_a_warning():
@@ -55,7 +56,7 @@ def test_a_hostname_that_does_not_resolve_is_a_warning():
 
 def test_a_small_shm_is_a_warning(monkeypatch):
     monkeypatch.setattr(doctor, "_SHM_BYTES", 10**18)
-    assert doctor._shared_memory().status == doctor.WARNING
+    assert doctor._shared_memory().status == WARNING
 
 
 def test_an_extension_that_does_not_load_is_an_error(tmp_path, monkeypatch):
@@ -64,7 +65,7 @@ def test_an_extension_that_does_not_load_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     framework = doctor.frameworks.Framework("torch", "2.13.0", True, None)
     found = doctor._extension(framework, "2.12.0")
-    assert found.status == doctor.ERROR
+    assert found.status == ERROR
     assert "undefined symbol" in found.found
     assert "hvdkit build" in found.advice
 
@@ -72,10 +73,10 @@ def test_an_extension_that_does_not_load_is_an_error(tmp_path, monkeypatch):
 def test_what_is_shown_has_advice_below_the_line():
     out = io.StringIO()
     findings = [
-        doctor.Finding("one", doctor.OK, "fine"),
-        doctor.Finding("two", doctor.WARNING, "[odd]", "do this"),
+        Finding("one", OK, "fine"),
+        Finding("two", WARNING, "[odd]", "do this"),
     ]
-    doctor.show(findings, Console(file=out, width=200))
+    show(findings, Console(file=out, width=200))
     lines = out.getvalue().splitlines()
     assert lines[0].split() == ["ok", "one", "fine"]
     assert lines[1].split() == ["warning", "two", "[odd]"]

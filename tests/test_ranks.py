@@ -161,7 +161,7 @@ def test_ranks_end_with_the_process_that_started_them():
     code = (
         "import sys; from hvdkit.ranks import start_gloo;"
         "group = start_gloo(['sleep', '60'], 2);"
-        "print(*[p.pid for p in group._processes], flush=True); sys.exit()"
+        "print(*[p.pid for p in group._group.started], flush=True); sys.exit()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
@@ -198,7 +198,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed():
     group = start_mpi(python("print(os.getpid(), flush=True); time.sleep(60)"), 2, mpirun=mpirun)
     wait_for_output(group, 2)
     pids = [group.output(rank) for rank in range(2)]
-    group._processes[0].kill()
+    group._group.started[0].kill()
     with pytest.raises(RanksFailed, match="launcher failed, not its ranks"):
         group.wait(timeout=30)
     assert not [pid for pid in pids if running(pid)]

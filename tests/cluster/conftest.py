@@ -5,13 +5,50 @@ from contextlib import AbstractContextManager
 
 import pytest
 
+from tests.cluster import ssh_servers
 from tests.cluster.hosts import Cluster, hosts, missing
+from tests.cluster.launches import Launches
 
 
 @pytest.fixture(scope="session")
-def make_hosts() -> Callable[[int], AbstractContextManager[Cluster]]:
+def make_hosts() -> Callable[..., AbstractContextManager[Cluster]]:
     """`hosts`, where this machine can have several."""
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
     return hosts
+
+
+@pytest.fixture(scope="module")
+def launches(make_hosts, tmp_path_factory):
+    """Two hosts with ssh servers; on the second, the folder `only_here` is empty."""
+    reason = ssh_servers.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("ssh")
+    (folder / "only_here").mkdir()
+    (folder / "only_here" / "train.py").write_text("print('trained')")
+    hides = {"host1": [f"mount -t tmpfs none {folder}/only_here"]}
+    with (
+        make_hosts(2, interfaces=("eth0", "ens3")) as cluster,
+        ssh_servers.ssh_servers(cluster, folder, hides) as access,
+    ):
+        yield Launches(cluster, access, folder)
+
+
+@pytest.fixture
+def start(launches):
+    """Starts `hvdkit run`; at the end of the test nothing of it may be left on any host."""
+    started = []
+
+    def begin(*arguments):
+        started.append(launches.start(*arguments))
+        return started[-1]
+
+    yield begin
+    for job in started:
+        job.kill()
+        job.wait(timeout=10)
+        job.stdout.close()
+        job.stderr.close()
+    launches.check_nothing_is_left(20)

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-#: What the network interface is called on every host.
+#: What the network interface is called on a host, unless `hosts` is told otherwise.
 INTERFACE = "eth0"
 
 #: Begins the names of all that is made here; an interface's name has room for 15 characters.
@@ -43,11 +43,16 @@ _NAMED = 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"'
 
 @dataclass(frozen=True)
 class Host:
-    """One host: its name, its address, and the network namespace that it is."""
+    """One host: its name, its address and interface, and the network namespace that it is."""
 
     name: str
     address: str
     namespace: str
+    interface: str = INTERFACE
+
+    def processes(self) -> set[int]:
+        """The ids of the processes that run on this host."""
+        return {int(pid) for pid in _quietly("netns", "pids", self.namespace).split()}
 
     def command(self, command: Sequence[str]) -> list[str]:
         """`command` as it has to be started here in order to run on this host."""
@@ -85,11 +90,14 @@ def missing() -> str | None:
 
 
 @contextlib.contextmanager
-def hosts(count: int, *, own_name_is_local: bool = True) -> Iterator[Cluster]:
+def hosts(
+    count: int, *, own_name_is_local: bool = True, interfaces: Sequence[str] = (INTERFACE,)
+) -> Iterator[Cluster]:
     """Make `count` hosts, on a network of their own, that can reach each other and this machine.
 
     Each is set up as Debian's installer does it: its own name resolves to 127.0.1.1, or, unless
     `own_name_is_local`, to its address. The other hosts' names resolve to their addresses.
+    `interfaces` are the names of their network interfaces, given out in turn.
     """
     name = f"{_PREFIX}{os.getpid():x}-{next(_count)}"
     try:
@@ -99,16 +107,26 @@ def hosts(count: int, *, own_name_is_local: bool = True) -> Iterator[Cluster]:
             _ip("link", "add", name, "type", "bridge")
             _ip("address", "add", f"{network[1]}/{network.prefixlen}", "dev", name)
             _ip("link", "set", name, "up")
-        made = [Host(f"host{i}", str(network[i + 2]), f"{name}-{i}") for i in range(count)]
+        names = itertools.islice(itertools.cycle(interfaces), count)
+        made = [
+            Host(f"host{i}", str(network[i + 2]), f"{name}-{i}", interface)
+            for i, interface in enumerate(names)
+        ]
         for host in made:
             _write_etc(host, made, "127.0.1.1" if own_name_is_local else host.address)
             _ip("netns", "add", host.namespace)
-            inside = ("peer", "name", INTERFACE, "netns", host.namespace)
+            inside = ("peer", "name", host.interface, "netns", host.namespace)
             _ip("link", "add", host.namespace, "type", "veth", *inside)
             _ip("link", "set", host.namespace, "master", name, "up")
-            address = ("address", "add", f"{host.address}/{network.prefixlen}", "dev", INTERFACE)
+            address = (
+                "address",
+                "add",
+                f"{host.address}/{network.prefixlen}",
+                "dev",
+                host.interface,
+            )
             _ip("-n", host.namespace, *address)
-            for interface in ("lo", INTERFACE):
+            for interface in ("lo", host.interface):
                 _ip("-n", host.namespace, "link", "set", interface, "up")
         yield Cluster(str(network[1]), made)
     finally:
@@ -118,7 +136,7 @@ def hosts(count: int, *, own_name_is_local: bool = True) -> Iterator[Cluster]:
 def limit_rate(host: Host, rate: str) -> None:
     """Let the link of `host` carry no more than `rate`, as `tc` writes it, in each direction."""
     bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "20ms")
-    _run("tc", "-n", host.namespace, "qdisc", "add", "dev", INTERFACE, "root", *bucket)
+    _run("tc", "-n", host.namespace, "qdisc", "add", "dev", host.interface, "root", *bucket)
     # What is sent to the host leaves through this machine's end of the link.
     _run("tc", "qdisc", "add", "dev", host.namespace, "root", *bucket)
 

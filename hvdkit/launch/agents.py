@@ -1,0 +1,151 @@
+"""All agents of a job: their hosts are asked, and what they say comes together here."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+import hvdkit
+from hvdkit.errors import HvdkitError
+from hvdkit.launch import messages
+from hvdkit.launch.connection import Connection, Event, Events, ProcessConnection
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.messages import Message
+from hvdkit.launch.ssh import Ssh
+
+#: So many messages may wait for the launcher before it stops reading.
+_QUEUED = 1000
+#: An agent whose launcher hangs up gives its ranks ten seconds.
+_CLOSE_SECONDS = 15.0
+
+
+class Agents:
+    """The agents of a job. A context manager: on the way out it ends them, and they their ranks.
+
+    Attributes:
+        connections: the lines to them.
+        events: where what they say is put.
+    """
+
+    def __init__(self) -> None:
+        self.connections: list[Connection] = []
+        self.events: Events = queue.Queue(_QUEUED)
+        self._stop = threading.Event()
+        self._heart = threading.Thread(target=self._beat, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._heart.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._heart.join()
+        for connection in self.connections:
+            connection.hang_up()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for connection in self.connections:
+            connection.close(max(0.1, deadline - time.monotonic()))
+
+    def dial(self, hosts: Mapping[Host, bool], ssh: Ssh, python: str) -> None:
+        """Start an agent on each host.
+
+        Args:
+            hosts: the hosts, and whether each is this machine.
+            ssh: how other hosts are reached.
+            python: the Python that runs the agents there.
+        """
+        for host, local in hosts.items():
+            self.connections.append(ProcessConnection(host, local, ssh, python, self.events))
+
+    def next(self, timeout: float) -> Event | None:
+        """What an agent says next; None where none says anything for `timeout` seconds."""
+        try:
+            return self.events.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def contact(self, task: Message, timeout: float) -> dict[Connection, Message]:
+        """Tell every agent what is going to be run, and hear what its host is like.
+
+        Args:
+            task: the fields of the `task` message.
+            timeout: seconds that the agents may take, all together.
+
+        Returns:
+            By agent, what `agent.facts` found.
+
+        Raises:
+            HvdkitError: hosts do not answer or cannot run it; the message has a line for each.
+        """
+        facts, problems = self.ask(task, timeout)
+        for connection, found in facts.items():
+            if unfit := _unfit(found):
+                problems[connection] = "; ".join(unfit)
+        if problems:
+            raise HvdkitError(_report(problems, len(self.connections)))
+        return facts
+
+    def ask(
+        self, task: Message, timeout: float
+    ) -> tuple[dict[Connection, Message], dict[Connection, str]]:
+        """As `contact`, but for the facts of the hosts that answer and why the others do not."""
+        facts: dict[Connection, Message] = {}
+        problems: dict[Connection, str] = {}
+        for connection in self.connections:
+            connection.send("task", **task)
+        deadline = time.monotonic() + timeout
+        while len(facts) + len(problems) < len(self.connections):
+            event = self.next(max(0.0, deadline - time.monotonic()))
+            if event is None:
+                break
+            connection, message = event.connection, event.message
+            if message["kind"] == "hello":
+                facts[connection] = message
+            elif connection not in facts:
+                problems[connection] = message.get("reason") or connection.explain()
+        for connection in self.connections:
+            if connection not in facts and connection not in problems:
+                why = connection.explain()
+                problems[connection] = f"did not come up within {timeout:g} s: {why}"
+        return facts, problems
+
+    def _beat(self) -> None:
+        while not self._stop.wait(messages.ALIVE_SECONDS):
+            for connection in list(self.connections):
+                connection.send("alive")
+
+
+def _report(problems: Mapping[Connection, str], size: int) -> str:
+    lines = [f"{connection.host.name}: {problem}" for connection, problem in problems.items()]
+    if size == 1:
+        return lines[0]
+    count = f"{len(problems)} of {size} hosts cannot take part; nothing was started."
+    return "\n  ".join([count, *lines])
+
+
+def _unfit(facts: Message) -> Sequence[str]:
+    """Why a host that answers cannot take part."""
+    python = facts["python"].split(".")[:2]
+    if python != [str(number) for number in sys.version_info[:2]]:
+        here = ".".join(map(str, sys.version_info[:2]))
+        return [
+            f"it has Python {facts['python']}, the launcher has {here}; install the same "
+            "environment there, or name its Python with --python"
+        ]
+    if facts["hvdkit"] != hvdkit.__version__:
+        return [
+            f"it has hvdkit {facts['hvdkit']}, the launcher has {hvdkit.__version__}; install the "
+            "same version there"
+        ]
+    problems: Sequence[str] = facts["problems"]
+    return problems

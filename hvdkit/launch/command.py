@@ -1,0 +1,234 @@
+"""`hvdkit run`: its arguments, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from hvdkit.engine.describe import installed
+from hvdkit.errors import UsageError
+from hvdkit.findings import Finding
+from hvdkit.launch import gloo, hosts, mpi, preflight
+from hvdkit.launch.job import Limits
+from hvdkit.launch.output import Output
+from hvdkit.launch.plan import Plan, make_plan
+from hvdkit.launch.prepare import Settings
+from hvdkit.launch.ssh import Ssh
+
+HELP = "start the ranks of a job, on this machine or on several, and watch them"
+EXAMPLE = """\
+  hvdkit run -np 2 python train.py
+  hvdkit run -np 8 -H host1:4,host2:4 python train.py --epochs 10
+  hvdkit run --hostfile hosts.txt --output-dir logs/ -x WANDB_API_KEY python train.py
+  hvdkit run -np 2 --dry-run python train.py       # what would be done"""
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """The arguments of `hvdkit run`."""
+    verb.add_argument(
+        "-np", "--num-proc", type=int, metavar="N", help="number of ranks (default: all slots)"
+    )
+    verb.add_argument(
+        "--launcher",
+        choices=["auto", "gloo", "mpi"],
+        default="auto",
+        help="(default: gloo, unless Horovod has only MPI)",
+    )
+    verb.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the plan and the commands; hosts are asked, nothing is started",
+    )
+    _add_host_arguments(verb)
+    verb.add_argument(
+        "--no-preflight",
+        action="store_true",
+        help="start on several hosts without examining them first (`hvdkit doctor --hosts`)",
+    )
+    mpi_group = verb.add_argument_group("MPI")
+    mpi_group.add_argument(
+        "--mpirun",
+        metavar="FILE",
+        help="of the MPI that Horovod was built with (default: this environment's, or on PATH)",
+    )
+    mpi_group.add_argument(
+        "--mpi-args", default="", metavar="ARGS", help="more for mpirun, e.g. '--report-bindings'"
+    )
+    ranks = verb.add_argument_group("the ranks' environment")
+    ranks.add_argument(
+        "-x",
+        action="append",
+        default=[],
+        dest="variables",
+        metavar="NAME[=VALUE]",
+        help="forward this variable too; names like *TOKEN* and *KEY* are not otherwise",
+    )
+    ranks.add_argument(
+        "--pin-gpus",
+        action="store_true",
+        help="CUDA_VISIBLE_DEVICES with one GPU per rank, for scripts that do not choose theirs "
+        "by hvd.local_rank()",
+    )
+    output = verb.add_argument_group("output")
+    output.add_argument(
+        "--all-output",
+        action="store_true",
+        help="show all ranks of a job of more than 16, not only rank 0",
+    )
+    output.add_argument(
+        "--output-dir",
+        type=Path,
+        metavar="DIR",
+        help="also append each rank's output to DIR/rank.N.log",
+    )
+    verb.add_argument(
+        "--stop-grace",
+        type=float,
+        default=Limits.stop,
+        metavar="S",
+        help="seconds for ranks to stop in order after Ctrl-C, SIGTERM or SIGUSR1 "
+        f"(default: {Limits.stop:g})",
+    )
+    verb.add_argument("command", nargs=argparse.REMAINDER, help="what every rank runs")
+
+
+def add_doctor_arguments(verb: argparse.ArgumentParser) -> None:
+    """The arguments of `hvdkit doctor` that are about several hosts."""
+    _add_host_arguments(verb)
+    verb.add_argument(
+        "--bandwidth", action="store_true", help="measure it between the first two hosts"
+    )
+
+
+def _add_host_arguments(verb: argparse.ArgumentParser) -> None:
+    where = verb.add_mutually_exclusive_group()
+    where.add_argument("-H", "--hosts", metavar="H:N,…", help="hosts and their slots")
+    where.add_argument(
+        "--hostfile", type=Path, metavar="FILE", help="the same from a file: `host slots=4` lines"
+    )
+    network = verb.add_argument_group("other hosts")
+    network.add_argument("-p", "--ssh-port", type=int, metavar="PORT")
+    network.add_argument("-i", "--ssh-identity", metavar="FILE", help="the private key")
+    network.add_argument(
+        "--ssh-arg", action="append", default=[], metavar="ARG", help="e.g. --ssh-arg=-Jgateway"
+    )
+    network.add_argument(
+        "--python", default=sys.executable, metavar="FILE", help="the Python there (default: ours)"
+    )
+    network.add_argument(
+        "--network",
+        metavar="NET",
+        help="what ranks talk over: 10.0.0.0/8, eth1 or host1=eth0,host2=ens3 "
+        "(default: the subnet that all hosts are on)",
+    )
+    network.add_argument(
+        "--start-timeout",
+        type=float,
+        default=Limits.start,
+        metavar="S",
+        help="seconds for hosts to answer, and for ranks to follow the first one "
+        f"(default: {Limits.start:g})",
+    )
+
+
+def examine(options: argparse.Namespace) -> list[Finding]:
+    """Carry out `hvdkit doctor --hosts`.
+
+    Raises:
+        HvdkitError: no examination was possible.
+    """
+    where = _hosts(options)
+    assert where is not None
+    plan = make_plan(["true"], _directory(), where, hosts.total_slots(where))
+    return preflight.examine(plan, _settings(options), options.bandwidth)
+
+
+def _settings(options: argparse.Namespace, **others: Any) -> Settings:
+    return Settings(
+        ssh=Ssh(options.ssh_port, options.ssh_identity, options.ssh_arg),
+        python=options.python,
+        network=options.network,
+        **({"limits": Limits(options.start_timeout)} | others),
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carry out `hvdkit run`. Returns the job's exit status.
+
+    Raises:
+        HvdkitError: the job could not be started.
+    """
+    plan = _plan(options)
+    settings = _settings(
+        options,
+        variables=options.variables,
+        pin_gpus=options.pin_gpus,
+        limits=Limits(options.start_timeout, options.stop_grace),
+        preflight=not options.no_preflight,
+    )
+    if _over_mpi(options.launcher):
+        with_mpi = mpi.find(options.mpirun), shlex.split(options.mpi_args)
+        describe = functools.partial(mpi.describe, plan, settings, *with_mpi)
+        carry_out = functools.partial(mpi.run, plan, settings, *with_mpi)
+    else:
+        describe = functools.partial(gloo.describe, plan, settings)
+        carry_out = functools.partial(gloo.run, plan, settings)
+    if options.dry_run:
+        print(describe())
+        return 0
+    shown = range(plan.size) if options.all_output else None
+    try:
+        with Output(plan.size, shown, options.output_dir) as output:
+            outcome = carry_out(output, _say)
+    except BrokenPipeError:
+        # Whoever read our output has enough. Python would complain once more while it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    if outcome.report:
+        _say(outcome.report)
+    return outcome.status
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    where = _hosts(options)
+    if where is None:
+        if options.num_proc is None:
+            raise UsageError("how many ranks? Give -np N, or hosts with slots: -H host1:4,host2:4")
+        where = [hosts.local_host(options.num_proc)]
+    size = hosts.total_slots(where) if options.num_proc is None else options.num_proc
+    return make_plan(command, _directory(), where, size)
+
+
+def _directory() -> str:
+    """Where we are, by the name that the user knows: behind a link it may be another elsewhere."""
+    named = os.environ.get("PWD", "")
+    return named if named and os.path.realpath(named) == os.getcwd() else os.getcwd()
+
+
+def _hosts(options: argparse.Namespace) -> list[hosts.Host] | None:
+    if options.hosts is not None:
+        return hosts.parse_hosts(options.hosts)
+    return None if options.hostfile is None else hosts.read_hostfile(options.hostfile)
+
+
+def _over_mpi(launcher: str) -> bool:
+    if launcher != "auto":
+        return launcher == "mpi"
+    engine = installed()
+    controllers = engine.controllers if engine is not None else None
+    return controllers is not None and "gloo" not in controllers
+
+
+def _say(text: str) -> None:
+    # Not through sys.stderr: a signal's handler says something too, perhaps amid another write.
+    # And a terminal that is gone must not keep the ranks from saving.
+    with contextlib.suppress(OSError):
+        os.write(2, f"hvdkit run: {text}\n".encode())

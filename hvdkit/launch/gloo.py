@@ -1,0 +1,103 @@
+"""Carries a plan out over Gloo: an agent on each host, and a rendezvous here."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+
+from hvdkit.launch import environment, preflight, prepare
+from hvdkit.launch.agents import Agents
+from hvdkit.launch.connection import agent_command
+from hvdkit.launch.job import Job, Outcome
+from hvdkit.launch.network import Interface
+from hvdkit.launch.output import Output
+from hvdkit.launch.plan import Place, Plan
+from hvdkit.launch.prepare import Settings
+from hvdkit.rendezvous import RendezvousServer, gloo_environment
+
+
+def _place_variables(
+    plan: Plan, address: str, port: int
+) -> Callable[[Place, Interface], dict[str, str]]:
+    """What tells a rank its place in a job whose rendezvous is at `address` and `port`."""
+
+    def variables(place: Place, interface: Interface) -> dict[str, str]:
+        return gloo_environment(
+            place.rank,
+            plan.size,
+            address,
+            port,
+            interface.name,
+            place.host.address,
+            place.local_rank,
+            place.local_size,
+            place.cross_rank,
+            place.cross_size,
+        )
+
+    return variables
+
+
+def run(plan: Plan, settings: Settings, output: Output, say: Callable[[str], None]) -> Outcome:
+    """Start the ranks of `plan`, and watch them until they have ended.
+
+    Args:
+        plan: the job.
+        settings: how it is started.
+        output: where the ranks' output goes.
+        say: tells the user something at once.
+
+    Raises:
+        HvdkitError: it could not be started.
+    """
+    with Agents() as agents:
+        facts = prepare.ask_hosts(agents, plan, settings)
+        interfaces, address = prepare.choose_network(plan, facts, settings)
+        with RendezvousServer(address) as server:
+            door = (address, server.port)
+            preflight.before_start(agents, interfaces, plan, settings, door, say)
+            places = _place_variables(plan, *door)
+            ranks = prepare.rank_messages(plan, facts, settings, interfaces, places)
+            for connection in agents.connections:
+                connection.send("start", ranks=ranks[connection.host])
+            return Job(plan, agents, output, settings.limits, server.registered, say).run()
+
+
+def describe(plan: Plan, settings: Settings) -> str:
+    """The plan in words, and the commands that would carry it out. Asks the hosts, starts nothing.
+
+    Raises:
+        HvdkitError: a host cannot take part.
+    """
+    local = prepare.local_hosts(plan)
+    with Agents() as agents:
+        facts = prepare.ask_hosts(agents, plan, settings)
+    interfaces, address = prepare.choose_network(plan, facts, settings)
+    with RendezvousServer(address) as server:
+        port = server.port  # free again in a moment, like any that a person would choose
+    places = _place_variables(plan, address, port)
+    ranks = prepare.rank_messages(plan, facts, settings, interfaces, places)
+    lines = [f"{plan.size} ranks over Gloo, in {plan.directory}"]
+    lines += prepare.host_lines(plan, facts, interfaces)
+    lines += ["", "This starts the agents, which start the ranks:"]
+    for host in plan.hosts:
+        agent = agent_command(host, local[host], settings.ssh, settings.python)
+        lines.append(f"  {shlex.join(agent)}")
+    lines += ["", "To start the same ranks by hand:"]
+    rendezvous = [sys.executable, "-m", "hvdkit.rendezvous", address, str(port)]
+    lines.append(f"  {shlex.join(rendezvous)} &")
+    # What the user forwards by name may be a secret: it is not shown.
+    hidden = environment.explicit(os.environ, settings.variables)
+    for host in plan.hosts:
+        for rank in ranks[host]:
+            shown = {k: v for k, v in (rank["defaults"] | rank["env"]).items() if k not in hidden}
+            words = ["env", *(f"{name}={value}" for name, value in sorted(shown.items()))]
+            line = f"cd {shlex.quote(plan.directory)} && {shlex.join([*words, *plan.command])}"
+            if not local[host]:
+                line = shlex.join(["ssh", *settings.ssh.options(), host.name, line])
+            lines.append(f"  {line} &")
+    if hidden:
+        lines.append(f"  (and with {', '.join(sorted(hidden))}, from -x)")
+    return "\n".join(lines)

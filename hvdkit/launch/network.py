@@ -1,0 +1,204 @@
+"""Which network a job's ranks talk over, and which interface of each host is on it.
+
+Interfaces are chosen by the subnet that they are on, host by host: `eth0` here may be `ens3` there.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network
+
+import psutil
+
+from hvdkit.errors import HvdkitError, UsageError
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One address of a network interface.
+
+    Attributes:
+        name: as the host calls it.
+        address: its address.
+        prefix: the length of its subnet's prefix, in bits.
+        speed: Mbit/s; 0 where the system does not say.
+        mtu: the largest packet, in bytes.
+    """
+
+    name: str
+    address: str
+    prefix: int
+    speed: int = 0
+    mtu: int = 0
+
+    @property
+    def network(self) -> IPv4Network:
+        return IPv4Interface(f"{self.address}/{self.prefix}").network
+
+
+#: What the ranks of a job on this machine alone talk over.
+LOOPBACK = Interface("lo", "127.0.0.1", 8)
+
+
+def own_interfaces() -> list[Interface]:
+    """The IPv4 addresses of this machine's interfaces that are up, without loopback and link-local.
+
+    Horovod's rendezvous client does not take IPv6 addresses.
+    """
+    stats = psutil.net_if_stats()
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        if name not in stats or not stats[name].isup:
+            continue
+        for entry in addresses:
+            if entry.family != socket.AF_INET or not entry.netmask:
+                continue
+            address = IPv4Address(entry.address)
+            if address.is_loopback or address.is_link_local:
+                continue
+            prefix = int(IPv4Address(entry.netmask)).bit_count()
+            speed, mtu = stats[name].speed, stats[name].mtu
+            found.append(Interface(name, str(address), prefix, speed, mtu))
+    return found
+
+
+def source_address(target: str) -> str | None:
+    """The address of this machine that packets to `target` leave from; None without a route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, 9))  # sends nothing: only the routing table is asked
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+@dataclass(frozen=True)
+class HostNetwork:
+    """What a host says of its network.
+
+    Attributes:
+        interfaces: its addresses.
+        reached_at: its address that ssh reached it at; None for the launcher's own machine.
+    """
+
+    interfaces: Sequence[Interface]
+    reached_at: str | None = None
+
+
+def choose_interfaces(
+    hosts: Mapping[str, HostNetwork], network: str | None = None
+) -> dict[str, Interface]:
+    """The interface that each host's ranks use.
+
+    Without `network` it is the subnet that all hosts are on: the one that ssh reached them over,
+    or else the fastest. Where hosts are on different subnets, each uses the interface that ssh
+    reached it over.
+
+    Args:
+        hosts: by name, what each says of its network.
+        network: the user's choice: a subnet (`10.0.0.0/8`), an interface name that all hosts
+            have, or `HOST=INTERFACE,…`.
+
+    Raises:
+        UsageError: `network` is none of these, or a host has no such interface.
+        HvdkitError: nothing connects the hosts.
+    """
+    if network is not None:
+        return _as_told(hosts, network)
+    shared = _shared_networks(hosts)
+    if shared:
+        best = max(shared, key=lambda net: (_reached_over(hosts, net), _slowest(hosts, net)))
+        return {name: _on(host, best)[0] for name, host in hosts.items()}
+    return _reached(hosts)
+
+
+def _as_told(hosts: Mapping[str, HostNetwork], network: str) -> dict[str, Interface]:
+    try:
+        subnet: IPv4Network | None = IPv4Network(network, strict=False)
+    except ValueError:
+        subnet = None
+    by_host = dict(part.split("=", 1) for part in network.split(",") if "=" in part)
+    if unknown := sorted(by_host.keys() - hosts.keys()):
+        raise UsageError(
+            f"--network {network}: {unknown[0]} has no ranks; the hosts are {', '.join(hosts)}"
+        )
+    chosen = {}
+    for name, host in hosts.items():
+        if subnet is not None:
+            fitting = [i for i in host.interfaces if IPv4Address(i.address) in subnet]
+        else:
+            wanted = by_host.get(name) if by_host else network
+            fitting = [i for i in host.interfaces if i.name == wanted]
+        if not fitting:
+            raise UsageError(
+                f"--network {network}: {name} has no such interface; it has {_listed(host)}. "
+                "Expected a subnet (10.0.0.0/8), a name, or HOST=NAME,HOST=NAME."
+            )
+        chosen[name] = fitting[0]
+    return chosen
+
+
+def _on(host: HostNetwork, network: IPv4Network) -> list[Interface]:
+    return [interface for interface in host.interfaces if interface.network == network]
+
+
+def _shared_networks(hosts: Mapping[str, HostNetwork]) -> list[IPv4Network]:
+    first = next(iter(hosts.values()))
+    shared = []
+    for network in dict.fromkeys(interface.network for interface in first.interfaces):
+        addresses = [i.address for host in hosts.values() for i in _on(host, network)[:1]]
+        # Docker's bridge is on the same subnet everywhere, with the same address: no network.
+        if len(set(addresses)) == len(hosts):
+            shared.append(network)
+    return shared
+
+
+def _reached_over(hosts: Mapping[str, HostNetwork], network: IPv4Network) -> bool:
+    return any(
+        host.reached_at is not None and IPv4Address(host.reached_at) in network
+        for host in hosts.values()
+    )
+
+
+def _slowest(hosts: Mapping[str, HostNetwork], network: IPv4Network) -> int:
+    return min(_on(host, network)[0].speed for host in hosts.values())
+
+
+def _reached(hosts: Mapping[str, HostNetwork]) -> dict[str, Interface]:
+    others = [host.reached_at for host in hosts.values() if host.reached_at is not None]
+    chosen = {}
+    for name, host in hosts.items():
+        at = host.reached_at or next(filter(None, map(source_address, others)), None)
+        interface = next((i for i in host.interfaces if i.address == at), None)
+        if interface is None:
+            lists = "; ".join(f"{other}: {_listed(hosts[other])}" for other in hosts)
+            raise HvdkitError(
+                f"no network connects the hosts ({lists}). Name one: --network 10.0.0.0/8, or "
+                "--network HOST=INTERFACE,HOST=INTERFACE."
+            )
+        chosen[name] = interface
+    return chosen
+
+
+def _listed(host: HostNetwork) -> str:
+    return ", ".join(f"{i.name} {i.address}/{i.prefix}" for i in host.interfaces) or "none"
+
+
+def rendezvous_address(chosen: Mapping[str, Interface], own: Sequence[Interface]) -> str:
+    """The address of this machine at which the ranks of all hosts reach it: of their network."""
+    addresses = {interface.address for interface in own}
+    networks = {interface.network for interface in chosen.values()}
+    for interface in own:
+        if interface.network in networks:
+            return interface.address
+    for interface in chosen.values():
+        # Not on their network (a login node): whatever this machine reaches them from.
+        source = source_address(interface.address)
+        if source in addresses:
+            return str(source)
+    raise HvdkitError(
+        f"this machine has no route to {', '.join(i.address for i in chosen.values())}, which the "
+        "ranks talk over; start the job from one of the hosts, or choose another --network"
+    )

@@ -1,0 +1,171 @@
+"""What the ranks write: shown with each line's rank, kept in files, and its end remembered."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Collection
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from hvdkit.errors import UsageError
+
+#: So many lines of a rank are shown again when it fails.
+TAIL_LINES = 20
+#: In a larger job than this one only rank 0 is shown.
+SHOWN_RANKS = 16
+
+_LONGEST_LINE = 65536
+_CLEAR = b"\r\x1b[2K"
+_DRAW_SECONDS = 0.2
+
+
+class Output:
+    """Shows what the ranks write. A context manager.
+
+    Args:
+        size: the number of ranks.
+        shown: the ranks whose lines are shown; default all, or rank 0 of a large job.
+        directory: where each rank's output is also kept, in a file of its own; existing files
+            are continued.
+        stdout: where ranks' standard output goes, default this process's.
+        stderr: likewise.
+
+    Raises:
+        UsageError: the directory cannot be written to.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        shown: Collection[int] | None = None,
+        directory: Path | None = None,
+        stdout: IO[bytes] | None = None,
+        stderr: IO[bytes] | None = None,
+    ) -> None:
+        if shown is None:
+            shown = range(size) if size <= SHOWN_RANKS else (0,)
+        self._shown = frozenset(shown)
+        self._width = len(str(size - 1))
+        self._streams = {
+            "stdout": stdout or sys.stdout.buffer,
+            "stderr": stderr or sys.stderr.buffer,
+        }
+        self._unfinished: dict[tuple[int, str], bytes] = {}
+        self._tails: list[deque[str]] = [deque(maxlen=TAIL_LINES) for _ in range(size)]
+        self._status = _StatusLine(self._streams["stderr"])
+        self._files: list[IO[bytes]] = []
+        if directory is not None:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                for rank in range(size):
+                    name = f"rank.{rank:0{self._width}}.log"
+                    self._files.append((directory / name).open("ab", buffering=0))
+            except OSError as error:
+                self.close()
+                raise UsageError(f"--output-dir {directory}: {error.strerror}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._status.clear()
+        for file in self._files:
+            file.close()
+
+    def write(self, rank: int, stream: str, data: bytes) -> None:
+        """Take a piece of what `rank` wrote to `stream` ("stdout" or "stderr")."""
+        if self._files:
+            self._files[rank].write(data)
+        *lines, rest = (self._unfinished.pop((rank, stream), b"") + data).split(b"\n")
+        if len(rest) > _LONGEST_LINE:
+            # A progress bar that never ends its line is only its last state.
+            rest = _visible(rest)[-_LONGEST_LINE:]
+        if rest:
+            self._unfinished[rank, stream] = rest
+        self._show(rank, stream, lines)
+
+    def finish(self, rank: int) -> None:
+        """`rank` has ended: show what it wrote without ending the line."""
+        for stream in self._streams:
+            if rest := self._unfinished.pop((rank, stream), b""):
+                self._show(rank, stream, [rest])
+
+    def tail(self, rank: int) -> list[str]:
+        """The last lines that `rank` wrote, to either stream."""
+        return list(self._tails[rank])
+
+    def status(self, text: str) -> None:
+        """Say how the job is, on a terminal, below what the ranks write."""
+        progress = self._unfinished.get((0, "stderr")) or self._unfinished.get((0, "stdout"))
+        shown = f"{text}  {_decoded(_visible(progress))}" if progress else text
+        self._status.draw(shown)
+
+    def _show(self, rank: int, stream: str, lines: list[bytes]) -> None:
+        visible = [_visible(line) for line in lines]
+        self._tails[rank].extend(map(_decoded, visible))
+        if visible and rank in self._shown:
+            self._status.clear()
+            prefix = b"[%*d] " % (self._width, rank)
+            try:
+                out = self._streams[stream]
+                out.write(b"".join(prefix + line + b"\n" for line in visible))
+                out.flush()
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                # The terminal is gone; the ranks, and their files, go on.
+                self._shown = frozenset()
+
+
+def _visible(line: bytes) -> bytes:
+    """What a terminal shows of a line in the end: carriage returns begin it anew."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def _decoded(line: bytes) -> str:
+    return line.decode(errors="replace")
+
+
+class _StatusLine:
+    """One line below the output, on a terminal; nothing elsewhere."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream if stream.isatty() else None
+        self._drawn = False
+        self._at = 0.0
+
+    def draw(self, text: str) -> None:
+        now = time.monotonic()
+        if self._stream is None or now < self._at + _DRAW_SECONDS:
+            return
+        self._at = now
+        width = shutil.get_terminal_size().columns - 1
+        printable = "".join(c for c in text if c.isprintable())[:width]
+        self._write(_CLEAR + printable.encode())
+        self._drawn = True
+
+    def clear(self) -> None:
+        if self._drawn:
+            self._write(_CLEAR)
+            self._drawn = False
+
+    def _write(self, data: bytes) -> None:
+        if self._stream is not None:
+            try:
+                self._stream.write(data)
+                self._stream.flush()
+            except OSError:
+                self._stream = None  # nobody looks any more

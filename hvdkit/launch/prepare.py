@@ -1,0 +1,170 @@
+"""What every launcher does before it starts anything: ask the hosts, choose their network, and
+give each rank its environment.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hvdkit.launch import environment, network
+from hvdkit.launch.agents import Agents
+from hvdkit.launch.hosts import Host, is_local
+from hvdkit.launch.job import Limits
+from hvdkit.launch.messages import Message
+from hvdkit.launch.network import HostNetwork, Interface
+from hvdkit.launch.plan import Place, Plan
+from hvdkit.launch.ssh import Ssh
+
+_INTERPRETERS = ("python", "bash", "sh")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a job is started, apart from what and where.
+
+    Attributes:
+        ssh: how other hosts are reached.
+        python: the Python of the agents on other hosts.
+        network: the user's choice of network (`network.choose_interfaces`).
+        variables: the user's `-x` arguments.
+        pin_gpus: give each rank one GPU in CUDA_VISIBLE_DEVICES.
+        limits: of time.
+        preflight: examine several hosts before ranks are started there.
+    """
+
+    ssh: Ssh
+    python: str
+    network: str | None = None
+    variables: Sequence[str] = ()
+    pin_gpus: bool = False
+    limits: Limits = field(default_factory=Limits)
+    preflight: bool = True
+
+
+#: Asked once per host: a name server may take its time.
+_is_local = functools.cache(is_local)
+
+
+def local_hosts(plan: Plan) -> dict[Host, bool]:
+    """The plan's hosts, and whether each is this machine."""
+    return {host: _is_local(host) for host in plan.hosts}
+
+
+def ask_hosts(agents: Agents, plan: Plan, settings: Settings) -> dict[Host, Message]:
+    """Start an agent on each of the plan's hosts; by host, what `agent.facts` found there.
+
+    Raises:
+        HvdkitError: a host cannot take part.
+    """
+    agents.dial(local_hosts(plan), settings.ssh, settings.python)
+    facts = agents.contact(task(plan), settings.limits.start)
+    return {connection.host: found for connection, found in facts.items()}
+
+
+def task(plan: Plan) -> Message:
+    """What the agents are told first."""
+    return {
+        "command": list(plan.command),
+        "directory": plan.directory,
+        "path": os.environ.get("PATH"),
+        "files": script(plan.command, plan.directory),
+    }
+
+
+def script(command: Sequence[str], directory: str) -> list[str]:
+    """The script among the arguments of an interpreter, which every host must have."""
+    if not Path(command[0]).name.startswith(_INTERPRETERS):
+        return []
+    for argument in command[1:]:
+        if argument in ("-c", "-m"):
+            return []
+        if not argument.startswith("-"):
+            return [argument] if Path(directory, argument).is_file() else []
+    return []
+
+
+def choose_network(
+    plan: Plan, facts: Mapping[Host, Message], settings: Settings
+) -> tuple[dict[Host, Interface], str]:
+    """By host, what its ranks talk over, and this machine's address for the rendezvous.
+
+    Args:
+        plan: the job.
+        facts: by host, what `agent.facts` found there.
+        settings: the user's choices.
+    """
+    local = local_hosts(plan)
+    if all(local.values()) and settings.network is None:
+        return dict.fromkeys(facts, network.LOOPBACK), network.LOOPBACK.address
+    networks = {host.name: _network_of(found, local[host]) for host, found in facts.items()}
+    chosen = network.choose_interfaces(networks, settings.network)
+    address = network.rendezvous_address(chosen, network.own_interfaces())
+    return {host: chosen[host.name] for host in facts}, address
+
+
+def _network_of(facts: Message, local: bool) -> HostNetwork:
+    interfaces = [Interface(**fields) for fields in facts["interfaces"]]
+    # Here it would be how the user has logged in, which says nothing about the other hosts.
+    return HostNetwork(interfaces, None if local else facts["reached_at"])
+
+
+def rank_messages(
+    plan: Plan,
+    facts: Mapping[Host, Message],
+    settings: Settings,
+    interfaces: Mapping[Host, Interface],
+    place_variables: Callable[[Place, Interface], Mapping[str, str]],
+) -> dict[Host, list[Message]]:
+    """By host, each rank's number and environment, as the `start` message carries them.
+
+    Args:
+        plan: the job.
+        facts: by host, what `agent.facts` found there.
+        settings: the user's choices.
+        interfaces: by host, what its ranks talk over.
+        place_variables: what tells a rank its place.
+    """
+    variables = environment.explicit(os.environ, settings.variables)
+    forwarded = environment.forwarded(os.environ)
+    local = local_hosts(plan)
+    ranks = {}
+    for host, found in facts.items():
+        # The ranks here inherit everything anyway.
+        base = variables if local[host] else forwarded | variables
+        interface = interfaces[host]
+        optional = {} if interface is network.LOOPBACK else _nccl(interface)
+        ranks[host] = [
+            {
+                "rank": place.rank,
+                "env": base
+                | dict(place_variables(place, interface))
+                | (environment.pinned_gpu(place, found["gpus"]) if settings.pin_gpus else {}),
+                "defaults": optional
+                | environment.defaults(place, found["cores"], settings.limits.start),
+            }
+            for place in plan.on(host)
+        ]
+    return ranks
+
+
+def _nccl(interface: Interface) -> dict[str, str]:
+    return {"NCCL_SOCKET_IFNAME": f"={interface.name}"}  # "=": this name, not one that begins so
+
+
+def host_lines(
+    plan: Plan, facts: Mapping[Host, Message], interfaces: Mapping[Host, Interface]
+) -> list[str]:
+    """A line for each host: its ranks, and what it says of itself."""
+    lines = []
+    for host in plan.hosts:
+        numbers = ", ".join(str(place.rank) for place in plan.on(host))
+        interface, found = interfaces[host], facts[host]
+        lines.append(
+            f"  {host.name}: rank {numbers}; {interface.name} {interface.address}; "
+            f"{found['cores']} cores, Python {found['python']}"
+        )
+    return lines

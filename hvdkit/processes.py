@@ -1,0 +1,178 @@
+"""The processes of one job on this machine: started with a mark, found by it, and ended.
+
+Whatever a job's command starts carries the job's mark in its environment, so that a process which
+left its parent and its session (mpirun's ranks, a daemon) is still found and ended.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO
+
+import psutil
+
+from hvdkit.errors import HvdkitError
+
+#: Holds the mark of a process's group (of nested groups: all their marks).
+MARK = "HVDKIT_RANK_GROUP"
+
+# What tells a process its place in a job. A job must not inherit it from the one it is started by.
+_PLACE_PREFIXES = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMI_", "PMIX_")
+_PLACE_VARIABLES = {
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE",
+    "HOROVOD_CROSS_RANK",
+    "HOROVOD_CROSS_SIZE",
+    "HOROVOD_HOSTNAME",
+    "HOROVOD_CONTROLLER",
+    "HOROVOD_CPU_OPERATIONS",
+    "HOROVOD_GLOO_IFACE",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+}
+
+_PR_SET_PDEATHSIG = 1
+
+
+class ProcessGroup:
+    """The processes of one job on this machine."""
+
+    def __init__(self) -> None:
+        self._id = uuid.uuid4().hex
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str | os.PathLike[str] | None = None,
+        stdout: int | IO[bytes] | None = None,
+        stderr: int | IO[bytes] | None = subprocess.STDOUT,
+        dies_with_us: bool = False,
+        pass_fds: Sequence[int] = (),
+    ) -> subprocess.Popen[bytes]:
+        """Start `command` in a session of its own, with exactly the environment `env`.
+
+        Args:
+            command: what to run.
+            env: its environment, to which the group's mark is added.
+            cwd: its working directory, default this process's.
+            stdout: as `subprocess.Popen` takes it.
+            stderr: as `subprocess.Popen` takes it.
+            dies_with_us: let the kernel end it when this process is killed. Only where this
+                process has no other threads.
+            pass_fds: open files that it inherits.
+
+        Raises:
+            HvdkitError: it cannot be started.
+        """
+        outer = os.environ.get(MARK)
+        try:
+            process = subprocess.Popen(
+                list(command),
+                env=dict(env) | {MARK: f"{outer}:{self._id}" if outer else self._id},
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                # The terminal's Ctrl-C is for this process, which then ends the others.
+                start_new_session=True,
+                preexec_fn=_die_with_parent if dies_with_us else None,
+                pass_fds=pass_fds,
+            )
+        except OSError as error:
+            reason = error.strerror or error
+            what = error.filename if error.filename == cwd and cwd is not None else command[0]
+            raise HvdkitError(f"cannot start {os.fspath(what)!r}: {reason}") from error
+        self.started.append(process)
+        return process
+
+    def running(self) -> bool:
+        """True while a process that was started here has not ended."""
+        return any(process.poll() is None for process in self.started)
+
+    def ending(self, grace: float, kill_grace: float = 3.0) -> Iterator[None]:
+        """End every process: SIGTERM, then SIGKILL to those that are still there after `grace`.
+
+        Yields while there is something to wait for; go on with it a few times per second.
+
+        Raises:
+            HvdkitError: a process is still there `kill_grace` seconds after SIGKILL.
+        """
+        for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, kill_grace)):
+            deadline = time.monotonic() + seconds
+            signalled: set[psutil.Process] = set()
+            while members := self._members():
+                # A member may have been born since the last look, so look again each time.
+                for process in members - signalled:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.send_signal(number)
+                signalled |= members
+                if time.monotonic() > deadline:
+                    break
+                yield
+            else:
+                return
+        raise HvdkitError(
+            f"processes {sorted(process.pid for process in members)} of a group of ranks did not "
+            f"end within {kill_grace:g} s of SIGKILL; look at them with `ps -o pid,stat,wchan,cmd`"
+        )
+
+    def _members(self) -> set[psutil.Process]:
+        own: set[psutil.Process] = set()
+        others: set[psutil.Process] = set()
+        for started in self.started:
+            # A process whose first thread has ended looks like a zombie while its others still
+            # run, so for our own ones only this counts, which also takes them off the table.
+            if started.poll() is None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process = psutil.Process(started.pid)
+                    own.add(process)
+                    # Descendants as well as marked ones: a tool such as sudo gives its children a
+                    # clean environment.
+                    others.update(process.children(recursive=True))
+        for process in psutil.process_iter():
+            # Another user's process, or one that ended meanwhile, is not to be ended by us.
+            with contextlib.suppress(psutil.Error):
+                if self._id in process.environ().get(MARK, "").split(":"):
+                    others.add(process)
+        return own | {process for process in others - own if _alive(process)}
+
+
+def without_place(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` without what tells a process its place in a job."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in _PLACE_VARIABLES
+        # PMIX_MCA_* are the user's settings, not a place in a job.
+        and not (name.startswith(_PLACE_PREFIXES) and not name.startswith("PMIX_MCA_"))
+    }
+
+
+def ending_text(status: int) -> str:
+    """How a process ended, in words; a negative status is a signal, as `subprocess` has it."""
+    if status < 0:
+        return f"killed by signal {-status} ({signal.strsignal(-status)})"
+    return f"exit status {status}"
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+_libc = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

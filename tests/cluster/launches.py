@@ -1,0 +1,88 @@
+"""`hvdkit run` as a user on the first of several hosts runs it."""
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+
+from tests.parallel.rank_pool import REPOSITORY
+
+#: A rank on each of two hosts.
+BOTH = ("-H", "host0:1,host1:1")
+
+_SECONDS = 60
+_RANK = (
+    "import os, signal, subprocess, sys, time;"
+    "names = ('HOROVOD_RANK', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK');"
+    "rank = next(int(os.environ[name]) for name in names if name in os.environ);"
+)
+
+
+class Launches:
+    """Runs `hvdkit run` on the first host."""
+
+    def __init__(self, cluster, access, folder):
+        self.cluster = cluster
+        self.access = access
+        self.folder = folder
+        self.servers = self.processes()
+
+    def processes(self):
+        return set().union(*(host.processes() for host in self.cluster.hosts))
+
+    def command(self, *arguments):
+        run = [sys.executable, "-m", "hvdkit", "run", f"--ssh-arg=-F{self.access.config}"]
+        return self.cluster.hosts[0].command([*run, *arguments])
+
+    def run(self, *arguments, **env):
+        """Run to the end; no process may be left on any host."""
+        done = subprocess.run(
+            self.command(*arguments),
+            env=os.environ | env,
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+        self.check_nothing_is_left()
+        return done
+
+    def start(self, *arguments):
+        return subprocess.Popen(
+            self.command(*arguments),
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def check_nothing_is_left(self, seconds=5.0):
+        deadline = time.monotonic() + seconds
+        while left := self.processes() - self.servers:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"left: {[describe(pid) for pid in left]}")
+            time.sleep(0.05)
+
+
+def describe(pid):
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.NoSuchProcess:
+        return f"{pid}, ended meanwhile"
+
+
+def python(code):
+    """A rank's command; `code` knows its `rank`, and has modules imported."""
+    return (sys.executable, "-c", _RANK + code)
+
+
+def wait_for(job, *lines):
+    """Read the job's output until each of `lines` has come; it may not end before."""
+    waiting = set(lines)
+    while waiting:
+        line = job.stdout.readline()
+        assert line, f"ended without {waiting}: {job.stderr.read()}"
+        waiting.discard(line.rstrip("\n"))

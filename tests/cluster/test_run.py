@@ -1,0 +1,393 @@
+"""`hvdkit run` on several hosts, over ssh: what works, and how each failure ends."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.cluster import ssh_servers
+from tests.cluster.launches import BOTH, Launches, python, wait_for
+from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
+
+REDUCE = """
+import torch
+import hvdkit.torch as hvd
+
+hvd.init()
+total = hvd.allreduce(torch.arange(4.0) + hvd.rank(), op=hvd.Sum)
+assert torch.equal(total, 2 * torch.arange(4.0) + 1), total
+print("place", hvd.rank(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+"""
+
+
+@pytest.fixture
+def refusing(launches):
+    """The second host lets nobody in."""
+    keys = launches.access.authorized_keys["host1"]
+    content = keys.read_text()
+    keys.write_text("")
+    yield
+    keys.write_text(content)
+
+
+def test_ranks_on_hosts_with_other_interface_names_reduce(launches):
+    skip_where_unsupported(Configuration("torch", "gloo", 2))
+    done = launches.run(*BOTH, sys.executable, "-c", REDUCE)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] place 0 0 1 0 2", "[1] place 1 0 1 1 2"]
+
+
+def test_four_hosts(make_hosts, tmp_path):
+    skip_where_unsupported(Configuration("torch", "gloo", 4))
+    missing = ssh_servers.missing()
+    if missing is not None:
+        pytest.skip(missing)
+    code = (
+        "import torch, hvdkit.torch as hvd; hvd.init();"
+        "print(hvd.rank(), hvd.cross_rank(), float(hvd.allreduce(torch.ones(()), op=hvd.Sum)))"
+    )
+    with (
+        make_hosts(4, interfaces=("eth0", "ens3", "lan", "enp1s0")) as cluster,
+        ssh_servers.ssh_servers(cluster, tmp_path) as access,
+    ):
+        # Started on the first host, which has no rank itself.
+        hosts = "host3:1,host2:1,host1:1"
+        done = Launches(cluster, access, tmp_path).run("-H", hosts, sys.executable, "-c", code)
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.splitlines()) == [f"[{r}] {r} {r} 3.0" for r in range(3)]
+        done = Launches(cluster, access, tmp_path).run(
+            "-H", f"host0:1,{hosts}", sys.executable, "-c", code
+        )
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.splitlines()) == [f"[{r}] {r} {r} 4.0" for r in range(4)]
+
+
+def test_hosts_may_have_different_numbers_of_ranks(launches):
+    code = (
+        "names = ('RANK', 'LOCAL_RANK', 'LOCAL_SIZE', 'CROSS_RANK', 'CROSS_SIZE', 'GLOO_IFACE');"
+        "print(*(os.environ['HOROVOD_' + name] for name in names))"
+    )
+    done = launches.run("-H", "host1:2,host0:1", *python(code))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "[0] 0 0 2 0 2 ens3",
+        "[1] 1 1 2 0 1 ens3",
+        "[2] 2 0 1 1 2 eth0",
+    ]
+
+
+def test_what_is_needed_is_forwarded_and_secrets_are_not(launches):
+    names = "('NCCL_DEBUG', 'HF_TOKEN', 'HOROVOD_SECRET_KEY', 'MINE', 'WANDB_API_KEY', 'OTHER')"
+    done = launches.run(
+        *("-H", "host1:1", "-x", "MINE=a b'c", "-x", "WANDB_API_KEY"),
+        *python(f"print(*map(os.environ.get, {names}), sep='|')"),
+        NCCL_DEBUG="WARN",
+        HF_TOKEN="secret",
+        HOROVOD_SECRET_KEY="secret",
+        WANDB_API_KEY="wanted",
+        OTHER="other",
+    )
+    assert done.stdout == "[0] WARN|None|None|a b'c|wanted|None\n"
+
+
+def test_no_command_line_shows_the_environment(launches):
+    code = (
+        "print(any(b'hidden' in open(f'/proc/{p}/cmdline', 'rb').read()"
+        " for p in os.listdir('/proc') if p.isdigit()))"
+    )
+    done = launches.run("-H", "host1:1", "-x", "MINE", *python(code), MINE="hid" + "den")
+    # The rank's own command holds the word that it looks for.
+    assert done.stdout == "[0] True\n"
+    code = code.replace("b'hidden'", "b'hid' + b'den'")
+    done = launches.run("-H", "host1:1", "-x", "MINE", *python(code), MINE="hid" + "den")
+    assert done.stdout == "[0] False\n"
+
+
+def test_the_rendezvous_listens_only_on_the_network_of_the_job(launches):
+    code = "print(*[l.split()[1] for l in open('/proc/net/tcp') if l.split()[3] == '0A'])"
+    done = launches.run(*BOTH, *python(code))
+    first = next(line for line in done.stdout.splitlines() if line.startswith("[0]"))
+    own = launches.cluster.hosts[0].address
+    hexadecimal = "".join(f"{int(part):02X}" for part in reversed(own.split(".")))
+    addresses = {entry.partition(":")[0] for entry in first.split()[1:]}
+    assert addresses == {hexadecimal}
+
+
+def test_a_dry_run_names_addresses_and_starts_nothing(launches):
+    done = launches.run(*BOTH, "--dry-run", "-x", "MINE=secret", "touch", "made")
+    assert done.returncode == 0, done.stderr
+    for host in launches.cluster.hosts:
+        assert f"{host.interface} {host.address}" in done.stdout
+    assert "secret" not in done.stdout
+    assert not (REPOSITORY / "made").exists()
+
+
+def test_a_host_that_refuses_ssh(launches, refusing):
+    done = launches.run(*BOTH, "true")
+    assert done.returncode == 1
+    assert "1 of 2 hosts cannot take part; nothing was started" in done.stderr
+    assert "host1: it does not let you in without a password" in done.stderr
+    assert "ssh-copy-id host1" in done.stderr
+
+
+def test_a_host_without_an_ssh_server(launches):
+    done = launches.run(*BOTH, "--ssh-port", "2222", "true")
+    assert done.returncode == 1
+    assert "host1: no ssh server listens on port 2222" in done.stderr
+
+
+def test_an_unknown_host_key(launches):
+    done = launches.run(*BOTH, "--ssh-arg=-oUserKnownHostsFile=/dev/null", "true")
+    assert done.returncode == 1
+    assert "host1: its host key is not known here" in done.stderr
+    assert "ssh-keyscan -p 22 host1" in done.stderr
+
+
+def test_a_host_that_does_not_exist(launches):
+    done = launches.run("-H", "host0:1,host7:1", "true")
+    assert done.returncode == 1
+    assert "host7: its name is not known here" in done.stderr
+
+
+def test_a_host_that_is_silent(launches):
+    # An address on the network that nobody has: ssh would wait for ten seconds.
+    nobody = launches.cluster.address.rpartition(".")[0] + ".250"
+    began = time.monotonic()
+    done = launches.run("-H", f"host0:1,{nobody}:1", "--start-timeout", "1", "true")
+    assert time.monotonic() - began < 10
+    assert done.returncode == 1
+    assert f"{nobody}: did not come up within 1 s" in done.stderr
+
+
+def test_a_script_that_is_missing_on_one_host(launches):
+    script = launches.folder / "only_here" / "train.py"
+    done = launches.run(*BOTH, sys.executable, str(script))
+    assert done.returncode == 1
+    assert f"host1: no file {script}" in done.stderr
+    assert "host0:" not in done.stderr
+    assert "trained" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/no/such/python", "host1: there is no Python at /no/such/python"),
+        ("/usr/bin/python3", "host1: /usr/bin/python3 there has no hvdkit"),
+    ],
+)
+def test_a_wrong_python_on_one_host(launches, path, expected):
+    if path == "/usr/bin/python3" and not os.path.exists(path):
+        pytest.skip("no second Python here")
+    done = launches.run(*BOTH, "--python", path, "true")
+    assert done.returncode == 1
+    assert expected in done.stderr
+
+
+def test_the_job_ends_with_the_status_of_the_rank_that_failed(launches):
+    code = (
+        "print('\\n'.join(f'line {i}' for i in range(30)));"
+        "sys.exit(3) if rank == 1 else time.sleep(60)"
+    )
+    began = time.monotonic()
+    done = launches.run(*BOTH, *python(code))
+    assert time.monotonic() - began < 15
+    assert done.returncode == 3
+    said = done.stderr.splitlines()
+    assert said[0] == (
+        "hvdkit run: rank 1 on host1 failed: exit status 3; the 1 that still ran was ended."
+    )
+    assert said[1:] == ["Rank 1's last lines:", *(f"  line {i}" for i in range(10, 30))]
+
+
+def test_a_rank_that_is_killed(launches):
+    code = "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)"
+    done = launches.run(*BOTH, *python(code))
+    assert done.returncode == 128 + 9
+    assert "rank 1 on host1 failed: killed by signal 9 (Killed)" in done.stderr
+
+
+def test_ranks_that_do_not_heed_sigterm_are_killed(launches):
+    code = (
+        "signal.signal(15, signal.SIG_IGN); print('deaf');"
+        "subprocess.Popen(['sleep', '60'], start_new_session=True);"
+        "time.sleep(1); sys.exit(3) if rank == 0 else time.sleep(60)"
+    )
+    began = time.monotonic()
+    done = launches.run(*BOTH, *python(code))
+    assert 10 < time.monotonic() - began < 30
+    assert done.returncode == 3
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed(launches, start):
+    code = "subprocess.Popen(['sleep', '60'], start_new_session=True); print('up'); time.sleep(60)"
+    job = start(*BOTH, *python(code))
+    wait_for(job, "[0] up", "[1] up")
+    job.kill()
+    job.wait(timeout=10)
+    launches.check_nothing_is_left(10)
+
+
+ORDERLY = """
+def stop(*_):
+    print("saving")
+    time.sleep(1 + rank)
+    sys.exit(75)
+
+signal.signal(signal.SIGINT, stop)
+print("up")
+time.sleep(60)
+"""
+
+
+def test_ctrl_c_lets_every_rank_save(start):
+    job = start(*BOTH, *python(ORDERLY))
+    wait_for(job, "[0] up", "[1] up")
+    job.send_signal(signal.SIGINT)
+    out, err = job.communicate(timeout=30)
+    assert sorted(out.splitlines()) == ["[0] saving", "[1] saving"]
+    assert "SIGINT: asking all ranks to stop; again: at once" in err
+    assert "stopped, and can go on" in err
+    assert job.returncode == 75
+
+
+def test_ctrl_c_twice_ends_at_once(start):
+    code = "signal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN); print('up');"
+    job = start(*BOTH, *python(code + "time.sleep(60)"))
+    wait_for(job, "[0] up", "[1] up")
+    job.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert job.poll() is None
+    began = time.monotonic()
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=30)
+    assert time.monotonic() - began < 6
+    assert job.returncode == 128 + signal.SIGINT
+    assert "ending all ranks now" in err
+
+
+def test_ctrl_c_where_a_script_knows_nothing_of_it(start):
+    job = start(*BOTH, *python("print('up'); time.sleep(60)"))
+    wait_for(job, "[0] up", "[1] up")
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=30)
+    assert job.returncode == 128 + signal.SIGINT
+    assert err.splitlines()[-1] == "hvdkit run: ended by SIGINT"
+
+
+def test_a_rank_that_never_comes_up_is_named(launches):
+    skip_where_unsupported(Configuration("torch", "gloo", 2))
+    code = (
+        "print('thinking') if rank else None; time.sleep(60) if rank else None;"
+        "import hvdkit.torch as hvd; hvd.init()"
+    )
+    done = launches.run(*BOTH, "--start-timeout", "4", *python(code))
+    assert done.returncode == 1
+    assert "rank 1 on host1 did not come up within 4 s of the first rank" in done.stderr
+    assert "  thinking" in done.stderr
+
+
+def test_an_agent_that_is_killed_is_noticed(launches, start):
+    job = start(*BOTH, *python("print('up'); print('agent', os.getppid()); time.sleep(60)"))
+    pids = {}
+    while len(pids) < 2:
+        rank, word, *pid = job.stdout.readline().split()
+        if word == "agent":
+            pids[rank] = int(pid[0])
+    os.kill(pids["[1]"], signal.SIGKILL)
+    _, err = job.communicate(timeout=30)
+    assert job.returncode == 1
+    assert "lost host1" in err
+
+
+def doctor(launches, *arguments):
+    command = [sys.executable, "-m", "hvdkit", "doctor", f"--ssh-arg=-F{launches.access.config}"]
+    return subprocess.run(
+        launches.cluster.hosts[0].command([*command, *arguments]),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_doctor_examines_the_hosts(launches):
+    done = doctor(launches, "--hosts", "host0,host1", "--bandwidth", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {f["name"]: f["found"] for f in json.loads(done.stdout)["findings"]}
+    assert found["ssh"] == "2 of 2 hosts answer unattended"
+    assert found["Python"].endswith("(both hosts)")
+    assert "eth0 (host0); ens3 (host1)" in found["network"]
+    assert found["TCP"] == "every host reaches every other and the launcher (4 ways)"
+    assert "to 127.x on host0, host1, which is fine" in found["hostnames"]
+    assert "Gbit/s from host0 to host1" in found["bandwidth"]
+    launches.check_nothing_is_left()
+
+
+def test_doctor_says_what_is_wrong_with_a_host_and_examines_the_others(launches, refusing):
+    done = doctor(launches, "--hosts", "host0,host1")
+    assert done.returncode == 1
+    assert "1 of 2 hosts answer unattended" in done.stdout
+    assert "-> it does not let you in without a password" in done.stdout
+    assert "(host0)" in done.stdout
+
+
+@pytest.fixture
+def firewall(launches):
+    """The first host refuses connections from the second."""
+    if shutil.which("iptables") is None:
+        pytest.skip("no iptables here: apt-get install iptables")
+    first, second = launches.cluster.hosts
+    rule = ["INPUT", "-s", second.address, "-p", "tcp", "--syn", "-j", "REJECT"]
+    subprocess.run(first.command(["iptables", "-A", *rule]), timeout=20, check=True)
+    yield
+    subprocess.run(first.command(["iptables", "-D", *rule]), timeout=20, check=True)
+
+
+def test_a_start_that_cannot_succeed_is_stopped_by_the_preflight(launches, firewall):
+    done = launches.run(*BOTH, "true")
+    assert done.returncode == 1
+    assert "the hosts are not ready; nothing was started" in done.stderr
+    assert "TCP: 2 of 4 ways fail: host1 to host0" in done.stderr
+    assert "host1 to the launcher" in done.stderr
+    assert launches.run(*BOTH, "--no-preflight", "true").returncode == 0
+
+
+@pytest.mark.long
+def test_a_host_whose_link_goes_down(launches, start):
+    job = start(*BOTH, *python("print('up'); time.sleep(300)"))
+    wait_for(job, "[0] up", "[1] up")
+    first, second = launches.cluster.hosts
+    link = ["ip", "-n", second.namespace, "link", "set", second.interface]
+    subprocess.run([*link, "down"], timeout=20, check=True)
+    try:
+        # ssh notices after 3 x 10 s of silence.
+        _, err = job.communicate(timeout=70)
+        assert job.returncode == 1
+        assert "lost host1" in err
+        assert not first.processes() - launches.servers
+        # The other host's ranks end by themselves: their launcher has not been heard of for 60 s.
+        deadline = time.monotonic() + 60
+        while rank_processes(second) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert not rank_processes(second)
+    finally:
+        subprocess.run([*link, "up"], timeout=20, check=True)
+
+
+def rank_processes(host):
+    """The commands of the ranks on `host`."""
+    found = []
+    for pid in host.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command = " ".join(psutil.Process(pid).cmdline())
+            if "time.sleep(300)" in command:
+                found.append(command)
+    return found

@@ -1,0 +1,103 @@
+"""`hvdkit run --launcher mpi` on several hosts, with each MPI that is here."""
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdkit.engine.toolchain import which
+from tests.cluster.launches import BOTH, python, wait_for
+from tests.cluster.test_run import ORDERLY, REDUCE
+from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
+
+MPI = ("--launcher", "mpi", *BOTH)
+PATHS = {
+    "own": which("mpirun") or "no mpirun",
+    # `scripts/test --long` puts them there.
+    "openmpi4": str(REPOSITORY / ".venv-openmpi4/bin/mpirun"),
+    "mpich": str(REPOSITORY / ".venv-mpich/bin/mpirun"),
+}
+
+
+@pytest.fixture(params=PATHS)
+def mpi(request):
+    path = PATHS[request.param]
+    if not Path(path).exists():
+        pytest.skip(f"no {path} here")
+    return (*MPI, "--mpirun", path)
+
+
+def test_ranks_on_hosts_with_other_interface_names_reduce(launches):
+    skip_where_unsupported(Configuration("torch", "mpi", 2))
+    done = launches.run(*MPI, sys.executable, "-c", REDUCE)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] place 0 0 1 0 2", "[1] place 1 0 1 1 2"]
+
+
+def test_each_host_has_its_rank_and_the_environment(launches, mpi):
+    code = "print(os.uname().nodename, os.environ.get('MINE'), os.environ['HOROVOD_CONTROLLER'])"
+    done = launches.run(*mpi, "-x", "MINE=a b", *python(code))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] host0 a b mpi", "[1] host1 a b mpi"]
+
+
+SEARCH = """
+
+def contents(name):
+    for pid in filter(str.isdigit, os.listdir('/proc')):
+        try:
+            yield open(f'/proc/{pid}/{name}', 'rb').read() + bytes(1)
+        except OSError:
+            continue  # it has ended
+
+lines = b''.join(contents('cmdline'))
+token = b''.join(contents('environ')).partition(b'HVDKIT_LAUNCHER_TOKEN=')[2].partition(bytes(1))[0]
+print(len(token), token in lines, b'hid' + b'den' in lines)
+"""
+
+
+def test_no_command_line_shows_the_environment_or_the_token(launches, mpi):
+    done = launches.run(*mpi, "-x", "MINE", *python(SEARCH), MINE="hid" + "den")
+    assert sorted(done.stdout.splitlines()) == ["[0] 32 False False", "[1] 32 False False"]
+
+
+def test_the_job_ends_with_the_status_of_the_rank_that_failed(launches, mpi):
+    code = "print('last words'); sys.exit(3) if rank == 1 else time.sleep(60)"
+    done = launches.run(*mpi, *python(code))
+    assert done.returncode == 3
+    assert "rank 1 on host1 failed: exit status 3" in done.stderr
+    assert "  last words" in done.stderr
+
+
+def test_a_rank_that_is_killed(launches, mpi):
+    code = "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)"
+    done = launches.run(*mpi, *python(code))
+    assert done.returncode == 128 + 9
+    assert "rank 1 on host1 failed: killed by signal 9 (Killed)" in done.stderr
+
+
+def test_arguments_that_mpirun_does_not_know(launches, mpi):
+    done = launches.run(*mpi, "--mpi-args=--no-such-argument", "true")
+    assert done.returncode == 1
+    assert "hvdkit run: mpirun ended with status" in done.stderr
+    assert "no-such-argument" in done.stderr
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed(launches, start, mpi):
+    code = "subprocess.Popen(['sleep', '60'], start_new_session=True); print('up'); time.sleep(60)"
+    job = start(*mpi, *python(code))
+    wait_for(job, "[0] up", "[1] up")
+    job.kill()
+    job.wait(timeout=10)
+    launches.check_nothing_is_left(20)
+
+
+def test_ctrl_c_lets_every_rank_save(start, mpi):
+    job = start(*mpi, *python(ORDERLY))
+    wait_for(job, "[0] up", "[1] up")
+    job.send_signal(signal.SIGINT)
+    out, err = job.communicate(timeout=30)
+    assert sorted(out.splitlines()) == ["[0] saving", "[1] saving"]
+    assert "stopped, and can go on" in err
+    assert job.returncode == 75

@@ -1,0 +1,226 @@
+"""`hvdkit run` on this machine, as a user runs it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hvdkit.engine.describe import installed
+from hvdkit.engine.toolchain import which
+
+RANK = "import os, signal, sys, time; rank = int(os.environ['HOROVOD_RANK']);"
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "hvdkit", "run", *arguments]
+
+
+def run(*arguments, **options):
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=60, check=False, **options
+    )
+
+
+def python(code):
+    return (sys.executable, "-c", RANK + code)
+
+
+def test_ranks_reduce():
+    engine = installed()
+    if engine is None or "torch" not in engine.frameworks:
+        pytest.skip("no Horovod for torch here: run `hvdkit build`")
+    code = (
+        "import torch, hvdkit.torch as hvd; hvd.init();"
+        "print(float(hvd.allreduce(torch.tensor(rank + 1.0), op=hvd.Sum)))"
+    )
+    done = run("-np", "2", *python(code))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] 3.0", "[1] 3.0"]
+
+
+@pytest.mark.parametrize("comm", ["MPI.COMM_WORLD.Split(half)", "[2 * half, 2 * half + 1]"])
+def test_two_jobs_inside_one_mpirun(comm):
+    engine = installed()
+    if engine is None or "torch" not in engine.frameworks or which("mpirun") is None:
+        pytest.skip("no Horovod for torch over MPI here")
+    if engine.controllers is not None and "mpi" not in engine.controllers:
+        pytest.skip("Horovod was built without MPI here")
+    pytest.importorskip("mpi4py")
+    code = f"""
+import torch
+from mpi4py import MPI
+import hvdkit.torch as hvd
+
+rank = MPI.COMM_WORLD.Get_rank()
+half = rank // 2
+hvd.init(comm={comm})
+total = hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum)
+print(half, hvd.rank(), hvd.size(), total.item())
+hvd.shutdown()
+"""
+    done = run("--launcher", "mpi", "-np", "4", sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "[0] 0 0 2 1.0",
+        "[1] 0 1 2 1.0",
+        "[2] 1 0 2 5.0",
+        "[3] 1 1 2 5.0",
+    ]
+
+
+def test_the_ranks_run_where_the_launcher_does_with_its_environment(tmp_path):
+    code = "print(os.getcwd(), os.environ['GREETING'])"
+    # A module that shadows one of Python's own is the ranks' business, not the launcher's.
+    (tmp_path / "selectors.py").write_text("raise SystemExit('shadowed')")
+    # With PYTHONSAFEPATH this test's `-m hvdkit` is what `hvdkit` is on the command line.
+    env = os.environ | {"GREETING": "hello", "PYTHONSAFEPATH": "1"}
+    done = run("-np", "1", *python(code), cwd=tmp_path, env=env)
+    assert done.stdout == f"[0] {tmp_path} hello\n", done.stderr
+
+
+def test_options_of_the_command_are_its_own():
+    done = run("-np", "1", "--", *python("print(sys.argv[1:])"), "-np", "3", "--help")
+    assert done.stdout == "[0] ['-np', '3', '--help']\n"
+
+
+def test_standard_output_and_error_stay_apart():
+    done = run("-np", "1", *python("print('out'); print('err', file=sys.stderr)"))
+    assert (done.stdout, done.stderr) == ("[0] out\n", "[0] err\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "expected"),
+    [
+        ("sys.exit(3) if rank else time.sleep(60)", 3, "rank 1 on localhost failed: exit status 3"),
+        ("os.kill(os.getpid(), 11) if rank else time.sleep(60)", 139, "Segmentation fault"),
+        ("sys.exit(75) if rank else time.sleep(1)", 75, "stopped, and can go on"),
+        # What is worse than a stop is not hidden by it.
+        ("time.sleep(1 - rank); sys.exit(75 if rank else 3)", 3, "exit status 3"),
+    ],
+)
+def test_the_exit_status_is_that_of_the_rank_that_failed(code, status, expected):
+    done = run("-np", "2", *python(code))
+    assert done.returncode == status
+    assert expected in done.stderr
+
+
+def test_a_rank_that_stops_for_good_does_not_disturb_one_that_is_saving():
+    code = "time.sleep(0 if rank else 2); print('saved', rank); sys.exit(75)"
+    done = run("-np", "2", *python(code))
+    assert done.returncode == 75
+    assert "saved 0" in done.stdout
+
+
+def test_patience_with_an_orderly_stop_ends():
+    done = run("-np", "2", "--stop-grace", "1", *python("sys.exit(75) if rank else time.sleep(60)"))
+    assert done.returncode == 75
+    assert "rank 0 on localhost did not stop within 1 s" in done.stderr
+
+
+def test_sigterm_is_an_orderly_stop():
+    code = "signal.signal(15, lambda *_: sys.exit(75)); print('up'); time.sleep(60)"
+    job = subprocess.Popen(command("-np", "1", *python(code)), stdout=subprocess.PIPE)
+    try:
+        assert job.stdout.readline() == b"[0] up\n"
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=20) == 75
+    finally:
+        job.kill()
+        job.wait(timeout=20)
+        job.stdout.close()
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+    code = "print('up'); time.sleep(1); print('done')"
+    job = subprocess.Popen(["nohup", *command("-np", "1", *python(code))], stdout=subprocess.PIPE)
+    try:
+        assert job.stdout.readline() == b"[0] up\n"
+        job.send_signal(signal.SIGHUP)
+        assert job.stdout.readline() == b"[0] done\n"
+        assert job.wait(timeout=20) == 0
+    finally:
+        job.kill()
+        job.wait(timeout=20)
+        job.stdout.close()
+
+
+def test_a_reader_that_has_enough_ends_the_job():
+    job = subprocess.Popen(
+        command("-np", "2", "yes"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        job.stdout.read(10)
+        job.stdout.close()
+        assert job.wait(timeout=20) == 128 + signal.SIGPIPE
+        assert job.stderr.read() == b""
+    finally:
+        job.kill()
+        job.wait(timeout=20)
+        job.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["true"], "how many ranks?"),
+        (["-np", "2"], "there is no command to run"),
+        (["-np", "0", "true"], "-np is 0"),
+        (["-np", "3", "-H", "localhost:2", "true"], "the hosts have 2 slots"),
+        (["-H", "a:1", "--hostfile", "b", "true"], "not allowed with"),
+        (["-np", "1", "-x", "NOT_SET_ANYWHERE", "true"], "it is not set here"),
+        (["-np", "1", "--launcher", "pbs", "true"], "invalid choice: 'pbs'"),
+    ],
+)
+def test_wrong_arguments_are_status_2(arguments, expected):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_program_that_is_not_there_is_said_before_anything_starts():
+    done = run("-np", "2", "no-such-program")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "hvdkit run: localhost: no program 'no-such-program' on PATH; install it, or give its "
+        "full path\n"
+    )
+
+
+def test_two_ranks_start_within_a_second():
+    times = []
+    for _ in range(3):
+        began = time.monotonic()
+        assert run("-np", "2", "true").returncode == 0
+        times.append(time.monotonic() - began)
+    assert min(times) < 1
+
+
+def test_it_is_not_slower_than_horovodrun():
+    horovodrun = which("horovodrun")
+    if horovodrun is None:
+        pytest.skip("no horovodrun here")
+    seconds = {}
+    for name, launcher in (("ours", command()), ("theirs", [horovodrun, "--gloo"])):
+        began = time.monotonic()
+        subprocess.run(
+            [*launcher, "-np", "2", sys.executable, "-c", "pass"],
+            capture_output=True,
+            timeout=120,
+            check=True,
+        )
+        seconds[name] = time.monotonic() - began
+    assert seconds["ours"] < seconds["theirs"]
+
+
+def test_what_a_dry_run_prints_can_be_pasted(tmp_path):
+    done = run("-np", "2", "--dry-run", *python("open(f'made.{rank}', 'w')"), cwd=tmp_path)
+    assert not list(tmp_path.iterdir())
+    ranks = [line for line in done.stdout.splitlines() if " HOROVOD_RANK=" in line]
+    assert len(ranks) == 2
+    for line in ranks:
+        subprocess.run(line.removesuffix("&"), shell=True, timeout=30, check=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made.0", "made.1"]

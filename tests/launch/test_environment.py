@@ -1,0 +1,77 @@
+import pytest
+
+from hvdkit.errors import UsageError
+from hvdkit.launch import environment
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.plan import make_plan
+
+
+def place(local_rank=0, slots=2):
+    return make_plan(["x"], "/", [Host("a", slots)], slots).places[local_rank]
+
+
+def test_what_training_needs_is_forwarded():
+    wanted = {
+        "PATH": "/bin",
+        "PYTHONPATH": "/lib",
+        "VIRTUAL_ENV": "/venv",
+        "CONDA_PREFIX": "/conda",
+        "NCCL_DEBUG": "INFO",
+        "HOROVOD_CYCLE_TIME": "1",
+        "HVDKIT_X": "1",
+        "KERAS_BACKEND": "torch",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "OMP_NUM_THREADS": "4",
+    }
+    unwanted = {
+        "HOME": "/root",
+        "SSH_AUTH_SOCK": "/x",
+        "DISPLAY": ":0",
+        "CUDA_VISIBLE_DEVICES": "0",
+    }
+    assert environment.forwarded(wanted | unwanted) == wanted
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["HF_TOKEN", "HOROVOD_SECRET_KEY", "HVDKIT_PASSWORD", "TF_CREDENTIALS", "NCCL_API_KEY"],
+)
+def test_secrets_are_not_forwarded_unless_asked_for(name):
+    env = {name: "x"}
+    assert environment.forwarded(env) == {}
+    assert environment.explicit(env, [name]) == env
+
+
+def test_the_place_in_another_job_is_not_forwarded():
+    env = {"HOROVOD_RANK": "1", "HOROVOD_GLOO_IFACE": "eth0", "HVDKIT_RANK_GROUP": "abc"}
+    assert environment.forwarded(env) == {}
+
+
+def test_variables_by_name_and_with_values():
+    assert environment.explicit({"A": "1"}, ["A", "B=x=y", "C="]) == {"A": "1", "B": "x=y", "C": ""}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("A", "-x A: it is not set here"), ("1A=2", "'1A' is not the name"), ("=2", "'' is not")],
+)
+def test_variables_that_cannot_be_forwarded(text, expected):
+    with pytest.raises(UsageError, match=expected):
+        environment.explicit({}, [text])
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(16, "8"), (3, "1"), (1, "1")])
+def test_ranks_of_a_host_share_its_cores(cores, threads):
+    assert environment.defaults(place(), cores, 60)["OMP_NUM_THREADS"] == threads
+
+
+def test_gloo_waits_for_late_ranks_as_long_as_the_launcher():
+    assert environment.defaults(place(), 1, 300)["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "305"
+    assert environment.defaults(place(), 1, 5)["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "30"
+
+
+def test_a_gpu_for_each_rank():
+    assert environment.pinned_gpu(place(1), None) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert environment.pinned_gpu(place(1), "4,GPU-abc") == {"CUDA_VISIBLE_DEVICES": "GPU-abc"}
+    with pytest.raises(UsageError, match="a has CUDA_VISIBLE_DEVICES=4 and 2 ranks"):
+        environment.pinned_gpu(place(1), "4")

@@ -1,0 +1,79 @@
+from pathlib import Path
+
+import pytest
+
+from hvdkit.errors import UsageError
+from hvdkit.launch.hosts import Host, is_local, parse_hosts, read_hostfile
+
+
+def test_hosts_with_and_without_slots():
+    assert parse_hosts("a:2, me@b-1.example.org:4,10.0.0.3,[fe80::1]:2") == [
+        Host("a", 2),
+        Host("me@b-1.example.org", 4),
+        Host("10.0.0.3", 1),
+        Host("[fe80::1]", 2),
+    ]
+
+
+def test_the_address_of_a_host_is_without_its_user():
+    assert Host("me@b", 1).address == "b"
+    assert Host("[fe80::1]", 1).address == "fe80::1"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a:x", "'a:x' is not a host"),
+        ("a:2:3", "'a:2:3' is not a host"),
+        ("-oProxyCommand=evil", "is not a host"),
+        ("a b", "'a b' is not a host"),
+        ("a:0", "host a has 0 slots"),
+        ("a:1,b:1,a:2", "a is named twice"),
+        (" , ", "no hosts in it"),
+    ],
+)
+def test_what_is_not_a_host_is_an_error(text, expected):
+    with pytest.raises(UsageError, match=expected):
+        parse_hosts(text)
+
+
+def test_a_hostfile_as_horovod_and_open_mpi_have_it(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("# ours\na slots=2\n\nb:4   # the big one\nc\nd slots=1 max_slots=8\n")
+    assert read_hostfile(path) == [Host("a", 2), Host("b", 4), Host("c", 1), Host("d", 1)]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("a\nb cores=4\n", "line 2: 'b cores=4' is not `HOST slots=N`"),
+        ("a slots=two\n", "line 1: 'a:two' is not a host"),
+        ("a 4\n", "line 1: 'a 4' is not"),
+        ("# none\n", "no hosts in it"),
+    ],
+)
+def test_what_is_wrong_in_a_hostfile_is_named_with_its_line(tmp_path, content, expected):
+    path = tmp_path / "hosts"
+    path.write_text(content)
+    with pytest.raises(UsageError, match=expected):
+        read_hostfile(path)
+
+
+def test_a_hostfile_that_does_not_exist():
+    with pytest.raises(UsageError, match="--hostfile /gone: No such file"):
+        read_hostfile(Path("/gone"))
+
+
+@pytest.mark.parametrize(
+    ("name", "addresses", "expected"),
+    [
+        ("localhost", set(), True),
+        ("me", {"127.0.1.1"}, True),
+        ("me", {"10.0.0.1"}, True),
+        ("other", {"10.0.0.2"}, False),
+        ("alias-of-ssh", set(), False),
+    ],
+)
+def test_whether_a_host_is_this_machine(name, addresses, expected):
+    found = is_local(Host(name, 1), own=lambda: {"10.0.0.1"}, resolve=lambda name: addresses)
+    assert found is expected

@@ -1,0 +1,99 @@
+import socket
+
+import pytest
+
+from hvdkit.errors import HvdkitError
+from hvdkit.launch import mpi
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.network import LOOPBACK, Interface
+from hvdkit.launch.plan import make_plan
+from hvdkit.launch.ssh import Ssh
+from hvdkit.ranks import Mpirun
+
+A, B = Host("a", 2), Host("b", 4)
+TWO_HOSTS = {A: Interface("eth0", "10.0.0.1", 24), B: Interface("ens3", "10.0.0.2", 24)}
+
+
+def words(mpirun, interfaces, **options):
+    plan = make_plan(["train"], "/work", list(interfaces), sum(h.slots for h in interfaces))
+    given = {"variables": ["PATH", "SECRET"], "ssh": Ssh(port=2222), "directory": "/work"}
+    return mpi.mpirun_command(
+        mpirun, plan, plan.command, interfaces=interfaces, **(given | options)
+    )
+
+
+def after(command, option):
+    return [command[i + 1] for i, word in enumerate(command) if word == option]
+
+
+@pytest.mark.parametrize("major", [4, 5])
+def test_open_mpi_on_two_hosts(major):
+    command = words(Mpirun("/opt/mpi/bin/mpirun", True, major), TWO_HOSTS)
+    assert command[:3] == ["/opt/mpi/bin/mpirun", "-n", "6"]
+    assert command[-1] == "train"
+    assert after(command, "-H") == ["a:2,b:4"]
+    assert after(command, "-x") == ["PATH", "SECRET"]
+    assert after(command, "--bind-to") == ["none"]
+    assert after(command, "--prefix") == ["/opt/mpi"]
+    # The names differ from host to host, the subnet does not.
+    assert "btl_tcp_if_include" in command
+    assert "10.0.0.0/24" in command
+    assert "eth0" not in command
+    ssh = command[command.index("plm_ssh_args" if major == 5 else "plm_rsh_args") + 1]
+    assert ssh.startswith("-p 2222 ")
+    assert ("^openib" in command) == (major == 4)
+
+
+def test_open_mpi_on_one_host_needs_no_network():
+    command = words(Mpirun("mpirun", True, 5), {Host("localhost", 2): LOOPBACK})
+    assert after(command, "-H") == ["localhost:2"]
+    assert "btl_tcp_if_include" not in command
+
+
+def test_hydra_on_two_hosts(monkeypatch):
+    monkeypatch.setattr(mpi.network, "own_interfaces", lambda: [TWO_HOSTS[A]])
+    command = words(Mpirun("/opt/bin/mpirun", False, 0), TWO_HOSTS)
+    assert after(command, "-hosts") == ["a:2,b:4"]
+    assert after(command, "-iface") == ["eth0"]
+    assert after(command, "-genvlist") == ["PATH,SECRET"]
+    assert command[-1] == "train"
+
+
+def test_the_users_arguments_come_after_ours():
+    command = words(Mpirun("mpirun", True, 5), TWO_HOSTS, extra=["--bind-to", "core"])
+    assert after(command, "--bind-to") == ["none", "core"]
+    assert command[-3:] == ["--bind-to", "core", "train"]
+
+
+def test_an_mpi_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(mpi, "which", lambda name: None)
+    with pytest.raises(HvdkitError, match="there is no mpirun here"):
+        mpi.find()
+    with pytest.raises(HvdkitError, match="there is no /no/mpirun here"):
+        mpi.find("/no/mpirun")
+
+
+@pytest.fixture
+def door():
+    opened = mpi._Door("127.0.0.1", 2)
+    yield opened
+    opened.close()
+
+
+def knock(door, said):
+    with socket.create_connection(door.at, timeout=5) as line:
+        line.sendall(said)
+        line.shutdown(socket.SHUT_WR)
+        found = door.accept()
+        if found is not None:
+            found[1].close()
+        return found and found[0]
+
+
+def test_who_has_the_token_comes_in(door):
+    assert knock(door, f"{door.token} 1\n".encode()) == 1
+
+
+@pytest.mark.parametrize("said", [b"", b"wrong 1\n", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 500])
+def test_nobody_else_does(door, said):
+    assert knock(door, said) is None

@@ -1,0 +1,89 @@
+import pytest
+
+from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.launch.network import (
+    HostNetwork,
+    Interface,
+    choose_interfaces,
+    own_interfaces,
+    rendezvous_address,
+)
+
+DOCKER = Interface("docker0", "172.17.0.1", 16)
+
+
+def host(*interfaces, reached_at=None):
+    return HostNetwork([DOCKER, *interfaces], reached_at)
+
+
+SLOW = {
+    "a": host(Interface("eth0", "10.0.0.1", 24, 1000), Interface("ib0", "10.9.0.1", 16, 100000)),
+    "b": host(Interface("ens3", "10.0.0.2", 24, 1000), Interface("ib0", "10.9.0.2", 16, 100000)),
+}
+
+
+def names(hosts, network=None):
+    return {name: i.name for name, i in choose_interfaces(hosts, network).items()}
+
+
+def test_the_interfaces_on_a_shared_subnet_whatever_their_names():
+    hosts = {
+        "a": host(Interface("eth0", "10.0.0.1", 24)),
+        "b": host(Interface("lan", "192.168.1.5", 24), Interface("ens3", "10.0.0.2", 24)),
+    }
+    assert names(hosts) == {"a": "eth0", "b": "ens3"}
+
+
+def test_of_several_subnets_the_one_that_ssh_came_over():
+    b = HostNetwork(SLOW["b"].interfaces, "10.0.0.2")
+    assert names({"a": SLOW["a"], "b": b}) == {"a": "eth0", "b": "ens3"}
+
+
+def test_of_several_subnets_else_the_fastest():
+    assert names(SLOW) == {"a": "ib0", "b": "ib0"}
+
+
+def test_the_users_choice_by_subnet_name_or_host():
+    assert names(SLOW, "10.0.0.0/8") == {"a": "eth0", "b": "ens3"}
+    assert names(SLOW, "ib0") == {"a": "ib0", "b": "ib0"}
+    assert names(SLOW, "a=ib0,b=ens3") == {"a": "ib0", "b": "ens3"}
+
+
+@pytest.mark.parametrize(
+    ("network", "expected"),
+    [
+        ("192.168.0.0/16", "a has no such interface; it has docker0 172.17.0.1/16, eth0 10.0.0.1"),
+        ("eth0", "b has no such interface"),
+        ("a=eth0", "b has no such interface"),
+        ("a=eth0,c=eth0", "c has no ranks; the hosts are a, b"),
+    ],
+)
+def test_a_choice_that_a_host_does_not_have(network, expected):
+    with pytest.raises(UsageError, match=expected):
+        choose_interfaces(SLOW, network)
+
+
+def test_hosts_on_different_subnets_use_what_ssh_came_over():
+    hosts = {
+        "a": host(Interface("eth0", "10.0.1.1", 24), reached_at="10.0.1.1"),
+        "b": host(Interface("ens3", "10.0.2.1", 24), reached_at="10.0.2.1"),
+    }
+    assert names(hosts) == {"a": "eth0", "b": "ens3"}
+
+
+def test_hosts_that_nothing_connects():
+    with pytest.raises(HvdkitError, match="no network connects the hosts") as caught:
+        choose_interfaces({"a": host(), "b": host()})
+    assert "--network" in str(caught.value)
+
+
+def test_the_rendezvous_is_on_the_ranks_network():
+    chosen = {"a": Interface("eth0", "10.0.0.1", 24)}
+    own = [Interface("wlan0", "192.168.1.9", 24), Interface("eth1", "10.0.0.7", 24)]
+    assert rendezvous_address(chosen, own) == "10.0.0.7"
+
+
+def test_this_machines_interfaces_are_addresses_without_loopback():
+    for interface in own_interfaces():
+        assert interface.name != "lo"
+        assert interface.network.prefixlen == interface.prefix

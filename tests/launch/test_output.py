@@ -1,0 +1,114 @@
+import errno
+import io
+
+import pytest
+
+from hvdkit.errors import UsageError
+from hvdkit.launch.output import Output
+
+
+class Terminal(io.BytesIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def streams():
+    return {"stdout": io.BytesIO(), "stderr": io.BytesIO()}
+
+
+def test_each_line_has_its_rank(streams):
+    with Output(2, **streams) as output:
+        output.write(0, "stdout", b"one\ntw")
+        output.write(1, "stdout", b"other\n")
+        output.write(0, "stdout", b"o\n")
+        output.write(1, "stderr", b"oops\n")
+    assert streams["stdout"].getvalue() == b"[0] one\n[1] other\n[0] two\n"
+    assert streams["stderr"].getvalue() == b"[1] oops\n"
+
+
+def test_a_line_without_an_end_is_shown_at_the_end(streams):
+    with Output(1, **streams) as output:
+        output.write(0, "stdout", b"last words")
+        assert streams["stdout"].getvalue() == b""
+        output.finish(0)
+    assert streams["stdout"].getvalue() == b"[0] last words\n"
+
+
+def test_a_progress_bar_is_its_last_state(streams):
+    with Output(1, **streams) as output:
+        for percent in range(0, 101, 10):
+            output.write(0, "stderr", b"\r%3d %%" % percent)
+        output.write(0, "stderr", b"\r\n")
+    assert streams["stderr"].getvalue() == b"[0] 100 %\n"
+
+
+def test_a_bar_that_never_ends_its_line_does_not_fill_the_memory(streams):
+    with Output(1, **streams) as output:
+        for _ in range(100):
+            output.write(0, "stderr", b"\r" + b"#" * 10000)
+        assert sum(map(len, output._unfinished.values())) < 100_000
+
+
+def test_only_the_first_rank_of_a_large_job_is_shown(streams):
+    with Output(17, **streams) as output:
+        output.write(0, "stdout", b"mine\n")
+        output.write(16, "stdout", b"hidden\n")
+        assert output.tail(16) == ["hidden"]
+    assert streams["stdout"].getvalue() == b"[ 0] mine\n"
+
+
+def test_all_ranks_on_demand(streams):
+    with Output(17, shown=range(17), **streams) as output:
+        output.write(16, "stdout", b"seen\n")
+    assert streams["stdout"].getvalue() == b"[16] seen\n"
+
+
+def test_the_end_of_what_a_rank_wrote_is_remembered(streams):
+    with Output(1, **streams) as output:
+        output.write(0, "stdout", b"".join(b"line %d\n" % n for n in range(30)))
+        output.write(0, "stderr", b"\xff\n")
+        assert output.tail(0) == [*(f"line {n}" for n in range(11, 30)), "\ufffd"]
+
+
+def test_a_file_for_each_rank_byte_for_byte(streams, tmp_path):
+    folder = tmp_path / "new" / "logs"
+    for _ in range(2):
+        with Output(11, directory=folder, **streams) as output:
+            output.write(3, "stdout", b"a\rb\xff")
+            output.write(10, "stderr", b"ten\n")
+    assert (folder / "rank.03.log").read_bytes() == b"a\rb\xff" * 2
+    assert (folder / "rank.10.log").read_bytes() == b"ten\nten\n"
+
+
+def test_a_directory_that_cannot_be_written(streams, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"--output-dir .*file/logs: Not a directory"):
+        Output(1, directory=tmp_path / "file" / "logs", **streams)
+
+
+def test_the_status_line_is_drawn_on_a_terminal_and_gives_way_to_output():
+    stderr, stdout = Terminal(), io.BytesIO()
+    with Output(1, stdout=stdout, stderr=stderr) as output:
+        output.write(0, "stderr", b"\repoch 1")
+        output.status("1 of 1 ranks running")
+        assert b"1 of 1 ranks running  epoch 1" in stderr.getvalue()
+        output.write(0, "stdout", b"line\n")
+        assert stderr.getvalue().endswith(b"\r\x1b[2K")
+
+
+def test_no_status_line_elsewhere(streams):
+    with Output(1, **streams) as output:
+        output.status("running")
+    assert streams["stderr"].getvalue() == b""
+
+
+def test_a_terminal_that_is_gone_does_not_end_the_job(tmp_path):
+    class Gone(io.BytesIO):
+        def write(self, data):
+            raise OSError(errno.EIO, "Input/output error")
+
+    with Output(1, directory=tmp_path, stdout=Gone(), stderr=Gone()) as output:
+        output.write(0, "stdout", b"one\n")
+        output.write(0, "stdout", b"two\n")
+    assert (tmp_path / "rank.0.log").read_bytes() == b"one\ntwo\n"

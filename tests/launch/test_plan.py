@@ -1,0 +1,61 @@
+import pytest
+
+from hvdkit.errors import UsageError
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.plan import make_plan
+
+
+def places(hosts, size):
+    plan = make_plan(["train"], "/", hosts, size)
+    return [
+        (p.rank, p.host.name, p.local_rank, p.local_size, p.cross_rank, p.cross_size)
+        for p in plan.places
+    ]
+
+
+def test_ranks_on_one_host():
+    assert places([Host("a", 2)], 2) == [(0, "a", 0, 2, 0, 1), (1, "a", 1, 2, 0, 1)]
+
+
+def test_hosts_with_different_slots():
+    assert places([Host("a", 1), Host("b", 3), Host("c", 2)], 6) == [
+        (0, "a", 0, 1, 0, 3),
+        (1, "b", 0, 3, 1, 3),
+        (2, "b", 1, 3, 0, 2),
+        (3, "b", 2, 3, 0, 1),
+        (4, "c", 0, 2, 2, 3),
+        (5, "c", 1, 2, 1, 2),
+    ]
+
+
+def test_hosts_are_filled_one_after_the_other():
+    plan = make_plan(["train"], "/", [Host("a", 2), Host("b", 2), Host("c", 2)], 3)
+    assert [host.name for host in plan.hosts] == ["a", "b"]
+    assert [place.rank for place in plan.on(Host("a", 2))] == [0, 1]
+    assert plan.places[2].local_size == 1
+
+
+def test_it_is_the_plan_that_horovod_makes():
+    runner = pytest.importorskip("horovod.runner.common.util.hosts")
+    hosts = [Host("a", 3), Host("b", 1), Host("c", 4), Host("d", 2)]
+    for size in range(1, 11):
+        theirs = runner.get_host_assignments(
+            [runner.HostInfo(host.name, host.slots) for host in hosts], size, size
+        )
+        assert places(hosts, size) == [
+            (s.rank, s.hostname, s.local_rank, s.local_size, s.cross_rank, s.cross_size)
+            for s in theirs
+        ]
+
+
+@pytest.mark.parametrize(
+    ("command", "size", "expected"),
+    [
+        ([], 1, "no command to run"),
+        (["x"], 0, "-np is 0; expected at least 1"),
+        (["x"], 4, r"-np is 4, and the hosts have 3 slots \(a:1, b:2\)"),
+    ],
+)
+def test_what_cannot_be_planned(command, size, expected):
+    with pytest.raises(UsageError, match=expected):
+        make_plan(command, "/", [Host("a", 1), Host("b", 2)], size)

@@ -1,0 +1,123 @@
+import subprocess
+import sys
+
+import pytest
+
+from hvdkit.findings import ERROR, OK, WARNING
+from hvdkit.launch import inspection, preflight
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.network import Interface
+
+HOSTS = [Host(f"node{n:02}", 1) for n in range(64)]
+
+
+def facts(**changed):
+    return {
+        "versions": {"Python": "3.11.7"},
+        "own_name": {"name": "x", "address": "10.0.0.1"},
+        "shared_memory": 8e9,
+        "memory": 8e9,
+        "disk": 8e9,
+        "gpus": ["H100, 570.1"] * 8,
+    } | changed
+
+
+class Answers:
+    """Stands for agents: the answers are given."""
+
+    def __init__(self, **answers):
+        self.hosts = HOSTS[:2]
+        self._answers = answers
+
+    def each(self, question, arguments):
+        return dict.fromkeys(arguments, self._answers[question])
+
+
+def test_what_all_hosts_agree_on_is_one_short_line():
+    (found,) = preflight._versions({host: facts() for host in HOSTS})
+    assert (found.status, found.found) == (OK, "3.11.7 (all 64 hosts)")
+
+
+def test_the_odd_ones_of_many_hosts_are_named():
+    odd = facts(versions={"Python": "3.9.2"})
+    found = {host: facts() for host in HOSTS} | dict.fromkeys(HOSTS[10:16], odd)
+    (finding,) = preflight._versions(found)
+    assert finding.status == ERROR
+    assert finding.found == (
+        "3.11.7 (node00, node01, node02, node03 and 54 more); "
+        "3.9.2 (node10, node11, node12, node13 and 2 more)"
+    )
+
+
+def test_a_package_that_one_host_lacks():
+    with_torch = facts(versions={"torch": "2.13.0"})
+    (finding,) = preflight._versions({HOSTS[0]: with_torch, HOSTS[1]: facts(versions={})})
+    assert finding.status == ERROR
+    assert "none (node01)" in finding.found
+
+
+def test_different_mtus_are_a_warning():
+    interfaces = {
+        HOSTS[0]: Interface("eth0", "10.0.0.1", 24, mtu=9000),
+        HOSTS[1]: Interface("eth0", "10.0.0.2", 24, mtu=1500),
+    }
+    finding = preflight._mtu(interfaces)
+    assert finding.status == WARNING
+    assert finding.found == "9000 (node00); 1500 (node01)"
+
+
+@pytest.mark.parametrize(("skew", "status"), [(0.01, OK), (-60.0, WARNING)])
+def test_clocks(skew, status):
+    finding = preflight._clocks({HOSTS[0]: 0.0, HOSTS[1]: skew})
+    assert finding.status == status
+    assert ("node01 -60.0 s" in finding.found) == (status == WARNING)
+
+
+def test_too_little_of_something_names_the_hosts():
+    found = {HOSTS[0]: facts(), HOSTS[1]: facts(shared_memory=64e6)}
+    finding = preflight._amount(found, "shared_memory", "/dev/shm", 10**9, "more")
+    assert finding.status == WARNING
+    assert finding.found == "at least 0.1 GB (node01); less than 1 GB on node01"
+
+
+def test_gpus_are_counted_by_kind():
+    assert preflight._gpus({host: facts() for host in HOSTS}).found == (
+        "8 x H100, 570.1 (all 64 hosts)"
+    )
+    fewer = {HOSTS[0]: facts(), HOSTS[1]: facts(gpus=["H100, 570.1"] * 7)}
+    assert preflight._gpus(fewer).status == WARNING
+
+
+def test_ways_that_are_blocked():
+    interfaces = {h: Interface("eth0", f"10.0.0.{n}", 24) for n, h in enumerate(HOSTS[:2])}
+    answers = Answers(listen=1, connect={"node00": "no answer", "the launcher": ""})
+    (finding,) = preflight._connections(answers, interfaces, ("10.0.0.0", 2), bandwidth=False)
+    assert finding.status == ERROR
+    assert "node01 to node00 (10.0.0.0): no answer" in finding.found
+    assert "firewall" in finding.advice
+
+
+def test_a_host_knows_what_it_can_connect_to():
+    # In a process of its own: an agent listens until it ends.
+    code = """
+import socket
+from hvdkit.launch import inspection
+
+port = inspection.listen("127.0.0.1")
+with socket.create_server(("127.0.0.1", 0)) as unused:
+    closed = unused.getsockname()[1]
+print(inspection.connect({"open": ("127.0.0.1", port), "shut": ("127.0.0.1", closed)}))
+print(inspection.send("127.0.0.1", port, 0.1) > 1e6)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout == "{'open': '', 'shut': 'Connection refused'}\nTrue\n"
+
+
+def test_a_host_examines_itself(tmp_path):
+    found = inspection.examine(str(tmp_path))
+    assert found["versions"]["Python"].startswith("3.")
+    assert "hvdkit" in found["versions"]
+    assert found["disk"] > 0
+    assert inspection.examine(str(tmp_path / "gone"))["disk"] is None

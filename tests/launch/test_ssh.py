@@ -1,0 +1,39 @@
+import pytest
+
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.ssh import Ssh
+
+SSH = Ssh(port=2222, identity="/k e y", arguments=["-Jgateway"])
+
+
+def test_ssh_never_asks_and_the_users_arguments_come_first():
+    command = SSH.command(Host("me@h", 1), ["python", "-m", "x y"])
+    assert command[:6] == ["ssh", "-Jgateway", "-p", "2222", "-i", "/k e y"]
+    assert "-oBatchMode=yes" in command
+    assert command[-2:] == ["me@h", "cd / && exec python -m 'x y'"]
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "expected"),
+    [
+        (255, "Host key verification failed.", "ssh-keyscan -p 2222 h >> ~/.ssh/known_hosts"),
+        (
+            255,
+            "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
+            "ssh-keygen -R '[h]:2222'",
+        ),
+        (255, "me@h: Permission denied (publickey).", "ssh-copy-id -p 2222 -i '/k e y' me@h"),
+        (255, "ssh: Could not resolve hostname h: Name or service not known", "/etc/hosts"),
+        (255, "ssh: connect to host h port 2222: Connection refused", "no ssh server listens"),
+        (255, "ssh: connect to host h port 2222: Connection timed out", "cannot be reached"),
+        (127, "sh: 1: exec: /py: not found", "there is no Python at /py"),
+        (1, "/py: No module named hvdkit", "/py there has no hvdkit"),
+        (1, "ModuleNotFoundError: No module named 'psutil'", "/py there has no hvdkit"),
+        (1, "something new", "ssh ended with status 1; try `ssh -p 2222 -i '/k e y' me@h true`"),
+        (None, "", "no answer yet"),
+    ],
+)
+def test_each_complaint_of_ssh_has_its_advice(status, said, expected):
+    text = SSH.explain(Host("me@h", 1), status, said, "/py")
+    assert expected in text
+    assert "\n" not in text
