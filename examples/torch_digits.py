@@ -6,10 +6,16 @@ One rank or many, the accuracy on the held-out fifth is the same:
     python examples/torch_digits.py
     horovodrun -np 2 python examples/torch_digits.py
     mpirun -np 2 --oversubscribe python examples/torch_digits.py
+
+With a folder for checkpoints it can be stopped or killed at any moment, and goes on from there:
+
+    horovodrun -np 2 python examples/torch_digits.py --checkpoint-dir digits --resume
 """
 
 import argparse
 import os
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,19 +70,6 @@ def shift_randomly(images: torch.Tensor, generator: torch.Generator) -> torch.Te
     return padded[rows, 0, down[:, :, None], right[:, None, :]].unsqueeze(1)
 
 
-def my_batches(count: int, batch_size: int, epoch_seed: int) -> list[torch.Tensor]:
-    """This rank's share of a shuffled epoch, in batches.
-
-    All ranks shuffle alike and take every size-th index, so together they see each image once.
-    What does not fill a batch on every rank is left out: all ranks must take the same number of
-    steps, or some would wait for gradients that never come.
-    """
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch_seed))
-    steps = count // (hvd.size() * batch_size)
-    mine = order[hvd.rank() :: hvd.size()][: steps * batch_size]
-    return list(mine.split(batch_size))
-
-
 @torch.no_grad()
 def mean_accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
     """The accuracy over all test images, of which each rank looks at its share."""
@@ -96,7 +89,20 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=30, help="passes over the data (default 30)")
     parser.add_argument("--batch-size", type=int, default=16, help="images per rank (default 16)")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same result (default 0)")
+    parser.add_argument(
+        "--checkpoint-dir", metavar="DIR", help="save checkpoints here, and one at the end"
+    )
+    parser.add_argument(
+        "--checkpoint-every", type=int, default=50, metavar="N", help="steps between (default 50)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest good checkpoint in DIR"
+    )
     args = parser.parse_args()
+    if args.resume and not args.checkpoint_dir:
+        parser.error("--resume needs --checkpoint-dir DIR")
+    if args.checkpoint_every < 1:
+        parser.error(f"--checkpoint-every {args.checkpoint_every}: expected at least 1")
 
     hvd.init()
     # Ranks on one host share its cores, and so small a network gains nothing from more than one.
@@ -114,6 +120,11 @@ def main() -> None:
             f"{hvd.size()} ranks share {len(train_labels)} images"
         )
 
+    # All ranks shuffle alike, and together they see each image once per epoch. What does not fill a
+    # batch on every rank is left out.
+    sampler = hvd.ResumableSampler(
+        len(train_labels), args.batch_size, seed=args.seed, drop_last=True
+    )
     model = DigitNet()
     optimizer = torch.optim.SGD(
         model.parameters(), lr=BASE_LR, momentum=0.9, nesterov=True, weight_decay=1e-4
@@ -139,12 +150,30 @@ def main() -> None:
     )
     # Open MPI gives rank 0 a terminal of its own, even when what it prints goes to a file.
     show_bar = speaks and console.is_terminal and "OMPI_COMM_WORLD_SIZE" not in os.environ
-    with Progress(*columns, console=console, disable=not show_bar) as progress:
-        task = progress.add_task("training", total=args.epochs, loss=float("nan"))
-        step = 0
-        for epoch in range(args.epochs):
+    progress = Progress(*columns, console=console, disable=not show_bar)
+    if args.checkpoint_dir:
+        checkpointer: Any = hvd.Checkpointer(
+            args.checkpoint_dir,
+            model=model,
+            optimizer=optimizer,
+            data=sampler,
+            generators={"shifts": shifts},
+            every_steps=args.checkpoint_every,
+        )
+    else:
+        checkpointer = nullcontext()
+    with progress, checkpointer:
+        restored = checkpointer.restore() if args.resume else None
+        step = restored.step if restored else 0
+        if restored and speaks:
+            print(f"resumed after step {step}, in epoch {sampler.epoch + 1}", flush=True)
+        loss = torch.tensor(float("nan"))
+        task = progress.add_task(
+            "training", total=args.epochs, completed=sampler.epoch, loss=float("nan")
+        )
+        for epoch in range(sampler.epoch, args.epochs):
             model.train()
-            for batch in my_batches(len(train_labels), args.batch_size, args.seed * 1000 + epoch):
+            for batch in sampler.batches():
                 for group in optimizer.param_groups:
                     group["lr"] = schedule(step)
                 scores = model(shift_randomly(train_images[batch], shifts))
@@ -153,9 +182,13 @@ def main() -> None:
                 loss.backward()
                 optimizer.step()
                 step += 1
+                if args.checkpoint_dir:
+                    checkpointer.maybe_save(step, epoch)
             progress.update(task, advance=1, loss=loss.item())
             if speaks and not show_bar and (epoch + 1) % 10 == 0:
                 print(f"epoch {epoch + 1}/{args.epochs} loss {loss.item():.4f}", flush=True)
+        if args.checkpoint_dir and (restored is None or step > restored.step):
+            checkpointer.save(step, args.epochs)
 
     accuracy = mean_accuracy(model, test_images, test_labels)
     if speaks:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 
 class Collectives(Protocol):
     """Small, blocking collectives of one process set, on host data.
@@ -10,6 +12,11 @@ class Collectives(Protocol):
     Every rank of the set calls the same method with the same `name` in the same order; a call
     returns the same value on all of them.
     """
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        ...
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -32,4 +39,13 @@ class Collectives(Protocol):
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:
         """Every rank's `data`, of any length."""
+        ...
+
+    def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
+        """Rank `root_rank`'s `data`, of any length; what the other ranks pass does not matter."""
+        ...
+
+    def broadcast_into(self, buffer: np.ndarray, root_rank: int, name: str) -> None:
+        """Make `buffer` rank `root_rank`'s, in place: uint8, of one length on all ranks, below
+        2 GiB."""
         ...

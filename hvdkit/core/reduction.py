@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hvdkit.core import bucketing
-from hvdkit.core.agreement import check_agreement
+from hvdkit.core.agreement import check_agreement, digest
 from hvdkit.core.bucketing import BucketPlan, ParameterSpec
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.compression import Channel, SparseRows, WireFormat
@@ -55,6 +55,21 @@ class Reduction:
 
 
 @dataclass(frozen=True)
+class ReductionState:
+    """What a checkpoint keeps of how gradients are reduced: without it sums round differently.
+
+    Attributes:
+        gradients: tells apart gradients of other names, shapes and dtypes, and other settings.
+        order: of the parameters, from which the plan follows.
+        channels: each bucket's `Channel.state`.
+    """
+
+    gradients: str
+    order: tuple[int, ...]
+    channels: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
 class AgreedBuckets:
     """What the ranks have agreed on.
 
@@ -62,11 +77,24 @@ class AgreedBuckets:
         plan: the buckets.
         name: what the names of their collectives begin with; like no other plan's.
         channels: the wire format at work, for each bucket.
+        gradients: as `ReductionState.gradients`.
+        order: of the parameters, from which the plan follows; None: the usual one.
     """
 
     plan: BucketPlan
     name: str
     channels: Sequence[Channel]
+    gradients: str
+    order: Sequence[int] | None
+
+    @property
+    def state(self) -> ReductionState:
+        """What to keep of it, between two steps."""
+        return ReductionState(
+            self.gradients,
+            tuple(self.order or ()),
+            tuple(tuple(int(n) for n in channel.state) for channel in self.channels),
+        )
 
 
 def agree_on_buckets(
@@ -77,6 +105,7 @@ def agree_on_buckets(
     sparse_dims: Sequence[int],
     order: Callable[[], Sequence[int]] | None = None,
     context: Sequence[str] = (),
+    resumed: ReductionState | None = None,
 ) -> AgreedBuckets:
     """Compare what the ranks mean to reduce, and plan it. A collective.
 
@@ -89,36 +118,43 @@ def agree_on_buckets(
         order: asks for the order in which gradients become ready, when the rest agrees; a
             collective, too. Default: see `bucketing.plan`.
         context: further lines that must be the same on every rank, for the errors' sake first.
+        resumed: what to go on from, if it is of the same gradients.
 
     Raises:
         RanksDisagree: on every rank, when they mean different things.
     """
     global _next_number
-    lines = [
-        *context,
-        *reduction.describe(),
-        f"accumulation_steps: {window}",
-        *bucketing.describe(specs),
-    ]
+    settings = [*context, *reduction.describe(), f"accumulation_steps: {window}"]
+    described = bucketing.describe(specs)
+    gradients = digest([*settings, *described]).hex()
+    if resumed is not None and resumed.gradients != gradients:
+        resumed = None
+    lines = [*settings, f"goes on from: {resumed}", *described]
     check_agreement(collectives, lines, "what the optimizer reduces")
     # Ranks may have made different numbers of other optimizers; the largest count is free on all
     # of them.
     number, *sparse = collectives.max([_next_number, *sparse_dims], "hvdkit.agreement.number")
     _next_number = number + 1
+    if resumed is not None and resumed.order:
+        agreed_order: Sequence[int] | None = resumed.order
+    else:
+        agreed_order = order() if order else None
     plan = bucketing.plan(
         specs,
         reduction.bucket_bytes,
-        order=order() if order else None,
+        order=agreed_order,
         groups=[[i] for i in range(len(specs))]
         if reduction.format.tensor_by_tensor
         else reduction.groups,
         sparse_dims={i: dims for i, dims in enumerate(sparse) if dims},
     )
-    return AgreedBuckets(
-        plan,
-        f"hvdkit.{plan.digest[:16]}.{number}",
-        [
-            SparseRows() if bucket.sparse_dims else reduction.format.channel(bucket.dtype)
-            for bucket in plan.buckets
-        ],
-    )
+    channels = [
+        SparseRows() if bucket.sparse_dims else reduction.format.channel(bucket.dtype)
+        for bucket in plan.buckets
+    ]
+    if resumed is not None and len(resumed.channels) == len(channels):
+        for channel, state in zip(channels, resumed.channels, strict=True):
+            if len(state) == len(channel.state):
+                channel.state = state
+    name = f"hvdkit.{plan.digest[:16]}.{number}"
+    return AgreedBuckets(plan, name, channels, gradients, agreed_order)

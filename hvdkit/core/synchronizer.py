@@ -32,7 +32,7 @@ from hvdkit.core.compression import (
     Travel,
     decided,
 )
-from hvdkit.core.reduction import Reduction, agree_on_buckets
+from hvdkit.core.reduction import AgreedBuckets, Reduction, ReductionState, agree_on_buckets
 from hvdkit.errors import HvdkitError, UsageError
 
 # Buckets that `synchronize` itself sends ahead of the one that it waits for.
@@ -100,6 +100,8 @@ class Synchronizer(Generic[Buffer, Handle]):
         self._resets = 0
         self._memory: list[BucketMemory[Buffer]] = []
         self._channels: Sequence[Channel] = ()
+        self._buckets: AgreedBuckets | None = None
+        self._resumed: ReductionState | None = None
         self.set_passes(reduction.passes)
 
     @property
@@ -111,6 +113,24 @@ class Synchronizer(Generic[Buffer, Handle]):
     def plan(self) -> BucketPlan | None:
         """The buckets, once the ranks have agreed on them."""
         return self._plan
+
+    @property
+    def state(self) -> ReductionState | None:
+        """What must be the same for sums to be the same once more; None before the first step."""
+        if self._resumed is not None or self._buckets is None:
+            return self._resumed
+        return self._buckets.state
+
+    def resume(self, state: ReductionState | None) -> None:
+        """Take up a job where another has left it: at the next agreement, plan and scale alike.
+
+        Where the gradients are others than then, the state is of no use, and is dropped.
+
+        Args:
+            state: as `state` gave it, the same on every rank.
+        """
+        self._resumed = state
+        self._agreed = None
 
     def set_passes(self, passes: int) -> None:
         """Change the number of backward passes per step, and begin a new step.
@@ -235,7 +255,10 @@ class Synchronizer(Generic[Buffer, Handle]):
             [0 if dense else self._backend.sparse_dims(i) for i in range(len(self._specs))],
             self._agree_on_order,
             self._context,
+            self._resumed,
         )
+        self._resumed = None
+        self._buckets = buckets
         self._plan, self._name, self._channels = buckets.plan, buckets.name, buckets.channels
         self._open_memory(self._plan)
         self._agreed = self._collectives.generation

@@ -30,6 +30,11 @@ class TensorFlowCollectives:
         return not self.process_set.included() or self.process_set.size() == 1
 
     @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return int(mpi_ops.rank())
+
+    @property
     def ranks(self) -> Sequence[int]:
         """The global ranks of the process set."""
         return [mpi_ops.rank()] if self.alone else list(self.process_set.ranks)
@@ -74,6 +79,12 @@ class TensorFlowCollectives:
                 for start in range(0, len(content), _CHUNK_BYTES)
             ]
         return b"".join(part.tobytes() for part in parts)
+
+    def broadcast_into(self, buffer: np.ndarray, root_rank: int, name: str) -> None:
+        """Rank `root_rank`'s bytes in everyone's `buffer`."""
+        if not self.alone:
+            with _now():
+                buffer[:] = self._broadcast(buffer, root_rank, name)
 
     def _broadcast(self, values: Any, root_rank: int, name: str) -> Any:
         tensor = tf.constant(values)

@@ -76,8 +76,12 @@ from horovod.torch import (
     synchronize,
 )
 
+from hvdkit.checkpoint.manager import Stopped
+from hvdkit.checkpoint.retention import KeepBest
+from hvdkit.errors import RESUMABLE
 from hvdkit.torch import elastic
 from hvdkit.torch.amp import GradScaler, teach_torchs_grad_scaler
+from hvdkit.torch.checkpoint import Checkpointer
 from hvdkit.torch.clipping import clip_grad_norm_
 from hvdkit.torch.compression import Compression
 from hvdkit.torch.functions import (
@@ -87,18 +91,24 @@ from hvdkit.torch.functions import (
     broadcast_parameters,
 )
 from hvdkit.torch.optimizer import DistributedOptimizer, no_sync
+from hvdkit.torch.sampling import ResumableSampler
 
 __all__ = [
+    "RESUMABLE",
     "Adasum",
     "Average",
+    "Checkpointer",
     "Compression",
     "DistributedOptimizer",
     "GradScaler",
     "HorovodInternalError",
+    "KeepBest",
     "Max",
     "Min",
     "ProcessSet",
     "Product",
+    "ResumableSampler",
+    "Stopped",
     "Sum",
     "SyncBatchNorm",
     "add_process_set",

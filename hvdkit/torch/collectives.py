@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
@@ -21,6 +22,11 @@ class TorchCollectives:
     def alone(self) -> bool:
         """Whether there is no other rank to communicate with."""
         return not self.process_set.included() or self.process_set.size() == 1
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return int(mpi_ops.rank())
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -50,6 +56,25 @@ class TorchCollectives:
         joined = mpi_ops.allgather(own, name=name, process_set=self.process_set)
         return [part.numpy().tobytes() for part in joined.split(sizes.tolist())]
 
+    def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
+        """Rank `root_rank`'s bytes; what the other ranks pass does not matter."""
+        if self.alone:
+            return data
+        size = np.array([len(data)], np.int64)
+        self.broadcast_into(size.view(np.uint8), root_rank, f"{name}.size")
+        is_root = self.rank == root_rank
+        content = np.frombuffer(bytearray(data), np.uint8) if is_root else np.empty(size, np.uint8)
+        # MPI counts in 32 bits.
+        for start in range(0, len(content), _CHUNK_BYTES):
+            self.broadcast_into(content[start : start + _CHUNK_BYTES], root_rank, name)
+        return content.tobytes()
+
+    def broadcast_into(self, buffer: np.ndarray, root_rank: int, name: str) -> None:
+        """Rank `root_rank`'s bytes in everyone's `buffer`."""
+        if not self.alone:
+            tensor = torch.from_numpy(buffer)
+            mpi_ops.broadcast_(tensor, root_rank, name=name, process_set=self.process_set)
+
     def _reduce(self, values: Sequence[int], name: str, op: int) -> list[int]:
         if self.alone:
             return list(values)
@@ -58,4 +83,5 @@ class TorchCollectives:
         return [int(value) for value in tensor.tolist()]
 
 
+_CHUNK_BYTES = 1 << 30
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)

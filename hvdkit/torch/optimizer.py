@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdkit.core import bucketing
 from hvdkit.core.accumulation import Window
-from hvdkit.core.reduction import Reduction
+from hvdkit.core.reduction import Reduction, ReductionState
 from hvdkit.core.synchronizer import Synchronizer
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch.backend import TorchBackend, spec
@@ -516,12 +516,32 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the plain optimizer's, and begin a new step."""
-        for synchronizer in self._synchronizers:
-            synchronizer.reset()
-        self.end_step()
+        self.begin_anew()
         super().load_state_dict(state_dict)
         # torch puts new containers in place of the shared ones.
         self._plain.__dict__.update(state=self.state, param_groups=self.param_groups)
+
+    def begin_anew(self) -> None:
+        """Begin a new step: what has arrived is forgotten. On every rank, or on none."""
+        for synchronizer in self._synchronizers:
+            synchronizer.reset()
+        self.end_step()
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no gradients wait for more, or for `step()`."""
+        self._end_pass()
+        return not self._window.passes and not self.pending
+
+    def reduction_states(self) -> list[ReductionState | None]:
+        """What must be the same for sums to round the same, for each set of parameters."""
+        return [synchronizer.state for synchronizer in self._synchronizers]
+
+    def resume_reduction(self, states: Sequence[ReductionState | None]) -> None:
+        """Go on with what `reduction_states` gave, on every rank the same."""
+        self._adopt_new_parameters()
+        for synchronizer, state in zip(self._synchronizers, states, strict=False):
+            synchronizer.resume(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the plain optimizer's; every rank must add the same."""

@@ -1,6 +1,7 @@
 """Gradients that are there already, reduced over all ranks: for loops that hand them over."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from horovod.torch import mpi_ops
 
 from hvdkit.core.accumulation import Window
 from hvdkit.core.bucketing import unique_names
-from hvdkit.core.reduction import Reduction
+from hvdkit.core.reduction import Reduction, ReductionState
 from hvdkit.core.synchronizer import Synchronizer
 from hvdkit.torch.backend import TorchBackend, spec
 from hvdkit.torch.collectives import TorchCollectives
@@ -41,6 +42,24 @@ class GradientReducer:
         self._context = tuple(context)
         self._collectives = TorchCollectives(process_set)
         self._synchronizers: dict[tuple[int, ...], _Held] = {}
+        self._resumed: list[ReductionState] = []
+
+    def state(self) -> list[dict[str, Any]]:
+        """What must be the same for sums to be the same once more, for each set of gradients.
+
+        The same on every rank.
+        """
+        found = [synchronizer.state for synchronizer, _ in self._synchronizers.values()]
+        return [asdict(state) for state in [*found, *self._resumed] if state is not None]
+
+    def adopt_state(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with what `state()` gave, maybe in another process. No collective.
+
+        For gradients that have not been reduced yet it counts as soon as they are.
+        """
+        self._resumed = [ReductionState(**each) for each in state]
+        for synchronizer, _ in self._synchronizers.values():
+            synchronizer.resume(self._resumed.pop(0) if self._resumed else None)
 
     # A compiled step leaves its graph here: collectives are no part of it.
     @torch.compiler.disable
@@ -87,4 +106,7 @@ class GradientReducer:
         synchronizer = Synchronizer(
             specs, backend, self._collectives, self._reduction, self._window, self._context
         )
+        if self._resumed:
+            # In the order in which they came up before; where it is of others, it is dropped.
+            synchronizer.resume(self._resumed.pop(0))
         return synchronizer, parameters

@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 _PATIENCE = 10.0
 
 
@@ -116,6 +118,14 @@ class SimulatedCollectives:
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:
         return self.exchange(data, name)
+
+    def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
+        return self.exchange(data, name)[root_rank]
+
+    def broadcast_into(self, buffer: np.ndarray, root_rank: int, name: str) -> None:
+        sent = self.exchange(buffer.copy(), name)
+        assert {len(other) for other in sent} == {len(buffer)}
+        buffer[:] = sent[root_rank]
 
 
 def on_every_rank(size: int, function: Callable[[SimulatedCollectives], Any]) -> list[Any]:

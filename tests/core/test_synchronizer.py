@@ -8,6 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from hvdkit.core import bucketing
 from hvdkit.core.accumulation import PassesDiffer, Window
 from hvdkit.core.agreement import RanksDisagree
 from hvdkit.core.bucketing import ParameterSpec
@@ -896,3 +897,56 @@ def test_what_makes_no_sense_is_refused_before_anything_is_communicated():
         return collectives.names
 
     assert on_ranks(1, run) == [[]]
+
+
+WILD = [2, 0, 3, 1]
+
+
+@pytest.mark.parametrize("wire_format", [NONE, Float16()])
+def test_what_goes_on_from_a_state_has_its_buckets_and_scales(wire_format):
+    def run(collectives):
+        before, backend = make(collectives, wire_format=wire_format)
+        assert before.state is None
+        for k in range(5):
+            step(before, backend, 1000.0 * 4**k, WILD)
+        state = before.state
+        after, other = make(collectives, wire_format=wire_format)
+        after.resume(state)
+        # Saved once more before the first step.
+        assert after.state == state
+        expected = step(before, backend, 3.3, WILD)
+        assert step(after, other, 3.3) == expected
+        assert members(after) == members(before)
+        assert after.state == before.state
+        return members(before)
+
+    (buckets, *_) = on_ranks(3, run)
+    assert buckets != [bucket.parameters for bucket in bucketing.plan(SPECS, TWO).buckets]
+
+
+def test_a_state_of_other_gradients_is_dropped():
+    def run(collectives):
+        before, backend = make(collectives)
+        step(before, backend, 1.0, WILD)
+        for how in ({"specs": [*SPECS[:3], spec("q", 2)]}, {"average": True}):
+            after, other = make(collectives, **how)
+            after.resume(before.state)
+            step(after, other, 1.0)
+            assert members(after) == [(3, 2), (1, 0)]
+
+    on_ranks(3, run)
+
+
+def test_ranks_that_go_on_from_different_states_are_told():
+    def run(collectives):
+        before, backend = make(collectives)
+        step(before, backend, 1.0, WILD)
+        after, other = make(collectives)
+        if collectives.rank == 1:
+            after.resume(before.state)
+        give(other, 1.0)
+        arrive(after, other)
+        with pytest.raises(RanksDisagree, match="goes on from: None"):
+            after.synchronize()
+
+    on_ranks(3, run)

@@ -4,10 +4,12 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from hvdkit.checkpoint.store import Store
 from hvdkit.engine.describe import installed
 from tests.parallel.rank_pool import REPOSITORY, Configuration, start_ranks_of
 
@@ -46,6 +48,32 @@ def test_impossible_arguments_are_refused(arguments):
     assert "expected at least 1 of each" in done.stderr
 
 
+def final_files(folder):
+    last = Store(folder).steps()[-1].path
+    return [(last / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
+
+
+def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_weights(tmp_path):
+    two = Configuration("torch", "gloo", 2)
+    common = [sys.executable, EXAMPLE, "--epochs", "6", "--checkpoint-every", "20"]
+    whole = [*common, "--checkpoint-dir", str(tmp_path / "whole")]
+    start_ranks_of(two, whole).wait(timeout=180)
+
+    stopped = [*common, "--checkpoint-dir", str(tmp_path / "stopped"), "--resume"]
+    deadline = time.monotonic() + 60
+    with start_ranks_of(two, stopped) as group:
+        while not Store(tmp_path / "stopped").steps():
+            assert group.running(), group.output(0)
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        group.stop()  # SIGTERM first
+    saved = Store(tmp_path / "stopped").steps()[-1].step
+    assert saved < 6 * 44
+    results = start_ranks_of(two, stopped).wait(timeout=180)
+    assert f"resumed after step {saved}, in epoch {1 + saved // 44}" in results[0].output
+    assert final_files(tmp_path / "stopped") == final_files(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("controller", ["gloo", "mpi"])
 def test_runs_under_plain_horovodrun(controller):
     engine = installed()
@@ -59,6 +87,19 @@ def test_runs_under_plain_horovodrun(controller):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"2 ranks(.|\n)*accuracy=0\.\d{4}", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--resume"], "--resume needs --checkpoint-dir"),
+        (["--checkpoint-dir", "x", "--checkpoint-every", "0"], "--checkpoint-every 0"),
+    ],
+)
+def test_impossible_checkpoint_arguments_are_refused(arguments, words):
+    done = run_plain(sys.executable, EXAMPLE, *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
 
 
 def run_plain(*command, **env):

@@ -1,0 +1,120 @@
+"""`hvdkit checkpoint`: its arguments, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from hvdkit.checkpoint import report
+from hvdkit.checkpoint.reading import OpenCheckpoint
+from hvdkit.checkpoint.retention import KeepBest, Retention
+from hvdkit.checkpoint.store import Store
+
+HELP = "list, check, thin out and export the checkpoints in a folder"
+EXAMPLE = """\
+  hvdkit checkpoint ls runs/digits
+  hvdkit checkpoint verify runs/digits
+  hvdkit checkpoint export runs/digits weights.pt"""
+
+#: Adds one action: (name, help, example) -> its parser.
+AddAction = Callable[[str, str, str], argparse.ArgumentParser]
+#: Writes the model of a checkpoint to a file of a framework.
+Export = Callable[[OpenCheckpoint, Path], None]
+
+
+def add_actions(add: AddAction, export: Export) -> None:
+    """The actions of `hvdkit checkpoint`, each with its arguments."""
+
+    def action(
+        name: str, help: str, example: str, run: Callable[[argparse.Namespace], int]
+    ) -> argparse.ArgumentParser:
+        parser = add(name, help, f"  hvdkit checkpoint {example}")
+        parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of checkpoints")
+        parser.set_defaults(run=run, when_ended="the steps that are listed are whole.")
+        return parser
+
+    action("ls", "list the steps", "ls runs/digits", _list)
+    show = action("show", "print what one step contains", "show runs/digits 1200", _show)
+    _add_step(show, "the newest good one")
+    verify = action(
+        "verify", "read all files again and compare their hashes", "verify runs/digits", _verify
+    )
+    _add_step(verify, "all")
+    prune = action(
+        "prune", "delete old steps; at least one good one stays", "prune runs/digits -n 2", _prune
+    )
+    prune.add_argument(
+        *("-n", "--keep-last"),
+        type=int,
+        default=3,
+        metavar="N",
+        help="newest ones to keep (default: 3)",
+    )
+    prune.add_argument(
+        "--keep-best",
+        action="append",
+        default=[],
+        metavar="METRIC:min|max",
+        help="also keep the step with the best value; may be given several times",
+    )
+    prune.add_argument(
+        "--damaged", action="store_true", help="delete those that were set aside, too"
+    )
+    prune.add_argument("--dry-run", action="store_true", help="only print what would go")
+    exporting = action(
+        "export",
+        "write the model as PyTorch's state_dict (.pt) or Keras's .weights.h5",
+        "export runs/digits model.weights.h5",
+        lambda options: _export(options, export),
+    )
+    exporting.add_argument("target", type=Path, metavar="FILE", help="*.pt, *.pth or *.weights.h5")
+    exporting.add_argument(
+        "--step", type=int, metavar="STEP", help="which (default: the newest good one)"
+    )
+
+
+def _add_step(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "step", type=int, nargs="?", metavar="STEP", help=f"which (default: {default})"
+    )
+
+
+def _list(options: argparse.Namespace) -> int:
+    report.list_steps(Store(options.folder), _console())
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    with report.open_step(Store(options.folder), options.step) as opened:
+        report.show_step(opened, _console())
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    return 0 if report.verify(Store(options.folder), options.step, _console()) else 1
+
+
+def _prune(options: argparse.Namespace) -> int:
+    retention = Retention(options.keep_last, [KeepBest.parse(text) for text in options.keep_best])
+    report.prune(
+        Store(options.folder),
+        retention,
+        _console(),
+        damaged=options.damaged,
+        dry_run=options.dry_run,
+    )
+    return 0
+
+
+def _export(options: argparse.Namespace, export: Export) -> int:
+    with report.open_step(Store(options.folder), options.step) as opened:
+        export(opened, options.target)
+        print(f"wrote step {opened.manifest.step} to {options.target}")
+    return 0
+
+
+def _console() -> Console:
+    return Console(soft_wrap=True)

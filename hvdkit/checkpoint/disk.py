@@ -1,0 +1,170 @@
+"""The steps that writing and reading a checkpoint is made of, each one system call.
+
+Names are relative to an open folder, and a symbolic link is never followed: what a stranger's
+folder contains cannot lead out of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from hvdkit.checkpoint.errors import CheckpointError, Damaged
+
+#: Called before each step with what it does and the file's name. For tests: it may raise the error
+#: that the system would have raised, or end the process.
+before_step: Callable[[str, str], None] | None = None
+
+#: What says of a file that it is not as it was written, where others say that one cannot look.
+_DAMAGE = {
+    errno.ENOENT: "it is missing",
+    errno.ENOTDIR: "it is no folder",
+    errno.ELOOP: "it is a symbolic link, which is not followed",
+    errno.EIO: "it cannot be read: Input/output error",
+    errno.ENXIO: "it is no plain file",
+}
+
+
+def _step(name: str, file: str) -> None:
+    if before_step is not None:
+        before_step(name, file)
+
+
+@contextmanager
+def folder(path: str | Path, parent: int | None = None) -> Iterator[int]:
+    """The folder, opened. Inside of `parent`, it may not be a symbolic link."""
+    follow = 0 if parent is None else os.O_NOFOLLOW
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | follow, dir_fd=parent)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def make_folders(path: Path) -> None:
+    """Make the folder `path`, and those around it, where they are missing, to stay."""
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for made in reversed(missing):
+        with folder(made.parent) as descriptor:
+            sync_folder(descriptor, made.parent.name)
+
+
+def make_folder(name: str, parent: int) -> None:
+    """Make the folder `name`."""
+    _step("mkdir", name)
+    os.mkdir(name, dir_fd=parent)
+
+
+def create(name: str, parent: int) -> int:
+    """Create the file `name`, which must not be there yet, for writing and reading."""
+    _step("create", name)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    return os.open(name, flags, 0o666, dir_fd=parent)
+
+
+def write(descriptor: int, data: memoryview, name: str) -> None:
+    """Append all of `data`."""
+    while data:
+        _step("write", name)
+        data = data[os.write(descriptor, data) :]
+
+
+def sync(descriptor: int, name: str) -> None:
+    """Wait until a file's content and size are on the disk."""
+    _step("fsync", name)
+    os.fsync(descriptor)
+
+
+def sync_folder(descriptor: int, name: str) -> None:
+    """Wait until the names in a folder are on the disk."""
+    _step("fsync folder", name)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems know no fsync of folders: there, a rename is on the server.
+        if error.errno != errno.EINVAL:
+            raise
+
+
+def rename(old: str, new: str, parent: int) -> None:
+    """Rename a folder inside of `parent`; over one that has files, it fails."""
+    _step("rename", old)
+    os.rename(old, new, src_dir_fd=parent, dst_dir_fd=parent)
+
+
+def remove(name: str, parent: int) -> None:
+    """Remove the folder `name` with all that is in it; links are removed, not followed.
+
+    Goes on where something cannot be removed, and then raises the first error.
+    """
+    first: OSError | None = None
+    with folder(name, parent) as descriptor:
+        for entry in os.listdir(descriptor):
+            try:
+                if stat.S_ISDIR(os.lstat(entry, dir_fd=descriptor).st_mode):
+                    remove(entry, descriptor)
+                else:
+                    _step("unlink", entry)
+                    os.unlink(entry, dir_fd=descriptor)
+            except OSError as error:
+                first = first or error
+    if first:
+        raise first
+    _step("rmdir", name)
+    os.rmdir(name, dir_fd=parent)
+
+
+def open_plain(name: str, parent: int) -> tuple[int, int]:
+    """Open the plain file `name` for reading. Returns the descriptor and its size in bytes.
+
+    Raises:
+        Damaged: it is not there, or is anything but a plain file.
+        CheckpointError: it cannot be opened, for a reason that says nothing about it.
+    """
+    with reading(name):
+        # O_NONBLOCK: opening a pipe must not wait for somebody to write to it.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(name, flags, dir_fd=parent)
+        status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise Damaged(name, "it is no plain file")
+    return descriptor, status.st_size
+
+
+def read_into(descriptor: int, out: np.ndarray, offset: int, name: str) -> None:
+    """Fill `out` (uint8) from `offset` on.
+
+    Raises:
+        Damaged: the file ends before, or the disk cannot read it.
+        CheckpointError: it cannot be read, for a reason that says nothing about it.
+    """
+    left = out.data
+    while left:
+        with reading(name):
+            _step("read", name)
+            count = os.preadv(descriptor, [left], offset)
+        if count == 0:
+            raise Damaged(name, f"it ends at byte {offset}, {len(left)} bytes too early")
+        left, offset = left[count:], offset + count
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Turn the system's errors about the file `name` into `Damaged` or `CheckpointError`."""
+    try:
+        yield
+    except OSError as error:
+        number = error.errno or 0
+        if number in _DAMAGE:
+            raise Damaged(name, _DAMAGE[number]) from error
+        raise CheckpointError(
+            f"{name} cannot be read: {error.strerror}. Nothing was changed; try again when it can."
+        ) from error

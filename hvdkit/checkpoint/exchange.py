@@ -1,0 +1,106 @@
+"""What ranks tell each other around a save or a restore, such that all come to the same verdict."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.core.collectives import Collectives
+from hvdkit.errors import HvdkitError, UsageError
+
+
+def exchange(
+    collectives: Collectives,
+    message: dict[str, Any],
+    problem: Exception | None = None,
+    consequence: str = "",
+) -> list[dict[str, Any]]:
+    """Give every rank's message, or raise on all ranks if one has a problem. A collective.
+
+    Args:
+        collectives: of the ranks.
+        message: of this rank, as JSON has it.
+        problem: what this rank has caught instead.
+        consequence: of a problem, to be added to it.
+
+    Raises:
+        UsageError: the problems are all of this kind.
+        CheckpointError: one of them is another.
+    """
+    if problem is not None:
+        text = str(problem)
+        if not isinstance(problem, HvdkitError):
+            text = f"{type(problem).__name__}: {text}"
+        message = {"problem": text, "usage": isinstance(problem, UsageError)}
+    data = collectives.allgather(json.dumps(message).encode(), "hvdkit.checkpoint.exchange")
+    gathered: list[dict[str, Any]] = [json.loads(each) for each in data]
+    holders: dict[str, list[int]] = {}
+    for rank, each in zip(collectives.ranks, gathered, strict=True):
+        if "problem" in each:
+            holders.setdefault(each["problem"], []).append(rank)
+    if not holders:
+        return gathered
+    told = "; ".join(
+        text if len(who) == len(gathered) else f"{_named(who)}: {text}"
+        for text, who in holders.items()
+    )
+    kind = UsageError if all(each.get("usage", True) for each in gathered) else CheckpointError
+    raise kind(f"{told} ({consequence})" if consequence else told) from problem
+
+
+def compare(collectives: Collectives, values: Sequence[Any], subject: str) -> None:
+    """Check that every rank had the same value. Each has all of them, so it communicates nothing.
+
+    Args:
+        collectives: of the ranks.
+        values: one of each rank.
+        subject: what they are, for the error.
+
+    Raises:
+        UsageError: they are not all equal.
+    """
+    holders: dict[Any, list[int]] = {}
+    for rank, value in zip(collectives.ranks, values, strict=True):
+        holders.setdefault(value, []).append(rank)
+    if len(holders) > 1:
+        who = "; ".join(f"{_named(ranks)}: {value}" for value, ranks in holders.items())
+        raise UsageError(f"ranks disagree about {subject} ({who}): all must do the same steps")
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+_BITS = 15
+
+
+@dataclass(frozen=True)
+class StepWord:
+    """What the ranks tell each other at every step, added up over them in one int64.
+
+    Attributes:
+        present: 1; what is missing to the number of ranks has called `join`.
+        due: 1 if a save is due by the steps.
+        stops: 1 if this rank was asked to stop.
+        in_window: 1 in the middle of an accumulation window.
+        late: 1 on the first rank if a save is due by its clock.
+        failed: 1 on the first rank if a write has failed.
+    """
+
+    present: int
+    due: int
+    stops: int
+    in_window: int
+    late: int
+    failed: int
+
+    def sum(self, collectives: Collectives) -> "StepWord":
+        """The sum of all ranks' words. A collective."""
+        word = self.late | self.failed << 1
+        for k, count in enumerate((self.present, self.due, self.stops, self.in_window)):
+            word |= count << (2 + k * _BITS)
+        (total,) = collectives.sum([word], "hvdkit.checkpoint.step")
+        mask = (1 << _BITS) - 1
+        present, due, stops, in_window = (total >> (2 + k * _BITS) & mask for k in range(4))
+        return StepWord(present, due, stops, in_window, total & 1, total >> 1 & 1)

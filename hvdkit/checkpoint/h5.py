@@ -1,0 +1,118 @@
+"""Keras's `.weights.h5` files, written without Keras and without the model's code.
+
+Where Keras puts which variable is known while the model is there, so a checkpoint keeps that beside
+the tensors: a list of groups, each `[path, name of the layer or None, [[key, part, tensor], …]]`.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdkit.checkpoint.reading import OpenCheckpoint
+from hvdkit.checkpoint.state import TensorSpec
+from hvdkit.checkpoint.tensors import nbytes
+from hvdkit.errors import UsageError
+
+#: The part of a checkpoint that has the layout, and its name in it.
+PART = "keras"
+LAYOUT = "weights.h5"
+
+# What NumPy has no dtype for comes from the package that Keras uses for it.
+_BEYOND_NUMPY = {"BF16": "bfloat16", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn"}
+_NUMPY = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+
+
+def dtype_of(name: str) -> np.dtype:
+    """NumPy's dtype of what safetensors calls `name`."""
+    if name in _NUMPY:
+        return np.dtype(_NUMPY[name])
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, _BEYOND_NUMPY[name]))
+
+
+def name_of(dtype: np.dtype) -> str:
+    """What safetensors calls a dtype of NumPy.
+
+    Raises:
+        UsageError: it has no name for it.
+    """
+    for names in (_NUMPY, _BEYOND_NUMPY):
+        for name, known in names.items():
+            if dtype.name == known:
+                return name
+    raise UsageError(f"an array is of {dtype}: expected one of {', '.join(_NUMPY.values())}")
+
+
+def export(checkpoint: OpenCheckpoint, file: str | os.PathLike[str]) -> None:
+    """Write a checkpoint's weights and optimizer state as `model.save_weights` would have.
+
+    Args:
+        checkpoint: of `hvd.callbacks.Checkpoint`.
+        file: the new file's name, which Keras wants to end in `.weights.h5`. What is there is
+            replaced once the new one is whole.
+
+    Raises:
+        UsageError: the checkpoint has no layout, or the name ends differently.
+    """
+    path = Path(file)
+    if not path.name.endswith(".weights.h5"):
+        raise UsageError(f"{path} was given: expected a name that ends in .weights.h5")
+    layout = _layout(checkpoint)
+    # Comes with Keras, without which hvdkit works, too.
+    import h5py  # type: ignore[import-untyped]
+
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with h5py.File(beside, "w") as h5:
+            for group_path, name, variables in layout:
+                group = h5.create_group(f"{group_path}/vars" if group_path else "vars")
+                if name is not None:
+                    group.attrs["name"] = name
+                for key, part, tensor in variables:
+                    array = _read(checkpoint, part, tensor)
+                    dataset = group.create_dataset(key, data=array)
+                    if array.dtype.name == "bfloat16":
+                        # As Keras marks what HDF5 has no word for.
+                        dataset.attrs["dtype"] = "bfloat16"
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _layout(checkpoint: OpenCheckpoint) -> Sequence[Any]:
+    outline = checkpoint.outline
+    if PART not in outline.trees:
+        raise UsageError(
+            f"step {checkpoint.manifest.step} was not saved by hvd.callbacks.Checkpoint of "
+            f"hvdkit.keras: only such a checkpoint says how Keras lays out a .weights.h5 file"
+        )
+    layout = outline.tree(PART)[LAYOUT]
+    if isinstance(layout, str):
+        raise UsageError(f"step {checkpoint.manifest.step} cannot become a .weights.h5: {layout}")
+    assert isinstance(layout, list)
+    return layout
+
+
+def _read(checkpoint: OpenCheckpoint, part: str, tensor: str) -> np.ndarray:
+    spec: TensorSpec = checkpoint.outline.specs[part][tensor]
+    content = np.empty(nbytes(spec), np.uint8)
+    checkpoint.read(part, tensor, content)
+    return content.view(dtype_of(spec.dtype)).reshape(spec.shape)

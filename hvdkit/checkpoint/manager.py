@@ -1,0 +1,466 @@
+"""What the ranks of a job do together to save and restore. Only the first rank touches the folder.
+
+All ranks enter each method together, and leave it together: with the same result, or all with an
+error, whoever had the problem. Whatever only one rank knows (the clock, a signal, a failed write)
+is agreed on before anything depends on it.
+"""
+
+import json
+import logging
+import platform
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+import hvdkit
+from hvdkit.checkpoint import tree
+from hvdkit.checkpoint.background import BackgroundWriter
+from hvdkit.checkpoint.exchange import StepWord, compare, exchange
+from hvdkit.checkpoint.reading import OpenCheckpoint, Outline
+from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
+from hvdkit.checkpoint.snapshot import SnapshotMemory
+from hvdkit.checkpoint.state import Part, RankPart, Tensor, Tree
+from hvdkit.checkpoint.store import Store
+from hvdkit.checkpoint.tensors import nbytes
+from hvdkit.checkpoint.transfer import InTurn, Transfer, destinations
+from hvdkit.checkpoint.writing import Snapshot
+from hvdkit.core.agreement import digest
+from hvdkit.core.collectives import Collectives
+from hvdkit.errors import RESUMABLE, UsageError
+
+_log = logging.getLogger("hvdkit.checkpoint")
+
+
+class Stopped(SystemExit):
+    """The job was asked to stop, has saved, and can be resumed: exit status 75."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(RESUMABLE)
+        self.step = step
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a job goes on from.
+
+    Attributes:
+        step: as given to `save`.
+        epoch: as given to `save`.
+        metrics: as given to `save`.
+        world_size: ranks of the job that saved it.
+    """
+
+    step: int
+    epoch: int | None
+    metrics: Mapping[str, float]
+    world_size: int
+
+
+class Manager:
+    """Saves a job's state and restores it. A context manager; all ranks make one alike.
+
+    Args:
+        store: the folder. Only the first rank uses it.
+        collectives: of the ranks of the job.
+        parts: what all ranks hold alike, by name (as `Snapshot.parts` has them). The first
+            rank's is saved, and restored on all. They are restored in this order.
+        rank_parts: what each rank has for itself. Restored last, and only in a job of the same
+            size.
+        alike: names of parts without tensors that are compared between the ranks at each save.
+        of_this_size: names of parts that mean nothing in a job of another size: restored where
+            the checkpoint has them and the size is the same.
+        versions: of the framework and whatever else matters, by name.
+        every_steps: `maybe_save` saves when so many steps have been done since the last save.
+        every_minutes: ... or so many minutes, by the first rank's clock.
+        asynchronous: write while training goes on. Otherwise `save` returns when all is written.
+        stop_signals: signals that make `maybe_save` save and stop the job; see `StopSignals`.
+        window_open: whether this rank is in the middle of an accumulation window, where nothing
+            can be saved.
+
+    Raises:
+        UsageError: the arguments make no sense.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        collectives: Collectives,
+        parts: Mapping[str, Part],
+        *,
+        rank_parts: Mapping[str, RankPart] | None = None,
+        alike: Collection[str] = ("data",),
+        of_this_size: Collection[str] = ("reduction",),
+        versions: Mapping[str, str] | None = None,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        asynchronous: bool = True,
+        stop_signals: Sequence[int] = STOP_SIGNALS,
+        window_open: Callable[[], bool] = lambda: False,
+    ) -> None:
+        if every_steps is not None and (not isinstance(every_steps, int) or every_steps < 1):
+            raise UsageError(f"every_steps is {every_steps!r}: expected a whole number >= 1")
+        if every_minutes is not None and not every_minutes > 0:
+            raise UsageError(f"every_minutes is {every_minutes!r}: expected more than 0")
+        self._store = store
+        self._collectives = collectives
+        self._parts = dict(parts)
+        self._rank_parts = dict(rank_parts or {})
+        self._alike = [name for name in self._parts if name in alike]
+        self._of_this_size = set(of_this_size)
+        self._versions = {
+            "hvdkit": hvdkit.__version__,
+            "python": platform.python_version(),
+            **(versions or {}),
+        }
+        self._every_steps = every_steps
+        self._every_seconds = None if every_minutes is None else 60 * every_minutes
+        self._asynchronous = asynchronous
+        self._signals = StopSignals(stop_signals)
+        self._window_open = window_open
+        self._closed = False
+        self._last_step = 0
+        # Not the time of day, which may jump.
+        self._last_time = time.monotonic()
+        # These two are the first rank's; on others they stay empty.
+        self._memory = SnapshotMemory()
+        self._writer = BackgroundWriter(store)
+
+    @property
+    def _first(self) -> bool:
+        return self._collectives.rank == self._collectives.ranks[0]
+
+    def save(
+        self,
+        step: int,
+        epoch: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Save the state as it is now. A collective.
+
+        Returns once the state is copied, and the copy is written by a thread. If the write before
+        this one is still going on, waits for that first.
+
+        Args:
+            step: how many steps have been trained, the same on all ranks.
+            epoch: which one the step is in, for people.
+            metrics: values by name, for `keep_best` and for people; the first rank's count.
+            wait: return when all of it is on the disk.
+
+        Raises:
+            UsageError: on all ranks: one of them is in an accumulation window, or holds something
+                that cannot be saved, or they do not mean the same step.
+            CheckpointError: on all ranks: this write or the one before it failed.
+        """
+        self._check_open()
+        message: dict[str, Any] = {}
+        problem: Exception | None = None
+        try:
+            if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+                raise UsageError(f"step is {step!r}: expected a whole number >= 0")
+            values = {name: float(value) for name, value in (metrics or {}).items()}
+            if self._window_open():
+                raise UsageError(
+                    f"save({step}) in the middle of an accumulation window: save after its last "
+                    f"pass, or end it with flush(); maybe_save() waits for its end by itself"
+                )
+            if self._first:
+                # The copy before this one is in use until it is written.
+                self._writer.finish()
+                self._writer.open()
+            trees = {name: self._parts[name].capture() for name in self._parts_to_capture()}
+            message = {
+                "step": int(step),
+                "alike": {name: _fingerprint(trees[name], name) for name in self._alike},
+                "own": tree.encode(
+                    {name: part.capture() for name, part in self._rank_parts.items()}, "rank"
+                )[0],
+            }
+            if self._first:
+                copied = self._memory.copy(trees)
+        except Exception as error:
+            problem = error
+        gathered = exchange(self._collectives, message, problem, f"step {step} was not saved")
+        compare(self._collectives, [each["step"] for each in gathered], "the step to save")
+        for name in self._alike:
+            compare(
+                self._collectives,
+                [each["alike"][name] for each in gathered],
+                f"where they are in {name!r}",
+            )
+        self._last_step, self._last_time = int(step), time.monotonic()
+        if self._first:
+            self._writer.begin(
+                Snapshot(
+                    step=int(step),
+                    epoch=epoch,
+                    world_size=len(self._collectives.ranks),
+                    metrics=values,
+                    versions=self._versions,
+                    parts=copied,
+                    ranks=[each["own"] for each in gathered],
+                )
+            )
+        if wait or not self._asynchronous:
+            self.wait()
+
+    def maybe_save(
+        self,
+        step: int,
+        epoch: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> bool:
+        """Save if it is time, and stop if the job was asked to. A collective, for every step.
+
+        Costs one allreduce of 8 bytes. May be called after every pass of an accumulation window:
+        what is due then happens at the window's end.
+
+        Returns:
+            Whether it has saved.
+
+        Raises:
+            Stopped: on all ranks, which is an exit of the process with status 75 (`RESUMABLE`):
+                one of them got a stop signal; the state is saved and on the disk.
+            UsageError: as `save`.
+            CheckpointError: as `save`; a failed write is told here, too, when nothing is due.
+        """
+        self._check_open()
+        self._signals.install()
+        if self._first:
+            # A folder that cannot be written to is told at once, not after an hour.
+            self._writer.try_to_open()
+        ranks = len(self._collectives.ranks)
+        due = self._every_steps is not None and (
+            step // self._every_steps > self._last_step // self._every_steps
+        )
+        late = self._every_seconds is not None and (
+            time.monotonic() - self._last_time >= self._every_seconds
+        )
+        agreed = StepWord(
+            present=1,
+            due=int(due),
+            stops=int(bool(self._signals.asked)),
+            in_window=int(bool(self._window_open())),
+            late=int(late and self._first),
+            failed=int(self._writer.failed),
+        ).sum(self._collectives)
+        if agreed.present < ranks:
+            # The others have called `join`, and take part in nothing but reductions.
+            return False
+        if agreed.failed:
+            self.wait()
+        if agreed.due not in (0, ranks):
+            told = exchange(self._collectives, {"step": int(step)})
+            compare(self._collectives, [each["step"] for each in told], "the step")
+        if agreed.in_window == ranks:
+            return False
+        if agreed.stops:
+            self.save_and_stop(step, epoch, metrics)
+        if not (agreed.due or agreed.late):
+            return False
+        self.save(step, epoch, metrics)
+        return True
+
+    def save_and_stop(
+        self,
+        step: int,
+        epoch: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Save, and end the job in a way that says that it can be resumed. A collective.
+
+        Raises:
+            Stopped: on all ranks, once the state is on the disk.
+            UsageError: as `save`.
+            CheckpointError: as `save`.
+        """
+        self.save(step, epoch, metrics, wait=True)
+        if self._first:
+            why = f" ({self._signals.asked})" if self._signals.asked else ""
+            _log.warning(
+                "asked to stop%s: step %d is saved, and the job can be resumed; exit status %d",
+                *(why, step, RESUMABLE),
+            )
+        raise Stopped(step)
+
+    def request_stop(self, reason: str = "request_stop()") -> None:
+        """Make the next `maybe_save` save and stop, as a stop signal does. On any rank."""
+        self._signals.asked = reason
+
+    def restore(self, step: int | None = None) -> Restored | None:
+        """Take over the newest good checkpoint. A collective.
+
+        Args:
+            step: this one and no other.
+
+        Returns:
+            Where the job is now; None if there is no checkpoint, and nothing has changed.
+
+        Raises:
+            UsageError: on all ranks: it does not fit, or there is no such `step`. Nothing has
+                changed.
+            CheckpointError: on all ranks: none of the steps is good, or the folder cannot be
+                read. If it says so, the state is half restored.
+        """
+        self._check_open()
+        opened: OpenCheckpoint | None = None
+        sent = b""
+        problem: Exception | None = None
+        if self._first:
+            try:
+                self._writer.finish()
+                opened = self._store.newest_good(step)
+                sent = opened.outline.to_bytes() if opened else b""
+            except Exception as error:
+                problem = error
+        try:
+            exchange(self._collectives, {}, problem)
+            first = self._collectives.ranks[0]
+            sent = self._collectives.broadcast(sent, first, "hvdkit.checkpoint.outline")
+            return self._take_over(opened, sent) if sent else None
+        finally:
+            if opened is not None:
+                opened.close()
+
+    def wait(self) -> None:
+        """Return when everything is on the disk. A collective.
+
+        Raises:
+            CheckpointError: on all ranks: a write failed.
+        """
+        problem: Exception | None = None
+        try:
+            if self._first:
+                self._writer.finish()
+        except Exception as error:
+            problem = error
+        exchange(self._collectives, {}, problem)
+
+    def close(self) -> None:
+        """`wait`, and give the folder back. A collective; may be called again.
+
+        Raises:
+            CheckpointError: on all ranks: a write failed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            self._signals.remove()
+            self._writer.close()
+
+    def abandon(self) -> None:
+        """As `close`, but for this rank alone, and an error is only logged: on the way out with an
+        exception that the other ranks may not have. Leaving the `with` block calls the right one.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._writer.finish()
+        except Exception as error:
+            _log.error("the last save failed: %s", error)
+        finally:
+            self._signals.remove()
+            self._writer.close()
+
+    def __enter__(self) -> Self:
+        if self._every_steps is not None or self._every_seconds is not None:
+            # Before loader workers are forked: a signal to all processes must not end those.
+            self._signals.install()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc_type is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the checkpointer is closed: make a new one")
+
+    def _parts_to_capture(self) -> Collection[str]:
+        return self._parts if self._first else self._alike
+
+    def _take_over(self, opened: OpenCheckpoint | None, sent: bytes) -> Restored:
+        ranks = self._collectives.ranks
+        prepared: dict[str, Tree] = {}
+        tensors: dict[Hashable, Tensor] = {}
+        problem: Exception | None = None
+        try:
+            outline = Outline.from_bytes(sent)
+            manifest = outline.manifest
+            same_size = manifest.world_size == len(ranks)
+            for name in self._parts_to_restore(outline, same_size):
+                prepared[name] = self._parts[name].prepare(outline.tree(name))
+                tensors |= destinations(name, prepared[name], outline)
+            # Everything that may fail on one rank alone, memory too, comes before the first bucket.
+            travel = Transfer({key: nbytes(tensor.spec) for key, tensor in tensors.items()})
+            own = outline.rank(ranks.index(self._collectives.rank)) if same_size else {}
+        except Exception as error:
+            problem = error
+        exchange(self._collectives, {}, problem, "nothing was restored")
+        problem = None
+        try:
+            source = InTurn(opened) if opened is not None else None
+            travel.run(self._collectives, tensors, source)
+        except Exception as error:
+            problem = error
+        half = "the state is half restored: end the job"
+        exchange(self._collectives, {}, problem, half)
+        problem = None
+        try:
+            for name, content in prepared.items():
+                self._parts[name].adopt(content)
+            # Last, because what comes before may draw random numbers.
+            for name, part in self._rank_parts.items():
+                if name in own:
+                    part.adopt(own[name])
+        except Exception as error:
+            problem = error
+        exchange(self._collectives, {}, problem, half)
+        if self._first and not same_size:
+            _log.warning(
+                "step %d was saved by %d ranks, and this job has %d: what is left of its epoch is "
+                "divided anew, and random numbers start anew",
+                *(manifest.step, manifest.world_size, len(ranks)),
+            )
+        self._last_step, self._last_time = manifest.step, time.monotonic()
+        return Restored(manifest.step, manifest.epoch, manifest.metrics, manifest.world_size)
+
+    def _parts_to_restore(self, outline: Outline, same_size: bool) -> list[str]:
+        lacking = self._parts.keys() - outline.trees.keys() - self._of_this_size
+        if lacking:
+            raise UsageError(
+                f"the checkpoint of step {outline.manifest.step} has no "
+                f"{', '.join(sorted(lacking))}; it has {', '.join(sorted(outline.trees))}. Restore "
+                f"with what it was saved with"
+            )
+        unused = outline.trees.keys() - self._parts.keys() - self._of_this_size
+        if unused and self._first:
+            _log.warning(
+                "step %d has %s, which this job does not ask for",
+                *(outline.manifest.step, ", ".join(sorted(unused))),
+            )
+        return [
+            name
+            for name in self._parts
+            if name in outline.trees and (same_size or name not in self._of_this_size)
+        ]
+
+
+def _fingerprint(content: Tree, name: str) -> str:
+    encoded, _ = tree.encode(content, name)
+    return digest([json.dumps(encoded, sort_keys=True)]).hex()[:16]

@@ -1,0 +1,234 @@
+"""The manifest: what a step says of itself and of each of its files.
+
+It is JSON, and its last entry is the hash of all bytes before that entry. So no bit of it can
+change unnoticed, also where nothing else would tell, such as in a metric's value.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from hvdkit.checkpoint import tree
+from hvdkit.checkpoint.errors import CheckpointError, Damaged
+from hvdkit.errors import UsageError
+
+NAME = "manifest.json"
+STATE, RANKS = "state.json", "ranks.json"
+TENSORS_SUFFIX = ".safetensors"
+
+#: Larger JSON files are neither written nor read: a stranger's could fill the memory.
+MAX_MANIFEST_BYTES = 4_000_000
+MAX_JSON_BYTES = 256_000_000
+
+_FORMAT, _VERSION = "hvdkit checkpoint", 1
+_PART = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+_HASH = re.compile(r"[0-9a-f]{32}")
+_SEAL = ',\n "xxh3_128": "%s"\n}\n'
+_SEAL_BYTES = len(_SEAL % ("0" * 32))
+_MAX_INT = 2**63
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a step.
+
+    Attributes:
+        size: bytes.
+        xxh3_128: of its content, 32 hexadecimal digits.
+    """
+
+    size: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a step says of itself.
+
+    Attributes:
+        step: how many steps were trained.
+        epoch: the epoch that the step is in, if the training counts epochs.
+        world_size: ranks of the job that saved it.
+        commit: counts the commits in a folder from 1. The newest step is the one that was
+            committed last, also where a run went back to an older step and wrote lower numbers
+            since, and whatever the clock did.
+        time: when it was written, seconds since 1970. For people; nothing is decided by it.
+        metrics: values by name.
+        versions: of what wrote it, by name.
+        files: name -> size and hash.
+    """
+
+    step: int
+    epoch: int | None
+    world_size: int
+    commit: int
+    time: float
+    metrics: Mapping[str, float]
+    versions: Mapping[str, str]
+    files: Mapping[str, FileRecord]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files together."""
+        return sum(record.size for record in self.files.values())
+
+    @property
+    def parts_with_tensors(self) -> list[str]:
+        """The parts that have a file of tensors."""
+        return [
+            name.removesuffix(TENSORS_SUFFIX)
+            for name in self.files
+            if name.endswith(TENSORS_SUFFIX)
+        ]
+
+    def to_bytes(self) -> bytes:
+        """The content of `manifest.json`.
+
+        Raises:
+            UsageError: there is more in it than a manifest may have, e.g. in the metrics.
+        """
+        metrics, _ = tree.encode(dict(self.metrics), "metrics")
+        fields = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "step": self.step,
+            "epoch": self.epoch,
+            "world_size": self.world_size,
+            "commit": self.commit,
+            "time": self.time,
+            "metrics": metrics,
+            "versions": dict(self.versions),
+            "files": {
+                name: {"bytes": record.size, "xxh3_128": record.xxh3_128}
+                for name, record in self.files.items()
+            },
+        }
+        body = json.dumps(fields, indent=1, allow_nan=False).removesuffix("\n}").encode()
+        data = body + (_SEAL % xxhash.xxh3_128_hexdigest(body)).encode()
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise UsageError(
+                f"step {self.step}'s manifest would have {len(data)} bytes; expected at most "
+                f"{MAX_MANIFEST_BYTES}. Give fewer metrics and parts."
+            )
+        return data
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """Read what `to_bytes` has made, checking all of it.
+
+        Raises:
+            Damaged: it is not that.
+            CheckpointError: it is of a later version of hvdkit.
+        """
+        body, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+        if seal != (_SEAL % xxhash.xxh3_128_hexdigest(body)).encode():
+            raise Damaged(NAME, "its own hash differs: it was changed, or is no manifest")
+        fields = parse_json(NAME, data)
+        if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
+            raise Damaged(NAME, f"its format is not {_FORMAT!r}")
+        if fields.get("version") != _VERSION:
+            raise CheckpointError(
+                f"{NAME} is of version {fields.get('version')!r:.20}; this hvdkit reads version "
+                f"{_VERSION}. Update hvdkit."
+            )
+        try:
+            return cls(
+                step=_count(fields["step"]),
+                epoch=None if fields["epoch"] is None else _count(fields["epoch"]),
+                world_size=_count(fields["world_size"]),
+                commit=_count(fields["commit"]),
+                time=_number(fields["time"]),
+                metrics=_entries(tree.decode(fields["metrics"], {}), _number),
+                versions=_entries(fields["versions"], _text),
+                files={
+                    check_file_name(name): FileRecord(_count(record["bytes"]), _hash(record))
+                    for name, record in fields["files"].items()
+                },
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(NAME, f"it has wrong entries ({error})") from error
+
+
+def check_file_name(name: str) -> str:
+    """`name`, if a step may have a file of this name; never one with a path in it.
+
+    Raises:
+        ValueError: it may not.
+    """
+    stem = name.removesuffix(TENSORS_SUFFIX)
+    if name in (STATE, RANKS) or (stem != name and _PART.fullmatch(stem)):
+        return name
+    raise ValueError(f"{name[:80]!r} is no name of a file in a checkpoint")
+
+
+def check_part_name(name: str) -> str:
+    """`name`, if a part may be called so.
+
+    Raises:
+        UsageError: it may not.
+    """
+    if isinstance(name, str) and _PART.fullmatch(name):
+        return name
+    raise UsageError(
+        f"a part of the state is called {name!r}; expected a letter and up to 63 letters, digits, "
+        "'_' or '-'."
+    )
+
+
+def parse_json(file: str, data: bytes) -> Any:
+    """Parse JSON as strictly as can be: no name twice in an object, no NaN.
+
+    Raises:
+        Damaged: it is not such JSON.
+    """
+    try:
+        return json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(file, f"it is no JSON that hvdkit writes ({error})") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("a name is there twice")
+    return entries
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MAX_INT:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"{value!r:.40} is no number")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r:.40} is no text")
+    return value
+
+
+def _hash(record: Any) -> str:
+    if not _HASH.fullmatch(_text(record["xxh3_128"])):
+        raise ValueError("a hash has not 32 digits")
+    return record["xxh3_128"]
+
+
+def _entries(value: Any, check: Callable[[Any], Any]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("a list of entries is none")
+    return {_text(name): check(entry) for name, entry in value.items()}

@@ -1,0 +1,105 @@
+"""Parts of a checkpoint that look the same in every framework that has variables."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hvdkit.checkpoint.state import Tensor, TensorSpec, Tree
+from hvdkit.errors import UsageError
+
+
+class Variables:
+    """A `Part`: variables in their order, by names.
+
+    Args:
+        variables: gives them when asked: name -> variable. The order counts, and the names
+            without the numbers that Keras gives to layers of a kind.
+        subject: what they are, for errors.
+        tensor: makes a `Tensor` of one.
+    """
+
+    def __init__(
+        self,
+        variables: Callable[[], Mapping[str, Any]],
+        subject: str,
+        tensor: Callable[[Any], Tensor],
+    ) -> None:
+        self._variables = variables
+        self._subject = subject
+        self._tensor = tensor
+
+    def capture(self) -> Tree:
+        """Names -> tensors."""
+        return {name: self._tensor(variable) for name, variable in self._variables().items()}
+
+    def prepare(self, tree: Tree) -> Tree:
+        """The variables' own memory.
+
+        Raises:
+            UsageError: they are not those that were saved.
+        """
+        own = self.capture()
+        saved_lines = [_line(name, spec) for name, spec in tree.items()]
+        own_lines = [_line(name, tensor.spec) for name, tensor in own.items()]
+        if saved_lines != own_lines:
+            raise UsageError(_difference(saved_lines, own_lines, self._subject))
+        return dict(zip(tree, own.values(), strict=True))
+
+    def adopt(self, tree: Tree) -> None:
+        """They have been written to."""
+
+
+def plain(name: str) -> str:
+    """A variable's name without the numbers that Keras gives to layers of a kind.
+
+    They go on from model to model, and an optimizer's variables are called after the layers'.
+    """
+    return re.sub(r"_\d+(?=[/_]|$)", "", name)
+
+
+def _line(name: str, spec: TensorSpec) -> str:
+    return f"{plain(name)} {spec.dtype}{list(spec.shape)}"
+
+
+def _difference(saved: Sequence[str], own: Sequence[str], subject: str) -> str:
+    longest = max(len(saved), len(own))
+    padded = [[*lines, *["nothing more"] * (longest - len(lines))] for lines in (saved, own)]
+    differ = [f"{a} -> {b}" for a, b in zip(*padded, strict=True) if a != b]
+    more = f", and {len(differ) - 3} more" if len(differ) > 3 else ""
+    return (
+        f"the checkpoint does not fit {subject} (saved -> here): {'; '.join(differ[:3])}{more}. "
+        f"Build it as it was when it was saved"
+    )
+
+
+def named(variables: Sequence[Any]) -> dict[str, Any]:
+    """Variables by their paths or names; one that is there already gets a number."""
+    result: dict[str, Any] = {}
+    for variable in variables:
+        name = getattr(variable, "path", None) or variable.name.removesuffix(":0")
+        number, unique = 2, name
+        while unique in result:
+            unique = f"{name}~{number}"
+            number += 1
+        result[unique] = variable
+    return result
+
+
+class Plain:
+    """A `Part` without tensors: what `get` gives and `take` takes."""
+
+    def __init__(self, get: Callable[[], Tree], take: Callable[[Tree], None]) -> None:
+        self._get = get
+        self._take = take
+
+    def capture(self) -> Tree:
+        """As it is now."""
+        return self._get()
+
+    def prepare(self, tree: Tree) -> Tree:
+        """Nothing to fill."""
+        return tree
+
+    def adopt(self, tree: Tree) -> None:
+        """Take it over."""
+        self._take(tree)

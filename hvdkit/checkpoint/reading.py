@@ -1,0 +1,346 @@
+"""Reading a step: only what the manifest lists, only plain files, and each checked."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import xxhash
+
+from hvdkit.checkpoint import disk, manifest, tensors, tree
+from hvdkit.checkpoint.errors import CheckpointError, Damaged
+from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.state import TensorSpec, Tree
+
+#: What is read and hashed at once: stays in the processor's cache between the two.
+_CHUNK_BYTES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with one file of a step."""
+
+    file: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Outline:
+    """All of a step but its tensors' content: small, and what rank 0 tells the others.
+
+    Attributes:
+        manifest: what the step says of itself.
+        trees: part -> its JSON form.
+        specs: part -> tensor name -> dtype and shape, in the order in which the tensors lie in
+            the part's file. They lie there without gaps.
+        ranks: each rank's JSON form.
+    """
+
+    manifest: Manifest
+    trees: Mapping[str, Any]
+    specs: Mapping[str, Mapping[str, TensorSpec]]
+    ranks: tuple[Any, ...]
+
+    def tree(self, part: str) -> Tree:
+        """The tree of `part`, with a `TensorSpec` in place of each tensor.
+
+        `tree.encode` of such a tree, or of one with `Tensor`s in their places, names the tensors
+        as they are named here.
+
+        Raises:
+            CheckpointError: the step has no such part.
+        """
+        if part not in self.trees:
+            raise CheckpointError(
+                f"step {self.manifest.step} has no part {part!r}; it has {', '.join(self.trees)}."
+            )
+        return tree.decode(self.trees[part], self.specs.get(part, {}))
+
+    def rank(self, rank: int) -> Tree:
+        """The tree that `rank` saved for itself."""
+        return tree.decode(self.ranks[rank], {})
+
+    def to_bytes(self) -> bytes:
+        """To be sent to the other ranks."""
+        specs = {
+            part: [[name, spec.dtype, spec.shape] for name, spec in entries.items()]
+            for part, entries in self.specs.items()
+        }
+        return json.dumps(
+            [self.manifest.to_bytes().decode(), self.trees, specs, self.ranks]
+        ).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Outline:
+        """What `to_bytes` has made."""
+        text, trees, specs, ranks = json.loads(data)
+        return cls(
+            manifest=Manifest.from_bytes(text.encode()),
+            trees=trees,
+            specs={
+                part: {name: TensorSpec(dtype, tuple(shape)) for name, dtype, shape in entries}
+                for part, entries in specs.items()
+            },
+            ranks=tuple(ranks),
+        )
+
+
+class OpenCheckpoint:
+    """A step that was found whole and good, with its files open. A context manager.
+
+    It can be read to its end even if the step is removed meanwhile.
+    """
+
+    def __init__(self, outline: Outline, files: _Files, begins: Mapping[str, int]) -> None:
+        self.outline = outline
+        self._files = files
+        self._begins = begins
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the step says of itself."""
+        return self.outline.manifest
+
+    def stream(self, part: str) -> TensorStream:
+        """Read the content of the tensors of `part`, in the order of `outline.specs[part]`.
+
+        Raises:
+            CheckpointError: the step has no tensors for such a part.
+        """
+        name = self._file(part)
+        return TensorStream(
+            name, self._files.descriptors[name], self._begins[part], self.manifest.files[name]
+        )
+
+    def read(self, part: str, name: str, out: np.ndarray) -> None:
+        """Copy the content of one tensor into `out`: uint8, contiguous, of its size in bytes.
+
+        What is read is not hashed once more: use `stream` where all is wanted.
+        """
+        file = self._file(part)
+        begin, end = tensors.spans(self.outline.specs[part])[name]
+        if out.size != end - begin:
+            raise ValueError(f"{part}'s tensor {name} has {end - begin} bytes, not {out.size}")
+        disk.read_into(self._files.descriptors[file], out, self._begins[part] + begin, file)
+
+    def close(self) -> None:
+        """Close the files. May be called again."""
+        self._files.close()
+
+    def _file(self, part: str) -> str:
+        if part not in self.outline.specs:
+            raise CheckpointError(
+                f"step {self.manifest.step} has no tensors of a part {part!r}; it has those of "
+                f"{', '.join(self.outline.specs) or 'none'}."
+            )
+        return part + manifest.TENSORS_SUFFIX
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class TensorStream:
+    """The tensors' bytes of one part, front to back, hashed once more on their way.
+
+    Attributes:
+        size: bytes in all: the sum over the tensors.
+    """
+
+    def __init__(self, name: str, descriptor: int, begin: int, record: manifest.FileRecord) -> None:
+        self.size = record.size - begin
+        self._name = name
+        self._descriptor = descriptor
+        self._offset = begin
+        self._record = record
+        header = np.empty(begin, np.uint8)
+        disk.read_into(descriptor, header, 0, name)
+        self._hash = xxhash.xxh3_128(header.data)
+
+    def read_into(self, out: np.ndarray) -> None:
+        """Fill `out` (uint8, contiguous) with the next `out.size` bytes.
+
+        Raises:
+            Damaged: the file changed since it was verified. With the last byte, the whole file's
+                hash has been compared: what `read_into` has returned by then is what was saved.
+            ValueError: fewer bytes than that are left.
+        """
+        if self._offset + out.size > self._record.size:
+            left = self._record.size - self._offset
+            raise ValueError(f"{out.size} bytes of {self._name} are wanted, and {left} are left")
+        for chunk in _chunks(out):
+            disk.read_into(self._descriptor, chunk, self._offset, self._name)
+            self._hash.update(chunk.data)
+            self._offset += chunk.size
+        if self._offset == self._record.size and self._hash.hexdigest() != self._record.xxh3_128:
+            raise Damaged(self._name, "it has changed since it was verified")
+
+
+def examine(
+    folder: str, parent: int, step: int, progress: Callable[[int], None] | None = None
+) -> tuple[OpenCheckpoint | None, list[Problem]]:
+    """Read all of a step, and compare it with its manifest.
+
+    Args:
+        folder: the step's, inside of `parent`.
+        parent: descriptor of the folder of checkpoints.
+        step: the number that the manifest must have.
+        progress: called with the number of bytes read since the call before.
+
+    Returns:
+        The step, opened, and no problems; or None, and what is wrong.
+
+    Raises:
+        CheckpointError: it cannot be read, for a reason that says nothing about it.
+    """
+    files = _Files()
+    try:
+        try:
+            with disk.reading(folder), disk.folder(folder, parent) as descriptor:
+                found = read_manifest(descriptor, step)
+                problems = list(files.open(descriptor, found, progress))
+            if not problems:
+                return _opened(found, files), []
+        except Damaged as error:
+            problems = [Problem(error.file, error.reason)]
+    except BaseException:
+        files.close()
+        raise
+    files.close()
+    return None, problems
+
+
+def read_manifest(folder: int, step: int) -> Manifest:
+    """The manifest of the step whose open folder is `folder`.
+
+    Raises:
+        Damaged: there is none, or it is not that of `step`, or not as it was written.
+        CheckpointError: it cannot be read, or is of a later version.
+    """
+    descriptor, size = disk.open_plain(manifest.NAME, folder)
+    try:
+        if size > manifest.MAX_MANIFEST_BYTES:
+            raise Damaged(manifest.NAME, f"it has {size} bytes, more than a manifest can have")
+        content = np.empty(size, np.uint8)
+        disk.read_into(descriptor, content, 0, manifest.NAME)
+    finally:
+        os.close(descriptor)
+    found = Manifest.from_bytes(content.tobytes())
+    if found.step != step:
+        raise Damaged(manifest.NAME, f"it is that of step {found.step}")
+    return found
+
+
+class _Files:
+    """The open files of a step, by name."""
+
+    def __init__(self) -> None:
+        self.descriptors: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}
+
+    def open(
+        self, folder: int, found: Manifest, progress: Callable[[int], None] | None
+    ) -> Iterator[Problem]:
+        """Open and hash what the manifest lists; yields what is wrong with it."""
+        buffer = np.empty(_CHUNK_BYTES, np.uint8)
+        for name, record in found.files.items():
+            try:
+                self.descriptors[name], size = disk.open_plain(name, folder)
+                self.sizes[name] = size
+                if size != record.size:
+                    raise Damaged(name, f"it has {size} bytes instead of {record.size}")
+                if self._hash(name, buffer, progress) != record.xxh3_128:
+                    raise Damaged(name, "its content is not what was written: its hash differs")
+            except Damaged as error:
+                yield Problem(error.file, error.reason)
+
+    def _hash(self, name: str, buffer: np.ndarray, progress: Callable[[int], None] | None) -> str:
+        state = xxhash.xxh3_128()
+        for offset in range(0, self.sizes[name], _CHUNK_BYTES):
+            chunk = buffer[: min(_CHUNK_BYTES, self.sizes[name] - offset)]
+            disk.read_into(self.descriptors[name], chunk, offset, name)
+            state.update(chunk.data)
+            if progress:
+                progress(chunk.size)
+        return state.hexdigest()
+
+    def json(self, name: str) -> Any:
+        """The content of one that is JSON."""
+        if name not in self.descriptors:
+            raise Damaged(name, "the manifest does not list it")
+        size = self.sizes[name]
+        if size > manifest.MAX_JSON_BYTES:
+            raise Damaged(
+                name, f"it has {size} bytes; expected at most {manifest.MAX_JSON_BYTES} of JSON"
+            )
+        content = np.empty(size, np.uint8)
+        disk.read_into(self.descriptors[name], content, 0, name)
+        return manifest.parse_json(name, content.tobytes())
+
+    def close(self) -> None:
+        while self.descriptors:
+            _, descriptor = self.descriptors.popitem()
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def _opened(found: Manifest, files: _Files) -> OpenCheckpoint:
+    """The step that `files` are, if their contents fit together."""
+    trees, ranks = files.json(manifest.STATE), files.json(manifest.RANKS)
+    begins, specs = {}, {}
+    for part in found.parts_with_tensors:
+        name = part + manifest.TENSORS_SUFFIX
+        begins[part], specs[part] = tensors.read_header(
+            files.descriptors[name], files.sizes[name], name
+        )
+    outline = Outline(found, trees, specs, tuple(ranks) if isinstance(ranks, list) else ())
+    _check(manifest.RANKS, lambda: _check_ranks(outline, ranks))
+    _check(manifest.STATE, lambda: _check_trees(outline))
+    return OpenCheckpoint(outline, files, begins)
+
+
+def _chunks(out: np.ndarray) -> Iterator[np.ndarray]:
+    return (out[at : at + _CHUNK_BYTES] for at in range(0, out.size, _CHUNK_BYTES))
+
+
+def _check(name: str, check: Callable[[], None]) -> None:
+    try:
+        check()
+    except (ValueError, RecursionError) as error:
+        raise Damaged(name, f"it is not what hvdkit writes ({error})") from error
+
+
+def _check_ranks(outline: Outline, ranks: Any) -> None:
+    if not isinstance(ranks, list):
+        raise ValueError("not a list with an entry for each rank")
+    for rank in range(len(ranks)):
+        outline.rank(rank)
+
+
+def _check_trees(outline: Outline) -> None:
+    if not isinstance(outline.trees, dict):
+        raise ValueError("not an object with an entry for each part")
+    for part in outline.specs:
+        if part not in outline.trees:
+            raise ValueError(f"it has no part {part}, which has tensors")
+    for part, encoded in outline.trees.items():
+        manifest.check_part_name(part)
+        again, used = tree.encode(outline.tree(part), part)
+        if used.keys() != outline.specs.get(part, {}).keys() or again != encoded:
+            raise ValueError(f"the tensors that {part} names are not those in its file")

@@ -1,0 +1,261 @@
+"""What `hvdkit checkpoint` shows of a folder, for people."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from hvdkit.checkpoint import tensors
+from hvdkit.checkpoint.errors import printable
+from hvdkit.checkpoint.listing import Entry
+from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.reading import OpenCheckpoint, Problem
+from hvdkit.checkpoint.retention import Retention
+from hvdkit.checkpoint.state import TensorSpec
+from hvdkit.checkpoint.store import Store
+from hvdkit.errors import UsageError
+
+_PLAIN_STEP = 10  # percent between two plain lines
+
+
+def list_steps(store: Store, console: Console) -> None:
+    """Print a table of all steps, oldest first; the large files are not read.
+
+    Raises:
+        UsageError: there is no such folder.
+        CheckpointError: the folder cannot be read.
+    """
+    _expect_folder(store)
+    entries, aside = store.entries(), store.set_aside()
+    if not entries and not aside:
+        _print(console, f"no steps in {store.folder}")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("step", "epoch", "size", "age"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("metrics")
+    table.add_column("state")
+    for entry in entries:
+        table.add_row(*(escape(cell) for cell in _row(entry)))
+    console.print(table, highlight=False)
+    for entry in entries:
+        if entry.error is not None:
+            _print(console, f"{entry.name} is damaged: {entry.error}")
+    for name in aside:
+        _print(console, f"{name} was found damaged and set aside")
+
+
+def open_step(store: Store, step: int | None) -> OpenCheckpoint:
+    """Open `step`, or the newest good one.
+
+    Raises:
+        UsageError: there is no such folder, no such step, or none at all.
+        CheckpointError: it is damaged, or cannot be read.
+    """
+    _expect_folder(store)
+    # Looking changes nothing.
+    opened = store.newest_good(step, set_aside=False)
+    if opened is None:
+        raise UsageError(f"there are no steps in {store.folder}; expected a folder of checkpoints.")
+    return opened
+
+
+def show_step(opened: OpenCheckpoint, console: Console) -> None:
+    """Print all that a step says of itself: versions, metrics, parts, files."""
+    manifest, outline = opened.manifest, opened.outline
+    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
+    rows = [
+        ("step", str(manifest.step)),
+        ("epoch", _epoch(manifest)),
+        ("saved", f"{saved} ({_age(manifest)} ago), as commit {manifest.commit}"),
+        ("by", f"{_count(manifest.world_size, 'rank')}; {_pairs(manifest.versions)}"),
+        ("metrics", _metrics(manifest)),
+        ("size", size_text(manifest.size)),
+        ("state", "good: all hashes are as they were written"),
+    ]
+    for name, value in rows:
+        _print(console, f"{name:8} {value}")
+    _print(console, "\nparts:")
+    for part in outline.trees:
+        _print(console, f"  {part:20} {_tensors(outline.specs.get(part, {}))}")
+    _print(console, f"  {'of each rank':20} {_count(len(outline.ranks), 'rank')}")
+    _print(console, "\nfiles:")
+    for name, record in manifest.files.items():
+        _print(console, f"  {name:28} {size_text(record.size):>9}  xxh3_128 {record.xxh3_128}")
+
+
+def verify(store: Store, step: int | None, console: Console) -> bool:
+    """Read and hash `step`, or all steps, and print what is wrong. Returns whether all are good.
+
+    Raises:
+        UsageError: there is no such step, or none at all.
+        CheckpointError: the folder or a step cannot be read.
+    """
+    _expect_folder(store)
+    entries = [entry for entry in store.entries() if step in (None, entry.step)]
+    if not entries:
+        raise UsageError(
+            f"there is no step {step} in {store.folder}; `hvdkit checkpoint ls {store.folder}` "
+            "lists them."
+            if step is not None
+            else f"there are no steps in {store.folder}; expected a folder of checkpoints."
+        )
+    total = sum(entry.manifest.size for entry in entries if entry.manifest)
+    verdicts: list[tuple[Entry, list[Problem]]] = []
+    with _progress(console, "verifying", total) as progress:
+        verdicts.extend((entry, store.verify_entry(entry, progress)) for entry in entries)
+    for entry, problems in verdicts:
+        _print(console, f"{entry.name}: {'damaged' if problems else 'good'}")
+        for problem in problems:
+            _print(console, f"    {problem}")
+    damaged = sum(bool(problems) for _, problems in verdicts)
+    _print(console, f"{len(verdicts) - damaged} good, {damaged} damaged")
+    return not damaged
+
+
+def prune(
+    store: Store, retention: Retention, console: Console, *, damaged: bool, dry_run: bool
+) -> None:
+    """Delete the steps that `retention` lets go, and say which.
+
+    Args:
+        store: where.
+        retention: what stays. Those that stay are verified first, and a damaged one is not counted.
+        console: where to say it.
+        damaged: also delete the steps that were set aside.
+        dry_run: only say what would be deleted.
+
+    Raises:
+        UsageError: there is no such folder.
+        WriterConflict: a training is writing there.
+        CheckpointError: the folder or a step cannot be read.
+    """
+    _expect_folder(store)
+    total = sum(info.manifest.size for info in store.steps())
+    with _progress(console, "verifying what stays", total) as progress:
+        going = store.prunable(retention, progress)
+    sizes = {info.path.name: info.manifest.size for info in going}
+    if damaged:
+        sizes |= dict.fromkeys(store.set_aside(), 0)
+    for name, size in sizes.items():
+        _print(console, f"{'would delete' if dry_run else 'deleting'} {name}" + _in_brackets(size))
+    if sizes and not dry_run:
+        with store.open_for_writing() as writer:
+            writer.prune(sizes)
+    _print(
+        console,
+        f"{len(sizes)} {'would go' if dry_run else 'deleted'}, {size_text(sum(sizes.values()))}"
+        + ("" if damaged or not store.set_aside() else "; --damaged deletes what was set aside"),
+    )
+
+
+def size_text(size: int) -> str:
+    """A size in bytes as people read it; 1 MB is 1,000,000 bytes."""
+    for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} B"
+
+
+def _row(entry: Entry) -> Sequence[str]:
+    made = entry.manifest
+    state = "whole" if entry.error is None else "damaged"
+    if made is None:
+        return str(entry.step), "", "", "", "", state
+    age = _age(made)
+    return str(entry.step), _epoch(made), size_text(made.size), age, _metrics(made), state
+
+
+def _tensors(specs: Mapping[str, TensorSpec]) -> str:
+    if not specs:
+        return "no tensors"
+    numbers = sum(math.prod(spec.shape) for spec in specs.values())
+    size = size_text(sum(map(tensors.nbytes, specs.values())))
+    dtypes = ", ".join(sorted({spec.dtype for spec in specs.values()}))
+    return f"{_count(len(specs), 'tensor')}, {numbers:,} numbers, {size} ({dtypes})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _epoch(manifest: Manifest) -> str:
+    return "-" if manifest.epoch is None else str(manifest.epoch)
+
+
+def _age(manifest: Manifest) -> str:
+    """How long ago it was saved, by this machine's clock and the writer's."""
+    seconds = time.time() - manifest.time
+    if not 0 <= seconds < 10**10:
+        return "?"  # one of the two clocks is wrong
+    for factor, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= factor:
+            return f"{seconds / factor:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _metrics(manifest: Manifest) -> str:
+    return _pairs({name: f"{value:.4g}" for name, value in manifest.metrics.items()}) or "-"
+
+
+def _pairs(values: Mapping[str, str]) -> str:
+    return printable(", ".join(f"{name} {value}" for name, value in values.items()))
+
+
+def _in_brackets(size: int) -> str:
+    return f" ({size_text(size)})" if size else ""
+
+
+def _expect_folder(store: Store) -> None:
+    if not store.folder.is_dir():
+        raise UsageError(
+            f"there is no folder {store.folder}; expected the one that checkpoints are saved to."
+        )
+
+
+@contextmanager
+def _progress(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Something to call with numbers of bytes: a bar on a terminal, else a line now and then."""
+    if not console.is_terminal:
+        yield _PlainProgress(console, title, total)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+class _PlainProgress:
+    """Says every tenth of a longer way."""
+
+    #: Below that many bytes it is done before one would have read a line.
+    _SHORT = 2_000_000_000
+
+    def __init__(self, console: Console, title: str, total: int) -> None:
+        self._console, self._title, self._total = console, title, total
+        self._done = self._said = 0
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        if self._total < self._SHORT:
+            return
+        percent = 100 * self._done // self._total
+        if percent >= self._said + _PLAIN_STEP:
+            self._said = percent - percent % _PLAIN_STEP
+            _print(self._console, f"{self._title}: {self._said} %")
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(escape(text), highlight=False)

@@ -1,0 +1,91 @@
+"""What a checkpoint holds, as an adapter describes it: trees with tensors for leaves.
+
+A tree is what JSON knows (None, bool, int, float, str, lists, dicts with string keys), and besides
+it tuples, dicts with other keys that are plain, bytes, complex numbers, infinities and NaN, NumPy
+scalars, and `Tensor`s. Nothing else, and no pickle: what opens a checkpoint runs no code of it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What is known of a tensor before its content.
+
+    Attributes:
+        dtype: as safetensors calls it, such as `F32` or `BF16`.
+        shape: its dimensions.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Tensor(Protocol):
+    """A tensor of some framework, where it lives."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Its dtype and shape."""
+        ...
+
+    def read(self, out: np.ndarray) -> None:
+        """Copy its content, row-major, into `out`, which is uint8 and of its size in bytes."""
+        ...
+
+    def write(self, content: np.ndarray, start: int = 0) -> None:
+        """Put `content`, a piece of what `read` gives, where it begins at byte `start`.
+
+        A small tensor comes in one piece. A large one comes in several, of whole elements, from
+        the first byte to the last one after the other.
+        """
+        ...
+
+
+class Part(Protocol):
+    """A part of the state that all ranks hold alike, such as a model. Rank 0's is saved."""
+
+    def capture(self) -> Tree:
+        """The state now. Tensors in it stay where they are; the caller reads them at once."""
+        ...
+
+    def prepare(self, tree: Tree) -> Tree:
+        """Say where a saved state's tensors are to go.
+
+        Changes nothing that counts yet. Every rank is asked, and `adopt` follows only if all agree.
+
+        Args:
+            tree: as `capture` gave it, with a `TensorSpec` in place of each tensor.
+
+        Returns:
+            The same tree, with a `Tensor` in place of each `TensorSpec`: one of the part's own,
+            or a new one, on the right device.
+
+        Raises:
+            UsageError: the state does not fit, naming the first things that differ.
+        """
+        ...
+
+    def adopt(self, tree: Tree) -> None:
+        """Take over the state, once what `prepare` returned has been filled."""
+        ...
+
+
+class RankPart(Protocol):
+    """A part that each rank has for itself, such as its random numbers. Every rank's is saved.
+
+    Its tree is small: it has no `Tensor`s, but may have bytes.
+    """
+
+    def capture(self) -> Tree:
+        """This rank's state now."""
+        ...
+
+    def adopt(self, tree: Tree) -> None:
+        """Take over what the same rank of a job of the same size has saved."""
+        ...

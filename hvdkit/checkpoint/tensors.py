@@ -1,0 +1,157 @@
+"""safetensors files: written in one pass, opened with the library's checks.
+
+Format: https://github.com/huggingface/safetensors#format: eight bytes with the header's length, the
+header in JSON, and the tensors' contents without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from hvdkit.checkpoint import disk, manifest
+from hvdkit.checkpoint.errors import Damaged
+from hvdkit.checkpoint.state import TensorSpec
+from hvdkit.errors import UsageError
+
+#: Bytes of one element, by the name that safetensors has for the dtype.
+ELEMENT_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+
+#: A header of 100,000 tensors takes about 12 MB. A larger one is neither written nor read.
+MAX_HEADER_BYTES = 50_000_000
+
+_LENGTH_BYTES = 8
+
+
+def nbytes(spec: TensorSpec) -> int:
+    """Bytes that a tensor's content takes.
+
+    Raises:
+        UsageError: safetensors has no such dtype.
+    """
+    if spec.dtype not in ELEMENT_BYTES:
+        raise UsageError(
+            f"a tensor's dtype is {spec.dtype}; expected one of {', '.join(ELEMENT_BYTES)}."
+        )
+    return ELEMENT_BYTES[spec.dtype] * math.prod(spec.shape)
+
+
+def spans(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, int]]:
+    """Where each tensor's content begins and ends, counted from the end of the header."""
+    found, end = {}, 0
+    for name, spec in specs.items():
+        found[name] = (end, end + nbytes(spec))
+        end = found[name][1]
+    return found
+
+
+def serialize(tensors: Mapping[str, tuple[TensorSpec, np.ndarray]]) -> Iterator[memoryview]:
+    """The content of a file with `tensors`, piece by piece; the tensors' contents uncopied.
+
+    Args:
+        tensors: name -> dtype and shape, and content as contiguous uint8.
+
+    Raises:
+        UsageError: a dtype or name that safetensors has not, or a content of another size.
+    """
+    # Wide elements first, as the library does: so each tensor is aligned in a mapped file.
+    names = sorted(tensors, key=lambda name: -ELEMENT_BYTES.get(tensors[name][0].dtype, 0))
+    ends = spans({name: tensors[name][0] for name in names})
+    entries = {
+        name: {
+            "dtype": tensors[name][0].dtype,
+            "shape": list(tensors[name][0].shape),
+            "data_offsets": list(ends[name]),
+        }
+        for name in names
+    }
+    try:
+        header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"a tensor's name is not Unicode text ({error}); give it another name."
+        ) from error
+    header += b" " * (-len(header) % _LENGTH_BYTES)
+    if len(header) > MAX_HEADER_BYTES:
+        raise UsageError(
+            f"the names and shapes of {len(names)} tensors take {len(header)} bytes; expected at "
+            f"most {MAX_HEADER_BYTES}. Divide them between several parts."
+        )
+    yield memoryview(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
+    for name in names:
+        spec, content = tensors[name]
+        if content.dtype != np.uint8 or content.size != nbytes(spec) or not content.data.contiguous:
+            raise UsageError(
+                f"the content of tensor {name} is {content.size} x {content.dtype}; expected "
+                f"{nbytes(spec)} contiguous bytes (uint8) for {spec.dtype} {list(spec.shape)}."
+            )
+        if content.size:
+            yield content.reshape(-1).data
+
+
+def read_header(descriptor: int, size: int, name: str) -> tuple[int, dict[str, TensorSpec]]:
+    """Read the header of an open file of `size` bytes.
+
+    Returns:
+        Where the contents begin, and name -> dtype and shape in the order of the contents.
+
+    Raises:
+        Damaged: it is no safetensors file that hvdkit can read; `name` is for the error.
+    """
+    if size < _LENGTH_BYTES:
+        raise Damaged(name, f"it has {size} bytes; a safetensors file has {_LENGTH_BYTES} or more")
+    raw = np.empty(_LENGTH_BYTES, np.uint8)
+    disk.read_into(descriptor, raw, 0, name)
+    length = int.from_bytes(raw.tobytes(), "little")
+    if length > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
+        raise Damaged(
+            name,
+            f"its header would have {length} bytes; expected at most {MAX_HEADER_BYTES} and no "
+            "more than the file has",
+        )
+    try:
+        # The library refuses what is wrong with a header: gaps, overlaps, sizes that do not fit.
+        # Through the descriptor: what the name means may have changed since it was opened.
+        with safe_open(f"/proc/self/fd/{descriptor}", framework="np"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise Damaged(name, f"it is no valid safetensors file ({error})") from error
+    raw = np.empty(length, np.uint8)
+    disk.read_into(descriptor, raw, _LENGTH_BYTES, name)
+    entries = manifest.parse_json(name, raw.tobytes())
+    entries.pop("__metadata__", None)
+    specs = {
+        tensor: TensorSpec(entry["dtype"], tuple(entry["shape"]))
+        for tensor, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
+    }
+    unknown = {spec.dtype for spec in specs.values()} - ELEMENT_BYTES.keys()
+    if unknown:
+        raise Damaged(name, f"it has tensors of dtype {', '.join(sorted(unknown))}")
+    begin = _LENGTH_BYTES + length
+    if begin + sum(map(nbytes, specs.values())) != size:
+        raise Damaged(name, "its tensors' sizes do not add up to the file's")
+    return begin, specs

@@ -1,0 +1,210 @@
+"""Trees as JSON, and back, with nothing lost and no code run.
+
+JSON has no name for much that a training's state is made of. It is written as an object with one
+key that begins with `$`, such as `{"$tuple": [1, 2]}` or `{"$tensor": "layer.weight"}`.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hvdkit.checkpoint.state import TensorSpec, Tree
+from hvdkit.errors import UsageError
+
+#: Levels in a tree. One that is deeper contains itself, or was made to exhaust the stack.
+MAX_DEPTH = 50
+
+_ALLOWED = (
+    "None, bool, int, float, complex, str, bytes, lists, tuples, dicts, Counters, NumPy scalars "
+    "and tensors"
+)
+_NUMPY_SCALAR = re.compile(r"[<|][biufc](?:1|2|4|8|16|32)")
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+#: Larger ones are written in hexadecimal: other JSON readers round them, Python limits decimals.
+_JSON_INT_BITS = 53
+
+
+def encode(tree: Tree, subject: str) -> tuple[Any, dict[str, Any]]:
+    """Give the JSON form of `tree` and the tensors in it.
+
+    A tensor (a `Tensor`, or a `TensorSpec` in its place) is named by the path to it: `layer.weight`
+    for `{"layer.weight": T}`, `state.0.exp_avg` for `{"state": {0: {"exp_avg": T}}}`. Where two
+    paths would give one name, the later gets `~2`. Equal structures give equal names.
+
+    An `OrderedDict` comes back as a dict; everything else as what it was.
+
+    Args:
+        tree: as `hvdkit.checkpoint.state` describes.
+        subject: what it is, for errors: `metadata` gives `metadata['x'] is a Foo`.
+
+    Returns:
+        The JSON form (`json.dumps` takes it), and name -> tensor in the order of the tree.
+
+    Raises:
+        UsageError: something in it cannot be saved; names the path to it.
+    """
+    encoder = _Encoder(subject)
+    return encoder.encode(tree, ()), encoder.tensors
+
+
+def decode(encoded: Any, tensors: Mapping[str, Any]) -> Tree:
+    """The tree of which `encode` gave `encoded`, with `tensors[name]` in the tensors' places.
+
+    Raises:
+        ValueError: `encoded` is not what `encode` gives, or names a tensor that is not there.
+    """
+    # The deepest that `encode` gives: a mark, its list, and a pair for each level.
+    return _decode(encoded, tensors, 3 * MAX_DEPTH + 1)
+
+
+class _Encoder:
+    def __init__(self, subject: str) -> None:
+        self.tensors: dict[str, Any] = {}
+        self._subject = subject
+
+    def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if len(path) > MAX_DEPTH:
+            raise UsageError(
+                f"{self._subject} is nested more than {MAX_DEPTH} deep, or contains itself; make "
+                "it flatter."
+            )
+        # Exact types: a subclass, such as an enum's, would come back as something else.
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return value if value.bit_length() <= _JSON_INT_BITS else {"$int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": str(value)}
+        if kind is list:
+            return [self.encode(v, (*path, i)) for i, v in enumerate(value)]
+        if kind is tuple:
+            return {"$tuple": [self.encode(v, (*path, i)) for i, v in enumerate(value)]}
+        if kind is Counter:
+            return {"$counter": self._pairs(value, path)}
+        if kind is dict or kind is OrderedDict:
+            if all(type(key) is str and not key.startswith("$") for key in value):
+                return {key: self.encode(v, (*path, key)) for key, v in value.items()}
+            return {"$dict": self._pairs(value, path)}
+        if kind is bytes:
+            return {"$bytes": base64.b64encode(value).decode()}
+        if kind is complex:
+            return {"$complex": [self.encode(part, path) for part in (value.real, value.imag)]}
+        if isinstance(value, np.generic):
+            return self._numpy(value, path)
+        if isinstance(value, TensorSpec) or isinstance(getattr(value, "spec", None), TensorSpec):
+            return {"$tensor": self._name(value, path)}
+        raise UsageError(
+            f"{self._where(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint "
+            f"cannot hold; expected {_ALLOWED}."
+        )
+
+    def _pairs(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> list[list[Any]]:
+        pairs = []
+        for key, content in value.items():
+            if isinstance(key, np.generic) or not _is_plain(key):
+                raise UsageError(
+                    f"{self._where(path)} has a key {key!r} of type {type(key).__name__}; expected "
+                    "str, int, float, bool, None or tuples of them."
+                )
+            pairs.append([self.encode(key, (*path, key)), self.encode(content, (*path, key))])
+        return pairs
+
+    def _numpy(self, value: np.generic, path: tuple[Any, ...]) -> Any:
+        dtype = value.dtype.newbyteorder("<")
+        if not _NUMPY_SCALAR.fullmatch(dtype.str):
+            raise UsageError(
+                f"{self._where(path)} is a NumPy scalar of dtype {value.dtype}; expected a bool, "
+                "integer, float or complex one."
+            )
+        content = np.asarray(value).astype(dtype).tobytes()
+        return {"$numpy": [dtype.str, base64.b64encode(content).decode()]}
+
+    def _name(self, tensor: Any, path: tuple[Any, ...]) -> str:
+        plain = ".".join(map(str, path)) or "tensor"
+        # What safetensors keeps for itself is no tensor's name.
+        name, count = plain, 1
+        while name in self.tensors or name == "__metadata__":
+            count += 1
+            name = f"{plain}~{count}"
+        self.tensors[name] = tensor
+        return name
+
+    def _where(self, path: tuple[Any, ...]) -> str:
+        return self._subject + "".join(f"[{key!r}]" for key in path)
+
+
+def _is_plain(key: Any) -> bool:
+    if type(key) is tuple:
+        return all(_is_plain(item) for item in key)
+    return key is None or type(key) in (bool, int, float, str)
+
+
+def _decode(value: Any, tensors: Mapping[str, Any], levels: int) -> Tree:
+    if levels < 0:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep")
+    if isinstance(value, list):
+        return [_decode(item, tensors, levels - 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if not any(key.startswith("$") for key in value):
+        return {key: _decode(item, tensors, levels - 1) for key, item in value.items()}
+    if len(value) != 1:
+        raise ValueError(f"a mark and more: {_shortened(list(value))}")
+    ((mark, content),) = value.items()
+    try:
+        if mark == "$tensor":
+            return tensors[content]
+        if mark in ("$tuple", "$dict", "$counter"):
+            items = _decode(_list(content), tensors, levels - 1)
+            if mark == "$tuple":
+                return tuple(items)
+            return dict(items) if mark == "$dict" else Counter(dict(items))
+        return _SCALARS[mark](content)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(f"wrong content of {mark}: {_shortened(content)} ({error})") from error
+
+
+def _list(content: Any) -> list[Any]:
+    if not isinstance(content, list):
+        raise TypeError("expected a list")
+    return content
+
+
+def _bytes(content: Any) -> bytes:
+    return base64.b64decode(content, validate=True)
+
+
+def _complex(content: Any) -> complex:
+    real, imaginary = (_decode(part, {}, 1) for part in _list(content))
+    return complex(real, imaginary)
+
+
+def _numpy_scalar(content: Any) -> np.generic:
+    dtype, data = content
+    # A dtype's text may also mean Python objects: only numbers get through.
+    if not _NUMPY_SCALAR.fullmatch(dtype):
+        raise ValueError(f"dtype {dtype!r}")
+    (scalar,) = np.frombuffer(_bytes(data), dtype)
+    return scalar
+
+
+_SCALARS = {
+    "$int": lambda content: int(content, 16),
+    "$float": lambda content: _NOT_FINITE[content],
+    "$bytes": _bytes,
+    "$complex": _complex,
+    "$numpy": _numpy_scalar,
+}
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"

@@ -1,0 +1,305 @@
+"""Writing a step: beside, fsynced, read back, then made visible by one rename."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import xxhash
+
+from hvdkit.checkpoint import disk, listing, manifest, tensors
+from hvdkit.checkpoint.errors import CheckpointError, failing
+from hvdkit.checkpoint.lock import FolderLock
+from hvdkit.checkpoint.manifest import FileRecord, Manifest
+from hvdkit.checkpoint.reading import examine
+from hvdkit.checkpoint.retention import Retention
+from hvdkit.checkpoint.state import TensorSpec
+from hvdkit.errors import UsageError
+
+_log = logging.getLogger(__name__)
+
+#: What is hashed and written at once: stays in the processor's cache between the two.
+_CHUNK_BYTES = 1_000_000
+
+#: What the names of folders begin with that are being written and deleted.
+_WRITING, _DELETING = ".writing-", ".deleting-"
+
+
+@dataclass(frozen=True)
+class EncodedPart:
+    """A part of the state, ready to be written.
+
+    Attributes:
+        tree: its JSON form, as `tree.encode` gives it.
+        tensors: name -> dtype and shape, and the content in host memory: uint8, contiguous,
+            row-major, `tensors.nbytes(spec)` bytes. The names are those that `tree.encode` gave.
+    """
+
+    tree: Any
+    tensors: Mapping[str, tuple[TensorSpec, np.ndarray]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is written as one step. It must not change until `Writer.write` is back.
+
+    Attributes:
+        step: how many steps were trained, 0 or more.
+        epoch: the epoch that the step is in, if the training counts epochs.
+        world_size: ranks of the job.
+        metrics: values by name; NaN and infinities are allowed.
+        versions: of what wrote it, by name: hvdkit, python, the framework.
+        parts: name -> part. A name is a letter and up to 63 letters, digits, `_` or `-`.
+        ranks: one tree for each rank, in its JSON form (`tree.encode`), without tensors.
+    """
+
+    step: int
+    epoch: int | None
+    world_size: int
+    metrics: Mapping[str, float]
+    versions: Mapping[str, str]
+    parts: Mapping[str, EncodedPart]
+    ranks: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.step < listing.MAX_STEP:
+            raise UsageError(f"step is {self.step}; expected 0 to {listing.MAX_STEP - 1}.")
+        for name in self.parts:
+            manifest.check_part_name(name)
+        for metric, value in self.metrics.items():
+            try:
+                float(value)
+            except (TypeError, ValueError) as error:
+                raise UsageError(
+                    f"the metric {metric!r} is {value!r:.40}; expected a number."
+                ) from error
+
+
+class Writer:
+    """The one writer of a folder: holds its lock. Made by `Store.open_for_writing`.
+
+    Not for several threads at once; which thread calls does not matter. A context manager.
+    """
+
+    def __init__(self, path: Path, retention: Retention) -> None:
+        self._path = path
+        self._retention = retention
+        self._attempts = 0
+        self._closed = False
+        with ExitStack() as resources, failing("write to", path):
+            disk.make_folders(path)
+            self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            resources.callback(os.close, self._folder)
+            self._lock = FolderLock(path, self._folder)
+            resources.callback(self._lock.close)
+            self._sweep()
+            made = (entry.manifest for entry in listing.scan(self._folder))
+            self._commits = max((found.commit for found in made if found), default=0)
+            self._resources = resources.pop_all()
+
+    def write(self, snapshot: Snapshot) -> Path:
+        """Write `snapshot` as a step that survives a power cut, then do the retention.
+
+        Returns once the step is on the disk, was read back and is listed. The Python threads of
+        the process go on meanwhile: writing, hashing and fsync release the interpreter's lock.
+
+        Returns:
+            The step's folder.
+
+        Raises:
+            CheckpointError: it could not be written; says which file and why. The steps that
+                were there still are, and nothing half is left that would be listed.
+            WriterConflict: another process has taken the folder over, because this one had not
+                given a sign of life for some time.
+            UsageError: the snapshot cannot be written by anyone, such as a dtype that
+                safetensors has no name for.
+        """
+        self._check()
+        # What could not be removed before may be by now, and takes space.
+        self._sweep(self._lock.lease.token)
+        self._attempts += 1
+        name = f"{_WRITING}{self._lock.lease.token}-{self._attempts}"
+        try:
+            self._write_folder(name, snapshot)
+            self._read_back(name, snapshot.step)
+            # Somebody may have taken over while a large step was written.
+            self._check()
+            final = self._show(name, snapshot.step)
+        except BaseException:
+            self._discard(name)
+            raise
+        self._commits += 1
+        with failing("fsync", self._path):
+            disk.sync_folder(self._folder, self._path.name)
+        self._retain()
+        return self._path / final
+
+    def prune(self, names: Iterable[str]) -> None:
+        """Delete steps or set-aside ones by their folders' names; a failing delete warns.
+
+        Raises:
+            WriterConflict: another process has taken the folder over.
+        """
+        self._check()
+        for name in names:
+            self._delete(name)
+
+    def close(self) -> None:
+        """Give the lock back. May be called again."""
+        self._closed = True
+        self._resources.close()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise CheckpointError(f"the writer of {self._path} is closed; open a new one.")
+        with failing("write to", self._path):
+            self._lock.check()
+
+    def _write_folder(self, name: str, snapshot: Snapshot) -> None:
+        path = self._path / name
+        with failing("make", path):
+            disk.make_folder(name, self._folder)
+        with failing("write", path), disk.folder(name, self._folder) as folder:
+            files = {}
+            for file, pieces in _contents(snapshot):
+                with failing("write", path / file):
+                    files[file] = _write_file(file, pieces, folder)
+            made = Manifest(
+                step=snapshot.step,
+                epoch=snapshot.epoch,
+                world_size=snapshot.world_size,
+                commit=self._commits + 1,
+                time=time.time(),
+                metrics={metric: float(value) for metric, value in snapshot.metrics.items()},
+                versions=snapshot.versions,
+                files=files,
+            )
+            with failing("write", path / manifest.NAME):
+                _write_file(manifest.NAME, [memoryview(made.to_bytes())], folder)
+            disk.sync_folder(folder, name)
+
+    def _read_back(self, name: str, step: int) -> None:
+        opened, problems = examine(name, self._folder, step)
+        if opened is None:
+            raise CheckpointError(
+                f"step {step} was written to {self._path} and reads differently: "
+                f"{'; '.join(map(str, problems))}. It was given up; check the disk and the memory."
+            )
+        opened.close()
+
+    def _show(self, name: str, step: int) -> str:
+        """Rename the finished folder `name` to that of `step`. Returns the name it has now."""
+        with failing("rename", self._path / name):
+            made = os.stat(name, dir_fd=self._folder)
+            final = listing.free_name(step, os.listdir(self._folder))
+            try:
+                disk.rename(name, final, self._folder)
+            except FileNotFoundError:
+                # A server may have done it, lost its answer and been asked once more.
+                there = os.stat(final, dir_fd=self._folder)
+                if (there.st_dev, there.st_ino) != (made.st_dev, made.st_ino):
+                    raise
+        return final
+
+    def _discard(self, name: str) -> None:
+        """Remove what cannot be finished. What cannot be removed is swept another time."""
+        try:
+            disk.remove(name, self._folder)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            _log.warning("%s stays for now: %s", self._path / name, error.strerror)
+
+    def _retain(self) -> None:
+        try:
+            listed = listing.whole(listing.scan(self._folder))
+        except (OSError, CheckpointError) as error:
+            _log.warning("no old steps of %s were deleted: %s", self._path, error)
+            return
+        stay = self._retention.kept([made for _, made in listed])
+        for place, (name, _) in enumerate(listed):
+            if place not in stay:
+                self._delete(name)
+
+    def _delete(self, name: str) -> None:
+        """Delete a listed folder, which no longer is one after the first step of that."""
+        hidden = f"{_DELETING}{self._lock.lease.token}-{name}"
+        try:
+            disk.rename(name, hidden, self._folder)
+            disk.remove(hidden, self._folder)
+        except OSError as error:
+            _log.warning("%s could not be deleted: %s", self._path / name, error.strerror)
+
+    def _sweep(self, token: str = "") -> None:
+        """Remove what the writer with that token has left behind, or all dead writers have.
+
+        While we hold the lock, all others are dead.
+        """
+        try:
+            names = os.listdir(self._folder)
+        except OSError as error:
+            _log.warning("%s was not swept: %s", self._path, error.strerror)
+            return
+        for name in names:
+            if name.startswith((_WRITING + token, _DELETING + token)):
+                _log.info("removing %s, which was not finished", self._path / name)
+                self._discard(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Iterable[memoryview]]]:
+    """The files of a step but its manifest: names and contents, piece by piece."""
+    for name, part in snapshot.parts.items():
+        if part.tensors:
+            yield name + manifest.TENSORS_SUFFIX, tensors.serialize(part.tensors)
+    yield (
+        manifest.STATE,
+        [_json(manifest.STATE, {n: part.tree for n, part in snapshot.parts.items()})],
+    )
+    yield manifest.RANKS, [_json(manifest.RANKS, list(snapshot.ranks))]
+
+
+def _json(name: str, content: Any) -> memoryview:
+    data = json.dumps(content, allow_nan=False).encode()
+    if len(data) > manifest.MAX_JSON_BYTES:
+        raise UsageError(
+            f"{name} would have {len(data)} bytes; expected at most "
+            f"{manifest.MAX_JSON_BYTES}. Keep large data in tensors."
+        )
+    return memoryview(data)
+
+
+def _write_file(name: str, pieces: Iterable[memoryview], folder: int) -> FileRecord:
+    """Write a new file, hash it on its way, and wait until it is on the disk."""
+    descriptor = disk.create(name, folder)
+    try:
+        state, size = xxhash.xxh3_128(), 0
+        for piece in pieces:
+            for at in range(0, len(piece), _CHUNK_BYTES):
+                chunk = piece[at : at + _CHUNK_BYTES]
+                state.update(chunk)
+                disk.write(descriptor, chunk, name)
+            size += len(piece)
+        disk.sync(descriptor, name)
+    finally:
+        os.close(descriptor)
+    return FileRecord(size, state.hexdigest())

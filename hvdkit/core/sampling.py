@@ -1,0 +1,317 @@
+"""Which sample goes to which rank, and when: an epoch that can be gone on with anywhere.
+
+An epoch is one order of all samples, drawn from the seed and the epoch's number, the same on every
+rank. Ranks take turns in it: of what was left when the job began, or went on, rank r of n takes
+every n-th sample, from the r-th one on. After some batches, what all ranks together have had is
+the beginning of the order, so one number says where the job is, and any number of ranks can go on
+from there.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdkit.errors import UsageError
+
+_log = logging.getLogger("hvdkit.data")
+
+
+def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+    """All sample numbers in the order of an epoch; the same everywhere, int64 of shape [count].
+
+    Args:
+        count: of the samples.
+        seed: of the run, 0 or more.
+        epoch: from 0 on; each has an order of its own.
+        shuffle: otherwise the order is 0, 1, 2, ...
+    """
+    if not shuffle:
+        return np.arange(count, dtype=np.int64)
+    # NumPy promises a bit generator's stream for ever, but not what `permutation` makes of it:
+    # so sort by random keys. Equal ones, if any, stay in their order.
+    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(count)
+    return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of what is left of an epoch.
+
+    Every rank has the same number of batches. Without `drop_last` each sample that is left goes
+    to exactly one rank, and the last batches may differ by a sample; a rank that would have a
+    batch fewer than others gets one more, from the epoch's beginning.
+
+    Attributes:
+        count: samples of an epoch.
+        begin: how many of them the ranks had had together when the job began or went on.
+        rank: this one's place among the ranks.
+        ranks: how many there are.
+        batch_size: samples per batch on each rank.
+        drop_last: leave out what does not fill a batch on every rank.
+
+    Raises:
+        UsageError: a number makes no sense.
+    """
+
+    count: int
+    begin: int
+    rank: int
+    ranks: int
+    batch_size: int
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UsageError(f"the data have {self.count} samples: expected at least 1")
+        if self.batch_size < 1:
+            raise UsageError(f"batch_size is {self.batch_size}: expected at least 1")
+        if not 0 <= self.rank < self.ranks:
+            raise UsageError(f"rank {self.rank} of {self.ranks}: expected 0 to {self.ranks - 1}")
+        if not 0 <= self.begin <= self.count:
+            raise UsageError(f"{self.begin} of {self.count} samples: there are not as many")
+
+    @property
+    def left(self) -> int:
+        """Samples that are left for all ranks together."""
+        return self.count - self.begin
+
+    @property
+    def batches(self) -> int:
+        """How many batches every rank has."""
+        if self.drop_last:
+            return self.left // (self.ranks * self.batch_size)
+        largest = -(-self.left // self.ranks)
+        return -(-largest // self.batch_size)
+
+    @property
+    def tail(self) -> str:
+        """In words, what becomes of the samples that do not come out even; empty if they do."""
+        odd = self.left % (self.ranks * self.batch_size)
+        if not odd:
+            return ""
+        if self.drop_last:
+            return f"the last {odd} of {self.count} samples are left out"
+        repeated = sum(
+            Share(self.count, self.begin, r, self.ranks, self.batch_size)._repeats
+            for r in range(self.ranks)
+        )
+        if repeated:
+            return f"{repeated} of {self.count} samples are given to a second rank at the end"
+        return f"the last batches share {odd} samples"
+
+    @property
+    def _own(self) -> int:
+        return (self.left - self.rank + self.ranks - 1) // self.ranks
+
+    @property
+    def _repeats(self) -> bool:
+        return not self.drop_last and -(-self._own // self.batch_size) < self.batches
+
+    def places(self) -> np.ndarray:
+        """This rank's samples, as places in the epoch's order."""
+        if self.drop_last:
+            end = self.begin + self.batches * self.ranks * self.batch_size
+            return np.arange(self.begin + self.rank, end, self.ranks)
+        places = np.arange(self.begin + self.rank, self.count, self.ranks)
+        if self._repeats:
+            # The same one wherever in the epoch the job began.
+            places = np.append(places, self.rank % self.count)
+        return places
+
+    def split(self, order: np.ndarray) -> Iterator[np.ndarray]:
+        """This rank's batches of sample numbers.
+
+        Args:
+            order: of the epoch, as `epoch_order` gives it.
+        """
+        mine = order[self.places()]
+        for first in range(0, len(mine), self.batch_size):
+            yield mine[first : first + self.batch_size]
+
+    def after(self, batches: int) -> int:
+        """What all ranks together have had of the epoch after so many batches of each."""
+        return min(self.begin + batches * self.ranks * self.batch_size, self.count)
+
+
+@dataclass
+class Position:
+    """Where all ranks together are in the data: what a checkpoint keeps.
+
+    Attributes:
+        epoch: which one, from 0 on.
+        consumed: samples of it that are done.
+    """
+
+    epoch: int = 0
+    consumed: int = 0
+
+
+class Epochs:
+    """Where a job is in its data, and what comes next on this rank: what samplers have in common.
+
+    A `hvdkit.checkpoint.state.Part`: a checkpoint keeps the epoch and one number.
+
+    Args:
+        count: of the samples; they are called 0 to count - 1.
+        batch_size: samples per batch on each rank.
+        shuffle: draw a new order for every epoch; otherwise 0, 1, 2, ...
+        seed: of these orders, 0 or more; the same on every rank.
+        drop_last: leave out the samples that do not fill a batch on every rank.
+        rank: this one's place among the ranks.
+        ranks: how many there are.
+        how_to_count: for the error, what a loop has to do so that its batches are counted.
+
+    Attributes:
+        batch_size: as given.
+        drop_last: as given.
+        uncounted: whether samples have been handed out, and no batch was counted since.
+
+    Raises:
+        UsageError: an argument makes no sense, or no rank would have a batch.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        rank: int,
+        ranks: int,
+        how_to_count: str,
+    ) -> None:
+        self._count = _whole("the number of samples", count, 1)
+        self.batch_size = _whole("batch_size", batch_size, 1)
+        self._seed = _whole("seed", seed, 0)
+        self._shuffle = bool(shuffle)
+        self.drop_last = bool(drop_last)
+        self._rank, self._ranks = rank, ranks
+        self._how_to_count = how_to_count
+        self.uncounted = False
+        whole = self._share(0)
+        if not whole.batches:
+            raise UsageError(
+                f"{count} samples do not make a batch of {batch_size} on each of {ranks} ranks: "
+                f"expected more data, a smaller batch_size, or drop_last=False"
+            )
+        if whole.tail and rank == 0:
+            _log.info("in every epoch %s", whole.tail)
+        self._go_to(Position())
+
+    def _share(self, begin: int) -> Share:
+        return Share(self._count, begin, self._rank, self._ranks, self.batch_size, self.drop_last)
+
+    def _go_to(self, position: Position) -> None:
+        # One assignment: what reads ahead may ask from a thread of its own.
+        self._now = (position.epoch, self._share(position.consumed), 0)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the job is in, or that comes next; from 0 on."""
+        return self._now[0]
+
+    @property
+    def position(self) -> Position:
+        """Where all ranks together are."""
+        epoch, share, batches = self._now
+        return Position(epoch, share.after(batches))
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of a whole epoch, the same on every rank."""
+        return self._share(0).batches
+
+    @property
+    def batches_left(self) -> int:
+        """Batches of this epoch that are still to come, the same on every rank."""
+        _, share, batches = self._now
+        return share.batches - batches
+
+    def left(self) -> tuple[int, np.ndarray]:
+        """The epoch, and the numbers of its samples that are still to come on this rank."""
+        epoch, share, batches = self._now
+        order = epoch_order(self._count, self._seed, epoch, self._shuffle)
+        return epoch, order[share.places()][batches * self.batch_size :]
+
+    def count(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """This epoch's `batches`, counted as they are handed out; then the next one begins.
+
+        Raises:
+            UsageError: they end before the epoch.
+        """
+        epoch = self.epoch
+        while self.batches_left and self.epoch == epoch:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                raise UsageError(
+                    f"the data ended {self.batches_left} batches before the epoch: expected those "
+                    f"of this ResumableSampler, in batches of {self.batch_size}"
+                ) from None
+            self.advance()
+            yield batch
+        if self.epoch == epoch:
+            self.end_epoch()
+
+    def advance(self, batches: int = 1) -> None:
+        """So many more batches are done on every rank; `batches()` and Keras's `fit` do this."""
+        epoch, share, done = self._now
+        self._now = (epoch, share, min(done + batches, share.batches))
+        self.uncounted = False
+
+    def end_epoch(self) -> None:
+        """The next epoch begins."""
+        self.set_epoch(self.epoch + 1)
+        self.uncounted = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, unless the job is in it already."""
+        if epoch != self.epoch:
+            self._go_to(Position(_whole("epoch", epoch, 0)))
+
+    def capture(self) -> dict[str, Any]:
+        """For a checkpoint: where the job is, and in what order.
+
+        Raises:
+            UsageError: the data have been read, and nobody has counted.
+        """
+        if self.uncounted:
+            raise UsageError(
+                f"the data of the ResumableSampler were read, and no batch was counted: "
+                f"{self._how_to_count}"
+            )
+        position = self.position
+        return {**self._identity(), "epoch": position.epoch, "consumed": position.consumed}
+
+    def _identity(self) -> dict[str, Any]:
+        return {"samples": self._count, "shuffle": self._shuffle, "seed": self._seed}
+
+    def prepare(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """Compare a checkpoint's data with these.
+
+        Raises:
+            UsageError: they are others, or in another order.
+        """
+        for name, value in self._identity().items():
+            if tree[name] != value:
+                raise UsageError(
+                    f"the checkpoint was saved with data of {name} {tree[name]}, and this "
+                    f"ResumableSampler has {name} {value}: expected the same"
+                )
+        return tree
+
+    def adopt(self, tree: dict[str, Any]) -> None:
+        """Go on where the checkpoint was."""
+        self._go_to(Position(tree["epoch"], tree["consumed"]))
+        self.uncounted = False
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise UsageError(f"{name} is {value!r}: expected a whole number, at least {least}")
+    return int(value)

@@ -1,0 +1,206 @@
+"""Checkpoints of a PyTorch training: `hvd.Checkpointer`."""
+
+import os
+import tempfile
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from horovod.torch import mpi_ops
+
+from hvdkit.checkpoint.manager import Manager
+from hvdkit.checkpoint.parts import Plain
+from hvdkit.checkpoint.reading import OpenCheckpoint
+from hvdkit.checkpoint.retention import KeepBest
+from hvdkit.checkpoint.signals import STOP_SIGNALS
+from hvdkit.checkpoint.state import Part, TensorSpec, Tree
+from hvdkit.checkpoint.store import Store
+from hvdkit.checkpoint.tensors import nbytes
+from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.torch.collectives import TorchCollectives
+from hvdkit.torch.optimizer import _DistributedOptimizer
+from hvdkit.torch.parts import (
+    TIED,
+    ModelPart,
+    OptimizerPart,
+    Randomness,
+    ReductionPart,
+    StatefulPart,
+    Statistics,
+    TorchTensor,
+    empty,
+)
+
+
+class Checkpointer(Manager):
+    """Saves a training's state, and goes on with it. Every rank makes one, and calls it alike.
+
+    What is kept: the model, optimizers with their learning rates, LR schedulers and loss scalers,
+    how gradients are bucketed and scaled on their way, where the job is in the data, and each
+    rank's random numbers (Python, NumPy, torch, its GPU). A run that is killed and goes on ends
+    with the same bytes as one that was not, if the rest of its program is reproducible.
+
+    The folder is only touched by the first rank. See `Manager` for the methods: `restore`,
+    `maybe_save`, `save`, `save_and_stop`, `wait` and `close`.
+
+    Args:
+        folder: local or shared between the hosts that the first rank may be on.
+        model: a module, or several in a dict.
+        optimizer: any of torch's, wrapped by `DistributedOptimizer` or not, or several in a dict.
+        lr_scheduler: anything with `state_dict` and `load_state_dict`, or several in a dict.
+        scaler: a `GradScaler`, or anything else of that kind.
+        data: a `ResumableSampler`.
+        metadata: a dict of your own with plain values (see `hvdkit.checkpoint.state`), such as
+            counters. It is read at every save, and `restore` puts what was saved into it.
+        generators: your own `torch.Generator`s by name; each rank has its own.
+        every_steps: `maybe_save` saves after so many steps.
+        every_minutes: `maybe_save` saves after so many minutes.
+        keep_last: how many checkpoints stay; None: all.
+        keep_best: which stay besides, such as `hvd.KeepBest("loss", "min")`.
+        asynchronous: write while training goes on.
+        stop_signals: signals at which `maybe_save` saves and ends the job with status 75.
+        process_set: the ranks of the job.
+
+    Raises:
+        UsageError: the arguments make no sense.
+
+    Example:
+        with hvd.Checkpointer(
+            folder, model=model, optimizer=optimizer, data=sampler, every_steps=1000
+        ) as checkpointer:
+            restored = checkpointer.restore()
+            step = restored.step if restored else 0
+            for epoch in range(sampler.epoch, epochs):
+                for batch in sampler.batches(loader):
+                    ...
+                    step += 1
+                    checkpointer.maybe_save(step, epoch)
+            checkpointer.save(step)
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        model: torch.nn.Module | Mapping[str, torch.nn.Module],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
+        lr_scheduler: Any = None,
+        scaler: Any = None,
+        data: Any = None,
+        metadata: MutableMapping[str, Any] | None = None,
+        generators: Mapping[str, torch.Generator] | None = None,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        keep_last: int | None = 3,
+        keep_best: KeepBest | Sequence[KeepBest] = (),
+        asynchronous: bool = True,
+        stop_signals: Sequence[int] = STOP_SIGNALS,
+        process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
+    ) -> None:
+        if not mpi_ops.is_initialized():
+            raise UsageError("Horovod is not initialised: call hvd.init() before this")
+        self.metadata = {} if metadata is None else metadata
+        optimizers = _several("optimizer", optimizer)
+        parts: dict[str, Part] = {}
+        models = _several("model", model)
+        for name, module in models.items():
+            if not isinstance(module, torch.nn.Module):
+                raise UsageError(f"{name} is a {type(module).__name__}: expected a module")
+            parts[name] = ModelPart(module, name)
+        for name, each in optimizers.items():
+            if not isinstance(each, torch.optim.Optimizer):
+                raise UsageError(f"{name} is a {type(each).__name__}: expected a torch optimizer")
+            parts[name] = OptimizerPart(each, name)
+        parts["reduction"] = ReductionPart(optimizers)
+        for argument, given in (("lr_scheduler", lr_scheduler), ("scaler", scaler)):
+            for name, each in _several(argument, given).items():
+                parts[name] = StatefulPart(each, name)
+        if data is not None:
+            if not all(hasattr(data, method) for method in ("capture", "prepare", "adopt")):
+                raise UsageError(
+                    f"data is a {type(data).__name__}: expected a hvd.ResumableSampler"
+                )
+            parts["data"] = data
+        parts["metadata"] = Plain(lambda: dict(self.metadata), self._take_metadata)
+        wrapped = [o for o in optimizers.values() if isinstance(o, _DistributedOptimizer)]
+        super().__init__(
+            Store(folder, keep_last=keep_last, keep_best=keep_best),
+            TorchCollectives(process_set),
+            parts,
+            rank_parts={"statistics": Statistics(models), "random": Randomness(generators)},
+            versions={"torch": torch.__version__},
+            every_steps=every_steps,
+            every_minutes=every_minutes,
+            asynchronous=asynchronous,
+            stop_signals=stop_signals,
+            window_open=lambda: not all(each.between_steps for each in wrapped),
+        )
+
+    def _take_metadata(self, tree: Tree) -> None:
+        self.metadata.clear()
+        self.metadata.update(tree)
+
+
+def _several(argument: str, given: Any) -> dict[str, Any]:
+    """The names of the parts that an argument gives, and the parts."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return {f"{argument}-{name}": each for name, each in given.items()}
+    return {argument: given}
+
+
+def export(checkpoint: OpenCheckpoint, target: str | os.PathLike[str]) -> None:
+    """Write a checkpoint's weights as PyTorch does: `model.load_state_dict(torch.load(target))`.
+
+    Of several models, a dict of their state dicts is written.
+
+    Args:
+        checkpoint: any of PyTorch's.
+        target: the file, which appears when it is whole.
+
+    Raises:
+        UsageError: the checkpoint has no model of PyTorch's.
+        HvdkitError: the file cannot be written.
+    """
+    outline = checkpoint.outline
+    names = [name for name in outline.trees if name == "model" or name.startswith("model-")]
+    if not names or "torch" not in outline.manifest.versions:
+        raise UsageError(
+            f"step {outline.manifest.step} has no PyTorch model; it has "
+            f"{', '.join(outline.trees)}, written by {dict(outline.manifest.versions)}"
+        )
+    models = {name.removeprefix("model-"): _state_dict(checkpoint, name) for name in names}
+    _save(models["model"] if names == ["model"] else models, Path(target))
+
+
+def _state_dict(checkpoint: OpenCheckpoint, part: str) -> dict[str, Any]:
+    tree = checkpoint.outline.tree(part)
+    state = {
+        name: empty(value, torch.device("cpu")) if isinstance(value, TensorSpec) else value
+        for name, value in tree.items()
+        if name != TIED
+    }
+    stream = checkpoint.stream(part)
+    for name, spec in checkpoint.outline.specs.get(part, {}).items():
+        content = np.empty(nbytes(spec), np.uint8)
+        stream.read_into(content)
+        TorchTensor(state[name]).write(content)
+    return state | {name: state[holder] for name, holder in tree.get(TIED, {}).items()}
+
+
+def _save(content: Any, target: Path) -> None:
+    try:
+        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as beside:
+            try:
+                torch.save(content, beside)
+                beside.flush()
+                os.fsync(beside.fileno())
+                os.replace(beside.name, target)
+            except BaseException:
+                os.unlink(beside.name)
+                raise
+    except OSError as error:
+        raise HvdkitError(f"cannot write {target}: {error.strerror or error}") from error

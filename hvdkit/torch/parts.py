@@ -1,0 +1,516 @@
+"""What a PyTorch training consists of, as `hvdkit.checkpoint.state` describes state."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from horovod.torch import SyncBatchNorm
+
+from hvdkit.checkpoint import randomness
+from hvdkit.checkpoint.state import TensorSpec, Tree
+from hvdkit.core.reduction import ReductionState
+from hvdkit.errors import UsageError
+from hvdkit.torch.optimizer import _DistributedOptimizer
+
+#: torch's dtypes -> safetensors' names of them. Not every torch has all of these.
+_DTYPES = {
+    getattr(torch, name): code
+    for name, code in {
+        "bool": "BOOL",
+        "uint8": "U8",
+        "int8": "I8",
+        "float8_e5m2": "F8_E5M2",
+        "float8_e4m3fn": "F8_E4M3",
+        "float8_e8m0fnu": "F8_E8M0",
+        "float8_e4m3fnuz": "F8_E4M3FNUZ",
+        "float8_e5m2fnuz": "F8_E5M2FNUZ",
+        "int16": "I16",
+        "uint16": "U16",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "int32": "I32",
+        "uint32": "U32",
+        "float32": "F32",
+        "int64": "I64",
+        "uint64": "U64",
+        "float64": "F64",
+        "complex64": "C64",
+    }.items()
+    if hasattr(torch, name)
+}
+_BY_CODE = {code: dtype for dtype, code in _DTYPES.items()}
+
+#: In a model's tree: names of tensors that are another one's memory -> that one's name.
+TIED = "(tied)"
+
+_SHOWN = 3
+
+
+class TorchTensor:
+    """`hvdkit.checkpoint.state.Tensor` of a torch tensor, on whatever device.
+
+    Raises:
+        UsageError: it is of a dtype or layout that no file of tensors has.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
+            raise UsageError(
+                f"a tensor is {tensor.dtype} with layout {tensor.layout}: a checkpoint holds dense "
+                f"tensors of {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}"
+            )
+        self.tensor = tensor.detach()
+        self._staged: torch.Tensor | None = None
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Its dtype and shape."""
+        return TensorSpec(_DTYPES[self.tensor.dtype], tuple(self.tensor.shape))
+
+    @torch.no_grad()
+    def read(self, out: np.ndarray) -> None:
+        """One copy, straight from where it lives."""
+        # An empty array has no strides that torch could reinterpret.
+        if not self.tensor.numel():
+            return
+        shape = self.tensor.shape
+        torch.from_numpy(out).view(self.tensor.dtype).view(shape).copy_(self.tensor)
+
+    @torch.no_grad()
+    def write(self, content: np.ndarray, start: int = 0) -> None:
+        """One copy, straight to where it lives."""
+        tensor = self.tensor
+        if not tensor.numel():
+            return
+        piece = torch.from_numpy(content).view(tensor.dtype)
+        first = start // tensor.element_size()
+        if piece.numel() == tensor.numel():
+            tensor.copy_(piece.view(tensor.shape))
+        elif tensor.is_contiguous():
+            tensor.view(-1)[first : first + piece.numel()].copy_(piece)
+        else:
+            # Not in the order in which it is saved: put together first.
+            if self._staged is None:
+                self._staged = torch.empty(tensor.numel(), dtype=tensor.dtype)
+            self._staged[first : first + piece.numel()].copy_(piece)
+            if first + piece.numel() == tensor.numel():
+                tensor.copy_(self._staged.view(tensor.shape))
+                self._staged = None
+
+
+def with_tensors(value: Any) -> Tree:
+    """`value` with a `TorchTensor` in place of each tensor in it."""
+    return _mapped(value, lambda leaf, _: TorchTensor(leaf) if _is_tensor(leaf) else leaf)
+
+
+def _without_tensors(value: Tree) -> Any:
+    return _mapped(value, lambda leaf, _: leaf.tensor if isinstance(leaf, TorchTensor) else leaf)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _mapped(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: Any = ()) -> Any:
+    """A copy with every leaf changed; `change` is told the keys that lead to it."""
+    if isinstance(value, dict):
+        changed = {key: _mapped(item, change, (*path, key)) for key, item in value.items()}
+        # A Counter (as MultiStepLR has) stays one.
+        return changed if type(value).__name__ in ("dict", "OrderedDict") else type(value)(changed)
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, change, (*path, i)) for i, item in enumerate(value))
+    return change(value, path)
+
+
+def _leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    found: list[tuple[tuple[Any, ...], Any]] = []
+    _mapped(value, lambda leaf, path: found.append((path, leaf)))
+    return iter(found)
+
+
+def empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """New memory for a tensor."""
+    return torch.empty(spec.shape, dtype=_BY_CODE[spec.dtype], device=device)
+
+
+def _differences(subject: str, lines: list[str]) -> UsageError:
+    more = f", and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return UsageError(
+        f"the checkpoint does not fit {subject}: {'; '.join(lines[:_SHOWN])}{more}. Build it as "
+        f"it was when it was saved"
+    )
+
+
+def _text(spec: TensorSpec) -> str:
+    return f"{spec.dtype} {list(spec.shape)}"
+
+
+class ModelPart:
+    """A `Part`: a module's `state_dict`, its tensors by their names.
+
+    A tensor that has several names is saved once, under the first.
+    """
+
+    def __init__(self, model: torch.nn.Module, subject: str = "model") -> None:
+        # A compiled model is the same one with a prefix to all names.
+        self._model = getattr(model, "_orig_mod", model)
+        self._subject = subject
+        self._to_load: list[str] = []
+
+    def capture(self) -> Tree:
+        """Names -> tensors, and whatever else modules give as extra state."""
+        tree: dict[str, Any] = {}
+        tied: dict[str, str] = {}
+        holders: dict[Any, str] = {}
+        for name, value in self._model.state_dict().items():
+            if not _is_tensor(value):
+                tree[name] = value
+                continue
+            # Empty tensors share the address 0, and nothing else.
+            holder = holders.setdefault(_memory(value), name) if value.numel() else name
+            if holder != name:
+                tied[name] = holder
+            else:
+                tree[name] = TorchTensor(value)
+        return {**tree, TIED: tied} if tied else tree
+
+    def prepare(self, tree: Tree) -> Tree:
+        """The model's own memory; new one where a module's `state_dict` gives copies.
+
+        Raises:
+            UsageError: names, shapes or dtypes differ, naming the first that do.
+        """
+        # By all names, because the first of several may be another one now.
+        own = {n: v for n, v in self._model.state_dict().items() if _is_tensor(v)}
+        tied = tree.get(TIED, {})
+        saved = {name: spec for name, spec in tree.items() if isinstance(spec, TensorSpec)}
+        named = saved | {name: saved[holder] for name, holder in tied.items()}
+        lines = [f"it has no {name}" for name in own if name not in named]
+        lines += [f"it has {name}, which is not in here" for name in named if name not in own]
+        for name in own:
+            here = TorchTensor(own[name]).spec
+            if name in named and named[name] != here:
+                lines.append(f"{name} is {_text(named[name])} there and {_text(here)} here")
+        holders: dict[Any, str] = {}
+        for name in own:
+            if name in tied or not own[name].numel():
+                continue
+            holder = holders.setdefault(_memory(own[name]), name)
+            if holder != name:
+                lines.append(f"{name} and {holder} are two there, and one tensor here")
+        if lines:
+            raise _differences(self._subject, lines)
+        live = {
+            t.untyped_storage().data_ptr()
+            for t in itertools.chain(self._model.parameters(), self._model.buffers())
+        }
+        prepared = dict(tree)
+        # What is no module's own memory is to be handed over, and so is what was tied and is not.
+        self._to_load = [
+            name
+            for name in own
+            if own[name].untyped_storage().data_ptr() not in live
+            or (name in tied and own[name].data_ptr() != own[tied[name]].data_ptr())
+        ]
+        for name, spec in saved.items():
+            into = empty(spec, own[name].device) if name in self._to_load else own[name]
+            prepared[name] = TorchTensor(into)
+        return prepared
+
+    def adopt(self, tree: Tree) -> None:
+        """Hand over what could not be written in place."""
+        tied = tree.get(TIED, {})
+        loaded = {name: tree[tied.get(name, name)].tensor for name in self._to_load}
+        extra = {
+            name: value
+            for name, value in tree.items()
+            if not isinstance(value, TorchTensor) and name != TIED
+        }
+        if loaded or extra:
+            self._model.load_state_dict({**loaded, **extra}, strict=False)
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are one and the same."""
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    return tensor.data_ptr(), tensor.device, tensor.dtype, shape, strides
+
+
+class OptimizerPart:
+    """A `Part`: an optimizer's state and options, with shapes, dtypes and devices as they are.
+
+    torch's own `load_state_dict` casts state to its parameter's dtype, which loses bits.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, subject: str = "optimizer") -> None:
+        self._optimizer = optimizer
+        self._subject = subject
+
+    def capture(self) -> Tree:
+        """As `state_dict` gives it, and what it belongs to."""
+        state = self._optimizer.state_dict()
+        return {
+            "state": with_tensors(state["state"]),
+            "param_groups": with_tensors(state["param_groups"]),
+            "optimizer": type(self._optimizer).__name__,
+            "shapes": self._shapes(),
+            # Step counters of a model on an accelerator are on the host, for some optimizers.
+            "on_host": [
+                list(path)
+                for path, leaf in _leaves(state["state"])
+                if _is_tensor(leaf) and leaf.device.type == "cpu"
+            ],
+        }
+
+    def _shapes(self) -> list[list[list[int]]]:
+        return [[list(p.shape) for p in group["params"]] for group in self._optimizer.param_groups]
+
+    def prepare(self, tree: Tree) -> Tree:
+        """The optimizer's own memory where there is some of the same kind, otherwise new one.
+
+        Raises:
+            UsageError: it is of another class, or for other parameters.
+        """
+        kind, shapes = type(self._optimizer).__name__, self._shapes()
+        if tree["optimizer"] != kind:
+            raise _differences(self._subject, [f"it is of {tree['optimizer']}, this is {kind}"])
+        lines = []
+        if len(shapes) != len(tree["shapes"]):
+            lines.append(f"it has {len(tree['shapes'])} groups of parameters, not {len(shapes)}")
+        for g, (saved, own) in enumerate(zip(tree["shapes"], shapes, strict=False)):
+            if len(saved) != len(own):
+                lines.append(f"group {g} has {len(saved)} parameters there, {len(own)} here")
+            lines += [
+                f"parameter {i} of group {g} is {a} there and {b} here"
+                for i, (a, b) in enumerate(zip(saved, own, strict=False))
+                if a != b
+            ]
+        if lines:
+            raise _differences(self._subject, lines)
+        parameters = self._parameters()
+        own_leaves = dict(_leaves(self._optimizer.state_dict()["state"]))
+        on_host = {tuple(path) for path in tree["on_host"]}
+
+        def into(leaf: Any, path: tuple[Any, ...]) -> Any:
+            if not isinstance(leaf, TensorSpec):
+                return leaf
+            index = path[0]
+            device = parameters[index].device if isinstance(index, int) else _CPU
+            device = _CPU if path in on_host else device
+            held = own_leaves.get(path)
+            if isinstance(held, torch.Tensor) and held.device == device:
+                kept = TorchTensor(held)
+                if kept.spec == leaf:
+                    return kept
+            return TorchTensor(_like(leaf, parameters[index], device))
+
+        def into_group(leaf: Any, path: tuple[Any, ...]) -> Any:
+            if not isinstance(leaf, TensorSpec):
+                return leaf
+            # A learning rate that is a tensor may be part of a graph: it stays the one it is.
+            held = self._optimizer.param_groups[path[0]].get(path[1])
+            if isinstance(held, torch.Tensor) and TorchTensor(held).spec == leaf:
+                return TorchTensor(held)
+            return TorchTensor(empty(leaf, _CPU))
+
+        return tree | {
+            "state": _mapped(tree["state"], into),
+            "param_groups": _mapped(tree["param_groups"], into_group),
+        }
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def adopt(self, tree: Tree) -> None:
+        """In place, because LR schedulers and wrappers hold on to these very containers."""
+        optimizer = self._optimizer
+        parameters = self._parameters()
+        state = _without_tensors(tree["state"])
+        optimizer.state.clear()
+        optimizer.state.update(
+            {parameters[k] if isinstance(k, int) else k: value for k, value in state.items()}
+        )
+        groups = _without_tensors(tree["param_groups"])
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        if isinstance(optimizer, _DistributedOptimizer):
+            optimizer.begin_anew()
+
+
+_CPU = torch.device("cpu")
+
+
+def _like(spec: TensorSpec, parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """New memory, laid out like the parameter if it has its shape: fused steps are faster."""
+    if spec.shape == tuple(parameter.shape):
+        dtype = _BY_CODE[spec.dtype]
+        return torch.empty_like(
+            parameter, dtype=dtype, device=device, memory_format=torch.preserve_format
+        ).detach()
+    return empty(spec, device)
+
+
+class StatefulPart:
+    """A `Part`: anything with `state_dict` and `load_state_dict`, such as an LR scheduler."""
+
+    def __init__(self, stateful: Any, subject: str) -> None:
+        if not all(hasattr(stateful, name) for name in ("state_dict", "load_state_dict")):
+            raise UsageError(
+                f"{subject} is a {type(stateful).__name__}: expected something with state_dict() "
+                f"and load_state_dict(state)"
+            )
+        self._stateful = stateful
+
+    def capture(self) -> Tree:
+        """As `state_dict` gives it."""
+        return with_tensors(self._stateful.state_dict())
+
+    def prepare(self, tree: Tree) -> Tree:
+        """New memory for tensors, if there are any."""
+
+        def into(leaf: Any, _: Any) -> Any:
+            return TorchTensor(empty(leaf, _CPU)) if isinstance(leaf, TensorSpec) else leaf
+
+        return _mapped(tree, into)
+
+    def adopt(self, tree: Tree) -> None:
+        """As `load_state_dict` does."""
+        self._stateful.load_state_dict(_without_tensors(tree))
+
+
+class ReductionPart:
+    """A `Part`: how wrapped optimizers reduce gradients. Without it sums round differently."""
+
+    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        self._optimizers = {
+            name: optimizer
+            for name, optimizer in optimizers.items()
+            if isinstance(optimizer, _DistributedOptimizer)
+        }
+
+    def capture(self) -> Tree:
+        """For each optimizer, that of each of its sets of parameters."""
+        return {
+            name: [
+                state
+                and {
+                    "gradients": state.gradients,
+                    "order": list(state.order),
+                    "channels": [list(numbers) for numbers in state.channels],
+                }
+                for state in optimizer.reduction_states()
+            ]
+            for name, optimizer in self._optimizers.items()
+        }
+
+    def prepare(self, tree: Tree) -> Tree:
+        """Nothing to fill."""
+        return tree
+
+    def adopt(self, tree: Tree) -> None:
+        """What is of no use to an optimizer, it does not take."""
+        for name, optimizer in self._optimizers.items():
+            optimizer.resume_reduction(
+                [
+                    state
+                    and ReductionState(
+                        state["gradients"],
+                        tuple(state["order"]),
+                        tuple(tuple(numbers) for numbers in state["channels"]),
+                    )
+                    for state in tree.get(name, [])
+                ]
+            )
+
+
+class Randomness:
+    """A `RankPart`: the random numbers of Python, NumPy, torch, this rank's GPU and generators.
+
+    Args:
+        generators: those of the user's own, by name.
+    """
+
+    def __init__(self, generators: Mapping[str, torch.Generator] | None = None) -> None:
+        self._generators = dict(generators or {})
+        for name, generator in self._generators.items():
+            if not isinstance(generator, torch.Generator):
+                raise UsageError(
+                    f"generators[{name!r}] is a {type(generator).__name__}: expected a "
+                    f"torch.Generator"
+                )
+
+    def capture(self) -> Tree:
+        """This rank's."""
+        # Asking for a GPU's would start CUDA in a process that does not use it.
+        gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return randomness.capture() | {
+            "torch": torch.get_rng_state().numpy().tobytes(),
+            "cuda": torch.cuda.get_rng_state().numpy().tobytes() if gpu else None,
+            "generators": {
+                name: generator.get_state().numpy().tobytes()
+                for name, generator in self._generators.items()
+            },
+        }
+
+    def adopt(self, tree: Tree) -> None:
+        """Go on from there."""
+        randomness.adopt(tree)
+        torch.set_rng_state(_state(tree["torch"]))
+        if tree["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_state(tree["cuda"]))
+        for name in self._generators.keys() & tree["generators"].keys():
+            self._generators[name].set_state(_state(tree["generators"][name]))
+
+
+#: Bytes of statistics that each rank keeps for itself, and not the first rank's for all.
+_LARGEST_STATISTICS = 4_000_000
+
+
+class Statistics:
+    """A `RankPart`: what normalisation layers have gathered from this rank's batches alone.
+
+    In training they change nothing but themselves, yet a rank's validation depends on them. Where
+    they are too large to be told to all, all ranks get the first one's.
+    """
+
+    def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
+        self._models = models
+
+    def capture(self) -> Tree:
+        """This rank's."""
+        own = self._buffers()
+        if sum(map(_nbytes, own.values())) > _LARGEST_STATISTICS:
+            return {}
+        return {name: _content(buffer) for name, buffer in own.items()}
+
+    def adopt(self, tree: Tree) -> None:
+        """Go on with them."""
+        own = self._buffers()
+        for name in own.keys() & tree.keys():
+            TorchTensor(own[name]).write(np.frombuffer(bytearray(tree[name]), np.uint8))
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{model}.{layer}.{name}": buffer
+            for model, module in self._models.items()
+            for layer, norm in module.named_modules()
+            if isinstance(norm, torch.nn.modules.batchnorm._NormBase)
+            and not isinstance(norm, torch.nn.SyncBatchNorm | SyncBatchNorm)
+            for name, buffer in norm.named_buffers(recurse=False)
+        }
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _content(tensor: torch.Tensor) -> bytes:
+    out = np.empty(_nbytes(tensor), np.uint8)
+    TorchTensor(tensor).read(out)
+    return out.tobytes()
+
+
+def _state(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -1,0 +1,214 @@
+"""Data that resume: which samples this rank gets, and how far all ranks have come."""
+
+import random
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from horovod.torch import mpi_ops
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from hvdkit.core.sampling import Epochs
+from hvdkit.errors import UsageError
+
+
+class ResumableSampler(Epochs, Sampler[int]):
+    """Gives each rank its share of every epoch, and can go on in the middle of one.
+
+    In an epoch every sample goes to one rank, once; which, follows from the seed and the epoch.
+    All ranks get equally many batches: without `drop_last` the last ones may be smaller, and where
+    some rank would have none, it gets one sample from the epoch's beginning.
+
+    Args:
+        data: the data set, or how many samples it has.
+        batch_size: samples per batch on each rank; the `DataLoader`'s must be the same.
+        shuffle: draw a new order for every epoch.
+        seed: of these orders; the same on every rank.
+        drop_last: leave out the samples that do not fill a batch on every rank.
+        process_set: the ranks that share the data.
+
+    Raises:
+        UsageError: the arguments make no sense, or Horovod is not initialised.
+
+    Example:
+        sampler = hvd.ResumableSampler(data, batch_size=32)
+        loader = DataLoader(data, batch_size=32, sampler=sampler, num_workers=4)
+        checkpointer = hvd.Checkpointer(folder, model=model, optimizer=optimizer, data=sampler)
+        checkpointer.restore()
+        for epoch in range(sampler.epoch, epochs):
+            for batch in sampler.batches(loader):
+                ...
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
+    ) -> None:
+        if not mpi_ops.is_initialized():
+            raise UsageError("Horovod is not initialised: call hvd.init() before this")
+        included = process_set.included()
+        super().__init__(
+            data if isinstance(data, int) else len(data),
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            rank=process_set.rank() if included else 0,
+            ranks=process_set.size() if included else 1,
+            how_to_count="iterate its DataLoader with `for batch in sampler.batches(loader)`",
+        )
+        self._awaited = False
+        self._seeded = False
+
+    def __len__(self) -> int:
+        """Samples of this epoch that are still to come on this rank."""
+        _, share, batches = self._now
+        return max(len(share.places()) - batches * self.batch_size, 0)
+
+    def __iter__(self) -> Iterator[int]:
+        """The numbers of these samples."""
+        # Without `batches` nobody knows how many of them the loop has had.
+        self.uncounted = self.uncounted or not self._awaited
+        self._awaited = False
+        epoch, mine = self.left()
+        numbers = mine.tolist()
+        return (_Index.of(i, epoch) for i in numbers) if self._seeded else iter(numbers)
+
+    def batches(self, loader: Any = None) -> Iterator[Any]:
+        """The batches that are left of this epoch, counted as the loop gets them.
+
+        Worker processes may have read ahead: what they have and the loop has not, is read once
+        more after a resume.
+
+        Args:
+            loader: a `DataLoader` with this sampler, or something that iterates one. None: give
+                the numbers of the samples, an int64 tensor for each batch.
+
+        Returns:
+            An iterator. Once it has ended, `epoch` is the next one; a loop that leaves it before
+            goes on in the same place with the next call.
+
+        Raises:
+            UsageError: the loader does not fit this sampler, or has fewer batches.
+        """
+        _check_loader(loader, self)
+        if not self.batches_left:
+            self.end_epoch()
+            return
+        yield from self.count(self._numbers() if loader is None else self._begin(loader))
+
+    def _numbers(self) -> Iterator[torch.Tensor]:
+        _, mine = self.left()
+        return iter(torch.from_numpy(mine).split(self.batch_size))
+
+    def _begin(self, loader: Any) -> Iterator[Any]:
+        """An iterator over `loader`, with random numbers left as if there were none.
+
+        A new one draws its workers' seed from them. In the middle of an epoch that would be one
+        draw more than in a job that was never stopped.
+        """
+        generator = getattr(loader, "generator", None) or torch.default_generator
+        before = generator.get_state()
+        drawn = [self._seed, self.epoch, self.position.consumed, self._rank]
+        generator.manual_seed(_seed_from(drawn))
+        # Now, or when the loader wants its first batch.
+        self._awaited = True
+        try:
+            return iter(loader)
+        finally:
+            generator.set_state(before)
+
+    def seeded(self, dataset: Any) -> "SeededDataset":
+        """`dataset` for a `DataLoader`, with random numbers that follow from epoch and sample.
+
+        For random augmentation in worker processes: their random numbers no checkpoint can keep,
+        because they have read ahead. Python's, NumPy's and torch's are seeded for each sample.
+
+        Args:
+            dataset: one with `__getitem__`.
+        """
+        self._seeded = True
+        return SeededDataset(dataset, self._seed)
+
+
+class SeededDataset(Dataset[Any]):
+    """A data set whose samples have random numbers of their own; `ResumableSampler.seeded`."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        if not isinstance(index, _Index):
+            raise UsageError(
+                "a seeded data set was asked for a sample by a plain number: give its DataLoader "
+                "the ResumableSampler that it came from"
+            )
+        # Another sequence than that of the order, which has no third number.
+        with _random_numbers([self._seed, index.epoch, 2, int(index)]):
+            return self._dataset[int(index)]
+
+
+class _Index(int):
+    """A sample's number that knows its epoch, also in a worker that lives for several."""
+
+    epoch: int
+
+    @classmethod
+    def of(cls, number: int, epoch: int) -> "_Index":
+        index = cls(number)
+        index.epoch = epoch
+        return index
+
+    def __reduce__(self) -> Any:
+        return _Index.of, (int(self), self.epoch)
+
+
+@contextmanager
+def _random_numbers(seed: list[int]) -> Iterator[None]:
+    python, numpys = random.getstate(), np.random.get_state()
+    torchs = torch.default_generator.get_state()
+    number = _seed_from(seed)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.default_generator.manual_seed(number)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpys)
+        torch.default_generator.set_state(torchs)
+
+
+def _seed_from(numbers: list[int]) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+
+
+def _check_loader(loader: Any, sampler: ResumableSampler) -> None:
+    if not isinstance(loader, DataLoader):
+        return
+    if loader.sampler is not sampler:
+        raise UsageError(
+            "the DataLoader has another sampler: make it with sampler= this ResumableSampler"
+        )
+    if loader.batch_size != sampler.batch_size:
+        raise UsageError(
+            f"the DataLoader has batch_size {loader.batch_size}, and its ResumableSampler "
+            f"{sampler.batch_size}: expected the same"
+        )
+    if loader.drop_last and not sampler.drop_last:
+        raise UsageError(
+            "the DataLoader has drop_last=True, and its ResumableSampler has not: give it to the "
+            "sampler, which drops the same on all ranks"
+        )

@@ -1,0 +1,136 @@
+"""Small states to save, and what is left of them."""
+
+import json
+
+import numpy as np
+import xxhash
+
+from hvdkit.checkpoint import disk, manifest, tensors, tree
+from hvdkit.checkpoint.state import TensorSpec
+from hvdkit.checkpoint.store import Store
+from hvdkit.checkpoint.writing import EncodedPart, Snapshot
+
+#: part -> a tree with tensors of all kinds: none of it, one number, one byte wide, two.
+TREES = {
+    "model": {
+        "layer.weight": TensorSpec("F32", (7, 5)),
+        "layer.mask": TensorSpec("BOOL", (3,)),
+        "layer.half": TensorSpec("BF16", (5,)),
+        "empty": TensorSpec("F32", (0, 4)),
+        "count": TensorSpec("I64", ()),
+    },
+    "optimizer": {
+        "state": {0: {"step": 3, "exp_avg": TensorSpec("F64", (7, 5))}},
+        "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "params": [0]}],
+    },
+    "loop": {"best": float("inf"), "seen": 12},
+}
+
+
+def part(name, seed):
+    encoded, specs = tree.encode(TREES[name], name)
+    random = np.random.default_rng(seed)
+    content = {
+        tensor: (spec, random.integers(0, 256, tensors.nbytes(spec), np.uint8))
+        for tensor, spec in specs.items()
+    }
+    return EncodedPart(encoded, content)
+
+
+def snapshot(step, metrics=None, epoch=1):
+    """A state that `step` determines."""
+    return Snapshot(
+        step=step,
+        epoch=epoch,
+        world_size=2,
+        metrics=metrics or {},
+        versions={"hvdkit": "0", "python": "3"},
+        parts={name: part(name, 1000 * step + i) for i, name in enumerate(TREES)},
+        ranks=[tree.encode({"rng": bytes([rank, step % 256])}, "rank")[0] for rank in range(2)],
+    )
+
+
+def save(folder, *steps, **settings):
+    """Write steps, and return the store."""
+    store = Store(folder, **settings)
+    with store.open_for_writing() as writer:
+        for step in steps:
+            writer.write(snapshot(step))
+    return store
+
+
+def content(opened):
+    """part -> tensor -> its bytes, as they are read when restoring."""
+    found = {}
+    for name, specs in opened.outline.specs.items():
+        stream = opened.stream(name)
+        data = np.empty(stream.size, np.uint8)
+        stream.read_into(data)
+        found[name] = {
+            tensor: data[begin:end].tobytes()
+            for tensor, (begin, end) in tensors.spans(specs).items()
+        }
+    return found
+
+
+def assert_holds(opened, step):
+    """`opened` is what was saved as `step`, to the bit."""
+    saved = snapshot(step)
+    assert opened.manifest.step == step
+    assert content(opened) == {
+        name: {tensor: data.tobytes() for tensor, (_, data) in part.tensors.items()}
+        for name, part in saved.parts.items()
+        if part.tensors
+    }
+    assert {name: opened.outline.tree(name) for name in TREES} == TREES
+    assert opened.outline.rank(1) == {"rng": bytes([1, step % 256])}
+
+
+def assert_newest_good(store, step):
+    with store.newest_good() as opened:
+        assert_holds(opened, step)
+
+
+def leftovers(folder):
+    """Names of what is neither a step nor the lock."""
+    return [
+        p.name for p in folder.iterdir() if not p.name.startswith("step-") and p.name != ".lock"
+    ]
+
+
+def step_folder(store, step):
+    (found,) = (info.path for info in store.steps() if info.step == step)
+    return found
+
+
+def seal(fields):
+    """A manifest's bytes with `fields`, whatever they are, and the right hash."""
+    text = fields if isinstance(fields, str) else json.dumps(fields)
+    body = text.removesuffix("}").rstrip().encode()
+    return body + (manifest._SEAL % xxhash.xxh3_128_hexdigest(body)).encode()
+
+
+def forge(folder, files=None, edit=None):
+    """Put `files` (name -> content) into a step's folder, as a stranger would: hashes are right."""
+    path = folder / manifest.NAME
+    fields = json.loads(path.read_bytes())
+    del fields["xxh3_128"]
+    for name, data in (files or {}).items():
+        (folder / name).write_bytes(data)
+        fields["files"][name] = {"bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
+    if edit:
+        edit(fields)
+    path.write_bytes(seal(fields))
+
+
+class Steps:
+    """Sees each system-level step, and does `act(number, step, file)` before it."""
+
+    def __init__(self, monkeypatch, act=lambda number, step, file: None):
+        self.seen = []
+        self._act = act
+        monkeypatch.setattr(disk, "before_step", self._before)
+
+    def _before(self, step, file):
+        self.seen.append((step, file))
+        self._act(len(self.seen), step, file)

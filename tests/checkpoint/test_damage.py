@@ -1,0 +1,441 @@
+"""Damaged and hostile folders: the newest good step is loaded, and nothing is run or followed."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import struct
+
+import numpy as np
+import pytest
+
+from hvdkit.checkpoint import manifest, tensors
+from hvdkit.checkpoint.errors import CheckpointError, Damaged
+from hvdkit.checkpoint.store import Store
+from hvdkit.errors import UsageError
+from tests.checkpoint.material import (
+    assert_holds,
+    assert_newest_good,
+    content,
+    forge,
+    save,
+    snapshot,
+    step_folder,
+)
+
+FILES = ["manifest.json", "state.json", "ranks.json", "model.safetensors", "optimizer.safetensors"]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return save(tmp_path / "runs", 1, 2)
+
+
+@pytest.fixture
+def newest(store):
+    return step_folder(store, 2)
+
+
+def flip(path, bit):
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def assert_set_aside(store, caplog, file):
+    assert_newest_good(store, 1)
+    assert "step 2 in" in caplog.text
+    assert f"{file}: " in caplog.text
+    assert [info.step for info in store.steps()] == [1]
+    assert store.set_aside() == ["damaged-step-000000000002"]
+    assert f"it was set aside as {store.set_aside()[0]}" in caplog.text
+
+
+def test_a_step_has_these_files(newest):
+    assert sorted(path.name for path in newest.iterdir()) == sorted(FILES)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_flipped_bit_sets_the_step_aside(store, newest, caplog, file):
+    flip(newest / file, 8 * ((newest / file).stat().st_size // 2))
+    assert_set_aside(store, caplog, file)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_flipped_bit_is_found(store, newest, file):
+    path = newest / file
+    bits = 8 * path.stat().st_size
+    for bit in random.Random(0).sample(range(bits), min(bits, 300)):
+        flip(path, bit)
+        assert store.verify(2), bit
+        flip(path, bit)
+    assert store.verify(2) == []
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("left", [0.0, 0.5, -1])
+def test_a_truncated_file(store, newest, caplog, file, left):
+    size = (newest / file).stat().st_size
+    os.truncate(newest / file, size - 1 if left == -1 else int(size * left))
+    assert_set_aside(store, caplog, file)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_longer_file(store, newest, caplog, file):
+    with (newest / file).open("ab") as stream:
+        stream.write(b"\n")
+    assert_set_aside(store, caplog, file)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_missing_file(store, newest, caplog, file):
+    (newest / file).unlink()
+    assert_set_aside(store, caplog, file)
+
+
+@pytest.mark.parametrize("file", ["ranks.json", "model.safetensors", "optimizer.safetensors"])
+def test_a_file_of_another_step(store, newest, caplog, file):
+    shutil.copy(step_folder(store, 1) / file, newest / file)
+    assert_set_aside(store, caplog, file)
+
+
+def test_a_folder_under_another_step_s_name(store, newest, caplog):
+    shutil.rmtree(newest)
+    shutil.copytree(step_folder(store, 1), newest)
+    assert_set_aside(store, caplog, "manifest.json")
+
+
+def test_a_file_that_the_disk_cannot_read(store, caplog, monkeypatch):
+    preadv = os.preadv
+
+    def broken(descriptor, buffers, offset):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("2/optimizer.safetensors"):
+            raise OSError(5, os.strerror(5))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", broken)
+    assert_set_aside(store, caplog, "optimizer.safetensors")
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(store, monkeypatch):
+    def forbidden(descriptor, buffers, offset):
+        raise PermissionError(13, os.strerror(13))
+
+    monkeypatch.setattr(os, "preadv", forbidden)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied") as raised:
+        store.newest_good()
+    assert not isinstance(raised.value, Damaged)
+    assert store.set_aside() == []
+
+
+def test_none_good_is_an_error_each_time_and_no_new_start(store, newest):
+    for folder in (newest, step_folder(store, 1)):
+        flip(folder / "model.safetensors", 3000)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="none of the 2 steps .*step 2, is damaged"):
+            store.newest_good()
+    assert store.set_aside() == []
+
+
+def test_a_step_that_is_asked_for_and_damaged(store, newest):
+    flip(newest / "state.json", 80)
+    with pytest.raises(CheckpointError, match="step 2 in .* damaged .state.json: .*hash differs"):
+        store.newest_good(2)
+    assert store.set_aside() == []
+    with store.newest_good(1) as opened:
+        assert_holds(opened, 1)
+
+
+def test_a_step_that_is_not_there(store):
+    with pytest.raises(UsageError, match="there is no step 7 in .*; expected one of: 2, 1"):
+        store.newest_good(7)
+    with pytest.raises(UsageError, match="there is no step 7"):
+        store.verify(7)
+
+
+def test_two_damaged_steps_of_one_number_get_two_names(store, newest, tmp_path):
+    for _ in range(2):
+        flip(newest / "model.safetensors", 3000)
+        assert_newest_good(store, 1)
+        with store.open_for_writing() as writer:
+            writer.write(snapshot(2))
+    assert store.set_aside() == ["damaged-step-000000000002", "damaged-step-000000000002-2"]
+
+
+def test_what_changes_after_it_was_verified_is_noticed(store, newest):
+    with store.newest_good() as opened:
+        path = newest / "model.safetensors"
+        flip(path, 8 * (path.stat().st_size - 1))
+        with pytest.raises(Damaged, match="model.safetensors: it has changed since"):
+            content(opened)
+
+
+def test_a_step_that_is_removed_while_it_is_read(store, newest):
+    with store.newest_good() as opened:
+        shutil.rmtree(newest)
+        assert_holds(opened, 2)
+
+
+def test_a_step_that_a_live_writer_removes_meanwhile_is_not_damaged(store, newest, monkeypatch):
+    from hvdkit.checkpoint import store as module
+
+    examine = module.examine
+
+    def slow(folder, parent, step, progress=None):
+        if step == 2 and newest.exists():
+            with store.open_for_writing() as writer:
+                writer.write(snapshot(3))
+            shutil.rmtree(newest)
+        return examine(folder, parent, step, progress)
+
+    monkeypatch.setattr(module, "examine", slow)
+    with store.newest_good() as opened:
+        assert opened.manifest.step in (1, 3)
+    assert store.set_aside() == []
+
+
+class Canary:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def refused(store, caplog, file):
+    """The newest step is set aside because of `file`, and nothing was run."""
+    assert_newest_good(store, 1)
+    assert f"{file}: " in caplog.text
+    assert not (store.folder.parent / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside",
+        "/etc/passwd",
+        "sub/state.json",
+        ".",
+        "..",
+        "",
+        "model.pt",
+        "data.pkl",
+        "state.json\0",
+        "../model.safetensors",
+        ".safetensors",
+        "a" * 200 + ".safetensors",
+        "Ünicode.safetensors",
+    ],
+)
+def test_a_manifest_with_a_name_that_leads_elsewhere(store, newest, caplog, name):
+    (store.folder / "outside").write_bytes(b"")
+    forge(
+        newest,
+        edit=lambda fields: fields["files"].update({name: {"bytes": 0, "xxh3_128": "0" * 32}}),
+    )
+    refused(store, caplog, "manifest.json")
+    assert "is no name of a file in a checkpoint" in caplog.text
+
+
+def test_a_link_out_of_the_folder(store, newest, caplog):
+    outside = store.folder.parent / "outside"
+    (newest / "model.safetensors").rename(outside)
+    (newest / "model.safetensors").symlink_to(outside)
+    refused(store, caplog, "model.safetensors")
+    assert "is a symbolic link" in caplog.text
+
+
+def test_a_step_that_is_a_link(store, newest, caplog):
+    newest.rename(store.folder.parent / "outside")
+    newest.symlink_to(store.folder.parent / "outside")
+    refused(store, caplog, "step-000000000002")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_pipe_does_not_keep_one_waiting(store, newest, caplog, file):
+    (newest / file).unlink()
+    os.mkfifo(newest / file)
+    refused(store, caplog, file)
+
+
+def test_a_folder_in_place_of_a_file(store, newest, caplog):
+    (newest / "state.json").unlink()
+    (newest / "state.json").mkdir()
+    refused(store, caplog, "state.json")
+
+
+@pytest.mark.parametrize("file", ["state.json", "ranks.json", "model.safetensors"])
+def test_a_pickle_is_not_opened_as_one(store, newest, caplog, file):
+    forge(newest, {file: pickle.dumps(Canary(store.folder.parent / "ran"))})
+    refused(store, caplog, file)
+
+
+def test_a_pickle_that_no_manifest_lists_is_ignored(store, newest):
+    canary = store.folder.parent / "ran"
+    (newest / "data.pkl").write_bytes(pickle.dumps(Canary(canary)))
+    (store.folder / "data.pkl").write_bytes(pickle.dumps(Canary(canary)))
+    assert_newest_good(store, 2)
+    assert not canary.exists()
+
+
+def file_with(header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def f32(begin, end, shape=None):
+    return {"dtype": "F32", "shape": shape or [(end - begin) // 4], "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"short",
+        struct.pack("<Q", 2**63) + b"{}",
+        struct.pack("<Q", 10**9) + b"{}",
+        file_with(b"[]"),
+        file_with(b'{"a":'),
+        file_with({"a": f32(0, 8)}, b"1234"),
+        file_with({"a": f32(0, 8, [3])}, b"12345678"),
+        file_with({"a": f32(4, 8)}, b"12345678"),
+        file_with({"a": f32(0, 8), "b": f32(4, 8)}, b"12345678"),
+        file_with({"a": f32(0, 4), "b": f32(8, 12)}, b"123456789012"),
+        file_with({"a": f32(0, 8, [2**40, 2**40])}, b"12345678"),
+        file_with({"a": {**f32(0, 8), "dtype": "O"}}, b"12345678"),
+        file_with(b'{"a":%b,"a":%b}' % ((json.dumps(f32(0, 8)).encode(),) * 2), b"12345678"),
+        file_with({"a": f32(0, 8)}, b"12345678") + b"more",
+    ],
+)
+def test_a_tensor_file_that_is_none(store, newest, caplog, data):
+    forge(newest, {"model.safetensors": data})
+    refused(store, caplog, "model.safetensors")
+
+
+def test_a_header_larger_than_any_that_is_written(store, newest, caplog, monkeypatch):
+    monkeypatch.setattr(tensors, "MAX_HEADER_BYTES", 1000)
+    forge(newest, {"model.safetensors": file_with(b"{" + b" " * 2000 + b"}")})
+    refused(store, caplog, "model.safetensors")
+    assert "its header would have 2002 bytes" in caplog.text
+
+
+def test_json_larger_than_any_that_is_written(store, newest, caplog, monkeypatch):
+    monkeypatch.setattr(manifest, "MAX_JSON_BYTES", 1000)
+    forge(newest, {"ranks.json": b"[" + b" " * 2000 + b"]"})
+    refused(store, caplog, "ranks.json")
+    assert "expected at most 1000 of JSON" in caplog.text
+
+
+def test_a_manifest_larger_than_any_that_is_written(store, newest, caplog):
+    os.truncate(newest / "manifest.json", 10**10)
+    refused(store, caplog, "manifest.json")
+    assert "more than a manifest can have" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"7",
+        b"[" * 100_000,
+        b'{"model": ' * 5000,
+        b"\xff\xfe",
+        b'{"loop": NaN, "model": 1, "optimizer": 1}',
+        b'{"loop": 1, "loop": 2, "model": 1, "optimizer": 1}',
+        b'{"loop": 1}',
+        b'{"loop": {"$tensor": "gone"}, "model": 1, "optimizer": 1}',
+        b'{"loop": {"$tensor": ["a"]}, "model": 1, "optimizer": 1}',
+        b'{"loop": {"$numpy": ["O", "AAAAAAAAAAA="]}, "model": 1, "optimizer": 1}',
+        b'{"loop": {"$numpy": ["<f8", "AA=="]}, "model": 1, "optimizer": 1}',
+        b'{"loop": {"$import": "os"}, "model": 1, "optimizer": 1}',
+        b'{"loop": {"$tuple": [1], "x": 1}, "model": 1, "optimizer": 1}',
+        b'{"loop": {"$dict": [[[1], 2]]}, "model": 1, "optimizer": 1}',
+        b'{"loop": {"$dict": [1, 2]}, "model": 1, "optimizer": 1}',
+        b'{"loop": {"$int": "zz"}, "model": 1, "optimizer": 1}',
+        b'{"loop": {"$bytes": 5}, "model": 1, "optimizer": 1}',
+        b'{"loop": {"$complex": [{"$bytes": "AA=="}, 1]}, "model": 1, "optimizer": 1}',
+        b'{"loop": 1, "model": 1, "optimizer": 1}',
+        b'{"../x": 1, "model": 1, "optimizer": 1}',
+    ],
+)
+def test_state_that_hvdkit_does_not_write(store, newest, caplog, data):
+    forge(newest, {"state.json": data})
+    refused(store, caplog, "state.json")
+
+
+def test_tensors_under_each_other_s_names(store, newest, caplog):
+    state = (newest / "state.json").read_text()
+    state = state.replace('"$tensor": "layer.half"', '"$tensor": "x"')
+    state = state.replace('"$tensor": "layer.mask"', '"$tensor": "layer.half"')
+    forge(newest, {"state.json": state.replace('"x"', '"layer.mask"').encode()})
+    refused(store, caplog, "state.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("format", "other"),
+        ("step", 3),
+        ("step", -2),
+        ("step", "2"),
+        ("step", 2.0),
+        ("step", True),
+        ("world_size", None),
+        ("epoch", []),
+        ("commit", 2**80),
+        ("time", "now"),
+        ("metrics", []),
+        ("metrics", {"loss": "low"}),
+        ("metrics", {"loss": {"$bytes": "AA=="}}),
+        ("versions", {"hvdkit": 1}),
+        ("files", []),
+        ("files", {}),
+        ("files", {"state.json": 5}),
+        ("files", {"state.json": {"bytes": -1, "xxh3_128": "0" * 32}}),
+        ("files", {"state.json": {"bytes": 1, "xxh3_128": "x"}}),
+        ("files", {"state.json": {"bytes": 1}}),
+    ],
+)
+def test_a_manifest_that_hvdkit_does_not_write(store, newest, caplog, field, value):
+    forge(newest, edit=lambda fields: fields.update({field: value}))
+    refused(store, caplog, "state.json" if value == {} else "manifest.json")
+
+
+def test_a_step_of_a_later_version_is_left_alone(store, newest):
+    forge(newest, edit=lambda fields: fields.update(version=2))
+    with pytest.raises(CheckpointError, match="is of version 2; .* Update hvdkit") as raised:
+        store.newest_good()
+    assert not isinstance(raised.value, Damaged)
+    assert store.set_aside() == []
+
+
+def test_deleting_does_not_follow_links(store, newest):
+    outside = store.folder.parent / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    (newest / "out").symlink_to(outside)
+    (newest / "sub").mkdir()
+    (newest / "sub" / "out").symlink_to(outside / "precious")
+    with Store(store.folder, keep_last=1).open_for_writing() as writer:
+        writer.write(snapshot(3))
+    assert not newest.exists()
+    assert (outside / "precious").read_text() == "x"
+
+
+def test_lock_files_that_are_links_are_not_followed(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / ".writer").symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match="cannot write to"):
+        Store(tmp_path / "runs").open_for_writing()
+    assert not (tmp_path / "outside").exists()
+
+
+def test_more_bytes_than_there_are_is_a_mistake(store):
+    with store.newest_good() as opened:
+        stream = opened.stream("model")
+        with pytest.raises(ValueError, match="are left"):
+            stream.read_into(np.empty(stream.size + 1, np.uint8))

@@ -1,0 +1,245 @@
+"""What goes wrong while a step is written: no good one is lost, none that is listed is wrong."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from hvdkit.checkpoint import disk, lock
+from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.store import Store
+from tests.checkpoint import material
+from tests.checkpoint.material import Steps, assert_newest_good, leftovers, save, snapshot
+
+root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", path], capture_output=True, timeout=30
+    )
+    if made.returncode:
+        pytest.skip(f"nothing can be mounted here: {made.stderr.decode().strip()}")
+    yield path
+    subprocess.run(["umount", "--lazy", path], check=False, timeout=30, capture_output=True)
+
+
+def two_steps(folder):
+    """A folder in which the next commit, of two steps kept, will delete one."""
+    save(folder, 1, 2, keep_last=2)
+    return folder
+
+
+@pytest.mark.parametrize("step", [3, 2], ids=["new", "once_more"])
+def test_a_writer_killed_before_any_of_its_steps_loses_nothing(tmp_path, step):
+    template = two_steps(tmp_path / "template")
+    answer = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.killed", tmp_path, template, str(step)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    killed_before = answer.stdout.splitlines()
+    assert {line.split()[0] for line in killed_before} == {
+        *("mkdir", "create", "write", "fsync", "read", "rename", "unlink", "rmdir"),
+    }
+    for number, line in enumerate(killed_before, 1):
+        folder = tmp_path / str(number)
+        store = Store(folder, keep_last=2)
+        for info in store.steps():
+            assert store.verify(info.step) == [], line
+        newest = store.steps()[-1].step
+        assert newest in (2, step), line
+        assert leftovers(folder), line
+        assert_newest_good(store, newest)
+        with store.open_for_writing() as writer:
+            assert leftovers(folder) == [lock.LEASE_FILE], line
+            writer.write(snapshot(4))
+        assert_newest_good(store, 4)
+        assert leftovers(folder) == [], line
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE])
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from_then_on"])
+def test_any_step_that_fails_loses_nothing(tmp_path, monkeypatch, number, lasting):
+    template = two_steps(tmp_path / "template")
+    with monkeypatch.context() as patch:
+        steps = Steps(patch)
+        save(shutil.copytree(template, tmp_path / "good"), 3, keep_last=2)
+    errors = []
+    for failing in range(1, len(steps.seen) + 1):
+        folder = shutil.copytree(template, tmp_path / str(failing))
+        store = Store(folder, keep_last=2)
+
+        def act(at, step, file, failing=failing):
+            if at == failing or (lasting and at > failing):
+                raise OSError(number, os.strerror(number))
+
+        with store.open_for_writing() as writer:
+            with monkeypatch.context() as patch:
+                Steps(patch, act)
+                try:
+                    writer.write(snapshot(3))
+                except CheckpointError as error:
+                    errors.append(str(error))
+            for info in store.steps():
+                assert store.verify(info.step) == []
+            assert_newest_good(store, store.steps()[-1].step)
+            assert store.steps()[-1].step in (2, 3)
+            # The disk is well again.
+            writer.write(snapshot(4))
+        with store.open_for_writing():
+            assert leftovers(folder) == [lock.LEASE_FILE]
+        assert_newest_good(store, 4)
+    # All but those of the retention, after the commit.
+    assert len(errors) > len(steps.seen) / 2
+    assert all(os.strerror(number) in error for error in errors)
+
+
+def test_a_failing_delete_warns_and_goes_on(tmp_path, monkeypatch, caplog):
+    def act(at, step, file):
+        if step == "unlink":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    Steps(monkeypatch, act)
+    store = save(tmp_path, 1, 2, 3, keep_last=1)
+    assert [info.step for info in store.steps()] == [3]
+    assert "step-000000000001 could not be deleted: Input/output error" in caplog.text
+    monkeypatch.undo()
+    with store.open_for_writing():
+        assert leftovers(tmp_path) == [lock.LEASE_FILE]
+
+
+def test_what_the_disk_has_changed_is_not_committed(tmp_path, monkeypatch):
+    store = save(tmp_path, 1)
+    write = os.write
+
+    def worn(descriptor, data):
+        content = bytearray(data)
+        if len(content) > 100:
+            content[50] ^= 1
+        return write(descriptor, content)
+
+    with store.open_for_writing() as writer:
+        monkeypatch.setattr(os, "write", worn)
+        with pytest.raises(CheckpointError, match="step 2 was written .* and reads differently"):
+            writer.write(snapshot(2))
+        monkeypatch.undo()
+        assert leftovers(tmp_path) == [lock.LEASE_FILE]
+    assert_newest_good(store, 1)
+
+
+@root
+def test_a_full_disk(small_disk):
+    store = Store(small_disk / "runs", keep_last=None)
+    with store.open_for_writing() as writer:
+        with pytest.raises(CheckpointError, match="No space left on device.*Free some space"):
+            list(map(writer.write, map(snapshot, range(1000))))
+        there = [info.step for info in store.steps()]
+        assert len(there) > 5
+        assert leftovers(store.folder) == [lock.LEASE_FILE]
+        assert all(store.verify(step) == [] for step in there)
+        shutil.rmtree(store.steps()[0].path)
+        writer.write(snapshot(2000))
+    assert_newest_good(store, 2000)
+
+
+@root
+def test_a_read_only_folder_is_read_and_not_written(small_disk, caplog):
+    store = save(small_disk / "runs", 1, 2)
+    (material.step_folder(store, 2) / "state.json").write_text("{}")
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True, timeout=30)
+    with pytest.raises(CheckpointError, match="cannot write to .*: Read-only file system"):
+        store.open_for_writing()
+    assert_newest_good(store, 1)
+    assert "step 2 in" in caplog.text
+    assert "could not be set aside: Read-only file system" in caplog.text
+
+
+@root
+def test_a_file_system_that_is_unmounted(small_disk):
+    store = save(small_disk, 1)
+    with store.open_for_writing() as writer:
+        subprocess.run(["umount", "--lazy", small_disk], check=True, timeout=30)
+        with pytest.raises(CheckpointError, match="is not the folder any more"):
+            writer.write(snapshot(2))
+    assert list(small_disk.iterdir()) == []
+
+
+def test_a_folder_that_vanishes(tmp_path):
+    store = save(tmp_path / "runs", 1)
+    with store.open_for_writing() as writer:
+        store.folder.rename(tmp_path / "elsewhere")
+        with pytest.raises(CheckpointError, match="has vanished"):
+            writer.write(snapshot(2))
+        with pytest.raises(CheckpointError, match="has vanished"):
+            writer.write(snapshot(3))
+        assert not store.folder.exists()
+        (tmp_path / "elsewhere").rename(store.folder)
+        writer.write(snapshot(4))
+    assert_newest_good(store, 4)
+
+
+def test_a_folder_that_vanishes_while_it_is_written(tmp_path, monkeypatch):
+    store = save(tmp_path / "runs", 1)
+
+    def act(at, step, file):
+        if step == "create" and file == "state.json":
+            shutil.rmtree(store.folder)
+
+    with store.open_for_writing() as writer:
+        Steps(monkeypatch, act)
+        with pytest.raises(CheckpointError, match="cannot write .*No such file or directory"):
+            writer.write(snapshot(2))
+    assert not store.folder.exists()
+    assert store.newest_good() is None
+
+
+def test_a_clock_that_jumps_changes_nothing_but_ages(tmp_path, monkeypatch):
+    store = Store(tmp_path, keep_last=2)
+    with store.open_for_writing() as writer:
+        for step, now in enumerate([2e9, 1e9, 0.0, 3e9, -5.0, 1.5e9]):
+            monkeypatch.setattr("time.time", lambda now=now: now)
+            writer.write(snapshot(step))
+            assert_newest_good(store, step)
+    assert [info.step for info in store.steps()] == [4, 5]
+
+
+def test_a_rename_whose_answer_was_lost_counts(tmp_path, monkeypatch):
+    """NFS asks once more where an answer was lost, and is told that there is no such folder."""
+    rename = disk.rename
+
+    def lost(old, new, parent):
+        rename(old, new, parent)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    with Store(tmp_path).open_for_writing() as writer:
+        monkeypatch.setattr(disk, "rename", lost)
+        writer.write(snapshot(1))
+    monkeypatch.undo()
+    assert_newest_good(Store(tmp_path), 1)
+
+
+def test_a_folder_that_cannot_be_synced_where_the_file_system_has_no_such_thing(
+    tmp_path, monkeypatch
+):
+    def act(at, step, file):
+        if step == "fsync folder":
+            monkeypatch.setattr(os, "fsync", refuse)
+
+    def refuse(descriptor):
+        monkeypatch.setattr(os, "fsync", fsync)
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    fsync = os.fsync
+    Steps(monkeypatch, act)
+    assert_newest_good(save(tmp_path, 1), 1)

@@ -1,0 +1,271 @@
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdkit.checkpoint import lock
+from hvdkit.checkpoint.errors import CheckpointError, WriterConflict
+from hvdkit.checkpoint.store import Store
+from tests.checkpoint.material import assert_newest_good, save, snapshot
+
+#: Opens a folder for writing, leaves something half written, says so, and waits.
+HOLDER = """
+import os, sys, time
+from hvdkit.checkpoint import lock
+from hvdkit.checkpoint.store import Store
+lock.BEAT_SECONDS = 0.1
+writer = Store(sys.argv[1]).open_for_writing()
+os.mkdir(sys.argv[1] + "/.writing-of-the-holder")
+if "fork" in sys.argv:
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    print(child)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Starts processes that hold a folder; all are ended."""
+    started = []
+
+    def start(folder, *arguments, before=()):
+        process = subprocess.Popen(
+            [*before, sys.executable, "-c", HOLDER, folder, *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        process.said = []
+        for line in process.stdout:
+            if line == "ready\n":
+                return process
+            process.said.append(int(line))
+        raise AssertionError("the holder has ended")
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(timeout=30)
+        process.stdout.close()
+        for child in process.said:
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 0.5)
+
+
+def leave_lease(folder, **changes):
+    """The lease of a writer on another host."""
+    lease = dataclasses.asdict(lock.Lease.own())
+    lease.update({"host": "elsewhere", "machine": "another", "token": "abc", **changes})
+    folder.mkdir(exist_ok=True)
+    (folder / lock.LEASE_FILE).write_text(json.dumps(lease))
+
+
+def test_a_second_writer_in_this_process(tmp_path):
+    store = Store(tmp_path)
+    with store.open_for_writing() as writer:
+        with pytest.raises(WriterConflict, match="open for writing in this process already"):
+            store.open_for_writing()
+        # The first was not harmed by the attempt.
+        writer.write(snapshot(1))
+    with store.open_for_writing() as writer:
+        writer.write(snapshot(2))
+    writer.close()
+    with pytest.raises(CheckpointError, match="is closed"):
+        writer.write(snapshot(3))
+
+
+def test_a_second_writer_on_this_host(tmp_path, holder):
+    process = holder(tmp_path)
+    with pytest.raises(WriterConflict, match=f"process {process.pid} on .* is writing"):
+        Store(tmp_path).open_for_writing()
+    assert (tmp_path / ".writing-of-the-holder").exists()
+    process.kill()
+    process.wait(timeout=30)
+    began = time.monotonic()
+    save(tmp_path, 1)
+    assert time.monotonic() - began < lock.PATIENCE_SECONDS
+    assert not (tmp_path / ".writing-of-the-holder").exists()
+
+
+def test_a_killed_writer_whose_child_lives_on(tmp_path, holder):
+    """Loader workers are forked from the trainer, and outlive it for a while."""
+    process = holder(tmp_path, "fork")
+    process.kill()
+    process.wait(timeout=30)
+    os.kill(process.said[0], 0)
+    save(tmp_path, 1)
+
+
+def test_a_killed_writer_whose_lock_is_freed_a_little_later(tmp_path, impatient, monkeypatch):
+    own = lock.Lease.own()
+    leave_lease(tmp_path, machine=own.machine, pid=os.getppid(), started=own.started - 10**9)
+    answers, take = [False, False, False], lock.FolderLock._lock
+    monkeypatch.setattr(
+        lock.FolderLock, "_lock", lambda self: answers.pop() if answers else take(self)
+    )
+    save(tmp_path, 1)
+    assert not answers
+
+
+def test_a_killed_writer_that_nobody_has_waited_for(tmp_path, holder):
+    process = holder(tmp_path)
+    process.kill()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    save(tmp_path, 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a namespace of processes")
+def test_a_writer_in_another_container_of_this_host(tmp_path, holder):
+    """There, its process has a number that is somebody else's or nobody's here."""
+    apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    if subprocess.run([*apart, "true"], capture_output=True, timeout=30).returncode:
+        pytest.skip("no namespaces of processes here")
+    holder(tmp_path, before=apart)
+    with pytest.raises(WriterConflict, match="is writing"):
+        Store(tmp_path).open_for_writing()
+
+
+def test_a_process_with_the_number_of_a_dead_writer(tmp_path):
+    own = lock.Lease.own()
+    leave_lease(tmp_path, machine=own.machine, pid=os.getppid(), started=own.started - 10**9)
+    save(tmp_path, 1)
+
+
+def test_a_writer_elsewhere_that_gives_signs_of_life(tmp_path, impatient):
+    leave_lease(tmp_path)
+    stop = threading.Event()
+
+    def live():
+        beats = 0
+        while not stop.wait(0.1):
+            beats += 1
+            leave_lease(tmp_path, beat=beats)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        with pytest.raises(WriterConflict, match="on elsewhere is writing"):
+            Store(tmp_path).open_for_writing()
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_writer_elsewhere_that_gives_none(tmp_path, impatient, caplog):
+    caplog.set_level("INFO")
+    leave_lease(tmp_path)
+    save(tmp_path, 1)
+    assert "on elsewhere; waiting 0 s for a sign of life" in caplog.text
+    assert_newest_good(Store(tmp_path), 1)
+
+
+def test_a_writer_elsewhere_whose_lock_the_server_never_frees(tmp_path, impatient, monkeypatch):
+    leave_lease(tmp_path)
+    monkeypatch.setattr(lock.FolderLock, "_lock", lambda self: False)
+    save(tmp_path, 1)
+
+
+def test_a_lock_without_a_lease_is_somebody_who_is_about_to_write(tmp_path, impatient, monkeypatch):
+    monkeypatch.setattr(lock.FolderLock, "_lock", lambda self: False)
+    with pytest.raises(WriterConflict, match="another process is writing"):
+        Store(tmp_path).open_for_writing()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\0" * 100, b'{"token": 1}'])
+def test_a_lease_that_was_not_written_to_its_end(tmp_path, impatient, content):
+    (tmp_path / lock.LEASE_FILE).write_bytes(content)
+    save(tmp_path, 1)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(tmp_path, impatient, monkeypatch, number):
+    def none(descriptor, command):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", none)
+    save(tmp_path, 1)
+
+
+def test_of_two_that_begin_at_once_without_locks_the_later_stays(tmp_path, impatient, monkeypatch):
+    monkeypatch.setattr(lock.FolderLock, "_lock", lambda self: None)
+    sleep = time.sleep
+
+    def meanwhile(seconds):
+        sleep(seconds)
+        leave_lease(tmp_path)
+
+    monkeypatch.setattr(lock.time, "sleep", meanwhile)
+    with pytest.raises(WriterConflict, match="elsewhere has taken over"):
+        Store(tmp_path).open_for_writing()
+
+
+def test_a_writer_that_was_taken_over_commits_nothing_more(tmp_path, impatient):
+    store = save(tmp_path, 1)
+    with store.open_for_writing() as writer:
+        writer.write(snapshot(2))
+        leave_lease(tmp_path)
+        with pytest.raises(WriterConflict, match="on elsewhere has taken over"):
+            writer.write(snapshot(3))
+    # Nor does it give back what is not its own.
+    assert json.loads((tmp_path / lock.LEASE_FILE).read_text())["token"] == "abc"
+    assert [info.step for info in store.steps()] == [1, 2]
+
+
+def test_a_writer_that_is_taken_over_while_it_writes(tmp_path, impatient, monkeypatch):
+    store = save(tmp_path, 1)
+    with store.open_for_writing() as writer:
+        read_back = writer._read_back
+
+        def slow(*arguments):
+            read_back(*arguments)
+            leave_lease(tmp_path)
+
+        monkeypatch.setattr(writer, "_read_back", slow)
+        with pytest.raises(WriterConflict, match="has taken over"):
+            writer.write(snapshot(2))
+    assert [info.step for info in store.steps()] == [1]
+
+
+def test_signs_of_life_are_given(tmp_path, impatient):
+    with Store(tmp_path).open_for_writing():
+        seen, deadline = set(), time.monotonic() + 30
+        while len(seen) < 3:
+            seen.add((tmp_path / lock.LEASE_FILE).read_bytes())
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert not (tmp_path / lock.LEASE_FILE).exists()
+
+
+def test_a_forked_child_does_not_write(tmp_path):
+    with Store(tmp_path).open_for_writing() as writer:
+        child = os.fork()
+        if child == 0:
+            try:
+                writer.write(snapshot(1))
+            except CheckpointError as error:
+                os._exit(0 if "write from the process that has opened it" in str(error) else 2)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        writer.write(snapshot(2))

@@ -1,0 +1,675 @@
+"""Saving and restoring together, on simulated ranks and a real folder."""
+
+import errno
+import logging
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hvdkit.checkpoint import disk, manager
+from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.manager import Manager, Stopped
+from hvdkit.checkpoint.parts import Plain
+from hvdkit.checkpoint.signals import StopSignals
+from hvdkit.checkpoint.store import Store
+from hvdkit.checkpoint.transfer import Transfer
+from hvdkit.errors import RESUMABLE, UsageError
+from tests.checkpoint.simulated_state import Arrays, ArrayTensor, Own
+from tests.core.simulated_ranks import on_every_rank
+
+SIZE = 3
+
+
+def on_ranks(function, size=SIZE):
+    """What `function` returns on every rank; what one of them raises that it did not expect."""
+    results = on_every_rank(size, function)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def state(value):
+    return Arrays(
+        value,
+        weights=np.full((5, 3), value, np.float32),
+        steps=np.full((), value, np.int64),
+        empty=np.empty((0, 2), np.float32),
+    )
+
+
+def same(part, value):
+    return (
+        part.value == value
+        and (part.arrays["weights"] == value).all()
+        and part.arrays["steps"] == value
+    )
+
+
+def make(collectives, folder, part=None, others=None, own=None, **how):
+    # Where only the first rank may look, the others have no folder.
+    place = folder if collectives.rank == 0 else folder / "of" / "nobody"
+    return Manager(
+        Store(place, keep_last=None),
+        collectives,
+        {"model": part or state(0), **(others or {})},
+        rank_parts={"own": own} if own else None,
+        **how,
+    )
+
+
+def steps(folder):
+    return [info.step for info in Store(folder).steps()]
+
+
+def failing(step, number=errno.ENOSPC, after=0):
+    """Make the system's `step` fail."""
+    count = 0
+
+    def before(name, file):
+        nonlocal count
+        if name == step:
+            count += 1
+            if count > after:
+                raise OSError(number, os.strerror(number))
+
+    return before
+
+
+def test_what_is_restored_is_what_the_first_rank_and_each_rank_had(tmp_path):
+    def run(collectives):
+        part, own = state(collectives.rank + 1), Own([collectives.rank, b"x"])
+        with make(collectives, tmp_path, part, own=own) as saving:
+            saving.save(7, epoch=2, metrics={"loss": 0.5})
+        part, own = state(9), Own(None)
+        with make(collectives, tmp_path, part, own=own) as restoring:
+            restored = restoring.restore()
+        assert same(part, 1)
+        assert own.value == [collectives.rank, b"x"]
+        assert part.adopted == 1
+        return restored.step, restored.epoch, restored.metrics, restored.world_size
+
+    assert on_ranks(run) == [(7, 2, {"loss": 0.5}, SIZE)] * SIZE
+    assert not (tmp_path / "of").exists()
+
+
+def test_a_job_without_a_checkpoint_begins_at_the_beginning(tmp_path):
+    def run(collectives):
+        part = state(4)
+        with make(collectives, tmp_path / "nothing", part) as restoring:
+            assert restoring.restore() is None
+        assert same(part, 4)
+        assert part.adopted == 0
+
+    on_ranks(run)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_training_goes_on_while_the_copy_is_written(tmp_path, monkeypatch):
+    go_on = threading.Event()
+    monkeypatch.setattr(disk, "before_step", lambda *_: go_on.wait(10))
+
+    def run(collectives):
+        part = state(1)
+        with make(collectives, tmp_path, part) as saving:
+            saving.save(1)
+            assert not steps(tmp_path)
+            part.arrays["weights"][:] = 2
+            part.value = 2
+            collectives.sum([1], "all have changed")
+            go_on.set()
+            saving.wait()
+            assert steps(tmp_path) == [1]
+            assert saving.restore().step == 1
+        assert same(part, 1)
+
+    on_ranks(run)
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path):
+    def run(collectives):
+        part = state(0)
+        with make(collectives, tmp_path, part) as saving:
+            for step in range(1, 6):
+                part.value = step
+                part.arrays["weights"][:] = step
+                part.arrays["steps"][()] = step
+                saving.save(step)
+        for step in range(1, 6):
+            with make(collectives, tmp_path, part) as restoring:
+                restoring.restore(step)
+            assert same(part, step)
+
+    on_ranks(run)
+
+
+def test_synchronous_saves_are_on_the_disk_at_once(tmp_path):
+    def run(collectives):
+        with make(collectives, tmp_path, asynchronous=False) as saving:
+            saving.save(1)
+            assert steps(tmp_path) == [1]
+
+    on_ranks(run)
+
+
+@pytest.mark.parametrize("how", ["save", "maybe_save", "wait", "close"])
+def test_a_failed_write_is_told_on_every_rank_at_the_next_call(tmp_path, monkeypatch, how):
+    def run(collectives):
+        saving = make(collectives, tmp_path)
+        saving.save(1)
+        saving.wait()
+        if collectives.rank == 0:
+            monkeypatch.setattr(disk, "before_step", failing("write"))
+        saving.save(2)
+        if collectives.rank == 0:
+            while not saving._writer.failed:
+                time.sleep(0.01)
+            monkeypatch.setattr(disk, "before_step", None)
+        calls = {
+            "save": lambda: saving.save(3),
+            "maybe_save": lambda: saving.maybe_save(3),
+            "wait": saving.wait,
+            "close": saving.close,
+        }
+        with pytest.raises(CheckpointError, match=r"rank 0: .*No space left"):
+            calls[how]()
+        assert steps(tmp_path) == [1]
+        # Told once; what comes next works.
+        if how != "close":
+            saving.save(4)
+            saving.close()
+            assert steps(tmp_path) == [1, 4]
+
+    on_ranks(run)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    def run(collectives):
+        with (
+            make(collectives, tmp_path / "file" / "folder") as saving,
+            pytest.raises(CheckpointError, match=r"rank 0: .*file"),
+        ):
+            saving.save(1)
+
+    on_ranks(run)
+
+
+def test_it_is_so_at_the_first_step_and_not_at_the_first_save(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    def run(collectives):
+        with make(collectives, tmp_path / "file" / "folder", every_steps=1000) as saving:
+            for _ in range(2):
+                with pytest.raises(CheckpointError, match=r"rank 0: .*file"):
+                    saving.maybe_save(1)
+
+    on_ranks(run)
+
+
+def test_a_second_writer_is_refused_on_every_rank(tmp_path):
+    def run(collectives):
+        with make(collectives, tmp_path) as first, make(collectives, tmp_path) as second:
+            first.save(1)
+            with pytest.raises(CheckpointError, match="rank 0: "):
+                second.save(1)
+            first.wait()
+            assert second.restore().step == 1
+
+    on_ranks(run)
+
+
+@pytest.mark.parametrize("kind", [UsageError, ValueError, MemoryError])
+@pytest.mark.parametrize("where", [0, 2])
+def test_a_problem_of_one_rank_is_an_error_on_all(tmp_path, kind, where):
+    class Broken(Own):
+        def capture(self):
+            raise kind("cannot be told")
+
+    def run(collectives):
+        own = Broken(0) if collectives.rank == where else Own(0)
+        with make(collectives, tmp_path, own=own) as saving:
+            expected = UsageError if kind is UsageError else CheckpointError
+            words = rf"rank {where}: .*cannot be told \(step 1 was not saved\)"
+            with pytest.raises(expected, match=words) as caught:
+                saving.save(1)
+            assert isinstance(caught.value.__cause__, kind) == (collectives.rank == where)
+            saving.wait()
+
+    on_ranks(run)
+    assert steps(tmp_path) == []
+
+
+def test_what_cannot_be_saved_is_named(tmp_path):
+    def run(collectives):
+        others = {"metadata": Plain(lambda: {"x": object()}, print)}
+        with (
+            make(collectives, tmp_path, others=others) as saving,
+            pytest.raises(UsageError, match=r"metadata\['x'\]"),
+        ):
+            saving.save(1)
+
+    on_ranks(run)
+
+
+def test_ranks_that_mean_different_steps_are_told(tmp_path):
+    def run(collectives):
+        with make(collectives, tmp_path, every_steps=10) as saving:
+            with pytest.raises(UsageError, match="ranks 0, 1: 10; rank 2: 9"):
+                saving.save(9 if collectives.rank == 2 else 10)
+            with pytest.raises(UsageError, match="ranks 0, 1: 10; rank 2: 9"):
+                saving.maybe_save(9 if collectives.rank == 2 else 10)
+
+    on_ranks(run)
+    assert steps(tmp_path) == []
+
+
+def test_ranks_that_are_elsewhere_in_the_data_are_told(tmp_path):
+    def run(collectives):
+        others = {"data": Plain(lambda: {"consumed": 5 + (collectives.rank == 1)}, print)}
+        with (
+            make(collectives, tmp_path, others=others) as saving,
+            pytest.raises(UsageError, match=r"'data' \(ranks 0, 2: \w+; rank 1: \w+\)"),
+        ):
+            saving.save(1)
+
+    on_ranks(run)
+
+
+@pytest.mark.parametrize("step", [-1, None, True, 1.5])
+def test_a_step_is_a_whole_number(tmp_path, step):
+    def run(collectives):
+        with (
+            make(collectives, tmp_path) as saving,
+            pytest.raises(UsageError, match=f"step is {step!r}"),
+        ):
+            saving.save(step)
+
+    on_ranks(run)
+
+
+def test_saves_by_steps(tmp_path):
+    def run(collectives):
+        with make(collectives, tmp_path, every_steps=4) as saving:
+            # A loop may count by more than one.
+            saved = [step for step in (1, 2, 3, 4, 5, 6, 7, 9, 12, 13) if saving.maybe_save(step)]
+        with make(collectives, tmp_path, every_steps=4) as restoring:
+            assert restoring.restore().step == 12
+            later = [step for step in range(13, 18) if restoring.maybe_save(step)]
+        return saved, later
+
+    assert on_ranks(run) == [([4, 9, 12], [16])] * SIZE
+
+
+def test_saves_by_the_first_ranks_clock(tmp_path, monkeypatch):
+    class Clock:
+        now = 0.0
+        perf_counter = staticmethod(time.perf_counter)
+
+        @classmethod
+        def monotonic(cls):
+            # The others' are an hour ahead, each time.
+            return cls.now if threading.current_thread().name == "first" else time.monotonic() * 1e6
+
+    monkeypatch.setattr(manager, "time", Clock)
+
+    def run(collectives):
+        if collectives.rank == 0:
+            threading.current_thread().name = "first"
+        saved = []
+        with make(collectives, tmp_path, every_minutes=2) as saving:
+            for step in range(1, 9):
+                if collectives.rank == 0:
+                    Clock.now += 50
+                if saving.maybe_save(step):
+                    saved.append(step)
+        return saved
+
+    assert on_ranks(run) == [[3, 6]] * SIZE
+
+
+def test_what_is_due_in_a_window_happens_at_its_end(tmp_path):
+    def run(collectives):
+        passes = 0
+
+        def one_more():
+            nonlocal passes
+            passes += 1
+            return saving.maybe_save(passes)
+
+        with make(collectives, tmp_path, every_steps=1, window_open=lambda: passes % 3) as saving:
+            saved = [passes for _ in range(9) if one_more()]
+            passes = 1
+            with pytest.raises(UsageError, match="in the middle of an accumulation window"):
+                saving.save(10)
+        return saved
+
+    assert on_ranks(run) == [[3, 6, 9]] * SIZE
+
+
+def test_windows_that_differ_between_ranks_are_told(tmp_path):
+    def run(collectives):
+        with (
+            make(
+                collectives, tmp_path, every_steps=1, window_open=lambda: collectives.rank == 1
+            ) as saving,
+            pytest.raises(UsageError, match="rank 1: .*accumulation window"),
+        ):
+            saving.maybe_save(1)
+
+    on_ranks(run)
+
+
+def test_a_job_that_is_asked_to_stop_saves_and_exits_resumable(tmp_path, caplog):
+    def run(collectives):
+        passes = 1
+        with make(collectives, tmp_path, window_open=lambda: passes % 2) as saving:
+            if collectives.rank == 2:
+                saving.request_stop("a test")
+            assert not saving.maybe_save(1)
+            passes = 2
+            saving.maybe_save(2)
+
+    results = on_every_rank(SIZE, run)
+    assert [type(result) for result in results] == [Stopped] * SIZE
+    assert {result.code for result in results} == {RESUMABLE} == {75}
+    assert steps(tmp_path) == [2]
+    assert "step 2 is saved, and the job can be resumed" in caplog.text
+
+
+def test_while_others_have_joined_nothing_is_saved(tmp_path):
+    def run(collectives):
+        collectives.group.joined.add(1)
+        if collectives.rank == 1:
+            return None
+        saving = make(collectives, tmp_path, every_steps=1)
+        saved = saving.maybe_save(1)
+        saving.abandon()
+        return saved
+
+    assert on_ranks(run) == [False, None, False]
+
+
+def corrupt(folder, step, file="model.safetensors"):
+    (path,) = (info.path for info in Store(folder).steps() if info.step == step)
+    content = bytearray((path / file).read_bytes())
+    content[-1] ^= 1
+    (path / file).write_bytes(content)
+
+
+def saved(collectives, folder, *values):
+    with make(collectives, folder, part := state(0)) as saving:
+        for value in values:
+            part.value = value
+            part.arrays["weights"][:] = value
+            part.arrays["steps"][()] = value
+            saving.save(value)
+
+
+def test_a_damaged_step_is_passed_over_on_all_ranks(tmp_path, caplog):
+    def run(collectives):
+        saved(collectives, tmp_path, 1, 2)
+        if collectives.rank == 0:
+            corrupt(tmp_path, 2)
+        with make(collectives, tmp_path, part := state(0)) as restoring:
+            assert restoring.restore().step == 1
+        assert same(part, 1)
+
+    on_ranks(run)
+    assert "model.safetensors" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kind", "words"),
+    [(2, CheckpointError, "model.safetensors"), (5, UsageError, "5")],
+)
+def test_a_step_that_cannot_be_restored_is_an_error_on_every_rank(tmp_path, wanted, kind, words):
+    def run(collectives):
+        saved(collectives, tmp_path, 1, 2)
+        if collectives.rank == 0:
+            corrupt(tmp_path, 2)
+        with (
+            make(collectives, tmp_path, part := state(0)) as restoring,
+            pytest.raises(kind, match=words),
+        ):
+            restoring.restore(wanted)
+        assert same(part, 0)
+
+    on_ranks(run)
+
+
+def test_where_no_step_is_good_nothing_begins_anew(tmp_path):
+    def run(collectives):
+        saved(collectives, tmp_path, 1)
+        if collectives.rank == 0:
+            corrupt(tmp_path, 1)
+        with (
+            make(collectives, tmp_path) as restoring,
+            pytest.raises(CheckpointError, match="rank 0: "),
+        ):
+            restoring.restore()
+
+    on_ranks(run)
+
+
+def test_a_state_that_does_not_fit_one_rank_changes_none(tmp_path):
+    def run(collectives):
+        saved(collectives, tmp_path, 1)
+        part = state(0)
+        if collectives.rank == 1:
+            part.arrays["weights"] = np.zeros((3, 5), np.float32)
+        with (
+            make(collectives, tmp_path, part) as restoring,
+            pytest.raises(UsageError, match=r"rank 1: .*\(nothing was restored\)"),
+        ):
+            restoring.restore()
+        assert same(part, 0)
+        assert part.adopted == 0
+
+    on_ranks(run)
+
+
+def test_parts_that_the_checkpoint_does_not_have_are_named(tmp_path, caplog):
+    def run(collectives):
+        saved(collectives, tmp_path, 1)
+        others = {"scaler": Plain(dict, print), "reduction": Plain(dict, print)}
+        with make(collectives, tmp_path, others=others) as restoring:
+            with pytest.raises(UsageError, match=r"step 1 has no scaler; it has model"):
+                restoring.restore()
+            restoring.save(2)
+        with make(collectives, tmp_path) as restoring:
+            assert restoring.restore().step == 2
+
+    on_ranks(run)
+    assert "step 2 has scaler, which this job does not ask for" in caplog.text
+
+
+@pytest.mark.parametrize("broken", ["write", "adopt"])
+def test_a_rank_that_cannot_take_the_state_over_ends_all(tmp_path, monkeypatch, broken):
+    class Broken(Arrays):
+        def adopt(self, tree):
+            raise ValueError("no room")
+
+    def write(self, content, start=0):
+        raise ValueError("no room")
+
+    class BrokenTensors(Arrays):
+        def prepare(self, tree):
+            prepared = super().prepare(tree)
+            tensor = prepared["weights"]
+            tensor.__class__ = type("Broken", (ArrayTensor,), {"write": write})
+            return prepared
+
+    def run(collectives):
+        saved(collectives, tmp_path, 1)
+        part = state(0)
+        if collectives.rank == 1:
+            part.__class__ = Broken if broken == "adopt" else BrokenTensors
+        with (
+            make(collectives, tmp_path, part) as restoring,
+            pytest.raises(CheckpointError, match=r"rank 1: .*no room \(.*half restored"),
+        ):
+            restoring.restore()
+
+    on_ranks(run)
+
+
+def test_a_file_that_changes_while_it_is_restored_ends_all(tmp_path, monkeypatch):
+    run_transfer = Transfer.run
+
+    def change_first(self, collectives, *arguments):
+        if collectives.rank == 0:
+            corrupt(tmp_path, 1)
+        run_transfer(self, collectives, *arguments)
+
+    monkeypatch.setattr(Transfer, "run", change_first)
+
+    def run(collectives):
+        saved(collectives, tmp_path, 1)
+        with (
+            make(collectives, tmp_path, part := state(0)) as restoring,
+            pytest.raises(CheckpointError, match="rank 0: .*half restored"),
+        ):
+            restoring.restore()
+        assert part.adopted == 0
+
+    on_ranks(run)
+
+
+def test_a_job_of_another_size_goes_on_without_what_belongs_to_the_old_one(tmp_path, caplog):
+    def run_of(size):
+        def run(collectives):
+            part, reduction, own = state(1), Own(0), Own(0)
+            others = {"reduction": Plain(lambda: size, reduction.adopt)}
+            with make(collectives, tmp_path, part, others, own) as going_on:
+                restored = going_on.restore()
+                seen = restored and (restored.world_size, reduction.value, own.value)
+                own.value = 10 * size + collectives.rank
+                going_on.save(size)
+            return seen
+
+        return run
+
+    assert on_ranks(run_of(2), 2) == [None] * 2
+    assert on_ranks(run_of(2), 2) == [(2, 2, 20), (2, 2, 21)]
+    assert not caplog.text
+    assert on_ranks(run_of(4), 4) == [(2, 0, 0)] * 4
+    assert caplog.text.count("step 2 was saved by 2 ranks, and this job has 4") == 1
+
+
+def test_who_leaves_with_an_exception_waits_for_no_one_but_the_writer(tmp_path):
+    def run(collectives):
+        if collectives.rank == 0:
+            with pytest.raises(ZeroDivisionError), make(collectives, tmp_path) as saving:
+                saving.save(1 // (saving.save(1) or 0))
+        else:
+            with make(collectives, tmp_path) as saving:
+                saving.save(1)
+                saving.abandon()
+
+    on_ranks(run)
+    assert steps(tmp_path) == [1]
+
+
+def test_a_closed_one_can_do_nothing_more(tmp_path):
+    def run(collectives):
+        saving = make(collectives, tmp_path)
+        saving.close()
+        saving.close()
+        for call in (saving.restore, lambda: saving.save(1), lambda: saving.maybe_save(1)):
+            with pytest.raises(UsageError, match="closed"):
+                call()
+
+    on_ranks(run)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"every_steps": 0}, "every_steps is 0"),
+        ({"every_steps": 2.5}, "every_steps is 2.5"),
+        ({"every_minutes": 0}, "every_minutes is 0"),
+        ({"stop_signals": [999]}, "stop_signals is"),
+        ({"stop_signals": [signal.SIGKILL]}, "SIGKILL"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(tmp_path, how, words):
+    def run(collectives):
+        with pytest.raises(UsageError, match=words):
+            make(collectives, tmp_path, **how)
+
+    on_ranks(run, 1)
+
+
+@pytest.mark.parametrize("bucket", [64, 100, 1000, 10**6])
+def test_tensors_travel_in_buckets_of_one_size(bucket):
+    arrays = [
+        np.arange(n, dtype=np.int64).astype(np.uint8) for n in (0, 1, 63, 64, 65, 1000, 0, 3, 130)
+    ]
+    sizes = {k: len(array) for k, array in enumerate(arrays)}
+
+    def run(collectives):
+        mine = {k: ArrayTensor(np.zeros(n, np.uint8)) for k, n in sizes.items()}
+        asked = []
+
+        def source(key, out, start):
+            asked.append((key, start))
+            out[:] = arrays[key][start : start + len(out)]
+
+        transfer = Transfer(sizes, bucket)
+        transfer.run(collectives, mine, source if collectives.rank == 0 else None)
+        assert asked == sorted(asked)
+        for k, array in enumerate(arrays):
+            assert (mine[k].array == array).all()
+        return len(collectives.names)
+
+    (times,) = set(on_ranks(run))
+    padded = sum(-(-n // 64) * 64 for n in sizes.values())
+    limit = max(bucket // 64, 1) * 64
+    assert padded / limit <= times <= 2 * padded / limit + 1
+
+
+def test_a_signal_that_comes_again_later_does_what_it_did(monkeypatch):
+    got = []
+    previous = signal.signal(signal.SIGUSR1, lambda *_: got.append("own"))
+    try:
+        signals = StopSignals([signal.SIGUSR1])
+        signals.install()
+        signal.raise_signal(signal.SIGUSR1)
+        assert signals.asked == "SIGUSR1"
+        # A terminal and a launcher may both pass it on.
+        signal.raise_signal(signal.SIGUSR1)
+        assert got == []
+        monkeypatch.setattr("hvdkit.checkpoint.signals._SAME_SECONDS", -1.0)
+        signal.raise_signal(signal.SIGUSR1)
+        assert got == ["own"]
+        signals.remove()
+        signal.raise_signal(signal.SIGUSR1)
+        assert got == ["own"] * 2
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
+def test_outside_the_main_thread_a_job_says_that_it_hears_no_signals(caplog):
+    signals = StopSignals()
+    thread = threading.Thread(target=signals.install)
+    thread.start()
+    thread.join()
+    signals.remove()
+    assert "not in the main thread" in caplog.text
+
+
+def test_only_the_first_rank_speaks(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+
+    def run(collectives):
+        with make(collectives, tmp_path) as saving:
+            saving.save(1)
+
+    on_ranks(run)
+    assert caplog.text.count("written in") == 1

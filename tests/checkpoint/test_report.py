@@ -1,0 +1,233 @@
+"""`hvdkit checkpoint …`, as its user sees it."""
+
+import os
+import time
+
+import pytest
+
+from hvdkit import cli
+from hvdkit.checkpoint.report import size_text
+from hvdkit.checkpoint.store import Store
+from tests.checkpoint.material import forge, save, snapshot, step_folder
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = Store(tmp_path / "runs", keep_last=None)
+    with made.open_for_writing() as writer:
+        for step, loss in {100: 0.5, 200: 0.25, 300: 0.75}.items():
+            writer.write(snapshot(step, {"loss": loss}, epoch=step // 100))
+    return made
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*arguments):
+        status = cli.main(["checkpoint", *map(str, arguments)])
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err
+        return status, said.out, said.err
+
+    return call
+
+
+def damage(store, step):
+    (step_folder(store, step) / "model.safetensors").write_bytes(b"x")
+
+
+def rot(store, step):
+    """Damage that only reading all of it shows."""
+    path = step_folder(store, step) / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_ls_is_a_table_of_steps(store, run):
+    damage(store, 300)
+    (store.folder / "damaged-step-000000000050").mkdir()
+    status, out, _ = run("ls", store.folder)
+    assert status == 0
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["step", "epoch", "size", "age", "metrics", "state"]
+    assert lines[1][:2] == ["100", "1"]
+    assert lines[1][-3:] == ["loss", "0.5", "whole"]
+    assert lines[3][-1] == "damaged"
+    assert "step-000000000300 is damaged: model.safetensors: it has 1 bytes instead of" in out
+    assert out.endswith("damaged-step-000000000050 was found damaged and set aside\n")
+
+
+def test_ls_of_a_folder_without_steps(tmp_path, run):
+    assert run("ls", tmp_path) == (0, f"no steps in {tmp_path}\n", "")
+
+
+def test_an_age_that_cannot_be_is_not_told(tmp_path, run, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 4e9)
+    save(tmp_path, 1)
+    monkeypatch.undo()
+    assert run("ls", tmp_path)[1].splitlines()[1].split()[-3:] == ["?", "-", "whole"]
+
+
+def test_show_is_all_that_a_step_says(store, run):
+    status, out, _ = run("show", store.folder)
+    assert status == 0
+    assert "step     300" in out
+    status, out, _ = run("show", store.folder, 200)
+    assert status == 0
+    for said in (
+        "step     200",
+        "epoch    2",
+        "2 ranks; hvdkit 0, python 3",
+        "metrics  loss 0.25",
+        "state    good",
+        "model                5 tensors, 44 numbers, 161 B (BF16, BOOL, F32, I64)",
+        "loop                 no tensors",
+        "optimizer.safetensors",
+    ):
+        assert said in out
+
+
+def test_show_passes_over_a_damaged_step_and_changes_nothing(store, run, caplog):
+    rot(store, 300)
+    status, out, _ = run("show", store.folder)
+    assert status == 0
+    assert "step     200" in out
+    assert "step 300 in" in caplog.text
+    assert "it was passed over" in caplog.text
+    assert store.set_aside() == []
+    status, _, err = run("show", store.folder, 300)
+    assert status == 1
+    assert "step 300 in" in err
+    assert "is damaged (model.safetensors: its content is not what was written" in err
+
+
+def test_verify_reads_all_again(store, run):
+    status, out, _ = run("verify", store.folder)
+    assert status == 0
+    assert out.splitlines()[-1] == "3 good, 0 damaged"
+    rot(store, 200)
+    status, out, _ = run("verify", store.folder)
+    assert status == 1
+    assert "step-000000000200: damaged\n    model.safetensors: its content is not" in out
+    assert out.splitlines()[-1] == "2 good, 1 damaged"
+    assert run("verify", store.folder, 100)[0] == 0
+    assert run("verify", store.folder, 200)[0] == 1
+    assert store.set_aside() == []
+
+
+def test_a_stranger_s_names_do_not_steer_the_terminal(tmp_path, run):
+    with Store(tmp_path).open_for_writing() as writer:
+        path = writer.write(snapshot(1, {"\x1b]0;title\x07": 1.0}))
+    assert "?]0;title? 1" in run("ls", tmp_path)[1]
+    assert "?]0;title? 1" in run("show", tmp_path)[1]
+    forge(path, edit=lambda fields: fields["files"].update({"\x1b[2J": {}}))
+    for _, out, err in (run("ls", tmp_path), run("verify", tmp_path), run("show", tmp_path)):
+        assert "\x1b" not in out + err
+
+
+def test_prune_keeps_the_newest_and_the_best(store, run):
+    status, out, _ = run("prune", store.folder, "-n", 1, "--keep-best", "loss:min", "--dry-run")
+    assert status == 0
+    assert "would delete step-000000000100 (" in out
+    assert "1 would go, " in out
+    assert len(store.steps()) == 3
+    status, out, _ = run("prune", store.folder, "--keep-last", 1, "--keep-best", "loss:min")
+    assert status == 0
+    assert "deleting step-000000000100 (" in out
+    assert [info.step for info in store.steps()] == [200, 300]
+
+
+def test_prune_never_deletes_the_last_good_step(store, run, caplog):
+    rot(store, 300)
+    damage(store, 200)
+    status, out, _ = run("prune", store.folder, "-n", 1)
+    assert status == 0
+    assert "0 deleted" in out
+    assert "step 300 in" in caplog.text
+    assert "it stays, and does not count" in caplog.text
+    assert store.verify(100) == []
+
+
+def test_prune_deletes_what_was_set_aside_when_asked(store, run):
+    rot(store, 300)
+    with store.newest_good() as opened:
+        assert opened.manifest.step == 200
+    status, out, _ = run("prune", store.folder)
+    assert status == 0
+    assert "--damaged deletes what was set aside" in out
+    assert store.set_aside()
+    status, out, _ = run("prune", store.folder, "--damaged")
+    assert status == 0
+    assert "deleting damaged-step-000000000300" in out
+    assert store.set_aside() == []
+
+
+def test_prune_leaves_the_folder_of_a_live_training_alone(store, run):
+    with store.open_for_writing():
+        status, _, err = run("prune", store.folder, "-n", 1)
+    assert status == 1
+    assert "open for writing" in err
+    assert len(store.steps()) == 3
+
+
+def test_export_asks_for_a_name_that_says_how(store, run):
+    status, _, err = run("export", store.folder, "model.onnx")
+    assert status == 2
+    assert "model.onnx; expected *.pt or *.pth (PyTorch's state_dict) or *.weights.h5" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ls", "/gone"], "there is no folder /gone; expected the one that checkpoints are saved"),
+        (["show", "/gone"], "there is no folder /gone"),
+        (["verify", "/gone"], "there is no folder /gone"),
+        (["prune", "/gone"], "there is no folder /gone"),
+        (["export", "/gone", "x.pt"], "there is no folder /gone"),
+        (["show", "FOLDER", "7"], "there is no step 7 in"),
+        (["verify", "FOLDER", "7"], "there is no step 7 in"),
+        (["export", "FOLDER", "x.pt", "--step", "7"], "there is no step 7 in"),
+        (["prune", "FOLDER", "-n", "0"], "keep_last is 0; expected 1 or more"),
+        (["prune", "FOLDER", "--keep-best", "loss"], "--keep-best is 'loss'; expected a metric"),
+    ],
+)
+def test_wrong_arguments_are_status_2(store, run, arguments, said):
+    status, _, err = run(*(store.folder if a == "FOLDER" else a for a in arguments))
+    assert status == 2
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("verb", ["show", "verify"])
+def test_a_folder_without_steps(tmp_path, run, verb):
+    status, _, err = run(verb, tmp_path)
+    assert status == 2
+    assert f"there are no steps in {tmp_path}" in err
+
+
+@pytest.mark.parametrize("action", ["ls", "show", "verify", "prune", "export"])
+def test_every_action_has_help_with_an_example(action, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["checkpoint", action, "--help"])
+    assert f"example:\n  hvdkit checkpoint {action}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (1_234_567, "1.2 MB"), (5 * 10**9, "5.0 GB")],
+)
+def test_sizes_are_in_units_of_a_thousand(size, text):
+    assert size_text(size) == text
+
+
+def test_a_terminal_shows_a_bar(store, monkeypatch):
+    from rich.console import Console
+
+    from hvdkit.checkpoint import report
+
+    with open(os.devnull, "w") as nowhere:
+        console = Console(file=nowhere, force_terminal=True, width=100)
+        with console.capture() as captured:
+            assert report.verify(store, None, console)
+    assert "verifying" in captured.get()
+    assert "3 good, 0 damaged" in captured.get()

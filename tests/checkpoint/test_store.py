@@ -1,0 +1,228 @@
+import dataclasses
+import math
+import threading
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from hvdkit.checkpoint import manifest
+from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.reading import Outline
+from hvdkit.checkpoint.retention import KeepBest
+from hvdkit.checkpoint.state import TensorSpec
+from hvdkit.checkpoint.store import Store
+from hvdkit.checkpoint.writing import EncodedPart, Snapshot
+from hvdkit.errors import UsageError
+from tests.checkpoint import material
+from tests.checkpoint.material import (
+    assert_holds,
+    assert_newest_good,
+    leftovers,
+    save,
+    snapshot,
+    step_folder,
+)
+
+
+def test_what_is_saved_is_restored_to_the_bit(tmp_path):
+    store = save(tmp_path / "a" / "b", 1, 2, 3)
+    assert_newest_good(store, 3)
+    for step in (1, 2, 3):
+        with store.newest_good(step) as opened:
+            assert_holds(opened, step)
+    assert leftovers(store.folder) == []
+
+
+def test_a_folder_without_steps(tmp_path):
+    for store in (Store(tmp_path / "none"), Store(tmp_path)):
+        assert store.steps() == []
+        assert store.newest_good() is None
+        assert store.set_aside() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_place_of_the_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = Store(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="cannot read .*file: Not a directory"):
+        store.newest_good()
+    with pytest.raises(CheckpointError, match="cannot write to .*file: File exists"):
+        store.open_for_writing()
+
+
+def test_what_else_is_in_the_folder_is_left_alone(tmp_path):
+    for name in ("step-5", "step-000000000009.old", "notes.txt", "step-00000000000x"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-000000000007").write_text("no folder")
+    store = save(tmp_path, 1, 2, keep_last=1)
+    assert_newest_good(store, 2)
+    assert [info.step for info in store.steps()] == [2]
+    assert (tmp_path / "notes.txt").exists()
+    assert (tmp_path / "step-000000000009.old").exists()
+
+
+def test_the_manifest_says_what_was_saved(tmp_path):
+    metrics = {"loss": 0.25, "diverged": math.nan, "worst": math.inf, "counted": np.float32(2)}
+    with Store(tmp_path).open_for_writing() as writer:
+        path = writer.write(snapshot(7, metrics, epoch=None))
+    assert path == tmp_path / "step-000000000007"
+    (info,) = Store(tmp_path).steps()
+    assert info.path == path
+    made = info.manifest
+    assert (made.step, made.epoch, made.world_size, made.commit) == (7, None, 2, 1)
+    assert made.versions == {"hvdkit": "0", "python": "3"}
+    assert math.isnan(made.metrics.pop("diverged"))
+    assert made.metrics == {"loss": 0.25, "worst": math.inf, "counted": 2.0}
+    assert {name: record.size for name, record in made.files.items()} == {
+        file.name: file.stat().st_size for file in path.iterdir() if file.name != "manifest.json"
+    }
+
+
+def test_weights_load_with_plain_safetensors(tmp_path):
+    weights = {"a.weight": np.eye(3, dtype=np.float32), "a.bias": np.arange(3, dtype=np.float64)}
+    names = {np.dtype(np.float32): "F32", np.dtype(np.float64): "F64"}
+    specs = {name: TensorSpec(names[w.dtype], w.shape) for name, w in weights.items()}
+    part = material.tree.encode(specs, "model")[0]
+    tensors = {name: (specs[name], w.reshape(-1).view(np.uint8)) for name, w in weights.items()}
+    saved = dataclasses.replace(snapshot(1), parts={"model": EncodedPart(part, tensors)})
+    with Store(tmp_path).open_for_writing() as writer:
+        path = writer.write(saved)
+    read = safetensors.numpy.load_file(path / "model.safetensors")
+    assert read.keys() == weights.keys()
+    assert all(np.array_equal(read[name], weights[name]) for name in weights)
+
+
+def test_one_tensor_can_be_read(tmp_path):
+    save(tmp_path, 1)
+    spec, data = snapshot(1).parts["model"].tensors["layer.weight"]
+    out = np.zeros(data.size, np.uint8)
+    with Store(tmp_path).newest_good() as opened:
+        assert opened.outline.specs["model"]["layer.weight"] == spec
+        opened.read("model", "layer.weight", out)
+        np.testing.assert_array_equal(out, data)
+        with pytest.raises(ValueError, match="has 140 bytes, not 3"):
+            opened.read("model", "layer.weight", out[:3])
+        with pytest.raises(CheckpointError, match="has no tensors of a part 'loop'; .*model"):
+            opened.stream("loop")
+        with pytest.raises(CheckpointError, match="has no part 'gone'; it has model, optimizer"):
+            opened.outline.tree("gone")
+
+
+def test_the_outline_goes_to_other_ranks_as_bytes(tmp_path):
+    save(tmp_path, 3)
+    with Store(tmp_path).newest_good() as opened:
+        assert Outline.from_bytes(opened.outline.to_bytes()) == opened.outline
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({}, [4, 5, 6]),
+        ({"keep_last": 1}, [6]),
+        ({"keep_last": None}, [1, 2, 3, 4, 5, 6]),
+        ({"keep_last": 1, "keep_best": KeepBest("loss")}, [2, 6]),
+        ({"keep_last": 2, "keep_best": [KeepBest("loss", "max", 2)]}, [1, 3, 5, 6]),
+    ],
+)
+def test_retention(tmp_path, settings, steps):
+    losses = {1: 9.0, 2: 0.5, 3: 8.0, 4: 1.0, 5: 2.0, 6: math.nan}
+    store = Store(tmp_path, **settings)
+    with store.open_for_writing() as writer:
+        for step, loss in losses.items():
+            writer.write(snapshot(step, {"loss": loss}))
+    assert [info.step for info in store.steps()] == steps
+    assert len(list(tmp_path.glob("*step*"))) == len(steps)
+
+
+def test_a_damaged_step_does_not_count_as_one_that_stays(tmp_path):
+    store = save(tmp_path, 1, 2, 3, keep_last=3)
+    (step_folder(store, 3) / "state.json").unlink()
+    save(tmp_path, 4, keep_last=3)
+    assert [info.step for info in store.steps()] == [1, 2, 4]
+
+
+def test_a_run_that_went_back_goes_on_from_where_it_is_now(tmp_path):
+    """Steps 1000 and 2000 are those of a run that was given up: its user went back to 500."""
+    store = save(tmp_path, 500, 1000, 2000, keep_last=3)
+    with store.newest_good(500) as opened:
+        assert_holds(opened, 500)
+    save(tmp_path, 600, keep_last=3)
+    assert_newest_good(store, 600)
+    assert [info.step for info in store.steps()] == [1000, 2000, 600]
+
+
+def test_a_step_that_is_saved_again_replaces_the_older_one(tmp_path):
+    store = save(tmp_path, 1, 2)
+    with store.open_for_writing() as writer:
+        path = writer.write(snapshot(1, {"again": 1.0}))
+    assert [info.step for info in store.steps()] == [2, 1]
+    with store.newest_good(1) as opened:
+        assert opened.manifest.metrics == {"again": 1.0}
+    assert not (tmp_path / "step-000000000001").exists()
+    assert path.name == "step-000000000001-2"
+    save(tmp_path, 1)
+    assert [info.path.name for info in store.steps()] == [
+        *("step-000000000002", "step-000000000001"),
+    ]
+
+
+def test_progress_counts_all_bytes(tmp_path):
+    store = save(tmp_path, 1)
+    counts = []
+    assert store.verify(1, counts.append) == []
+    assert sum(counts) == store.steps()[0].manifest.size
+
+
+def test_a_snapshot_may_be_written_by_another_thread(tmp_path):
+    with Store(tmp_path).open_for_writing() as writer:
+        thread = threading.Thread(target=writer.write, args=(snapshot(1),))
+        thread.start()
+        thread.join(timeout=60)
+    assert_newest_good(Store(tmp_path), 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"step": -1}, "step is -1; expected 0 to 999999999999"),
+        ({"step": 10**12}, "expected 0 to"),
+        ({"parts": {"../x": EncodedPart(1)}}, "is called '../x'; expected a letter and up to"),
+        ({"parts": {"": EncodedPart(1)}}, "is called ''"),
+        ({"metrics": {"loss": "low"}}, "the metric 'loss' is 'low'; expected a number"),
+        ({"metrics": {"loss": None}}, "the metric 'loss' is None; expected a number"),
+    ],
+)
+def test_a_snapshot_that_nobody_can_write(change, said):
+    with pytest.raises(UsageError, match=said):
+        dataclasses.replace(snapshot(1), **change)
+
+
+def test_what_is_wrong_with_a_snapshot_leaves_nothing_behind(tmp_path):
+    store = save(tmp_path, 1)
+    wrong = EncodedPart({"$tensor": "x"}, {"x": (TensorSpec("C128", ()), np.zeros(16, np.uint8))})
+    with store.open_for_writing() as writer:
+        with pytest.raises(UsageError, match="dtype is C128"):
+            writer.write(dataclasses.replace(snapshot(2), parts={"model": wrong}))
+        writer.write(Snapshot(3, None, 1, {}, {}, {}))
+    assert leftovers(tmp_path) == []
+    with store.newest_good() as opened:
+        assert opened.manifest.step == 3
+        assert opened.outline.trees == {}
+
+
+def test_more_json_than_can_be_read_is_not_written(tmp_path, monkeypatch):
+    store = save(tmp_path, 1)
+    monkeypatch.setattr(manifest, "MAX_JSON_BYTES", 100)
+    with (
+        store.open_for_writing() as writer,
+        pytest.raises(UsageError, match=r"state.json would have \d+ bytes; expected at most"),
+    ):
+        writer.write(snapshot(2))
+    monkeypatch.undo()
+    assert_newest_good(store, 1)
+
+
+def test_keep_last_below_one(tmp_path):
+    with pytest.raises(UsageError, match="keep_last is 0; expected 1 or more, or None"):
+        Store(tmp_path, keep_last=0)

@@ -1,0 +1,148 @@
+import json
+import math
+import struct
+from collections import Counter, OrderedDict, namedtuple
+from enum import IntEnum
+
+import numpy as np
+import pytest
+
+from hvdkit.checkpoint import tree
+from hvdkit.checkpoint.state import TensorSpec
+from hvdkit.errors import UsageError
+
+F32 = TensorSpec("F32", (2,))
+
+
+class Color(IntEnum):
+    RED = 1
+
+
+Point = namedtuple("Point", "x y")
+
+
+def through_json(value):
+    encoded, tensors = tree.encode(value, "it")
+    return tree.decode(json.loads(json.dumps(encoded, allow_nan=False)), tensors)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        0,
+        -1,
+        2**53,
+        2**200,
+        -(2**200),
+        0.1,
+        -0.0,
+        5e-324,
+        math.inf,
+        -math.inf,
+        "",
+        "ä\n\0\ud800",
+        b"",
+        bytes(range(256)),
+        1 + 2j,
+        complex(math.inf, -0.0),
+        [],
+        (),
+        {},
+        [1, (2, [3])],
+        (1,),
+        {"a": {"b": [None]}},
+        {"$tuple": [1], "$x": 2},
+        {1: "a", "1": "b", None: 3, (1, "x"): 4, 2.5: 5},
+        Counter({30: 2, 80: 1}),
+        np.float32(0.1),
+        np.int64(-(2**63)),
+        np.bool_(True),
+        np.complex128(1 - 1j),
+        np.array(258, ">u2")[()],
+    ],
+    ids=repr,
+)
+def test_a_value_comes_back_as_it_was(value):
+    again = through_json(value)
+    assert again == value
+    assert type(again) is type(value)
+    assert repr(again) == repr(value)
+
+
+def test_what_is_no_number_comes_back_as_such():
+    assert math.isnan(through_json(math.nan))
+    value = struct.unpack("<f", b"\1\0\xc0\x7f")[0]
+    assert math.isnan(through_json(np.float32(value)))
+
+
+def test_true_and_one_are_told_apart():
+    assert repr(through_json([True, 1, 1.0, np.float64(1)])) == repr([True, 1, 1.0, np.float64(1)])
+
+
+def test_the_order_of_a_dict_is_kept():
+    assert list(through_json({"b": 1, "a": 2})) == ["b", "a"]
+    assert list(through_json({2: 1, 1: 2})) == [2, 1]
+
+
+def test_an_ordered_dict_comes_back_as_a_dict():
+    again = through_json(OrderedDict(b=1, a=2))
+    assert again == {"b": 1, "a": 2}
+    assert type(again) is dict
+
+
+def test_tensors_are_named_by_the_path_to_them():
+    value = {
+        "layer.weight": F32,
+        "state": {0: {"exp_avg": F32}},
+        "pair": (F32, [F32]),
+        "__metadata__": F32,
+    }
+    _, tensors = tree.encode(value, "it")
+    assert list(tensors) == [
+        *("layer.weight", "state.0.exp_avg", "pair.0", "pair.1.0", "__metadata__~2"),
+    ]
+    assert through_json(value) == value
+    assert tree.encode(F32, "it")[1] == {"tensor": F32}
+
+
+def test_two_paths_of_one_name():
+    value = {"a.b": TensorSpec("F32", (1,)), "a": {"b": TensorSpec("F32", (2,))}}
+    encoded, tensors = tree.encode(value, "it")
+    assert list(tensors) == ["a.b", "a.b~2"]
+    assert tree.decode(encoded, tensors) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"x": object()}, r"metadata\['x'\] is a builtins.object, which a checkpoint cannot hold"),
+        ([1, {2: {3}}], r"metadata\[1\]\[2\] is a builtins.set"),
+        (Color.RED, "metadata is a .*Color"),
+        (Point(1, 2), "metadata is a .*Point"),
+        (np.zeros(2), "metadata is a numpy.ndarray"),
+        (np.str_("x"), "metadata is a NumPy scalar of dtype <U1"),
+        (np.datetime64("2020-01-01"), "metadata is a NumPy scalar"),
+        ({b"x": 1}, r"metadata has a key b'x' of type bytes"),
+        ({np.int64(1): 1}, r"of type int64"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_by_its_path(value, said):
+    with pytest.raises(UsageError, match=said):
+        tree.encode(value, "metadata")
+
+
+def test_a_tree_that_contains_itself():
+    value = []
+    value.append(value)
+    with pytest.raises(UsageError, match="nested more than 50 deep, or contains itself"):
+        tree.encode(value, "metadata")
+
+
+@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {0: v}])
+def test_what_can_be_written_can_be_read(wrap):
+    value = F32
+    for _ in range(tree.MAX_DEPTH):
+        value = wrap(value)
+    assert through_json(value) == value

@@ -1,0 +1,528 @@
+"""Checkpoints of PyTorch training on real ranks."""
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.store import Store
+from hvdkit.errors import UsageError
+
+
+def shared_folder(hvd):
+    """One folder for all ranks, removed at the end of the test."""
+    return Folder(hvd)
+
+
+class Folder:
+    def __init__(self, hvd):
+        self.hvd = hvd
+
+    def __enter__(self):
+        made = tempfile.mkdtemp(prefix="hvdkit-checkpoint-") if self.hvd.rank() == 0 else None
+        self.path = Path(self.hvd.broadcast_object(made, 0))
+        return self.path
+
+    def __exit__(self, kind, *_):
+        if kind is None:
+            self.hvd.barrier()
+        if self.hvd.rank() == 0:
+            shutil.rmtree(self.path)
+
+
+def samples(count=61):
+    fixed = torch.Generator().manual_seed(5)
+    return TensorDataset(
+        torch.randn(count, 6, generator=fixed), torch.randint(3, (count,), generator=fixed)
+    )
+
+
+class Training:
+    """A small training with everything that a checkpoint keeps."""
+
+    def __init__(self, hvd, folder, *, seed=0, optimizer="adam", size=16, workers=0, **how):
+        self.hvd = hvd
+        torch.manual_seed(100 * seed + hvd.rank())
+        np.random.seed(100 * seed + hvd.rank())
+        random.seed(100 * seed + hvd.rank())
+        self.model = nn.Sequential(
+            *(nn.Linear(6, size), nn.Unflatten(1, (4, -1)), nn.BatchNorm1d(4), nn.Flatten()),
+            *(nn.ReLU(), nn.Dropout(0.3)),
+            nn.Linear(size, 3),
+        )
+        plain = {
+            "adam": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True),
+            "fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+            "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+            "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-2, centered=True, momentum=0.5),
+            "tensor lr": lambda p: torch.optim.Adam(p, torch.tensor(0.01)),
+        }[optimizer](self.model.parameters())
+        self.optimizer = hvd.DistributedOptimizer(
+            plain, self.model.named_parameters(), bucket_bytes=200, **how
+        )
+        self.schedule = torch.optim.lr_scheduler.MultiStepLR(plain, [3, 5], gamma=0.5)
+        data = samples()
+        self.sampler = hvd.ResumableSampler(data, 2, seed=3)
+        self.loader = DataLoader(data, batch_size=2, sampler=self.sampler, num_workers=workers)
+        self.generator = torch.Generator().manual_seed(7 + hvd.rank() + 100 * seed)
+        self.counts = {"passes": 0}
+        self.losses = []
+        self.checkpointer = hvd.Checkpointer(
+            folder,
+            model=self.model,
+            optimizer=self.optimizer,
+            lr_scheduler=self.schedule,
+            data=self.sampler,
+            metadata=self.counts,
+            generators={"noise": self.generator},
+            keep_last=None,
+        )
+        self.step = 0
+
+    def broadcast(self):
+        self.hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+
+    def restore(self, step=None):
+        self.step = self.checkpointer.restore(step).step
+
+    def train(self, until, save=()):
+        while True:
+            for x, y in self.sampler.batches(self.loader):
+                x = x + torch.randn(x.shape, generator=self.generator) * random.random()
+                loss = functional.cross_entropy(self.model(x), y) + float(np.random.rand())
+                loss.backward()
+                self.optimizer.step()
+                self.counts["passes"] += 1
+                if self.optimizer.stepped:
+                    self.step += 1
+                    self.schedule.step()
+                    self.optimizer.zero_grad()
+                    if self.step in save:
+                        self.checkpointer.save(self.step, self.sampler.epoch)
+                self.losses.append(loss.item())
+                if self.step == until:
+                    return
+
+    def everything(self):
+        """All that must be the same, in bytes and plain values."""
+        tensors = [*self.model.state_dict().values()]
+        state = self.optimizer.state_dict()
+        for values in state["state"].values():
+            tensors += [values[name] for name in sorted(values)]
+        groups = [
+            {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
+            for group in state["param_groups"]
+        ]
+        return (
+            [(t.dtype, t.shape, t.numpy().tobytes()) for t in tensors],
+            groups,
+            self.schedule.state_dict(),
+            self.sampler.position,
+            dict(self.counts),
+            torch.rand(2).tolist(),
+            np.random.rand(),
+            random.random(),
+            torch.rand(2, generator=self.generator).tolist(),
+        )
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "fused", "sgd", "rmsprop", "tensor lr"])
+def test_a_training_goes_on_as_if_it_had_not_stopped(hvd, optimizer):
+    with shared_folder(hvd) as folder:
+        never = Training(hvd, folder, optimizer=optimizer)
+        never.broadcast()
+        never.train(12, save=[5])
+        expected = never.everything()
+        never.checkpointer.close()
+        again = Training(hvd, folder, seed=1, optimizer=optimizer)
+        again.restore()
+        assert again.step == 5
+        again.train(12)
+        assert again.losses == never.losses[5:]
+        assert again.everything() == expected
+        again.checkpointer.close()
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_buckets_and_scales_go_on_as_well(hvd, compression, accumulation):
+    with shared_folder(hvd) as folder:
+        how = {"compression": compression, "accumulation_steps": accumulation}
+        never = Training(hvd, folder, **how)
+        never.broadcast()
+        never.train(14, save=[4, 9])
+        expected = never.everything()
+        never.checkpointer.close()
+        for step in (4, 9):
+            again = Training(hvd, folder, seed=1, **how)
+            again.restore(step)
+            # Saved before the first step after a restore, it is the same once more.
+            again.checkpointer.save(step, wait=True)
+            again.checkpointer.close()
+            again = Training(hvd, folder, seed=2, **how)
+            again.restore(step)
+            again.train(14)
+            assert again.everything() == expected
+            again.checkpointer.close()
+
+
+def test_the_same_object_can_go_back(hvd):
+    with shared_folder(hvd) as folder:
+        training = Training(hvd, folder, compression="fp16")
+        training.broadcast()
+        training.train(8, save=[3])
+        first, losses = training.everything(), training.losses[3:]
+        training.restore(3)
+        training.losses.clear()
+        training.train(8)
+        assert training.losses == losses
+        assert training.everything() == first
+        training.checkpointer.close()
+
+
+def test_workers_and_their_random_numbers_go_on(hvd):
+    class Noisy(Dataset):
+        def __len__(self):
+            return 37
+
+        def __getitem__(self, i):
+            return i, torch.rand(()), random.random(), np.random.rand()
+
+    def epochs(workers, start=None, persistent=False):
+        torch.manual_seed(start or 0)
+        sampler = hvd.ResumableSampler(Noisy(), 2, seed=1)
+        loader = DataLoader(
+            sampler.seeded(Noisy()),
+            batch_size=2,
+            sampler=sampler,
+            num_workers=workers,
+            persistent_workers=persistent,
+        )
+        with hvd.Checkpointer(folder, model=nn.Linear(1, 1), data=sampler) as checkpointer:
+            if start is not None:
+                checkpointer.restore()
+            seen, numbers = [], []
+            for _ in range(sampler.epoch, 2):
+                for batch in sampler.batches(loader):
+                    seen.append([part.tolist() for part in batch])
+                    numbers.append(torch.rand(()).item())
+                    if len(seen) == 3 and start is None:
+                        checkpointer.save(3)
+            return seen, numbers
+
+    with shared_folder(hvd) as folder:
+        seen, numbers = epochs(0)
+        assert epochs(0, start=9) == (seen[3:], numbers[3:])
+        assert epochs(2, start=8) == (seen[3:], numbers[3:])
+        assert epochs(2, start=8, persistent=True) == (seen[3:], numbers[3:])
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_every_sample_comes_once_in_an_epoch_over_all_ranks(hvd, drop_last):
+    count = 53
+    sampler = hvd.ResumableSampler(count, 3, drop_last=drop_last)
+    orders = []
+    for _ in range(2):
+        batches = [batch.tolist() for batch in sampler.batches()]
+        everyone = hvd.allgather_object(batches)
+        assert {len(own) for own in everyone} == {sampler.batches_per_epoch}
+        seen = Counter(i for own in everyone for batch in own for i in batch)
+        assert max(seen.values()) <= 1 + (not drop_last)
+        expected = count // (3 * hvd.size()) * 3 * hvd.size() if drop_last else count
+        assert len(seen) == expected
+        orders.append(batches)
+    assert orders[0] != orders[1]
+    assert sampler.epoch == 2
+
+
+def test_a_loop_that_is_left_goes_on_in_the_same_place(hvd):
+    sampler = hvd.ResumableSampler(40, 2)
+    whole = [batch.tolist() for batch in sampler.batches()]
+    sampler.set_epoch(0)
+    first = [batch.tolist() for batch in itertools.islice(sampler.batches(), 2)]
+    sampler.set_epoch(0)
+    assert sampler.batches_left == len(whole) - 2
+    assert first + [batch.tolist() for batch in sampler.batches()] == whole
+
+
+def test_samples_that_nobody_counts_are_an_error(hvd):
+    sampler = hvd.ResumableSampler(samples(), 2)
+    loader = DataLoader(samples(), batch_size=2, sampler=sampler)
+    with (
+        shared_folder(hvd) as folder,
+        hvd.Checkpointer(folder, model=nn.Linear(1, 1), data=sampler) as checkpointer,
+    ):
+        next(iter(loader))
+        with pytest.raises(UsageError, match=r"sampler.batches\(loader\)"):
+            checkpointer.save(1)
+
+
+def test_a_loader_that_does_not_fit_is_refused(hvd):
+    data = samples()
+    sampler = hvd.ResumableSampler(data, 2)
+    for loader, words in (
+        (DataLoader(data, batch_size=2), "another sampler"),
+        (DataLoader(data, batch_size=3, sampler=sampler), "batch_size 3"),
+        (DataLoader(data, batch_size=2, sampler=sampler, drop_last=True), "drop_last=True"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            next(sampler.batches(loader))
+    with pytest.raises(UsageError, match="ended 3 batches before"):
+        list(sampler.batches([0] * (sampler.batches_left - 3)))
+
+
+class Odd(nn.Module):
+    """Tied weights, several dtypes, a buffer, extra state."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.narrow = nn.Parameter(torch.full((3, 2), value, dtype=torch.bfloat16))
+        self.last = nn.Parameter(
+            torch.full((2, 3, 4, 4), value).to(memory_format=torch.channels_last)
+        )
+        self.register_buffer("count", torch.tensor(int(value)))
+        self.register_buffer("flags", torch.tensor([True, value > 0]))
+        self.register_buffer("none", torch.empty(0, 3))
+        self.secret = value
+        with torch.no_grad():
+            self.embedding.weight.fill_(value)
+            self.last += torch.arange(96.0).view(2, 3, 4, 4)
+
+    def get_extra_state(self):
+        return {"secret": self.secret, "tensor": 1}
+
+    def set_extra_state(self, state):
+        self.secret = state["secret"]
+
+
+def test_every_kind_of_tensor_comes_back_and_loads_with_plain_safetensors(hvd):
+    with shared_folder(hvd) as folder:
+        model = Odd(hvd.rank() + 1.0)
+        with hvd.Checkpointer(folder, model=model) as checkpointer:
+            checkpointer.save(1)
+        other = Odd(-3.0)
+        addresses = {
+            name: t.data_ptr()
+            for name, t in other.state_dict(keep_vars=True).items()
+            if isinstance(t, torch.Tensor)
+        }
+        with hvd.Checkpointer(folder, model=other) as checkpointer:
+            checkpointer.restore()
+        expected = Odd(1.0)
+        for name, tensor in expected.state_dict().items():
+            mine = other.state_dict()[name]
+            if isinstance(tensor, torch.Tensor):
+                assert torch.equal(mine, tensor), name
+                assert mine.dtype == tensor.dtype
+                assert mine.stride() == tensor.stride()
+                assert mine.data_ptr() == addresses[name]
+        assert other.secret == 1.0
+        assert other.head.weight is other.embedding.weight
+        (info,) = Store(folder).steps()
+        plain = load_file(info.path / "model.safetensors")
+        assert "head.weight" not in plain
+        for name, tensor in plain.items():
+            assert torch.equal(tensor, expected.state_dict()[name])
+
+
+def test_what_does_not_fit_is_named_and_changes_nothing(hvd):
+    with shared_folder(hvd) as folder:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with hvd.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer:
+            checkpointer.save(1)
+        before = nn.Linear(3, 2)
+        content = before.weight.detach().clone()
+        # Only the last rank has built another model.
+        last = hvd.rank() == hvd.size() - 1
+        other = nn.Linear(3, 4) if last else before
+        cases = [
+            (
+                other,
+                torch.optim.SGD(other.parameters(), 0.1),
+                "weight is F32 .2, 3. there and F32 .4, 3. here",
+            ),
+            (before, torch.optim.Adam(before.parameters(), 0.1), "it is of SGD, this is Adam"),
+            (
+                before,
+                torch.optim.SGD([before.weight], 0.1),
+                "group 0 has 2 parameters there, 1 here",
+            ),
+            (nn.Linear(3, 2, bias=False), None, "bias, which is not in here"),
+            (nn.Linear(3, 2).double(), None, "F32 .2. there and F64 .2. here"),
+        ]
+        for model, optimizer, words in cases:
+            with (
+                hvd.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer,
+                pytest.raises(UsageError, match=words),
+            ):
+                checkpointer.restore()
+        assert torch.equal(before.weight, content)
+
+
+def test_several_models_and_optimizers_and_scalers(hvd):
+    def make(value):
+        models = {"g": nn.Linear(2, 2), "d": nn.Linear(3, 1)}
+        for model in models.values():
+            nn.init.constant_(model.weight, value)
+        optimizers = {
+            "g": hvd.DistributedOptimizer(torch.optim.Adam(models["g"].parameters(), value)),
+            "d": torch.optim.SGD(models["d"].parameters(), value, momentum=0.9),
+        }
+        scaler = hvd.GradScaler("cpu", init_scale=value * 64)
+        return models, optimizers, scaler
+
+    with shared_folder(hvd) as folder:
+        models, optimizers, scaler = make(0.5)
+        for _ in range(2):
+            for name, model in models.items():
+                optimizers[name].zero_grad()
+                scaler.scale(model(torch.ones(1, model.in_features)).sum()).backward()
+                scaler.step(optimizers[name])
+            scaler.update()
+        how = {"model": models, "optimizer": optimizers, "scaler": scaler}
+        with hvd.Checkpointer(folder, **how) as checkpointer:
+            checkpointer.save(1)
+        others, their, scale = make(0.25)
+        how = {"model": others, "optimizer": their, "scaler": scale}
+        with hvd.Checkpointer(folder, **how) as checkpointer:
+            checkpointer.restore()
+        for name in models:
+            assert torch.equal(models[name].weight, others[name].weight)
+            mine, saved = their[name].state_dict(), optimizers[name].state_dict()
+            assert mine["param_groups"] == saved["param_groups"]
+            assert str(mine["state"]) == str(saved["state"])
+        assert scale.state_dict() == scaler.state_dict()
+
+
+def test_a_job_of_another_size_shares_what_is_left_of_the_epoch(hvd):
+    few = hvd.add_process_set(range(hvd.size() // 2))
+    count = 47
+    with shared_folder(hvd) as folder:
+        seen = []
+        if few.included():
+            sampler = hvd.ResumableSampler(count, 2, seed=1, process_set=few)
+            with hvd.Checkpointer(
+                folder, model=nn.Linear(1, 1), data=sampler, process_set=few
+            ) as checkpointer:
+                for batch in itertools.islice(sampler.batches(), 5):
+                    seen += batch.tolist()
+                checkpointer.save(5)
+        sampler = hvd.ResumableSampler(count, 2, seed=1)
+        with hvd.Checkpointer(folder, model=nn.Linear(1, 1), data=sampler) as checkpointer:
+            # Those that have not saved may be here before the others have.
+            hvd.barrier()
+            assert checkpointer.restore().world_size == hvd.size() // 2
+        rest = [i for batch in sampler.batches() for i in batch.tolist()]
+        before = Counter(i for own in hvd.allgather_object(seen) for i in own)
+        after = Counter(i for own in hvd.allgather_object(rest) for i in own)
+        assert set(before.values()) == {1}
+        assert before.keys() | after.keys() == set(range(count))
+        # A rank that would have had none gets one from the beginning in the last batch.
+        assert len(before.keys() & after.keys()) < hvd.size()
+    hvd.remove_process_set(few)
+
+
+def test_a_save_in_a_window_is_refused_and_what_is_due_waits(hvd):
+    with shared_folder(hvd) as folder:
+        model = nn.Linear(2, 1)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=3
+        )
+        saved = []
+        with hvd.Checkpointer(
+            folder, model=model, optimizer=optimizer, every_steps=1, stop_signals=[]
+        ) as checkpointer:
+            for passes in range(1, 7):
+                model(torch.ones(1, 2)).sum().backward()
+                if passes == 2:
+                    with pytest.raises(UsageError, match="accumulation window"):
+                        checkpointer.save(2)
+                optimizer.step()
+                if checkpointer.maybe_save(passes):
+                    saved.append(passes)
+                optimizer.zero_grad()
+        assert saved == [3, 6]
+
+
+def test_a_signal_to_one_rank_stops_all_with_everything_saved(hvd):
+    with shared_folder(hvd) as folder:
+        checkpointer = hvd.Checkpointer(
+            folder, model=nn.Linear(1, 1), stop_signals=[signal.SIGTERM]
+        )
+        stopped = None
+        with checkpointer:
+            try:
+                for step in range(1, 6):
+                    if step == 3 and hvd.rank() == hvd.size() - 1:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    checkpointer.maybe_save(step)
+            except hvd.Stopped as error:
+                stopped = error
+        assert stopped is not None
+        assert (stopped.code, stopped.step) == (hvd.RESUMABLE, 3)
+        assert [info.step for info in Store(folder).steps()] == [3]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_folder_that_vanishes_is_an_error_on_every_rank(hvd):
+    with shared_folder(hvd) as folder:
+        inner = folder / "inner"
+        with hvd.Checkpointer(inner, model=nn.Linear(1, 1)) as checkpointer:
+            checkpointer.save(1, wait=True)
+            if hvd.rank() == 0:
+                shutil.rmtree(inner)
+            with pytest.raises(CheckpointError, match="rank 0"):
+                checkpointer.save(2, wait=True)
+
+
+def test_half_precision_on_a_large_tensor_comes_in_pieces(hvd):
+    with shared_folder(hvd) as folder:
+        # More than one bucket, in an odd dtype, and not in the order of the file.
+        shape = (64, 64, 64, 60)
+        content = torch.arange(64 * 64 * 64 * 60).to(torch.bfloat16).view(shape)
+        model = nn.Module()
+        model.big = nn.Parameter(content.contiguous(memory_format=torch.channels_last))
+        model.flat = nn.Parameter(content.view(-1).clone())
+        with hvd.Checkpointer(folder, model=model) as checkpointer:
+            checkpointer.save(1)
+            checkpointer.wait()
+            with torch.no_grad():
+                model.big.zero_()
+                model.flat.zero_()
+            checkpointer.restore()
+        assert torch.equal(model.big, content)
+        assert torch.equal(model.flat, content.view(-1))
+
+
+def test_export_writes_a_state_dict(hvd):
+    from hvdkit.torch.checkpoint import export
+
+    with shared_folder(hvd) as folder:
+        with hvd.Checkpointer(folder, model=Odd(2.0)) as checkpointer:
+            checkpointer.save(1)
+        if hvd.rank() == 0:
+            with Store(folder).newest_good() as opened:
+                export(opened, folder / "model.pt")
+            loaded = torch.load(folder / "model.pt", weights_only=True)
+            model = Odd(0.0)
+            model.load_state_dict(loaded)
+            assert torch.equal(model.head.weight, torch.full((5, 4), 2.0))
+            assert model.secret == 2.0
+        hvd.barrier()
