@@ -7,10 +7,13 @@ One rank or many, on TensorFlow or PyTorch, the accuracy on the held-out fifth i
     horovodrun -np 2 python examples/keras_digits.py
     KERAS_BACKEND=torch horovodrun -np 2 python examples/keras_digits.py
     mpirun -np 2 --oversubscribe python examples/keras_digits.py
+
+With a folder for checkpoints it can be stopped or killed at any moment, and goes on from there:
+
+    horovodrun -np 2 python examples/keras_digits.py --checkpoint-dir digits --resume
 """
 
 import argparse
-import math
 import os
 import sys
 from typing import Any
@@ -55,17 +58,19 @@ def load_data() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     return train_images, train_labels, test_images, test_labels
 
 
-def my_share(images: np.ndarray, labels: np.ndarray, batch_size: int) -> dict[str, Any]:
-    """What `fit` needs to train on this rank's share, which is as large as every other rank's."""
+def my_share(images: np.ndarray, labels: np.ndarray, sampler: Any, batch_size: int) -> Any:
+    """Batches of the images that the sampler gives this rank, as suits what Keras runs on."""
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
-        examples = tf.data.Dataset.from_tensor_slices((images, labels))
-        return {"x": hvd.shard(examples, batch_size, shuffle=True), "shuffle": False}
-    # Arrays, of which `fit` shuffles the rows. All ranks must take the same number of steps, or
-    # some would wait for gradients that never come.
-    mine = slice(hvd.rank(), len(labels) // hvd.size() * hvd.size(), hvd.size())
-    return {"x": images[mine], "y": labels[mine], "batch_size": batch_size}
+        numbers = sampler.dataset()
+        batches = numbers.map(lambda i: (tf.gather(images, i), tf.gather(labels, i)))
+        return batches.prefetch(tf.data.AUTOTUNE)
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    examples = TensorDataset(torch.from_numpy(images), torch.from_numpy(labels))
+    return DataLoader(examples, batch_size, sampler=sampler)
 
 
 def one_thread() -> None:
@@ -91,7 +96,20 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=30, help="passes over the data (default 30)")
     parser.add_argument("--batch-size", type=int, default=16, help="images per rank (default 16)")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same result (default 0)")
+    parser.add_argument(
+        "--checkpoint-dir", metavar="DIR", help="save checkpoints here, and one at the end"
+    )
+    parser.add_argument(
+        "--checkpoint-every", type=int, default=50, metavar="N", help="steps between (default 50)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest good checkpoint in DIR"
+    )
     args = parser.parse_args()
+    if args.resume and not args.checkpoint_dir:
+        parser.error("--resume needs --checkpoint-dir DIR")
+    if args.checkpoint_every < 1:
+        parser.error(f"--checkpoint-every {args.checkpoint_every}: expected at least 1")
 
     one_thread()
     hvd.init()
@@ -106,8 +124,9 @@ def main() -> None:
             f"each; {hvd.size()} ranks share {len(train_labels)} images"
         )
 
-    # The last batch of an epoch is smaller, on all ranks alike.
-    steps_per_epoch = math.ceil(share / args.batch_size)
+    # All ranks shuffle alike, and together they see each image once per epoch.
+    sampler = hvd.ResumableSampler(len(train_labels), args.batch_size, seed=args.seed)
+    steps_per_epoch = sampler.batches_per_epoch
     warmup_steps = min(WARMUP_EPOCHS, args.epochs) * steps_per_epoch
     schedule = keras.optimizers.schedules.CosineDecay(
         initial_learning_rate=BASE_LR / warmup_steps,
@@ -131,14 +150,26 @@ def main() -> None:
         if speaks and not show_bar and (epoch + 1) % 10 == 0:
             print(f"epoch {epoch + 1}/{args.epochs} loss {logs['loss']:.4f}", flush=True)
 
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        keras.callbacks.LambdaCallback(on_epoch_end=say),
+    ]
+    if args.checkpoint_dir:
+        checkpoint = hvd.callbacks.Checkpoint(
+            args.checkpoint_dir,
+            every_steps=args.checkpoint_every,
+            every_epochs=None,
+            data=sampler,
+            resume=args.resume,
+            verbose=1,
+        )
+        callbacks.append(checkpoint)
     model.fit(
-        **my_share(train_images, train_labels, args.batch_size),
+        my_share(train_images, train_labels, sampler, args.batch_size),
         epochs=args.epochs,
+        shuffle=False,  # the sampler has done so
         verbose=1 if show_bar else 0,
-        callbacks=[
-            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-            keras.callbacks.LambdaCallback(on_epoch_end=say),
-        ],
+        callbacks=callbacks,
     )
 
     # Each rank looks at its share of the test images; the callback adds up what all have found.

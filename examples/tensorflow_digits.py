@@ -6,10 +6,16 @@ One rank or many, the accuracy on the held-out fifth is the same:
     python examples/tensorflow_digits.py
     horovodrun -np 2 python examples/tensorflow_digits.py
     mpirun -np 2 --oversubscribe python examples/tensorflow_digits.py
+
+With a folder for checkpoints it can be stopped or killed at any moment, and goes on from there:
+
+    horovodrun -np 2 python examples/tensorflow_digits.py --checkpoint-dir digits --resume
 """
 
 import argparse
 import os
+from contextlib import nullcontext
+from typing import Any
 
 import keras
 import numpy as np
@@ -43,23 +49,25 @@ def digit_net() -> keras.Model:
     )
 
 
-def load_data() -> tuple[tf.data.Dataset, tf.data.Dataset]:
-    """Training and test examples, in the same order on every rank."""
+def load_data() -> tuple[tf.Tensor, tf.Tensor, tf.data.Dataset]:
+    """Training images and labels, and test examples, in the same order on every rank."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16.0).astype(np.float32).reshape(-1, 8, 8, 1)
     train_images, test_images, train_labels, test_labels = train_test_split(
         images, labels, test_size=0.2, random_state=0, stratify=labels
     )
-    return (
-        tf.data.Dataset.from_tensor_slices((train_images, train_labels)),
-        tf.data.Dataset.from_tensor_slices((test_images, test_labels)),
-    )
+    test = tf.data.Dataset.from_tensor_slices((test_images, test_labels))
+    return tf.constant(train_images), tf.constant(train_labels), test
 
 
-def shift_randomly(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Move the image by up to one pixel in each direction, filling with background."""
+def shift_randomly(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+    """Move the image by up to one pixel in each direction, filling with background.
+
+    By a seed for each image and epoch, because what random operations do otherwise no checkpoint
+    can keep.
+    """
     padded = tf.pad(image, [[1, 1], [1, 1], [0, 0]])
-    return tf.image.random_crop(padded, (8, 8, 1)), label
+    return tf.image.stateless_random_crop(padded, (8, 8, 1), seed)
 
 
 def mean_accuracy(model: keras.Model, test: tf.data.Dataset) -> float:
@@ -82,7 +90,20 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=30, help="passes over the data (default 30)")
     parser.add_argument("--batch-size", type=int, default=16, help="images per rank (default 16)")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same result (default 0)")
+    parser.add_argument(
+        "--checkpoint-dir", metavar="DIR", help="save checkpoints here, and one at the end"
+    )
+    parser.add_argument(
+        "--checkpoint-every", type=int, default=50, metavar="N", help="steps between (default 50)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest good checkpoint in DIR"
+    )
     args = parser.parse_args()
+    if args.resume and not args.checkpoint_dir:
+        parser.error("--resume needs --checkpoint-dir DIR")
+    if args.checkpoint_every < 1:
+        parser.error(f"--checkpoint-every {args.checkpoint_every}: expected at least 1")
 
     # Ranks on one host share its cores, and so small a network gains nothing from more than one.
     # For a large one: len(os.sched_getaffinity(0)) // hvd.local_size().
@@ -92,17 +113,22 @@ def main() -> None:
     # Every rank drops, shifts and shuffles differently; the weights are made equal below.
     keras.utils.set_random_seed(args.seed * 1000 + hvd.rank())
 
-    train, test = load_data()
-    steps_per_epoch = int(train.cardinality()) // (hvd.size() * args.batch_size)
+    train_images, train_labels, test = load_data()
+    count = len(train_labels)
+    steps_per_epoch = count // (hvd.size() * args.batch_size)
     if args.epochs < 1 or steps_per_epoch < 1:
         parser.error(
             f"{args.epochs} epochs of {steps_per_epoch} steps: expected at least 1 of each; "
-            f"{hvd.size()} ranks share {int(train.cardinality())} images"
+            f"{hvd.size()} ranks share {count} images"
         )
-    # Every rank's share has the same number of images, and so of batches.
-    mine = hvd.shard(train)
-    batches = mine.shuffle(int(mine.cardinality())).map(shift_randomly)
-    batches = batches.batch(args.batch_size, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
+    # All ranks shuffle alike, and together they see each image once per epoch. What does not fill a
+    # batch on every rank is left out.
+    sampler = hvd.ResumableSampler(count, args.batch_size, seed=args.seed, drop_last=True)
+
+    def load(number: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return shift_randomly(train_images[number], seed), train_labels[number]
+
+    batches = sampler.dataset(load, seeds=True)
 
     model = digit_net()
     optimizer = keras.optimizers.SGD(BASE_LR, momentum=0.9, nesterov=True, weight_decay=1e-4)
@@ -136,17 +162,38 @@ def main() -> None:
     )
     # Open MPI gives rank 0 a terminal of its own, even when what it prints goes to a file.
     show_bar = speaks and console.is_terminal and "OMPI_COMM_WORLD_SIZE" not in os.environ
-    with Progress(*columns, console=console, disable=not show_bar) as progress:
-        task = progress.add_task("training", total=args.epochs, loss=float("nan"))
-        step = 0
-        for epoch in range(args.epochs):
-            for images, labels in batches:
+    progress = Progress(*columns, console=console, disable=not show_bar)
+    if args.checkpoint_dir:
+        checkpointer: Any = hvd.Checkpointer(
+            args.checkpoint_dir,
+            model=model,
+            optimizer=optimizer,
+            data=sampler,
+            every_steps=args.checkpoint_every,
+        )
+    else:
+        checkpointer = nullcontext()
+    with progress, checkpointer:
+        restored = checkpointer.restore() if args.resume else None
+        step = restored.step if restored else 0
+        if restored and speaks:
+            print(f"resumed after step {step}, in epoch {sampler.epoch + 1}", flush=True)
+        loss = float("nan")
+        task = progress.add_task(
+            "training", total=args.epochs, completed=sampler.epoch, loss=float("nan")
+        )
+        for epoch in range(sampler.epoch, args.epochs):
+            for images, labels in sampler.batches(batches):
                 optimizer.learning_rate = schedule(step)
                 loss = train_step(images, labels)
                 step += 1
+                if args.checkpoint_dir:
+                    checkpointer.maybe_save(step, epoch)
             progress.update(task, advance=1, loss=float(loss))
             if speaks and not show_bar and (epoch + 1) % 10 == 0:
                 print(f"epoch {epoch + 1}/{args.epochs} loss {float(loss):.4f}", flush=True)
+        if args.checkpoint_dir and (restored is None or step > restored.step):
+            checkpointer.save(step, args.epochs)
 
     accuracy = mean_accuracy(model, test)
     if speaks:

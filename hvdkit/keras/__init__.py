@@ -15,8 +15,11 @@ Example:
 # First, because it says what to do when Keras runs on something else.
 from hvdkit.keras import backend  # isort: skip
 
+from hvdkit.checkpoint.manager import Stopped
+from hvdkit.checkpoint.retention import KeepBest
+from hvdkit.errors import RESUMABLE
 from hvdkit.keras import callbacks, elastic
-from hvdkit.keras.data import shard
+from hvdkit.keras.data import ResumableSampler, shard
 from hvdkit.keras.functions import (
     allgather,
     allreduce,
@@ -27,6 +30,7 @@ from hvdkit.keras.functions import (
 )
 from hvdkit.keras.models import load_model, teach_keras
 from hvdkit.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, flush
+from hvdkit.keras.resuming import teach_epochs
 from hvdkit.keras.training import coordinate_fit
 
 Adasum = backend.hvd.Adasum
@@ -61,12 +65,16 @@ start_timeline = backend.hvd.start_timeline
 stop_timeline = backend.hvd.stop_timeline
 
 __all__ = [
+    "RESUMABLE",
     "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "KeepBest",
     "PartialDistributedOptimizer",
     "ProcessSet",
+    "ResumableSampler",
+    "Stopped",
     "Sum",
     "add_process_set",
     "allgather",
@@ -107,5 +115,5 @@ __all__ = [
 ]
 
 teach_keras()
+teach_epochs()
 coordinate_fit()
-teach_keras()

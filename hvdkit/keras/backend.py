@@ -49,6 +49,8 @@ _new_collectives: Any = getattr(
 GradientReducer: Any = importlib.import_module(f"hvdkit.{NAME}.reducer").GradientReducer
 wire_format: Any = importlib.import_module(f"hvdkit.{NAME}.compression").wire_format
 
+_parts: Any = importlib.import_module(f"hvdkit.{NAME}.parts")
+
 # Bytes that one broadcast carries: few calls for many small variables, and no second copy of a
 # large model in memory. MPI counts in 32 bits.
 _CHUNK_BYTES = 64 << 20
@@ -132,9 +134,9 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: A
     )
     is_root = hvd.rank() == root_rank
     for batch in _batches(variables):
-        sizes = [_bytes_of(variable) for variable in batch]
+        sizes = [bytes_of(variable) for variable in batch]
         if is_root:
-            packed = np.concatenate([_read(variable) for variable in batch])
+            packed = np.concatenate([read(variable) for variable in batch])
         else:
             packed = np.empty(sum(sizes), dtype=np.uint8)
         received = np.concatenate(
@@ -155,7 +157,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: A
             for variable, content in zip(
                 batch, np.split(received, np.cumsum(sizes)[:-1]), strict=True
             ):
-                _write(variable, content)
+                write(variable, content)
 
 
 def _batches(variables: Sequence[Any]) -> Iterator[list[Any]]:
@@ -163,7 +165,7 @@ def _batches(variables: Sequence[Any]) -> Iterator[list[Any]]:
     batch: list[Any] = []
     filled = 0
     for variable in variables:
-        size = _bytes_of(variable)
+        size = bytes_of(variable)
         if not size:
             continue
         if batch and filled + size > _CHUNK_BYTES:
@@ -181,21 +183,53 @@ def _dtype_of(variable: Any) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, None) or name)
 
 
-def _bytes_of(variable: Any) -> int:
+def bytes_of(variable: Any) -> int:
+    """What a `keras.Variable`'s content takes."""
     return int(np.prod(variable.shape, dtype=np.int64)) * _dtype_of(variable).itemsize
 
 
-def _read(variable: Any) -> np.ndarray:
+def read(variable: Any) -> np.ndarray:
+    """A `keras.Variable`'s content, uint8; it may be the variable's own memory."""
     array = keras.ops.convert_to_numpy(variable)
     # On PyTorch a bfloat16 comes as float32, and back without loss.
     array = np.ascontiguousarray(array, dtype=_dtype_of(variable))
     return array.reshape(-1).view(np.uint8)
 
 
-def _write(variable: Any, content: np.ndarray) -> None:
+def write(variable: Any, content: np.ndarray) -> None:
+    """Put `content`, as `read` gives it, into a `keras.Variable`."""
     # A slice of the packed bytes may begin anywhere; a copy is aligned.
     values = content.copy().view(_dtype_of(variable))
     variable.assign(values.reshape(tuple(variable.shape)))
+
+
+def tensor_of(variable: Any) -> Any:
+    """`hvdkit.checkpoint.state.Tensor` of a `keras.Variable`."""
+    kind = _parts.TorchTensor if NAME == "torch" else _parts.VariableTensor
+    return kind(variable.value)
+
+
+def randomness() -> Any:
+    """A `RankPart`: this rank's random numbers of Python, NumPy and the framework."""
+    return _parts.Randomness()
+
+
+def framework_version() -> str:
+    """Of what Keras runs on."""
+    version: str = importlib.import_module(NAME).__version__
+    return version
+
+
+def build_metrics(model: Any, epoch: Any) -> None:
+    """Make the variables of a model's metrics, which may wait for a first batch otherwise.
+
+    Args:
+        model: compiled and built.
+        epoch: the `EpochIterator` whose batches it is trained with.
+    """
+    if NAME == "tensorflow":
+        # On PyTorch `fit` has done so itself.
+        model._symbolic_build(data_batch=epoch._distributed_dataset.element_spec)
 
 
 def reduce(reducer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ from keras.src.utils import io_utils
 
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
+from hvdkit.keras.checkpoint import Checkpoint
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.metrics import additive
 from hvdkit.keras.optimizer import distribution_of
@@ -23,6 +24,7 @@ from hvdkit.keras.training import ReducesMetrics
 __all__ = [
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
+    "Checkpoint",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",

@@ -232,6 +232,7 @@ class Distribution:
         self._scale_local = scale_local_gradients
         self._local: set[int] = set()
         self._reducer: Any = None
+        self._reducer_state: Any = None
         self._window: _Window | None = None
         self._hook(optimizer)
 
@@ -301,6 +302,27 @@ class Distribution:
         self._step(self.accumulation_steps / passes if self._averaged else 1.0)
         return True
 
+    @property
+    def window_open(self) -> bool:
+        """Whether batches have been accumulated that no update has used yet."""
+        return self._window is not None and int(self._window.passes) > 0
+
+    @property
+    def local_variables(self) -> list[Any]:
+        """The trainable variables that each rank has for itself."""
+        optimizer = getattr(self._optimizer, "inner_optimizer", self._optimizer)
+        return [v for v in optimizer._trainable_variables if id(v) in self._local]
+
+    def reduction_state(self) -> Any:
+        """What must be the same for sums to be the same once more; for a checkpoint."""
+        return self._reducer_state if self._reducer is None else self._reducer.state()
+
+    def adopt_reduction_state(self, state: Any) -> None:
+        """Go on with what `reduction_state` gave, maybe in another process. No collective."""
+        self._reducer_state = state
+        if self._reducer is not None and state is not None:
+            self._reducer.adopt_state(state)
+
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         if self._reducer is None:
             self._reducer = backend.GradientReducer(
@@ -309,6 +331,8 @@ class Distribution:
                 context=[f"optimizer: {type(self._optimizer).__name__}"],
                 passes=self.accumulation_steps if self._averaged else 1,
             )
+            if self._reducer_state is not None:
+                self._reducer.adopt_state(self._reducer_state)
         shared = [k for k, v in enumerate(variables) if id(v) not in self._local]
         reduced = backend.reduce(
             self._reducer, [gradients[k] for k in shared], [variables[k] for k in shared]

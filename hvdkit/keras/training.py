@@ -3,8 +3,9 @@
 This is the one place where hvdkit steps into `fit` and `evaluate`. Both talk to their callbacks
 through a `keras.callbacks.CallbackList`, made anew for every call, and the moments of that talk
 are the right ones: the list of a model whose optimizer `hvdkit.keras.DistributedOptimizer` has
-wrapped, in a job of several ranks, turns into a `_Coordinated` one when the model is put into it.
-No other list, and nothing else in Keras, is touched.
+wrapped, in a job of several ranks, turns into a `_Coordinated` one when the model is put into it,
+and one that has something to follow it into a `_Followed` one. No other list, and but for the first
+step of an epoch (see `hvdkit.keras.resuming`) nothing else in Keras, is touched.
 
 What a coordinated list does, in the order in which `fit` comes by:
 
@@ -15,6 +16,8 @@ What a coordinated list does, in the order in which `fit` comes by:
   that acts on batches, and otherwise at the end of the epoch.
 - Before validation, or at the end of an epoch without it, an open accumulation window is closed.
 - The metrics, those of validation too, are reduced over all ranks before any callback reads them.
+- A `FollowsFit`, which saves checkpoints, comes after all that; also on a single rank.
+- The epochs of a `ResumableSampler` are counted, whatever the model.
 
 `evaluate` on its own, outside of `fit`, is a rank's own affair, as with Horovod: scripts call it on
 rank 0 alone. Give it a `MetricAverageCallback` on every rank to have its metrics reduced.
@@ -23,6 +26,7 @@ rank 0 alone. Give it a `MetricAverageCallback` on every rank to have its metric
 import functools
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -30,6 +34,7 @@ from keras.callbacks import CallbackList, ProgbarLogger
 
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
+from hvdkit.keras.data import any_samplers, forget_reads, samplers_read
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.metrics import MetricState, flatten, reduce_logs
 from hvdkit.keras.optimizer import distribution_of
@@ -58,6 +63,28 @@ class ReducesMetrics(keras.callbacks.Callback):
 
     #: Whether `fit` sees to it, so that the callback itself has nothing to do.
     coordinated = False
+
+
+class FollowsFit(keras.callbacks.Callback):
+    """A callback that comes after all others, and after the ranks have agreed on what these did.
+
+    Its hooks are its own, and no exception of what it does in them is lost in a thread of Keras's.
+    """
+
+    def fit_begins(self, callbacks: Sequence[Any]) -> None:
+        """The other callbacks have begun."""
+
+    def epoch_begins(self, epoch: int) -> None:
+        """The batches of an epoch are about to be asked for."""
+
+    def batch_ends(self, batch: int) -> None:
+        """So many batches of the epoch, less one, are trained."""
+
+    def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
+        """The epoch is done, with its validation, and `stop_training` has been agreed on."""
+
+    def fit_ends(self) -> None:
+        """The other callbacks have ended."""
 
 
 class _Coordination:
@@ -231,6 +258,60 @@ class _Coordinated:
         super().on_train_end(logs)  # type: ignore[misc]
 
 
+class _Followed:
+    """Mixed into the class of a `CallbackList`, for callbacks that come last."""
+
+    callbacks: list[Any]
+    _followers: list[FollowsFit]
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)  # type: ignore[misc]
+        for follower in self._followers:
+            follower.fit_begins(self.callbacks)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_begin(epoch, logs)  # type: ignore[misc]
+        forget_reads()
+        for follower in self._followers:
+            follower.epoch_begins(epoch)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_batch_end(batch, logs)  # type: ignore[misc]
+        for follower in self._followers:
+            follower.batch_ends(batch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        logs = {} if logs is None else logs
+        super().on_epoch_end(epoch, logs)  # type: ignore[misc]
+        for follower in self._followers:
+            follower.epoch_ends(epoch, logs)
+        # Of those that no callback counts, at least the epochs: each has another order.
+        for sampler in samplers_read():
+            sampler.end_epoch()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_end(logs)  # type: ignore[misc]
+        for follower in self._followers:
+            follower.fit_ends()
+
+
+@functools.cache
+def _followed(cls: Any) -> type:
+    return type(f"Followed{cls.__name__}", (_Followed, cls), {})
+
+
+def _follow(callback_list: Any) -> None:
+    """Let callbacks that come last do so, and the epochs of samplers be counted."""
+    callback_list._followers = [c for c in callback_list.callbacks if isinstance(c, FollowsFit)]
+    if not callback_list._followers and not any_samplers():
+        return
+    if callback_list._followers:
+        # What they look at must not be done by a thread at some later time.
+        callback_list._async_train = False
+    kind: Any = type(callback_list)
+    callback_list.__class__ = _followed(kind)
+
+
 @functools.cache
 def _coordinated(cls: Any) -> type:
     return type(f"Coordinated{cls.__name__}", (_Coordinated, cls), {})
@@ -270,8 +351,9 @@ def coordinate_fit() -> None:
 
     @functools.wraps(original)
     def set_model(self: Any, model: Any) -> None:
-        if model is not None and not isinstance(self, _Coordinated):
+        if model is not None and not isinstance(self, _Coordinated | _Followed):
             _coordinate(self, model)
+            _follow(self)
         original(self, model)
 
     CallbackList.set_model = set_model

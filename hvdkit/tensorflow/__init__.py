@@ -74,7 +74,11 @@ from horovod.tensorflow import (
     vars_to_refs,
 )
 
+from hvdkit.checkpoint.manager import Stopped
+from hvdkit.checkpoint.retention import KeepBest
+from hvdkit.errors import RESUMABLE
 from hvdkit.tensorflow import elastic
+from hvdkit.tensorflow.checkpoint import Checkpointer
 from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.data import shard
 from hvdkit.tensorflow.functions import (
@@ -87,23 +91,29 @@ from hvdkit.tensorflow.functions import (
 )
 from hvdkit.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from hvdkit.tensorflow.optimizer import DistributedOptimizer
+from hvdkit.tensorflow.sampling import ResumableSampler
 from hvdkit.tensorflow.sync_batch_norm import SyncBatchNormalization
 from hvdkit.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 __all__ = [
+    "RESUMABLE",
     "Adasum",
     "Average",
     "BroadcastGlobalVariablesHook",
+    "Checkpointer",
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "HorovodInternalError",
+    "KeepBest",
     "LocalGradientAggregationHelper",
     "Max",
     "Min",
     "PartialDistributedGradientTape",
     "ProcessSet",
     "Product",
+    "ResumableSampler",
+    "Stopped",
     "Sum",
     "SyncBatchNormalization",
     "add_process_set",

@@ -5,7 +5,7 @@ ops: gradients are brought together in buckets, each bucket's collective begins 
 gradients are there, and no Python runs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,6 +56,26 @@ class GradientReducer:
         self._context = tuple(context)
         self._collectives = TensorFlowCollectives(process_set)
         self._plans: dict[tuple[Any, ...], _Plan] = {}
+        self._saved: dict[str, list[list[int]]] = {}
+
+    def state(self) -> dict[str, list[list[int]]]:
+        """What the wire formats have learned: for each set of gradients, that of each bucket.
+
+        The same on every rank. Without it sums round differently from there on.
+        """
+        generation = self._collectives.generation
+        plans = [plan for key, plan in self._plans.items() if key[0] == generation]
+        return self._saved | {plan.digest: plan.state() for plan in plans}
+
+    def adopt_state(self, state: Mapping[str, list[list[int]]]) -> None:
+        """Go on with what `state()` gave, maybe in another process. No collective.
+
+        For gradients that have not been reduced yet it counts as soon as they are.
+        """
+        self._saved = dict(state)
+        for key, plan in self._plans.items():
+            if key[0] == self._collectives.generation and plan.digest in self._saved:
+                plan.adopt_state(self._saved.pop(plan.digest))
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -114,6 +134,11 @@ class GradientReducer:
             ranks = len(self._collectives.ranks)
             total = 1.0 / self._passes / (ranks if self._reduction.average else 1)
             division = Division(total, self._reduction.predivide, ranks)
+            saved = self._saved.pop(agreed.plan.digest, [[]] * len(agreed.channels))
+            for channel, numbers in zip(agreed.channels, saved, strict=True):
+                # Those of another wire format are of no use to this one.
+                if len(numbers) == len(channel.state):
+                    channel.state = tuple(numbers)
             self._plans[key] = _Plan(agreed, division, self._collectives.process_set)
         return self._plans[key]
 
@@ -157,6 +182,21 @@ class _Plan:
                 for channel in agreed.channels
             ]
         self._traced = tf.function(self._reduce, autograph=False)
+
+    @property
+    def digest(self) -> str:
+        """Of the buckets and what is in them."""
+        return self._agreed.plan.digest
+
+    def state(self) -> list[list[int]]:
+        """Each bucket's, empty where its wire format learns nothing."""
+        return [[] if s is None else [int(n) for n in s.numpy()] for s in self._states]
+
+    def adopt_state(self, state: Sequence[Sequence[int]]) -> None:
+        """As `state` gave it; what is of another wire format is left."""
+        for variable, numbers in zip(self._states, state, strict=True):
+            if variable is not None and len(numbers) == variable.shape[0]:
+                variable.assign(numbers)
 
     def reduce(self, *gradients: Any) -> list[Any]:
         """This rank's gradients -> those of all."""

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -247,6 +247,24 @@ def _divided(gradient: Any, size: int) -> Any:
     return gradient / tf.cast(size, gradient.dtype)
 
 
+#: The reducers of this process's tapes by what they do, and the states of those to come.
+_reducers: dict[str, GradientReducer] = {}
+_saved_states: dict[str, Any] = {}
+
+
+def reduction_state() -> dict[str, Any]:
+    """What the wire formats of all tapes have learned; see `GradientReducer.state`."""
+    return _saved_states | {key: reducer.state() for key, reducer in _reducers.items()}
+
+
+def adopt_reduction_state(state: Mapping[str, Any]) -> None:
+    """Go on with what `reduction_state` gave, maybe in another process of the same program."""
+    _saved_states.clear()
+    _saved_states.update(state)
+    for key in _reducers.keys() & _saved_states.keys():
+        _reducers[key].adopt_state(_saved_states.pop(key))
+
+
 @functools.cache
 def _reducer(
     compression: Any,
@@ -256,7 +274,7 @@ def _reducer(
     groups: tuple[tuple[int, ...], ...],
     sparse_as_dense: bool,
     process_set: mpi_ops.ProcessSet,
-    number: int,  # noqa: ARG001
+    number: int,
 ) -> GradientReducer:
     """One for each place in a graph, because two may be at work at the same time."""
     # Kept, because a training loop makes a tape for every step.
@@ -268,7 +286,12 @@ def _reducer(
         groups=groups,
         sparse_as_dense=sparse_as_dense,
     )
-    return GradientReducer(reduction, process_set, ["DistributedGradientTape"])
+    reducer = GradientReducer(reduction, process_set, ["DistributedGradientTape"])
+    key = "; ".join([*reduction.describe(), f"ranks: {process_set.ranks}", f"place: {number}"])
+    # Two ways to say the same wire format make two reducers; only the first one's is kept then.
+    if _reducers.setdefault(key, reducer) is reducer and key in _saved_states:
+        reducer.adopt_state(_saved_states.pop(key))
+    return reducer
 
 
 def _adasum(gradients: Sequence[Any], compression: Any, sparse_as_dense: bool) -> list[Any]:

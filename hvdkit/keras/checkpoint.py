@@ -1,0 +1,411 @@
+"""`hvd.callbacks.Checkpoint`: a `fit` that is killed, and goes on as if it had not been."""
+
+import functools
+import logging
+import os
+import weakref
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import keras
+
+# What Keras's own callbacks print with.
+from keras.src.utils import io_utils
+
+from hvdkit.checkpoint import h5
+from hvdkit.checkpoint.manager import Manager
+from hvdkit.checkpoint.parts import Plain
+from hvdkit.checkpoint.reading import OpenCheckpoint
+from hvdkit.checkpoint.retention import KeepBest
+from hvdkit.checkpoint.signals import STOP_SIGNALS
+from hvdkit.checkpoint.state import Part, RankPart, Tree
+from hvdkit.checkpoint.store import Store
+from hvdkit.errors import UsageError
+from hvdkit.keras import backend
+from hvdkit.keras.data import samplers_read
+from hvdkit.keras.optimizer import distribution_of
+from hvdkit.keras.parts import (
+    CallbackStates,
+    OwnVariables,
+    metric_variables,
+    parts_of,
+    rank_parts_of,
+)
+from hvdkit.keras.resuming import Beginning, begin_next_epoch
+from hvdkit.keras.training import FollowsFit
+
+log = logging.getLogger("hvdkit.keras")
+
+#: Folder -> the manager that this process has last opened on it.
+_open: WeakValueDictionary[str, Manager] = WeakValueDictionary()
+
+
+def export(checkpoint: OpenCheckpoint, file: str | os.PathLike[str]) -> None:
+    """Write a checkpoint as a `.weights.h5` file; see `hvdkit.checkpoint.h5.export`."""
+    h5.export(checkpoint, file)
+
+
+class Checkpoint(FollowsFit):
+    """Saves a `fit`, in the middle of epochs too, and goes on where the last one was saved.
+
+    Every rank has one in its callbacks. Wherever it is in the list, it comes last.
+
+        sampler = hvd.ResumableSampler(len(labels), batch_size=32, seed=1)
+        data = sampler.dataset().map(lambda i: (tf.gather(images, i), tf.gather(labels, i)))
+        model.fit(
+            data,
+            epochs=30,
+            callbacks=[hvd.callbacks.Checkpoint(folder, every_steps=1000, data=sampler)],
+        )
+
+    What is kept: weights, the optimizer's state with its counters and loss scale, the scales of
+    the wire formats, what metrics have counted in the epoch so far, what other callbacks remember
+    (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint, the history, and any callback with
+    `state_dict()` and `load_state_dict()`), where the job is in the data, and on each rank the
+    random numbers of Python, NumPy, the framework and Keras's layers. So a run that is killed and
+    goes on ends with the same bytes as one that was not.
+
+    When the job gets SIGTERM, SIGINT or SIGUSR1, all ranks save after the batch that they are in,
+    and end with exit status 75. In an accumulation window what is due waits for its end.
+
+    With several ranks and an unchanged `fit`, metrics of a `fit` that goes on with another number
+    of ranks are those of the rest of the epoch.
+
+    Attributes:
+        metadata: plain values of your own that are kept, too; as saved once `fit` goes on.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        every_epochs: int | None = 1,
+        keep_last: int | None = 3,
+        keep_best: KeepBest | Sequence[KeepBest] = (),
+        data: Any = None,
+        metadata: MutableMapping[str, Any] | None = None,
+        resume: bool = True,
+        asynchronous: bool = True,
+        stop_signals: Sequence[int] = STOP_SIGNALS,
+        verbose: int = 0,
+    ) -> None:
+        """
+        Args:
+            folder: local or shared; only the first rank reads and writes it.
+            every_steps: save after so many batches, in the middle of an epoch too.
+            every_minutes: save after so many minutes by the first rank's clock.
+            every_epochs: save at the end of every so many epochs. At the end of the last one it
+                saves in any case.
+            keep_last: how many checkpoints stay; None: all.
+            keep_best: which stay besides, by the logs at the end of an epoch: `hvd.KeepBest(
+                "val_loss")`.
+            data: the `ResumableSampler` that the data of `fit` are made with. Without one, the
+                batches of an epoch that were trained are read again, and thrown away: exact where
+                the data come in the same order again.
+            metadata: what `hvdkit.checkpoint.state` calls plain. It is read at every save; what
+                was saved is put into it.
+            resume: go on with the newest good checkpoint in `folder`, if there is one.
+            asynchronous: write while training goes on.
+            stop_signals: signals at which to save and end the job.
+            verbose: 1 to have the first rank print where it goes on.
+
+        Raises:
+            UsageError: `every_epochs` makes no sense.
+        """
+        super().__init__()
+        if every_epochs is not None and (not isinstance(every_epochs, int) or every_epochs < 1):
+            raise UsageError(f"every_epochs is {every_epochs!r}: expected a whole number >= 1")
+        self._folder = os.path.abspath(folder)
+        self._store = Store(folder, keep_last=keep_last, keep_best=keep_best)
+        self._every_epochs = every_epochs
+        self._data = data
+        self._resume = resume
+        self._verbose = verbose
+        self._settings: dict[str, Any] = {
+            "every_steps": every_steps,
+            "every_minutes": every_minutes,
+            "asynchronous": asynchronous,
+            "stop_signals": stop_signals,
+        }
+        self.metadata = {} if metadata is None else metadata
+        self._place = _Place()
+        self._metrics = _Metrics()
+        self._rank_parts: dict[str, RankPart] = {}
+        self._beginning: Beginning | None = None
+        self._manager: Manager | None = None
+        self._distribution: Any = None
+
+    @property
+    def step(self) -> int:
+        """Batches that each rank has trained."""
+        return self._place.step
+
+    def fit_begins(self, callbacks: Sequence[Any]) -> None:
+        """Restore, if there is something to restore. A collective.
+
+        Raises:
+            UsageError: on all ranks: the model is not built, or the checkpoint does not fit.
+            CheckpointError: on all ranks: none of the checkpoints is good.
+        """
+        model = self.model
+        if not model.built:
+            raise UsageError(
+                "hvd.callbacks.Checkpoint needs a model that has been built before fit: give it an "
+                "Input, or call it on a batch of data"
+            )
+        if model.optimizer is not None and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        self._place.callbacks = [callback for callback in callbacks if callback is not self]
+        self._place.epoch_steps = self.params.get("steps")
+        self._open(model)
+        assert self._manager is not None
+        if self._resume:
+            # A second `fit` goes on with what it finds in memory.
+            self._resume = False
+            if self._manager.restore() is not None:
+                self._go_on()
+                if self._verbose and backend.hvd.rank() == 0:
+                    io_utils.print_msg(
+                        f"resumed after step {self.step}, in epoch {self._place.epoch + 1}"
+                    )
+
+    def _open(self, model: Any) -> None:
+        left_open = _open.get(self._folder)
+        if left_open is not None:
+            # That of a `fit` which an exception has ended, which nobody has told it.
+            left_open.abandon()
+        # The manager must not hold on to this callback, which ends it when nobody needs it.
+        place, metadata = self._place, self.metadata
+        self._distribution = distribution = distribution_of(model.optimizer)
+        self._metrics.model = model
+        self._rank_parts = rank_parts_of(model)
+        parts: dict[str, Part] = parts_of(model) | {
+            "progress": Plain(place.progress, place.take_progress),
+            "callbacks": CallbackStates(lambda: place.callbacks),
+            "metadata": Plain(lambda: dict(metadata), functools.partial(_replace, metadata)),
+        }
+        if self._data is not None:
+            parts["data"] = self._data
+        self._manager = Manager(
+            self._store,
+            distribution.collectives if distribution else backend.collectives(),
+            parts,
+            rank_parts={
+                **self._rank_parts,
+                "metrics": self._metrics,
+                "epoch_began": Plain(lambda: place.epoch_began, place.take_epoch_began),
+            },
+            alike=("data", "progress"),
+            versions={"keras": keras.__version__, backend.NAME: backend.framework_version()},
+            window_open=lambda: place.at_end or bool(distribution and distribution.window_open),
+            **self._settings,
+        )
+        weakref.finalize(self, self._manager.abandon)
+        _open[self._folder] = self._manager
+
+    def _go_on(self) -> None:
+        """Let `fit` begin where the checkpoint is."""
+        place = self._place
+        if self._data is not None and place.batches and place.epoch_steps:
+            place.batches = max(place.epoch_steps - self._data.batches_left, 0)
+        # `fit` looks at it once its callbacks have begun.
+        self.model._initial_epoch = self.params["epochs"] if place.stopped else place.epoch
+        if not place.batches or place.stopped:
+            return
+        own = {name: part.capture() for name, part in self._rank_parts.items()}
+        metrics, began = self._metrics.taken, place.epoch_began
+
+        def prepare(epoch: Any) -> None:
+            backend.build_metrics(self.model, epoch)
+            self._metrics.put_back(metrics)
+
+        def before() -> None:
+            if self._data is None and began is not None:
+                self._rank_parts["random"].adopt(began)
+
+        def after() -> None:
+            # Beginning to iterate draws random numbers, which the run that was killed has drawn
+            # before it saved.
+            for name, content in own.items():
+                self._rank_parts[name].adopt(content)
+
+        self._beginning = Beginning(
+            place.batches, self._data is None, prepare=prepare, before=before, after=after
+        )
+
+    def epoch_begins(self, epoch: int) -> None:
+        """Let it begin where the checkpoint was."""
+        self.model._initial_epoch = None
+        beginning, self._beginning = self._beginning, None
+        begin_next_epoch(beginning)
+        place = self._place
+        if beginning is None:
+            place.epoch, place.batches = epoch, 0
+            if self._data is None:
+                # What data of `fit`'s own are shuffled with.
+                place.epoch_began = self._rank_parts["random"].capture()
+
+    def batch_ends(self, batch: int) -> None:
+        """Save, if it is time. A collective."""
+        place = self._place
+        done = batch + 1
+        if place.epoch_steps is not None:
+            # The last of several steps in one execution may be cut short.
+            done = min(done, place.epoch_steps)
+        new = done - place.batches
+        place.batches = done
+        place.step += new
+        if self._data is not None:
+            self._data.advance(new)
+        elif samplers_read():
+            raise UsageError(
+                "the data of fit come from a ResumableSampler: give hvd.callbacks.Checkpoint "
+                "data=sampler, so that they go on where they were"
+            )
+        self._metrics.count = True
+        # The one to come is not trained, where all ranks have agreed to stop.
+        place.at_end = done == place.epoch_steps or bool(self.model.stop_training)
+        self._maybe_save()
+
+    def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Save, if it is time. A collective."""
+        assert self._manager is not None
+        place = self._place
+        if self._data is not None:
+            self._data.end_epoch()
+        # Where nobody knew it, the first epoch has told.
+        place.epoch_steps = place.epoch_steps or place.batches
+        place.epoch, place.batches = epoch + 1, 0
+        place.at_end = False
+        place.stopped = bool(self.model.stop_training)
+        place.epoch_began = None
+        self._metrics.count = False
+        metrics = _numbers(logs)
+        wanted = place.stopped or place.epoch == self.params["epochs"]
+        if self._every_epochs is not None:
+            wanted = wanted or place.epoch % self._every_epochs == 0
+        if self._maybe_save(metrics) or not wanted:
+            return
+        if self._distribution is not None and self._distribution.window_open:
+            # With several ranks `fit` has ended it.
+            log.warning(
+                "epoch %d ends in an accumulation window, and is saved with the next batch that is "
+                "due after it: let accumulation_steps divide the batches of an epoch",
+                epoch + 1,
+            )
+            return
+        self._manager.save(place.step, place.epoch, metrics)
+
+    def _maybe_save(self, metrics: dict[str, float] | None = None) -> bool:
+        assert self._manager is not None
+        try:
+            return self._manager.maybe_save(self.step, self._place.epoch, metrics)
+        except SystemExit:
+            # All ranks leave `fit` here.
+            self._manager.close()
+            raise
+
+    def fit_ends(self) -> None:
+        """Wait until everything is on the disk. A collective."""
+        assert self._manager is not None
+        begin_next_epoch(None)
+        self.model._initial_epoch = None
+        self._manager.close()
+
+
+@dataclass
+class _Place:
+    """Where the training is.
+
+    Attributes:
+        step: batches that each rank has trained.
+        epoch: the epoch that it is in, or that comes next.
+        batches: of that epoch that are done.
+        epoch_steps: batches of an epoch, where that is known.
+        stopped: whether `stop_training` has ended it.
+        at_end: after an epoch's last batch; its end is near, where it is saved with its metrics.
+        epoch_began: the random numbers when the epoch began, for data that are read again.
+        callbacks: the others.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batches: int = 0
+    epoch_steps: int | None = None
+    stopped: bool = False
+    at_end: bool = False
+    epoch_began: Tree = None
+    callbacks: Sequence[Any] = ()
+
+    def progress(self) -> Tree:
+        """What all ranks hold alike."""
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "epoch_steps": self.epoch_steps,
+            "stopped": self.stopped,
+        }
+
+    def take_progress(self, tree: Tree) -> None:
+        """As a checkpoint has it."""
+        self.step, self.epoch, self.batches = tree["step"], tree["epoch"], tree["batches"]
+        self.stopped = tree["stopped"]
+        before, now = tree["epoch_steps"], self.epoch_steps
+        if self.batches and before and now and before != now:
+            # Another number of ranks: as far in the epoch as it was.
+            self.batches = self.batches * now // before
+
+    def take_epoch_began(self, tree: Tree) -> None:
+        """As a checkpoint has it."""
+        self.epoch_began = tree
+
+
+def _replace(metadata: MutableMapping[str, Any], tree: Tree) -> None:
+    metadata.clear()
+    metadata.update(tree)
+
+
+class _Metrics:
+    """A `RankPart`: what this rank's metrics have counted since the epoch began.
+
+    Attributes:
+        count: whether they have counted anything that is still needed.
+        taken: what a checkpoint had, until there are metrics to put it into.
+    """
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.count = False
+        self.taken: Tree = None
+
+    def _variables(self) -> OwnVariables:
+        return OwnVariables(lambda: metric_variables(self.model))
+
+    def capture(self) -> Tree:
+        """Nothing between two epochs, because `fit` resets them then."""
+        return self._variables().capture() if self.count else None
+
+    def adopt(self, tree: Tree) -> None:
+        """Keep it until `fit` has reset them."""
+        self.taken = tree
+
+    def put_back(self, tree: Tree) -> None:
+        """Let them go on counting there."""
+        if tree is not None:
+            self._variables().adopt(tree)
+            self.count = True
+
+
+def _numbers(logs: dict[str, Any]) -> dict[str, float]:
+    found = {}
+    for name, value in logs.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError):
+            continue
+    return found

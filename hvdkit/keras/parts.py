@@ -1,0 +1,393 @@
+"""What a Keras training consists of, as `hvdkit.checkpoint.state` describes state."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+# Not public: what lays out a .weights.h5 file, and where `keras.random` counts without a seed.
+from keras.src.backend.common import global_state
+from keras.src.random import seed_generator
+from keras.src.saving import saving_lib
+
+from hvdkit.checkpoint import h5
+from hvdkit.checkpoint.parts import Variables, named, plain
+from hvdkit.checkpoint.state import Part, RankPart, TensorSpec, Tree
+from hvdkit.errors import UsageError
+from hvdkit.keras import backend
+from hvdkit.keras.metrics import flat_metrics
+from hvdkit.keras.optimizer import distribution_of
+
+
+def parts_of(model: Any) -> dict[str, Part]:
+    """What all ranks hold alike of a model that is built and compiled."""
+    optimizer = model.optimizer
+    parts: dict[str, Part] = {
+        "model": Variables(lambda: named(model.weights), "the model", backend.tensor_of)
+    }
+    if optimizer is not None:
+        parts["optimizer"] = Variables(
+            lambda: named(optimizer.variables), "the optimizer", backend.tensor_of
+        )
+    parts[h5.PART] = Layout(model)
+    distribution = distribution_of(optimizer)
+    if distribution is not None:
+        parts["reduction"] = Reduction(distribution)
+    return parts
+
+
+def rank_parts_of(model: Any) -> dict[str, RankPart]:
+    """What each rank has for itself, but for its metrics."""
+    return {
+        "seeds": OwnVariables(lambda: _seeds(model)),
+        "global_seed": GlobalSeed(),
+        "variables": OwnVariables(lambda: _local(model)),
+        # Last, because a seed that has to be made is drawn with Python's random numbers.
+        "random": backend.randomness(),
+    }
+
+
+class Reduction:
+    """A `Part`: what the wire formats have learned. Without it sums round differently."""
+
+    def __init__(self, distribution: Any) -> None:
+        self._distribution = distribution
+
+    def capture(self) -> Tree:
+        """As it is now."""
+        return self._distribution.reduction_state()
+
+    def prepare(self, tree: Tree) -> Tree:
+        """Nothing to fill."""
+        return tree
+
+    def adopt(self, tree: Tree) -> None:
+        """Go on with it."""
+        self._distribution.adopt_reduction_state(tree)
+
+
+class Layout:
+    """A `Part` that is only saved: where Keras puts each variable in a `.weights.h5` file."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._layout: Tree = None
+        self._others: dict[str, Any] = {}
+
+    def capture(self) -> Tree:
+        """The layout, and the tensors that are in the file but neither weights nor optimizer's."""
+        if self._layout is None:
+            self._layout = self._look_up()
+        others = {name: backend.tensor_of(variable) for name, variable in self._others.items()}
+        return {h5.LAYOUT: self._layout, "others": others}
+
+    def prepare(self, tree: Tree) -> Tree:
+        """Where the other tensors go, which nobody looks at."""
+        others = {name: ArrayTensor.empty(spec) for name, spec in tree["others"].items()}
+        return {**tree, "others": others}
+
+    def adopt(self, tree: Tree) -> None:
+        """Nothing to take over."""
+
+    def _look_up(self) -> Tree:
+        recorder = _Recorder()
+        try:
+            saving_lib._save_state(
+                self._model,
+                weights_store=recorder,
+                assets_store=None,
+                inner_path="",
+                visited_saveables=set(),
+            )
+        except Exception as error:
+            # A layer's own code. It matters to an export, and to nothing else.
+            return f"it could not be laid out ({type(error).__name__}: {error})"
+        optimizer = self._model.optimizer
+        known = {
+            id(variable): (part, name)
+            for part, variables in (
+                ("model", self._model.weights),
+                ("optimizer", [] if optimizer is None else optimizer.variables),
+            )
+            for name, variable in named(variables).items()
+        }
+        layout: list[Any] = []
+        for path, name, values in recorder.groups:
+            entries = []
+            for key, given in values:
+                value = self._of_optimizer(path, key, given)
+                if not isinstance(value, keras.Variable):
+                    return (
+                        f"{path or type(self._model).__name__} computes what it saves as {key!r}, "
+                        f"so no copy of its variables can stand for it"
+                    )
+                if id(value) not in known:
+                    other = f"{path}/{key}"
+                    self._others[other] = value
+                    # As the tensor of this part is called.
+                    known[id(value)] = (h5.PART, f"others.{other}")
+                entries.append([key, *known[id(value)]])
+            layout.append([path, name, entries])
+        return layout
+
+    def _of_optimizer(self, path: str, key: str, value: Any) -> Any:
+        """The variable of which an optimizer hands over a copy; otherwise `value` itself."""
+        owner = self._model
+        for name in path.split("/"):
+            owner = getattr(owner, name, None)
+        if not isinstance(owner, keras.optimizers.Optimizer):
+            return value
+        variable = owner.variables[int(key)]
+        same = backend.read(variable).tobytes() == np.asarray(value).tobytes()
+        return variable if same else value
+
+
+class _Recorder(saving_lib.H5IOStore):
+    """Notes what Keras would write."""
+
+    def __init__(self) -> None:
+        self.mode = "w"
+        #: Path, name, and what is put there by key.
+        self.groups: list[tuple[str, str | None, list[tuple[str, Any]]]] = []
+        self._open: list[tuple[str, Any]] | None = None
+        self._path = ""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def make(self, path: str, metadata: dict[str, Any] | None = None) -> Any:
+        self._path, self._open = path, None
+        if metadata:
+            self._begin(metadata.get("name"))
+        return self
+
+    def _begin(self, name: str | None) -> None:
+        self._open = []
+        self.groups.append((self._path, name, self._open))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if self._open is None:
+            self._begin(None)
+        assert self._open is not None
+        self._open.append((key, value))
+
+    def __len__(self) -> int:
+        return len(self._open or ())
+
+
+class OwnVariables:
+    """A `RankPart`: small variables of which each rank has its own.
+
+    Args:
+        variables: gives them when asked, in the same order in each run of the program.
+    """
+
+    def __init__(self, variables: Callable[[], Sequence[Any]]) -> None:
+        self._variables = variables
+
+    def capture(self) -> Tree:
+        """Their contents, each with its dtype and shape."""
+        return [[_line(v), backend.read(v).tobytes()] for v in self._variables()]
+
+    def adopt(self, tree: Tree) -> None:
+        """Put them back.
+
+        Raises:
+            UsageError: there are others.
+        """
+        variables = list(self._variables())
+        lines = [_line(variable) for variable in variables]
+        if lines != [line for line, _ in tree]:
+            raise UsageError(
+                f"the checkpoint has other variables of this rank ({[line for line, _ in tree]}) "
+                f"than the model ({lines}): build and compile it as it was when it was saved"
+            )
+        for variable, (_, content) in zip(variables, tree, strict=True):
+            backend.write(variable, np.frombuffer(content, np.uint8))
+
+
+def _line(variable: Any) -> str:
+    return f"{plain(variable.name)} {variable.dtype} {list(variable.shape)}"
+
+
+def metric_variables(model: Any) -> list[Any]:
+    """In which a model's metrics, its losses among them, count."""
+    return [variable for metric in flat_metrics(model) for variable in metric.variables]
+
+
+def _seeds(model: Any) -> list[Any]:
+    weights = {id(variable) for variable in model.weights}
+    return [variable for variable in model.variables if id(variable) not in weights]
+
+
+class GlobalSeed:
+    """A `RankPart`: where `keras.random` counts for what is given no seed."""
+
+    def capture(self) -> Tree:
+        """None until something has asked for it."""
+        if global_state.get_global_attribute("global_seed_generator") is None:
+            return None
+        return backend.read(seed_generator.global_seed_generator().state).tobytes()
+
+    def adopt(self, tree: Tree) -> None:
+        """Go on from there."""
+        if tree is not None:
+            state = seed_generator.global_seed_generator().state
+            backend.write(state, np.frombuffer(tree, np.uint8))
+
+
+#: Bytes of statistics that each rank keeps for itself, and not the first rank's for all.
+_LARGEST_STATISTICS = 4_000_000
+
+
+def _local(model: Any) -> list[Any]:
+    """What differs between ranks by intention or by nature.
+
+    Layers that are left out of the reduction with the optimizer's state of them; statistics that
+    layers gather themselves, as BatchNormalization does from this rank's batches, where they are
+    not too large to be told.
+    """
+    statistics = {
+        id(variable): variable
+        for layer in model._flatten_layers()
+        for variable in layer._non_trainable_variables
+    }
+    if sum(map(backend.bytes_of, statistics.values())) > _LARGEST_STATISTICS:
+        statistics = {}
+    own = list(statistics.values())
+    distribution = distribution_of(model.optimizer)
+    if distribution is not None:
+        for variable in distribution.local_variables:
+            own += [variable, *_slots(model.optimizer, variable)]
+    return own
+
+
+def _slots(optimizer: Any, variable: Any) -> list[Any]:
+    """What an optimizer keeps for one variable."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    trained = list(optimizer._trainable_variables)
+    place = [id(each) for each in trained].index(id(variable))
+    # Lists with one for each variable; the list of these itself is not one.
+    return [
+        each[place]
+        for each in vars(optimizer).values()
+        if isinstance(each, list)
+        and len(each) == len(trained)
+        and all(isinstance(slot, keras.Variable) for slot in each)
+        and each[place] is not variable
+    ]
+
+
+class ArrayTensor:
+    """`hvdkit.checkpoint.state.Tensor` of an array in host memory."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    @classmethod
+    def empty(cls, spec: TensorSpec) -> "ArrayTensor":
+        """One to be filled."""
+        return cls(np.empty(spec.shape, h5.dtype_of(spec.dtype)))
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Its dtype and shape."""
+        return TensorSpec(h5.name_of(self.array.dtype), self.array.shape)
+
+    def read(self, out: np.ndarray) -> None:
+        """A copy."""
+        out[:] = np.ascontiguousarray(self.array).reshape(-1).view(np.uint8)
+
+    def write(self, content: np.ndarray, start: int = 0) -> None:
+        """Into the array."""
+        flat = self.array.reshape(-1).view(np.uint8)
+        flat[start : start + content.size] = content
+
+
+#: What Keras's callbacks must remember for the next epoch to be what it would have been.
+_REMEMBERED: Mapping[str, Sequence[str]] = {
+    "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
+    "ReduceLROnPlateau": ("wait", "cooldown_counter", "best"),
+    "ModelCheckpoint": ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
+    "BackupAndRestore": ("_batches_seen_since_last_saving", "_last_batch_seen"),
+    "SwapEMAWeights": ("_ema_weights_in_model",),
+    "History": ("epoch", "history"),
+}
+
+
+class CallbackStates:
+    """A `Part`: what the other callbacks of a `fit` remember.
+
+    Those of Keras in which it matters, and any that has `state_dict()` and `load_state_dict()`,
+    which give and take plain values and NumPy arrays. The first rank's count, because logs are the
+    same on all, and some callbacks are left out on the others.
+    """
+
+    def __init__(self, callbacks: Callable[[], Sequence[Any]]) -> None:
+        self._callbacks = callbacks
+
+    def capture(self) -> Tree:
+        """By class and place among those of the class."""
+        return {key: _with_tensors(_state(callback)) for key, callback in self._named().items()}
+
+    def prepare(self, tree: Tree) -> Tree:
+        """Memory for the weights among them."""
+        return _mapped(
+            tree, lambda leaf: ArrayTensor.empty(leaf) if isinstance(leaf, TensorSpec) else leaf
+        )
+
+    def adopt(self, tree: Tree) -> None:
+        """Hand each its own; what is no longer there, or was not, goes without."""
+        content = _mapped(tree, lambda leaf: leaf.array if isinstance(leaf, ArrayTensor) else leaf)
+        for key, callback in self._named().items():
+            if key not in content:
+                continue
+            if hasattr(callback, "load_state_dict"):
+                callback.load_state_dict(content[key])
+                continue
+            for name, value in content[key].items():
+                setattr(callback, name, value)
+
+    def _named(self) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for callback in self._callbacks():
+            if _state(callback) is None:
+                continue
+            kind, number = type(callback).__name__, 0
+            while f"{kind}.{number}" in result:
+                number += 1
+            result[f"{kind}.{number}"] = callback
+        return result
+
+
+def _state(callback: Any) -> dict[str, Any] | None:
+    if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
+        state: dict[str, Any] = callback.state_dict()
+        return state
+    for kind in type(callback).__mro__:
+        if kind.__module__.startswith("keras.") and kind.__name__ in _REMEMBERED:
+            names = _REMEMBERED[kind.__name__]
+            return {name: getattr(callback, name) for name in names if hasattr(callback, name)}
+    return None
+
+
+def _with_tensors(state: Any) -> Tree:
+    def leaf(value: Any) -> Any:
+        if isinstance(value, np.ndarray) and value.ndim:
+            return ArrayTensor(value)
+        # A log may be a number of the framework.
+        if hasattr(value, "shape") and not isinstance(value, np.generic):
+            return float(value)
+        return value
+
+    return _mapped(state, leaf)
+
+
+def _mapped(tree: Tree, leaf: Callable[[Any], Any]) -> Tree:
+    if isinstance(tree, dict):
+        return {key: _mapped(value, leaf) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_mapped(value, leaf) for value in tree)
+    return leaf(tree)

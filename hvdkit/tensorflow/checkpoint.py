@@ -1,0 +1,202 @@
+"""Checkpoints of a training loop of one's own: `hvd.Checkpointer` for TensorFlow."""
+
+import functools
+import os
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvdkit.checkpoint.manager import Manager
+from hvdkit.checkpoint.parts import Plain, Variables, named
+from hvdkit.checkpoint.retention import KeepBest
+from hvdkit.checkpoint.signals import STOP_SIGNALS
+from hvdkit.checkpoint.state import Part, Tree
+from hvdkit.checkpoint.store import Store
+from hvdkit.errors import UsageError
+from hvdkit.tensorflow import tape
+from hvdkit.tensorflow.collectives import TensorFlowCollectives
+from hvdkit.tensorflow.parts import Randomness, VariableTensor
+from hvdkit.tensorflow.variables import tf_variable
+
+
+class Checkpointer(Manager):
+    """Saves a training loop's state, and goes on with it; every rank makes one, and calls it.
+
+        checkpointer = hvd.Checkpointer(
+            folder, model=model, optimizer=optimizer, data=sampler, every_steps=1000
+        )
+        restored = checkpointer.restore()
+        step = restored.step if restored else 0
+        for epoch in range(sampler.epoch, epochs):
+            for x, y in sampler.batches(data):
+                train_step(x, y)
+                step += 1
+                checkpointer.maybe_save(step, epoch)
+        checkpointer.save(step)
+        checkpointer.close()
+
+    What is kept: variables, the optimizer's state, the scales of the wire formats of
+    `DistributedGradientTape` and `DistributedOptimizer`, where the job is in the data, and on each
+    rank the random numbers of Python, NumPy, `tf.random.Generator` and Keras's layers. A run that
+    is killed and goes on ends with the same bytes as one that was not, if the rest of its program
+    is reproducible. `tf.random.uniform` and others that have neither a generator nor "stateless"
+    in their names are not: TensorFlow keeps their state where nobody can read it.
+
+    Attributes:
+        metadata: plain values of your own that are kept, too; as saved once `restore` has found
+            something.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        data: Any = None,
+        metadata: MutableMapping[str, Any] | None = None,
+        generators: Mapping[str, Any] | None = None,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        keep_last: int | None = 3,
+        keep_best: KeepBest | Sequence[KeepBest] = (),
+        asynchronous: bool = True,
+        stop_signals: Sequence[int] = STOP_SIGNALS,
+        process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
+    ) -> None:
+        """
+        Args:
+            folder: local or shared; only the first rank reads and writes it.
+            model: a built Keras model, a `tf.Module` or a list of variables, or several in a dict.
+            optimizer: a Keras optimizer whose variables exist (`optimizer.build(variables)`) or a
+                list of variables, or several in a dict.
+            data: a `ResumableSampler`.
+            metadata: what `hvdkit.checkpoint.state` calls plain. It is read at every save, and
+                `restore` puts what was saved into it.
+            generators: name -> `tf.random.Generator`, besides the global one.
+            every_steps: see `maybe_save`.
+            every_minutes: see `maybe_save`.
+            keep_last: how many checkpoints stay; None: all.
+            keep_best: which stay besides.
+            asynchronous: write while training goes on.
+            stop_signals: signals at which `maybe_save` saves and ends the job with status 75.
+            process_set: the ranks of the job.
+
+        Raises:
+            UsageError: there is nothing to save, or something is not built.
+        """
+        if not mpi_ops.is_initialized():
+            raise UsageError("Horovod is not initialised: call hvd.init() before this")
+        if model is None and optimizer is None:
+            raise UsageError("neither model nor optimizer is given: expected what is to be saved")
+        self.metadata = {} if metadata is None else metadata
+        models, optimizers = _several("model", model), _several("optimizer", optimizer)
+        parts: dict[str, Part] = {}
+        for name, given in {**models, **optimizers}.items():
+            _check_built(given, name)
+            parts[name] = Variables(functools.partial(_named, given), name, _tensor)
+        # Those of hvdkit.keras say so; this floor does not know them.
+        wrapped = {name: getattr(o, "_hvdkit_distribution", None) for name, o in optimizers.items()}
+        distributions = {name: found for name, found in wrapped.items() if found is not None}
+        parts["reduction"] = _Reduction(distributions)
+        if data is not None:
+            if not all(hasattr(data, method) for method in ("capture", "prepare", "adopt")):
+                raise UsageError(
+                    f"data is a {type(data).__name__}: expected a hvd.ResumableSampler"
+                )
+            parts["data"] = data
+        parts["metadata"] = Plain(lambda: dict(self.metadata), self._take_metadata)
+        super().__init__(
+            Store(folder, keep_last=keep_last, keep_best=keep_best),
+            TensorFlowCollectives(process_set),
+            parts,
+            rank_parts={"random": Randomness(generators, lambda: _seeds(models.values()))},
+            versions={"tensorflow": tf.__version__, "keras": keras.__version__},
+            every_steps=every_steps,
+            every_minutes=every_minutes,
+            asynchronous=asynchronous,
+            stop_signals=stop_signals,
+            window_open=lambda: any(d.window_open for d in distributions.values()),
+        )
+
+    def _take_metadata(self, tree: Tree) -> None:
+        self.metadata.clear()
+        self.metadata.update(tree)
+
+
+class _Reduction:
+    """A `Part`: what the wire formats of tapes and of Keras's optimizers have learned."""
+
+    def __init__(self, distributions: Mapping[str, Any]) -> None:
+        self._distributions = distributions
+
+    def capture(self) -> Tree:
+        """As it is now."""
+        states = {name: d.reduction_state() for name, d in self._distributions.items()}
+        return {"tapes": tape.reduction_state(), "optimizers": states}
+
+    def prepare(self, tree: Tree) -> Tree:
+        """Nothing to fill."""
+        return tree
+
+    def adopt(self, tree: Tree) -> None:
+        """What is of no use to an optimizer, it does not take."""
+        tape.adopt_reduction_state(tree["tapes"])
+        for name, distribution in self._distributions.items():
+            distribution.adopt_reduction_state(tree["optimizers"].get(name))
+
+
+def _several(argument: str, given: Any) -> dict[str, Any]:
+    """The names of the parts that an argument gives, and the parts."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return {f"{argument}-{name}": each for name, each in given.items()}
+    return {argument: given}
+
+
+def _check_built(given: Any, argument: str) -> None:
+    if getattr(given, "built", True) is False:
+        how = "model.trainable_variables" if argument.startswith("optimizer") else "input_shape"
+        raise UsageError(
+            f"{argument} is a {type(given).__name__} that is not built, and has no variables yet: "
+            f"call its build({how}) before this"
+        )
+    _variables(given)
+
+
+def _named(given: Any) -> dict[str, Any]:
+    return named(_variables(given))
+
+
+def _variables(given: Any) -> Sequence[Any]:
+    if isinstance(given, list | tuple):
+        return given
+    # Without the states of random seeds, which are each rank's own.
+    found = given.weights if isinstance(given, keras.layers.Layer) else None
+    found = getattr(given, "variables", None) if found is None else found
+    # A method until Keras 3.
+    found = found() if callable(found) else found
+    if found is None:
+        raise UsageError(
+            f"a {type(given).__name__} was given: expected a model, an optimizer, a tf.Module or "
+            f"a list of variables"
+        )
+    return list(found)
+
+
+def _tensor(variable: Any) -> VariableTensor:
+    return VariableTensor(tf_variable(variable))
+
+
+def _seeds(models: Iterable[Any]) -> list[Any]:
+    """The variables in which the layers of Keras models count their random numbers."""
+    found: list[Any] = []
+    for model in models:
+        if isinstance(model, keras.layers.Layer):
+            weights = {id(variable) for variable in model.weights}
+            found += [variable for variable in model.variables if id(variable) not in weights]
+    return found

@@ -1,0 +1,180 @@
+"""What a TensorFlow training consists of, as `hvdkit.checkpoint.state` describes state."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+# Not public: whether these exist is asked without making them.
+from keras.src.backend.common import global_state
+from keras.src.random import seed_generator
+from tensorflow.python.ops import stateful_random_ops
+
+from hvdkit.checkpoint import randomness
+from hvdkit.checkpoint.state import TensorSpec, Tree
+from hvdkit.errors import UsageError
+from hvdkit.tensorflow.variables import tf_variable
+
+#: TensorFlow's names of dtypes -> those of safetensors.
+_DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "int64": "I64",
+    "uint64": "U64",
+    "float64": "F64",
+    "complex64": "C64",
+}
+
+
+class VariableTensor:
+    """`hvdkit.checkpoint.state.Tensor` of a `tf.Variable`.
+
+    Raises:
+        UsageError: it is of a dtype that no file of tensors has.
+    """
+
+    def __init__(self, variable: tf.Variable) -> None:
+        self._variable = variable
+        name = variable.dtype.name
+        if name not in _DTYPES:
+            raise UsageError(
+                f"variable {variable.name!r} is of {name}: expected one of {', '.join(_DTYPES)}"
+            )
+        self._spec = TensorSpec(_DTYPES[name], tuple(variable.shape))
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Its dtype and shape."""
+        return self._spec
+
+    def read(self, out: np.ndarray) -> None:
+        """One copy: on the CPU what is read is the variable's own memory."""
+        with tf.device("/cpu:0"):
+            value = tf.identity(self._variable.read_value())
+            if value.dtype == tf.bfloat16:
+                # Python's buffers have no word for it.
+                value = tf.bitcast(value, tf.uint16)
+        # For float8 there is not even that.
+        narrow = value.dtype.name.startswith("float8")
+        array = value.numpy() if narrow else np.asarray(memoryview(value))
+        out[:] = array.reshape(-1).view(np.uint8)
+
+    def write(self, content: np.ndarray, start: int = 0) -> None:
+        """A piece goes to its place in the variable, and no second one is made of all of it."""
+        variable = self._variable
+        dtype = variable.dtype
+        values = np.array(content).view(dtype.as_numpy_dtype)
+        shape = tuple(variable.shape)
+        first = start // dtype.size
+        if first == 0 and len(values) == math.prod(shape):
+            variable.assign(values.reshape(shape))
+            return
+        for place, count in _boxes(shape, first, first + len(values)):
+            box = variable[place]
+            box.assign(values[:count].reshape(tuple(box.shape)))
+            values = values[count:]
+
+
+def _boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """The elements from `first` to `end`, row-major, as slices of an array and their sizes."""
+    if len(shape) == 1:
+        yield (slice(first, end),), end - first
+        return
+    row = math.prod(shape[1:])
+    if first % row:
+        stop = min(end, first - first % row + row)
+        for place, count in _boxes(shape[1:], first % row, stop - first + first % row):
+            yield (first // row, *place), count
+        first = stop
+    if end - first >= row:
+        yield (slice(first // row, end // row),), (end - first) // row * row
+        first += (end - first) // row * row
+    if first < end:
+        for place, count in _boxes(shape[1:], 0, end - first):
+            yield (first // row, *place), count
+
+
+class Randomness:
+    """A `RankPart`: the random numbers of Python, NumPy, TensorFlow and Keras.
+
+    TensorFlow's are those of `tf.random.get_global_generator()` and of further generators. Its
+    older operations (`tf.random.uniform` and others with neither a generator nor a stateless name)
+    count in their kernels, where nobody can read it.
+
+    Args:
+        generators: name -> `tf.random.Generator`.
+        seeds: gives the variables in which Keras's layers count, when asked.
+    """
+
+    def __init__(
+        self,
+        generators: Mapping[str, Any] | None = None,
+        seeds: Callable[[], Sequence[Any]] = list,
+    ) -> None:
+        self._generators = dict(generators or {})
+        self._seeds = seeds
+
+    def capture(self) -> Tree:
+        """This rank's."""
+        of_keras = global_seed_state()
+        return randomness.capture() | {
+            "generators": {
+                name: _content(generator.state) for name, generator in self._all().items()
+            },
+            "seeds": [_content(variable) for variable in self._seeds()],
+            "keras": None if of_keras is None else _content(of_keras),
+        }
+
+    def adopt(self, tree: Tree) -> None:
+        """Go on from there."""
+        if _GLOBAL in tree["generators"]:
+            # It is made when it is asked for.
+            tf.random.get_global_generator()
+        own = self._all()
+        for name in own.keys() & tree["generators"].keys():
+            _put(own[name].state, tree["generators"][name])
+        for variable, content in zip(self._seeds(), tree["seeds"], strict=False):
+            _put(variable, content)
+        if tree["keras"] is not None:
+            _put(global_seed_state(create=True), tree["keras"])
+        # Last, because what is made above draws from Python's.
+        randomness.adopt(tree)
+
+    def _all(self) -> dict[str, Any]:
+        found = dict(self._generators)
+        if stateful_random_ops.global_generator is not None:
+            found[_GLOBAL] = stateful_random_ops.global_generator
+        return found
+
+
+_GLOBAL = "(global)"
+
+
+def global_seed_state(create: bool = False) -> Any:
+    """The variable in which `keras.random` counts where it is given no seed; None if unused."""
+    if not create and global_state.get_global_attribute("global_seed_generator") is None:
+        return None
+    return seed_generator.global_seed_generator().state
+
+
+def _content(variable: Any) -> bytes:
+    held = tf_variable(variable)
+    out = np.empty(held.dtype.size * math.prod(held.shape), np.uint8)
+    VariableTensor(held).read(out)
+    return out.tobytes()
+
+
+def _put(variable: Any, content: bytes) -> None:
+    VariableTensor(tf_variable(variable)).write(np.frombuffer(content, np.uint8))

@@ -1,0 +1,133 @@
+"""What the ranks of chaos_checkpoint train, with Keras's `fit`.
+
+Into OUT each rank writes its pid, a line for each batch (batch, steps until then, loss so far in
+the epoch), and at the end the bytes of its weights and its optimizer's state. It uses whatever a
+resume could get wrong: dropout, statistics that each rank gathers for itself, random numbers,
+metrics, a schedule, several buckets, a learning rate that a callback lowers, and gradients whose
+size changes so much that the scales of a 16-bit wire format keep changing, too.
+"""
+
+import argparse
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import hvdkit.keras as hvd
+
+SAMPLES = 301
+BATCH = 4
+
+
+class Record(keras.callbacks.Callback):
+    """Writes down what happens, and stops after so many steps."""
+
+    def __init__(self, out: Path, steps: int) -> None:
+        super().__init__()
+        self._resumed = (out / f"resumed.{hvd.rank()}").open("a", buffering=1)
+        self._losses = (out / f"losses.{hvd.rank()}").open("a", buffering=1)
+        self._steps = steps
+        self._batches = 0
+        self._began = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {"batches": self._batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Of the checkpoint."""
+        self._batches = state["batches"]
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        # Only now has everything been restored.
+        if not self._began:
+            self._resumed.write(f"{self._batches}\n")
+            self._began = True
+        random.random(), np.random.rand()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        self._batches += 1
+        step = int(self.model.optimizer.iterations)
+        noise = random.random() + float(np.random.rand())
+        number = float(logs["loss"]) + noise + float(logs["accuracy"])
+        self._losses.write(f"{self._batches} {step} {number.hex()}\n")
+        if step >= self._steps:
+            self.model.stop_training = True
+
+
+def batches_of(x: Any, y: Any, weight: Any, sampler: Any) -> Any:
+    """For `fit`, made by what Keras runs on."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+        return sampler.dataset().map(lambda i: tuple(tf.gather(each, i) for each in (x, y, weight)))
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.set_num_threads(1)
+    data = TensorDataset(*(torch.from_numpy(each) for each in (x, y, weight)))
+    return DataLoader(data, BATCH, sampler=sampler)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--checkpoints")
+    parser.add_argument("--wire", default="fp32")
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=100)
+    args = parser.parse_args()
+    hvd.init()
+    rank = hvd.rank()
+    (args.out / f"pid.{rank}").write_text(str(os.getpid()))
+    keras.utils.set_random_seed(rank)
+
+    fixed = np.random.default_rng(1)
+    x = fixed.normal(size=(SAMPLES, 32)).astype(np.float32)
+    y = fixed.integers(10, size=SAMPLES)
+    weight = (2.0 ** (3 * (np.arange(SAMPLES) % 7) - 9)).astype(np.float32)
+    sampler = hvd.ResumableSampler(SAMPLES, BATCH, seed=7)
+    data = batches_of(x, y, weight, sampler)
+    model = keras.Sequential(
+        [
+            *(keras.Input((32,)), keras.layers.GaussianNoise(0.1), keras.layers.Dense(128, "relu")),
+            *(keras.layers.BatchNormalization(), keras.layers.Dropout(0.2)),
+            *(keras.layers.Dense(64, "relu"), keras.layers.Dense(10)),
+        ]
+    )
+    optimizer = keras.optimizers.AdamW(3e-3, use_ema=True, clipnorm=1.0)
+    model.compile(
+        hvd.DistributedOptimizer(
+            optimizer,
+            compression={"fp32": "none"}.get(args.wire, args.wire),
+            accumulation_steps=args.accumulation,
+            bucket_bytes=10_000,
+        ),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.7, patience=1, min_delta=1.0),
+        Record(args.out, args.steps),
+    ]
+    if args.checkpoints:
+        callbacks.append(
+            hvd.callbacks.Checkpoint(
+                args.checkpoints, every_steps=2 * args.accumulation, data=sampler
+            )
+        )
+    model.fit(data, epochs=10_000, shuffle=False, verbose=0, callbacks=callbacks)
+    variables = [*model.weights, *optimizer.variables]
+    content = b"".join(keras.ops.convert_to_numpy(each).tobytes() for each in variables)
+    (args.out / f"final.{rank}").write_bytes(content)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""`hvd.callbacks.Checkpoint` on one rank: what is in a checkpoint, and what becomes of it."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+
+def values(count=12):
+    random = np.random.default_rng(2)
+    return random.normal(size=(count, 3)).astype("float32"), random.normal(size=(count, 1))
+
+
+def compiled(optimizer=None, policy=None):
+    """A model with layers within layers, and one that is nobody's attribute."""
+    import keras
+
+    keras.utils.set_random_seed(4)
+    inputs = keras.Input((3,))
+    inner = keras.Sequential(
+        [keras.layers.Dense(4, dtype=policy), keras.layers.BatchNormalization()], name="inner"
+    )
+    outputs = keras.layers.Dense(1)(keras.layers.Dropout(0.2)(inner(inputs)))
+    model = keras.Model(inputs, outputs)
+    model.compile(optimizer or keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"])
+    return model
+
+
+def fit(hvd, model, folder, *, epochs=1, count=12, callbacks=(), **options):
+    callback = hvd.callbacks.Checkpoint(folder, **options)
+    x, y = values(count)
+    history = model.fit(
+        *(x, y),
+        batch_size=4,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=[callback, *callbacks],
+    )
+    return callback, history
+
+
+def arrays(model):
+    import keras
+
+    variables = [*model.weights, *model.optimizer.variables]
+    return [keras.ops.convert_to_numpy(variable).tolist() for variable in variables]
+
+
+def contents(file):
+    """Everything in an HDF5 file: attributes and bytes by path."""
+    import h5py
+
+    found = {}
+
+    def visit(name, node):
+        data = node[()].tobytes() if isinstance(node, h5py.Dataset) else None
+        found[name] = ({key: str(value) for key, value in node.attrs.items()}, data)
+
+    with h5py.File(file) as h5:
+        h5.visititems(visit)
+    return found
+
+
+@pytest.mark.parametrize("policy", [None, "bfloat16"])
+def test_an_export_is_the_file_that_keras_itself_writes(hvd, tmp_path, policy):
+    import keras
+
+    from hvdkit.checkpoint.store import Store
+    from hvdkit.keras.checkpoint import export
+
+    inner = keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True)
+    model = compiled(keras.optimizers.LossScaleOptimizer(inner), policy)
+    fit(hvd, model, tmp_path / "steps")
+    with Store(tmp_path / "steps").newest_good() as opened:
+        export(opened, tmp_path / "ours.weights.h5")
+    # At its end fit has put the averages into the model, after the save.
+    other = compiled(keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True), policy)
+    other.load_weights(tmp_path / "ours.weights.h5")
+    other.optimizer.build(other.trainable_variables)
+    model.save_weights(tmp_path / "kerass.weights.h5")
+    ours, kerass = (contents(tmp_path / f"{who}.weights.h5") for who in ("ours", "kerass"))
+    assert ours.keys() == kerass.keys()
+    assert {name: attributes for name, (attributes, _) in ours.items()} == {
+        name: attributes for name, (attributes, _) in kerass.items()
+    }
+    optimizers = [name for name in ours if name.startswith("optimizer")]
+    assert optimizers
+    assert [ours[name] for name in optimizers] == [kerass[name] for name in optimizers]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_an_export_loads_with_its_optimizer_and_needs_no_framework(hvd, tmp_path):
+    import keras
+
+    model = compiled()
+    fit(hvd, model, tmp_path / "steps", epochs=2)
+    code = f"""
+import sys
+from hvdkit.checkpoint import h5
+from hvdkit.checkpoint.store import Store
+with Store({str(tmp_path / "steps")!r}).newest_good() as opened:
+    h5.export(opened, {str(tmp_path / "new.weights.h5")!r})
+print(sorted({{"keras", "tensorflow", "torch"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+    other = compiled()
+    other.optimizer.build(other.trainable_variables)
+    other.load_weights(tmp_path / "new.weights.h5")
+    assert arrays(other) == arrays(model)
+    x, _ = values()
+    assert np.array_equal(
+        keras.ops.convert_to_numpy(other(x)), keras.ops.convert_to_numpy(model(x))
+    )
+
+
+def test_what_cannot_be_exported_says_why(hvd, tmp_path):
+    import keras
+
+    from hvdkit.checkpoint import h5
+    from hvdkit.checkpoint.store import Store
+    from hvdkit.errors import UsageError
+
+    class Doubled(keras.layers.Dense):
+        def save_own_variables(self, store):
+            store["0"] = 2 * keras.ops.convert_to_numpy(self.kernel)
+
+    model = keras.Sequential([keras.Input((3,)), Doubled(1)])
+    model.compile("sgd", loss="mse")
+    fit(hvd, model, tmp_path)
+    with Store(tmp_path).newest_good() as opened:
+        with pytest.raises(UsageError, match="computes what it saves as '0'"):
+            h5.export(opened, tmp_path / "x.weights.h5")
+        with pytest.raises(UsageError, match=r"expected a name that ends in .weights.h5"):
+            h5.export(opened, tmp_path / "x.h5")
+
+
+def test_weights_have_keras_names(hvd, tmp_path):
+    from safetensors.numpy import load_file
+
+    model = compiled()
+    fit(hvd, model, tmp_path)
+    (path,) = tmp_path.glob("step-*/model.safetensors")
+    assert set(load_file(path)) == {variable.path for variable in model.weights}
+
+
+def test_steps_epochs_and_logs_of_what_is_saved(hvd, tmp_path):
+    from hvdkit.checkpoint.store import Store
+
+    callback, history = fit(
+        *(hvd, compiled(), tmp_path), epochs=3, every_steps=2, keep_last=None, metadata={"run": 7}
+    )
+    manifests = [info.manifest for info in Store(tmp_path).steps()]
+    # Three batches make an epoch; what falls on its end is saved with its logs.
+    assert [m.step for m in manifests] == [2, 3, 4, 6, 8, 9]
+    assert [m.epoch for m in manifests] == [0, 1, 1, 2, 2, 3]
+    losses = [m.metrics["loss"] for m in manifests if m.metrics]
+    assert losses == [float(loss) for loss in history.history["loss"]]
+    assert callback.step == 9
+    assert manifests[0].versions.keys() >= {"keras", "hvdkit", "python"}
+
+
+def test_the_best_is_kept(hvd, tmp_path):
+    from hvdkit.checkpoint.store import Store
+
+    best = hvd.KeepBest("mae", "max")
+    _, history = fit(hvd, compiled(), tmp_path, epochs=6, keep_last=1, keep_best=best)
+    kept = [info.manifest.epoch for info in Store(tmp_path).steps()]
+    assert kept == sorted({int(np.argmax(history.history["mae"])) + 1, 6})
+
+
+def test_a_second_fit_with_the_same_callback_goes_on_in_memory(hvd, tmp_path):
+    model = compiled()
+    callback, _ = fit(hvd, model, tmp_path)
+    x, y = values()
+    options = {"batch_size": 4, "verbose": 0, "callbacks": [callback]}
+    history = model.fit(x, y, epochs=3, initial_epoch=1, **options)
+    assert history.epoch == [1, 2]
+    assert callback.step == 9
+
+
+def test_without_resume_it_begins_anew(hvd, tmp_path):
+    fit(hvd, compiled(), tmp_path, epochs=2)
+    callback, history = fit(hvd, compiled(), tmp_path, resume=False)
+    assert (callback.step, history.epoch) == (3, [0])
+    # And that is where one goes on.
+    callback, history = fit(hvd, compiled(), tmp_path, epochs=2)
+    assert (callback.step, history.epoch) == (6, [0, 1])
+
+
+def test_batches_have_the_numbers_that_they_would_have_had(hvd, tmp_path):
+    import keras
+
+    class Numbers(keras.callbacks.Callback):
+        def __init__(self, stop=None):
+            super().__init__()
+            self.seen, self.stop = [], stop
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if len(self.seen) == self.stop:
+                raise KeyError("broken off")
+            self.seen.append(batch)
+
+    for together in (1, 2) if keras.backend.backend() == "tensorflow" else (1,):
+        folder = tmp_path / str(together)
+        model = compiled()
+        model.compile("sgd", loss="mse", steps_per_execution=together)
+        with pytest.raises(KeyError):
+            fit(hvd, model, folder, count=40, callbacks=[Numbers(3)], every_steps=1)
+        other = compiled()
+        other.compile("sgd", loss="mse", steps_per_execution=together)
+        numbers = Numbers()
+        callback, _ = fit(hvd, other, folder, count=40, callbacks=[numbers], epochs=2)
+        assert numbers.seen == [*range(3 * together, 10, together), *range(0, 10, together)]
+        assert callback.step == 20
+
+
+def test_evaluating_in_a_callback_does_not_take_the_place_of_training(hvd, tmp_path):
+    import keras
+
+    x, y = values(40)
+
+    class Evaluates(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.evaluate(x, y, batch_size=4, verbose=0)
+
+    class Breaks(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 6:
+                raise KeyError("broken off")
+
+    with pytest.raises(KeyError):
+        fit(hvd, compiled(), tmp_path, count=40, callbacks=[Breaks()], every_steps=1)
+    callback, _ = fit(hvd, compiled(), tmp_path, count=40, callbacks=[Evaluates()])
+    assert callback.step == 10
+
+
+def test_what_makes_no_sense_is_refused(hvd, tmp_path):
+    import keras
+
+    from hvdkit.errors import UsageError
+
+    for options in ({"every_epochs": 0}, {"keep_last": 0}):
+        with pytest.raises(UsageError):
+            hvd.callbacks.Checkpoint(tmp_path, **options)
+    model = keras.Sequential([keras.layers.Lambda(lambda x: x), keras.layers.Dense(1)])
+    model.compile("sgd", loss="mse")
+    if keras.backend.backend() == "tensorflow":
+        with pytest.raises(UsageError, match="has been built before fit"):
+            fit(hvd, model, tmp_path)
+    with pytest.raises(UsageError, match="every_steps is 0"):
+        fit(hvd, compiled(), tmp_path, every_steps=0)
+
+
+def test_a_fit_that_is_left_by_an_exception_gives_the_folder_back(hvd, tmp_path):
+    import gc
+
+    import keras
+
+    from hvdkit.checkpoint.store import Store
+
+    class Breaks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                raise KeyError("broken off")
+
+    for _ in range(2):
+        # To the next in this process, ...
+        with pytest.raises(KeyError):
+            fit(hvd, compiled(), tmp_path, callbacks=[Breaks()], every_steps=1, resume=False)
+    # ... and once nobody has the callback any more, to all.
+    gc.collect()
+    with Store(tmp_path).open_for_writing():
+        pass
+    callback, _ = fit(hvd, compiled(), tmp_path)
+    assert callback.step == 3

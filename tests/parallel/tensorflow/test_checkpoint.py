@@ -1,0 +1,218 @@
+"""`hvd.Checkpointer` and `hvd.ResumableSampler` on real ranks, and the examples that use them."""
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+
+import numpy as np
+import pytest
+
+from hvdkit.checkpoint.store import Store
+from tests.parallel.rank_pool import Configuration, start_ranks_of
+from tests.parallel.tensorflow.test_digits import QUIET, example
+
+
+def of_every_rank(hvd, value):
+    return hvd.allgather_object(value)
+
+
+@contextlib.contextmanager
+def common_folder(hvd):
+    own = tempfile.mkdtemp(prefix="hvdkit-test-") if hvd.rank() == 0 else ""
+    try:
+        yield of_every_rank(hvd, own)[0]
+    finally:
+        of_every_rank(hvd, "done")
+        if own:
+            shutil.rmtree(own)
+
+
+def batches(sampler, data):
+    return [batch.numpy().tolist() for batch in sampler.batches(data)]
+
+
+@pytest.mark.parametrize("count", [8, 13, 23])
+def test_every_sample_once_on_one_rank_in_equal_steps(hvd, count):
+    sampler = hvd.ResumableSampler(count, 3, seed=1)
+    data = sampler.dataset()
+    for _ in range(2):
+        everyones = of_every_rank(hvd, batches(sampler, data))
+        assert {len(each) for each in everyones} == {sampler.batches_per_epoch}
+        seen = sorted(i for each in everyones for batch in each for i in batch)
+        extra = len(seen) - count
+        assert 0 <= extra < hvd.size()
+        assert set(seen) == set(range(count))
+
+
+def test_what_is_left_is_divided_among_another_number_of_ranks(hvd):
+    size, count = hvd.size(), 61
+    sampler = hvd.ResumableSampler(count, 2, seed=1)
+    iterator = sampler.batches(sampler.dataset())
+    done = [next(iterator).numpy().tolist() for _ in range(3)]
+    half = hvd.add_process_set(range(size // 2))
+    try:
+        left = []
+        if half.included():
+            other = hvd.ResumableSampler(count, 2, seed=1, process_set=half)
+            other.adopt(other.prepare(sampler.capture()))
+            left = batches(other, other.dataset())
+        seen = [i for each in of_every_rank(hvd, [*done, *left]) for b in each for i in b]
+        assert set(seen) == set(range(count))
+        assert len(seen) - count < size
+    finally:
+        hvd.remove_process_set(half)
+
+
+def trained(hvd, folder, compression, broken_after=None):
+    """The losses and the bytes after a loop of 24 steps."""
+    import keras
+    import tensorflow as tf
+
+    keras.utils.set_random_seed(hvd.rank())
+    sampler = hvd.ResumableSampler(40, 2, seed=2)
+    x = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
+    x *= 4.0 ** (np.arange(40)[:, None] % 9 - 4)
+    data = sampler.dataset().map(lambda i: tf.gather(x, i))
+    layers = [keras.layers.Dense(5), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    optimizer = keras.optimizers.Adam(0.01)
+    optimizer.build(model.trainable_variables)
+    hvd.broadcast_variables([*model.variables, *optimizer.variables], root_rank=0)
+
+    @tf.function
+    def train_step(batch):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(batch, training=True) ** 2)
+        tape = hvd.DistributedGradientTape(tape, compression=compression, bucket_bytes=30)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    losses: list[str] = []
+    log = {"losses": losses}
+    with hvd.Checkpointer(
+        folder, model=model, optimizer=optimizer, data=sampler, every_steps=4, metadata=log
+    ) as checkpointer:
+        restored = checkpointer.restore()
+        step = restored.step if restored else 0
+        losses = log["losses"]
+        while step < 24:
+            for batch in sampler.batches(data):
+                losses.append(float(train_step(batch)).hex())
+                step += 1
+                checkpointer.maybe_save(step, sampler.epoch)
+                if step == broken_after:
+                    return None
+                if step == 24:
+                    break
+    # Metadata are the first rank's.
+    content = [v.numpy().tobytes() for v in [*model.weights, *optimizer.variables]]
+    return content, losses if hvd.rank() == 0 else losses[-8:]
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_a_loop_that_goes_on_ends_with_the_same_bytes(hvd, compression):
+    with common_folder(hvd) as folder, common_folder(hvd) as other:
+        assert trained(hvd, folder, compression, broken_after=14) is None
+        forget_what_wire_formats_learned()
+        resumed = trained(hvd, folder, compression)
+        forget_what_wire_formats_learned()
+        assert resumed == trained(hvd, other, compression)
+        assert len({str(content) for content, _ in of_every_rank(hvd, resumed)}) == 1
+
+
+def forget_what_wire_formats_learned():
+    """As a new process begins."""
+    from hvdkit.tensorflow import tape
+
+    tape._reducer.cache_clear()
+    tape._reducers.clear()
+    tape._saved_states.clear()
+
+
+def count_until_stopped(hvd, folder, variable):
+    with hvd.Checkpointer(folder, model=[variable]) as checkpointer:
+        for step in range(1, 100):
+            variable.assign_add([1.0])
+            if step == 3 and hvd.rank() == hvd.size() - 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            checkpointer.maybe_save(step)
+
+
+def test_a_stop_of_one_rank_saves_and_ends_all(hvd):
+    import tensorflow as tf
+
+    variable = tf.Variable([1.0])
+    with common_folder(hvd) as folder:
+        with pytest.raises(hvd.Stopped) as stopped:
+            count_until_stopped(hvd, folder, variable)
+        assert stopped.value.code == hvd.RESUMABLE
+        with hvd.Checkpointer(folder, model=[variable]) as c:
+            assert of_every_rank(hvd, c.restore().step) == [stopped.value.step] * hvd.size()
+    assert variable.numpy() == [1.0 + stopped.value.step]
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(hvd):
+    import tensorflow as tf
+
+    from hvdkit.errors import UsageError
+
+    with common_folder(hvd) as folder:
+        with hvd.Checkpointer(folder, model=[tf.Variable([1.0, 2.0], name="v")]) as c:
+            c.save(1)
+        own = tf.Variable([0.0] * (2 + hvd.rank() % 2), name="v")
+        refused = pytest.raises(UsageError, match=r"rank.* 1.*v F32\[2\] -> v F32\[3\]")
+        with hvd.Checkpointer(folder, model=[own]) as c, refused:
+            c.restore()
+        assert not own.numpy().any()
+
+
+# The examples as a user runs them: all ranks killed, started again, and compared with a run that
+# was not.
+@pytest.mark.parametrize(
+    ("name", "framework"), [("tensorflow_digits", "tensorflow"), ("keras_digits", "keras-torch")]
+)
+def test_digits_go_on_after_a_kill(name, framework, tmp_path):
+    two = Configuration(framework, "gloo", 2)
+
+    def start(folder):
+        arguments = ["--epochs", "3", "--checkpoint-dir", str(folder), "--checkpoint-every", "7"]
+        return start_ranks_of(two, [sys.executable, example(name), *arguments, "--resume"], QUIET)
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    expected = start(whole).wait(timeout=120)[0].output.splitlines()
+    with start(killed) as group:
+        deadline = time.monotonic() + 120
+        while len(Store(killed).steps()) < 2 and time.monotonic() < deadline:
+            assert group.running(), group.output(0)
+            time.sleep(0.01)
+        for process in group._group.started:
+            process.kill()
+    again = start(killed).wait(timeout=120)[0].output.splitlines()
+    assert again[0].startswith("resumed after step ")
+    assert again[1:] == expected
+    newest = [Store(folder).steps()[-1] for folder in (whole, killed)]
+    assert newest[0].step == newest[1].step
+    for part in ("model", "optimizer"):
+        files = [(info.path / f"{part}.safetensors") for info in newest]
+        contents = [tensors_of(file) for file in files]
+        assert contents[0] == contents[1]
+
+
+def tensors_of(file):
+    from safetensors.numpy import load_file
+
+    return {name: array.tobytes() for name, array in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", ["tensorflow_digits", "keras_digits"])
+def test_resuming_needs_a_folder(name):
+    from tests.parallel.torch.test_digits import run_plain
+
+    done = run_plain(sys.executable, example(name), "--resume")
+    assert done.returncode == 2
+    assert "--resume needs --checkpoint-dir" in done.stderr

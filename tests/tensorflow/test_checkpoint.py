@@ -1,0 +1,228 @@
+"""`hvd.Checkpointer` and `hvd.ResumableSampler` in a job of one rank."""
+
+import numpy as np
+import pytest
+
+from tests.alone import run_alone
+
+
+def test_tensors_of_every_dtype_come_back_in_pieces(hvd):
+    import tensorflow as tf
+
+    from hvdkit.checkpoint.tensors import nbytes
+    from hvdkit.tensorflow.parts import _DTYPES, VariableTensor
+
+    random = np.random.default_rng(1)
+    for name in _DTYPES:
+        dtype = tf.as_dtype(name)
+        content = random.integers(0, 2, 4 * 5 * 3 * dtype.size).astype(np.uint8)
+        values = content.view(dtype.as_numpy_dtype).reshape(4, 5, 3)
+        try:
+            saved, restored = tf.Variable(values), tf.Variable(np.zeros_like(values))
+        except tf.errors.OpError:
+            continue  # float8 has no kernels on some machines
+        out = np.empty(nbytes(VariableTensor(saved).spec), np.uint8)
+        VariableTensor(saved).read(out)
+        assert out.tobytes() == content.tobytes(), name
+        VariableTensor(restored).write(out)
+        assert np.array_equal(restored.numpy(), values), name
+    # Pieces of whole elements, cut anywhere.
+    values = random.normal(size=(4, 5, 3)).astype(np.float32)
+    out = values.reshape(-1).view(np.uint8)
+    for size in (1, 2, 3, 7, 15, 16, 31, 59):
+        restored = tf.Variable(np.zeros_like(values))
+        tensor = VariableTensor(restored)
+        for first in range(0, out.size, 4 * size):
+            tensor.write(out[first : first + 4 * size], first)
+        assert np.array_equal(restored.numpy(), values), size
+    scalar = tf.Variable(3, dtype=tf.int64)
+    VariableTensor(scalar).write(np.array([7]).view(np.uint8))
+    assert int(scalar) == 7
+
+
+def test_the_order_follows_from_the_seed_and_the_epoch_alone(hvd):
+    def epochs(seed):
+        sampler = hvd.ResumableSampler(11, 4, seed=seed)
+        data = sampler.dataset()
+        return [[b.numpy().tolist() for b in sampler.batches(data)] for _ in range(2)]
+
+    first = epochs(1)
+    assert first == epochs(1) != epochs(2)
+    assert first[0] != first[1]
+    for epoch in first:
+        assert [len(batch) for batch in epoch] == [4, 4, 3]
+        assert sorted(i for batch in epoch for i in batch) == list(range(11))
+    plain = hvd.ResumableSampler(5, 2, shuffle=False, drop_last=True)
+    assert [b.numpy().tolist() for b in plain.batches(plain.dataset())] == [[0, 1], [2, 3]]
+
+
+def test_it_goes_on_at_any_batch_without_reading_what_came_before(hvd):
+    def make():
+        sampler, read = hvd.ResumableSampler(11, 2, seed=5), []
+
+        def load(number, seed):
+            import tensorflow as tf
+
+            number = tf.numpy_function(lambda n: read.append(int(n)) or n, [number], "int64")
+            return tf.ensure_shape(number, []), seed
+
+        return sampler, sampler.dataset(load, seeds=True), read
+
+    def rows(batch):
+        numbers, seeds = batch
+        return numbers.numpy().tolist(), seeds.numpy().tolist()
+
+    sampler, data, _ = make()
+    assert int(data.cardinality()) == sampler.batches_per_epoch == 6
+    whole = [rows(batch) for _ in range(2) for batch in sampler.batches(data)]
+    # Seeds of their own for each sample and epoch.
+    assert len({tuple(seed) for _, seeds in whole for seed in seeds}) == 22
+    for done in range(12):
+        sampler, data, _ = make()
+        batches = (b for _ in range(2) for b in sampler.batches(data))
+        assert [rows(next(batches)) for _ in range(done)] == whole[:done]
+        state = sampler.capture()
+        other, data, read = make()
+        other.adopt(other.prepare(state))
+        rest = [rows(b) for _ in range(other.epoch, 2) for b in other.batches(data)]
+        assert rest == whole[done:]
+        assert len(read) == 22 - sum(len(numbers) for numbers, _ in whole[:done])
+
+
+def test_another_seed_or_number_of_samples_is_refused(hvd):
+    from hvdkit.errors import UsageError
+
+    state = hvd.ResumableSampler(10, 2, seed=1).capture()
+    with pytest.raises(UsageError, match="seed 1, and this ResumableSampler has seed 2"):
+        hvd.ResumableSampler(10, 2, seed=2).prepare(state)
+    with pytest.raises(UsageError, match="samples 10, and this"):
+        hvd.ResumableSampler(12, 2, seed=1).prepare(state)
+    for arguments in ((0, 1), (4, 0), (4, 2.0)):
+        with pytest.raises(UsageError, match="expected a whole number"):
+            hvd.ResumableSampler(*arguments)
+    with pytest.raises(UsageError, match="do not make a batch"):
+        hvd.ResumableSampler(3, 4, drop_last=True)
+
+
+def test_samples_that_nobody_counts_are_an_error_at_the_next_save(hvd):
+    from hvdkit.errors import UsageError
+
+    sampler = hvd.ResumableSampler(10, 2)
+    next(iter(sampler.dataset()))
+    with pytest.raises(UsageError, match=r"for batch in sampler.batches\(dataset\)"):
+        sampler.capture()
+    next(sampler.batches(sampler.dataset()))
+    assert sampler.capture()["consumed"] == 2
+
+
+def test_a_loop_goes_on_with_variables_seeds_and_generators(hvd, tmp_path):
+    import random
+
+    import keras
+    import tensorflow as tf
+
+    def make():
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5)])
+        module = tf.Module()
+        module.rows = tf.Variable(tf.ones((4, 3)))
+        noise = tf.random.Generator.from_seed(5)
+        counts = {}
+        checkpointer = hvd.Checkpointer(
+            tmp_path / "steps",
+            model={"net": model, "module": module},
+            optimizer=[tf.Variable(1.5)],
+            generators={"noise": noise},
+            metadata=counts,
+        )
+
+        def draw():
+            dropped = model(module.rows, training=True).numpy()
+            drawn = noise.normal([2]).numpy().tolist(), keras.random.normal([2]).numpy().tolist()
+            return dropped.tolist(), drawn, random.random(), float(np.random.rand())
+
+        return checkpointer, module, counts, draw
+
+    checkpointer, module, counts, draw = make()
+    with checkpointer:
+        assert checkpointer.restore() is None
+        draw()
+        module.rows.assign_add(tf.ones((4, 3)))
+        counts["seen"] = {"words": (1, 2.5)}
+        checkpointer.save(7, metrics={"loss": 0.5})
+        expected = [draw(), draw()]
+    checkpointer, module, counts, draw = make()
+    with checkpointer:
+        assert checkpointer.restore().step == 7
+        assert counts == {"seen": {"words": (1, 2.5)}}
+        assert module.rows.numpy().tolist() == [[2.0] * 3] * 4
+        drawn = [draw(), draw()]
+        assert drawn == expected
+
+
+def test_what_cannot_be_saved_is_said_at_once(hvd, tmp_path):
+    import keras
+    import tensorflow as tf
+
+    from hvdkit.errors import UsageError
+
+    with pytest.raises(UsageError, match="neither model nor optimizer"):
+        hvd.Checkpointer(tmp_path)
+    with pytest.raises(UsageError, match=r"call its build\(model.trainable_variables\)"):
+        hvd.Checkpointer(tmp_path, optimizer=keras.optimizers.SGD())
+    with pytest.raises(UsageError, match="a float was given"):
+        hvd.Checkpointer(tmp_path, model=1.5)
+    words = hvd.Checkpointer(tmp_path, model=[tf.Variable("word", name="w")])
+    with words, pytest.raises(UsageError, match="is of string"):
+        words.save(1)
+
+
+def test_weights_load_with_plain_safetensors(hvd, tmp_path):
+    import keras
+    from safetensors.numpy import load_file
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="head")], name="net")
+    with hvd.Checkpointer(tmp_path, model=model) as checkpointer:
+        checkpointer.save(1)
+    (path,) = tmp_path.glob("step-*/model.safetensors")
+    loaded = load_file(path)
+    assert set(loaded) == {
+        "net/head/kernel",
+        "net/head/bias",
+    }
+    assert np.array_equal(loaded["net/head/kernel"], model.layers[0].kernel.numpy())
+
+
+def test_what_wire_formats_learned_is_kept_and_put_back(hvd):
+    from hvdkit.tensorflow import tape
+
+    saved = tape.reduction_state()
+    try:
+        tape.adopt_reduction_state({"some settings": {"some buckets": [[1, 2]]}})
+        # For a reducer that is still to come.
+        assert tape.reduction_state()["some settings"] == {"some buckets": [[1, 2]]}
+    finally:
+        tape.adopt_reduction_state(saved)
+
+
+def test_a_checkpoint_opens_without_tensorflow(tmp_path):
+    run_alone(
+        f"""
+import tensorflow as tf, hvdkit.tensorflow as hvd
+hvd.init()
+with hvd.Checkpointer({str(tmp_path)!r}, model=[tf.Variable([1.0, 2.0], name="v")]) as c:
+    c.save(3)
+hvd.shutdown()
+""",
+        framework="tensorflow",
+    )
+    output = run_alone(
+        f"""
+import sys
+from hvdkit.checkpoint.store import Store
+with Store({str(tmp_path)!r}).newest_good() as opened:
+    print(opened.manifest.step, dict(opened.outline.specs["model"]))
+print("tensorflow" in sys.modules)
+"""
+    )
+    assert output.splitlines() == ["3 {'v': TensorSpec(dtype='F32', shape=(2,))}", "False"]
