@@ -4,12 +4,13 @@ The data are the 1797 scans of 8x8 pixels that come with scikit-learn: nothing i
 One rank or many, the accuracy on the held-out fifth is the same:
 
     python examples/tensorflow_digits.py
+    hvdkit run -np 2 python examples/tensorflow_digits.py
     horovodrun -np 2 python examples/tensorflow_digits.py
     mpirun -np 2 --oversubscribe python examples/tensorflow_digits.py
 
 With a folder for checkpoints it can be stopped or killed at any moment, and goes on from there:
 
-    horovodrun -np 2 python examples/tensorflow_digits.py --checkpoint-dir digits --resume
+    hvdkit run -np 2 python examples/tensorflow_digits.py --checkpoint-dir digits --resume
 """
 
 import argparse
