@@ -51,7 +51,10 @@ def obtain(given: Path | None, tools: Path) -> Path:
 def unpack(sdist: Path, into: Path) -> Path:
     """Unpack `sdist` and return the source tree's folder."""
     with tarfile.open(sdist) as archive:
-        archive.extractall(into, filter="data")
+        # By name and not as an argument, which Python before 3.11.4 does not know; there all is
+        # extracted as it is, which is known by its hash.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(into)
     return into / NAME.removesuffix(".tar.gz")
 
 

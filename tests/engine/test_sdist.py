@@ -1,3 +1,5 @@
+import tarfile
+
 import pytest
 
 from hvdkit.engine import cache, sdist
@@ -51,3 +53,14 @@ def test_a_damaged_cached_sdist_is_not_used(sdist_file, tmp_path, monkeypatch):
 def test_it_unpacks_to_the_source_tree(pristine):
     assert (pristine / "setup.py").is_file()
     assert (pristine / "third_party/gloo/CMakeLists.txt").is_file()
+
+
+def test_it_unpacks_with_a_python_that_has_no_extraction_filters(sdist_file, tmp_path, monkeypatch):
+    extractall = tarfile.TarFile.extractall
+
+    def as_before_3_11_4(self, path=".", members=None, *, numeric_owner=False):
+        extractall(self, path, members, numeric_owner=numeric_owner)
+
+    monkeypatch.setattr(tarfile.TarFile, "extractall", as_before_3_11_4)
+    monkeypatch.delattr(tarfile, "data_filter")
+    assert (sdist.unpack(sdist_file, tmp_path) / "setup.py").is_file()
