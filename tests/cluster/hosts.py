@@ -152,13 +152,21 @@ def _write_etc(host: Host, all_hosts: Sequence[Host], own: str) -> None:
 
 
 def _unused_network() -> ipaddress.IPv4Network:
-    """A private network that this machine has no route to, other than its default one."""
+    """A private network that this machine has no route to, other than its default one.
+
+    Nor one that its servers of names are on, which it may well reach by that.
+    """
     routes = json.loads(_ip("-4", "-json", "route", "show", "table", "all"))
     taken = [
         ipaddress.IPv4Network(route["dst"], strict=False)
         for route in routes
         if route["dst"] != "default"
     ]
+    with contextlib.suppress(FileNotFoundError):
+        for line in Path("/etc/resolv.conf").read_text().splitlines():
+            match line.split():
+                case ["nameserver", address] if ":" not in address:
+                    taken.append(ipaddress.IPv4Network(address))
     # From the top of the range: what hands out private networks begins at the bottom.
     for third in range(255, -1, -1):
         network = ipaddress.IPv4Network(f"10.255.{third}.0/24")
