@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(verbs)
     _add_run(verbs)
     _add_checkpoint(verbs)
+    _add_generate(verbs)
     return parser
 
 
@@ -218,6 +219,14 @@ def _add_checkpoint(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) 
     verb = _add_verb(verbs, "checkpoint", command.HELP, command.EXAMPLE)
     actions = verb.add_subparsers(dest="action", metavar="ACTION", required=True)
     command.add_actions(partial(_add_verb, actions), _export)
+
+
+def _add_generate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from hvdkit.launch import generate
+
+    verb = _add_verb(verbs, "generate", generate.HELP, generate.EXAMPLE)
+    actions = verb.add_subparsers(dest="action", metavar="ACTION", required=True)
+    generate.add_actions(partial(_add_verb, actions))
 
 
 def _export(opened: OpenCheckpoint, target: Path) -> None:

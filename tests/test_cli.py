@@ -17,7 +17,7 @@ def run(*arguments):
     )
 
 
-@pytest.mark.parametrize("verb", ["build", "doctor", "checkpoint", "run"])
+@pytest.mark.parametrize("verb", ["build", "doctor", "checkpoint", "run", "generate"])
 def test_every_verb_has_help_with_an_example(verb):
     answer = run(verb, "--help")
     assert answer.returncode == 0

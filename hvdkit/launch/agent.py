@@ -4,8 +4,8 @@ It is told what to run on its standard input, starts its ranks, sends what they 
 ends them when it is told to, when the launcher is gone (end of its input, or silence), or when it
 gets SIGTERM or SIGHUP. `messages` has the words that are spoken.
 
-Where another launcher (mpirun) starts the ranks, it starts an agent for each instead, which finds
-its way to ours through two variables, and leaves the place that it was given to its rank.
+Where another launcher (mpirun, srun) starts the ranks, it starts an agent for each instead, which
+finds its way to ours through two variables, and leaves the place that it was given to its rank.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _READ_BYTES = 65536
 _WAITING_BYTES = 1_000_000
 _ENDING_POLL_SECONDS = 0.05
 _STREAMS = ("stdout", "stderr")
-#: Where Open MPI and Hydra tell a process its rank.
-_MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+#: Where Open MPI, Hydra and Slurm tell a process its rank. Slurm may have started mpirun.
+_GIVEN_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 class _Rank:
@@ -89,11 +89,8 @@ class Agent:
     def run(self) -> None:
         """Serve until every process of the job has ended."""
         signal.set_wakeup_fd(self._wakeup)
-        # The last two are the ranks' business, which the launcher passes on. They are not ignored,
-        # because the ranks would inherit that.
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, _do_nothing)
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal.SIGCHLD, _do_nothing)
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         self._selector.register(self._orders, selectors.EVENT_READ)
         self._selector.register(self._signals, selectors.EVENT_READ)
@@ -146,7 +143,13 @@ class Agent:
             self._ending = self._group.ending(grace)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self._end(ORPHAN_GRACE)
+        if self._task.get("passes_signals_on") and self._ranks and number != signal.SIGHUP:
+            # A batch system may send it to the ranks' places and not to the launcher.
+            self._pass_on(number)
+        elif number in (signal.SIGTERM, signal.SIGHUP):
+            self._end(ORPHAN_GRACE)
+        # The others are the ranks' business, which the launcher passes on. They are not ignored,
+        # because the ranks would inherit that.
 
     def _lose_launcher(self) -> None:
         """Nobody is there to speak to any more."""
@@ -358,7 +361,7 @@ def main() -> None:
 def _come_to(address: str, token: str) -> None:
     """Serve the launcher that listens at `address`."""
     host, _, port = address.rpartition(":")
-    rank = next(os.environ[name] for name in _MPI_RANK if name in os.environ)
+    rank = next(os.environ[name] for name in _GIVEN_RANK if name in os.environ)
     with socket.create_connection((host, int(port)), timeout=messages.LOST_SECONDS) as line:
         line.sendall(f"{token} {rank}\n".encode())
         # The selector takes a descriptor once, and this one is for both ways.

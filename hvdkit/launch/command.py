@@ -15,7 +15,7 @@ from typing import Any
 from hvdkit.engine.describe import installed
 from hvdkit.errors import UsageError
 from hvdkit.findings import Finding
-from hvdkit.launch import gloo, hosts, mpi, preflight
+from hvdkit.launch import allocation, gloo, hosts, mpi, preflight, slurm
 from hvdkit.launch.job import Limits
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan, make_plan
@@ -37,9 +37,9 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--launcher",
-        choices=["auto", "gloo", "mpi"],
+        choices=["auto", "gloo", "mpi", "slurm"],
         default="auto",
-        help="(default: gloo, unless Horovod has only MPI)",
+        help="(default: slurm inside an allocation, else gloo, unless Horovod has only MPI)",
     )
     verb.add_argument(
         "--dry-run",
@@ -60,6 +60,12 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     )
     mpi_group.add_argument(
         "--mpi-args", default="", metavar="ARGS", help="more for mpirun, e.g. '--report-bindings'"
+    )
+    slurm_group = verb.add_argument_group("Slurm")
+    slurm_group.add_argument(
+        "--mpi",
+        metavar="KIND",
+        help="ranks over MPI, with srun --mpi=KIND: pmix, pmi2 (default: over Gloo)",
     )
     ranks = verb.add_argument_group("the ranks' environment")
     ranks.add_argument(
@@ -165,7 +171,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         HvdkitError: the job could not be started.
     """
-    plan = _plan(options)
+    given = _allocation(options)
+    plan = _plan(options, given)
     settings = _settings(
         options,
         variables=options.variables,
@@ -173,7 +180,10 @@ def run(options: argparse.Namespace) -> int:
         limits=Limits(options.start_timeout, options.stop_grace),
         preflight=not options.no_preflight,
     )
-    if _over_mpi(options.launcher):
+    if given is not None:
+        describe = functools.partial(slurm.describe, plan, settings, given, options.mpi, _say)
+        carry_out = functools.partial(slurm.run, plan, settings, given, options.mpi)
+    elif _over_mpi(options.launcher):
         with_mpi = mpi.find(options.mpirun), shlex.split(options.mpi_args)
         describe = functools.partial(mpi.describe, plan, settings, *with_mpi)
         carry_out = functools.partial(mpi.run, plan, settings, *with_mpi)
@@ -196,9 +206,30 @@ def run(options: argparse.Namespace) -> int:
     return outcome.status
 
 
-def _plan(options: argparse.Namespace) -> Plan:
+def _allocation(options: argparse.Namespace) -> allocation.Allocation | None:
+    """The Slurm allocation that the job is to run in; None where it is none of Slurm's."""
+    hosts_named = options.hosts is not None or options.hostfile is not None
+    found = options.launcher == "auto" and not hosts_named and allocation.inside(os.environ)
+    if not found and options.launcher != "slurm":
+        if options.mpi is not None:
+            raise UsageError(f"--mpi {options.mpi} is for Slurm; elsewhere: --launcher mpi")
+        return None
+    if hosts_named:
+        raise UsageError("--launcher slurm: the allocation says which hosts; leave -H out")
+    given = allocation.read(os.environ)
+    if options.mpi is None and _only_mpi():
+        raise UsageError(
+            "Horovod was built without Gloo here. Say which of `srun --mpi=list` its MPI takes: "
+            "--mpi pmix or --mpi pmi2"
+        )
+    return given
+
+
+def _plan(options: argparse.Namespace, given: allocation.Allocation | None) -> Plan:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    where = _hosts(options)
+    where = list(given.hosts) if given is not None else _hosts(options)
+    if given is not None and options.num_proc is not None:
+        allocation.check_size(given, options.num_proc)
     if where is None:
         if options.num_proc is None:
             raise UsageError("how many ranks? Give -np N, or hosts with slots: -H host1:4,host2:4")
@@ -220,8 +251,10 @@ def _hosts(options: argparse.Namespace) -> list[hosts.Host] | None:
 
 
 def _over_mpi(launcher: str) -> bool:
-    if launcher != "auto":
-        return launcher == "mpi"
+    return launcher == "mpi" or (launcher == "auto" and _only_mpi())
+
+
+def _only_mpi() -> bool:
     engine = installed()
     controllers = engine.controllers if engine is not None else None
     return controllers is not None and "gloo" not in controllers

@@ -170,16 +170,20 @@ class ProcessConnection(Connection):
 
 
 class SocketConnection(Connection):
-    """An agent that another launcher (mpirun) started, and that has come by itself.
+    """An agent that another launcher (mpirun, srun) started, and that has come by itself.
 
     Args:
         host: its host.
         line: the socket that it speaks through.
         events: where what it says is put.
+
+    Attributes:
+        peer: the address that it comes from.
     """
 
     def __init__(self, host: Host, line: socket.socket, events: Events) -> None:
         self._socket = line
+        self.peer = str(line.getpeername()[0])
         super().__init__(host, line.fileno(), line.makefile("rb"), events)
 
     def explain(self) -> str:

@@ -18,7 +18,7 @@ from hvdkit.launch.prepare import Settings
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
 
-def _place_variables(
+def place_variables(
     plan: Plan, address: str, port: int
 ) -> Callable[[Place, Interface], dict[str, str]]:
     """What tells a rank its place in a job whose rendezvous is at `address` and `port`."""
@@ -58,7 +58,7 @@ def run(plan: Plan, settings: Settings, output: Output, say: Callable[[str], Non
         with RendezvousServer(address) as server:
             door = (address, server.port)
             preflight.before_start(agents, interfaces, plan, settings, door, say)
-            places = _place_variables(plan, *door)
+            places = place_variables(plan, *door)
             ranks = prepare.rank_messages(plan, facts, settings, interfaces, places)
             for connection in agents.connections:
                 connection.send("start", ranks=ranks[connection.host])
@@ -77,7 +77,7 @@ def describe(plan: Plan, settings: Settings) -> str:
     interfaces, address = prepare.choose_network(plan, facts, settings)
     with RendezvousServer(address) as server:
         port = server.port  # free again in a moment, like any that a person would choose
-    places = _place_variables(plan, address, port)
+    places = place_variables(plan, address, port)
     ranks = prepare.rank_messages(plan, facts, settings, interfaces, places)
     lines = [f"{plan.size} ranks over Gloo, in {plan.directory}"]
     lines += prepare.host_lines(plan, facts, interfaces)

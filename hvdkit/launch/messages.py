@@ -2,7 +2,8 @@
 
 To the agent:
 
-    task    {command, directory, files}      the first message: what is going to be run
+    task    {command, directory, path,       the first message: what is going to be run; and
+             files, passes_signals_on}       whether the agent's own signals are for its ranks
     ask     {question, arguments}            answer one of `inspection.QUESTIONS`
     start   {ranks: [{rank, env, defaults}]} start them
     signal  {number}                         pass a signal on to the ranks

@@ -5,24 +5,18 @@ So the ranks' output, their ends and an orderly stop are the same as over Gloo, 
 
 from __future__ import annotations
 
-import hmac
 import os
-import secrets
 import shlex
 import shutil
-import socket
-import subprocess
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from hvdkit.engine.toolchain import which
 from hvdkit.errors import HvdkitError
-from hvdkit.launch import environment, messages, network, preflight, prepare
+from hvdkit.launch import environment, network, preflight, prepare
 from hvdkit.launch.agents import Agents
-from hvdkit.launch.connection import SocketConnection, own_agent
+from hvdkit.launch.arrivals import Door, Starter, let_in
+from hvdkit.launch.connection import own_agent
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.job import Job, Outcome
 from hvdkit.launch.messages import Message
@@ -31,16 +25,11 @@ from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.prepare import Settings
 from hvdkit.launch.ssh import Ssh
-from hvdkit.processes import ProcessGroup, without_place
+from hvdkit.processes import without_place
 from hvdkit.ranks import Mpirun, identify_mpirun
 
 #: What Horovod is told, so that it takes MPI where it has been built with Gloo too.
 CONTROLLER = {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
-
-_TOKEN_SECONDS = 5.0
-_ACCEPT_SECONDS = 0.2
-# mpirun ends by itself once its ranks have; it gets this long.
-_END_SECONDS = 10.0
 
 
 def find(path: str | None = None) -> Mpirun:
@@ -149,96 +138,6 @@ def _hydra_environment(ssh: Ssh) -> dict[str, str]:
     return dict.fromkeys(names, _ssh_arguments(ssh))
 
 
-class _Door:
-    """Where the agents that mpirun starts come in: those of this job, and nobody else."""
-
-    def __init__(self, address: str, size: int) -> None:
-        self.token = secrets.token_hex(16)
-        self._listener = socket.create_server((address, 0), backlog=size)
-        self._listener.settimeout(_ACCEPT_SECONDS)
-        self.at: tuple[str, int] = (address, self._listener.getsockname()[1])
-
-    def accept(self) -> tuple[int, socket.socket] | None:
-        """The next agent's rank and its line; None where nobody has come for a moment."""
-        try:
-            line, _ = self._listener.accept()
-        except TimeoutError:
-            return None
-        line.settimeout(_TOKEN_SECONDS)
-        try:
-            token, _, rank = _first_line(line).partition(" ")
-            if hmac.compare_digest(token.encode(), self.token.encode()) and rank.isdigit():
-                line.settimeout(None)
-                _notice_silence(line)
-                return int(rank), line
-        except OSError:
-            pass  # it is treated as what it is: nobody of ours
-        line.close()
-        return None
-
-    def close(self) -> None:
-        self._listener.close()
-
-
-def _first_line(line: socket.socket) -> str:
-    said = b""
-    while not said.endswith(b"\n") and len(said) < 100:
-        byte = line.recv(1)
-        if not byte:
-            break
-        said += byte
-    return said.decode(errors="replace").rstrip("\n")
-
-
-def _notice_silence(line: socket.socket) -> None:
-    """Let the system find out within 40 seconds that the other host is gone."""
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, 10),
-        (socket.TCP_KEEPINTVL, 10),
-        (socket.TCP_KEEPCNT, 3),
-        (socket.TCP_USER_TIMEOUT, 40_000),
-    ):
-        line.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-class _Mpirun:
-    """The running mpirun. What it says itself is passed on to the user."""
-
-    def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], say: Callable[[str], None]
-    ) -> None:
-        self._group = ProcessGroup()
-        process = self._group.start(command, env, "/", stdout=subprocess.PIPE)
-        assert process.stdout
-        self._process = process
-        self._pipe = process.stdout
-        self._say = say
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def check(self) -> None:
-        """Raises HvdkitError where it has ended, before its ranks were there."""
-        if (status := self._process.poll()) is not None:
-            self._reader.join(timeout=1)
-            raise HvdkitError(f"mpirun ended with status {status} and started no ranks; see above")
-
-    def end(self) -> None:
-        """Let it end, which it does once its ranks have; else end it."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS)
-        for _ in self._group.ending(_END_SECONDS):
-            time.sleep(0.05)
-        self._reader.join(timeout=1)
-        if not self._reader.is_alive():
-            self._pipe.close()
-
-    def _read(self) -> None:
-        for line in self._pipe:
-            if text := line.decode(errors="replace").strip():
-                self._say(f"mpirun: {text}")
-
-
 def run(
     plan: Plan,
     settings: Settings,
@@ -263,27 +162,23 @@ def run(
     with Agents() as agents:
         facts = prepare.ask_hosts(agents, plan, settings)
         interfaces, address = prepare.choose_network(plan, facts, settings)
-        door = _Door(address, plan.size)
+        door = Door(address, plan.size)
         preflight.before_start(agents, interfaces, plan, settings, door.at, say)
     command = mpirun_command(
         mpirun,
         plan,
         own_agent(),
         interfaces=interfaces,
-        variables=[messages.ADDRESS_VARIABLE, messages.TOKEN_VARIABLE],
+        variables=list(door.variables()),
         ssh=settings.ssh,
         directory="/",
         extra=extra,
     )
-    env = without_place(os.environ) | _hydra_environment(settings.ssh)
-    env |= {
-        messages.ADDRESS_VARIABLE: "{}:{}".format(*door.at),
-        messages.TOKEN_VARIABLE: door.token,
-    }
-    running = _Mpirun(command, env, say)
+    env = without_place(os.environ) | _hydra_environment(settings.ssh) | door.variables()
+    running = Starter("mpirun", command, env, say)
     try:
         with Agents() as agents:
-            _let_in(agents, door, running, plan, settings.limits.start)
+            let_in(agents, door, running, plan, settings.limits.start)
             agents.contact(prepare.task(plan), settings.limits.start)
             ranks = _rank_messages(plan, facts, settings, interfaces)
             for rank, connection in enumerate(agents.connections):
@@ -293,26 +188,6 @@ def run(
     finally:
         door.close()
         running.end()
-
-
-def _let_in(agents: Agents, door: _Door, running: _Mpirun, plan: Plan, timeout: float) -> None:
-    """Wait for the agents of all ranks; they become the connections, in the order of ranks."""
-    come: dict[int, SocketConnection] = {}
-    deadline = time.monotonic() + timeout
-    try:
-        while len(come) < plan.size:
-            running.check()
-            if time.monotonic() > deadline:
-                missing = [place for place in plan.places if place.rank not in come]
-                names = ", ".join(f"{place.rank} on {place.host.name}" for place in missing[:8])
-                raise HvdkitError(
-                    f"rank {names} did not come up within {timeout:g} s (--start-timeout)"
-                )
-            if (arrival := door.accept()) is not None:
-                rank, line = arrival
-                come[rank] = SocketConnection(plan.places[rank].host, line, agents.events)
-    finally:
-        agents.connections += [come[rank] for rank in sorted(come)]
 
 
 def _rank_messages(

@@ -72,6 +72,21 @@ def test_a_rank_gets_its_environment_and_no_other_jobs_place(spoken):
     assert spoken.process.wait(timeout=10) == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_batch_systems_signal_is_for_the_rank(spoken, number):
+    code = (
+        "import signal, sys, time;"
+        f"signal.signal({int(number)}, lambda *_: sys.exit(75)); print('up', flush=True);"
+        "time.sleep(60)"
+    )
+    task = {"command": [*RANK, code], "directory": "/", "path": None, "files": []}
+    spoken.send("task", **task, passes_signals_on=True)
+    spoken.send("start", ranks=[{"rank": 5, "env": {}, "defaults": {}}])
+    assert spoken.line() == "up\n"
+    spoken.process.send_signal(number)
+    assert spoken.hear("ended")["status"] == 75
+
+
 def test_what_a_rank_writes_arrives_byte_for_byte_before_its_end(spoken):
     spoken.start("import os; os.write(1, bytes(range(256)) * 1000); os._exit(3)")
     data = b""

@@ -1,5 +1,3 @@
-import socket
-
 import pytest
 
 from hvdkit.errors import HvdkitError
@@ -71,29 +69,3 @@ def test_an_mpi_that_is_not_there(monkeypatch):
         mpi.find()
     with pytest.raises(HvdkitError, match="there is no /no/mpirun here"):
         mpi.find("/no/mpirun")
-
-
-@pytest.fixture
-def door():
-    opened = mpi._Door("127.0.0.1", 2)
-    yield opened
-    opened.close()
-
-
-def knock(door, said):
-    with socket.create_connection(door.at, timeout=5) as line:
-        line.sendall(said)
-        line.shutdown(socket.SHUT_WR)
-        found = door.accept()
-        if found is not None:
-            found[1].close()
-        return found and found[0]
-
-
-def test_who_has_the_token_comes_in(door):
-    assert knock(door, f"{door.token} 1\n".encode()) == 1
-
-
-@pytest.mark.parametrize("said", [b"", b"wrong 1\n", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 500])
-def test_nobody_else_does(door, said):
-    assert knock(door, said) is None

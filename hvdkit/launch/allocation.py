@@ -1,0 +1,156 @@
+"""A Slurm allocation: the nodes, tasks and CPUs that a job has, as Slurm's variables tell it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdkit.errors import UsageError
+from hvdkit.launch.hosts import Host, total_slots
+
+# Slurm's numbers for what is no step that srun has started (salloc's shell, the batch script).
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What Slurm has given this job.
+
+    Attributes:
+        hosts: its nodes; slots are the tasks that it has on each.
+        cpus: by node, the CPUs that it has there.
+        cpus_per_task: as the user asked for; None for Slurm's default.
+        pins_gpus: each task sees its own GPUs only.
+        inside_step: srun has started us (`srun --pty bash`), so another step has to share.
+    """
+
+    hosts: Sequence[Host]
+    cpus: Mapping[Host, int]
+    cpus_per_task: int | None = None
+    pins_gpus: bool = False
+    inside_step: bool = False
+
+
+def inside(env: Mapping[str, str]) -> bool:
+    """Whether `env` is that of a process inside an allocation."""
+    return "SLURM_JOB_ID" in env
+
+
+def read(env: Mapping[str, str]) -> Allocation:
+    """The allocation that `env` tells of; inside a step, the nodes and tasks of that step.
+
+    Raises:
+        UsageError: there is none, its variables are not understood, or srun has started more than
+            one of us.
+    """
+    if not inside(env):
+        raise UsageError(
+            "--launcher slurm: there is no allocation here (SLURM_JOB_ID is not set). Begin with "
+            "`salloc` or `sbatch`; `hvdkit generate slurm` writes a script for it"
+        )
+    step = _is_step(env)
+    if step and env.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "SLURM_PTY_PORT" not in env:
+        raise UsageError(
+            f"srun has started hvdkit run {env['SLURM_STEP_NUM_TASKS']} times. Start it once, "
+            "without srun, in the allocation: it calls srun itself"
+        )
+    of = "SLURM_STEP_" if step else "SLURM_JOB_"
+    names = expand_nodes(_needed(env, f"{of}NODELIST"))
+    tasks_variable = "SLURM_STEP_TASKS_PER_NODE" if step else "SLURM_TASKS_PER_NODE"
+    tasks = expand_counts(_needed(env, tasks_variable))
+    if len(tasks) != len(names):
+        raise UsageError(
+            f"{of}NODELIST has {len(names)} nodes, and {tasks_variable}={env[tasks_variable]} is "
+            f"about {len(tasks)}; is one of them set by hand?"
+        )
+    hosts = [Host(name, count) for name, count in zip(names, tasks, strict=True)]
+    # About all nodes of the job, also within a step.
+    all_names = expand_nodes(_needed(env, "SLURM_JOB_NODELIST"))
+    cpus = dict(
+        zip(all_names, expand_counts(_needed(env, "SLURM_JOB_CPUS_PER_NODE")), strict=False)
+    )
+    per_task = env.get("SLURM_CPUS_PER_TASK", "")
+    return Allocation(
+        hosts,
+        {host: cpus.get(host.name, host.slots) for host in hosts},
+        int(per_task) if per_task.isdigit() else None,
+        pins_gpus="SLURM_GPUS_PER_TASK" in env,
+        inside_step=step,
+    )
+
+
+def _is_step(env: Mapping[str, str]) -> bool:
+    number = env.get("SLURM_STEP_ID", "")
+    return number.isdigit() and int(number) < _FIRST_SPECIAL_STEP
+
+
+def _needed(env: Mapping[str, str], name: str) -> str:
+    if name not in env:
+        raise UsageError(f"SLURM_JOB_ID is set, and {name} is not; is this a Slurm allocation?")
+    return env[name]
+
+
+def expand_nodes(text: str) -> list[str]:
+    """The names in a list of nodes, as Slurm writes it: `a[1-3,05],b07,rack[1-2]n[1-4]`.
+
+    Raises:
+        UsageError: it is none.
+    """
+    found = [name for part in _parts(text) for name in _names(part, text)]
+    if not found:
+        raise UsageError("the list of nodes is empty; expected e.g. node[01-04]")
+    return found
+
+
+def _parts(text: str) -> list[str]:
+    # Commas within brackets do not separate nodes.
+    return [part for part in re.split(r",(?![^\[]*\])", text) if part]
+
+
+def _names(part: str, text: str) -> Iterator[str]:
+    if not re.fullmatch(r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+", part):
+        raise UsageError(
+            f"the list of nodes is {text!r}, and {part!r} is none; expected e.g. node[01-04,7]"
+        )
+    pieces = re.split(r"\[([^\]]*)\]", part)
+    choices = [_numbers(piece) if number % 2 else [piece] for number, piece in enumerate(pieces)]
+    return map("".join, itertools.product(*choices))
+
+
+def _numbers(ranges: str) -> list[str]:
+    found = []
+    for piece in ranges.split(","):
+        first, _, last = piece.partition("-")
+        width = len(first)
+        found += [f"{n:0{width}}" for n in range(int(first), int(last or first) + 1)]
+    return found
+
+
+def expand_counts(text: str) -> list[int]:
+    """A number per node, as Slurm writes it: `2(x3),1` is 2, 2, 2, 1.
+
+    Raises:
+        UsageError: it is none.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise UsageError(f"the numbers per node are {text!r}; expected e.g. 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def check_size(given: Allocation, size: int) -> None:
+    """Raises UsageError where `size` ranks are more than the allocation has tasks."""
+    tasks = total_slots(given.hosts)
+    if size > tasks:
+        shown = ", ".join(f"{host.name}:{host.slots}" for host in given.hosts[:8])
+        more = ", …" if len(given.hosts) > 8 else ""
+        what = "step" if given.inside_step else "allocation"
+        raise UsageError(
+            f"-np is {size}, and the {what} has {tasks} tasks ({shown}{more}). Lower -np, or ask "
+            f"Slurm for more: --ntasks={size}; on this node alone: --launcher gloo"
+        )

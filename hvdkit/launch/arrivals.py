@@ -1,0 +1,177 @@
+"""Agents that another launcher, mpirun or srun, starts in the ranks' places.
+
+It is told where the door is and what opens it; each agent comes in by itself, and says its rank.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from hvdkit.errors import HvdkitError
+from hvdkit.launch import messages
+from hvdkit.launch.agents import Agents
+from hvdkit.launch.connection import SocketConnection
+from hvdkit.launch.plan import Plan
+from hvdkit.processes import ProcessGroup
+
+_TOKEN_SECONDS = 5.0
+_ACCEPT_SECONDS = 0.2
+# A launcher ends by itself once its ranks have; it gets this long.
+_END_SECONDS = 10.0
+
+
+class Door:
+    """Where those agents come in: the ones of this job, and nobody else.
+
+    Args:
+        address: this machine's, at which they reach it.
+        size: how many there are.
+
+    Attributes:
+        at: where it is.
+    """
+
+    def __init__(self, address: str, size: int) -> None:
+        self._token = secrets.token_hex(16)
+        self._listener = socket.create_server((address, 0), backlog=size)
+        self._listener.settimeout(_ACCEPT_SECONDS)
+        self.at: tuple[str, int] = (address, self._listener.getsockname()[1])
+
+    def variables(self) -> dict[str, str]:
+        """What an agent must find in its environment."""
+        return {
+            messages.ADDRESS_VARIABLE: "{}:{}".format(*self.at),
+            messages.TOKEN_VARIABLE: self._token,
+        }
+
+    def accept(self) -> tuple[int, socket.socket] | None:
+        """The next agent's rank and its line; None where nobody has come for a moment."""
+        try:
+            line, _ = self._listener.accept()
+        except TimeoutError:
+            return None
+        line.settimeout(_TOKEN_SECONDS)
+        try:
+            token, _, rank = _first_line(line).partition(" ")
+            if hmac.compare_digest(token.encode(), self._token.encode()) and rank.isdigit():
+                line.settimeout(None)
+                _notice_silence(line)
+                return int(rank), line
+        except OSError:
+            pass  # it is treated as what it is: nobody of ours
+        line.close()
+        return None
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def _first_line(line: socket.socket) -> str:
+    said = b""
+    while not said.endswith(b"\n") and len(said) < 100:
+        byte = line.recv(1)
+        if not byte:
+            break
+        said += byte
+    return said.decode(errors="replace").rstrip("\n")
+
+
+def _notice_silence(line: socket.socket) -> None:
+    """Let the system find out within 40 seconds that the other host is gone."""
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 10),
+        (socket.TCP_KEEPINTVL, 10),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 40_000),
+    ):
+        line.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class Starter:
+    """The running launcher. What it says itself is passed on to the user.
+
+    Args:
+        name: what the user knows it as.
+        command: what starts it.
+        env: its environment.
+        say: tells the user something at once.
+
+    Raises:
+        HvdkitError: it cannot be started.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._name = name
+        self._group = ProcessGroup()
+        process = self._group.start(command, env, "/", stdout=subprocess.PIPE)
+        assert process.stdout
+        self._process = process
+        self._pipe = process.stdout
+        self._say = say
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def check(self) -> None:
+        """Raises HvdkitError where it has ended, before its ranks were there."""
+        if (status := self._process.poll()) is not None:
+            self._reader.join(timeout=1)
+            raise HvdkitError(
+                f"{self._name} ended with status {status} and started no ranks; see above"
+            )
+
+    def end(self) -> None:
+        """Let it end, which it does once its ranks have; else end it."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        for _ in self._group.ending(_END_SECONDS):
+            time.sleep(0.05)
+        self._reader.join(timeout=1)
+        if not self._reader.is_alive():
+            self._pipe.close()
+
+    def _read(self) -> None:
+        own = f"{self._name}: "
+        for line in self._pipe:
+            if text := line.decode(errors="replace").strip():
+                self._say(f"{self._name}: {text.removeprefix(own)}")
+
+
+def let_in(
+    agents: Agents, door: Door, running: Starter, plan: Plan, timeout: float
+) -> list[SocketConnection]:
+    """Wait for the agents of all ranks; they become the connections, in the order of ranks.
+
+    Raises:
+        HvdkitError: some have not come within `timeout` seconds, or `running` has ended.
+    """
+    come: dict[int, SocketConnection] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(come) < plan.size:
+            running.check()
+            if time.monotonic() > deadline:
+                missing = [place for place in plan.places if place.rank not in come]
+                names = ", ".join(f"{place.rank} on {place.host.name}" for place in missing[:8])
+                raise HvdkitError(
+                    f"rank {names} did not come up within {timeout:g} s (--start-timeout)"
+                )
+            if (arrival := door.accept()) is not None:
+                rank, line = arrival
+                come[rank] = SocketConnection(plan.places[rank].host, line, agents.events)
+    finally:
+        agents.connections += [come[rank] for rank in sorted(come)]
+    return [come[rank] for rank in sorted(come)]

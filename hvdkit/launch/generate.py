@@ -1,0 +1,70 @@
+"""`hvdkit generate`: a file for a system that starts the job itself, with comments, to edit."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from hvdkit.errors import HvdkitError
+from hvdkit.launch import kubernetes, slurm_script
+
+HELP = "write the file that a batch system or a cluster takes for a job"
+EXAMPLE = """\
+  hvdkit generate slurm --nodes 2 --tasks-per-node 4 --gpus-per-node 4 -o job.sh python train.py
+  hvdkit generate kubernetes --image registry/me/train:1 --workers 2 -o job.yaml python train.py"""
+
+#: Adds one action: (name, help, example) -> its parser.
+AddAction = Callable[[str, str, str], argparse.ArgumentParser]
+
+
+class _Kind(Protocol):
+    """A module that writes one kind of file."""
+
+    HELP: str
+    EXAMPLE: str
+
+    def add_arguments(self, action: argparse.ArgumentParser) -> None:
+        """Its arguments, without those that all kinds have: `-o FILE` and the command."""
+
+    def text(self, options: argparse.Namespace) -> str:
+        """The file. `options.command` is what the ranks run.
+
+        Raises:
+            UsageError: the arguments contradict each other.
+        """
+
+
+#: By the action's name.
+KINDS: Mapping[str, _Kind] = {"slurm": slurm_script, "kubernetes": kubernetes}
+
+
+def add_actions(add: AddAction) -> None:
+    """The actions of `hvdkit generate`, each with its arguments."""
+    for name, kind in KINDS.items():
+        action = add(name, kind.HELP, kind.EXAMPLE)
+        kind.add_arguments(action)
+        action.add_argument(
+            *("-o", "--output"), type=Path, metavar="FILE", help="(default: standard output)"
+        )
+        action.add_argument("command", nargs=argparse.REMAINDER, help="what every rank runs")
+        action.set_defaults(run=_write, kind=kind, when_ended="no file was written.")
+
+
+def _write(options: argparse.Namespace) -> int:
+    if options.command[:1] == ["--"]:
+        options.command = options.command[1:]
+    text = options.kind.text(options)
+    if options.output is None:
+        print(text, end="")
+        return 0
+    try:
+        # Never over what the user may have edited since.
+        with options.output.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise HvdkitError(f"-o {options.output} exists; remove it, or choose another") from None
+    except OSError as error:
+        raise HvdkitError(f"-o {options.output}: {error.strerror}") from error
+    return 0

@@ -1,0 +1,179 @@
+"""Slurm on several hosts: a controller on the first, a node on each, with Debian's programs.
+
+Settings, keys, state and logs are in a folder of their own; nothing of this machine's own Slurm or
+munge is read, started or changed.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.cluster.hosts import Cluster, Host
+
+_SECONDS = 60
+_MUNGED, _CONTROLLER, _NODE = "/usr/sbin/munged", "/usr/sbin/slurmctld", "/usr/sbin/slurmd"
+
+# More CPUs than this machine has, so that there is room for several ranks. Processes are followed
+# by their parents, because control groups are not to be had in every container.
+_SETTINGS = """\
+ClusterName=hvdkit
+SlurmctldHost={first.name}({first.address})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+TmpFS={folder}/tmp-%n
+SlurmctldPidFile={folder}/controller.pid
+SlurmdPidFile={folder}/%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+MpiDefault=none
+ReturnToService=2
+PropagateResourceLimits=NONE
+KillWait=30
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str | None:
+    """Why there can be no Slurm here; None where there can."""
+    for program in (_MUNGED, _CONTROLLER, _NODE, "srun", "sbatch", "salloc"):
+        if shutil.which(program) is None:
+            return f"no {program} here: apt-get install slurm-wlm munge"
+    return None
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """A Slurm that is up.
+
+    Attributes:
+        cluster: its hosts; the first has the controller, and is where users are.
+        env: what tells Slurm's commands where its settings are.
+    """
+
+    cluster: Cluster
+    env: dict[str, str]
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """`command` as it has to be started here to run where users are."""
+        settings = [f"{name}={value}" for name, value in self.env.items()]
+        return self.cluster.hosts[0].command(["env", *settings, *command])
+
+    def run(self, *command: str) -> str:
+        """What one of Slurm's commands says."""
+        done = subprocess.run(
+            self.command(command), capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def state(self, job: str) -> str:
+        """The state of a job, as `squeue` has it, or how it has ended."""
+        shown = dict(
+            part.split("=", 1)
+            for part in self.run("scontrol", "show", "job", job, "-o").split()
+            if "=" in part
+        )
+        return shown["JobState"]
+
+
+@contextlib.contextmanager
+def slurm(cluster: Cluster, cpus: int = 4) -> Iterator[Slurm]:
+    """Bring Slurm up on the hosts of `cluster`, each with `cpus` CPUs."""
+    with contextlib.ExitStack() as stack:
+        # Not pytest's own: its paths are too long for a socket.
+        folder = Path(tempfile.mkdtemp(prefix="hvdkit-slurm-"))
+        stack.callback(shutil.rmtree, folder)
+        own = [f"{kind}-{host.name}" for kind in ("spool", "tmp") for host in cluster.hosts]
+        for name in ("state", *own):
+            (folder / name).mkdir()
+        # Else the nodes look for the version that is mounted, and a host of ours has none.
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        nodes = "\n".join(
+            f"NodeName={host.name} NodeAddr={host.address} CPUs={cpus} State=UNKNOWN"
+            for host in cluster.hosts
+        )
+        settings = folder / "slurm.conf"
+        settings.write_text(_SETTINGS.format(folder=folder, first=cluster.hosts[0], nodes=nodes))
+        key = folder / "munge.key"
+        key.write_bytes(secrets.token_bytes(64))
+        key.chmod(0o400)
+        files = [f"--{kind}-file={folder}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
+        munged = [_MUNGED, "--foreground", "--force", f"--socket={folder}/munge", *files]
+        _start(stack, folder, "munged", munged)
+        _wait(lambda: (folder / "munge").exists(), "munged", folder)
+        up = Slurm(cluster, {"SLURM_CONF": str(settings)})
+        first = cluster.hosts[0]
+        _start(stack, folder, "slurmctld", first.command([_CONTROLLER, "-D", "-f", str(settings)]))
+        for host in cluster.hosts:
+            command = [_NODE, "-D", "-f", str(settings), "-N", host.name]
+            _start(stack, folder, host.name, host.command(command), host)
+        _wait(lambda: _idle(up), "slurmctld", folder)
+        yield up
+
+
+def _idle(up: Slurm) -> bool:
+    done = subprocess.run(
+        up.command(["sinfo", "-h", "-N", "-o", "%T"]),
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+    return done.stdout.split() == ["idle"] * len(up.cluster.hosts)
+
+
+def _start(
+    stack: contextlib.ExitStack,
+    folder: Path,
+    name: str,
+    command: Sequence[str],
+    host: Host | None = None,
+) -> None:
+    log = stack.enter_context((folder / f"{name}.log").open("wb"))
+    server = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+    )
+    stack.callback(_end, server, host)
+
+
+def _end(server: subprocess.Popen[bytes], host: Host | None) -> None:
+    server.terminate()
+    try:
+        server.wait(timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait(timeout=_SECONDS)
+    # What guards a job's processes is no child of the node's server any more.
+    for pid in host.processes() if host is not None else ():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if psutil.Process(pid).name() == "slurmstepd":
+                os.kill(pid, signal.SIGKILL)
+
+
+def _wait(ready: Callable[[], bool], name: str, folder: Path) -> None:
+    deadline = time.monotonic() + _SECONDS
+    while not ready():
+        if time.monotonic() > deadline:
+            logs = [path.read_text(errors="replace")[-1500:] for path in folder.glob("*.log")]
+            raise TimeoutError(f"{name} did not come up:\n" + "\n---\n".join(logs))
+        time.sleep(0.1)

@@ -1,0 +1,317 @@
+"""`hvdkit run` in the allocations of a real Slurm on two hosts."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.cluster import slurm_servers
+from tests.cluster.launches import describe, python, wait_for
+from tests.cluster.test_run import ORDERLY
+from tests.cluster.test_run_mpi import SEARCH
+from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
+
+pytestmark = pytest.mark.long
+
+_SECONDS = 90
+_HVDKIT = (sys.executable, "-m", "hvdkit")
+#: A task more on the first node than on the second.
+UNEVEN = ("salloc", "--nodes=2", "--ntasks=3")
+
+REDUCE = """
+import torch
+import hvdkit.torch as hvd
+
+hvd.init()
+total = hvd.allreduce(torch.tensor(hvd.rank() + 1.0), op=hvd.Sum)
+place = (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+print("place", hvd.rank(), *place, "sum", float(total))
+"""
+
+
+class Jobs:
+    """What a user on the first host does."""
+
+    def __init__(self, slurm):
+        self.slurm = slurm
+        self.servers = self.processes()
+
+    def processes(self):
+        return set().union(*(host.processes() for host in self.slurm.cluster.hosts))
+
+    def start(self, *command, **env):
+        return subprocess.Popen(
+            self.slurm.command(command),
+            env=os.environ | env,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *command, **env):
+        """Run to the end; no process may be left on any host."""
+        job = self.start(*command, **env)
+        try:
+            out, err = job.communicate(timeout=_SECONDS)
+        finally:
+            job.kill()
+            job.communicate(timeout=10)
+        self.check_nothing_is_left()
+        return subprocess.CompletedProcess(command, job.returncode, out, err)
+
+    def check_nothing_is_left(self, seconds=20.0):
+        deadline = time.monotonic() + seconds
+        while left := self.processes() - self.servers:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"left: {[describe(pid) for pid in left]}")
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def jobs(make_hosts):
+    reason = slurm_servers.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with (
+        make_hosts(2, interfaces=("eth0", "ens3")) as cluster,
+        slurm_servers.slurm(cluster) as slurm,
+    ):
+        yield Jobs(slurm)
+
+
+@pytest.fixture
+def start(jobs):
+    """Starts a command; at the end of the test nothing of it may be left on any host."""
+    started = []
+
+    def begin(*command):
+        started.append(jobs.start(*command))
+        return started[-1]
+
+    yield begin
+    for job in started:
+        job.kill()
+        job.communicate(timeout=10)
+    jobs.check_nothing_is_left()
+
+
+def test_ranks_on_nodes_with_different_counts_reduce(jobs):
+    skip_where_unsupported(Configuration("torch", "gloo", 3))
+    done = jobs.run(*UNEVEN, *_HVDKIT, "run", sys.executable, "-c", REDUCE)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "[0] place 0 0 2 0 2 sum 6.0",
+        "[1] place 1 1 2 0 1 sum 6.0",
+        "[2] place 2 0 1 1 2 sum 6.0",
+    ]
+
+
+def needs(jobs, kind):
+    if kind not in jobs.slurm.run("srun", "--mpi=list").split():
+        pytest.skip(f"this srun has no --mpi={kind}: apt-get install libpmix-dev")
+
+
+def test_ranks_reduce_over_mpi(jobs):
+    skip_where_unsupported(Configuration("torch", "mpi", 3))
+    needs(jobs, "pmix")
+    done = jobs.run(*UNEVEN, *_HVDKIT, "run", "--mpi", "pmix", sys.executable, "-c", REDUCE)
+    assert done.returncode == 0, done.stderr
+    assert [line[-7:] for line in done.stdout.splitlines()] == ["sum 6.0"] * 3
+
+
+def test_the_place_that_pmi2_gives_is_kept(jobs):
+    needs(jobs, "pmi2")
+    code = "print(os.environ['PMI_SIZE'], os.environ['HOROVOD_CONTROLLER'], rank)"
+    done = jobs.run(*UNEVEN, *_HVDKIT, "run", "--mpi", "pmi2", *python(code))
+    assert sorted(done.stdout.splitlines()) == [f"[{n}] 3 mpi {n}" for n in range(3)], done.stderr
+
+
+def test_ranks_are_told_what_they_need_and_no_secrets(jobs):
+    names = "'MINE', 'OTHER_TOKEN', 'OMP_NUM_THREADS', 'HOME'"
+    code = f"print(os.uname().nodename, os.getcwd(), *map(os.environ.get, [{names}]))"
+    allocation = ("salloc", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2")
+    done = jobs.run(
+        *(*allocation, *_HVDKIT, "run", "-np", "3", "-x", "MINE", *python(code)),
+        MINE="a b,c",
+        OTHER_TOKEN="hidden",
+        HOME="/root",
+    )
+    assert sorted(done.stdout.splitlines()) == [
+        f"[0] host0 {REPOSITORY} a b,c None 2 /root",
+        f"[1] host0 {REPOSITORY} a b,c None 2 /root",
+        f"[2] host1 {REPOSITORY} a b,c None 2 /root",
+    ], done.stderr
+
+
+def test_no_command_line_shows_the_environment_or_the_token(jobs):
+    command = (*UNEVEN, *_HVDKIT, "run", "-x", "MINE", *python(SEARCH))
+    done = jobs.run(*command, MINE="hid" + "den")
+    assert sorted(done.stdout.splitlines()) == [f"[{n}] 32 False False" for n in range(3)]
+
+
+def test_the_job_ends_with_the_status_of_the_rank_that_failed(jobs):
+    code = "print('last words'); sys.exit(3) if rank == 2 else time.sleep(60)"
+    done = jobs.run(*UNEVEN, *_HVDKIT, "run", *python(code))
+    assert done.returncode == 3
+    assert "rank 2 on host1 failed: exit status 3; the 2 that still ran were ended" in done.stderr
+    assert "  last words" in done.stderr
+
+
+def test_a_rank_that_is_killed(jobs):
+    code = "os.kill(os.getpid(), 9) if rank == 2 else time.sleep(60)"
+    done = jobs.run(*UNEVEN, *_HVDKIT, "run", *python(code))
+    assert done.returncode == 128 + 9
+    assert "rank 2 on host1 failed: killed by signal 9 (Killed)" in done.stderr
+
+
+def test_more_ranks_than_tasks(jobs):
+    done = jobs.run(*UNEVEN, *_HVDKIT, "run", "-np", "4", "true")
+    assert done.returncode == 2
+    assert "-np is 4, and the allocation has 3 tasks (host0:2, host1:1)" in done.stderr
+
+
+def test_a_program_that_is_not_there_is_said_once_per_node(jobs):
+    done = jobs.run(*UNEVEN, *_HVDKIT, "run", "no-such-program")
+    assert done.returncode == 1
+    assert "2 of 2 hosts cannot take part; nothing was started" in done.stderr
+    assert done.stderr.count("no program 'no-such-program'") == 2
+
+
+def test_inside_a_step_of_srun(jobs):
+    done = jobs.run(
+        *("srun", "--ntasks=1", *_HVDKIT, "run", *python("print('up')")),
+    )
+    assert done.stdout == "[0] up\n", done.stderr
+    done = jobs.run("srun", "--ntasks=2", *_HVDKIT, "run", *python("print('up')"))
+    assert "srun has started hvdkit run 2 times" in done.stderr
+    assert done.stdout == ""
+
+
+def test_what_a_dry_run_prints_can_be_pasted(jobs, tmp_path):
+    shown = jobs.run(
+        *UNEVEN, *_HVDKIT, "run", "--dry-run", *python(f"open(f'{tmp_path}/{{rank}}', 'w')")
+    ).stdout
+    assert "3 ranks over Gloo, started by srun" in shown
+    assert not list(tmp_path.iterdir())
+    ranks = [line.removesuffix("&") for line in shown.splitlines() if " HOROVOD_RANK=" in line]
+    jobs.run(*UNEVEN, "sh", "-c", "\n".join(ranks))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed(jobs, start):
+    code = "subprocess.Popen(['sleep', '60'], start_new_session=True); print('up'); time.sleep(60)"
+    job = start(*UNEVEN, *_HVDKIT, "run", *python(code))
+    wait_for(job, "[0] up", "[1] up", "[2] up")
+    (launcher,) = [pid for pid in jobs.processes() - jobs.servers if "run" in describe(pid)[3:4]]
+    os.kill(launcher, signal.SIGKILL)
+    job.wait(timeout=30)
+    jobs.check_nothing_is_left()
+
+
+def test_ctrl_c_lets_every_rank_save(jobs, start):
+    job = start(*UNEVEN, *_HVDKIT, "run", *python(ORDERLY))
+    wait_for(job, "[0] up", "[1] up", "[2] up")
+    (launcher,) = [pid for pid in jobs.processes() - jobs.servers if "run" in describe(pid)[3:4]]
+    os.kill(launcher, signal.SIGINT)
+    out, err = job.communicate(timeout=30)
+    assert sorted(out.splitlines()) == ["[0] saving", "[1] saving", "[2] saving"]
+    assert "stopped, and can go on" in err
+    assert job.returncode == 75
+
+
+TRAIN = """
+import sys, time
+import torch
+import hvdkit.torch as hvd
+
+hvd.init()
+model = torch.nn.Linear(2, 1)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+)
+with hvd.Checkpointer(sys.argv[1], model=model, optimizer=optimizer, every_steps=1000) as saver:
+    restored = saver.restore()
+    step = restored.step if restored else 0
+    if hvd.rank() == 0:
+        print("begins at", step, flush=True)
+    while step < 2000:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        step += 1
+        saver.maybe_save(step)
+        # The first run is stopped in its middle.
+        time.sleep(0 if restored else 0.05)
+if hvd.rank() == 0:
+    print("ended at", step, flush=True)
+"""
+
+
+@pytest.fixture
+def script(jobs, tmp_path, monkeypatch):
+    """A script of `hvdkit generate slurm`, and where its job's output goes."""
+    skip_where_unsupported(Configuration("torch", "gloo", 2))
+    (tmp_path / "train.py").write_text(TRAIN)
+    command = tmp_path / "bin" / "hvdkit"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m hvdkit "$@"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    training = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "saved")]
+    path = tmp_path / "job.sh"
+    subprocess.run(
+        [*_HVDKIT, "generate", "slurm", "--nodes=2", "--time=10", "-o", path, *training],
+        timeout=60,
+        check=True,
+    )
+    job = jobs.slurm.run("sbatch", "--parsable", f"--chdir={tmp_path}", str(path)).strip()
+    yield job, tmp_path / f"train-{job}.out"
+    if jobs.slurm.state(job) in ("PENDING", "RUNNING"):
+        jobs.slurm.run("scancel", job)
+    jobs.check_nothing_is_left(40)
+
+
+def wait_until(done, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "signalled",
+    [
+        ["--batch", "--signal=USR1"],  # as `#SBATCH --signal=B:USR1@…` does
+        ["--signal=TERM"],  # as a preemption with GraceTime does: to the steps
+    ],
+)
+def test_a_job_that_was_told_to_stop_goes_on_after_it_was_put_back(jobs, script, signalled):
+    job, output = script
+    wait_until(lambda: output.exists() and "begins at 0" in output.read_text())
+    jobs.slurm.run("scancel", *signalled, job)
+    wait_until(lambda: jobs.slurm.state(job) == "PENDING")
+    assert "saved; back into the queue (restart 1)" in output.read_text()
+    # Slurm lets two minutes pass, which it decides once the first run is cleared away.
+    wait_until(lambda: "Reason=BeginTime" in jobs.slurm.run("scontrol", "show", "job", job))
+    jobs.slurm.run("scontrol", "update", f"jobid={job}", "starttime=now")
+    wait_until(lambda: jobs.slurm.state(job) == "COMPLETED")
+    steps = [int(step) for step in re.findall(r"(?:begins|ended) at (\d+)", output.read_text())]
+    assert steps[0] == 0
+    assert 0 < steps[1] < 2000
+    assert steps[2] == 2000
+
+
+def test_a_job_that_was_cancelled_saves_and_stays_away(jobs, script):
+    job, output = script
+    wait_until(lambda: output.exists() and "begins at 0" in output.read_text())
+    jobs.slurm.run("scancel", job)
+    wait_until(lambda: "stopped, and can go on" in output.read_text())
+    jobs.check_nothing_is_left(40)
+    wait_until(lambda: jobs.slurm.state(job) == "CANCELLED")
+    assert "back into the queue" not in output.read_text()

@@ -1,0 +1,93 @@
+import pytest
+
+from hvdkit.errors import UsageError
+from hvdkit.launch import allocation
+from hvdkit.launch.hosts import Host
+
+ENV = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "a[1-3],b07",
+    "SLURM_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_JOB_CPUS_PER_NODE": "8(x3),4",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("node1", ["node1"]),
+        ("a[1-3,5],b07", ["a1", "a2", "a3", "a5", "b07"]),
+        ("n[008-011]", ["n008", "n009", "n010", "n011"]),
+        ("gpu-[1,3].cluster,login_1", ["gpu-1.cluster", "gpu-3.cluster", "login_1"]),
+        ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
+    ],
+)
+def test_node_lists(text, expected):
+    assert allocation.expand_nodes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a[", "a[1-]", "a[x]", "a b", "a]1[", "$(reboot)"])
+def test_what_is_no_node_list(text):
+    with pytest.raises(UsageError, match="list of nodes"):
+        allocation.expand_nodes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,2(x2)", [1, 2, 2])]
+)
+def test_numbers_per_node(text, expected):
+    assert allocation.expand_counts(text) == expected
+
+
+def test_what_are_no_numbers_per_node():
+    with pytest.raises(UsageError, match="numbers per node"):
+        allocation.expand_counts("2(x3,1")
+
+
+def test_an_allocation():
+    given = allocation.read(ENV)
+    assert given.hosts == [Host("a1", 2), Host("a2", 2), Host("a3", 2), Host("b07", 1)]
+    assert [given.cpus[host] for host in given.hosts] == [8, 8, 8, 4]
+    assert given.cpus_per_task is None
+    assert not given.inside_step
+
+
+def test_a_step_is_the_part_of_the_allocation_that_counts():
+    step = {
+        "SLURM_STEP_ID": "3",
+        "SLURM_STEP_NODELIST": "a3,b07",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PTY_PORT": "1234",
+    }
+    given = allocation.read(ENV | step)
+    assert given.hosts == [Host("a3", 1), Host("b07", 1)]
+    assert list(given.cpus.values()) == [8, 4]
+    assert given.inside_step
+    # What salloc gives a shell on the first node is a step with one task by name only.
+    interactive = step | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NODELIST": "a1"}
+    assert len(allocation.read(ENV | interactive).hosts) == 4
+
+
+def test_srun_may_not_start_several_of_us():
+    env = ENV | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    with pytest.raises(UsageError, match="srun has started hvdkit run 4 times"):
+        allocation.read(env)
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, "there is no allocation here"),
+        ({"SLURM_JOB_ID": "7"}, "SLURM_JOB_NODELIST is not"),
+        (ENV | {"SLURM_TASKS_PER_NODE": "2(x3)"}, "has 4 nodes, and .* is about 3"),
+    ],
+)
+def test_what_is_no_allocation(env, expected):
+    with pytest.raises(UsageError, match=expected):
+        allocation.read(env)
+
+
+def test_more_ranks_than_tasks():
+    with pytest.raises(UsageError, match=r"-np is 8.* has 7 tasks \(a1:2, .*--ntasks=8"):
+        allocation.check_size(allocation.read(ENV), 8)

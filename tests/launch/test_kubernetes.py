@@ -1,0 +1,242 @@
+"""The MPIJob against the schemas that Kubernetes publishes, and a description of MPIJob's own part.
+
+kubernetes-validate brings the former. mpi-operator publishes its own in its repository only; where
+a copy of that file (manifests/base/kubeflow.org_mpijobs.yaml) lies on this machine, name it in
+HVDKIT_MPIJOB_CRD, and every job is held against it too.
+"""
+
+import os
+from pathlib import Path
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from hvdkit.cli import main
+from hvdkit.launch.hosts import Host, read_hostfile
+from hvdkit.launch.job import Limits
+
+CRD = os.environ.get("HVDKIT_MPIJOB_CRD")
+
+SMALL = ["--image", "registry/train:1"]
+LARGE = [
+    *SMALL,
+    *("--name", "large", "--namespace", "research", "--workers", "16", "--gpus-per-worker", "8"),
+    *("--cpus", "64", "--memory", "512Gi", "--shared-memory", "64Gi", "--checkpoints", "my-claim"),
+    *("--retries", "5"),
+]
+JOBS = pytest.mark.parametrize("arguments", [SMALL, LARGE], ids=["small", "large"])
+
+
+def closed(properties, *required):
+    """An object with these properties and no others: a wrong name is an error."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+COUNT = {"type": "integer", "minimum": 0}
+TEXT = {"type": "string"}
+REPLICAS = closed(
+    # The operator refuses other policies than these two. Templates are Kubernetes' own.
+    {"replicas": COUNT, "restartPolicy": {"enum": ["Never", "OnFailure"]}, "template": {}},
+    "template",
+)
+#: The part of kubeflow.org/v2beta1's MPIJob that is the operator's own, by its documentation.
+MPI_JOB = closed(
+    {
+        "apiVersion": {"const": "kubeflow.org/v2beta1"},
+        "kind": {"const": "MPIJob"},
+        "metadata": {"type": "object"},
+        "spec": closed(
+            {
+                "slotsPerWorker": COUNT,
+                "runLauncherAsWorker": {"type": "boolean"},
+                "sshAuthMountPath": TEXT,
+                "launcherCreationPolicy": {"enum": ["AtStartup", "WaitForWorkersReady"]},
+                "mpiImplementation": {"enum": ["OpenMPI", "Intel", "MPICH"]},
+                "mpiReplicaSpecs": closed({"Launcher": REPLICAS, "Worker": REPLICAS}, "Launcher"),
+                "runPolicy": closed(
+                    {
+                        "cleanPodPolicy": {"enum": ["All", "Running", "None"]},
+                        "ttlSecondsAfterFinished": COUNT,
+                        "activeDeadlineSeconds": COUNT,
+                        "backoffLimit": COUNT,
+                        "suspend": {"type": "boolean"},
+                        "managedBy": TEXT,
+                        "schedulingPolicy": {"type": "object"},
+                    }
+                ),
+            },
+            "mpiReplicaSpecs",
+        ),
+    },
+    "apiVersion",
+    "kind",
+    "metadata",
+    "spec",
+)
+
+
+@pytest.fixture
+def generate(tmp_path):
+    def text(*arguments, command=("python", "train.py")):
+        path = tmp_path / "job.yaml"
+        path.unlink(missing_ok=True)
+        assert main(["generate", "kubernetes", *arguments, "-o", str(path), *command]) == 0
+        return path.read_text()
+
+    return text
+
+
+def pods(job):
+    return {name: spec["template"] for name, spec in job["spec"]["mpiReplicaSpecs"].items()}
+
+
+def container(job, role):
+    (only,) = pods(job)[role]["spec"]["containers"]
+    return only
+
+
+@JOBS
+def test_what_is_the_operators_fits_its_description(generate, arguments):
+    jsonschema.validate(yaml.safe_load(generate(*arguments)), MPI_JOB)
+
+
+@JOBS
+@pytest.mark.skipif(CRD is None, reason="no HVDKIT_MPIJOB_CRD: mpi-operator's file is not here")
+def test_the_whole_job_fits_the_operators_schema(generate, arguments):
+    (version,) = (
+        version
+        for version in yaml.safe_load(Path(CRD).read_text())["spec"]["versions"]
+        if version["name"] == "v2beta1"
+    )
+    job = yaml.safe_load(generate(*arguments))
+    jsonschema.validate(job, version["schema"]["openAPIV3Schema"])
+
+
+@JOBS
+@pytest.mark.parametrize("role", ["Launcher", "Worker"])
+def test_the_pods_fit_the_schema_of_kubernetes(generate, arguments, role):
+    job = yaml.safe_load(generate(*arguments))
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **pods(job)[role]}
+    kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_schema_of_kubernetes_finds_a_wrong_name(generate):
+    pod = pods(yaml.safe_load(generate(*SMALL)))["Worker"]
+    pod["spec"]["containers"][0]["securityContexts"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="securityContexts"):
+        kubernetes_validate.validate(
+            {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **pod},
+            kubernetes_validate.latest_version(),
+            strict=True,
+        )
+
+
+def test_one_rank_per_gpu(generate):
+    job = yaml.safe_load(generate(*SMALL, "--workers", "2", "--gpus-per-worker", "4"))
+    assert job["spec"]["slotsPerWorker"] == 4
+    assert job["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"] == 2
+    resources = container(job, "Worker")["resources"]
+    assert resources["limits"]["nvidia.com/gpu"] == "4"
+    assert resources["requests"] == resources["limits"]
+    assert "nvidia.com/gpu" not in container(job, "Launcher")["resources"]["limits"]
+
+
+def test_the_launcher_waits_for_workers_whose_ssh_server_answers(generate):
+    job = yaml.safe_load(generate(*SMALL))
+    assert job["spec"]["launcherCreationPolicy"] == "WaitForWorkersReady"
+    worker = container(job, "Worker")
+    port = worker["readinessProbe"]["tcpSocket"]["port"]
+    assert worker["args"] == ["sshd"]
+    assert worker["ports"][0]["containerPort"] == port
+    run = container(job, "Launcher")["args"]
+    assert run[run.index("--ssh-port") + 1] == str(port)
+
+
+def test_nothing_runs_as_root_or_may_become_it(generate):
+    job = yaml.safe_load(generate(*LARGE))
+    for role, pod in pods(job).items():
+        assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+        assert pod["spec"]["securityContext"]["runAsUser"] != 0
+        assert container(job, role)["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container(job, role)["securityContext"]["capabilities"]["drop"] == ["ALL"]
+
+
+def test_shared_memory_and_checkpoints_are_volumes(generate):
+    job = yaml.safe_load(generate(*LARGE))
+    volumes = {volume["name"]: volume for volume in pods(job)["Worker"]["spec"]["volumes"]}
+    mounts = {m["mountPath"]: m["name"] for m in container(job, "Worker")["volumeMounts"]}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
+    claim = volumes[mounts["/checkpoints"]]["persistentVolumeClaim"]
+    assert claim == {"claimName": "my-claim"}
+    assert set(volumes) == set(mounts.values())
+
+
+def test_a_job_that_saved_and_stopped_is_started_again(generate):
+    job = yaml.safe_load(generate(*LARGE))
+    assert job["spec"]["runPolicy"]["backoffLimit"] == 5
+    assert job["spec"]["mpiReplicaSpecs"]["Launcher"]["restartPolicy"] == "Never"
+    grace = pods(job)["Launcher"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace > Limits.stop
+
+
+def test_the_command_is_one_that_hvdkit_run_takes(generate, monkeypatch, capsys):
+    command = ("python", "train.py", "--name", "a b", "$HOME")
+    args = container(yaml.safe_load(generate(*SMALL, command=command)), "Launcher")["args"]
+    assert args[-5:] == list(command)
+    taken = []
+    monkeypatch.setattr("hvdkit.launch.command.run", lambda options: taken.append(options) or 0)
+    assert args[0] == "hvdkit"
+    assert main(args[1:]) == 0
+    (options,) = taken
+    assert options.command == list(command)
+    assert str(options.hostfile) == "/etc/mpi/hostfile"
+
+
+def test_the_operators_hostfile_is_read(tmp_path):
+    path = tmp_path / "hostfile"
+    path.write_text("train-worker-0.train.ns.svc slots=8\ntrain-worker-1.train.ns.svc slots=8\n")
+    assert read_hostfile(path) == [Host(f"train-worker-{n}.train.ns.svc", 8) for n in range(2)]
+
+
+def test_comments_stand_above_their_keys(generate):
+    lines = [line.strip() for line in generate(*LARGE).splitlines()]
+    assert all(len(line) <= 100 for line in lines)
+    above = lines.index("slotsPerWorker: 8") - 1
+    assert lines[above] == "# Ranks on each worker: one per GPU."
+    assert any("75" in line for line in lines if line.startswith("#"))
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [("train.py", "train"), ("src/Fine_Tune.py", "fine-tune"), ("2024.py", "job")],
+)
+def test_the_job_is_called_like_its_script(generate, script, name):
+    job = yaml.safe_load(generate(*SMALL, command=("python", script)))
+    assert job["metadata"]["name"] == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--workers", "0"], "--workers is 0"),
+        (["--memory", "much"], "--memory is 'much'"),
+        (["--name", "Big_Job"], "--name is 'Big_Job'"),
+        (["--name", "x" * 60], "63 are allowed"),
+        (["--gpus-per-worker", "-1"], "--gpus-per-worker is -1"),
+    ],
+)
+def test_what_kubernetes_would_refuse_is_refused_at_once(arguments, said, capsys):
+    assert main(["generate", "kubernetes", *SMALL, *arguments, "python", "train.py"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_without_a_command_it_says_what_is_expected(capsys):
+    assert main(["generate", "kubernetes", *SMALL]) == 2
+    assert "python train.py" in capsys.readouterr().err

@@ -1,0 +1,99 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hvdkit.errors import HvdkitError
+from hvdkit.launch import allocation, prepare, slurm
+from hvdkit.launch.plan import make_plan
+from tests.launch.test_allocation import ENV
+
+
+def command(given, size, **options):
+    plan = make_plan(["train"], "/data", given.hosts, size)
+    return slurm.srun_command(plan, given, plan.command, ["PATH", "TOKEN"], **options)
+
+
+@pytest.fixture
+def srun(tmp_path, monkeypatch):
+    program = tmp_path / "srun"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return str(program)
+
+
+def test_srun_starts_the_ranks_where_the_plan_has_them(srun):
+    words = command(allocation.read(ENV), 5)
+    assert words[0] == srun
+    assert {"--nodes=3", "--ntasks=5", "--nodelist=a1,a1,a2,a2,a3"} <= set(words)
+    assert {"--mpi=none", "--export=PATH,TOKEN"} <= set(words)
+    assert "--overlap" not in words
+    assert words[-1] == "train"
+
+
+@pytest.mark.usefixtures("srun")
+def test_srun_is_told_what_it_does_not_take_from_the_allocation():
+    env = ENV | {"SLURM_CPUS_PER_TASK": "4"}
+    assert "--cpus-per-task=4" in command(allocation.read(env), 7)
+    assert "--mpi=pmix" in command(allocation.read(env), 7, kind="pmix")
+
+
+def test_srun_is_not_there(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(HvdkitError, match="no srun on PATH"):
+        command(allocation.read(ENV), 1)
+
+
+@pytest.mark.parametrize(
+    ("cores", "per_task", "threads"),
+    [
+        (64, None, 4),  # not bound: a share of the node's CPUs that are the job's
+        (2, None, 2),  # bound to two
+        (64, "3", 3),
+    ],
+)
+def test_threads_of_a_rank(cores, per_task, threads):
+    env = ENV if per_task is None else ENV | {"SLURM_CPUS_PER_TASK": per_task}
+    given = allocation.read(env)
+    plan = make_plan(["train"], "/data", given.hosts, 7)
+    host = given.hosts[0]
+    facts = slurm._facts({"cores": cores, "gpus": None}, host, plan, given, "10.0.0.1")
+    settings = prepare.Settings(ssh=None, python="python")
+    interfaces = {host: slurm.Interface("eth0", "10.0.0.1", 24)}
+    ranks = prepare.rank_messages(plan, {host: facts}, settings, interfaces, lambda *_: {})
+    assert ranks[host][0]["defaults"]["OMP_NUM_THREADS"] == str(threads)
+
+
+def run(*arguments, **env):
+    clean = {name: text for name, text in os.environ.items() if not name.startswith("SLURM_")}
+    return subprocess.run(
+        [sys.executable, "-m", "hvdkit", "run", *arguments],
+        env=clean | env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "expected"),
+    [
+        (["--launcher", "slurm"], {}, "there is no allocation here"),
+        (["--launcher", "slurm", "-H", "a:1"], ENV, "leave -H out"),
+        (["--mpi", "pmix", "-np", "1"], {}, "--mpi pmix is for Slurm"),
+        (["-np", "8"], ENV, "-np is 8, and the allocation has 7 tasks"),
+    ],
+)
+def test_wrong_arguments_are_status_2(arguments, env, expected):
+    done = run(*arguments, "true", **env)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_inside_an_allocation_named_hosts_are_taken_as_everywhere():
+    done = run("-H", "localhost:2", sys.executable, "-c", "print('up')", **ENV)
+    assert sorted(done.stdout.splitlines()) == ["[0] up", "[1] up"]

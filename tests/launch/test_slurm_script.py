@@ -1,0 +1,142 @@
+import subprocess
+import sys
+
+import pytest
+
+from hvdkit.launch.generate import KINDS
+
+
+def generate(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "hvdkit", "generate", "slurm", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def directives(script):
+    return [line for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_the_script_asks_for_what_was_given():
+    sizes = ("--nodes", "2", "--gpus-per-node", "4", "--cpus-per-task", "12", "--time", "8:00:00")
+    others = ("--partition", "gpu", "--account", "lab", "--grace", "300")
+    script = generate(*sizes, *others, "python", "my train.py", "--resume").stdout
+    assert directives(script) == [
+        "#SBATCH --job-name=my_train",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --account=lab",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=4",
+        "#SBATCH --cpus-per-task=12",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --time=8:00:00",
+        "#SBATCH --output=%x-%j.out",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --requeue",
+        "#SBATCH --signal=B:USR1@300",
+    ]
+    assert "\nhvdkit run --stop-grace 300 python 'my train.py' --resume &\n" in script
+
+
+def test_what_was_not_given_is_there_to_be_filled_in():
+    script = generate("--", "python", "train.py").stdout
+    assert "##SBATCH --gpus-per-node=4" in script
+    assert "#SBATCH --ntasks-per-node=1" in directives(script)
+    assert "#SBATCH --job-name=train" in directives(script)
+
+
+def test_directives_come_before_the_first_command():
+    # sbatch reads no further.
+    lines = generate("python", "train.py").stdout.splitlines()
+    last = max(n for n, line in enumerate(lines) if line.startswith("#SBATCH"))
+    assert all(line.startswith("#") for line in lines[:last] if line)
+
+
+# What Slurm would do stands in here; tests/cluster/test_slurm.py has the real one.
+STAND_INS = """
+hvdkit() {{ trap 'exit 75' USR1; echo up; for n in $(seq 100); do sleep 0.1; done; exit {status}; }}
+squeue() {{ echo {state}; }}
+scontrol() {{ echo "scontrol $*"; }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "requeued"),
+    [("75", "RUNNING", True), ("75", "COMPLETING", False), ("3", "RUNNING", False)],
+)
+def test_only_a_running_job_that_was_saved_goes_back(status, state, requeued, tmp_path):
+    script = generate("python", "train.py").stdout
+    quick = STAND_INS.format(status=status, state=state).replace("seq 100", "seq 1")
+    (tmp_path / "job.sh").write_text(quick + script)
+    done = subprocess.run(
+        ["bash", tmp_path / "job.sh"],
+        env={"SLURM_JOB_ID": "12", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == int(status)
+    assert ("scontrol requeue 12" in done.stdout) == requeued
+
+
+def test_a_signal_reaches_hvdkit_and_the_script_waits_for_it(tmp_path):
+    script = generate("python", "train.py").stdout
+    (tmp_path / "job.sh").write_text(STAND_INS.format(status=0, state="RUNNING") + script)
+    job = subprocess.Popen(
+        ["bash", tmp_path / "job.sh"],
+        env={"SLURM_JOB_ID": "12", "PATH": "/usr/bin:/bin"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert job.stdout.readline() == "up\n"
+        job.send_signal(10)
+        out, _ = job.communicate(timeout=30)
+        assert job.returncode == 75
+        assert "scontrol requeue 12" in out
+    finally:
+        job.kill()
+        job.wait(timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--nodes", "2"], "what do the ranks run?"),
+        (["--nodes", "0", "python"], "--nodes is 0; expected at least 1"),
+        (["--time", "a day", "python"], "--time is a day; expected"),
+        (["--partition", "a b", "python"], "expected one word"),
+    ],
+)
+def test_wrong_arguments_are_status_2(arguments, expected):
+    done = generate(*arguments)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_is_written_once(tmp_path):
+    path = tmp_path / "job.sh"
+    assert generate("-o", str(path), "python", "train.py").returncode == 0
+    assert path.read_text().startswith("#!/bin/bash\n")
+    path.write_text("edited")
+    done = generate("-o", str(path), "python", "train.py")
+    assert done.returncode == 1
+    assert f"-o {path} exists" in done.stderr
+    assert path.read_text() == "edited"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_help_with_an_example(kind):
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdkit", "generate", kind, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert f"example:\n  hvdkit generate {kind}" in done.stdout
