@@ -40,6 +40,11 @@ def _python() -> Finding:
         toolchain.check_python()
     except HvdkitError as error:
         return Finding("Python", ERROR, text, str(error))
+    try:
+        toolchain.check_headers()
+    except HvdkitError as error:
+        # As with the compiler: only a build needs them.
+        return Finding("Python", WARNING, text, str(error))
     return Finding("Python", OK, text)
 
 

@@ -54,6 +54,13 @@ def test_a_hostname_that_does_not_resolve_is_a_warning():
     assert "does not resolve" in doctor._hostname(resolve).found
 
 
+def test_headers_are_missed_only_for_a_build(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    found = doctor._python()
+    assert found.status == WARNING
+    assert "python3-dev" in found.advice
+
+
 def test_a_small_shm_is_a_warning(monkeypatch):
     monkeypatch.setattr(doctor, "_SHM_BYTES", 10**18)
     assert doctor._shared_memory().status == WARNING

@@ -223,6 +223,7 @@ def make_plan(request: Request) -> Plan:
         UsageError: the request asks for what cannot be had here.
     """
     toolchain.check_python()
+    toolchain.check_headers()
     found = frameworks.find(request.frameworks)
     compiler = toolchain.find_compiler()
     warnings: list[str] = []

@@ -56,6 +56,10 @@ def check_python() -> None:
         )
     if sys.platform != "linux":
         raise HvdkitError(f"{sys.platform} is not supported; hvdkit builds on Linux.")
+
+
+def check_headers() -> None:
+    """Raise HvdkitError where nothing can be compiled for this interpreter."""
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     if not headers.exists():
         raise HvdkitError(

@@ -73,7 +73,7 @@ def test_an_unsupported_python_is_refused(monkeypatch, version):
 def test_missing_python_headers_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(HvdkitError, match=r"Python\.h is missing.*python3-dev"):
-        toolchain.check_python()
+        toolchain.check_headers()
 
 
 def test_jobs_are_bounded_by_memory(monkeypatch):
