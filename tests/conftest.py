@@ -1,6 +1,7 @@
 """What holds for every test: nothing leaks, and slow forms run only when asked for."""
 
 import os
+import signal
 import threading
 import time
 
@@ -12,6 +13,13 @@ _GRACE_SECONDS = 5.0
 
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="run the slow forms too")
+
+
+def pytest_configure():
+    # A shell that starts this in its background makes it ignore Ctrl-C, and so would all that the
+    # tests start, among them those that are about Ctrl-C.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config, items):
