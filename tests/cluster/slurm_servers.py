@@ -24,7 +24,8 @@ _SECONDS = 60
 _MUNGED, _CONTROLLER, _NODE = "/usr/sbin/munged", "/usr/sbin/slurmctld", "/usr/sbin/slurmd"
 
 # More CPUs than this machine has, so that there is room for several ranks. Processes are followed
-# by their parents, because control groups are not to be had in every container.
+# by their parents, because control groups are not to be had in every container. Jobs that may begin
+# are looked for every few seconds, and not once in a minute.
 _SETTINGS = """\
 ClusterName=hvdkit
 SlurmctldHost={first.name}({first.address})
@@ -43,6 +44,7 @@ TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=3,bf_interval=3
 SlurmdParameters=config_overrides
 MpiDefault=none
 ReturnToService=2
