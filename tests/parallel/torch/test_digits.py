@@ -102,14 +102,14 @@ def test_impossible_checkpoint_arguments_are_refused(arguments, words):
     assert words in done.stderr
 
 
-def run_plain(*command, **env):
+def run_plain(*command, timeout=120, **env):
     if installed() is None:
         pytest.skip("no Horovod here: run `hvdkit build`")
     return subprocess.run(
         command,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=timeout,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
     )
