@@ -232,12 +232,12 @@ def _add_generate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _export(opened: OpenCheckpoint, target: Path) -> None:
     """Write a checkpoint's model as the framework does that `target`'s name belongs to."""
     if target.suffix in (".pt", ".pth"):
-        adapter = "hvdkit.torch.checkpoint"
+        writer = "hvdkit.torch.checkpoint"
     elif target.name.endswith(".weights.h5"):
-        adapter = "hvdkit.keras.checkpoint"
+        writer = "hvdkit.checkpoint.h5"
     else:
         raise UsageError(
             f"the file to export to is {target}; expected *.pt or *.pth (PyTorch's state_dict) or "
             "*.weights.h5 (Keras)."
         )
-    importlib.import_module(adapter).export(opened, target)
+    importlib.import_module(writer).export(opened, target)

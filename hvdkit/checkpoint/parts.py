@@ -1,10 +1,10 @@
 """Parts of a checkpoint that look the same in every framework that has variables."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from hvdkit.checkpoint.state import Tensor, TensorSpec, Tree
+from hvdkit.checkpoint.state import Part, Tensor, TensorSpec, Tree
 from hvdkit.errors import UsageError
 
 
@@ -103,3 +103,34 @@ class Plain:
     def adopt(self, tree: Tree) -> None:
         """Take it over."""
         self._take(tree)
+
+
+def kept_in(values: MutableMapping[str, Any]) -> Plain:
+    """A `Part`: plain values of the user's own, which what was saved replaces."""
+
+    def take(tree: Tree) -> None:
+        values.clear()
+        values.update(tree)
+
+    return Plain(lambda: dict(values), take)
+
+
+def several(argument: str, given: Any) -> dict[str, Any]:
+    """The names of the parts that an argument gives, and the parts: one, several in a dict."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return {f"{argument}-{name}": each for name, each in given.items()}
+    return {argument: given}
+
+
+def data_part(data: Any) -> Part:
+    """`data`, which must be able to say where the job is in them.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not all(hasattr(data, method) for method in ("capture", "prepare", "adopt")):
+        raise UsageError(f"data is a {type(data).__name__}: expected a hvd.ResumableSampler")
+    part: Part = data
+    return part

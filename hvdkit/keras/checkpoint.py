@@ -1,6 +1,5 @@
 """`hvd.callbacks.Checkpoint`: a `fit` that is killed, and goes on as if it had not been."""
 
-import functools
 import logging
 import os
 import weakref
@@ -14,10 +13,8 @@ import keras
 # What Keras's own callbacks print with.
 from keras.src.utils import io_utils
 
-from hvdkit.checkpoint import h5
 from hvdkit.checkpoint.manager import Manager
-from hvdkit.checkpoint.parts import Plain
-from hvdkit.checkpoint.reading import OpenCheckpoint
+from hvdkit.checkpoint.parts import Plain, kept_in
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.signals import STOP_SIGNALS
 from hvdkit.checkpoint.state import Part, RankPart, Tree
@@ -40,11 +37,6 @@ log = logging.getLogger("hvdkit.keras")
 
 #: Folder -> the manager that this process has last opened on it.
 _open: WeakValueDictionary[str, Manager] = WeakValueDictionary()
-
-
-def export(checkpoint: OpenCheckpoint, file: str | os.PathLike[str]) -> None:
-    """Write a checkpoint as a `.weights.h5` file; see `hvdkit.checkpoint.h5.export`."""
-    h5.export(checkpoint, file)
 
 
 class Checkpoint(FollowsFit):
@@ -186,7 +178,7 @@ class Checkpoint(FollowsFit):
         parts: dict[str, Part] = parts_of(model) | {
             "progress": Plain(place.progress, place.take_progress),
             "callbacks": CallbackStates(lambda: place.callbacks),
-            "metadata": Plain(lambda: dict(metadata), functools.partial(_replace, metadata)),
+            "metadata": kept_in(metadata),
         }
         if self._data is not None:
             parts["data"] = self._data
@@ -363,11 +355,6 @@ class _Place:
     def take_epoch_began(self, tree: Tree) -> None:
         """As a checkpoint has it."""
         self.epoch_began = tree
-
-
-def _replace(metadata: MutableMapping[str, Any], tree: Tree) -> None:
-    metadata.clear()
-    metadata.update(tree)
 
 
 class _Metrics:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvdkit.checkpoint.manager import Manager
-from hvdkit.checkpoint.parts import Plain, Variables, named
+from hvdkit.checkpoint.parts import Variables, data_part, kept_in, named, several
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.signals import STOP_SIGNALS
 from hvdkit.checkpoint.state import Part, Tree
@@ -93,7 +93,7 @@ class Checkpointer(Manager):
         if model is None and optimizer is None:
             raise UsageError("neither model nor optimizer is given: expected what is to be saved")
         self.metadata = {} if metadata is None else metadata
-        models, optimizers = _several("model", model), _several("optimizer", optimizer)
+        models, optimizers = several("model", model), several("optimizer", optimizer)
         parts: dict[str, Part] = {}
         for name, given in {**models, **optimizers}.items():
             _check_built(given, name)
@@ -103,12 +103,8 @@ class Checkpointer(Manager):
         distributions = {name: found for name, found in wrapped.items() if found is not None}
         parts["reduction"] = _Reduction(distributions)
         if data is not None:
-            if not all(hasattr(data, method) for method in ("capture", "prepare", "adopt")):
-                raise UsageError(
-                    f"data is a {type(data).__name__}: expected a hvd.ResumableSampler"
-                )
-            parts["data"] = data
-        parts["metadata"] = Plain(lambda: dict(self.metadata), self._take_metadata)
+            parts["data"] = data_part(data)
+        parts["metadata"] = kept_in(self.metadata)
         super().__init__(
             Store(folder, keep_last=keep_last, keep_best=keep_best),
             TensorFlowCollectives(process_set),
@@ -121,10 +117,6 @@ class Checkpointer(Manager):
             stop_signals=stop_signals,
             window_open=lambda: any(d.window_open for d in distributions.values()),
         )
-
-    def _take_metadata(self, tree: Tree) -> None:
-        self.metadata.clear()
-        self.metadata.update(tree)
 
 
 class _Reduction:
@@ -147,15 +139,6 @@ class _Reduction:
         tape.adopt_reduction_state(tree["tapes"])
         for name, distribution in self._distributions.items():
             distribution.adopt_reduction_state(tree["optimizers"].get(name))
-
-
-def _several(argument: str, given: Any) -> dict[str, Any]:
-    """The names of the parts that an argument gives, and the parts."""
-    if given is None:
-        return {}
-    if isinstance(given, Mapping):
-        return {f"{argument}-{name}": each for name, each in given.items()}
-    return {argument: given}
 
 
 def _check_built(given: Any, argument: str) -> None:

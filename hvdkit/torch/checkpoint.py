@@ -11,11 +11,11 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvdkit.checkpoint.manager import Manager
-from hvdkit.checkpoint.parts import Plain
+from hvdkit.checkpoint.parts import data_part, kept_in, several
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.signals import STOP_SIGNALS
-from hvdkit.checkpoint.state import Part, TensorSpec, Tree
+from hvdkit.checkpoint.state import Part, TensorSpec
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.errors import HvdkitError, UsageError
@@ -102,9 +102,9 @@ class Checkpointer(Manager):
         if not mpi_ops.is_initialized():
             raise UsageError("Horovod is not initialised: call hvd.init() before this")
         self.metadata = {} if metadata is None else metadata
-        optimizers = _several("optimizer", optimizer)
+        optimizers = several("optimizer", optimizer)
         parts: dict[str, Part] = {}
-        models = _several("model", model)
+        models = several("model", model)
         for name, module in models.items():
             if not isinstance(module, torch.nn.Module):
                 raise UsageError(f"{name} is a {type(module).__name__}: expected a module")
@@ -115,15 +115,11 @@ class Checkpointer(Manager):
             parts[name] = OptimizerPart(each, name)
         parts["reduction"] = ReductionPart(optimizers)
         for argument, given in (("lr_scheduler", lr_scheduler), ("scaler", scaler)):
-            for name, each in _several(argument, given).items():
+            for name, each in several(argument, given).items():
                 parts[name] = StatefulPart(each, name)
         if data is not None:
-            if not all(hasattr(data, method) for method in ("capture", "prepare", "adopt")):
-                raise UsageError(
-                    f"data is a {type(data).__name__}: expected a hvd.ResumableSampler"
-                )
-            parts["data"] = data
-        parts["metadata"] = Plain(lambda: dict(self.metadata), self._take_metadata)
+            parts["data"] = data_part(data)
+        parts["metadata"] = kept_in(self.metadata)
         wrapped = [o for o in optimizers.values() if isinstance(o, _DistributedOptimizer)]
         super().__init__(
             Store(folder, keep_last=keep_last, keep_best=keep_best),
@@ -137,19 +133,6 @@ class Checkpointer(Manager):
             stop_signals=stop_signals,
             window_open=lambda: not all(each.between_steps for each in wrapped),
         )
-
-    def _take_metadata(self, tree: Tree) -> None:
-        self.metadata.clear()
-        self.metadata.update(tree)
-
-
-def _several(argument: str, given: Any) -> dict[str, Any]:
-    """The names of the parts that an argument gives, and the parts."""
-    if given is None:
-        return {}
-    if isinstance(given, Mapping):
-        return {f"{argument}-{name}": each for name, each in given.items()}
-    return {argument: given}
 
 
 def export(checkpoint: OpenCheckpoint, target: str | os.PathLike[str]) -> None:

@@ -67,8 +67,8 @@ def contents(file):
 def test_an_export_is_the_file_that_keras_itself_writes(hvd, tmp_path, policy):
     import keras
 
+    from hvdkit.checkpoint.h5 import export
     from hvdkit.checkpoint.store import Store
-    from hvdkit.keras.checkpoint import export
 
     inner = keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True)
     model = compiled(keras.optimizers.LossScaleOptimizer(inner), policy)
