@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdkit.checkpoint.dtypes import numpy_dtype
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.tensors import nbytes
@@ -19,46 +20,6 @@ from hvdkit.errors import UsageError
 #: The part of a checkpoint that has the layout, and its name in it.
 PART = "keras"
 LAYOUT = "weights.h5"
-
-# What NumPy has no dtype for comes from the package that Keras uses for it.
-_BEYOND_NUMPY = {"BF16": "bfloat16", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn"}
-_NUMPY = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "I64": "int64",
-    "U64": "uint64",
-    "F64": "float64",
-    "C64": "complex64",
-}
-
-
-def dtype_of(name: str) -> np.dtype:
-    """NumPy's dtype of what safetensors calls `name`."""
-    if name in _NUMPY:
-        return np.dtype(_NUMPY[name])
-    import ml_dtypes
-
-    return np.dtype(getattr(ml_dtypes, _BEYOND_NUMPY[name]))
-
-
-def name_of(dtype: np.dtype) -> str:
-    """What safetensors calls a dtype of NumPy.
-
-    Raises:
-        UsageError: it has no name for it.
-    """
-    for names in (_NUMPY, _BEYOND_NUMPY):
-        for name, known in names.items():
-            if dtype.name == known:
-                return name
-    raise UsageError(f"an array is of {dtype}: expected one of {', '.join(_NUMPY.values())}")
 
 
 def export(checkpoint: OpenCheckpoint, file: str | os.PathLike[str]) -> None:
@@ -115,4 +76,4 @@ def _read(checkpoint: OpenCheckpoint, part: str, tensor: str) -> np.ndarray:
     spec: TensorSpec = checkpoint.outline.specs[part][tensor]
     content = np.empty(nbytes(spec), np.uint8)
     checkpoint.read(part, tensor, content)
-    return content.view(dtype_of(spec.dtype)).reshape(spec.shape)
+    return content.view(numpy_dtype(spec.dtype)).reshape(spec.shape)

@@ -14,32 +14,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from hvdkit.checkpoint import disk, manifest
+from hvdkit.checkpoint.dtypes import ELEMENT_BYTES
 from hvdkit.checkpoint.errors import Damaged
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.errors import UsageError
-
-#: Bytes of one element, by the name that safetensors has for the dtype.
-ELEMENT_BYTES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E5M2": 1,
-    "F8_E4M3": 1,
-    "F8_E8M0": 1,
-    "F8_E4M3FNUZ": 1,
-    "F8_E5M2FNUZ": 1,
-    "I16": 2,
-    "U16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "I32": 4,
-    "U32": 4,
-    "F32": 4,
-    "I64": 8,
-    "U64": 8,
-    "F64": 8,
-    "C64": 8,
-}
 
 #: A header of 100,000 tensors takes about 12 MB. A larger one is neither written nor read.
 MAX_HEADER_BYTES = 50_000_000

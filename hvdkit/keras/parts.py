@@ -12,6 +12,7 @@ from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
 
 from hvdkit.checkpoint import h5
+from hvdkit.checkpoint.dtypes import code_of, numpy_dtype
 from hvdkit.checkpoint.parts import Variables, named, plain
 from hvdkit.checkpoint.state import Part, RankPart, TensorSpec, Tree
 from hvdkit.errors import UsageError
@@ -289,12 +290,12 @@ class ArrayTensor:
     @classmethod
     def empty(cls, spec: TensorSpec) -> "ArrayTensor":
         """One to be filled."""
-        return cls(np.empty(spec.shape, h5.dtype_of(spec.dtype)))
+        return cls(np.empty(spec.shape, numpy_dtype(spec.dtype)))
 
     @property
     def spec(self) -> TensorSpec:
         """Its dtype and shape."""
-        return TensorSpec(h5.name_of(self.array.dtype), self.array.shape)
+        return TensorSpec(code_of(self.array.dtype.name, "an array"), self.array.shape)
 
     def read(self, out: np.ndarray) -> None:
         """A copy."""

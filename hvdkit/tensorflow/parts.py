@@ -13,29 +13,9 @@ from keras.src.random import seed_generator
 from tensorflow.python.ops import stateful_random_ops
 
 from hvdkit.checkpoint import randomness
+from hvdkit.checkpoint.dtypes import code_of
 from hvdkit.checkpoint.state import TensorSpec, Tree
-from hvdkit.errors import UsageError
 from hvdkit.tensorflow.variables import tf_variable
-
-#: TensorFlow's names of dtypes -> those of safetensors.
-_DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "int64": "I64",
-    "uint64": "U64",
-    "float64": "F64",
-    "complex64": "C64",
-}
 
 
 class VariableTensor:
@@ -47,12 +27,8 @@ class VariableTensor:
 
     def __init__(self, variable: tf.Variable) -> None:
         self._variable = variable
-        name = variable.dtype.name
-        if name not in _DTYPES:
-            raise UsageError(
-                f"variable {variable.name!r} is of {name}: expected one of {', '.join(_DTYPES)}"
-            )
-        self._spec = TensorSpec(_DTYPES[name], tuple(variable.shape))
+        dtype = code_of(variable.dtype.name, f"variable {variable.name!r}")
+        self._spec = TensorSpec(dtype, tuple(variable.shape))
 
     @property
     def spec(self) -> TensorSpec:

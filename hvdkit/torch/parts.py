@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from horovod.torch import SyncBatchNorm
 
-from hvdkit.checkpoint import randomness
+from hvdkit.checkpoint import dtypes, randomness
 from hvdkit.checkpoint.state import TensorSpec, Tree
 from hvdkit.core.reduction import ReductionState
 from hvdkit.errors import UsageError
@@ -16,29 +16,7 @@ from hvdkit.torch.optimizer import _DistributedOptimizer
 
 #: torch's dtypes -> safetensors' names of them. Not every torch has all of these.
 _DTYPES = {
-    getattr(torch, name): code
-    for name, code in {
-        "bool": "BOOL",
-        "uint8": "U8",
-        "int8": "I8",
-        "float8_e5m2": "F8_E5M2",
-        "float8_e4m3fn": "F8_E4M3",
-        "float8_e8m0fnu": "F8_E8M0",
-        "float8_e4m3fnuz": "F8_E4M3FNUZ",
-        "float8_e5m2fnuz": "F8_E5M2FNUZ",
-        "int16": "I16",
-        "uint16": "U16",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "int32": "I32",
-        "uint32": "U32",
-        "float32": "F32",
-        "int64": "I64",
-        "uint64": "U64",
-        "float64": "F64",
-        "complex64": "C64",
-    }.items()
-    if hasattr(torch, name)
+    getattr(torch, name): code for name, code in dtypes.CODES.items() if hasattr(torch, name)
 }
 _BY_CODE = {code: dtype for dtype, code in _DTYPES.items()}
 

@@ -5,7 +5,7 @@ import pytest
 import safetensors.numpy
 from safetensors import safe_open
 
-from hvdkit.checkpoint import tensors
+from hvdkit.checkpoint import dtypes, tensors
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.errors import UsageError
 
@@ -39,7 +39,7 @@ def test_the_library_reads_what_we_write(tmp_path):
         np.testing.assert_array_equal(read[name], array)
 
 
-@pytest.mark.parametrize("dtype", tensors.ELEMENT_BYTES)
+@pytest.mark.parametrize("dtype", dtypes.ELEMENT_BYTES)
 def test_every_dtype_is_one_that_the_library_knows(tmp_path, dtype):
     spec = TensorSpec(dtype, (3,))
     path = tmp_path / "x.safetensors"
@@ -60,7 +60,7 @@ def test_each_tensor_is_aligned_to_its_elements(tmp_path):
     assert specs == {name: ARRAYS[name][0] for name in specs}
     assert list(specs) == ["ä b", "weight", "empty", "half", "mask"]
     for name, (at, _) in tensors.spans(specs).items():
-        assert at % tensors.ELEMENT_BYTES[specs[name].dtype] == 0
+        assert at % dtypes.ELEMENT_BYTES[specs[name].dtype] == 0
 
 
 def test_contents_are_not_copied():
