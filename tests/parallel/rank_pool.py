@@ -277,5 +277,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     names = pyfuncitem._fixtureinfo.argnames
     parameters = {name: pyfuncitem.funcargs[name] for name in names if name != "hvd"}
+    # What a rank gets is a copy, and nobody would undo what that changes.
+    assert "monkeypatch" not in names, "on ranks: `with pytest.MonkeyPatch.context() as patch`"
     pool.run(pyfuncitem.module.__name__, pyfuncitem.originalname, parameters)
     return True
