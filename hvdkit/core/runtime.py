@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -65,6 +65,14 @@ class Horovod(Protocol):
         """The number of ranks."""
         ...
 
+    def local_rank(self) -> int:
+        """This process's rank among those of its host."""
+        ...
+
+    def local_size(self) -> int:
+        """The number of ranks on its host."""
+        ...
+
     def mpi_built(self) -> bool:
         """Whether MPI is compiled in."""
         ...
@@ -121,13 +129,23 @@ class Runtime:
         version: the version of it that is imported.
         engine: the installed Horovod.
         horovod: the framework's `mpi_ops`.
+        use_own_gpu: told the local rank, makes that GPU this process's; only called where several
+            ranks share a host.
     """
 
-    def __init__(self, framework: str, version: str, engine: Engine, horovod: Horovod) -> None:
+    def __init__(
+        self,
+        framework: str,
+        version: str,
+        engine: Engine,
+        horovod: Horovod,
+        use_own_gpu: Callable[[int], None],
+    ) -> None:
         self._framework = framework
         self._version = version
         self._engine = engine
         self._horovod = horovod
+        self._use_own_gpu = use_own_gpu
         self._generation = 0
         self._announced = False
 
@@ -145,7 +163,8 @@ class Runtime:
 
         Beyond that, a collective that not all ranks enter ends the job after half an hour instead
         of never (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS and its relatives, where set, win), and a
-        plain `python script.py` is a job of one rank that needs neither MPI nor a network.
+        plain `python script.py` is a job of one rank that needs neither MPI nor a network. Of
+        several ranks on a host, each works on the GPU of its local rank, unless the script chooses.
 
         Raises:
             HvdkitError: a launcher started several processes, and they did not become one job.
@@ -176,6 +195,8 @@ class Runtime:
                 f"its own. The launcher must be of the MPI that Horovod was built with (see "
                 f"`hvdkit doctor`), and srun may need --mpi=pmix."
             )
+        if horovod.local_size() > 1:
+            self._use_own_gpu(horovod.local_rank())
         self.renew()
         self._announce()
 

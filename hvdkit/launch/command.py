@@ -79,8 +79,8 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     ranks.add_argument(
         "--pin-gpus",
         action="store_true",
-        help="CUDA_VISIBLE_DEVICES with one GPU per rank, for scripts that do not choose theirs "
-        "by hvd.local_rank()",
+        help="CUDA_VISIBLE_DEVICES with one GPU per rank, for programs that take a GPU before "
+        "hvd.init() gives them theirs",
     )
     output = verb.add_argument_group("output")
     output.add_argument(

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from hvdkit.core.runtime import Runtime, loading
 from hvdkit.engine.describe import require
+from hvdkit.tensorflow.devices import use_own_gpu
 
 engine = require("tensorflow")
 
@@ -14,7 +15,7 @@ with loading(
 ):
     from horovod.tensorflow import mpi_ops
 
-_runtime = Runtime("tensorflow", tf.__version__, engine, mpi_ops)
+_runtime = Runtime("tensorflow", tf.__version__, engine, mpi_ops, use_own_gpu)
 
 init = _runtime.init
 shutdown = _runtime.shutdown

@@ -4,13 +4,14 @@ import torch
 
 from hvdkit.core.runtime import Runtime, loading
 from hvdkit.engine.describe import require
+from hvdkit.torch.devices import use_own_gpu
 
 engine = require("torch")
 
 with loading("torch", torch.__version__, engine):
     from horovod.torch import mpi_ops
 
-_runtime = Runtime("torch", torch.__version__, engine, mpi_ops)
+_runtime = Runtime("torch", torch.__version__, engine, mpi_ops, use_own_gpu)
 
 init = _runtime.init
 shutdown = _runtime.shutdown

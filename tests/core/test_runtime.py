@@ -23,7 +23,8 @@ STOCK = SimpleNamespace(version="0.28.1", frameworks={"torch": "2.13.0"}, ours=F
 class SimulatedHorovod:
     """Stands for a framework's mpi_ops; remembers what it was asked, and under which settings."""
 
-    def __init__(self, size=1, rank=0, mpi=True, gloo=True):
+    def __init__(self, size=1, rank=0, mpi=True, gloo=True, local=(0, 1)):
+        self._local = local
         self._size, self._rank, self._mpi, self._gloo = size, rank, mpi, gloo
         self.calls = []
 
@@ -39,11 +40,21 @@ class SimulatedHorovod:
     def size(self):
         return self._size
 
+    def local_rank(self):
+        return self._local[0]
+
+    def local_size(self):
+        return self._local[1]
+
     def mpi_built(self):
         return self._mpi
 
     def gloo_built(self):
         return self._gloo
+
+
+def runtime_of(horovod, version="2.13.0", engine=OURS, use_own_gpu=lambda local_rank: None):
+    return Runtime("torch", version, engine, horovod, use_own_gpu)
 
 
 @pytest.fixture
@@ -127,7 +138,7 @@ def test_a_controller_that_the_user_has_chosen_stays():
 )
 def test_who_starts_over_gloo(no_launcher, arguments, gloo, controller):
     horovod = SimulatedHorovod(gloo=gloo)
-    Runtime("torch", "2.13.0", OURS, horovod).init(**arguments)
+    runtime_of(horovod).init(**arguments)
     assert horovod.calls == [("init", (), arguments, controller)]
     assert "HOROVOD_CONTROLLER" not in os.environ
 
@@ -143,7 +154,7 @@ def test_who_starts_over_gloo(no_launcher, arguments, gloo, controller):
 def test_processes_that_cannot_become_one_job(no_launcher, horovod, controller, message):
     no_launcher.setenv("PMI_SIZE", "3")
     no_launcher.setenv("HOROVOD_CONTROLLER", controller)
-    runtime = Runtime("torch", "2.13.0", OURS, horovod)
+    runtime = runtime_of(horovod)
     with pytest.raises(HvdkitError, match=message):
         runtime.init()
     assert runtime.generation == 0
@@ -154,12 +165,19 @@ def test_processes_that_cannot_become_one_job(no_launcher, horovod, controller, 
 def test_ranks_of_one_mpi_job(no_launcher):
     no_launcher.setenv("PMI_SIZE", "3")
     horovod = SimulatedHorovod(size=3)
-    Runtime("torch", "2.13.0", OURS, horovod).init()
+    runtime_of(horovod).init()
     assert horovod.calls == [("init", (), {}, None)]
 
 
+@pytest.mark.parametrize(("local", "told"), [((1, 2), [1]), ((0, 2), [0]), ((0, 1), [])])
+def test_ranks_that_share_a_host_share_out_its_gpus(no_launcher, local, told):
+    seen = []
+    runtime_of(SimulatedHorovod(local=local), use_own_gpu=seen.append).init()
+    assert seen == told
+
+
 def test_what_was_agreed_is_void_after_init_and_join(no_launcher):
-    runtime = Runtime("torch", "2.13.0", OURS, SimulatedHorovod())
+    runtime = runtime_of(SimulatedHorovod())
     seen = [runtime.generation]
     for renew in (runtime.init, runtime.shutdown, runtime.init, runtime.renew):
         renew()
@@ -177,7 +195,7 @@ def test_what_was_agreed_is_void_after_init_and_join(no_launcher):
     ],
 )
 def test_what_will_be_missing_is_said_once(no_launcher, caplog, engine, version, rank, said):
-    runtime = Runtime("torch", version, engine, SimulatedHorovod(rank=rank))
+    runtime = runtime_of(SimulatedHorovod(rank=rank), version, engine)
     with caplog.at_level(logging.WARNING, logger="hvdkit.torch"):
         runtime.init()
         runtime.init()

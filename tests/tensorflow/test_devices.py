@@ -1,0 +1,61 @@
+"""Which GPU a rank works on. GPUs are simulated where there are none."""
+
+import logging
+from contextlib import contextmanager
+
+import pytest
+
+GPUS = ["GPU:0", "GPU:1", "GPU:2"]
+
+
+@contextmanager
+def simulated(gpus, visible, error=None):
+    """TensorFlow has these GPUs and sees those; gives what it is asked to see."""
+    import tensorflow as tf
+
+    asked = []
+
+    def set_visible_devices(device, kind):
+        asked.append((device, kind))
+        if error is not None:
+            raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+        patch.setattr(tf.config, "get_visible_devices", lambda kind: visible)
+        patch.setattr(tf.config, "set_visible_devices", set_visible_devices)
+        yield asked
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "gpus", "visible", "asked"),
+    [
+        (1, GPUS, GPUS, [("GPU:1", "GPU")]),
+        (1, GPUS, ["GPU:0"], []),
+        (1, ["GPU:0"], ["GPU:0"], []),
+        (0, [], [], []),
+    ],
+    ids=["its own", "chosen by the script", "pinned by a launcher", "no GPU"],
+)
+def test_a_rank_sees_its_gpu(hvd, local_rank, gpus, visible, asked):
+    from hvdkit.tensorflow.devices import use_own_gpu
+
+    with simulated(gpus, visible) as seen:
+        use_own_gpu(local_rank)
+    assert seen == asked
+
+
+def test_tensorflow_in_use_before_init_is_told(hvd):
+    from hvdkit.tensorflow.devices import use_own_gpu
+
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    log = logging.getLogger("hvdkit.tensorflow")
+    log.addHandler(handler)
+    try:
+        with simulated(GPUS, GPUS, RuntimeError("Visible devices cannot be modified")):
+            use_own_gpu(2)
+    finally:
+        log.removeHandler(handler)
+    assert "call hvd.init() first, and it takes GPU 2 only" in records[0].getMessage()
