@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.signal(number, handler)
 
 
-#: Ctrl-C, a batch system's way to end a job, and a lost connection. All clean up alike.
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Ctrl-C, a batch system's ways to end a job, and a lost connection. All clean up alike.
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class _Ended(KeyboardInterrupt):
@@ -210,7 +210,8 @@ def _add_run(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
     verb = _add_verb(verbs, "run", command.HELP, command.EXAMPLE)
     command.add_arguments(verb)
-    verb.set_defaults(run=command.run)
+    # Once they run, `run` itself takes the signals.
+    verb.set_defaults(run=command.run, when_ended="no rank runs.")
 
 
 def _add_checkpoint(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

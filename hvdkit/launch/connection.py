@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -147,7 +148,7 @@ class ProcessConnection(Connection):
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             self._process.wait()
         pipes = (self._process.stdout, self._process.stderr)
         for thread, pipe in zip((self._reader, self._listener), pipes, strict=True):
@@ -161,7 +162,12 @@ class ProcessConnection(Connection):
         self._process.stdin.close()
         if not self.greeted:
             # There is nobody to end anything, only an ssh that still tries to connect.
-            self._process.kill()
+            self._kill()
+
+    def _kill(self) -> None:
+        # With its ProxyCommand, which may not notice that ssh has gone.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _listen(self) -> None:
         assert self._process.stderr

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.cluster import ssh_servers
-from tests.cluster.launches import BOTH, Launches, python, wait_for
+from tests.cluster.launches import BOTH, Launches, describe, python, wait_for
 from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
 
 REDUCE = """
@@ -279,6 +279,21 @@ def test_ctrl_c_where_a_script_knows_nothing_of_it(start):
     _, err = job.communicate(timeout=30)
     assert job.returncode == 128 + signal.SIGINT
     assert err.splitlines()[-1] == "hvdkit run: ended by SIGINT"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_before_any_rank_was_started(launches, start, number):
+    # A host that does not answer, behind a proxy that does not care who asks.
+    job = start(*BOTH, "--ssh-arg=-oProxyCommand=sleep 60", *python("print('up')"))
+    deadline = time.monotonic() + 30
+    while not any(describe(pid) == ["sleep", "60"] for pid in launches.processes()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    job.send_signal(number)
+    out, err = job.communicate(timeout=30)
+    assert out == ""
+    assert err == f"hvdkit run: {number.name}; no rank runs.\n"
+    assert job.returncode == 128 + number
 
 
 def test_a_rank_that_never_comes_up_is_named(launches):
