@@ -83,4 +83,4 @@ def test_the_image_is_built_and_trains():
         timeout=_LONG_SECONDS,
     )
     assert answer.returncode == 0, answer.stdout[-4000:]
-    assert answer.stdout.count("same weights") == 4
+    assert answer.stdout.count("same weights") == 8

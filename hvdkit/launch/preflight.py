@@ -179,11 +179,16 @@ def _named(hosts: Sequence[Host]) -> str:
     return f"{', '.join(names[:_NAMED_HOSTS])} and {more} more" if more > 0 else ", ".join(names)
 
 
-def _grouped(values: Mapping[Host, str]) -> str:
-    """One value where all hosts have the same, else each with its hosts."""
+def _by_value(values: Mapping[Host, str]) -> dict[str, list[Host]]:
     groups: dict[str, list[Host]] = {}
     for host, value in values.items():
         groups.setdefault(value, []).append(host)
+    return groups
+
+
+def _grouped(values: Mapping[Host, str]) -> str:
+    """One value where all hosts have the same, else each with its hosts."""
+    groups = _by_value(values)
     if len(groups) == 1:
         (value,) = groups
         few = {1: next(iter(values)).name, 2: "both hosts"}
@@ -259,6 +264,17 @@ def _connections(
 
 
 def _own_names(found: Mapping[Host, Mapping[str, Any]]) -> Finding:
+    names = {host: facts["own_name"]["name"] for host, facts in found.items()}
+    shared = [
+        f"{name} is {_named(hosts)}" for name, hosts in _by_value(names).items() if len(hosts) > 1
+    ]
+    if shared:
+        return Finding(
+            "hostnames",
+            WARNING,
+            f"several hosts call themselves the same: {'; '.join(shared)}",
+            "give each its own (hostnamectl set-hostname): MPI takes them for one host, and stops",
+        )
     nameless = [host for host, facts in found.items() if "error" in facts["own_name"]]
     if nameless:
         return Finding(

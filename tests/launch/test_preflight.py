@@ -66,6 +66,18 @@ def test_different_mtus_are_a_warning():
     assert finding.found == "9000 (node00); 1500 (node01)"
 
 
+def own_names(*names):
+    hosts = zip(HOSTS, names, strict=False)
+    return {h: facts(own_name={"name": name, "address": "127.0.1.1"}) for h, name in hosts}
+
+
+def test_hosts_that_call_themselves_the_same_are_a_warning():
+    finding = preflight._own_names(own_names("a", "localhost", "localhost"))
+    assert finding.status == WARNING
+    assert finding.found == "several hosts call themselves the same: localhost is node01, node02"
+    assert preflight._own_names(own_names("a", "b", "c")).status == OK
+
+
 @pytest.mark.parametrize(("skew", "status"), [(0.01, OK), (-60.0, WARNING)])
 def test_clocks(skew, status):
     finding = preflight._clocks({HOSTS[0]: 0.0, HOSTS[1]: skew})
