@@ -93,6 +93,13 @@ def sync_folder(descriptor: int, name: str) -> None:
             raise
 
 
+def names(descriptor: int) -> list[str]:
+    """What is in an open folder, now."""
+    # Of sshfs, for one, an opened folder gives its names once only.
+    with folder(".", descriptor) as anew:
+        return os.listdir(anew)
+
+
 def rename(old: str, new: str, parent: int) -> None:
     """Rename a folder inside of `parent`; over one that has files, it fails."""
     _step("rename", old)
@@ -106,7 +113,7 @@ def remove(name: str, parent: int) -> None:
     """
     first: OSError | None = None
     with folder(name, parent) as descriptor:
-        for entry in os.listdir(descriptor):
+        for entry in names(descriptor):
             try:
                 if stat.S_ISDIR(os.lstat(entry, dir_fd=descriptor).st_mode):
                     remove(entry, descriptor)

@@ -45,7 +45,7 @@ def scan(folder: int) -> list[Entry]:
     """
     entries = [
         entry
-        for name in os.listdir(folder)
+        for name in disk.names(folder)
         if (match := _STEP.fullmatch(name)) and (entry := _look(folder, name, int(match[1])))
     ]
     return sorted(
@@ -65,7 +65,7 @@ def set_aside(folder: int) -> list[str]:
     Raises:
         OSError: the folder cannot be listed.
     """
-    names = (name for name in os.listdir(folder) if name.startswith(_SET_ASIDE))
+    names = (name for name in disk.names(folder) if name.startswith(_SET_ASIDE))
     return sorted(name for name in names if _STEP.match(name.removeprefix(_SET_ASIDE)))
 
 

@@ -260,7 +260,7 @@ class Store:
         return found
 
     def _set_aside(self, folder: int, entry: Entry, problems: Sequence[Problem]) -> None:
-        new = listing.set_aside_name(entry.name, os.listdir(folder))
+        new = listing.set_aside_name(entry.name, disk.names(folder))
         try:
             disk.rename(entry.name, new, folder)
         except FileNotFoundError:

@@ -200,7 +200,7 @@ class Writer:
         """Rename the finished folder `name` to that of `step`. Returns the name it has now."""
         with failing("rename", self._path / name):
             made = os.stat(name, dir_fd=self._folder)
-            final = listing.free_name(step, os.listdir(self._folder))
+            final = listing.free_name(step, disk.names(self._folder))
             try:
                 disk.rename(name, final, self._folder)
             except FileNotFoundError:
@@ -245,7 +245,7 @@ class Writer:
         While we hold the lock, all others are dead.
         """
         try:
-            names = os.listdir(self._folder)
+            names = disk.names(self._folder)
         except OSError as error:
             _log.warning("%s was not swept: %s", self._path, error.strerror)
             return

@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import os
 import threading
 
 import numpy as np
@@ -31,6 +32,32 @@ def test_what_is_saved_is_restored_to_the_bit(tmp_path):
     for step in (1, 2, 3):
         with store.newest_good(step) as opened:
             assert_holds(opened, step)
+    assert leftovers(store.folder) == []
+
+
+def test_where_an_open_folder_gives_its_names_only_once(tmp_path, monkeypatch):
+    # As sshfs does.
+    listed = set()
+    plain_listdir, plain_close = os.listdir, os.close
+
+    def listdir(place="."):
+        if place in listed:
+            return []
+        if isinstance(place, int):
+            listed.add(place)
+        return plain_listdir(place)
+
+    def close(descriptor):
+        listed.discard(descriptor)
+        plain_close(descriptor)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    monkeypatch.setattr(os, "close", close)
+    store = Store(tmp_path, keep_last=2)
+    with store.open_for_writing() as writer:
+        for step in (1, 2, 3, 3):
+            writer.write(snapshot(step))
+    assert [info.step for info in store.steps()] == [2, 3]
     assert leftovers(store.folder) == []
 
 
