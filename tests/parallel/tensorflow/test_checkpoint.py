@@ -178,10 +178,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(hvd):
 )
 def test_digits_go_on_after_a_kill(name, framework, tmp_path):
     two = Configuration(framework, "gloo", 2)
+    # TensorFlow's files of generated code stay there when it is killed.
+    environment = QUIET | {"TMPDIR": str(tmp_path)}
 
     def start(folder):
         arguments = ["--epochs", "3", "--checkpoint-dir", str(folder), "--checkpoint-every", "7"]
-        return start_ranks_of(two, [sys.executable, example(name), *arguments, "--resume"], QUIET)
+        command = [sys.executable, example(name), *arguments, "--resume"]
+        return start_ranks_of(two, command, environment)
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     expected = start(whole).wait(timeout=120)[0].output.splitlines()
