@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from hvdkit.launch import environment, preflight, prepare
 from hvdkit.launch.agents import Agents
 from hvdkit.launch.connection import agent_command
+from hvdkit.launch.hosts import Host
 from hvdkit.launch.job import Job, Outcome
+from hvdkit.launch.messages import Message
 from hvdkit.launch.network import Interface
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Place, Plan
@@ -75,29 +77,53 @@ def describe(plan: Plan, settings: Settings) -> str:
     with Agents() as agents:
         facts = prepare.ask_hosts(agents, plan, settings)
     interfaces, address = prepare.choose_network(plan, facts, settings)
-    with RendezvousServer(address) as server:
-        port = server.port  # free again in a moment, like any that a person would choose
-    places = place_variables(plan, address, port)
-    ranks = prepare.rank_messages(plan, facts, settings, interfaces, places)
     lines = [f"{plan.size} ranks over Gloo, in {plan.directory}"]
     lines += prepare.host_lines(plan, facts, interfaces)
     lines += ["", "This starts the agents, which start the ranks:"]
     for host in plan.hosts:
         agent = agent_command(host, local[host], settings.ssh, settings.python)
         lines.append(f"  {shlex.join(agent)}")
-    lines += ["", "To start the same ranks by hand:"]
+
+    def on_host(host: Host, words: Sequence[str]) -> str:
+        line = f"cd {shlex.quote(plan.directory)} && {shlex.join(words)}"
+        if local[host]:
+            return line
+        return shlex.join(["ssh", *settings.ssh.options(), host.name, line])
+
+    return "\n".join([*lines, *by_hand(plan, settings, facts, interfaces, address, on_host)])
+
+
+def by_hand(
+    plan: Plan,
+    settings: Settings,
+    facts: Mapping[Host, Message],
+    interfaces: Mapping[Host, Interface],
+    address: str,
+    on_host: Callable[[Host, Sequence[str]], str],
+) -> list[str]:
+    """Lines for people: the commands that start the ranks of `plan` without us.
+
+    Args:
+        plan: the job.
+        settings: how it is started.
+        facts: by host, what its agent says of it.
+        interfaces: by host, what its ranks talk over.
+        address: this machine's, for the rendezvous.
+        on_host: the command that runs these words on that host.
+    """
+    with RendezvousServer(address) as server:
+        port = server.port  # free again in a moment, like any that a person would choose
     rendezvous = [sys.executable, "-m", "hvdkit.rendezvous", address, str(port)]
-    lines.append(f"  {shlex.join(rendezvous)} &")
+    lines = ["", "To start the same ranks by hand:", f"  {shlex.join(rendezvous)} &"]
+    places = place_variables(plan, address, port)
+    ranks = prepare.rank_messages(plan, facts, settings, interfaces, places)
     # What the user forwards by name may be a secret: it is not shown.
     hidden = environment.explicit(os.environ, settings.variables)
     for host in plan.hosts:
         for rank in ranks[host]:
             shown = {k: v for k, v in (rank["defaults"] | rank["env"]).items() if k not in hidden}
             words = ["env", *(f"{name}={value}" for name, value in sorted(shown.items()))]
-            line = f"cd {shlex.quote(plan.directory)} && {shlex.join([*words, *plan.command])}"
-            if not local[host]:
-                line = shlex.join(["ssh", *settings.ssh.options(), host.name, line])
-            lines.append(f"  {line} &")
+            lines.append(f"  {on_host(host, [*words, *plan.command])} &")
     if hidden:
         lines.append(f"  (and with {', '.join(sorted(hidden))}, from -x)")
-    return "\n".join(lines)
+    return lines

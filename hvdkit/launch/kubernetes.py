@@ -11,13 +11,13 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hvdkit.errors import RESUMABLE, UsageError
 from hvdkit.launch.job import Limits
+from hvdkit.launch.job_file import check_command, check_numbers, flag, script_name
 
 HELP = "write a commented MPIJob for Kubernetes with mpi-operator"
 EXAMPLE = """\
@@ -202,24 +202,18 @@ _CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop
 
 
 def _check(options: argparse.Namespace) -> None:
-    if not options.command:
-        raise UsageError(
-            "what do the ranks run? Expected e.g. "
-            "`hvdkit generate kubernetes --image IMAGE --workers 2 python train.py`"
-        )
-    for option in ("workers", "gpus_per_worker", "ranks_per_worker", "retries"):
-        number, least = getattr(options, option), 0 if option == "retries" else 1
-        if number is not None and number < least:
-            raise UsageError(f"{_flag(option)} is {number}; expected at least {least}")
+    check_command(options, "kubernetes --image IMAGE --workers 2")
+    least = {"workers": 1, "gpus_per_worker": 1, "ranks_per_worker": 1, "retries": 0}
+    check_numbers(options, least)
     for option in ("cpus", "memory", "shared_memory"):
         amount = getattr(options, option)
         if not _QUANTITY.fullmatch(amount):
-            raise UsageError(f"{_flag(option)} is {amount!r}; expected e.g. 8, 500m, 64Gi or 100G")
+            raise UsageError(f"{flag(option)} is {amount!r}; expected e.g. 8, 500m, 64Gi or 100G")
     for option in ("name", "namespace", "checkpoints"):
         given = getattr(options, option)
         if given is not None and not _NAME.fullmatch(given):
             raise UsageError(
-                f"{_flag(option)} is {given!r}; expected small letters, digits and dashes, "
+                f"{flag(option)} is {given!r}; expected small letters, digits and dashes, "
                 "a letter first"
             )
     longest = max(f"{_job_name(options)}-{end}" for end in _pods(options.workers))
@@ -230,10 +224,6 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
-def _flag(option: str) -> str:
-    return f"--{option.replace('_', '-')}"
-
-
 def _pods(workers: int) -> tuple[str, str]:
     return "launcher", f"worker-{workers - 1}"
 
@@ -242,9 +232,8 @@ def _job_name(options: argparse.Namespace) -> str:
     """The name given, else that of the script that the command runs."""
     if options.name is not None:
         return str(options.name)
-    scripts = [word for word in options.command if word.endswith((".py", ".sh"))]
-    stem = Path(scripts[0] if scripts else options.command[0]).stem.lower()
-    return re.sub(r"[^a-z0-9]+", "-", stem).strip("-0123456789") or "job"
+    name = script_name(options.command).lower()
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-0123456789") or "job"
 
 
 _HEAD = """\

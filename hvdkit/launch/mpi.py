@@ -89,6 +89,15 @@ def _ssh_arguments(ssh: Ssh) -> str:
     return " ".join(ssh.options())
 
 
+def open_mpi_subnets(interfaces: Mapping[Host, Interface]) -> str:
+    """What Open MPI is told of the network; empty where all is on one machine.
+
+    By subnet, because the same network's interface has another name on another host.
+    """
+    subnets = {str(i.network) for i in interfaces.values() if i is not network.LOOPBACK}
+    return ",".join(sorted(subnets))
+
+
 def _open_mpi(
     mpirun: Mpirun,
     plan: Plan,
@@ -101,10 +110,7 @@ def _open_mpi(
     arguments += ["--bind-to", "none"]
     if os.geteuid() == 0:
         arguments.append("--allow-run-as-root")
-    subnets = {str(i.network) for i in interfaces.values() if i is not network.LOOPBACK}
-    if subnets:
-        # By subnet, because the same network's interface has another name on another host.
-        among = ",".join(sorted(subnets))
+    if among := open_mpi_subnets(interfaces):
         arguments += ["--prefix", str(Path(mpirun.path).parent.parent)]
         arguments += ["--mca", "btl_tcp_if_include", among]
         if mpirun.major >= 5:

@@ -236,8 +236,8 @@ def run(
 def _open_mpi_network(interfaces: Mapping[Host, Interface]) -> dict[str, str]:
     """What `mpirun` is told with arguments about the network, as variables. Others read over it."""
     name = "OMPI_MCA_btl_tcp_if_include"
-    subnets = {str(i.network) for i in interfaces.values() if i is not network.LOOPBACK}
-    return {name: ",".join(sorted(subnets))} if subnets and name not in os.environ else {}
+    subnets = mpi.open_mpi_subnets(interfaces)
+    return {name: subnets} if subnets and name not in os.environ else {}
 
 
 def _send_start(
@@ -271,28 +271,18 @@ def describe(
     lines = [f"{plan.size} ranks over {over}, started by srun, in {plan.directory}"]
     lines += prepare.host_lines(plan, up.facts, up.interfaces)
     lines += ["", "This starts the agents, which start the ranks:", f"  {shlex.join(up.command)}"]
-    lines += ["", "To start the same ranks by hand:"]
-    hidden = environment.explicit(os.environ, settings.variables)
     if kind is not None:
+        hidden = environment.explicit(os.environ, settings.variables)
         told = mpi.CONTROLLER | _open_mpi_network(up.interfaces)
         names = sorted({*_LOGIN, *environment.forwarded(os.environ), *hidden, *told})
         command = srun_command(plan, given, plan.command, names, kind, plan.directory)
         words = ["env", *(f"{name}={value}" for name, value in told.items())]
-        return "\n".join([*lines, f"  {shlex.join([*words, *command])}"])
-    with RendezvousServer(up.address) as server:
-        port = server.port  # free again in a moment, like any that a person would choose
-    rendezvous = [sys.executable, "-m", "hvdkit.rendezvous", up.address, str(port)]
-    lines.append(f"  {shlex.join(rendezvous)} &")
-    places = gloo.place_variables(plan, up.address, port)
-    ranks = prepare.rank_messages(plan, up.facts, settings, up.interfaces, places)
-    for host in plan.hosts:
+        by_hand = ["", "To start the same ranks by hand:", f"  {shlex.join([*words, *command])}"]
+        return "\n".join([*lines, *by_hand])
+
+    def on_host(host: Host, words: Sequence[str]) -> str:
         srun = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap"]
-        for rank in ranks[host]:
-            # What the user forwards by name may be a secret: it is not shown.
-            shown = {k: v for k, v in (rank["defaults"] | rank["env"]).items() if k not in hidden}
-            words = ["env", *(f"{name}={value}" for name, value in sorted(shown.items()))]
-            line = shlex.join([*srun, f"--chdir={plan.directory}", *words, *plan.command])
-            lines.append(f"  {line} &")
-    if hidden:
-        lines.append(f"  (and with {', '.join(sorted(hidden))}, from -x)")
-    return "\n".join(lines)
+        return shlex.join([*srun, f"--chdir={plan.directory}", *words])
+
+    by_hand = gloo.by_hand(plan, settings, up.facts, up.interfaces, up.address, on_host)
+    return "\n".join([*lines, *by_hand])

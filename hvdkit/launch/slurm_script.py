@@ -6,10 +6,10 @@ import argparse
 import re
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 
 from hvdkit.errors import RESUMABLE, UsageError
 from hvdkit.launch.job import Limits
+from hvdkit.launch.job_file import check_command, check_numbers, flag, script_name
 
 HELP = "write a commented sbatch script, of a job that goes on when it was preempted or timed out"
 EXAMPLE = """\
@@ -61,24 +61,20 @@ def text(options: argparse.Namespace) -> str:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if not options.command:
-        raise UsageError(
-            "what do the ranks run? Expected e.g. `hvdkit generate slurm --nodes 2 python train.py`"
-        )
-    for name in ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "grace"):
-        number = getattr(options, name)
-        if number is not None and number < 1:
-            raise UsageError(f"--{name.replace('_', '-')} is {number}; expected at least 1")
+    check_command(options, "slurm --nodes 2")
+    numbers = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "grace")
+    check_numbers(options, dict.fromkeys(numbers, 1))
     if not _TIME.fullmatch(options.time):
         raise UsageError(f"--time is {options.time}; expected e.g. 90 (minutes), 8:00:00 or 2-12")
     for name in ("partition", "account", "job_name"):
         given = getattr(options, name)
         if given is not None and not _WORD.fullmatch(given):
-            raise UsageError(f"--{name.replace('_', '-')} is {given!r}; expected one word")
+            raise UsageError(f"{flag(name)} is {given!r}; expected one word")
 
 
 def _directives(options: argparse.Namespace) -> Iterator[str]:
-    yield f"#SBATCH --job-name={options.job_name or _name(options.command)}"
+    name = options.job_name or re.sub(r"[^\w.-]", "_", script_name(options.command))
+    yield f"#SBATCH --job-name={name}"
     if options.partition is not None:
         yield f"#SBATCH --partition={options.partition}"
     if options.account is not None:
@@ -89,7 +85,7 @@ def _directives(options: argparse.Namespace) -> Iterator[str]:
     yield "# Cores of each rank, for its computing, data loading and communication. Slurm gives 1"
     yield "# where nothing is said, which is rarely enough. OMP_NUM_THREADS is set to it."
     yield _perhaps("--cpus-per-task", options.cpus_per_task, 8)
-    yield "# Every rank sees all GPUs of its node, and the script takes its own: hvd.local_rank()."
+    yield "# Every rank sees all GPUs of its node; hvd.init() gives it that of its local rank."
     yield _perhaps("--gpus-per-node", options.gpus_per_node, 4)
     yield f"#SBATCH --time={options.time}"
     yield "# %x is the job's name, %j its number. A job that goes on appends to what it wrote."
@@ -100,13 +96,6 @@ def _directives(options: argparse.Namespace) -> Iterator[str]:
 def _perhaps(option: str, given: int | None, example: int) -> str:
     # Slurm reads over a line that begins with two of them.
     return f"##SBATCH {option}={example}" if given is None else f"#SBATCH {option}={given}"
-
-
-def _name(command: list[str]) -> str:
-    """What the job does: the name of the script that the command runs."""
-    scripts = [word for word in command if word.endswith((".py", ".sh"))]
-    name = Path(scripts[0] if scripts else command[0]).stem
-    return re.sub(r"[^\w.-]", "_", name)
 
 
 _BODY = """\
