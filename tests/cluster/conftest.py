@@ -39,16 +39,5 @@ def launches(make_hosts, tmp_path_factory):
 @pytest.fixture
 def start(launches):
     """Starts `hvdkit run`; at the end of the test nothing of it may be left on any host."""
-    started = []
-
-    def begin(*arguments):
-        started.append(launches.start(*arguments))
-        return started[-1]
-
-    yield begin
-    for job in started:
-        job.kill()
-        job.wait(timeout=10)
-        job.stdout.close()
-        job.stderr.close()
-    launches.check_nothing_is_left(20)
+    with launches.starting() as begin:
+        yield begin

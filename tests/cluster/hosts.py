@@ -21,7 +21,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +67,14 @@ class Cluster:
 
     address: str
     hosts: Sequence[Host]
+
+
+def lacking(programs: Iterable[str], packages: str) -> str | None:
+    """What to do about the first of `programs` that is not here; None where all are."""
+    for program in programs:
+        if shutil.which(program) is None:
+            return f"no {program} here: apt-get install {packages}"
+    return None
 
 
 def missing() -> str | None:

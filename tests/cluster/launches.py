@@ -1,5 +1,6 @@
 """`hvdkit run` as a user on the first of several hosts runs it."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -20,17 +21,46 @@ _RANK = (
 )
 
 
-class Launches:
-    """Runs `hvdkit run` on the first host."""
+class Watched:
+    """Hosts on which jobs leave nothing behind. A subclass has `start`."""
 
-    def __init__(self, cluster, access, folder):
+    def __init__(self, cluster):
         self.cluster = cluster
-        self.access = access
-        self.folder = folder
         self.servers = self.processes()
 
     def processes(self):
         return set().union(*(host.processes() for host in self.cluster.hosts))
+
+    def check_nothing_is_left(self, seconds=20.0):
+        deadline = time.monotonic() + seconds
+        while left := self.processes() - self.servers:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"left: {[describe(pid) for pid in left]}")
+            time.sleep(0.05)
+
+    @contextlib.contextmanager
+    def starting(self):
+        """Gives `start`; at the end what it has started is killed, and nothing may be left."""
+        started = []
+
+        def begin(*arguments):
+            started.append(self.start(*arguments))
+            return started[-1]
+
+        yield begin
+        for job in started:
+            job.kill()
+            job.communicate(timeout=10)
+        self.check_nothing_is_left()
+
+
+class Launches(Watched):
+    """Runs `hvdkit run` on the first host."""
+
+    def __init__(self, cluster, access, folder):
+        super().__init__(cluster)
+        self.access = access
+        self.folder = folder
 
     def command(self, *arguments):
         run = [sys.executable, "-m", "hvdkit", "run", f"--ssh-arg=-F{self.access.config}"]
@@ -47,7 +77,7 @@ class Launches:
             timeout=_SECONDS,
             check=False,
         )
-        self.check_nothing_is_left()
+        self.check_nothing_is_left(5)
         return done
 
     def start(self, *arguments):
@@ -58,13 +88,6 @@ class Launches:
             stderr=subprocess.PIPE,
             text=True,
         )
-
-    def check_nothing_is_left(self, seconds=5.0):
-        deadline = time.monotonic() + seconds
-        while left := self.processes() - self.servers:
-            if time.monotonic() > deadline:
-                raise AssertionError(f"left: {[describe(pid) for pid in left]}")
-            time.sleep(0.05)
 
 
 def describe(pid):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.cluster.hosts import Cluster, Host
+from tests.cluster.hosts import Cluster, Host, lacking
 
 _SECONDS = 60
 _MUNGED, _CONTROLLER, _NODE = "/usr/sbin/munged", "/usr/sbin/slurmctld", "/usr/sbin/slurmd"
@@ -57,10 +57,8 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 def missing() -> str | None:
     """Why there can be no Slurm here; None where there can."""
-    for program in (_MUNGED, _CONTROLLER, _NODE, "srun", "sbatch", "salloc"):
-        if shutil.which(program) is None:
-            return f"no {program} here: apt-get install slurm-wlm munge"
-    return None
+    programs = (_MUNGED, _CONTROLLER, _NODE, "srun", "sbatch", "salloc")
+    return lacking(programs, "slurm-wlm munge")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.hosts import Cluster, Host
+from tests.cluster.hosts import Cluster, Host, lacking
 
 _SECONDS = 30
 _SSHD = "/usr/sbin/sshd"
@@ -39,10 +39,7 @@ Host *
 
 def missing() -> str | None:
     """Why there can be no ssh servers here; None where there can."""
-    for program in (_SSHD, "ssh", "ssh-keygen"):
-        if shutil.which(program) is None:
-            return f"no {program} here: apt-get install openssh-server openssh-client"
-    return None
+    return lacking((_SSHD, "ssh", "ssh-keygen"), "openssh-server openssh-client")
 
 
 @dataclass(frozen=True)

@@ -343,7 +343,7 @@ def test_doctor_examines_the_hosts(launches):
     assert found["TCP"] == "every host reaches every other and the launcher (4 ways)"
     assert "to 127.x on host0, host1, which is fine" in found["hostnames"]
     assert "Gbit/s from host0 to host1" in found["bandwidth"]
-    launches.check_nothing_is_left()
+    launches.check_nothing_is_left(5)
 
 
 def test_doctor_says_what_is_wrong_with_a_host_and_examines_the_others(launches, refusing):

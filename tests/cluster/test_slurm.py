@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.cluster import slurm_servers
-from tests.cluster.launches import describe, python, wait_for
+from tests.cluster.launches import Watched, describe, python, wait_for
 from tests.cluster.test_run import ORDERLY
 from tests.cluster.test_run_mpi import SEARCH
 from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
@@ -33,15 +33,12 @@ print("place", hvd.rank(), *place, "sum", float(total))
 """
 
 
-class Jobs:
+class Jobs(Watched):
     """What a user on the first host does."""
 
     def __init__(self, slurm):
+        super().__init__(slurm.cluster)
         self.slurm = slurm
-        self.servers = self.processes()
-
-    def processes(self):
-        return set().union(*(host.processes() for host in self.slurm.cluster.hosts))
 
     def start(self, *command, **env):
         return subprocess.Popen(
@@ -64,13 +61,6 @@ class Jobs:
         self.check_nothing_is_left()
         return subprocess.CompletedProcess(command, job.returncode, out, err)
 
-    def check_nothing_is_left(self, seconds=20.0):
-        deadline = time.monotonic() + seconds
-        while left := self.processes() - self.servers:
-            if time.monotonic() > deadline:
-                raise AssertionError(f"left: {[describe(pid) for pid in left]}")
-            time.sleep(0.05)
-
 
 @pytest.fixture(scope="module")
 def jobs(make_hosts):
@@ -87,17 +77,8 @@ def jobs(make_hosts):
 @pytest.fixture
 def start(jobs):
     """Starts a command; at the end of the test nothing of it may be left on any host."""
-    started = []
-
-    def begin(*command):
-        started.append(jobs.start(*command))
-        return started[-1]
-
-    yield begin
-    for job in started:
-        job.kill()
-        job.communicate(timeout=10)
-    jobs.check_nothing_is_left()
+    with jobs.starting() as begin:
+        yield begin
 
 
 def test_ranks_on_nodes_with_different_counts_reduce(jobs):

@@ -9,6 +9,8 @@ import logging
 import numpy as np
 import pytest
 
+from tests.logs import recorded
+
 RANKS = [1, 2, 3, 4, 7]
 COUNTS = [7, 8, 12, 13, 50]
 BATCH = 3
@@ -264,16 +266,9 @@ def test_what_cannot_be_sharded_is_refused(hvd, wrong, message):
 def test_what_is_left_out_is_said_once(hvd):
     from hvdkit.tensorflow.data import Division, _tell
 
-    records = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    logger = logging.getLogger("hvdkit.tensorflow")
-    logger.addHandler(handler)
-    try:
+    with recorded("hvdkit.tensorflow") as records:
         _tell(Division(50, 4, padded=False))
         _tell(Division(48, 4, padded=False))
-    finally:
-        logger.removeHandler(handler)
     (record,) = records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("hvd.shard leaves out 2 of 50 elements")

@@ -1,9 +1,10 @@
 """Which GPU a rank works on. GPUs are simulated where there are none."""
 
-import logging
 from contextlib import contextmanager
 
 import pytest
+
+from tests.logs import recorded
 
 GPUS = ["GPU:0", "GPU:1", "GPU:2"]
 
@@ -48,14 +49,7 @@ def test_a_rank_sees_its_gpu(hvd, local_rank, gpus, visible, asked):
 def test_tensorflow_in_use_before_init_is_told(hvd):
     from hvdkit.tensorflow.devices import use_own_gpu
 
-    records = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    log = logging.getLogger("hvdkit.tensorflow")
-    log.addHandler(handler)
-    try:
-        with simulated(GPUS, GPUS, RuntimeError("Visible devices cannot be modified")):
-            use_own_gpu(2)
-    finally:
-        log.removeHandler(handler)
+    error = RuntimeError("Visible devices cannot be modified")
+    with recorded("hvdkit.tensorflow") as records, simulated(GPUS, GPUS, error):
+        use_own_gpu(2)
     assert "call hvd.init() first, and it takes GPU 2 only" in records[0].getMessage()
