@@ -6,6 +6,7 @@ imports a framework only then.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit import ranks
+from hvdkit.engine import describe
 from hvdkit.errors import HvdkitError
 
 SIZE = 2
@@ -78,19 +80,61 @@ def _verdict(output: str) -> str:
     raise HvdkitError(f"a rank ended well and said nothing of the proof; it said:\n{output}")
 
 
+def choose_gpu(
+    operations: str, gpus: int, local_rank: int, local_size: int
+) -> tuple[int | None, str]:
+    """Choose where a rank's tensors are in the smoke test.
+
+    Args:
+        operations: the engine's GPU operations: `nccl`, `staged` or `none`.
+        gpus: how many GPUs the rank sees.
+        local_rank: the rank among those of this host.
+        local_size: how many ranks this host has.
+
+    Returns:
+        The GPU's index (None for CPU tensors), and the reason for a reader. The reason is empty for
+        an engine without GPU operations.
+    """
+    if operations == "none":
+        return None, ""
+    if gpus == 0:
+        return None, "no GPU is visible"
+    if operations == "staged":
+        # Host memory is between the ranks, so that they can share a GPU.
+        return local_rank % gpus, "through host memory"
+    if gpus < local_size:
+        return None, f"NCCL needs one GPU per rank; {gpus} for {local_size} ranks"
+    return local_rank, "NCCL"
+
+
+def _device(gpu: int | None, name: str, cpu: str, reason: str) -> str:
+    """Return the line's words for a device, such as `cuda:0, through host memory`."""
+    if gpu is None:
+        return f"{cpu}: {reason}" if reason else cpu
+    return f"{name}, {reason}"
+
+
+def _operations() -> str:
+    """Return the GPU operations of the engine that this rank has loaded."""
+    package = Path(sys.modules["horovod"].__file__ or "").parent
+    record = json.loads((package / describe.RECORD).read_text(encoding="utf-8"))
+    return str(record["gpu"])
+
+
 def _torch() -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any], str]:
     import horovod.torch as hvd
     import torch
 
     hvd.init()
-    device = "cpu"
-    if hvd.nccl_built() and torch.cuda.device_count() >= hvd.local_size():
-        device = f"cuda:{hvd.local_rank()}"
+    gpu, reason = choose_gpu(
+        _operations(), torch.cuda.device_count(), hvd.local_rank(), hvd.local_size()
+    )
+    device = "cpu" if gpu is None else f"cuda:{gpu}"
     return (
         hvd,
         lambda array: torch.from_numpy(array).to(device),
         lambda tensor: tensor.cpu().numpy(),
-        device,
+        _device(gpu, device, "cpu", reason),
     )
 
 
@@ -102,16 +146,19 @@ def _tensorflow() -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any], str]
     gpus = tf.config.list_physical_devices("GPU")
     for gpu in gpus:
         tf.config.experimental.set_memory_growth(gpu, True)
+    # Only PyTorch's tensors can go through host memory.
+    operations = "none" if _operations() == "staged" else _operations()
+    gpu, reason = choose_gpu(operations, len(gpus), hvd.local_rank(), hvd.local_size())
     device = "/CPU:0"
-    if hvd.nccl_built() and len(gpus) >= hvd.local_size():
-        tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+    if gpu is not None:
+        tf.config.set_visible_devices(gpus[gpu], "GPU")
         device = "/GPU:0"
 
     def tensor(array: Any) -> Any:
         with tf.device(device):
             return tf.identity(tf.constant(array))
 
-    return hvd, tensor, lambda result: result.numpy(), device
+    return hvd, tensor, lambda result: result.numpy(), _device(gpu, device, "/CPU:0", reason)
 
 
 def _rank(framework: str) -> None:

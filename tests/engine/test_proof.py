@@ -23,6 +23,22 @@ def test_a_working_engine_is_proven(copy_of_engine):
     assert said == ["torch over gloo: allreduce, broadcast, allgather on 2 ranks (cpu)"]
 
 
+@pytest.mark.parametrize(
+    ("operations", "gpus", "local_rank", "expected"),
+    [
+        ("none", 4, 1, (None, "")),
+        ("staged", 0, 1, (None, "no GPU is visible")),
+        ("staged", 1, 1, (0, "through host memory")),
+        ("staged", 2, 1, (1, "through host memory")),
+        ("nccl", 0, 1, (None, "no GPU is visible")),
+        ("nccl", 1, 0, (None, "NCCL needs one GPU per rank; 1 for 2 ranks")),
+        ("nccl", 2, 1, (1, "NCCL")),
+    ],
+)
+def test_ranks_share_a_gpu_except_with_nccl(operations, gpus, local_rank, expected):
+    assert proof.choose_gpu(operations, gpus, local_rank, local_size=2) == expected
+
+
 def test_an_engine_that_computes_something_wrong_is_refused(copy_of_engine):
     with (copy_of_engine / "horovod/torch/__init__.py").open("a") as source:
         source.write("\n_right = allreduce\ndef allreduce(*a, **k): return _right(*a, **k) + 1\n")
