@@ -1,9 +1,33 @@
 """The collectives that framework-free code needs. An adapter implements them over its Horovod."""
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+
+#: Internal: when set, a process set of one rank does not skip its collectives. With it one GPU is
+#: enough to run everything that several ranks run (scripts/check_gpu).
+SINGLE_RANK_COLLECTIVES = "HVDKIT_SINGLE_RANK_COLLECTIVES"
+
+
+class Membership(Protocol):
+    """The part of Horovod's `ProcessSet` that tells whether there is anything to communicate."""
+
+    def included(self) -> bool:
+        """Whether this rank belongs to the set."""
+        ...
+
+    def size(self) -> int | None:
+        """The number of ranks in the set."""
+        ...
+
+
+def is_alone(process_set: Membership) -> bool:
+    """Return whether this rank skips the set's collectives: it is outside, or the only member."""
+    if not process_set.included():
+        return True
+    return process_set.size() == 1 and not os.environ.get(SINGLE_RANK_COLLECTIVES)
 
 
 class Collectives(Protocol):

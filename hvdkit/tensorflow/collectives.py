@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from hvdkit.core.collectives import is_alone
 from hvdkit.tensorflow import runtime
 
 
@@ -26,8 +27,8 @@ class TensorFlowCollectives:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other rank to communicate with."""
-        return not self.process_set.included() or self.process_set.size() == 1
+        """Whether collectives are skipped: no other rank takes part."""
+        return is_alone(self.process_set)
 
     @property
     def rank(self) -> int:

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from hvdkit.core.collectives import is_alone
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.graphs import occurrence
 
@@ -42,7 +43,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     @tf.autograph.experimental.do_not_convert
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        if mpi_ops.size() == 1:
+        if is_alone(mpi_ops.global_process_set):
             return super()._moments(inputs, mask)
         if mask is not None:
             mask = tf.cast(tf.expand_dims(mask, -1), tf.bool)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
+from hvdkit.core.collectives import is_alone
 from hvdkit.torch import runtime
 
 
@@ -20,8 +21,8 @@ class TorchCollectives:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other rank to communicate with."""
-        return not self.process_set.included() or self.process_set.size() == 1
+        """Whether collectives are skipped: no other rank takes part."""
+        return is_alone(self.process_set)
 
     @property
     def rank(self) -> int:

@@ -229,5 +229,4 @@ def _output(command: Sequence[str]) -> str | None:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return answer.stdout.strip()    path = [str(REPOSITORY), str(REPOSITORY / "scripts")]
-    path += filter(None, [inherited.get("PYTHONPATH")])
+    return answer.stdout.strip()
