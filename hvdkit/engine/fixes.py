@@ -20,7 +20,7 @@ from hvdkit.errors import HvdkitError
 HOROVOD_VERSION = "0.28.1"
 
 #: Part of the version of what we build (`0.28.1+hvdkit.N`). Raise it whenever the table changes.
-REVISION = 3
+REVISION = 4
 
 _UPSTREAM = "https://github.com/horovod/horovod"
 
@@ -1087,6 +1087,158 @@ FIXES: tuple[Fix, ...] = (
         ),
     ),
     Fix(
+        name="join-devices",
+        repairs="once a rank has called join, the list of devices is shorter than the ranks that "
+        "index it: memory outside of it is written. The zeros of a joined rank are all on one "
+        "device, so that collectives on CPUs and on GPUs cannot both go on",
+        source="found by reading ConstructResponse and GetTensorEntriesFromResponse",
+        proof="tests/parallel/torch/test_failures.py::test_the_last_rank_goes_on_alone (under "
+        "valgrind or with a checked std::vector; the GPU part: scripts/check_gpu collectives)",
+        edits=(
+            Edit(
+                "horovod/common/controller.cc",
+                "  std::vector<int32_t> devices(requests.size());\n"
+                "  for (auto& request : requests) {\n"
+                "    devices[request.request_rank()] = request.device();\n  }\n",
+                "  // A rank that has joined sent no request. The list is then shorter than size_,\n"
+                "  // which also keeps the response out of the cache.\n"
+                "  std::vector<int32_t> devices(requests.size());\n"
+                "  for (size_t i = 0; i < requests.size(); ++i) {\n"
+                "    auto place = joined_size > 0 ? i : (size_t)requests[i].request_rank();\n"
+                "    devices[place] = requests[i].device();\n  }\n",
+            ),
+            Edit(
+                "horovod/common/ops/nccl_operations.cc",
+                "nccl_device_map.push_back(response.devices()[rank]);",
+                "nccl_device_map.push_back(\n"
+                "        response.devices()[rank % response.devices().size()]);",
+            ),
+            Edit(
+                "horovod/common/ops/nccl_operations.cc",
+                "response.devices()[process_set.controller->GetCrossRank()]",
+                "response.devices()[process_set.controller->GetCrossRank() %\n"
+                "                          response.devices().size()]",
+            ),
+            Edit(
+                "horovod/common/tensor_queue.cc",
+                "        TensorTableEntry entry;\n"
+                "        join_iter->second.context->AllocateZeros(response.tensor_sizes()[i],\n"
+                "                                                 response.tensor_type(),\n"
+                "                                                 &(entry.tensor));\n",
+                "        // The tensors of a response are all on CPUs or all on GPUs.\n"
+                "        int device = response.devices()[0] == CPU_DEVICE_ID\n"
+                "                         ? CPU_DEVICE_ID\n"
+                "                         : join_iter->second.device;\n"
+                "        TensorTableEntry entry;\n"
+                "        join_iter->second.context->AllocateZeros(\n"
+                "            response.tensor_sizes()[i], response.tensor_type(), device,\n"
+                "            &(entry.tensor));\n",
+            ),
+            Edit(
+                "horovod/common/tensor_queue.cc",
+                "        entry.device = join_iter->second.device;\n",
+                "        entry.device = device;\n",
+            ),
+            Edit(
+                "horovod/common/common.h",
+                "  virtual Status AllocateZeros(int64_t num_elements, DataType dtype,\n",
+                "  virtual Status AllocateZeros(int64_t num_elements, DataType dtype, int device,\n",
+            ),
+            Edit(
+                "horovod/torch/adapter_v2.h",
+                "  Status AllocateZeros(int64_t num_elements, DataType dtype,\n",
+                "  Status AllocateZeros(int64_t num_elements, DataType dtype, int device,\n",
+            ),
+            Edit(
+                "horovod/torch/adapter_v2.cc",
+                "TorchOpContext::AllocateZeros(int64_t num_elements, DataType dtype,\n",
+                "TorchOpContext::AllocateZeros(int64_t num_elements, DataType dtype, int device,\n",
+            ),
+            Edit(
+                "horovod/torch/adapter_v2.cc",
+                "  with_device device_context(device_);\n"
+                "  auto torch_data_type = GetTorchDataType(dtype);\n"
+                "  ::torch::DeviceType device_type =\n"
+                "      device_ != CPU_DEVICE_ID ? ::torch::kCUDA : ::torch::kCPU;\n"
+                "  ::torch::Tensor zero_tensor = ",
+                "  with_device device_context(device);\n"
+                "  auto torch_data_type = GetTorchDataType(dtype);\n"
+                "  ::torch::DeviceType device_type =\n"
+                "      device != CPU_DEVICE_ID ? ::torch::kCUDA : ::torch::kCPU;\n"
+                "  ::torch::Tensor zero_tensor = ",
+            ),
+            Edit(
+                "horovod/torch/adapter_v2.cc",
+                "  if (device_ != CPU_DEVICE_ID) {\n"
+                "    // On GPU allocation is asynchronous, we need to wait for it to\n"
+                "    // complete.\n"
+                "    auto stream = c10::cuda::getCurrentCUDAStream(device_);\n"
+                "    C10_CUDA_CHECK(cudaStreamSynchronize(stream));\n  }\n"
+                "#endif\n  return Status::OK();\n}\n\nFramework",
+                "  if (device != CPU_DEVICE_ID) {\n"
+                "    // On GPU allocation is asynchronous, we need to wait for it to\n"
+                "    // complete.\n"
+                "    auto stream = c10::cuda::getCurrentCUDAStream(device);\n"
+                "    C10_CUDA_CHECK(cudaStreamSynchronize(stream));\n  }\n"
+                "#endif\n  return Status::OK();\n}\n\nFramework",
+            ),
+            Edit(
+                "horovod/tensorflow/mpi_ops.cc",
+                "  AllocateZeros(int64_t num_elements, common::DataType dtype,\n"
+                "                std::shared_ptr<common::Tensor>* tensor) override;\n",
+                "  AllocateZeros(int64_t num_elements, common::DataType dtype, int device,\n"
+                "                std::shared_ptr<common::Tensor>* tensor) override;\n",
+            ),
+            Edit(
+                "horovod/tensorflow/mpi_ops.cc",
+                "TFOpContext::AllocateZeros(int64_t num_elements, common::DataType dtype,\n",
+                "TFOpContext::AllocateZeros(int64_t num_elements, common::DataType dtype,\n"
+                "                           int device,\n"
+                "                           std::shared_ptr<common::Tensor>* tensor) {\n"
+                "  std::shared_ptr<Tensor> zero_tensor = std::make_shared<Tensor>();\n"
+                "  auto tf_data_type = GetTFDataType(dtype);\n"
+                "  ::tensorflow::AllocatorAttributes tf_attribute;\n"
+                "  int device_ = device;\n",
+                until="  int device_ = GetDeviceID(context_);\n",
+            ),
+            Edit(
+                "horovod/tensorflow/xla_mpi_ops.cc",
+                "AllocateZeros(int64_t num_elements, common::DataType dtype,\n",
+                "AllocateZeros(int64_t num_elements, common::DataType dtype, int device,\n",
+                times=2,
+            ),
+        ),
+    ),
+    Fix(
+        name="nccl-one-gpu-per-rank",
+        repairs="where two ranks use the same GPU, NCCL's whole answer is `invalid usage`",
+        source="NCCL refuses such a communicator (init.cc, 'Duplicate GPU detected')",
+        proof="scripts/check_gpu collectives (two ranks on one GPU)",
+        edits=(
+            Edit(
+                "horovod/common/ops/nccl_operations.cc",
+                '    nccl_context_->ErrorCheck("ncclCommInitRank", nccl_result, nccl_comm);\n',
+                "#if HAVE_CUDA\n"
+                "    if (nccl_result == ncclInvalidUsage) {\n"
+                "      int gpu = -1;\n"
+                '      char bus[32] = "unknown";\n'
+                "      cudaGetDevice(&gpu);\n"
+                "      cudaDeviceGetPCIBusId(bus, sizeof(bus), gpu);\n"
+                "      throw std::logic_error(\n"
+                '          "NCCL could not connect rank " + std::to_string(nccl_rank) +\n'
+                '          " of " + std::to_string(nccl_size) + ", which uses GPU " +\n'
+                '          std::to_string(gpu) + " (PCI " + bus +\n'
+                '          "): NCCL refuses two ranks on one GPU. Start at most as many ranks per "\n'
+                '          "host as it has GPUs, and leave the choice of the GPU to hvd.init() or "\n'
+                '          "set it by hvd.local_rank(). To share a GPU, build the engine that "\n'
+                '          "reduces through host memory: hvdkit build --gpu none");\n'
+                "    }\n"
+                "#endif\n"
+                '    nccl_context_->ErrorCheck("ncclCommInitRank", nccl_result, nccl_comm);\n',
+            ),
+        ),
+    ),
+    Fix(
         name="torch-named-backward",
         repairs="the backward pass of a named allreduce, allgather, ... is a collective without a "
         "name, numbered by each rank for itself: it hangs once ranks have made different numbers "
@@ -1166,6 +1318,45 @@ FIXES: tuple[Fix, ...] = (
                 "*grouped_allgather([g.contiguous() for g in grad_output],\n"
                 "                                   name=_hvdkit_name(ctx, 'grad'),\n"
                 "                                   process_set=ctx.process_set))",
+            ),
+        ),
+    ),
+    Fix(
+        name="torch-unnamed-collectives",
+        repairs="collectives without a name are numbered by all that a rank has done, so after an "
+        "uneven join() every rank waits under another name",
+        source="measured on 2 ranks with batches of different number",
+        proof="tests/parallel/torch/test_failures.py::test_unnamed_collectives_after_join",
+        edits=(
+            Edit(
+                "horovod/torch/mpi_ops.py",
+                '_NULL = ""\n',
+                '_NULL = ""\n\n'
+                "# Process set -> collectives without a name that this rank has begun in it.\n"
+                "_hvdkit_unnamed = {}\n\n\n"
+                "def _hvdkit_name_of(name, process_set):\n"
+                "    if name is not None:\n        return name.encode()\n"
+                "    number = process_set.process_set_id\n"
+                "    count = _hvdkit_unnamed[number] = _hvdkit_unnamed.get(number, 0) + 1\n"
+                "    return f'noname.{count}'.encode()\n",
+            ),
+            Edit(
+                "horovod/torch/mpi_ops.py",
+                "name.encode() if name is not None else _NULL",
+                "_hvdkit_name_of(name, process_set)",
+                times=8,
+            ),
+            Edit(
+                "horovod/torch/mpi_ops.py",
+                "    _handle_map[handle] = (None, output)\n\n"
+                "    return synchronize(handle).item()\n\n"
+                "def barrier",
+                "    _handle_map[handle] = (None, output)\n\n"
+                "    last = synchronize(handle).item()\n"
+                "    # Ranks that joined early have begun fewer.\n"
+                "    _hvdkit_unnamed.clear()\n"
+                "    return last\n\n"
+                "def barrier",
             ),
         ),
     ),

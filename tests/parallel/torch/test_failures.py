@@ -120,3 +120,33 @@ hvd.allreduce(torch.ones(3), name="all are back")
     results = run(configuration, code, timeout=60)
     for result in results[1:]:
         assert result.output.count("not supported with Join") == 2
+
+
+@pytest.mark.parametrize("configuration", BOTH, ids=str)
+def test_the_last_rank_goes_on_alone(configuration):
+    """A sum whose only contributor has the highest rank: what it sends is indexed by rank."""
+    code = """
+for step in range(50):
+    if hvd.rank() == hvd.size() - 1:
+        for dtype in (torch.float32, torch.int64):
+            result = hvd.allreduce(torch.ones(3, dtype=dtype), op=hvd.Sum, name=f"{step}.{dtype}")
+            assert (result == 1).all(), result
+    hvd.join()
+print("joined", flush=True)
+"""
+    for result in run(configuration, code, 40):
+        assert "joined" in result.output
+
+
+@pytest.mark.parametrize("configuration", BOTH, ids=str)
+def test_unnamed_collectives_after_join(configuration):
+    code = """
+for _ in range(hvd.rank()):
+    hvd.allreduce(torch.ones(3))
+hvd.join()
+assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == [0, 1, 2]
+assert hvd.allreduce(torch.tensor([3.0 * hvd.rank()])).item() == 3.0
+print("equal", flush=True)
+"""
+    for result in run(configuration, code, 40, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="10"):
+        assert "equal" in result.output
