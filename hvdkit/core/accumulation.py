@@ -18,6 +18,7 @@ class Window:
 
     Args:
         size: passes per step, at least 1.
+        mean: whether the step's gradient is the mean over the passes; otherwise it is their sum.
 
     Attributes:
         size: as given.
@@ -28,10 +29,12 @@ class Window:
         UsageError: the size is no whole number from 1 on.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, mean: bool = True) -> None:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise UsageError(f"accumulation_steps is {size!r}: expected a whole number >= 1")
+            name = "accumulation_steps" if mean else "backward_passes_per_step"
+            raise UsageError(f"{name} is {size!r}: expected a whole number >= 1")
         self.size = size
+        self.mean = mean
         self.passes = 0
         self.in_pass = False
         self._cut = False
@@ -48,7 +51,9 @@ class Window:
 
     @property
     def divisor(self) -> int:
-        """How many passes the step's gradient is the mean of."""
+        """The number of passes that the sum of their gradients is divided by."""
+        if not self.mean:
+            return 1
         return self.passes if self._cut else self.size
 
     def arrival(self) -> None:

@@ -57,9 +57,16 @@ class Peak:
 @dataclass(frozen=True)
 class Largest:
     """Answers the largest of the ranks' values, which are not negative. One collective for all
-    buckets that ask at once."""
+    buckets that ask at once.
+
+    Attributes:
+        value: this rank's.
+        deferred: the answer is only needed in the bucket's next reduction. The gradients are
+            final before it arrives.
+    """
 
     value: Number
+    deferred: bool = False
 
 
 @dataclass(frozen=True)
@@ -323,7 +330,8 @@ class _ScaledFloat16(Channel):
         finite = self.numbers.is_finite(peak)
         some = finite * self.numbers.less(0.0, peak)
         # The ranks' sums may differ in the last bit, and with it at a power of two.
-        code = yield Largest(some * (self.numbers.exponent(peak) + _EXPONENT_CODE))
+        exponent = some * (self.numbers.exponent(peak) + _EXPONENT_CODE)
+        code = yield Largest(exponent, deferred=True)
         after = state.after(code, overflowed, self.numbers).numbers()
         self.state = tuple(
             select(finite, new, old) for new, old in zip(after, state.numbers(), strict=True)

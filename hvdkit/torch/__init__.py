@@ -13,7 +13,7 @@ Example:
 """
 
 # First, because it says what to do when there is no Horovod, or one that does not load.
-from hvdkit.torch.runtime import init, join, shutdown  # isort: skip
+from hvdkit.torch.runtime import init, shutdown  # isort: skip
 
 from horovod.torch import (
     Adasum,
@@ -90,6 +90,7 @@ from hvdkit.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from hvdkit.torch.joining import join
 from hvdkit.torch.optimizer import DistributedOptimizer, no_sync
 from hvdkit.torch.sampling import ResumableSampler
 

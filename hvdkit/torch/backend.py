@@ -1,12 +1,12 @@
 """How PyTorch packs, reduces and unpacks the gradients of a bucket."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 
-from hvdkit.core.bucketing import Bucket, ParameterSpec
+from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
 from hvdkit.torch.collectives import TorchCollectives
 
 # A CPU has no operation that multiplies and casts at once, so it is done piece by piece, of a
@@ -16,14 +16,20 @@ _PIECE = 1 << 17
 _NARROW = (torch.float16, torch.bfloat16)
 
 
+def dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradient: its own, unless `grad_dtype` is set."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
 def spec(name: str, parameter: torch.Tensor) -> ParameterSpec:
     """Describe `parameter` to the bucket plan."""
     strides = _dense_strides(parameter)
+    dtype = dtype_of_gradient(parameter)
     return ParameterSpec(
         name=name,
         shape=tuple(parameter.shape),
-        dtype=str(parameter.dtype).removeprefix("torch."),
-        itemsize=parameter.element_size(),
+        dtype=str(dtype).removeprefix("torch."),
+        itemsize=dtype.itemsize,
         device=str(parameter.device),
         layout="" if parameter.is_contiguous() or not strides else f"strides {list(strides)}",
     )
@@ -44,13 +50,25 @@ def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
 class TorchMemory:
     """`hvdkit.core.backend.BucketMemory`: a bucket's gradients, and the buffers that it needs.
 
-    Buffers are one-dimensional tensors; views into them have their parameter's shape and, where
+    Buffers are one-dimensional tensors. Views into them have their parameter's shape and, where
     its elements lie side by side, its strides, so that copies are straight.
+
+    Args:
+        bucket: the bucket.
+        parameters: its parameters.
+        on_sparse: called with a parameter's index in the plan whose gradient is sparse, and with
+            the number of its sparse dimensions, when the gradient is packed as a dense one.
     """
 
-    def __init__(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        parameters: Sequence[torch.Tensor],
+        on_sparse: Callable[[int, int], None] = lambda *_: None,
+    ) -> None:
         self._bucket = bucket
         self._parameters = parameters
+        self._on_sparse = on_sparse
         self._strides = [_dense_strides(p) for p in parameters]
         self._kept: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         # The views of the buffer that was packed last.
@@ -64,23 +82,37 @@ class TorchMemory:
     def _buffer(self, dtype: torch.dtype, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
         if dtype in self._kept:
             return self._kept[dtype]
-        flat = torch.empty(self._bucket.elements, dtype=dtype, device=self._parameters[0].device)
-        views = []
-        for p, offset, strides in zip(
-            self._parameters, self._bucket.offsets, self._strides, strict=True
-        ):
-            part = flat[offset : offset + p.numel()]
-            views.append(part.as_strided(p.shape, strides) if strides else part.view(p.shape))
+        device = torch.device(self._bucket.device)
+        flat = torch.empty(self._bucket.elements, dtype=dtype, device=device)
+        views = [self._view(flat, k) for k in range(len(self._parameters))]
         if keep:
             self._kept[dtype] = flat, views
         return flat, views
 
+    def _view(self, flat: torch.Tensor, k: int) -> torch.Tensor:
+        """The part of a buffer that belongs to parameter `k` of the bucket."""
+        p, offset, strides = self._parameters[k], self._bucket.offsets[k], self._strides[k]
+        part = flat[offset : offset + p.numel()]
+        return part.as_strided(p.shape, strides) if strides else part.view(p.shape)
+
+    def _dense(self, k: int, gradient: torch.Tensor) -> torch.Tensor:
+        if not gradient.is_sparse:
+            return gradient
+        self._on_sparse(self._bucket.parameters[k], gradient.sparse_dim())
+        return gradient.to_dense()
+
     @torch.no_grad()
     def home(self, factor: float) -> torch.Tensor:
         """One pass, and none for gradients that are there already when the factor is 1."""
-        flat, views = self._buffer(self._parameters[0].dtype, keep=True)
+        flat, views = self._buffer(getattr(torch, self._bucket.dtype), keep=True)
+        start, itemsize = flat.data_ptr(), flat.element_size()
         inside = []
-        for p, view in zip(self._parameters, views, strict=True):
+        for k, (p, offset) in enumerate(zip(self._parameters, self._bucket.offsets, strict=True)):
+            view = views[k]
+            # `Module._apply` and `p.grad.data = ...` give the view, which is the gradient, other
+            # memory.
+            if view.data_ptr() != start + offset * itemsize or view.dtype != flat.dtype:
+                view = views[k] = self._view(flat, k)
             gradient = p.grad
             if gradient is view:
                 inside.append(view)
@@ -88,15 +120,14 @@ class TorchMemory:
             if gradient is None:
                 view.zero_()
             else:
-                if gradient.is_sparse:
-                    gradient = gradient.to_dense()
+                gradient = self._dense(k, gradient)
                 if factor == 1.0:
                     view.copy_(gradient)
                 else:
                     torch.mul(gradient, factor, out=view)
             # A parameter that is frozen now keeps no gradient, so that its optimizer leaves it
-            # alone.
-            if gradient is not None or p.requires_grad:
+            # alone. One that has moved belongs to a round whose result nobody uses.
+            if (gradient is not None or p.requires_grad) and _fits(p, view):
                 p.grad = view
         if factor != 1.0 and inside:
             if len(inside) == len(views):
@@ -109,12 +140,11 @@ class TorchMemory:
     def pack(self, dtype: str, factor: float, keep: bool = True) -> torch.Tensor:
         """One pass over memory."""
         flat, self._views = self._buffer(getattr(torch, dtype), keep)
-        for p, view in zip(self._parameters, self._views, strict=True):
+        for k, (p, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             if p.grad is None:
                 view.zero_()
             else:
-                gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-                _cast_scaled(gradient, view, factor)
+                _cast_scaled(self._dense(k, p.grad), view, factor)
         return flat
 
     @torch.no_grad()
@@ -129,7 +159,7 @@ class TorchMemory:
             if p.grad is None or p.grad.is_sparse:
                 if p.grad is None and not p.requires_grad:
                     continue
-                p.grad = torch.empty_like(p)
+                p.grad = torch.empty_like(p, dtype=dtype_of_gradient(p))
             _cast_scaled(view, p.grad, factor)
         self._views = []
 
@@ -168,6 +198,13 @@ class TorchMemory:
         for p, gradient in zip(self._parameters, gradients, strict=True):
             if p.grad is not None or p.requires_grad:
                 p.grad = gradient.to(p.dtype).view(p.shape)
+
+
+def _fits(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether PyTorch accepts `gradient` as that of `parameter`."""
+    return (
+        gradient.dtype == dtype_of_gradient(parameter) and gradient.device == parameter.device
+    )
 
 
 def _cast_scaled(source: torch.Tensor, target: torch.Tensor, factor: float) -> None:
@@ -212,10 +249,13 @@ class TorchBackend:
         self._parameters = parameters
         self._collectives = collectives
         self._on_accelerator = any(p.device.type != "cpu" for p in parameters)
+        #: For each parameter the sparse dimensions that its gradients have had, or 0.
+        self.sparse_seen = [0] * len(parameters)
 
     def memory(self, bucket: Bucket) -> TorchMemory:
         """Nothing is allocated until it is used."""
-        return TorchMemory(bucket, [self._parameters[i] for i in bucket.parameters])
+        parameters = [self._parameters[i] for i in bucket.parameters]
+        return TorchMemory(bucket, parameters, self._see_sparse)
 
     def sum(self, buffer: torch.Tensor, name: str) -> Any:
         """An in-place allreduce."""
@@ -269,9 +309,32 @@ class TorchBackend:
         return self._on_accelerator
 
     def sparse_dims(self, i: int) -> int:
-        """Of `torch.sparse_coo` gradients."""
+        """Of `torch.sparse_coo` gradients, this one or an earlier one."""
         gradient = self._parameters[i].grad
-        return gradient.sparse_dim() if gradient is not None and gradient.is_sparse else 0
+        if gradient is not None and gradient.is_sparse:
+            self._see_sparse(i, gradient.sparse_dim())
+        return self.sparse_seen[i]
+
+    def _see_sparse(self, i: int, dims: int) -> None:
+        self.sparse_seen[i] = max(self.sparse_seen[i], dims)
+
+    def has_sparse_in(self, plan: BucketPlan) -> bool:
+        """Return whether a gradient has been sparse whose bucket in `plan` is dense."""
+        planned = {i for bucket in plan.buckets if bucket.sparse_dims for i in bucket.parameters}
+        return any(self.sparse_dims(i) and i not in planned for i in range(len(self._parameters)))
+
+    @torch.no_grad()
+    def make_sparse(self, dims: Sequence[int], plan: BucketPlan) -> bool:
+        """Make dense gradients sparse that have `dims` sparse dimensions on some rank.
+
+        Returns:
+            Whether there are any in `plan`'s dense buckets.
+        """
+        self.sparse_seen = list(dims)
+        for p, sparse_dims in zip(self._parameters, dims, strict=True):
+            if sparse_dims and p.grad is not None and not p.grad.is_sparse:
+                p.grad = p.grad.to_sparse(sparse_dims)
+        return self.has_sparse_in(plan)
 
     def has_gradient(self, i: int) -> bool:
         """Whether `.grad` is not None."""

@@ -109,12 +109,31 @@ class SimulatedCollectives:
         self._turns[name] = self._turns.get(name, 0) + 1
         return self.group.exchange(self.rank, name, self._turns[name], value)
 
+    @property
+    def alone(self) -> bool:
+        return self.group.size == 1
+
     def sum(self, values: Sequence[int], name: str) -> list[int]:
         return [sum(column) for column in zip(*self.exchange(list(values), name), strict=True)]
 
     def max(self, values: Sequence[int], name: str) -> list[int]:
         assert all(value >= 0 for value in values)
         return [max(column) for column in zip(*self.exchange(list(values), name), strict=True)]
+
+    def start_sum(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
+        return self._start(values, name, sum)
+
+    def start_max(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
+        return self._start(values, name, max)
+
+    def _start(self, values: Sequence[int], name: str, combine: Any) -> Callable[[], list[int]]:
+        def finish(everyone: list[list[int]]) -> list[list[int]]:
+            combined = [combine(column) for column in zip(*everyone, strict=True)]
+            return [combined for _ in everyone]
+
+        self.names.append(name)
+        handle = self.group.begin(self.rank, name, list(values), finish)
+        return lambda: self.group.wait(handle)
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:
         return self.exchange(data, name)
