@@ -67,10 +67,15 @@ def pythons(folder: Path) -> dict[str, str]:
         Problem: no engine is ready.
     """
     found = {engine: _Environment(folder, engine) for engine in ENGINES}
-    ready = {engine: str(env.python) for engine, env in found.items() if env.ready}
-    if not ready:
+    there = {engine: str(env.python) for engine, env in found.items() if env.ready}
+    if not there:
         raise Problem(f"{folder}/work has no environment with an engine; run check_gpu build first")
-    return ready
+    return there
+
+
+def ready(folder: Path) -> bool:
+    """Return whether `folder` has an environment for each engine."""
+    return all(_Environment(folder, engine).ready for engine in ENGINES)
 
 
 def run(folder: Path, report: Report, seconds: float) -> int:
@@ -102,11 +107,11 @@ def run(folder: Path, report: Report, seconds: float) -> int:
         log.unlink(missing_ok=True)
         environment = _Environment(folder, engine)
         _make(environment, manifest["requirements"], _Runner(environment, now + share, log), report)
-    ready = all(_Environment(folder, engine).ready for engine in ENGINES)
-    if ready:
-        # Otherwise `check_gpu all` tries it again.
-        report.finish()
-    return 0 if ready else 1
+    if not ready(folder):
+        # Not finished, so that `check_gpu all` tries again.
+        return 1
+    report.finish()
+    return 0
 
 
 @dataclass(frozen=True)

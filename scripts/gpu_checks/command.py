@@ -97,7 +97,7 @@ def _check(options: argparse.Namespace) -> int:
             if options.part == "build":
                 raise pack.Problem("build has no dry run: it needs nvcc, PyTorch with CUDA, a pack")
             continue
-        if options.part == "all" and _done(results / f"{part}.json", facts):
+        if options.part == "all" and _done(part, options.folder, facts):
             print(f"== {part}: done before; `check_gpu {part}` repeats it", flush=True)
             continue
         print(f"== {part}, at most {PARTS[part]} s", flush=True)
@@ -107,8 +107,11 @@ def _check(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _done(path: Path, facts: Mapping[str, Any]) -> bool:
-    content = read(path)
+def _done(part: str, folder: Path, facts: Mapping[str, Any]) -> bool:
+    if part == "build" and not build.ready(folder):
+        # The results came from a machine whose environments did not come along.
+        return False
+    content = read(folder / "results" / f"{part}.json")
     return bool(content and content["finished"] and content["machine"] == facts)
 
 
@@ -123,8 +126,12 @@ def _run(part: str, options: argparse.Namespace, facts: Mapping[str, Any]) -> in
     setting = Setting(
         "cpu" if options.dry_run else "cuda", str(options.folder), PARTS[part], pythons, facts
     )
+    # The part opens the report again. This one remains where the part does not even start.
+    report = Report(results, part, facts)
+    # Any engine runs a part; its checks of an engine that is missing fail.
+    python = pythons.get("staged") or next(iter(pythons.values()))
     process = subprocess.Popen(
-        [pythons["staged"], "-m", f"gpu_checks.{part}", setting.to_json()],
+        [python, "-m", f"gpu_checks.{part}", setting.to_json()],
         cwd=REPOSITORY,
         env=environment(os.environ),
         stdin=subprocess.DEVNULL,
@@ -132,12 +139,14 @@ def _run(part: str, options: argparse.Namespace, facts: Mapping[str, Any]) -> in
     )
     deadline = time.monotonic() + PARTS[part]
     try:
-        return process.wait(PARTS[part])
+        status = process.wait(PARTS[part])
+        ending = f"ended with exit status {status} before it was finished"
     except subprocess.TimeoutExpired:
-        _say_unfinished(results / f"{part}.json", f"did not end within {PARTS[part]} s")
-        return 1
+        status, ending = 1, f"did not end within {PARTS[part]} s"
     finally:
         _end(process, deadline)
+    _say_unfinished(report.path, ending)
+    return status
 
 
 def _end(process: subprocess.Popen[bytes], deadline: float) -> None:
@@ -153,13 +162,17 @@ def _end(process: subprocess.Popen[bytes], deadline: float) -> None:
             continue
 
 
-def _say_unfinished(path: Path, why: str) -> None:
+def _say_unfinished(path: Path, ending: str) -> None:
+    """Add a failed check to the report of a part that has not finished."""
     content = read(path)
-    if content is not None:
-        failure = {"name": "the part", "outcome": "failed", "detail": why, "values": {}}
-        content["checks"].append(failure)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(f"- failed: {why}", flush=True)
+    if content is None or content["finished"]:
+        return
+    failure = {"name": "the part", "outcome": "failed", "detail": ending, "values": {}}
+    content["checks"].append(failure)
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    beside.replace(path)
+    print(f"- failed: the part: {ending}", flush=True)
 
 
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:
