@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from gpu_checks.part import REPOSITORY, Setting
+from gpu_checks.report import Skip
 from hvdkit.ranks import start_gloo
 
 _ANSWER = "ANSWER "
@@ -48,6 +49,9 @@ class Job:
         spec: what the program gets, plain values.
         size: number of ranks.
         env: environment variables beside this process's.
+
+    Raises:
+        Skip: there is no such environment.
     """
 
     def __init__(
@@ -59,6 +63,8 @@ class Job:
         size: int = 1,
         env: Mapping[str, str] | None = None,
     ) -> None:
+        if engine not in setting.pythons:
+            raise Skip(f"there is no environment with the {engine} engine: see the part build")
         _stop_ranks_on_sigterm()
         self._group = start_gloo(
             [setting.pythons[engine], "-m", f"gpu_checks.{module}", json.dumps(spec)],
