@@ -231,13 +231,13 @@ def _gone(pid):
 
 
 def test_the_time_limit_ends_the_process_group_and_the_next_part_runs(checkout):
-    checkout.add("slow", then=_SLEEPS, seconds=3)
+    checkout.add("slow", then=_SLEEPS, seconds=6)
     checkout.add("next")
     began = time.monotonic()
     assert checkout.run() == 1
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 30
     assert _gone(_child(checkout))
-    assert checkout.result("slow")["checks"][-1]["detail"] == "did not end within 3 s"
+    assert checkout.result("slow")["checks"][-1]["detail"] == "did not end within 6 s"
     assert not checkout.result("slow")["finished"]
     assert checkout.count("next") == 1
 
@@ -562,7 +562,7 @@ def test_a_command_that_runs_out_of_time_is_ended_with_its_children(environment,
         "time.sleep(600)"
     )
     with pytest.raises(RuntimeError, match="ran out of time; the whole log is"):
-        _runner(environment, seconds=2)(sys.executable, "-c", code)
+        _runner(environment, seconds=5)(sys.executable, "-c", code)
     assert _gone(int((tmp_path / "child").read_text()))
 
 

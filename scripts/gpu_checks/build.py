@@ -213,6 +213,7 @@ def _make(
     environment: _Environment, requirements: Sequence[str], run: _Runner, report: Report
 ) -> None:
     engine = environment.engine
+    (environment.path / _READY).unlink(missing_ok=True)
     with report.check(f"environment, {engine}") as values:
         began = time.monotonic()
         _layer(environment, run)
@@ -220,8 +221,8 @@ def _make(
         code = "import torch; print(torch.__version__, 'from', torch.__file__)"
         found = run(environment.python, "-P", "-c", code).splitlines()[-1]
         said = run(environment.path / "bin" / "mpirun", "--version")
-        mpi = re.search(r"Open MPI.*\d", said)
-        values["detail"] = f"torch {found}; {mpi[0] if mpi else said.strip()}"
+        mpi = re.search(r"\(Open MPI\) (\S+)", said)
+        values["detail"] = f"torch {found}; Open MPI {mpi[1] if mpi else 'of unknown version'}"
         values["seconds"] = time.monotonic() - began
     if report.checks[-1].outcome != "passed":
         return
@@ -250,11 +251,13 @@ def _layer(environment: _Environment, run: _Runner) -> None:
     environment.path.parent.mkdir(parents=True, exist_ok=True)
     # Without ensurepip, which distributions package separately.
     run(sys.executable, "-m", "venv", "--without-pip", "--clear", environment.path)
-    code = "import json, sys; print(json.dumps([sys.path, __import__('site').getsitepackages()]))"
-    own, sites = json.loads(run(environment.python, "-P", "-c", code))
+    code = (
+        "import json, sys, sysconfig; print(json.dumps([sys.path, sysconfig.get_path('purelib')]))"
+    )
+    own, site = json.loads(run(environment.python, "-P", "-c", code))
     inherited = [path for path in _parent_path() if path not in own]
     lines = [*inherited, str(REPOSITORY)]
-    (Path(sites[0]) / "check_gpu.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (Path(site) / "check_gpu.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _parent_path() -> list[str]:
