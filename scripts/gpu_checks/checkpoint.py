@@ -41,18 +41,21 @@ def _resume(setting: Setting, report: Report, clock: Clock, folder: Path) -> Non
         def start(name: str, engine: str, size: int, device: str, **told: Any) -> None:
             content = {"task": "train", "device": device, "compression": _COMPRESSION, **told}
             env = FULL_PATH if size == 1 else {}
-            job = Job(setting, engine, "checkpoint_ranks", content, size, env)
-            jobs[name] = stack.enter_context(job)
+            try:
+                job = Job(setting, engine, "checkpoint_ranks", content, size, env)
+            except ValueError as error:
+                report.add(f"job: {name}", "failed", str(error))
+            else:
+                jobs[name] = stack.enter_context(job)
 
         undisturbed = {"restore": False, "save_at": None, "until": 2 * STEPS}
         # Two more steps while the checkpoint is written; the resumed run does not see them.
         first = {"restore": False, "save_at": STEPS, "until": STEPS + 2}
         resumed = {"restore": True, "save_at": None, "until": 2 * STEPS}
         for name, (engine, size) in JOBS.items():
-            if engine in setting.pythons:
-                where = {"device": setting.device, "folder": str(folder / engine)}
-                start(f"{name}: undisturbed", engine, size, **where, **undisturbed)
-                start(f"{name}: first", engine, size, **where, **first)
+            where = {"device": setting.device, "folder": str(folder / engine)}
+            start(f"{name}: undisturbed", engine, size, **where, **undisturbed)
+            start(f"{name}: first", engine, size, **where, **first)
         moves = {} if setting.dry else MOVES
         for device in moves:
             saved = str(folder / device)

@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from gpu_checks.part import REPOSITORY, Setting
-from gpu_checks.report import Skip
 from hvdkit.ranks import start_gloo
 
 _ANSWER = "ANSWER "
@@ -51,7 +50,7 @@ class Job:
         env: environment variables beside this process's.
 
     Raises:
-        Skip: there is no such environment.
+        ValueError: no environment has the engine.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Job:
         env: Mapping[str, str] | None = None,
     ) -> None:
         if engine not in setting.pythons:
-            raise Skip(f"there is no environment with the {engine} engine: see the part build")
+            raise ValueError(f"no environment has the engine {engine}: see the part build")
         _stop_ranks_on_sigterm()
         self._group = start_gloo(
             [setting.pythons[engine], "-m", f"gpu_checks.{module}", json.dumps(spec)],

@@ -55,7 +55,7 @@ def _tensorflow_missing(setting: Setting, clock: Clock) -> str | None:
     if clock.left() < _TENSORFLOW_SECONDS:
         return f"no time left: {clock.left():.0f} s of the {_TENSORFLOW_SECONDS} s needed"
     if "staged" not in setting.pythons:
-        return "there is no environment with the staged engine: see the part build"
+        return "no environment has the engine staged: see the part build"
     command = [setting.pythons["staged"], "-c", _PROBE]
     try:
         answer = subprocess.run(
@@ -94,14 +94,13 @@ def _backend(
     with ExitStack() as stack:
         started: dict[str, Job] = {}
         for name, (engine, size) in jobs.items():
-            if engine not in setting.pythons:
-                report.add(f"Keras on {backend}, {name}", "skipped", f"no engine {engine}")
-                continue
-            path = FULL_PATH if size == 1 else {}
-            whole = {"KERAS_BACKEND": backend, **env, **path}
-            started[name] = stack.enter_context(
-                Job(setting, engine, "keras_ranks", told, size, whole)
-            )
+            whole = {"KERAS_BACKEND": backend, **env, **(FULL_PATH if size == 1 else {})}
+            try:
+                job = Job(setting, engine, "keras_ranks", told, size, whole)
+            except ValueError as error:
+                report.add(f"Keras on {backend}, {name}", "failed", str(error))
+            else:
+                started[name] = stack.enter_context(job)
         for name, job in started.items():
             answers: Sequence[Mapping[str, Any]] = ()
             prefix = f"Keras on {backend}, {name}"
