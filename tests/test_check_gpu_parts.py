@@ -232,9 +232,11 @@ def test_a_trace_without_the_annotation_is_refused(events):
         trace.count(events[2:])
 
 
-def test_counts_of_the_profiler_here():
+def test_counts_of_the_profiler_here(monkeypatch, tmp_path):
     import torch
 
+    # The profiler loads torch's compiler, which sets this variable.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     ones = torch.ones(4)
     counts = trace.count(trace.record(lambda: ones.mul(2.0), cuda=False))
     assert counts["operators"] >= 1
