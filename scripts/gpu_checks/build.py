@@ -316,8 +316,9 @@ def _record_tools(report: Report) -> None:
     tools = {
         "nvcc": _version(nvcc, "--version", r"release .*"),
         "CMake": _version(_which("cmake", own), "--version", r"cmake version .*"),
-        "make": _version(_which("make", own), "--version", r".*"),
-        "Ninja": _version(_which("ninja", own), "--version", r".*"),
+        # `hvdkit build` uses Ninja where there is no make; the pack has Ninja.
+        "make or Ninja": _version(_which("make", own), "--version", r".*")
+        or _version(_which("ninja", own), "--version", r".*"),
         "C++ compiler": _version(_compiler(), "--version", r".*"),
         "Python headers": str(header) if header.exists() else None,
         "NCCL": _nccl(),
