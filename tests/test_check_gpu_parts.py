@@ -39,8 +39,8 @@ EXPECTED = {
         "gpt, full path: bf16": {"measured"},
     },
     "checkpoint": {
-        "one rank, full path: same bytes after a resume": {"passed"},
-        "two ranks, staged: same bytes after a resume": {"passed"},
+        "one rank, full path: same bytes": {"passed"},
+        "two ranks, staged: same bytes": {"passed"},
         "saved on cpu, resumed on cuda": {"skipped"},
         "saved on cuda, resumed on cpu": {"skipped"},
         "staging of an asynchronous save": {"measured"},
@@ -271,12 +271,18 @@ def test_counts_of_nothing_are_refused():
 
 
 def test_differences_between_trainings():
-    same = {"end": {"weights": "a", "optimizer": "b"}}
-    other = {"end": {"weights": "a", "optimizer": "c"}}
-    assert checkpoint.differences([same, same], [same, same], "end") == []
-    assert checkpoint.differences([same, same], [same, other], "end") == ["rank 1: other optimizer"]
-    failed = same | {"error": "RuntimeError: no"}
-    assert checkpoint.differences([same], [failed], "end") == ["rank 0: RuntimeError: no"]
+    same = {"end": {"weights": "a", "random numbers": "b"}}
+    other = {"end": {"weights": "a", "random numbers": "c"}}
+
+    def lines(first, second, **options):
+        return checkpoint.differences(first, "end", second, "end", **options)
+
+    assert lines([same, same], [same, same]) == []
+    (line,) = lines([same, same], [same, other])
+    assert line.startswith("rank 1: random numbers")
+    assert lines([same], [other], but_random_numbers=True) == []
+    (line,) = checkpoint.errors([same, same | {"error": "RuntimeError: no"}])
+    assert line.startswith("rank 1")
 
 
 def test_what_is_said_about_staging():

@@ -1,8 +1,9 @@
 """The part `checkpoint`: a resumed training on the device ends with the same bytes."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,157 +14,183 @@ from gpu_checks.report import Report, Skip
 #: N: the undisturbed run has twice as many.
 STEPS = 12
 
-#: Name -> engine and number of ranks.
-JOBS = {"one rank, full path": ("nccl", 1), "two ranks, staged": ("staged", 2)}
+#: What a job trains, one run after the other. `first` goes on for two steps while its checkpoint
+#: is written; `resumed` does not see these.
+RUNS: Mapping[str, Mapping[str, Any]] = {
+    "undisturbed": {"restore": False, "save_at": None, "until": 2 * STEPS},
+    "first": {"restore": False, "save_at": STEPS, "until": STEPS + 2},
+    "resumed": {"restore": True, "save_at": None, "until": 2 * STEPS},
+}
 
-#: Saved on -> resumed on.
-MOVES = {"cpu": "cuda", "cuda": "cpu"}
-
-#: Wire formats keep a state too: fp16 has scales.
+#: Wire formats have state too: fp16 has scales.
 _COMPRESSION = "fp16"
 
 _STAGED_BYTES = 1 << 30
 _DRY_STAGED_BYTES = 1 << 23
 
+#: Run -> what each rank answered.
+Answers = dict[str, list[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training that is saved, and resumed in a new process.
+
+    Attributes:
+        name: of the case.
+        engine: `nccl` or `staged`.
+        size: number of ranks.
+        saved_on: `cuda` or `cpu`.
+        resumed_on: `cuda` or `cpu`.
+    """
+
+    name: str
+    engine: str
+    size: int
+    saved_on: str
+    resumed_on: str
+
+
+def cases(device: str) -> list[Case]:
+    """Return the cases: two on `device`, and two that move to another device."""
+    return [
+        Case("one rank, full path", "nccl", 1, device, device),
+        Case("two ranks, staged", "staged", 2, device, device),
+        Case("saved on cpu, resumed on cuda", "staged", 1, "cpu", "cuda"),
+        Case("saved on cuda, resumed on cpu", "staged", 1, "cuda", "cpu"),
+    ]
+
 
 def run(setting: Setting, report: Report) -> None:
     """Check resumed trainings, then measure how the state is copied to the host."""
     clock = Clock(setting.seconds)
+    possible, impossible = [], []
+    for case in cases(setting.device):
+        moves = case.saved_on != case.resumed_on
+        (impossible if setting.dry and moves else possible).append(case)
     with tempfile.TemporaryDirectory(prefix="hvd-") as folder:
-        _resume(setting, report, clock, Path(folder))
+        answers: dict[Case, Answers] = {case: {} for case in possible}
+        # The second round resumes what the first one has saved.
+        for runs in ("undisturbed", "first"), ("resumed",):
+            _train(setting, report, clock, Path(folder), answers, runs)
+        for case, found in answers.items():
+            _check(report, case, found)
+        for case in impossible:
+            report.add(case.name, "skipped", "a dry run has one device only, the CPU")
         _staging(setting, report, clock, Path(folder) / "staging")
 
 
-def _resume(setting: Setting, report: Report, clock: Clock, folder: Path) -> None:
+def _train(
+    setting: Setting,
+    report: Report,
+    clock: Clock,
+    folder: Path,
+    answers: Mapping[Case, Answers],
+    runs: Sequence[str],
+) -> None:
+    """Train the runs of all cases at the same time; add to `answers`, and record what fails."""
+    resumes = "resumed" in runs
+    jobs: dict[Case, Job] = {}
     with ExitStack() as stack:
-        jobs: dict[str, Job] = {}
-
-        def start(name: str, engine: str, size: int, device: str, **told: Any) -> None:
-            content = {"task": "train", "device": device, "compression": _COMPRESSION, **told}
-            env = FULL_PATH if size == 1 else {}
-            try:
-                job = Job(setting, engine, "checkpoint_ranks", content, size, env)
-            except ValueError as error:
-                report.add(f"job: {name}", "failed", str(error))
-            else:
-                jobs[name] = stack.enter_context(job)
-
-        undisturbed = {"restore": False, "save_at": None, "until": 2 * STEPS}
-        # Two more steps while the checkpoint is written; the resumed run does not see them.
-        first = {"restore": False, "save_at": STEPS, "until": STEPS + 2}
-        resumed = {"restore": True, "save_at": None, "until": 2 * STEPS}
-        for name, (engine, size) in JOBS.items():
-            where = {"device": setting.device, "folder": str(folder / engine)}
-            start(f"{name}: undisturbed", engine, size, **where, **undisturbed)
-            start(f"{name}: first", engine, size, **where, **first)
-        moves = {} if setting.dry else MOVES
-        for device in moves:
-            saved = str(folder / device)
-            start(f"save on {device}", "staged", 1, device, folder=saved, **first)
-        answers: dict[str, Any] = {}
-        _wait(report, clock, jobs, answers)
-        jobs.clear()
-        for name, (engine, size) in JOBS.items():
-            if f"{name}: first" in answers:
-                where = {"device": setting.device, "folder": str(folder / engine)}
-                start(f"{name}: resumed", engine, size, **where, **resumed)
-        for device, other in moves.items():
-            if f"save on {device}" in answers:
-                saved = str(folder / device)
-                start(f"resume on {other}", "staged", 1, other, folder=saved, **resumed)
-        _wait(report, clock, jobs, answers)
-    for name in JOBS:
-        _check_same(report, name, answers)
-    for device, other in MOVES.items():
-        _check_move(setting, report, device, other, answers)
+        for case in answers:
+            if resumes and "first" not in answers[case]:
+                continue
+            told = {
+                "task": "trainings",
+                "device": case.resumed_on if resumes else case.saved_on,
+                "compression": _COMPRESSION,
+                "folder": str(folder / case.name),
+                "runs": {name: RUNS[name] for name in runs},
+            }
+            env = FULL_PATH if case.size == 1 else {}
+            with _recorded(report, case, runs):
+                job = Job(setting, case.engine, "checkpoint_ranks", told, case.size, env)
+                jobs[case] = stack.enter_context(job)
+        for case, job in jobs.items():
+            with _recorded(report, case, runs):
+                ranks = job.answers(clock.left())
+                answers[case].update({name: [rank[name] for rank in ranks] for name in runs})
 
 
-def _wait(report: Report, clock: Clock, jobs: Mapping[str, Job], answers: dict[str, Any]) -> None:
-    """Collect the answers of the jobs; record those that fail."""
-    for name, job in jobs.items():
-        try:
-            answers[name] = job.answers(clock.left())
-        except Exception as error:
-            report.add(f"job: {name}", "failed", f"{type(error).__name__}: {error}"[:1500])
+@contextmanager
+def _recorded(report: Report, case: Case, runs: Sequence[str]) -> Iterator[None]:
+    """Record the exception of the block, where it has one, as a failed check."""
+    try:
+        yield
+    except Exception as error:
+        name = f"{case.name}: {' and '.join(runs)}"
+        report.add(name, "failed", f"{type(error).__name__}: {error}"[:1500])
 
 
-def _check_same(report: Report, name: str, answers: Mapping[str, Any]) -> None:
-    with report.check(f"{name}: same bytes after a resume") as values:
-        undisturbed, resumed = (_answer(answers, f"{name}: {run}") for run in RUNS)
-        values["steps"] = 2 * STEPS
-        if lines := differences(undisturbed, resumed, "end"):
+def _check(report: Report, case: Case, found: Answers) -> None:
+    moves = case.saved_on != case.resumed_on
+    with report.check(case.name if moves else f"{case.name}: same bytes") as values:
+        if missing := [name for name in RUNS if name not in found]:
+            raise Skip(f"there is no result of the run {missing[0]!r}")
+        lines = errors(found["resumed"])
+        # What is saved is what is restored, wherever. Only one device computes the same bytes.
+        lines += differences(found["first"], "saved", found["resumed"], "restored", moves)
+        if moves:
+            values |= {f"device of {k}": v for k, v in found["resumed"][0]["devices"].items()}
+            values["detail"] = "same weights and optimizer state restored; steps go on"
+        else:
+            lines += differences(found["undisturbed"], "end", found["resumed"], "end")
+            values["detail"] = f"weights, optimizer, random numbers after {2 * STEPS} steps"
+        if lines:
             raise ValueError("; ".join(lines))
-        values["detail"] = "weights, optimizer, random numbers"
 
 
-RUNS = ("undisturbed", "resumed")
-
-
-def _answer(answers: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    if name not in answers:
-        raise Skip(f"there is no result of the job {name!r}")
-    return answers[name]
+def errors(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each rank that failed in a step after the restore."""
+    return [
+        f"rank {rank}: a step after the restore fails: {answer['error']}"
+        for rank, answer in enumerate(ranks)
+        if "error" in answer
+    ]
 
 
 def differences(
-    first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]], at: str
+    first: Sequence[Mapping[str, Any]],
+    first_at: str,
+    second: Sequence[Mapping[str, Any]],
+    second_at: str,
+    but_random_numbers: bool = False,
 ) -> list[str]:
-    """Compare the digests of two jobs' ranks.
+    """Compare the digests of two runs, rank by rank.
 
     Args:
-        first: the answers of a job's ranks.
-        second: the answers of the other job's ranks.
-        at: when the digests were taken, such as `end`.
+        first: the answers of a run's ranks.
+        first_at: when its digests were taken: `saved`, `restored` or `end`.
+        second: the answers of the other run's ranks.
+        second_at: as `first_at`.
+        but_random_numbers: whether to leave these out, which a device has of its own.
 
     Returns:
-        A line for each difference, and for each error of a rank.
+        A line for each difference.
     """
-    lines = []
-    for rank, (a, b) in enumerate(zip(first, second, strict=True)):
-        lines += [f"rank {rank}: {each['error']}" for each in (a, b) if "error" in each]
-        lines += [f"rank {rank}: other {what}" for what in a[at] if a[at][what] != b[at][what]]
-    return lines
-
-
-def _check_move(
-    setting: Setting, report: Report, device: str, other: str, answers: Mapping[str, Any]
-) -> None:
-    with report.check(f"saved on {device}, resumed on {other}") as values:
-        if setting.dry:
-            raise Skip("a dry run has one device only, the CPU")
-        (saved,) = _answer(answers, f"save on {device}")
-        (resumed,) = _answer(answers, f"resume on {other}")
-        values |= {f"device of {key}": value for key, value in resumed["devices"].items()}
-        values["detail"] = "same weights and optimizer state after the restore, and steps go on"
-        if "error" in resumed:
-            raise ValueError(f"a step after the restore fails: {resumed['error']}")
-        other_bytes = [
-            what
-            for what in ("weights", "optimizer")
-            if saved["saved"][what] != resumed["restored"][what]
-        ]
-        if other_bytes:
-            raise ValueError(f"the restore changes the {' and the '.join(other_bytes)}")
+    return [
+        f"rank {rank}: {what} ({second_at}) other than expected ({first_at})"
+        for rank, (a, b) in enumerate(zip(first, second, strict=True))
+        for what in a[first_at]
+        if a[first_at][what] != b[second_at][what]
+        and not (but_random_numbers and what == "random numbers")
+    ]
 
 
 def _staging(setting: Setting, report: Report, clock: Clock, folder: Path) -> None:
-    nbytes = _DRY_STAGED_BYTES if setting.dry else _STAGED_BYTES
-    told = {
-        "task": "staging",
-        "device": setting.device,
-        "bytes": nbytes,
-        "folder": str(folder),
-    }
     name = "staging of an asynchronous save"
     need = 5 if setting.dry else 15
     if clock.left() < need:
         report.add(name, "skipped", f"no time left: {clock.left():.0f} s of the {need} s needed")
         return
+    told = {
+        "task": "staging",
+        "device": setting.device,
+        "bytes": _DRY_STAGED_BYTES if setting.dry else _STAGED_BYTES,
+        "folder": str(folder),
+    }
     found: dict[str, Any] = {}
-    with (
-        report.check(f"{name}: the job ends"),
-        Job(setting, "staged", "checkpoint_ranks", told) as job,
-    ):
+    with report.check(f"{name}: job"), Job(setting, "staged", "checkpoint_ranks", told) as job:
         (found,) = job.answers(clock.left())
     if found:
         figures = ("save", "first save", "pageable", "pinned")

@@ -24,16 +24,27 @@ from gpu_checks.jobs import answer, spec
 FEATURES = 64
 
 
-def train(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Train a model with dropout, maybe from a checkpoint, maybe saving one.
-
-    Returns:
-        Digests of the state at the end (and after the restore and at the save); the devices of
-        the optimizer's state; the error of a step that failed after a restore.
-    """
-    device = told["device"]
+def trainings(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Do one training after the other and return their answers by name."""
     torch.use_deterministic_algorithms(True)
     hvd.init()
+    found = {name: train(told, run) for name, run in told["runs"].items()}
+    hvd.shutdown()
+    return found
+
+
+def train(told: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """Train a model with dropout, maybe from a checkpoint, maybe saving one.
+
+    Args:
+        told: `folder` of the checkpoints, `device` and `compression`.
+        run: one of `checkpoint.RUNS`.
+
+    Returns:
+        Digests of the state at the end, and after the restore or at the save; the devices of the
+        optimizer's state; the error of a step that failed after a restore.
+    """
+    device = told["device"]
     torch.manual_seed(1)
     model = torch.nn.Sequential(
         torch.nn.Linear(FEATURES, 256),
@@ -42,7 +53,6 @@ def train(told: Mapping[str, Any]) -> dict[str, Any]:
         torch.nn.Dropout(0.3),
         torch.nn.Linear(256, 8),
     ).to(device)
-    # A weight decay, so that each option of AdamW has an effect.
     optimizer = hvd.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1),
         model.named_parameters(),
@@ -53,28 +63,27 @@ def train(told: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with hvd.Checkpointer(told["folder"], model=model, optimizer=optimizer) as checkpointer:
         step = 0
-        if told["restore"]:
+        if run["restore"]:
             restored = checkpointer.restore()
             if restored is None:
-                raise SystemExit(f"there is no checkpoint in {told['folder']}")
+                raise SystemExit(f"there is no checkpoint in {run['folder']}")
             step = restored.step
             found["restored"] = digests(model, optimizer, device)
         found["devices"] = devices(optimizer)
         try:
-            while step < told["until"]:
+            while step < run["until"]:
                 train_step(model, optimizer, device)
                 step += 1
-                if step == told["save_at"]:
+                if step == run["save_at"]:
                     found["saved"] = digests(model, optimizer, device)
                     # Asynchronous: the next steps change the state while it is written.
                     checkpointer.save(step)
         except Exception as error:
-            if not told["restore"]:
+            if not run["restore"]:
                 raise
             traceback.print_exc()
             found["error"] = f"{type(error).__name__}: {error}"[:500]
     found["end"] = digests(model, optimizer, device)
-    hvd.shutdown()
     return found
 
 
@@ -191,4 +200,4 @@ def staging(told: Mapping[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     _told = spec()
-    answer({"train": train, "staging": staging}[_told["task"]](_told))
+    answer({"trainings": trainings, "staging": staging}[_told["task"]](_told))

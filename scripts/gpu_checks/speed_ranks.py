@@ -283,13 +283,14 @@ def _place(stack: Sequence[traceback.FrameSummary]) -> str:
 def turns(told: Mapping[str, Any]) -> None:
     """Take turns with other processes: one training step at a time."""
     take_turns(told["socket"], lambda: timed_variants(told))
+    if "ddp" in told["variants"]:
+        torch.distributed.destroy_process_group()
 
 
 def timed_variants(told: Mapping[str, Any]) -> dict[str, Callable[[], float]]:
     """Build the variants of this process and warm them up."""
     device = told["device"]
     torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
     if any(variant not in ("plain", "ddp") for variant in told["variants"]):
         import hvdkit.torch as hvd
