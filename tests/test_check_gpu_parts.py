@@ -344,10 +344,10 @@ def test_mixed_precision_that_does_not_skip_fails():
 
 
 def test_why_tensorflow_is_skipped():
-    found = {"version": "2.21.0", "gpus": 0, "engine": True}
+    found = {"installed": True, "version": "2.21.0", "gpus": 0, "engine": True}
     assert keras.tensorflow_reason(found, dry=True) is None
     assert keras.tensorflow_reason(found, dry=False) == "TensorFlow 2.21.0 sees no GPU"
-    assert "not installed" in keras.tensorflow_reason(found | {"version": None}, dry=True)
+    assert "not installed" in keras.tensorflow_reason(found | {"installed": False}, dry=True)
     assert "engine" in keras.tensorflow_reason(found | {"gpus": 1, "engine": False}, dry=False)
 
 

@@ -130,14 +130,16 @@ def _check(report: Report, case: Case, found: Answers) -> None:
         lines = errors(found["resumed"])
         # What is saved is what is restored, wherever. Only one device computes the same bytes.
         lines += differences(found["first"], "saved", found["resumed"], "restored", moves)
-        if moves:
-            values |= {f"device of {k}": v for k, v in found["resumed"][0]["devices"].items()}
-            values["detail"] = "same weights and optimizer state restored; steps go on"
-        else:
+        values |= {f"device of {k}": v for k, v in found["resumed"][0]["devices"].items()}
+        if not moves:
             lines += differences(found["undisturbed"], "end", found["resumed"], "end")
-            values["detail"] = f"weights, optimizer, random numbers after {2 * STEPS} steps"
         if lines:
             raise ValueError("; ".join(lines))
+        values["detail"] = (
+            "weights and optimizer are restored, and steps go on"
+            if moves
+            else f"weights, optimizer, random numbers after {2 * STEPS} steps"
+        )
 
 
 def errors(ranks: Sequence[Mapping[str, Any]]) -> list[str]:

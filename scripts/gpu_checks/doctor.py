@@ -45,13 +45,13 @@ def _doctors(setting: Setting, report: Report, clock: Clock, form: Sequence[str]
             with report.check(name) as values:
                 output, _ = process.communicate(timeout=clock.left())
                 values |= {"exit_status": process.returncode, "output": output.splitlines()}
-                if form:
-                    values["output"] = parsed(output)
-                    values["detail"] = json_detail(values["output"], process.returncode)
-                elif process.returncode not in (0, 1):
+                if process.returncode not in (0, 1):
                     raise ValueError(f"exit status {process.returncode}: expected 0 or 1")
                 if absent := missing(output, expected(setting, engine)):
                     raise ValueError(f"the output does not name {', '.join(absent)}")
+                if form:
+                    values["output"] = parsed(output)
+                    values["detail"] = json_detail(values["output"], process.returncode)
     finally:
         for process in running.values():
             process.kill()

@@ -21,20 +21,21 @@ BATCHES, OVERFLOWS = 10, 2
 #: Name -> engine and number of ranks.
 JOBS = {"two ranks, staged": ("staged", 2), "one rank, full path": ("nccl", 1)}
 
+#: Does not load TensorFlow where nobody asks for its GPUs: that takes seconds.
 _PROBE = """
-import importlib.util, json
-found = {"version": None, "gpus": 0, "engine": False}
-if importlib.util.find_spec("tensorflow"):
+import importlib.util, json, sys
+from hvdkit.engine import describe
+found = {"installed": bool(importlib.util.find_spec("tensorflow")), "version": "", "gpus": 0}
+found["engine"] = "tensorflow" in describe.installed().frameworks
+if found["installed"] and sys.argv[1] == "cuda":
     import tensorflow
-    from hvdkit.engine import describe
     found["version"] = tensorflow.__version__
     found["gpus"] = len(tensorflow.config.list_physical_devices("GPU"))
-    found["engine"] = "tensorflow" in describe.installed().frameworks
 print("\\n" + json.dumps(found))
 """
 
 #: Seconds that Keras on TensorFlow needs at least.
-_TENSORFLOW_SECONDS = 20
+_TENSORFLOW_SECONDS = 30
 
 
 def run(setting: Setting, report: Report) -> None:
@@ -56,7 +57,7 @@ def _tensorflow_missing(setting: Setting, clock: Clock) -> str | None:
         return f"no time left: {clock.left():.0f} s of the {_TENSORFLOW_SECONDS} s needed"
     if "staged" not in setting.pythons:
         return "no environment has the engine staged: see the part build"
-    command = [setting.pythons["staged"], "-c", _PROBE]
+    command = [setting.pythons["staged"], "-c", _PROBE, setting.device]
     try:
         answer = subprocess.run(
             command,
@@ -73,7 +74,7 @@ def _tensorflow_missing(setting: Setting, clock: Clock) -> str | None:
 
 def tensorflow_reason(found: Mapping[str, Any], dry: bool) -> str | None:
     """Return why a TensorFlow as the probe describes it is of no use; None where it is."""
-    if not found["version"]:
+    if not found["installed"]:
         return "TensorFlow is not installed"
     if not found["gpus"] and not dry:
         return f"TensorFlow {found['version']} sees no GPU"
