@@ -346,7 +346,11 @@ def test_a_scalers_state_can_be_saved(hvd):
     assert isinstance(scaler, torch.amp.GradScaler)
 
 
-def test_with_autocast(hvd):
+# float16 is what GradScaler is for. On a CPU it has few kernels.
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *([torch.float16] if DEVICE.type == "cuda" else [])], ids=str
+)
+def test_with_autocast(hvd, dtype):
     model = small_model(torch.float32)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05), accumulation_steps=2, compression="bf16"
@@ -354,7 +358,7 @@ def test_with_autocast(hvd):
     scaler = hvd.GradScaler(DEVICE.type)
     losses = []
     for _ in range(20):
-        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        with torch.autocast(DEVICE.type, dtype=dtype):
             loss = loss_of(model, batch_of(hvd.rank(), 0, torch.float32))
         scaler.scale(loss).backward()
         scaler.step(optimizer)
