@@ -43,7 +43,8 @@ EXPECTED = {
         "two ranks, staged: same bytes": {"passed"},
         "saved on cpu, resumed on cuda": {"skipped"},
         "saved on cuda, resumed on cpu": {"skipped"},
-        "staging of an asynchronous save": {"measured"},
+        # Skipped where the machine is too busy for it. The job passes, its figures are measured.
+        "staging of an asynchronous save": {"passed", "measured", "skipped"},
     },
     "keras": {
         "Keras on torch, two ranks, staged: fit": {"passed"},

@@ -28,6 +28,9 @@ _COMPRESSION = "fp16"
 _STAGED_BYTES = 1 << 30
 _DRY_STAGED_BYTES = 1 << 23
 
+#: Seconds that the measurement of the staging needs at least.
+_STAGING_SECONDS = 20
+
 #: Run -> what each rank answered.
 Answers = dict[str, list[dict[str, Any]]]
 
@@ -181,9 +184,9 @@ def differences(
 
 def _staging(setting: Setting, report: Report, clock: Clock, folder: Path) -> None:
     name = "staging of an asynchronous save"
-    need = 5 if setting.dry else 15
-    if clock.left() < need:
-        report.add(name, "skipped", f"no time left: {clock.left():.0f} s of the {need} s needed")
+    if clock.left() < _STAGING_SECONDS:
+        why = f"no time left: {clock.left():.0f} s of the {_STAGING_SECONDS} s needed"
+        report.add(name, "skipped", why)
         return
     told = {
         "task": "staging",

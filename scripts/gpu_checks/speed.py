@@ -147,11 +147,11 @@ def counts_detail(counted: Mapping[str, Any], plain: Mapping[str, Any], asynchro
 
 def _step_times(setting: Setting, report: Report, clock: Clock, model: str) -> None:
     name = f"{model}: step times"
-    if _no_time(report, clock, name, 40 if not setting.dry else 15):
+    if _no_time(report, clock, name, 15 if setting.dry else 40):
         return
     seconds: dict[turns.Key, list[float]] = {}
     # The second model gets what the first one leaves.
-    limit = Clock(min(clock.left(), 25 if setting.dry else 75), spare=0)
+    limit = Clock(min(clock.left(), 75), spare=0)
     with report.check(name) as values, tempfile.TemporaryDirectory(prefix="hvd") as folder:
         seconds = _interleaved(setting, Path(folder), model, limit)
         count = len(next(iter(seconds.values())))
