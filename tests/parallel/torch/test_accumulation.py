@@ -175,6 +175,7 @@ def test_no_sync_takes_a_wrapped_optimizer_only(hvd):
         pass
 
 
+@pytest.mark.device(ranks=2)
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
 def test_only_the_last_pass_communicates(hvd, compression):
     from horovod.torch import mpi_ops

@@ -112,7 +112,11 @@ def test_error_of_the_mean_is_bounded(hvd, compression, adversary):
         assert all(torch.equal(reduced[0], other) for other in reduced)
 
 
-@pytest.mark.parametrize("magnitude", [1e-28, 1e-6, 1.0, 60000.0, 1e30])
+# One rank's 1e-28 is below the range of scales: it travels in float32.
+@pytest.mark.parametrize(
+    "magnitude",
+    [pytest.param(1e-28, marks=pytest.mark.device(ranks=2)), 1e-6, 1.0, 60000.0, 1e30],
+)
 def test_float16_is_scaled_to_the_magnitude_of_the_gradients(hvd, magnitude):
     parameter = nn.Parameter(torch.zeros(LENGTH, device=DEVICE))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0), compression="fp16")
