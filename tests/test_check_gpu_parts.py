@@ -1,8 +1,10 @@
 """The parts of `scripts/check_gpu` that measure and train: dry runs on the CPU, and their sums."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from math import prod
 from pathlib import Path
 
@@ -13,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from gpu_checks import checkpoint, doctor, jobs, keras, models, speed, trace, turns  # noqa: E402
+from gpu_checks import checkpoint, command, doctor, jobs, keras, models, speed, trace, turns  # noqa: E402
 from gpu_checks.part import Setting  # noqa: E402
 from gpu_checks.report import Report, read  # noqa: E402
 
@@ -96,6 +98,27 @@ def test_dry_run(part, tmp_path):
         found = [c for c in content["checks"] if c["name"].startswith(beginning)]
         assert found, f"there is no check {beginning!r}"
         assert {check["outcome"] for check in found} <= outcomes, found
+    assert not left_over(tmp_path)
+
+
+@pytest.mark.long
+def test_a_part_that_is_ended_takes_its_ranks_along(tmp_path):
+    (tmp_path / "results").mkdir()
+    pythons = dict.fromkeys(("nccl", "staged"), sys.executable)
+    told = Setting("cpu", str(tmp_path), 60.0, pythons, {}).to_json()
+    env = command.environment(os.environ) | {"CHECKED_IN": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-m", "gpu_checks.keras", told], cwd=ROOT, env=env)
+    try:
+        deadline = time.monotonic() + 60
+        # The part itself and three ranks.
+        while len(left_over(tmp_path)) < 4 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert len(left_over(tmp_path)) >= 4
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
     assert not left_over(tmp_path)
 
 
