@@ -6,7 +6,6 @@ A rank's program is a module `gpu_checks.NAME_ranks`. It reads its spec from the
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -64,7 +63,6 @@ class Job:
     ) -> None:
         if engine not in setting.pythons:
             raise ValueError(f"no environment has the engine {engine}: see the part build")
-        _stop_ranks_on_sigterm()
         self._group = start_gloo(
             [setting.pythons[engine], "-m", f"gpu_checks.{module}", json.dumps(spec)],
             size,
@@ -106,13 +104,6 @@ class Job:
         traceback: TracebackType | None,
     ) -> None:
         self.stop()
-
-
-def _stop_ranks_on_sigterm() -> None:
-    # Ranks have sessions of their own, so a signal to the part's process group misses them.
-    # RankGroup stops its ranks at exit, but only where Python exits by itself.
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def spec() -> dict[str, Any]:
