@@ -7,6 +7,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
+from hvdkit.errors import UsageError
 from hvdkit.torch.collectives import TorchCollectives
 
 # A CPU has no operation that multiplies and casts at once, so it is done piece by piece, of a
@@ -140,11 +141,12 @@ class TorchMemory:
     def pack(self, dtype: str, factor: float, keep: bool = True) -> torch.Tensor:
         """One pass over memory."""
         flat, self._views = self._buffer(getattr(torch, dtype), keep)
+        scale = _Scale(factor)
         for k, (p, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             if p.grad is None:
                 view.zero_()
             else:
-                _cast_scaled(self._dense(k, p.grad), view, factor)
+                _cast_scaled(self._dense(k, p.grad), view, scale)
         return flat
 
     @torch.no_grad()
@@ -155,12 +157,13 @@ class TorchMemory:
     @torch.no_grad()
     def unpack(self, buffer: torch.Tensor, factor: float) -> None:  # noqa: ARG002
         """Into the gradients that exist, in place; those that do not are made."""
+        scale = _Scale(factor)
         for p, view in zip(self._parameters, self._views, strict=True):
             if p.grad is None or p.grad.is_sparse:
                 if p.grad is None and not p.requires_grad:
                     continue
                 p.grad = torch.empty_like(p, dtype=dtype_of_gradient(p))
-            _cast_scaled(view, p.grad, factor)
+            _cast_scaled(view, p.grad, scale)
         self._views = []
 
     @torch.no_grad()
@@ -207,23 +210,50 @@ def _fits(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
     )
 
 
-def _cast_scaled(source: torch.Tensor, target: torch.Tensor, factor: float) -> None:
-    """target = source x factor, rounded once, to the target's dtype."""
+class _Scale:
+    """A factor for all gradients of a bucket.
+
+    Attributes:
+        factor: the factor as a number.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self._tensors: dict[torch.dtype, torch.Tensor] = {}
+
+    def tensor(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the factor as a tensor of shape [1], made once per dtype."""
+        if dtype not in self._tensors:
+            self._tensors[dtype] = torch.full((1,), self.factor, dtype=dtype, device=device)
+        return self._tensors[dtype]
+
+
+def _cast_scaled(source: torch.Tensor, target: torch.Tensor, scale: _Scale) -> None:
+    """target = source x scale, rounded once, to the target's dtype."""
+    factor = scale.factor
     if factor == 1.0:
         target.copy_(source)
     elif source.dtype == target.dtype:
         torch.mul(source, factor, out=target)
     elif source.device.type != "cpu":
-        # One kernel that computes in the wider type, which a tensor of one element takes part in
-        # choosing, and a number does not.
-        wide = torch.promote_types(source.dtype, target.dtype)
-        torch.mul(source, torch.full((1,), factor, dtype=wide, device=source.device), out=target)
+        _cast_scaled_at_once(source, target, scale)
     elif source.dtype in _NARROW and target.dtype not in _NARROW:
         for part, into in _pieces(source, target):
             into.copy_(part).mul_(factor)
     else:
         for part, into in _pieces(source, target):
             into.copy_(part * factor)
+
+
+def _cast_scaled_at_once(source: torch.Tensor, target: torch.Tensor, scale: _Scale) -> None:
+    """As `_cast_scaled`, in one kernel that computes in the wider of the two dtypes."""
+    # PyTorch computes in the dtype that the operands promote to. A tensor of shape [1] takes part
+    # in that; a number, or a tensor without dimensions, does not.
+    wide = torch.promote_types(source.dtype, target.dtype)
+    if not source.dim():
+        # The result has the scale's dimension; `out=` would be resized to it.
+        source, target = source.view(1), target.view(1)
+    torch.mul(source, scale.tensor(wide, source.device), out=target)
 
 
 def _pieces(
@@ -235,6 +265,21 @@ def _pieces(
         return [(source, target)]
     flat, into = source.as_strided((count,), (1,)), target.as_strided((count,), (1,))
     return list(zip(flat.split(_PIECE), into.split(_PIECE), strict=True))
+
+
+def _refuse_capture(tensor: torch.Tensor) -> None:
+    """Raise UsageError while a CUDA graph is captured on the current stream.
+
+    Horovod waits in a thread of its own for an event that it records on this stream. During a
+    capture that event never happens, and waiting for it ends the process.
+    """
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            "a gradient is to be reduced while a CUDA graph is captured, and Horovod's collectives "
+            "cannot be part of a graph: call backward() and optimizer.step() outside the capture. "
+            "To run the model itself as graphs, use torch.cuda.make_graphed_callables or "
+            "torch.compile(mode='reduce-overhead')"
+        )
 
 
 class TorchBackend:
@@ -261,6 +306,7 @@ class TorchBackend:
         """An in-place allreduce."""
         if self._collectives.alone or not buffer.numel():
             return buffer
+        _refuse_capture(buffer)
         return mpi_ops.allreduce_async_(
             buffer, name=name, op=mpi_ops.Sum, process_set=self._collectives.process_set
         )
@@ -270,6 +316,7 @@ class TorchBackend:
         if self._collectives.alone:
             return rows
         indices, values = rows
+        _refuse_capture(values)
         # As integers, which every Horovod knows.
         content = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
         return (

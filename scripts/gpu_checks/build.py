@@ -67,10 +67,15 @@ def pythons(folder: Path) -> dict[str, str]:
         Problem: no engine is ready.
     """
     found = {engine: _Environment(folder, engine) for engine in ENGINES}
-    ready = {engine: str(env.python) for engine, env in found.items() if env.ready}
-    if not ready:
+    there = {engine: str(env.python) for engine, env in found.items() if env.ready}
+    if not there:
         raise Problem(f"{folder}/work has no environment with an engine; run check_gpu build first")
-    return ready
+    return there
+
+
+def ready(folder: Path) -> bool:
+    """Return whether `folder` has an environment for each engine."""
+    return all(_Environment(folder, engine).ready for engine in ENGINES)
 
 
 def run(folder: Path, report: Report, seconds: float) -> int:
@@ -102,11 +107,11 @@ def run(folder: Path, report: Report, seconds: float) -> int:
         log.unlink(missing_ok=True)
         environment = _Environment(folder, engine)
         _make(environment, manifest["requirements"], _Runner(environment, now + share, log), report)
-    ready = all(_Environment(folder, engine).ready for engine in ENGINES)
-    if ready:
-        # Otherwise `check_gpu all` tries it again.
-        report.finish()
-    return 0 if ready else 1
+    if not ready(folder):
+        # Not finished, so that `check_gpu all` tries again.
+        return 1
+    report.finish()
+    return 0
 
 
 @dataclass(frozen=True)
@@ -208,14 +213,17 @@ def _make(
     environment: _Environment, requirements: Sequence[str], run: _Runner, report: Report
 ) -> None:
     engine = environment.engine
+    (environment.path / _READY).unlink(missing_ok=True)
     with report.check(f"environment, {engine}") as values:
         began = time.monotonic()
         _layer(environment, run)
         _install(environment, requirements, run)
         code = "import torch; print(torch.__version__, 'from', torch.__file__)"
         found = run(environment.python, "-P", "-c", code).splitlines()[-1]
-        mpi = run(environment.path / "bin" / "mpirun", "--version").splitlines()[0]
-        values |= {"seconds": time.monotonic() - began, "detail": f"torch {found}; {mpi}"}
+        said = run(environment.path / "bin" / "mpirun", "--version")
+        mpi = re.search(r"\(Open MPI\) (\S+)", said)
+        values["detail"] = f"torch {found}; Open MPI {mpi[1] if mpi else 'of unknown version'}"
+        values["seconds"] = time.monotonic() - began
     if report.checks[-1].outcome != "passed":
         return
     with report.check(f"engine, {engine}") as values:
@@ -243,11 +251,13 @@ def _layer(environment: _Environment, run: _Runner) -> None:
     environment.path.parent.mkdir(parents=True, exist_ok=True)
     # Without ensurepip, which distributions package separately.
     run(sys.executable, "-m", "venv", "--without-pip", "--clear", environment.path)
-    code = "import json, sys; print(json.dumps([sys.path, __import__('site').getsitepackages()]))"
-    own, sites = json.loads(run(environment.python, "-P", "-c", code))
+    code = (
+        "import json, sys, sysconfig; print(json.dumps([sys.path, sysconfig.get_path('purelib')]))"
+    )
+    own, site = json.loads(run(environment.python, "-P", "-c", code))
     inherited = [path for path in _parent_path() if path not in own]
     lines = [*inherited, str(REPOSITORY)]
-    (Path(sites[0]) / "check_gpu.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (Path(site) / "check_gpu.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _parent_path() -> list[str]:
@@ -306,8 +316,9 @@ def _record_tools(report: Report) -> None:
     tools = {
         "nvcc": _version(nvcc, "--version", r"release .*"),
         "CMake": _version(_which("cmake", own), "--version", r"cmake version .*"),
-        "make": _version(_which("make", own), "--version", r".*"),
-        "Ninja": _version(_which("ninja", own), "--version", r".*"),
+        # `hvdkit build` uses Ninja where there is no make; the pack has Ninja.
+        "make or Ninja": _version(_which("make", own), "--version", r".*")
+        or _version(_which("ninja", own), "--version", r".*"),
         "C++ compiler": _version(_compiler(), "--version", r".*"),
         "Python headers": str(header) if header.exists() else None,
         "NCCL": _nccl(),

@@ -19,13 +19,16 @@ from gpu_checks.report import Report, read, write_summary
 #: Part -> the seconds that it may take. Together less than 20 minutes.
 PARTS = {
     "build": 480,
-    "doctor": 30,
+    "doctor": 60,
     "collectives": 120,
     "synchronizer": 240,
     "keras": 60,
     "checkpoint": 60,
     "speed": 180,
 }
+
+#: In a dry run, which may share a small machine with other work, parts take longer.
+_DRY_FACTOR = 3
 
 FOLDER = ".check_gpu"
 
@@ -97,18 +100,25 @@ def _check(options: argparse.Namespace) -> int:
             if options.part == "build":
                 raise pack.Problem("build has no dry run: it needs nvcc, PyTorch with CUDA, a pack")
             continue
-        if options.part == "all" and _done(results / f"{part}.json", facts):
+        if options.part == "all" and _done(part, options.folder, facts):
             print(f"== {part}: done before; `check_gpu {part}` repeats it", flush=True)
             continue
-        print(f"== {part}, at most {PARTS[part]} s", flush=True)
+        print(f"== {part}, at most {_seconds(part, options)} s", flush=True)
         failed |= _run(part, options, facts) != 0
         write_summary(results, tuple(PARTS))
     print(f"== results: {write_summary(results, tuple(PARTS))}")
     return 1 if failed else 0
 
 
-def _done(path: Path, facts: Mapping[str, Any]) -> bool:
-    content = read(path)
+def _seconds(part: str, options: argparse.Namespace) -> int:
+    return PARTS[part] * (_DRY_FACTOR if options.dry_run else 1)
+
+
+def _done(part: str, folder: Path, facts: Mapping[str, Any]) -> bool:
+    if part == "build" and not build.ready(folder):
+        # The results came from a machine whose environments did not come along.
+        return False
+    content = read(folder / "results" / f"{part}.json")
     return bool(content and content["finished"] and content["machine"] == facts)
 
 
@@ -120,24 +130,31 @@ def _run(part: str, options: argparse.Namespace, facts: Mapping[str, Any]) -> in
     pythons = dict.fromkeys(build.ENGINES, sys.executable)
     if not options.dry_run:
         pythons = build.pythons(options.folder)
+    seconds = _seconds(part, options)
     setting = Setting(
-        "cpu" if options.dry_run else "cuda", str(options.folder), PARTS[part], pythons, facts
+        "cpu" if options.dry_run else "cuda", str(options.folder), seconds, pythons, facts
     )
+    # The part opens the report again. This one remains where the part does not even start.
+    report = Report(results, part, facts)
+    # Any engine runs a part; its checks of an engine that is missing fail.
+    python = pythons.get("staged") or next(iter(pythons.values()))
     process = subprocess.Popen(
-        [pythons["staged"], "-m", f"gpu_checks.{part}", setting.to_json()],
+        [python, "-m", f"gpu_checks.{part}", setting.to_json()],
         cwd=REPOSITORY,
         env=environment(os.environ),
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
-    deadline = time.monotonic() + PARTS[part]
+    deadline = time.monotonic() + seconds
     try:
-        return process.wait(PARTS[part])
+        status = process.wait(seconds)
+        ending = f"ended with exit status {status} before it was finished"
     except subprocess.TimeoutExpired:
-        _say_unfinished(results / f"{part}.json", f"did not end within {PARTS[part]} s")
-        return 1
+        status, ending = 1, f"did not end within {seconds} s"
     finally:
         _end(process, deadline)
+    _say_unfinished(report.path, ending)
+    return status
 
 
 def _end(process: subprocess.Popen[bytes], deadline: float) -> None:
@@ -153,13 +170,17 @@ def _end(process: subprocess.Popen[bytes], deadline: float) -> None:
             continue
 
 
-def _say_unfinished(path: Path, why: str) -> None:
+def _say_unfinished(path: Path, ending: str) -> None:
+    """Add a failed check to the report of a part that has not finished."""
     content = read(path)
-    if content is not None:
-        failure = {"name": "the part", "outcome": "failed", "detail": why, "values": {}}
-        content["checks"].append(failure)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(f"- failed: {why}", flush=True)
+    if content is None or content["finished"]:
+        return
+    failure = {"name": "the part", "outcome": "failed", "detail": ending, "values": {}}
+    content["checks"].append(failure)
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    beside.replace(path)
+    print(f"- failed: the part: {ending}", flush=True)
 
 
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:

@@ -28,7 +28,7 @@ from typing import Any
 
 from gpu_checks.part import REPOSITORY
 
-#: What one transfer to a lent machine may hold, with some room for the checkout.
+#: Limit of the whole folder, so that it can be copied to a GPU machine within a minute.
 MOST_BYTES = 60 * 10**6
 
 MANIFEST = "manifest.json"

@@ -1,6 +1,7 @@
 """How a part runs: in a process of its own, with a setting and a report."""
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -53,6 +54,9 @@ class Setting:
 
 def main(name: str, run: Callable[[Setting, Report], None]) -> None:
     """Run a part as a program: `python -m gpu_checks.NAME SETTING`."""
+    # Ranks have sessions of their own, so a signal to the part's process group misses them. They
+    # are stopped at exit, which a signal by itself leaves out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     setting = Setting.from_json(sys.argv[1])
     report = Report(setting.results, name, setting.machine)
     run(setting, report)

@@ -75,6 +75,7 @@ class Report:
             self.add(name, "skipped", str(skip))
         except Exception as error:
             traceback.print_exc()
+            values.pop("detail", None)
             self.add(name, "failed", f"{type(error).__name__}: {error}"[:1500], **values)
         else:
             detail = values.pop("detail", "")

@@ -6,6 +6,13 @@ with their own adapter as `hvd`; it passes when it passes on all of them.
 
 A conftest takes part by importing `pytest_generate_tests`, `pytest_pyfunc_call`, `rank_pool` and
 `hvd` from here.
+
+Two environment variables change the configurations:
+
+- HVDKIT_TEST_JOBS, such as `gloo-2,mpi-2`: run in these jobs (controller and number of ranks)
+  instead of the folder's own.
+- HVDKIT_TEST_DEVICE, such as `cuda`: run PyTorch's tests on this device. The tests that hold on
+  any device have the marker `device`: `pytest -m device`.
 """
 
 import os
@@ -65,7 +72,29 @@ class Configuration:
 
 
 def configurations(path: Path) -> list[Configuration]:
-    """The jobs that the tests in `path` run in: four ranks, because with two addition commutes."""
+    """Return the jobs that the tests in `path` run in.
+
+    Most have four ranks: with two, addition commutes and hides mistakes of order.
+    """
+    own = _configurations_of_folder(path)
+    jobs = os.environ.get("HVDKIT_TEST_JOBS")
+    if not jobs:
+        return own
+    frameworks = dict.fromkeys(configuration.framework for configuration in own)
+    return [_parse_job(framework, job) for framework in frameworks for job in jobs.split(",")]
+
+
+def _parse_job(framework: str, job: str) -> Configuration:
+    controller, _, size = job.strip().partition("-")
+    if controller not in ("gloo", "mpi") or not size.isdecimal() or size == "0":
+        raise pytest.UsageError(
+            f"HVDKIT_TEST_JOBS names the job {job!r}: expected CONTROLLER-RANKS, such as gloo-2 or "
+            f"mpi-4, several of them separated by commas"
+        )
+    return Configuration(framework, controller, int(size))
+
+
+def _configurations_of_folder(path: Path) -> list[Configuration]:
     parts = path.relative_to(REPOSITORY / "tests").parts
     if parts[0] != "parallel":
         frameworks = ["keras-tensorflow", "keras-torch"] if parts[0] == "keras" else [parts[0]]
@@ -277,6 +306,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     names = pyfuncitem._fixtureinfo.argnames
     parameters = {name: pyfuncitem.funcargs[name] for name in names if name != "hvd"}
+    marker = pyfuncitem.get_closest_marker("device")
+    ranks = marker.kwargs.get("ranks", 1) if marker else 1
+    if pool.configuration.size < ranks:
+        pytest.skip(f"needs {ranks} ranks, {pool.configuration} has {pool.configuration.size}")
     # What a rank gets is a copy, and nobody would undo what that changes.
     assert "monkeypatch" not in names, "on ranks: `with pytest.MonkeyPatch.context() as patch`"
     pool.run(pyfuncitem.module.__name__, pyfuncitem.originalname, parameters)

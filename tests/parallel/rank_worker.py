@@ -19,6 +19,8 @@ def main(framework: str, port: int) -> None:
     """Serve tests until the pytest process hangs up."""
     # The pytest process asks a rank that hangs where it does.
     faulthandler.register(signal.SIGUSR1)
+    if framework == "torch":
+        _prepare_device(os.environ.get("HVDKIT_TEST_DEVICE", "cpu"))
     hvd = _adapter(framework)
     hvd.init()
     connection = Connection(socket.create_connection(("127.0.0.1", port)).detach())
@@ -34,6 +36,19 @@ def main(framework: str, port: int) -> None:
             # middle of some test, TensorFlow takes half a minute for it.
             gc.collect()
     hvd.shutdown()
+
+
+def _prepare_device(device: str) -> None:
+    """Make the device compute as precisely as the CPU, and the same in each run on request."""
+    if not device.startswith("cuda"):
+        return
+    # Must be set before cuBLAS starts; torch.use_deterministic_algorithms needs it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+
+    # TF32 has a mantissa of 10 bits; the tests' bounds are those of float32.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def _adapter(framework: str) -> Any:

@@ -1,9 +1,17 @@
-"""What the optimizer is measured by: n ranks with a batch each equal one process with all of it."""
+"""Models, data and the reference: n ranks with a batch each equal one process with all of it.
+
+Everything lies on `DEVICE`. Random numbers always come from the CPU's generator and are moved
+afterwards, so that a test computes with the same values on every device.
+"""
 
 import copy
+import os
 
 import torch
 from torch import nn
+
+#: The device under test: HVDKIT_TEST_DEVICE, such as `cuda`; the CPU by default.
+DEVICE = torch.device(os.environ.get("HVDKIT_TEST_DEVICE", "cpu"))
 
 SAMPLES = 6  # per rank and pass
 
@@ -12,14 +20,14 @@ def small_model(dtype=torch.float64):
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 2)
-    ).to(dtype)
+    ).to(DEVICE, dtype)
 
 
 def batch_of(rank, step, dtype=torch.float64):
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64).to(dtype)
     # One rank's data are unlike the others': a rank that is left out, or counted twice, shows.
-    return 20 * x - 3 if rank == 1 else x
+    return (20 * x - 3 if rank == 1 else x).to(DEVICE)
 
 
 def whole_batch(hvd, step, dtype=torch.float64):

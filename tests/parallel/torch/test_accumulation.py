@@ -11,6 +11,7 @@ from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.agreement import RanksDisagree
 from hvdkit.errors import HvdkitError, UsageError
 from tests.parallel.torch.oracle import (
+    DEVICE,
     OPTIMIZERS,
     adamw,
     assert_close,
@@ -23,6 +24,8 @@ from tests.parallel.torch.oracle import (
     trained,
     whole_batch,
 )
+
+pytestmark = pytest.mark.device
 
 EVERY_PASS, LAST_PASS = "every pass", "last pass"
 
@@ -47,7 +50,7 @@ def test_calls_after_every_pass_and_after_the_last_only_are_the_same(hvd, kind, 
     for when in (EVERY_PASS, LAST_PASS):
         model = models[when] = small_model()
         optimizer = wrapped(hvd, model, OPTIMIZERS[kind])
-        scaler = hvd.GradScaler("cpu", init_scale=2.0**8, enabled=scaled)
+        scaler = hvd.GradScaler(DEVICE.type, init_scale=2.0**8, enabled=scaled)
         stepped = []
         for number in range(12):
             backward(hvd, model, number, scaler.scale)
@@ -136,7 +139,8 @@ def test_two_losses_in_a_pass(hvd, passes):
 
 def test_losses_of_different_parts_of_the_model(hvd):
     # What the first loss reaches, the second does not.
-    model = nn.ModuleDict({"a": nn.Linear(5, 2), "b": nn.Linear(5, 2)}).double()
+    model = nn.ModuleDict({"a": nn.Linear(5, 2), "b": nn.Linear(5, 2)})
+    model.to(DEVICE, torch.float64)
     reference = copy.deepcopy(model)
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
     plain = sgd(reference.parameters())
@@ -171,6 +175,7 @@ def test_no_sync_takes_a_wrapped_optimizer_only(hvd):
         pass
 
 
+@pytest.mark.device(ranks=2)
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
 def test_only_the_last_pass_communicates(hvd, compression):
     from horovod.torch import mpi_ops
@@ -219,30 +224,36 @@ def test_flush_without_passes_does_nothing(hvd):
     assert_close(model, before, 0)
 
 
+def constant(value):
+    """The input of a linear layer whose gradient is `value` in each of its three elements."""
+    return torch.full((1, 3), float(value), device=DEVICE)
+
+
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_flush_takes_the_mean_of_the_passes_that_there_were(hvd, passes, compression):
-    model = nn.Linear(3, 1, bias=False)
+    model = nn.Linear(3, 1, bias=False).to(DEVICE)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.0), accumulation_steps=4, compression=compression
     )
     for window in range(2):
         for k in range(passes):
-            model(torch.full((1, 3), float(hvd.rank() + 1 + 4 * k))).sum().backward()
+            model(constant(hvd.rank() + 1 + 4 * k)).sum().backward()
             optimizer.step()
         assert optimizer.flush(), window
         assert optimizer.stepped
         mean = (hvd.size() + 1) / 2 + 4 * (passes - 1) / 2
-        torch.testing.assert_close(model.weight.grad, torch.full((1, 3), mean))
+        torch.testing.assert_close(model.weight.grad, constant(mean))
         optimizer.zero_grad()
     # The next window is a whole one again.
     for k in range(4):
-        model(torch.full((1, 3), float(hvd.rank() + 1 + 4 * k))).sum().backward()
+        model(constant(hvd.rank() + 1 + 4 * k)).sum().backward()
         optimizer.step()
         assert optimizer.stepped == (k == 3)
-    torch.testing.assert_close(model.weight.grad, torch.full((1, 3), (hvd.size() + 1) / 2 + 6))
+    torch.testing.assert_close(model.weight.grad, constant((hvd.size() + 1) / 2 + 6))
 
 
+@pytest.mark.device(ranks=2)
 def test_flush_on_ranks_with_different_numbers_of_passes(hvd):
     model = small_model()
     before = copy.deepcopy(model)
@@ -259,6 +270,7 @@ def test_flush_on_ranks_with_different_numbers_of_passes(hvd):
     assert_close(model, before, 0)
 
 
+@pytest.mark.device(ranks=2)
 def test_flush_where_some_ranks_have_nothing(hvd):
     model = small_model()
     optimizer = wrapped(hvd, model)
@@ -271,7 +283,7 @@ def test_flush_where_some_ranks_have_nothing(hvd):
 def test_flush_takes_a_step_of_ones_own(hvd):
     model, reference = small_model(), small_model()
     optimizer, plain = wrapped(hvd, model), adamw(reference.parameters())
-    scaler = hvd.GradScaler("cpu", init_scale=64.0)
+    scaler = hvd.GradScaler(DEVICE.type, init_scale=64.0)
     norms = []
 
     def step():
@@ -370,6 +382,7 @@ def test_a_pass_too_many_is_an_error(hvd):
     optimizer.step()
 
 
+@pytest.mark.device(ranks=2)
 def test_different_windows_are_an_error_on_every_rank(hvd):
     model = small_model()
     steps = 2 if hvd.rank() == 0 else 3
@@ -380,28 +393,32 @@ def test_different_windows_are_an_error_on_every_rank(hvd):
         optimizer.step()
 
 
+def one():
+    return torch.ones(1, device=DEVICE, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("op", ["Average", "Sum"])
 def test_horovods_passes_are_summed(hvd, op):
-    model = nn.Linear(1, 1, bias=False).double()
+    model = nn.Linear(1, 1, bias=False).to(DEVICE, torch.float64)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.0),
         backward_passes_per_step=3,
         op=getattr(hvd, op),
     )
     for k in range(3):
-        (model(torch.ones(1, dtype=torch.float64)) * (hvd.rank() + 1 + k)).sum().backward()
+        (model(one()) * (hvd.rank() + 1 + k)).sum().backward()
     optimizer.step()
     total = sum(rank + 1 + k for rank in range(hvd.size()) for k in range(3))
     assert model.weight.grad.item() == (total / hvd.size() if op == "Average" else total)
 
 
 def test_sum_over_the_ranks_is_still_a_mean_over_the_passes(hvd):
-    model = nn.Linear(1, 1, bias=False).double()
+    model = nn.Linear(1, 1, bias=False).to(DEVICE, torch.float64)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.0), accumulation_steps=2, op=hvd.Sum
     )
     for k in range(2):
-        (model(torch.ones(1, dtype=torch.float64)) * (hvd.rank() + 1 + 2 * k)).sum().backward()
+        (model(one()) * (hvd.rank() + 1 + 2 * k)).sum().backward()
     optimizer.step()
     assert model.weight.grad.item() == sum(rank + 2 for rank in range(hvd.size()))
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from hvdkit.errors import UsageError
 from tests.parallel.torch.oracle import (
+    DEVICE,
     adamw,
     assert_close,
     assert_raised_on_all_ranks,
@@ -24,6 +25,8 @@ from tests.parallel.torch.oracle import (
 
 if not hasattr(torch.amp, "GradScaler"):
     pytest.skip("torch before 2.3 scales losses on GPUs only", allow_module_level=True)
+
+pytestmark = pytest.mark.device
 
 SETTINGS = {"init_scale": 2.0**10, "growth_interval": 3}
 
@@ -47,7 +50,7 @@ def reference_with(make, steps, clip=None, passes=1, size=1, scaler_settings=SET
     """One process, torch's own scaler; its model and the scale after each step."""
     model = small_model()
     optimizer = make(list(model.parameters()))
-    scaler = torch.amp.GradScaler("cpu", **scaler_settings)
+    scaler = torch.amp.GradScaler(DEVICE.type, **scaler_settings)
     scales = []
     for step in range(steps):
         for number in range(passes * step, passes * (step + 1)):
@@ -112,7 +115,7 @@ def test_all_ranks_skip_where_one_overflows(hvd, kind, scalers, way, clip):
     optimizer = hvd.DistributedOptimizer(
         OPTIMIZERS[kind](model.parameters()), model.named_parameters(), bucket_bytes=400
     )
-    scaler = (hvd if scalers == "hvd" else torch.amp).GradScaler("cpu", **SETTINGS)
+    scaler = (hvd if scalers == "hvd" else torch.amp).GradScaler(DEVICE.type, **SETTINGS)
     for step in range(10):
         before = copy.deepcopy(model)
         scaler.scale(own_loss(hvd, model, step)).backward()
@@ -136,7 +139,7 @@ def test_with_accumulation(hvd, kind, clip):
     optimizer = hvd.DistributedOptimizer(
         OPTIMIZERS[kind](model.parameters()), accumulation_steps=3, bucket_bytes=400
     )
-    scaler = hvd.GradScaler("cpu", **SETTINGS)
+    scaler = hvd.GradScaler(DEVICE.type, **SETTINGS)
     stepped, scales = [], []
     for number in range(24):
         scaler.scale(own_loss(hvd, model, number, passes=3)).backward()
@@ -157,7 +160,7 @@ def test_a_window_cut_short_that_overflows(hvd):
     model = small_model()
     before = copy.deepcopy(model)
     optimizer = hvd.DistributedOptimizer(adamw(model.parameters()), accumulation_steps=3)
-    scaler = hvd.GradScaler("cpu", **SETTINGS)
+    scaler = hvd.GradScaler(DEVICE.type, **SETTINGS)
 
     def step():
         scaler.step(optimizer)
@@ -165,7 +168,7 @@ def test_a_window_cut_short_that_overflows(hvd):
 
     for k in range(2):
         loss = loss_of(model, batch_of(hvd.rank(), k))
-        scaler.scale(loss * math.inf if hvd.rank() == 1 else loss).backward()
+        scaler.scale(loss * math.inf if hvd.rank() == hvd.size() - 1 else loss).backward()
         step()
     assert optimizer.flush(step)
     assert not optimizer.stepped
@@ -190,11 +193,11 @@ def test_compressed_gradients_that_overflow(hvd, compression, kind, scalers):
     optimizer = hvd.DistributedOptimizer(
         sgd(model.parameters()), compression=compression, bucket_bytes=400
     )
-    scaler = (hvd if scalers == "hvd" else torch.amp).GradScaler("cpu", **SETTINGS)
+    scaler = (hvd if scalers == "hvd" else torch.amp).GradScaler(DEVICE.type, **SETTINGS)
     for step in range(10):
         before = copy.deepcopy(model)
         loss = loss_of(model, batch_of(hvd.rank(), step))
-        if step in OVERFLOWS and hvd.rank() == 1:
+        if step in OVERFLOWS and hvd.rank() == hvd.size() - 1:
             loss = loss * float(kind)
         scaler.scale(loss).backward()
         torchs_clipping(hvd, optimizer, scaler, model, 1.0)
@@ -209,11 +212,11 @@ def test_compressed_gradients_that_overflow(hvd, compression, kind, scalers):
 
 
 def test_an_overflow_in_one_bucket_only(hvd):
-    parameters = [nn.Parameter(torch.ones(20)) for _ in range(3)]
+    parameters = [nn.Parameter(torch.ones(20, device=DEVICE)) for _ in range(3)]
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(parameters, lr=0.5), bucket_bytes=80, compression="fp16"
     )
-    scaler = hvd.GradScaler("cpu", **SETTINGS)
+    scaler = hvd.GradScaler(DEVICE.type, **SETTINGS)
     for step in range(4):
         factor = math.inf if step == 2 and hvd.rank() == 0 else hvd.rank() + 1.0
         loss = (parameters[0].sum() + parameters[1].sum() * factor + parameters[2].sum()) / 10
@@ -225,7 +228,7 @@ def test_an_overflow_in_one_bucket_only(hvd):
     moved = 3 * 0.5 * 0.1
     for p, factor in zip(parameters, (1, (hvd.size() + 1) / 2, 1), strict=True):
         torch.testing.assert_close(
-            p.detach(), torch.full((20,), 1 - moved * factor), rtol=1e-3, atol=1e-3
+            p.detach(), torch.full_like(p, 1 - moved * factor), rtol=1e-3, atol=1e-3
         )
 
 
@@ -238,7 +241,7 @@ def test_the_scale_may_be_beyond_float16(hvd):
         torch.optim.SGD(model.parameters(), lr=0.01), compression="fp16"
     )
     plain = torch.optim.SGD(reference.parameters(), lr=0.01)
-    scaler = hvd.GradScaler("cpu", init_scale=2.0**40)
+    scaler = hvd.GradScaler(DEVICE.type, init_scale=2.0**40)
     for step in range(6):
         scaler.scale(loss_of(model, batch_of(hvd.rank(), step, torch.float32))).backward()
         scaler.step(optimizer)
@@ -260,14 +263,15 @@ def test_two_optimizers_with_one_scaler(hvd, scalers):
         hvd.DistributedOptimizer(adamw(models[1].parameters())),
     ]
     plain = [sgd(references[0].parameters()), adamw(references[1].parameters())]
-    scaler = (hvd if scalers == "hvd" else torch.amp).GradScaler("cpu", **SETTINGS)
+    scaler = (hvd if scalers == "hvd" else torch.amp).GradScaler(DEVICE.type, **SETTINGS)
     taken = [0, 0]
     for step in range(4):
         for i, (m, o) in enumerate(zip(models, optimizers, strict=True)):
             # The second one overflows once, and only it skips.
             loss = loss_of(m, batch_of(hvd.rank(), step))
             skip = i == 1 and step == 1
-            scaler.scale(loss * math.inf if skip and hvd.rank() == 1 else loss).backward()
+            skip_here = skip and hvd.rank() == hvd.size() - 1
+            scaler.scale(loss * math.inf if skip_here else loss).backward()
             scaler.step(o)
             o.zero_grad()
             if not skip:
@@ -288,8 +292,8 @@ def test_a_scaler_that_is_disabled(hvd):
         sgd(reference.parameters()),
     )
     for scaler in (
-        hvd.GradScaler("cpu", enabled=False),
-        torch.amp.GradScaler("cpu", enabled=False),
+        hvd.GradScaler(DEVICE.type, enabled=False),
+        torch.amp.GradScaler(DEVICE.type, enabled=False),
     ):
         scaler.scale(loss_of(model, batch_of(hvd.rank(), 0))).backward()
         scaler.unscale_(optimizer)
@@ -306,7 +310,8 @@ def test_a_scaler_that_is_disabled(hvd):
 
 def test_scalers_still_serve_plain_optimizers(hvd):
     results = []
-    for scaler in (hvd.GradScaler("cpu", **SETTINGS), torch.amp.GradScaler("cpu", **SETTINGS)):
+    for scalers in (hvd, torch.amp):
+        scaler = scalers.GradScaler(DEVICE.type, **SETTINGS)
         model = small_model()
         optimizer = sgd(model.parameters())
         for step in range(4):
@@ -325,7 +330,7 @@ def test_scalers_still_serve_plain_optimizers(hvd):
 def test_torchs_scaler_does_not_go_with_accumulation(hvd, call):
     model = small_model()
     optimizer = hvd.DistributedOptimizer(adamw(model.parameters()), accumulation_steps=3)
-    scaler = torch.amp.GradScaler("cpu", **SETTINGS)
+    scaler = torch.amp.GradScaler(DEVICE.type, **SETTINGS)
     scaler.scale(loss_of(model, batch_of(hvd.rank(), 0))).backward()
     with pytest.raises(UsageError, match=r"use hvd\.GradScaler") as caught:
         getattr(scaler, call)(optimizer)
@@ -333,23 +338,27 @@ def test_torchs_scaler_does_not_go_with_accumulation(hvd, call):
 
 
 def test_a_scalers_state_can_be_saved(hvd):
-    scaler = hvd.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.ones(()))
-    other = hvd.GradScaler("cpu")
+    scaler = hvd.GradScaler(DEVICE.type, init_scale=8.0)
+    scaler.scale(torch.ones((), device=DEVICE))
+    other = hvd.GradScaler(DEVICE.type)
     other.load_state_dict(copy.deepcopy(scaler.state_dict()))
     assert other.get_scale() == 8.0
     assert isinstance(scaler, torch.amp.GradScaler)
 
 
-def test_with_autocast(hvd):
+# float16 is what GradScaler is for. On a CPU it has few kernels.
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *([torch.float16] if DEVICE.type == "cuda" else [])], ids=str
+)
+def test_with_autocast(hvd, dtype):
     model = small_model(torch.float32)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05), accumulation_steps=2, compression="bf16"
     )
-    scaler = hvd.GradScaler("cpu")
+    scaler = hvd.GradScaler(DEVICE.type)
     losses = []
     for _ in range(20):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE.type, dtype=dtype):
             loss = loss_of(model, batch_of(hvd.rank(), 0, torch.float32))
         scaler.scale(loss).backward()
         scaler.step(optimizer)

@@ -11,6 +11,7 @@ from hvdkit.core.compression import Channel, Sum, WireFormat
 from hvdkit.engine.describe import installed
 from hvdkit.errors import UsageError
 from tests.parallel.torch.oracle import (
+    DEVICE,
     adamw,
     assert_close,
     assert_raised_on_all_ranks,
@@ -20,6 +21,8 @@ from tests.parallel.torch.oracle import (
     small_model,
     trained,
 )
+
+pytestmark = pytest.mark.device
 
 LENGTH = 2000
 # Half of the distance between two neighbouring numbers, relative to them.
@@ -85,13 +88,13 @@ def scale_of(optimizer):
 @pytest.mark.parametrize("adversary", ADVERSARIES)
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
 def test_error_of_the_mean_is_bounded(hvd, compression, adversary):
-    parameter = nn.Parameter(torch.zeros(LENGTH))
+    parameter = nn.Parameter(torch.zeros(LENGTH, device=DEVICE))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([parameter], lr=0.0), compression=compression
     )
     n, u = hvd.size(), ROUNDING[compression]
     for step in range(7):
-        gradient = ADVERSARIES[adversary](hvd.rank(), step, n).float()
+        gradient = ADVERSARIES[adversary](hvd.rank(), step, n).float().to(DEVICE)
         everyone = hvd.allgather(gradient[None], name="own gradients").double()
         scale = scale_of(optimizer) if compression == "fp16" else None
         gradient_maker([parameter], [gradient]).backward()
@@ -109,12 +112,16 @@ def test_error_of_the_mean_is_bounded(hvd, compression, adversary):
         assert all(torch.equal(reduced[0], other) for other in reduced)
 
 
-@pytest.mark.parametrize("magnitude", [1e-28, 1e-6, 1.0, 60000.0, 1e30])
+# One rank's 1e-28 is below the range of scales: it travels in float32.
+@pytest.mark.parametrize(
+    "magnitude",
+    [pytest.param(1e-28, marks=pytest.mark.device(ranks=2)), 1e-6, 1.0, 60000.0, 1e30],
+)
 def test_float16_is_scaled_to_the_magnitude_of_the_gradients(hvd, magnitude):
-    parameter = nn.Parameter(torch.zeros(LENGTH))
+    parameter = nn.Parameter(torch.zeros(LENGTH, device=DEVICE))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0), compression="fp16")
     for step in range(4):
-        gradient = (noise(hvd.rank(), 0) * magnitude).float()
+        gradient = (noise(hvd.rank(), 0) * magnitude).float().to(DEVICE)
         peak = hvd.allreduce(gradient, op=hvd.Sum, name="sum").abs().max().item()
         scale = scale_of(optimizer)
         assert (scale is None) == (step == 0)
@@ -127,11 +134,11 @@ def test_float16_is_scaled_to_the_magnitude_of_the_gradients(hvd, magnitude):
 
 
 def test_float16_repeats_in_float32_what_overflowed(hvd):
-    parameter = nn.Parameter(torch.zeros(LENGTH))
+    parameter = nn.Parameter(torch.zeros(LENGTH, device=DEVICE))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0), compression="fp16")
     scales = []
     for step, magnitude in enumerate([1e-3, 1e-3, 1e3, 1e3, 1e3]):
-        gradient = (noise(hvd.rank(), step) * magnitude).float()
+        gradient = (noise(hvd.rank(), step) * magnitude).float().to(DEVICE)
         everyone = hvd.allgather(gradient[None], name="own gradients").double()
         scales.append(scale_of(optimizer))
         gradient_maker([parameter], [gradient]).backward()
@@ -149,11 +156,11 @@ def test_float16_repeats_in_float32_what_overflowed(hvd):
 @pytest.mark.parametrize("later", [1e-6, 1e-25])
 @pytest.mark.parametrize("outlier", [30.0, 1e8])
 def test_float16_forgets_an_outlier(hvd, outlier, later):
-    parameter = nn.Parameter(torch.zeros(LENGTH))
+    parameter = nn.Parameter(torch.zeros(LENGTH, device=DEVICE))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0), compression="fp16")
     n = hvd.size()
     for step, magnitude in enumerate([1.0, 1.0, outlier, *[later] * 11]):
-        gradient = (noise(hvd.rank(), step) * magnitude).float()
+        gradient = (noise(hvd.rank(), step) * magnitude).float().to(DEVICE)
         everyone = hvd.allgather(gradient[None], name="own gradients").double()
         gradient_maker([parameter], [gradient]).backward()
         optimizer.step()
@@ -168,22 +175,22 @@ def test_float16_forgets_an_outlier(hvd, outlier, later):
 
 
 def test_bfloat16_on_the_wire_or_float32_where_horovod_does_not_know_it(hvd):
-    model = nn.Linear(300, 10, bias=False)
+    model = nn.Linear(300, 10, bias=False).to(DEVICE)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.0), compression="bf16"
     )
-    gradient = torch.full((10, 300), 1 + 2**-10)  # bfloat16 ends at 2^-7
+    gradient = torch.full((10, 300), 1 + 2**-10, device=DEVICE)  # bfloat16 ends at 2^-7
     gradient_maker([model.weight], [gradient]).backward()
     optimizer.step()
     narrow = "bfloat16" in installed().fixes
-    expected = torch.ones(10, 300) if narrow else gradient
+    expected = torch.ones_like(gradient) if narrow else gradient
     assert torch.equal(model.weight.grad, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
 def test_other_dtypes(hvd, compression, dtype):
-    parameter = nn.Parameter(torch.zeros(64, dtype=dtype))
+    parameter = nn.Parameter(torch.zeros(64, dtype=dtype, device=DEVICE))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([parameter], lr=0.0), compression=compression
     )
@@ -191,7 +198,7 @@ def test_other_dtypes(hvd, compression, dtype):
     own = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float64: 2**-53}[dtype]
     wire = {"none": 2**-53, "fp16": 2**-11, "bf16": 2**-8}[compression]
     for step in range(3):
-        gradient = noise(hvd.rank(), step, 64).to(dtype)
+        gradient = noise(hvd.rank(), step, 64).to(DEVICE, dtype)
         everyone = hvd.allgather(gradient[None].double(), name="own gradients")
         gradient_maker([parameter], [gradient]).backward()
         optimizer.step()
@@ -203,8 +210,8 @@ def test_other_dtypes(hvd, compression, dtype):
 
 
 def test_dtypes_that_are_not_compressed(hvd):
-    parameter = nn.Parameter(torch.zeros(16, dtype=torch.complex64))
-    gradient = torch.complex(*noise(hvd.rank(), 0, 32).float().view(2, 16))
+    parameter = nn.Parameter(torch.zeros(16, dtype=torch.complex64, device=DEVICE))
+    gradient = torch.complex(*noise(hvd.rank(), 0, 32).float().view(2, 16)).to(DEVICE)
     expected = hvd.allreduce(torch.view_as_real(gradient), name="complex")
     for compression in ("none", "fp16", "bf16"):
         optimizer = hvd.DistributedOptimizer(
@@ -235,9 +242,8 @@ def test_horovods_compressors_are_ours(hvd):
 
     assert hvd.Compression.none is horovod.torch.Compression.none
     assert hvd.Compression.fp16 is horovod.torch.Compression.fp16
-    total = hvd.allreduce(
-        torch.ones(3), name="one tensor", op=hvd.Sum, compression=hvd.Compression.fp16
-    )
+    ones = torch.ones(3, device=DEVICE)
+    total = hvd.allreduce(ones, name="one tensor", op=hvd.Sum, compression=hvd.Compression.fp16)
     assert total.tolist() == [hvd.size()] * 3
     assert total.dtype == torch.float32
 
@@ -245,9 +251,8 @@ def test_horovods_compressors_are_ours(hvd):
 def test_a_single_allreduce_in_bfloat16(hvd):
     if "bfloat16" not in installed().fixes:
         pytest.skip("the installed engine does not know bfloat16")
-    total = hvd.allreduce(
-        torch.ones(3), name="one tensor", op=hvd.Sum, compression=hvd.Compression.bf16
-    )
+    ones = torch.ones(3, device=DEVICE)
+    total = hvd.allreduce(ones, name="one tensor", op=hvd.Sum, compression=hvd.Compression.bf16)
     assert total.tolist() == [hvd.size()] * 3
     assert total.dtype == torch.float32
 
@@ -307,16 +312,17 @@ def test_a_compressor_of_the_users(hvd, kind, passes):
 
 def test_a_compressor_sees_sparse_gradients_as_rows(hvd):
     torch.manual_seed(0)
-    model = nn.Embedding(6, 2, sparse=True)
+    # Word 5 is every rank's; the others are one rank's each.
+    model = nn.Embedding(6, 2, sparse=True).to(DEVICE)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1.0), compression=Halving
     )
     reference = copy.deepcopy(model)
-    model(torch.tensor([hvd.rank(), 5])).sum().backward()
+    model(torch.tensor([hvd.rank(), 5], device=DEVICE)).sum().backward()
     optimizer.step()
     plain = torch.optim.SGD(reference.parameters(), lr=1.0)
     for rank in range(hvd.size()):
-        (reference(torch.tensor([rank, 5])).sum() / hvd.size()).backward()
+        (reference(torch.tensor([rank, 5], device=DEVICE)).sum() / hvd.size()).backward()
     plain.step()
     assert_close(model, reference, 1e-6)
 
@@ -350,13 +356,14 @@ def test_what_is_no_compression(hvd, compression):
         hvd.DistributedOptimizer(sgd(small_model().parameters()), compression=compression)
 
 
+@pytest.mark.device(ranks=2)
 @pytest.mark.parametrize("pair", [("none", "fp16"), ("fp16", "bf16"), ("none", Halving)], ids=str)
 def test_different_formats_are_an_error_on_every_rank(hvd, pair):
     model = small_model()
     optimizer = hvd.DistributedOptimizer(
         sgd(model.parameters()), compression=pair[0] if hvd.rank() == 0 else pair[1]
     )
-    model(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
+    model(torch.ones(1, 5, dtype=torch.float64, device=DEVICE)).sum().backward()
     with pytest.raises(RanksDisagree, match=rf"rank 0: compression: {pair[0]}; rank") as caught:
         optimizer.step()
     assert_raised_on_all_ranks(hvd, caught)

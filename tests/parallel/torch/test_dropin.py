@@ -12,6 +12,7 @@ from torch import nn
 from hvdkit.core.agreement import RanksDisagree
 from hvdkit.errors import UsageError
 from tests.parallel.torch.oracle import (
+    DEVICE,
     OPTIMIZERS,
     adamw,
     assert_close,
@@ -37,6 +38,7 @@ def step_with_own_data(hvd, model, optimizer, step):
 # Groups, and the division of an average
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("compression", "predivide"),
     [("none", 1.0), ("none", 0.5), ("fp16", 2.0), ("bf16", 2.0)],
@@ -106,10 +108,11 @@ def test_groups_that_make_no_sense(hvd):
             )
 
 
+@pytest.mark.device
 def test_groups_of_several_dtypes(hvd):
     model = nn.ParameterList(
         [nn.Parameter(torch.ones(3, dtype=d)) for d in (torch.float32, torch.float64) * 2]
-    )
+    ).to(DEVICE)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model, lr=0.0), groups=[list(model)])
     (sum(p.sum().double() for p in model) * (hvd.rank() + 1)).backward()
     optimizer.step()
@@ -120,6 +123,7 @@ def test_groups_of_several_dtypes(hvd):
 # Process sets
 
 
+@pytest.mark.device(ranks=2)
 @pytest.mark.parametrize(
     ("compression", "passes"), [("none", 1), ("none", 2), ("fp16", 1), ("bf16", 2)]
 )
@@ -156,20 +160,21 @@ def test_a_process_set_trains_among_its_members(hvd, passes, compression):
         hvd.remove_process_set(process_set)
 
 
+@pytest.mark.device(ranks=2)
 def test_sparse_gradients_in_a_process_set(hvd):
     members = [1] if hvd.size() == 2 else [1, 3]
     process_set = hvd.add_process_set(members)
     try:
-        model = nn.Embedding(6, 2, sparse=True)
+        model = nn.Embedding(6, 2, sparse=True).to(DEVICE)
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.0), process_set=process_set
         )
         for _ in range(2):
             optimizer.zero_grad()
-            model(torch.tensor([hvd.rank(), 5, 5])).sum().backward()
+            model(torch.tensor([hvd.rank(), 5, 5], device=DEVICE)).sum().backward()
             optimizer.step()
         together = members if hvd.rank() in members else [hvd.rank()]
-        expected = torch.zeros(6, 2)
+        expected = torch.zeros(6, 2, device=DEVICE)
         expected[together] = 1 / len(together)
         expected[5] = 2
         torch.testing.assert_close(model.weight.grad.to_dense(), expected)
@@ -180,6 +185,7 @@ def test_sparse_gradients_in_a_process_set(hvd):
 # Ranks with different numbers of batches
 
 
+@pytest.mark.device(ranks=2)
 @pytest.mark.parametrize(
     ("compression", "find_unused"), [("none", False), ("fp16", True), ("bf16", False)]
 )
@@ -241,7 +247,7 @@ class Branches(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.a, self.b, self.c, self.d = (nn.Linear(5, 2) for _ in range(4))
-        self.double()
+        self.to(DEVICE, torch.float64)
 
     def forward(self, x, step, rank):
         y = self.a(x)
@@ -252,6 +258,7 @@ class Branches(nn.Module):
         return y
 
 
+@pytest.mark.device(ranks=2)
 @pytest.mark.parametrize(("compression", "passes"), [("none", 1), ("none", 2), ("fp16", 1)])
 @pytest.mark.parametrize("find", [False, True])
 def test_parameters_that_no_rank_uses(hvd, find, compression, passes):
@@ -286,6 +293,7 @@ def test_parameters_that_no_rank_uses(hvd, find, compression, passes):
     assert_same_on_all_ranks(hvd, model)
 
 
+@pytest.mark.device(ranks=2)
 @pytest.mark.parametrize("find", [False, True])
 def test_a_rank_that_uses_nothing(hvd, find):
     model = small_model()
@@ -304,16 +312,17 @@ def test_a_rank_that_uses_nothing(hvd, find):
     assert_close(model, reference)
 
 
+@pytest.mark.device(ranks=2)
 def test_unused_sparse_parameters(hvd):
-    model = nn.ModuleList([nn.Embedding(4, 2, sparse=True) for _ in range(2)])
+    model = nn.ModuleList([nn.Embedding(4, 2, sparse=True) for _ in range(2)]).to(DEVICE)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), find_unused_parameters=True
     )
     for step in range(3):
         optimizer.zero_grad()
-        loss = model[0](torch.tensor([0])).sum()
+        loss = model[0](torch.tensor([0], device=DEVICE)).sum()
         if step and hvd.rank() == 1:
-            loss = loss + model[1](torch.tensor([1])).sum()
+            loss = loss + model[1](torch.tensor([1], device=DEVICE)).sum()
         loss.backward()
         optimizer.step()
         assert model[0].weight.grad is not None
@@ -323,6 +332,7 @@ def test_unused_sparse_parameters(hvd):
 # Frozen parameters
 
 
+@pytest.mark.device
 def test_layers_are_unfrozen_one_after_another(hvd):
     model, reference = small_model(), small_model()
     for m in (model, reference):
@@ -485,9 +495,11 @@ DTYPES = [
 ]
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(("compression", "passes"), [("none", 2), ("fp16", 1), ("bf16", 2)])
 def test_dtypes_side_by_side(hvd, compression, passes):
     model = nn.ParameterList([nn.Parameter(torch.zeros(3, 2, dtype=d)) for d in DTYPES])
+    model.to(DEVICE)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model, lr=0.0), compression=compression, accumulation_steps=passes
     )
@@ -506,14 +518,15 @@ def test_dtypes_side_by_side(hvd, compression, passes):
         optimizer.zero_grad()
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
 def test_channels_last(hvd, compression):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).double()
-    model = model.to(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    model = model.to(DEVICE, torch.float64, memory_format=torch.channels_last)
     reference = copy.deepcopy(model)
     images = torch.randn(4 * hvd.size(), 3, 8, 8, dtype=torch.float64)
-    images = images.to(memory_format=torch.channels_last)
+    images = images.to(DEVICE, memory_format=torch.channels_last)
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), compression=compression)
     plain = sgd(reference.parameters())
     for _ in range(3):
@@ -528,6 +541,7 @@ def test_channels_last(hvd, compression):
     assert_close(model, reference, {"none": 1e-12, "fp16": 2e-3, "bf16": 2e-2}[compression])
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_parameter_without_elements_and_one_without_dimensions(hvd, alone, compression):
@@ -537,7 +551,7 @@ def test_a_parameter_without_elements_and_one_without_dimensions(hvd, alone, com
             nn.Parameter(torch.tensor(1.0)),
             nn.Parameter(torch.ones(3)),
         ]
-    )
+    ).to(DEVICE)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model, lr=1.0),
         compression=compression,
@@ -555,12 +569,13 @@ def test_a_parameter_without_elements_and_one_without_dimensions(hvd, alone, com
     assert model[2].tolist() == [expected] * 3
 
 
+@pytest.mark.device
 def test_gradients_that_are_expanded_or_transposed(hvd):
-    parameter = nn.Parameter(torch.zeros(3, 4))
+    parameter = nn.Parameter(torch.zeros(3, 4, device=DEVICE))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0))
     gradients = [
-        torch.full((1, 1), hvd.rank() + 1.0).expand(3, 4),
-        (torch.arange(12.0).reshape(4, 3) * (hvd.rank() + 1)).t(),
+        torch.full((1, 1), hvd.rank() + 1.0, device=DEVICE).expand(3, 4),
+        (torch.arange(12.0, device=DEVICE).reshape(4, 3) * (hvd.rank() + 1)).t(),
     ]
     for gradient in gradients:
         optimizer.zero_grad()
@@ -570,11 +585,13 @@ def test_gradients_that_are_expanded_or_transposed(hvd):
         torch.testing.assert_close(parameter.grad, expected)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_compiled_model(hvd, passes):
     model, reference = small_model(), small_model()
     try:
-        compiled = torch.compile(model, backend="aot_eager")
+        backend = "inductor" if DEVICE.type == "cuda" else "aot_eager"
+        compiled = torch.compile(model, backend=backend)
         compiled(batch_of(0, 0)).sum().backward()
     except Exception as error:
         pytest.skip(f"torch.compile does not work here: {type(error).__name__}")
@@ -597,6 +614,7 @@ def test_a_compiled_model(hvd, passes):
 # Where gradients live
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("zeroing", [True, False, "model"])
 def test_gradients_are_views_of_buckets(hvd, zeroing):
     model, reference = small_model(), small_model()
@@ -638,6 +656,7 @@ def test_a_gradient_kept_by_the_user_may_be_overwritten_but_not_a_copy(hvd):
     assert torch.equal(local, kept)
 
 
+@pytest.mark.device
 def test_gradients_given_by_hand(hvd):
     """Without a backward pass, as some scripts make them."""
     model = small_model()
@@ -650,6 +669,7 @@ def test_gradients_given_by_hand(hvd):
             assert (p.grad == (hvd.size() + 1) / 2).all()
 
 
+@pytest.mark.device
 def test_create_graph_and_retain_graph(hvd):
     """A gradient penalty: the backward pass of a backward pass."""
     model, reference = small_model(), small_model()
@@ -733,6 +753,7 @@ def test_wrapping_twice_is_an_error(hvd):
         hvd.DistributedOptimizer(optimizer)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_state_goes_round(hvd, kind):
     """Saved after three steps, loaded into a new job, two steps more: as if nothing happened."""
@@ -753,6 +774,7 @@ def test_state_goes_round(hvd, kind):
     assert_close(model, straight, 0)
 
 
+@pytest.mark.device(ranks=2)
 def test_state_is_broadcast_from_the_root(hvd):
     model = small_model()
     optimizer = hvd.DistributedOptimizer(adamw(model.parameters()))
@@ -793,6 +815,7 @@ def test_closures_that_accumulate(hvd):
     assert_close(model, reference)
 
 
+@pytest.mark.device
 def test_an_exception_in_the_backward_pass_can_be_survived(hvd):
     """Out of memory, say, on every rank: zero_grad is refused, synchronize or state loading not."""
     model, reference = small_model(), small_model()
@@ -817,6 +840,7 @@ def test_clipping_needs_a_wrapped_optimizer(hvd):
         hvd.clip_grad_norm_(sgd(small_model().parameters()), 1.0)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 def test_clipping_tells_the_norm_of_the_mean(hvd, norm_type):
     model, reference = small_model(), small_model()
@@ -831,6 +855,7 @@ def test_clipping_tells_the_norm_of_the_mean(hvd, norm_type):
     optimizer.step()
 
 
+@pytest.mark.device(ranks=2)
 def test_clipping_what_is_not_finite_is_an_error_on_every_rank(hvd):
     model = small_model()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))

@@ -8,6 +8,7 @@ import torch
 from torch import nn, optim
 
 from tests.parallel.torch.oracle import (
+    DEVICE,
     OPTIMIZERS,
     assert_close,
     assert_same_on_all_ranks,
@@ -17,6 +18,8 @@ from tests.parallel.torch.oracle import (
     small_model,
     trained,
 )
+
+pytestmark = pytest.mark.device
 
 ALGORITHMS = {
     "sgd foreach": partial(optim.SGD, lr=0.05, momentum=0.9, foreach=True),
@@ -52,8 +55,11 @@ def test_float64(hvd, kind, passes, clip):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_optimizer_of_torch(hvd, algorithm):
+    # Some check the device of their parameters in the constructor, others in the first step.
+    parameter = nn.Parameter(torch.zeros(1, device=DEVICE))
+    parameter.grad = torch.zeros_like(parameter)
     try:
-        ALGORITHMS[algorithm]([nn.Parameter(torch.zeros(1))])
+        ALGORITHMS[algorithm]([parameter]).step()
     except (TypeError, RuntimeError) as error:
         pytest.skip(f"not in torch {torch.__version__}: {error}")
     model, reference = trained(hvd, ALGORITHMS[algorithm], bucket_bytes=400)
@@ -78,7 +84,7 @@ def test_muon(hvd):
         pytest.skip(f"torch {torch.__version__} has no Muon")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Tanh(), nn.Linear(7, 2, bias=False))
-    before = copy.deepcopy(model.double())
+    before = copy.deepcopy(model.to(DEVICE, torch.float64))
     model, reference = trained(hvd, partial(optim.Muon, lr=0.02), model=model, bucket_bytes=400)
     # It rounds the momentum to bfloat16, so a difference in the last bit of a float64 is mostly
     # none, but may become one of 2^-8.
@@ -110,7 +116,7 @@ def words_of(rank, step):
     """Some that are on one rank only, one that is on all of them, and one twice."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     words = torch.randint(0, 12, (5,), generator=generator)
-    return torch.cat([words, torch.tensor([11, 11, rank])])
+    return torch.cat([words, torch.tensor([11, 11, rank])]).to(DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +134,8 @@ def words_of(rank, step):
 )
 def test_sparse_embedding(hvd, kind, as_dense, passes):
     torch.manual_seed(0)
-    model = nn.Embedding(12, 3, sparse=True).double()
-    target = torch.randn(12, 3, dtype=torch.float64)
+    model = nn.Embedding(12, 3, sparse=True).to(DEVICE, torch.float64)
+    target = torch.randn(12, 3, dtype=torch.float64).to(DEVICE)
     reference = copy.deepcopy(model)
     if as_dense:
         reference.sparse = False
@@ -166,7 +172,7 @@ class TextModel(nn.Module):
         torch.manual_seed(0)
         self.embedding = nn.Embedding(12, 5, sparse=True)
         self.head = nn.Linear(5, 2)
-        self.double()
+        self.to(DEVICE, torch.float64)
 
     def forward(self, words):
         return self.head(self.embedding(words).tanh())

@@ -5,6 +5,10 @@ import torch
 from torch import nn
 
 from hvdkit.core.agreement import RanksDisagree
+from tests.parallel.torch.oracle import DEVICE
+
+# Several take the values of rank 1.
+pytestmark = pytest.mark.device(ranks=2)
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -16,13 +20,14 @@ OPTIMIZERS = {
 
 def model_of(seed, dtype=torch.float32):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).to(dtype)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).to(DEVICE, dtype)
 
 
 def train(model, optimizer, steps):
     for _ in range(steps):
         optimizer.zero_grad()
-        model(torch.randn(8, 4, dtype=model[0].weight.dtype)).square().mean().backward()
+        x = torch.randn(8, 4, dtype=model[0].weight.dtype).to(DEVICE)
+        model(x).square().mean().backward()
         optimizer.step()
 
 
@@ -48,13 +53,13 @@ def test_broadcast_parameters_of_other_forms(hvd, form):
 def test_broadcast_parameters_of_every_kind_of_tensor(hvd):
     def make(rank):
         generator = torch.Generator().manual_seed(rank)
-        values = torch.randn(6, 4, generator=generator)
+        values = torch.randn(6, 4, generator=generator).to(DEVICE)
         return {
             "transposed": values.clone().t(),
             "every second": values.clone()[::2],
             "channels last": values.reshape(1, 2, 3, 4).to(memory_format=torch.channels_last),
             "no dimension": values[0, 0].clone(),
-            "nothing": torch.empty(0, 3),
+            "nothing": torch.empty(0, 3, device=DEVICE),
             "bfloat16": values.bfloat16(),
             "float16": values.half(),
             "bool": values > 0,
@@ -73,7 +78,7 @@ def test_broadcast_parameters_of_every_kind_of_tensor(hvd):
 
 
 def test_broadcast_parameters_of_different_models_is_an_error_on_every_rank(hvd):
-    model = nn.Linear(3, 2 + hvd.rank() // (hvd.size() - 1))
+    model = nn.Linear(3, 2 + hvd.rank() // (hvd.size() - 1)).to(DEVICE)
     with pytest.raises(RanksDisagree, match=r"'bias', torch.float32 \[2\].*\[3\]"):
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
@@ -129,7 +134,7 @@ def test_broadcast_optimizer_state(hvd, kind, has_state, wrapped):
 
 
 def test_broadcast_optimizer_state_keeps_float32_state_of_bfloat16_parameters(hvd):
-    model = nn.Linear(3, 3).bfloat16()
+    model = nn.Linear(3, 3).to(DEVICE, torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())
     if hvd.rank() == 0:
         for p in model.parameters():
@@ -141,11 +146,11 @@ def test_broadcast_optimizer_state_keeps_float32_state_of_bfloat16_parameters(hv
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     state = optimizer.state[model.weight]
     assert state["exp_avg"].dtype == torch.float32
-    assert torch.equal(state["exp_avg"], torch.full((3, 3), 1 / 3))
+    assert torch.equal(state["exp_avg"], torch.full((3, 3), 1 / 3, device=DEVICE))
 
 
 def test_broadcast_optimizer_state_of_different_models_is_an_error_on_every_rank(hvd):
-    model = nn.Linear(3, 2 if hvd.rank() else 3)
+    model = nn.Linear(3, 2 if hvd.rank() else 3).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(RanksDisagree, match="group 0, parameter 0"):
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)

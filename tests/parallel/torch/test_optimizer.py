@@ -10,6 +10,7 @@ from torch.nn import functional
 from hvdkit.core.agreement import RanksDisagree
 from hvdkit.errors import HvdkitError, UsageError
 from tests.parallel.torch.oracle import (
+    DEVICE,
     OPTIMIZERS,
     assert_close,
     assert_same_on_all_ranks,
@@ -18,6 +19,8 @@ from tests.parallel.torch.oracle import (
     small_model,
     whole_batch,
 )
+
+pytestmark = pytest.mark.device
 
 
 @pytest.mark.parametrize("passes", [1, 3])
@@ -44,6 +47,10 @@ def test_equals_one_process_with_the_whole_batch(hvd, kind, passes):
     assert_same_on_all_ranks(hvd, model)
 
 
+def constant(shape, value, dtype=torch.float32):
+    return torch.full(shape, value, dtype=dtype, device=DEVICE)
+
+
 def gradients_after_one_step(hvd, model, loss, **options):
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), **options
@@ -55,29 +62,30 @@ def gradients_after_one_step(hvd, model, loss, **options):
 
 @pytest.mark.parametrize("predivide", [1.0, 8.0])
 def test_average_may_divide_before_the_sum(hvd, predivide):
-    model = nn.Linear(3, 1, bias=False)
-    loss = (hvd.rank() + 1) * model(torch.ones(1, 3)).sum()
+    model = nn.Linear(3, 1, bias=False).to(DEVICE)
+    loss = (hvd.rank() + 1) * model(torch.ones(1, 3, device=DEVICE)).sum()
     gradients = gradients_after_one_step(
         hvd, model, loss, op=hvd.Average, gradient_predivide_factor=predivide
     )
-    torch.testing.assert_close(gradients["weight"], torch.full((1, 3), (hvd.size() + 1) / 2))
+    torch.testing.assert_close(gradients["weight"], constant((1, 3), (hvd.size() + 1) / 2))
 
 
 def test_sum_does_not_divide(hvd):
-    model = nn.Linear(3, 1, bias=False)
-    loss = (hvd.rank() + 1) * model(torch.ones(1, 3)).sum()
+    model = nn.Linear(3, 1, bias=False).to(DEVICE)
+    loss = (hvd.rank() + 1) * model(torch.ones(1, 3, device=DEVICE)).sum()
     gradients = gradients_after_one_step(hvd, model, loss, op=hvd.Sum)
     assert gradients["weight"].tolist() == [[sum(range(1, hvd.size() + 1))] * 3]
 
 
 def test_a_rank_that_does_not_use_a_parameter_counts_as_zeros(hvd):
     model = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1), "c": nn.Linear(2, 1)})
-    loss = model["a"](torch.ones(2)).sum()
-    if hvd.rank() == 1:
-        loss = loss + model["b"](torch.ones(2)).sum()
+    model.to(DEVICE)
+    loss = model["a"](torch.ones(2, device=DEVICE)).sum()
+    if hvd.rank() == hvd.size() - 1:
+        loss = loss + model["b"](torch.ones(2, device=DEVICE)).sum()
     gradients = gradients_after_one_step(hvd, model, loss)
-    torch.testing.assert_close(gradients["a.weight"], torch.ones(1, 2))
-    torch.testing.assert_close(gradients["b.weight"], torch.full((1, 2), 1 / hvd.size()))
+    torch.testing.assert_close(gradients["a.weight"], constant((1, 2), 1))
+    torch.testing.assert_close(gradients["b.weight"], constant((1, 2), 1 / hvd.size()))
     assert gradients["c.weight"].tolist() == [[0, 0]]
 
 
@@ -143,9 +151,10 @@ def test_a_parameter_group_can_be_added(hvd):
 
 
 def test_tied_weights(hvd):
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).double()
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model.to(DEVICE, torch.float64)
     model[1].weight = model[0].weight
-    x = torch.full((1, 4), hvd.rank() + 1.0, dtype=torch.float64)
+    x = constant((1, 4), hvd.rank() + 1, torch.float64)
     reference = copy.deepcopy(model)
     for rank in range(hvd.size()):
         (reference(torch.full_like(x, rank + 1.0)).sum() / hvd.size()).backward()
@@ -159,7 +168,7 @@ def test_tied_weights(hvd):
 
 def test_several_dtypes_in_one_model(hvd):
     dtypes = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
-    model = nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=d)) for d in dtypes])
+    model = nn.ParameterList([nn.Parameter(constant((3,), 0, dtype)) for dtype in dtypes])
     loss = sum(
         ((hvd.rank() + 1) * p).real.float().sum() + (p.imag.sum() if p.is_complex() else 0)
         for p in model
@@ -169,13 +178,13 @@ def test_several_dtypes_in_one_model(hvd):
     for dtype, gradient in zip(dtypes, gradients.values(), strict=True):
         assert gradient.dtype == dtype
         expected = mean + 1j if dtype.is_complex else mean
-        torch.testing.assert_close(gradient, torch.full((3,), expected, dtype=dtype))
+        torch.testing.assert_close(gradient, constant((3,), expected, dtype))
 
 
 def test_gradients_that_are_not_contiguous(hvd):
     torch.manual_seed(0)
-    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    images = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    model = nn.Conv2d(3, 4, 3).to(DEVICE, memory_format=torch.channels_last)
+    images = torch.randn(2, 3, 8, 8).to(DEVICE, memory_format=torch.channels_last)
     reference = copy.deepcopy(model)
     scale = sum(range(1, hvd.size() + 1)) / hvd.size()
     (reference(images).square().sum() * scale).backward()
@@ -189,11 +198,11 @@ def test_gradients_that_are_not_contiguous(hvd):
 
 
 def test_sparse_gradients_stay_sparse(hvd):
-    model = nn.Embedding(10, 3, sparse=True)
-    rows = torch.tensor([hvd.rank(), 9])
+    model = nn.Embedding(10, 3, sparse=True).to(DEVICE)
+    rows = torch.tensor([hvd.rank(), 9], device=DEVICE)
     gradients = gradients_after_one_step(hvd, model, model(rows).sum())
     assert gradients["weight"].is_sparse
-    expected = torch.zeros(10, 3)
+    expected = constant((10, 3), 0)
     expected[: hvd.size()] = 1 / hvd.size()
     expected[9] = 1
     torch.testing.assert_close(gradients["weight"].to_dense(), expected)
@@ -387,18 +396,20 @@ def test_one_pass_too_many_is_an_error(hvd):
 
 
 def test_the_number_of_passes_can_be_changed(hvd):
-    model = nn.Linear(1, 1, bias=False)
+    model = nn.Linear(1, 1, bias=False).to(DEVICE)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
     optimizer.set_backward_passes_per_step(2)
     for _ in range(2):
-        model(torch.full((1,), hvd.rank() + 1.0)).backward()
+        model(constant((1,), hvd.rank() + 1)).backward()
     optimizer.step()
     assert model.weight.grad.item() == hvd.size() + 1
 
 
+@pytest.mark.device(ranks=2)
 def test_different_models_are_the_same_clear_error_on_every_rank(hvd):
     width = 8 if hvd.rank() == 1 else 7
-    model = nn.Sequential(nn.Linear(5, width), nn.Linear(width, 2)).double()
+    model = nn.Sequential(nn.Linear(5, width), nn.Linear(width, 2))
+    model.to(DEVICE, torch.float64)
     optimizer = hvd.DistributedOptimizer(
         OPTIMIZERS["sgd"](model.parameters()), model.named_parameters()
     )
@@ -412,6 +423,7 @@ def test_different_models_are_the_same_clear_error_on_every_rank(hvd):
     assert hvd.allgather_object(message) == [message] * hvd.size()
 
 
+@pytest.mark.device(ranks=2)
 def test_different_settings_are_an_error_on_every_rank(hvd):
     model = small_model()
     optimizer = hvd.DistributedOptimizer(
@@ -422,20 +434,22 @@ def test_different_settings_are_an_error_on_every_rank(hvd):
         optimizer.step()
 
 
+@pytest.mark.device(ranks=2)
 def test_a_process_set_reduces_among_its_members(hvd):
     members = [1] if hvd.size() == 2 else [1, 3]
     process_set = hvd.add_process_set(members)
     try:
-        model = nn.Linear(3, 1, bias=False)
-        loss = (hvd.rank() + 1) * model(torch.ones(1, 3)).sum()
+        model = nn.Linear(3, 1, bias=False).to(DEVICE)
+        loss = (hvd.rank() + 1) * model(torch.ones(1, 3, device=DEVICE)).sum()
         gradients = gradients_after_one_step(hvd, model, loss, process_set=process_set)
         inside = sum(rank + 1 for rank in members) / len(members)
         expected = inside if hvd.rank() in members else hvd.rank() + 1
-        torch.testing.assert_close(gradients["weight"], torch.full((1, 3), float(expected)))
+        torch.testing.assert_close(gradients["weight"], constant((1, 3), expected))
     finally:
         hvd.remove_process_set(process_set)
 
 
+@pytest.mark.device(ranks=2)
 @pytest.mark.parametrize("option", ["fp16", "groups", "adasum"])
 def test_what_horovods_own_optimizer_still_does(hvd, option):
     options = {
@@ -445,7 +459,8 @@ def test_what_horovods_own_optimizer_still_does(hvd, option):
     }[option]
     model = small_model(torch.float32)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    before = functional.mse_loss(model(torch.ones(1, 5)), torch.zeros(1, 2))
+    x, target = constant((1, 5), 1), constant((1, 2), 0)
+    before = functional.mse_loss(model(x), target)
     if option == "adasum" and not hvd.mpi_enabled():
         with pytest.raises(UsageError, match="start the job with mpirun"):
             hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), **options)
@@ -455,7 +470,7 @@ def test_what_horovods_own_optimizer_still_does(hvd, option):
     )
     for _ in range(5):
         optimizer.zero_grad()
-        functional.mse_loss(model(torch.ones(1, 5)), torch.zeros(1, 2)).backward()
+        functional.mse_loss(model(x), target).backward()
         optimizer.step()
-    assert functional.mse_loss(model(torch.ones(1, 5)), torch.zeros(1, 2)) < before
+    assert functional.mse_loss(model(x), target) < before
     assert_same_on_all_ranks(hvd, model)
