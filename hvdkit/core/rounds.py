@@ -357,7 +357,9 @@ class Rounds:
         place = (self._step, self._number, passes, self._latecomers)
         self._number += 1
         # Few enough bits that the sum of squares over 30,000 ranks fits into 64.
-        digest = zlib.crc32(repr((*place, *gradients.signature(new_if_assigned))).encode()) & 0xFFFFFF
+        digest = (
+            zlib.crc32(repr((*place, *gradients.signature(new_if_assigned))).encode()) & 0xFFFFFF
+        )
         flags = (
             True,
             in_pass,

@@ -292,7 +292,9 @@ class Synchronizer(Generic[Buffer, Handle]):
         self.settle()
         channel, memory = self._channels[bucket.index], self._memory[bucket.index]
         steps = decided(channel.travel(memory, self._division()))
-        reduction: _BucketReduction[Handle] = _BucketReduction(steps, f"{self._name}.{bucket.index}")
+        reduction: _BucketReduction[Handle] = _BucketReduction(
+            steps, f"{self._name}.{bucket.index}"
+        )
         self._round.reductions[bucket.index] = reduction
         self._advance(reduction, None)
 

@@ -205,9 +205,7 @@ class TorchMemory:
 
 def _fits(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Whether PyTorch accepts `gradient` as that of `parameter`."""
-    return (
-        gradient.dtype == dtype_of_gradient(parameter) and gradient.device == parameter.device
-    )
+    return gradient.dtype == dtype_of_gradient(parameter) and gradient.device == parameter.device
 
 
 class _Scale:

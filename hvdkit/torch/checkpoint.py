@@ -20,7 +20,6 @@ from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch.collectives import TorchCollectives
-from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 from hvdkit.torch.parts import (
     TIED,
     ModelPart,
@@ -32,6 +31,7 @@ from hvdkit.torch.parts import (
     TorchTensor,
     empty,
 )
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 
 class Checkpointer(Manager):

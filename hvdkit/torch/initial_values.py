@@ -21,10 +21,10 @@ def check_values(collectives: TorchCollectives, parameters: Mapping[str, torch.T
     Raises:
         RanksDisagree: on every rank, naming the first parameter that differs.
     """
-    digests = _digests(list(parameters.values()))
+    pairs = zip(parameters, _digests(list(parameters.values())), strict=True)
     check_agreement(
         collectives,
-        [f"{name!r} has a value with digest {d:016x}" for name, d in zip(parameters, digests)],
+        [f"{name!r} has a value with digest {d:016x}" for name, d in pairs],
         "the initial values of the parameters",
         "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first backward "
         "pass, or, if ranks are to start from different values, pass check_parameters=False to "
@@ -39,12 +39,15 @@ def _digests(tensors: list[torch.Tensor]) -> list[int]:
     for tensor in tensors:
         content = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if content.device.type == "cpu":
-            found.append(xxhash.xxh64_intdigest(content.numpy()) if content.numel() else 0)
+            found.append(
+                xxhash.xxh64_intdigest(memoryview(content.numpy())) if content.numel() else 0
+            )
         else:
             found.append(_digest_on_device(content))
     computed = [each for each in found if isinstance(each, torch.Tensor)]
-    values = iter(torch.stack([each.to(computed[0].device) for each in computed]).tolist()
-                  if computed else [])
+    values = iter(
+        torch.stack([each.to(computed[0].device) for each in computed]).tolist() if computed else []
+    )
     return [
         (next(values) if isinstance(each, torch.Tensor) else each) & 0xFFFFFFFFFFFFFFFF
         for each in found

@@ -99,6 +99,7 @@ def _pass_on(node: Any, task: GraphTask) -> None:
     A function that is queued here would belong to the inner task. The nodes after `node` run in
     the outer one.
     """
+
     def again(_: Any) -> None:
         handle.remove()
         for listener in task.listeners:

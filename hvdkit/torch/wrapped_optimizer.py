@@ -167,9 +167,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 f"optimizer.step(). Call optimizer.step() after every {window.size} passes, or put "
                 f"additional passes under hvd.no_sync(optimizer)."
             )
-        self._muted_pass = self._muted or (
-            window.size > 1 and window.passes < window.size - 1
-        )
+        self._muted_pass = self._muted or (window.size > 1 and window.passes < window.size - 1)
         self._held_back = not self._muted_pass and self._rounds.moved
         self._generation = self._collectives.generation
 
@@ -462,7 +460,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return dict(self._names)
 
 
-# --- what the parts of an optimizer call, without keeping it alive ---------------------------------
+# --- what parts of an optimizer call, without keeping it alive -----------------------------------
 
 _Reference = weakref.ref[WrappedOptimizer]
 

@@ -170,7 +170,9 @@ class World:
         own = [value(p).detach().reshape(-1) for p in self.model.parameters()]
         everyone = self.hvd.allgather(torch.cat(own)[None], name="same bits")
         for other in everyone[1:]:
-            parts = zip(everyone[0].split([len(o) for o in own]), other.split([len(o) for o in own]))
+            parts = zip(
+                everyone[0].split([len(o) for o in own]), other.split([len(o) for o in own])
+            )
             for (name, _), (a, b) in zip(self.model.named_parameters(), parts):
                 assert torch.equal(a, b), f"{name} differs between ranks: {a} and {b}"
 
