@@ -154,9 +154,9 @@ class OptimizerGradients:
         if gradient is None:
             self._aside.pop(number, None)
             if number in self._new and self._window.passes:
+                name = self._name_of(self._parameters[number])
                 raise HvdkitError(
-                    f"the gradient of {self._name_of(self._parameters[number])!r} was removed after "
-                    f"{self._window.passes} of {self._window.size} backward passes of an "
+                    f"the gradient of {name!r} was removed after {self._window.passes} of {self._window.size} backward passes of an "
                     f"accumulation window. Inside one, call optimizer.zero_grad(), which does "
                     f"nothing until the window ends, instead of model.zero_grad()."
                 )

@@ -5,6 +5,7 @@ Mean gradients keep equal models equal, and different ones different: a forgotte
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import xxhash
