@@ -1100,7 +1100,8 @@ FIXES: tuple[Fix, ...] = (
                 "  std::vector<int32_t> devices(requests.size());\n"
                 "  for (auto& request : requests) {\n"
                 "    devices[request.request_rank()] = request.device();\n  }\n",
-                "  // A rank that has joined sent no request. The list is then shorter than size_,\n"
+                "  // A rank that has joined sent no request. The list is then "
+                "shorter than size_,\n"
                 "  // which also keeps the response out of the cache.\n"
                 "  std::vector<int32_t> devices(requests.size());\n"
                 "  for (size_t i = 0; i < requests.size(); ++i) {\n"
@@ -1142,7 +1143,8 @@ FIXES: tuple[Fix, ...] = (
             Edit(
                 "horovod/common/common.h",
                 "  virtual Status AllocateZeros(int64_t num_elements, DataType dtype,\n",
-                "  virtual Status AllocateZeros(int64_t num_elements, DataType dtype, int device,\n",
+                "  virtual Status AllocateZeros(int64_t num_elements, DataType dtype, "
+                "int device,\n",
             ),
             Edit(
                 "horovod/torch/adapter_v2.h",
@@ -1228,8 +1230,10 @@ FIXES: tuple[Fix, ...] = (
                 '          "NCCL could not connect rank " + std::to_string(nccl_rank) +\n'
                 '          " of " + std::to_string(nccl_size) + ", which uses GPU " +\n'
                 '          std::to_string(gpu) + " (PCI " + bus +\n'
-                '          "): NCCL refuses two ranks on one GPU. Start at most as many ranks per "\n'
-                '          "host as it has GPUs, and leave the choice of the GPU to hvd.init() or "\n'
+                '          "): NCCL refuses two ranks on one GPU. Start at most as '
+                'many ranks per "\n'
+                '          "host as it has GPUs, and leave the choice of the GPU to '
+                'hvd.init() or "\n'
                 '          "set it by hvd.local_rank(). To share a GPU, build the engine that "\n'
                 '          "reduces through host memory: hvdkit build --gpu none");\n'
                 "    }\n"
