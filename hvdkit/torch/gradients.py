@@ -156,9 +156,10 @@ class OptimizerGradients:
             if number in self._new and self._window.passes:
                 name = self._name_of(self._parameters[number])
                 raise HvdkitError(
-                    f"the gradient of {name!r} was removed after {self._window.passes} of {self._window.size} backward passes of an "
-                    f"accumulation window. Inside one, call optimizer.zero_grad(), which does "
-                    f"nothing until the window ends, instead of model.zero_grad()."
+                    f"the gradient of {name!r} was removed after {self._window.passes} of "
+                    f"{self._window.size} backward passes of an accumulation window. Inside one, "
+                    f"call optimizer.zero_grad(), which does nothing until the window ends, "
+                    f"instead of model.zero_grad()."
                 )
         elif number not in self._new and self._is_reduced(number, gradient, assigned):
             self._aside[number] = gradient

@@ -40,9 +40,8 @@ def _digests(tensors: list[torch.Tensor]) -> list[int]:
     for tensor in tensors:
         content = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if content.device.type == "cpu":
-            found.append(
-                xxhash.xxh64_intdigest(memoryview(content.numpy())) if content.numel() else 0
-            )
+            host: Any = content.numpy()
+            found.append(xxhash.xxh64_intdigest(host) if len(host) else 0)
         else:
             found.append(_digest_on_device(content))
     computed = [each for each in found if isinstance(each, torch.Tensor)]

@@ -169,11 +169,10 @@ class World:
         """Compare a value of every parameter between the ranks, in one collective."""
         own = [value(p).detach().reshape(-1) for p in self.model.parameters()]
         everyone = self.hvd.allgather(torch.cat(own)[None], name="same bits")
+        names = [name for name, _ in self.model.named_parameters()]
+        sizes = [len(part) for part in own]
         for other in everyone[1:]:
-            parts = zip(
-                everyone[0].split([len(o) for o in own]), other.split([len(o) for o in own])
-            )
-            for (name, _), (a, b) in zip(self.model.named_parameters(), parts):
+            for name, a, b in zip(names, everyone[0].split(sizes), other.split(sizes), strict=True):
                 assert torch.equal(a, b), f"{name} differs between ranks: {a} and {b}"
 
     def step(self) -> None:
