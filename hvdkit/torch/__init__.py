@@ -61,6 +61,7 @@ from horovod.torch import (
     local_size,
     mpi_built,
     mpi_enabled,
+    mpi_lib_v2,  # noqa: F401
     mpi_threads_supported,
     nccl_built,
     poll,
@@ -79,7 +80,7 @@ from horovod.torch import (
 from hvdkit.checkpoint.manager import Stopped
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.errors import RESUMABLE
-from hvdkit.torch import elastic
+from hvdkit.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm  # noqa: F401
 from hvdkit.torch.amp import GradScaler, teach_torchs_grad_scaler
 from hvdkit.torch.checkpoint import Checkpointer
 from hvdkit.torch.clipping import clip_grad_norm_
@@ -92,7 +93,7 @@ from hvdkit.torch.functions import (
 )
 from hvdkit.torch.joining import join
 from hvdkit.torch.optimizer import DistributedOptimizer, no_sync
-from hvdkit.torch.sampling import ResumableSampler
+from hvdkit.torch.sampling import DistributedSampler, ResumableSampler
 
 __all__ = [
     "RESUMABLE",
@@ -101,6 +102,7 @@ __all__ = [
     "Checkpointer",
     "Compression",
     "DistributedOptimizer",
+    "DistributedSampler",
     "GradScaler",
     "HorovodInternalError",
     "KeepBest",
