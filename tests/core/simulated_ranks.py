@@ -62,6 +62,11 @@ class SimulatedGroup:
             self._end_what_is_full()
             return waiting[rank]
 
+    @property
+    def in_flight(self) -> list[str]:
+        """The names of collectives that some ranks have begun and others have not."""
+        return sorted(self._begun)
+
     def release(self) -> None:
         """Let what is held end."""
         with self.arrived:
@@ -147,9 +152,13 @@ class SimulatedCollectives:
         buffer[:] = sent[root_rank]
 
 
-def on_every_rank(size: int, function: Callable[[SimulatedCollectives], Any]) -> list[Any]:
+def on_every_rank(
+    size: int,
+    function: Callable[[SimulatedCollectives], Any],
+    group: SimulatedGroup | None = None,
+) -> list[Any]:
     """Call `function` on `size` simulated ranks; their results or exceptions, by rank."""
-    group = SimulatedGroup(size)
+    group = group or SimulatedGroup(size)
     results: list[Any] = [None] * size
 
     def call(rank: int) -> None:

@@ -76,9 +76,26 @@ def test_a_window_that_was_left_begins_anew_after_a_close():
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, "2", None, True])
-def test_a_size_that_is_no_whole_number_from_one_on_is_refused(size):
-    with pytest.raises(UsageError, match="accumulation_steps"):
-        Window(size)
+@pytest.mark.parametrize(
+    ("mean", "setting"), [(True, "accumulation_steps"), (False, "backward_passes_per_step")]
+)
+def test_a_size_that_is_no_whole_number_from_one_on_is_refused(size, mean, setting):
+    with pytest.raises(UsageError, match=f"{setting} is {size!r}"):
+        Window(size, mean=mean)
+
+
+def test_a_window_of_a_sum_has_the_divisor_one():
+    def run(collectives):
+        window = Window(4, mean=False)
+        divisors = []
+        for _ in range(3):
+            backward(window)
+            divisors.append(window.divisor)
+        assert window.cut(collectives)
+        assert not window.open
+        return [*divisors, window.divisor]
+
+    assert on_every_rank(2, run) == [[1] * 4] * 2
 
 
 def passed(collectives, size, passes):
