@@ -161,8 +161,8 @@ class Rounds:
         gradients: this rank's.
         synchronizers: the optimizer's, a list that `gradients` extends.
         window: the accumulation window.
-        compare: called when the ranks have agreed for the first time, to compare more; it may
-            raise, on every rank.
+        compare: called once, when the ranks have agreed for the first time, to compare more; it
+            may raise, on every rank. All ranks give it, or none.
     """
 
     def __init__(
@@ -178,6 +178,7 @@ class Rounds:
         self._synchronizers = synchronizers
         self._window = window
         self._compare = compare
+        self._compared = False
         self._step = 0
         self._number = 0
         self._caught_up = False
@@ -308,8 +309,11 @@ class Rounds:
             if not synchronizer.agreed:
                 synchronizer.agree()
         if self._compare is not None:
-            self._compare()
-            self._compare = None
+            # A rank that had joined before its first step was not there when the others compared.
+            (compared,) = self._collectives.max([int(self._compared)], "hvdkit.rounds.compared")
+            if not compared:
+                self._compare()
+            self._compared = True
         # All ranks are here, whatever they counted before.
         self._step = self._number = 0
         self._caught_up = self._latecomers = False

@@ -81,11 +81,14 @@ class GradScaler(_TorchGradScaler):
 def _reduce_before_unscaling(unscale: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(unscale)
     def reduced(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(optimizer, WrappedOptimizer) and not optimizer.reduce():
-            raise UsageError(
-                "torch's GradScaler counts every backward pass as a step, which does not go with "
-                "accumulation_steps: use hvd.GradScaler"
-            )
+        if isinstance(optimizer, WrappedOptimizer):
+            if not optimizer.reduce():
+                raise UsageError(
+                    "torch's GradScaler counts every backward pass as a step, which does not go "
+                    "with accumulation_steps: use hvd.GradScaler"
+                )
+            # The scaler may skip the step without telling the optimizer.
+            optimizer.reset_stepped()
         return unscale(self, optimizer, *args, **kwargs)
 
     return reduced

@@ -43,8 +43,8 @@ def broadcast_parameters(
         if not isinstance(value, torch.Tensor) and _holds_tensor(value):
             raise UsageError(
                 f"params[{name!r}] is a {type(value).__name__} with tensors in it: expected "
-                f"tensors, such as model.state_dict() holds. Call broadcast_parameters for each state dict, "
-                f"and broadcast_optimizer_state for an optimizer"
+                f"tensors, such as model.state_dict() holds. Call broadcast_parameters for each "
+                f"state dict, and broadcast_optimizer_state for an optimizer"
             )
     # Their order is that of a dict, which ranks may have filled differently.
     tensors = sorted(

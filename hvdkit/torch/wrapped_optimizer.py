@@ -81,6 +81,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self.process_set = process_set
         self._window = window
         self._should_synchronize = True
+        self._check_parameters = check_parameters
         self._stepped: bool | torch.Tensor = False
         #: How many steps have been made.
         self.steps = 0
@@ -310,9 +311,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
             UsageError: a closure, which makes the backward passes itself, with accumulation.
         """
         self._stepped = False
-        if closure is not None and self._window.size > 1:
+        if closure is not None and self._window.mean and self._window.size > 1:
             raise UsageError(
-                f"step(closure) with {self._window.size} passes per step: a closure makes its "
+                f"step(closure) with accumulation_steps {self._window.size}: a closure makes its "
                 f"passes itself; accumulate in it, or call step() without one"
             )
         if self.accumulating:
@@ -386,7 +387,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if self._window.mean and self._window.open and self._window.passes and not self._void:
             return
         self._void = ""
-        self._stepped = self._unused = False
+        self._unused = False
         self._window.close()
         super().zero_grad(*args, **kwargs)
         self._gradients.discard()
@@ -492,6 +493,7 @@ def _context_of(reference: _Reference) -> list[str]:
             for i, p in enumerate(everyone)
         ),
         f"the optimizer has {len(everyone)} parameters",
+        f"check_parameters: {optimizer._check_parameters}",
     ]
 
 

@@ -163,8 +163,8 @@ def test_no_sync_ends_with_an_exception(hvd):
     with pytest.raises(ZeroDivisionError), hvd.no_sync(optimizer):
         raise ZeroDivisionError
     backward(hvd, model, 0)
-    assert optimizer.pending
     optimizer.step()
+    assert_same_on_all_ranks(hvd, model)
 
 
 def test_no_sync_takes_a_wrapped_optimizer_only(hvd):
@@ -377,7 +377,7 @@ def test_a_pass_too_many_is_an_error(hvd):
     optimizer = wrapped(hvd, model)
     for number in range(3):
         backward(hvd, model, number)
-    with pytest.raises(HvdkitError, match="after the 3 of an accumulation window"):
+    with pytest.raises(HvdkitError, match="after the 3 of accumulation_steps=3"):
         backward(hvd, model, 3)
     optimizer.step()
 
@@ -387,10 +387,9 @@ def test_different_windows_are_an_error_on_every_rank(hvd):
     model = small_model()
     steps = 2 if hvd.rank() == 0 else 3
     optimizer = wrapped(hvd, model, accumulation_steps=steps)
-    for number in range(steps):
-        backward(hvd, model, number)
     with pytest.raises(RanksDisagree, match=r"accumulation_steps: 2.*accumulation_steps: 3"):
-        optimizer.step()
+        for number in range(steps):
+            backward(hvd, model, number)
 
 
 def one():
