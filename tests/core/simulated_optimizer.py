@@ -127,9 +127,7 @@ class SimulatedGradients:
         backend = _Backend(self._collectives, part)
         self.backends.append(backend)
         self.synchronizers.append(
-            Synchronizer(
-                backend.specs, backend, self._collectives, self._reduction, self._window
-            )
+            Synchronizer(backend.specs, backend, self._collectives, self._reduction, self._window)
         )
 
     def moved(self) -> bool:
@@ -183,8 +181,9 @@ class SimulatedGradients:
 
     def explain(self) -> str:
         needing = sum(p.requires_grad for p in self._all)
-        held = sum(p.gradient is not None for p in self._all) + len(self._aside)
-        return f"{needing} parameters need gradients, {held} have one"
+        held = {p for p in self._all if p.gradient is not None}
+        held.update(self._planned[number] for number in self._aside)
+        return f"{needing} parameters need gradients, {len(held)} have one"
 
     def has_new(self, assigned: bool) -> bool:
         return bool(self._new) or any(

@@ -123,7 +123,7 @@ def test_several_passes_per_step_give_what_one_process_gets(size, average, zero)
                 optimizer.backward(10.0**k * (collectives.rank + 1))
                 seen.append(optimizer.values[0])
             optimizer.step()
-            assert optimizer.values == [seen[-1]] * 4
+            assert optimizer.values == pytest.approx([seen[-1]] * 4)
         return seen
 
     factor = (size + 1) / 2 if average else size * (size + 1) / 2
@@ -740,15 +740,16 @@ def test_ranks_agree_anew_when_others_have_come_back_from_join():
     turns = {}
 
     def run(collectives):
-        # A collective that a joined rank has part in without a call counts for it, too.
-        collectives._turns = turns
         optimizer = SimulatedOptimizer(collectives)
         if collectives.rank == 0:
             assert train(optimizer, 2.0) == 1.0
             optimizer.backward(2.0)
             optimizer.step()
+            turns.update(collectives._turns)
             group.joined = set()
         collectives.exchange(None, "all are back")
+        # Horovod has counted these collectives on the rank that had joined as well.
+        collectives._turns = dict(turns)
         collectives.generation += 1
         optimizer.zero()
         return works(optimizer)
