@@ -357,6 +357,11 @@ class SimulatedOptimizer:
         self.rounds.end_step()
         self.window.close()
 
+    def flush(self) -> None:
+        """End a window before it is full."""
+        if self.window.cut(self.collectives):
+            self.step()
+
     def zero(self) -> None:
         """Remove the gradients."""
         self.window.close()

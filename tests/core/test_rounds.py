@@ -347,12 +347,10 @@ def test_different_numbers_of_passes_are_an_error_that_says_who_did_what():
         train(optimizer, 1.0)
         optimizer.zero()
         optimizer.backward(1.0)
+        if collectives.rank != 1:
+            optimizer.step()
         with pytest.raises(PassesDiffer) as caught:
-            if collectives.rank == 1:
-                optimizer.backward(1.0)
-            else:
-                optimizer.step()
-                optimizer.backward(1.0)
+            optimizer.backward(1.0)
         optimizer.zero()
         return str(caught.value), works(optimizer)
 
@@ -408,13 +406,9 @@ def test_a_pass_that_raises_is_an_error_on_every_rank(others, wire_format, agree
         if agreed:
             train(optimizer, 1.0)
         optimizer.zero()
+        in_pass = collectives.rank == 1 or others == "in a pass"
         with pytest.raises(BackwardFailed, match="raised on 1 of 3 ranks") as caught:
-            if collectives.rank == 1:
-                optimizer.backward(1.0, fails=True)
-            elif others == "in a pass":
-                optimizer.backward(1.0)
-            else:
-                optimizer.step()
+            optimizer.backward(1.0, fails=collectives.rank == 1) if in_pass else optimizer.step()
         optimizer.zero()
         return str(caught.value), [train(optimizer, 2.0) for _ in range(3)]
 
@@ -688,6 +682,32 @@ def test_a_gradient_that_is_sparse_on_one_rank_becomes_sparse_on_all(idle, passe
     assert on_ranks(2, run) == [([Rows] * 3, steps, ["header"])] * 2
 
 
+@pytest.mark.parametrize(
+    "sparse",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.xfail(
+                strict=True, reason="an agreement within a step forgets that it has had a round"
+            ),
+        ),
+    ],
+)
+def test_an_assigned_gradient_is_not_reduced_again_by_a_later_pass_of_the_step(sparse):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, average=False)
+        train(optimizer, 1.0)
+        optimizer.zero()
+        optimizer.backward({3: 1.0, 1: 1.0, 0: rows(1.0) if sparse else 1.0})
+        optimizer.parameters[1].gradient = np.full(2, 50.0)
+        optimizer.backward({3: 1.0})
+        optimizer.step()
+        return optimizer.values
+
+    assert on_ranks(2, run) == [[2.0, 50.0, 0.0, 4.0]] * 2
+
+
 # --- ranks that have joined ---------------------------------------------------------------------
 
 
@@ -719,14 +739,12 @@ def test_an_error_beside_ranks_that_have_joined_does_not_ask_them(error):
     def run(collectives):
         optimizer = SimulatedOptimizer(collectives)
         train(optimizer, 1.0)
+        optimizer.backward(1.0)
+        fails = error is BackwardFailed and collectives.rank == 0
+        if error is PassesDiffer and collectives.rank == 0:
+            optimizer.step()
         with pytest.raises(error, match=r"1 ranks have called join\(\)"):
-            if error is BackwardFailed:
-                optimizer.backward(1.0, fails=collectives.rank == 0)
-            else:
-                optimizer.backward(1.0)
-                if collectives.rank:
-                    optimizer.step()
-                optimizer.backward(1.0)
+            optimizer.backward(1.0, fails=fails)
         assert "who" not in [name.rpartition(".")[2] for name in collectives.names]
         optimizer.zero()
         return works(optimizer)
