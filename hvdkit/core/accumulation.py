@@ -85,6 +85,10 @@ class Window:
             PassesDiffer: on every rank, when they have accumulated different numbers of passes.
         """
         check_passes(collectives, self.passes)
+        return self.end_early()
+
+    def end_early(self) -> bool:
+        """End the window before it is full; return whether there is anything to step with."""
         self._cut = self.passes > 0
         return self._cut
 

@@ -130,7 +130,8 @@ def agree_on_buckets(
     if resumed is not None and resumed.gradients != gradients:
         resumed = None
     devices = bucketing.describe_devices(specs)
-    lines = [*settings, f"resumes from: {resumed}", *described, *devices]
+    count = f"{len(specs)} gradients in all"
+    lines = [*settings, f"resumes from: {resumed}", *described, count, *devices]
     check_agreement(collectives, lines, "what the optimizer reduces")
     # Ranks may have made different numbers of other optimizers; the largest count is free on all
     # of them.

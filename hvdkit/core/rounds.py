@@ -84,6 +84,10 @@ class LocalGradients(Protocol):
         """Add the reduced gradients to what `begin_round` set aside."""
         ...
 
+    def end_step(self) -> None:
+        """Take the gradients as they are now, which a step has used, for reduced ones."""
+        ...
+
     def is_sparse(self) -> bool:
         """Return whether a gradient is sparse whose bucket is dense."""
         ...
@@ -179,6 +183,7 @@ class Rounds:
         self._window = window
         self._compare = compare
         self._compared = False
+        self._generation: int | None = None
         self._step = 0
         self._number = 0
         self._caught_up = False
@@ -203,6 +208,8 @@ class Rounds:
 
     def end_step(self) -> None:
         """Record that the optimizer has made a step."""
+        if not self._collectives.alone:
+            self._gradients.end_step()
         self._step += 1
         self._number = 0
         self._caught_up = self._latecomers = False
@@ -241,6 +248,8 @@ class Rounds:
             self._wait_for_buckets()
             self._raise(header)
         self._complete(header)
+        if header.changed:
+            self._raise_changed(header)
         self._latecomers |= header.in_pass < header.count
 
     def catch_up(self) -> None:
@@ -254,44 +263,55 @@ class Rounds:
             PassesDiffer, BackwardFailed: see `wait`.
             GradientsChanged: on every rank, see there.
         """
-        new = self._gradients.has_new(assigned=not self._caught_up)
         if self._collectives.alone:
-            if new:
+            # Without a window gradients are left as PyTorch makes them.
+            if self._window.size > 1 and self._gradients.has_new(assigned=False):
                 self._reduce_alone()
             return
+        new = self._gradients.has_new(assigned=not self._caught_up)
         if self._caught_up and not self._latecomers and not new:
             return
+        self._enter_late()
+        self._latecomers = False
+        self._caught_up = True
+
+    def flush(self) -> bool:
+        """End an accumulation window early; return whether it has any passes. A collective.
+
+        Raises:
+            PassesDiffer: on every rank, when they have accumulated different numbers of passes.
+        """
+        if not self._collectives.alone:
+            self._enter_late(only_rounds_of_others=True)
+        return self._window.end_early()
+
+    def _enter_late(self, only_rounds_of_others: bool = False) -> None:
+        """Enter rounds outside of a backward pass, until all ranks are here.
+
+        Args:
+            only_rounds_of_others: do not begin a round where no rank is in a backward pass.
+        """
         while True:
-            late = self._latecomers
             moved = self.moved
             self._agree()
             self._start_header(in_pass=False, failed=False, moved=moved)
             header = self._finish_header()
-            if header.in_pass or header.new:
+            has_round = header.in_pass or (header.new and not only_rounds_of_others)
+            if has_round:
                 self._gradients.begin_round(not self._caught_up)
             if header.void:
                 if header.in_pass:
                     # Others have sent their buckets, which must not stay in flight.
                     self._wait_for_buckets()
                 self._raise(header)
-            if header.in_pass or header.new:
+            if has_round:
                 self._complete(header)
+            if header.changed:
+                self._raise_changed(header)
             if not header.in_pass:
-                break
+                return
             # The others do not wait here yet: they may make another pass.
             self._latecomers = True
-        self._latecomers = False
-        self._caught_up = True
-        if late and header.changed:
-            self._reset()
-            raise GradientsChanged(
-                f"on {header.changed} of {header.count} ranks gradients were changed between "
-                f"loss.backward() and optimizer.step(), and another rank made no backward pass, so "
-                f"that its gradients came too late for that change. Where a rank may skip the "
-                f"backward pass, call hvd.clip_grad_norm_(optimizer, ...) or "
-                f"optimizer.synchronize() on every rank before changing gradients. Call "
-                f"optimizer.zero_grad() to go on."
-            )
 
     def settle(self) -> None:
         """Wait for what wire formats have deferred to the next round."""
@@ -311,12 +331,19 @@ class Rounds:
         if self._compare is not None:
             # A rank that had joined before its first step was not there when the others compared.
             (compared,) = self._collectives.max([int(self._compared)], "hvdkit.rounds.compared")
-            if not compared:
-                self._compare()
+            try:
+                if not compared:
+                    self._compare()
+            except BaseException:
+                for synchronizer in self._synchronizers:
+                    synchronizer.forget()
+                raise
             self._compared = True
-        # All ranks are here, whatever they counted before.
-        self._step = self._number = 0
-        self._caught_up = self._latecomers = False
+        if self._generation != self._collectives.generation:
+            # All ranks are here, whatever they counted before `init` or `join`.
+            self._generation = self._collectives.generation
+            self._step = self._number = 0
+            self._caught_up = self._latecomers = False
 
     def _send_buckets(self) -> None:
         for synchronizer in self._synchronizers:
@@ -357,8 +384,7 @@ class Rounds:
     def _start_header(self, in_pass: bool, failed: bool, moved: bool) -> None:
         gradients = self._gradients
         new_if_assigned = not self._caught_up
-        passes = self._window.passes if self._window.size > 1 else 0
-        place = (self._step, self._number, passes, self._latecomers)
+        place = (self._step, self._number, self._window.passes, self._latecomers)
         self._number += 1
         # Few enough bits that the sum of squares over 30,000 ranks fits into 64.
         digest = (
@@ -368,7 +394,8 @@ class Rounds:
             True,
             in_pass,
             not in_pass and gradients.has_new(new_if_assigned),
-            not in_pass and gradients.changed(),
+            # Of interest only where a rank has come late.
+            self._latecomers and gradients.changed(),
             failed,
             moved,
             gradients.is_sparse(),
@@ -419,6 +446,16 @@ class Rounds:
             f"Give all ranks the same number of batches (hvd.join() ends an uneven epoch), call "
             f"step(), zero_grad() and requires_grad_() on all ranks alike, and then "
             f"optimizer.zero_grad() to go on."
+        )
+
+    def _raise_changed(self, header: _Header) -> None:
+        self._reset()
+        raise GradientsChanged(
+            f"on {header.changed} of {header.count} ranks gradients were changed after "
+            f"loss.backward(), and another rank made no backward pass, so that its gradients came "
+            f"too late for that change. Where a rank may skip the backward pass, call "
+            f"hvd.clip_grad_norm_(optimizer, ...) or optimizer.synchronize() on every rank before "
+            f"changing gradients. Call optimizer.zero_grad() to go on."
         )
 
     def _reset(self) -> None:

@@ -25,6 +25,14 @@ TorchSynchronizer = Synchronizer[torch.Tensor, Any]
 _SHOWN = 3
 
 
+_Left = tuple["weakref.ref[torch.Tensor]", int]
+
+
+def _left(gradient: torch.Tensor | None) -> _Left | None:
+    """What recognizes a gradient, and whether it has been changed in place."""
+    return None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+
 class OptimizerGradients:
     """`hvdkit.core.rounds.LocalGradients` of a wrapped optimizer's parameters.
 
@@ -72,7 +80,7 @@ class OptimizerGradients:
         self._numbers: dict[torch.nn.Parameter, int] = {}
         self._places: list[tuple[int, int]] = []
         #: Gradients as the last round left them, with their version counters.
-        self._left: list[tuple[weakref.ref[torch.Tensor], int] | None] = []
+        self._left: list[_Left | None] = []
         # Numbers of parameters whose gradients have been added to since the last round.
         self._new: set[int] = set()
         # Number -> what had been reduced before; it is no longer in the gradient.
@@ -80,6 +88,8 @@ class OptimizerGradients:
         # Of the current pass: parameters that were about to get a gradient, and that got one.
         self._expected: set[int] = set()
         self._arrived: set[int] = set()
+        # A gradient that was set aside differed from what the last round left.
+        self._changed = False
         self.adopt()
 
     # --- plans ----------------------------------------------------------------------------------
@@ -162,6 +172,7 @@ class OptimizerGradients:
                     f"instead of model.zero_grad()."
                 )
         elif number not in self._new and self._is_reduced(number, gradient, assigned):
+            self._note_change(number, gradient)
             self._aside[number] = gradient
             self._parameters[number].grad = None
 
@@ -217,7 +228,8 @@ class OptimizerGradients:
         everything = self._all()
         frozen = [self._name_of(p) for p in everything if not p.requires_grad]
         names = ", ".join(frozen[:_SHOWN]) + (", ..." if len(frozen) > _SHOWN else "")
-        held = sum(p.grad is not None for p in everything) + len(self._aside)
+        aside = {self._parameters[number] for number in self._aside}
+        held = sum(p.grad is not None or p in aside for p in everything)
         return (
             f"{len(everything) - len(frozen)} of {len(everything)} parameters need gradients"
             + (f" (not: {names})" if frozen else "")
@@ -234,14 +246,24 @@ class OptimizerGradients:
         )
 
     def changed(self) -> bool:
-        """Return whether a gradient differs from what the last round left."""
-        for p, left in zip(self._parameters, self._left, strict=True):
-            gradient = p.grad
-            if left is None:
-                continue
-            if gradient is not left[0]() or (gradient is not None and gradient._version != left[1]):
-                return True
-        return False
+        """Return whether a reduced gradient differs from what the last round left."""
+        for number, p in enumerate(self._parameters):
+            if number not in self._new and number not in self._aside:
+                self._note_change(number, p.grad)
+        return self._changed
+
+    def _note_change(self, number: int, gradient: torch.Tensor | None) -> None:
+        left = self._left[number]
+        if left is not None and (
+            gradient is not left[0]() or (gradient is not None and gradient._version != left[1])
+        ):
+            self._changed = True
+
+    def end_step(self) -> None:
+        """Take the gradients as they are now, which a step has used, for reduced ones."""
+        for number, p in enumerate(self._parameters):
+            if number not in self._new and number not in self._aside:
+                self._left[number] = _left(p.grad)
 
     def begin_round(self, assigned: bool) -> None:
         """Leave in each gradient only what has been added since its last reduction."""
@@ -252,6 +274,7 @@ class OptimizerGradients:
             if gradient is None:
                 continue
             if self._is_reduced(number, gradient, assigned):
+                self._note_change(number, gradient)
                 self._aside[number] = gradient.detach().clone()
                 p.grad = None
             else:
@@ -274,10 +297,8 @@ class OptimizerGradients:
                     p.grad = p.grad.to_sparse(1)
         self._aside.clear()
         self._new.clear()
-        self._left = [
-            None if (gradient := p.grad) is None else (weakref.ref(gradient), gradient._version)
-            for p in self._parameters
-        ]
+        self._left = [_left(p.grad) for p in self._parameters]
+        self._changed = False
 
     def is_sparse(self) -> bool:
         """Return whether a gradient is sparse whose bucket is dense."""
@@ -314,6 +335,7 @@ class OptimizerGradients:
         self._expected.clear()
         self._arrived.clear()
         self._left = [None] * len(self._parameters)
+        self._changed = False
 
     def used(self) -> Sequence[int]:
         """Return 1 for each planned parameter with a gradient, else 0; nothing if nobody asks."""

@@ -368,7 +368,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._end_pending_pass()
         if self._window.size == 1:
             self._window.passes = int(self._gradients.has_new(assigned=False))
-        if not self._window.cut(self._collectives):
+        flushed = False
+
+        def flush() -> None:
+            nonlocal flushed
+            flushed = self._rounds.flush()
+
+        self._check_usable()
+        self._in_round(flush)
+        if not flushed:
             return False
         (step or self.step)()
         self._window.close()

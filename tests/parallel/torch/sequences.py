@@ -23,8 +23,8 @@ from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.rounds import BackwardFailed, GradientsChanged
 from hvdkit.errors import HvdkitError
 
-#: Relative to the ranks' largest gradient: what one rounding per rank and one of the sum change.
-TOLERANCES = {"none": 1e-12, "fp16": 2**-9, "bf16": 2**-6}
+#: Relative error of one rounding on the wire.
+ROUNDING = {"none": 1e-14, "fp16": 2**-11, "bf16": 2**-8}
 
 
 class Model(nn.Module):
@@ -59,6 +59,10 @@ class Setting:
         bucket_bytes: small, so that there are several buckets.
         compiled: pass the model through torch.compile with this backend, if any.
         unused: find_unused_parameters.
+        window: "mean" for accumulation_steps=3, "sum" for backward_passes_per_step=3. Sequences
+            then consist of `WINDOW_ACTIONS`.
+        members: leave out rank 1: a process set of the others reduces. Sequences are then
+            without `GLOBAL_ACTIONS`.
     """
 
     compression: str = "none"
@@ -67,6 +71,8 @@ class Setting:
     bucket_bytes: int = 100
     compiled: str = ""
     unused: bool = False
+    window: str = ""
+    members: bool = False
 
 
 @dataclass
@@ -80,9 +86,15 @@ class World:
     optimizer: Any = field(init=False)
     reference: Model = field(init=False)
     plain: Any = field(init=False)
-    step_count: int = 0
+    process_set: Any = field(init=False)
+    passes: int = 0
+    #: The ranks' largest gradients since the last comparison, added up.
+    largest: float = 0.0
 
     def __post_init__(self) -> None:
+        self.process_set = self.hvd.global_process_set
+        if self.ranks != list(range(self.hvd.size())):
+            self.process_set = set_of(self.hvd, self.ranks)
         torch.manual_seed(0)
         self.model = Model().double()
         self.reference = copy.deepcopy(self.model)
@@ -105,11 +117,17 @@ class World:
             op=self.hvd.Average if self.setting.average else self.hvd.Sum,
             bucket_bytes=self.setting.bucket_bytes,
             find_unused_parameters=self.setting.unused,
+            accumulation_steps=PASSES if self.setting.window == "mean" else 1,
+            backward_passes_per_step=PASSES if self.setting.window == "sum" else 1,
+            process_set=self.process_set,
         )
 
     @property
-    def ranks(self) -> range:
-        return range(self.hvd.size())
+    def ranks(self) -> list[int]:
+        """The ranks that train together."""
+        everyone = list(range(self.hvd.size()))
+        some = self.setting.members and len(everyone) > 2
+        return [rank for rank in everyone if rank != 1] if some else everyone
 
     def batch(self, number: int, rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * (number % 10**6) + rank)
@@ -127,10 +145,12 @@ class World:
         if self.setting.compiled:
             names.remove("checkpoint")
         if differ:
-            return [draw.choice(names) for _ in self.ranks]
-        return [draw.choice(names)] * len(self.ranks)
+            return [draw.choice(names) for _ in range(self.hvd.size())]
+        return [draw.choice(names)] * self.hvd.size()
 
-    def backward(self, number: int, differ: bool = True, only: Any = None) -> None:
+    def backward(
+        self, number: int, differ: bool = True, only: Any = None, factor: float = 1.0
+    ) -> None:
         """A pass on the ranks in `only` (all), and the same of all of them in the reference."""
         parts = self.parts(number, differ)
         ranks = self.ranks if only is None else only
@@ -138,18 +158,31 @@ class World:
             rank = self.hvd.rank()
             self.loss(self.run, number, rank, parts[rank]).backward()
         for rank in ranks:
-            loss = self.loss(self.reference, number, rank, parts[rank])
-            (loss / (len(self.ranks) if self.setting.average else 1)).backward()
+            # A checkpoint computes the same, and torch.autograd.grad refuses it.
+            part = "all" if parts[rank] == "checkpoint" else parts[rank]
+            self.add_to_reference(self.loss(self.reference, number, rank, part), factor)
+
+    def add_to_reference(self, loss: torch.Tensor, factor: float = 1.0) -> None:
+        """Add one rank's gradients to the reference's."""
+        used = [q for q in self.reference.parameters() if q.requires_grad]
+        share = factor / (len(self.ranks) if self.setting.average else 1)
+        found = torch.autograd.grad(loss, used, allow_unused=True)
+        self.largest += max((float(g.abs().max()) for g in found if g is not None), default=0.0)
+        for q, g in zip(used, found, strict=True):
+            if g is not None:
+                q.grad = share * g if q.grad is None else q.grad + share * g
 
     def pairs(self):
         return zip(self.model.named_parameters(), self.reference.parameters(), strict=True)
 
     def check_gradients(self) -> None:
         """Compare, and give the reference the rounded gradients, so that steps can be compared."""
-        largest = max(
-            (float(q.grad.abs().max()) for _, q in self.pairs() if q.grad is not None), default=0.0
-        )
-        bound = TOLERANCES[self.setting.compression] * len(self.ranks) * 8 * max(largest, 1.0)
+        # One rounding for each rank's gradient, and one for each sum, which is as large.
+        n = len(self.ranks)
+        bound = 4 * ROUNDING[self.setting.compression] * n * max(self.largest, 1e-3)
+        if not self.setting.average:
+            bound *= n
+        self.largest = 0.0
         self.check_same_bits(lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
         for (name, p), q in self.pairs():
             own = torch.zeros_like(p) if p.grad is None else p.grad.detach()
@@ -168,7 +201,9 @@ class World:
     def check_same_bits(self, value: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Compare a value of every parameter between the ranks, in one collective."""
         own = [value(p).detach().reshape(-1) for p in self.model.parameters()]
-        everyone = self.hvd.allgather(torch.cat(own)[None], name="same bits")
+        everyone = self.hvd.allgather(
+            torch.cat(own)[None], name="same bits", process_set=self.process_set
+        )
         names = [name for name, _ in self.model.named_parameters()]
         sizes = [len(part) for part in own]
         for other in everyone[1:]:
@@ -178,7 +213,6 @@ class World:
     def step(self) -> None:
         self.optimizer.step()
         self.plain.step()
-        self.step_count += 1
         self.check_parameters()
 
     def zero(self) -> None:
@@ -186,11 +220,34 @@ class World:
         self.plain.zero_grad()
 
     def chosen_rank(self, number: int) -> int:
-        return number % len(self.ranks)
+        return self.ranks[number % len(self.ranks)]
 
+
+#: Passes in a window.
+PASSES = 3
 
 Action = Callable[[World, int], None]
 ACTIONS: dict[str, Action] = {}
+WINDOW_ACTIONS = ("window_passes", "flush", "zero_grad_in_window", "read_in_window")
+#: Actions that all ranks of the job must take.
+GLOBAL_ACTIONS = ("joined_epoch", "load_on_one_rank", "pass_too_few", "wait_for_all")
+_sets: dict[tuple[int, ...], Any] = {}
+
+
+def set_of(hvd: Any, ranks: list[int]) -> Any:
+    """The process set of these ranks, registered once in a job."""
+    key = tuple(ranks)
+    if key not in _sets:
+        _sets[key] = hvd.add_process_set(ranks)
+    return _sets[key]
+
+
+def actions_for(setting: Setting) -> list[str]:
+    """The names of the actions that go with a setting."""
+    if setting.window:
+        return list(WINDOW_ACTIONS)
+    left_out = {*WINDOW_ACTIONS, *(GLOBAL_ACTIONS if setting.members else ())}
+    return sorted(set(ACTIONS) - left_out)
 
 
 def action(function: Action) -> Action:
@@ -200,12 +257,26 @@ def action(function: Action) -> Action:
 
 
 def run_sequence(hvd: Any, setting: Setting, actions: list[tuple[str, int]]) -> None:
-    """Run a sequence on this rank."""
+    """Run a sequence on this rank.
+
+    Args:
+        hvd: hvdkit.torch.
+        setting: how the optimizer is wrapped.
+        actions: pairs of a name and a number. Where the name does not go with the setting,
+            another action takes its place.
+    """
     world = World(hvd, setting)
-    for name, number in actions:
-        ACTIONS[name](world, number)
-    world.zero()
-    plain_step(world, 7)
+    if hvd.rank() in world.ranks:
+        names = actions_for(setting)
+        for name, number in actions:
+            ACTIONS[name if name in names else names[number % len(names)]](world, number)
+        if setting.window:
+            flush(world, 7)
+            window_passes(world, PASSES - 1)
+        else:
+            world.zero()
+            plain_step(world, 7)
+    hvd.allreduce(torch.ones(1), name="end of the sequence")
 
 
 # --- the actions --------------------------------------------------------------------------------
@@ -333,9 +404,8 @@ def retain_graph(world: World, number: int) -> None:
     loss = world.loss(world.model, number, rank, "all")
     loss.backward(retain_graph=True)
     loss.backward()
-    share = len(world.ranks) if world.setting.average else 1
     for each in world.ranks:
-        (2 * world.loss(world.reference, number, each, "all") / share).backward()
+        world.add_to_reference(world.loss(world.reference, number, each, "all"), 2.0)
     world.check_gradients()
 
 
@@ -532,9 +602,8 @@ def loss_scaling(world: World, number: int) -> None:
     scaler.scale(loss * factor).backward()
     scaler.unscale_(world.optimizer)
     if not infinite:
-        share = len(world.ranks) if world.setting.average else 1
         for each in world.ranks:
-            (world.loss(world.reference, number, each, "all") / share).backward()
+            world.add_to_reference(world.loss(world.reference, number, each, "all"))
         world.check_gradients()
         world.plain.step()
     scaler.step(world.optimizer)
@@ -577,6 +646,73 @@ def add_parameters(world: World, number: int) -> None:
     for model, optimizer in ((world.model, world.optimizer), (world.reference, world.plain)):
         model.register_parameter("extra", nn.Parameter(value.clone()))
         optimizer.add_param_group({"params": [model.extra]})
+
+
+# --- in a window --------------------------------------------------------------------------------
+
+
+@action
+def window_passes(world: World, number: int) -> None:
+    """A loop that calls step() and zero_grad() after every pass, as long as the number says."""
+    share = PASSES if world.setting.window == "mean" else 1
+    for k in range(1 + number % (2 * PASSES)):
+        world.backward(number + k, factor=1 / share)
+        world.passes += 1
+        if world.passes < PASSES:
+            if world.setting.window == "mean":
+                world.optimizer.step()
+                assert not world.optimizer.stepped
+                world.optimizer.zero_grad()
+            continue
+        world.check_gradients()
+        world.step()
+        assert world.optimizer.stepped
+        world.zero()
+        world.passes = 0
+
+
+@action
+def flush(world: World, number: int) -> None:
+    """Step with fewer passes than a window has."""
+    if world.setting.window == "sum":
+        if world.passes:
+            world.optimizer.synchronize()
+            world.check_gradients()
+            world.step()
+            world.zero()
+        world.passes = 0
+        return
+
+    def step() -> None:
+        for _, q in world.pairs():
+            if q.grad is not None:
+                q.grad *= PASSES / world.passes
+        world.hvd.clip_grad_norm_(world.optimizer, 1e9)
+        world.check_gradients()
+        world.step()
+
+    assert world.optimizer.flush(step) == bool(world.passes)
+    world.zero()
+    world.passes = 0
+
+
+@action
+def zero_grad_in_window(world: World, number: int) -> None:
+    """Does nothing with accumulation_steps; otherwise the window begins again."""
+    world.optimizer.zero_grad()
+    if world.setting.window == "sum":
+        world.plain.zero_grad()
+        world.passes = 0
+
+
+@action
+def read_in_window(world: World, number: int) -> None:
+    """Gradients of this rank, which no other rank has."""
+    for p in world.model.parameters():
+        if p.grad is not None:
+            assert torch.isfinite(p.grad).all()
+    if world.setting.window == "mean":
+        assert world.hvd.clip_grad_norm_(world.optimizer, 1.0) is None
 
 
 # --- helpers ------------------------------------------------------------------------------------

@@ -20,6 +20,22 @@ _SETTINGS = st.builds(
     unused=st.booleans(),
 )
 _COMPILED = st.builds(Setting, compression=st.just("none"), compiled=st.just("aot_eager"))
+_WINDOWS = st.builds(
+    Setting,
+    compression=st.sampled_from(["none", "fp16", "bf16"]),
+    average=st.booleans(),
+    bucket_bytes=st.sampled_from([100, 10**7]),
+    window=st.sampled_from(["mean", "sum"]),
+)
+_MEMBERS = st.builds(Setting, average=st.booleans(), members=st.just(True))
+
+#: Name -> settings, and the number of sequences in the short and in the long form.
+SEARCHES = {
+    "plain": (_SETTINGS, 60, 1200),
+    "windows": (_WINDOWS, 20, 200),
+    "members": (_MEMBERS, 10, 100),
+    "compiled": (_COMPILED, 3, 40),
+}
 
 
 def sequence(hvd, setting, actions):
@@ -47,8 +63,7 @@ def search(pool, strategy, examples):
     run()
 
 
-@pytest.mark.parametrize("strategy", [_SETTINGS, _COMPILED], ids=["plain", "compiled"])
-def test_sequences_of_user_actions(rank_pool, strategy, request):
-    long = request.config.getoption("--long")
-    compiled = strategy is _COMPILED
-    search(rank_pool, strategy, (40 if compiled else 1200) if long else (3 if compiled else 100))
+@pytest.mark.parametrize("kind", SEARCHES)
+def test_sequences_of_user_actions(rank_pool, kind, request):
+    strategy, short, long = SEARCHES[kind]
+    search(rank_pool, strategy, long if request.config.getoption("--long") else short)
