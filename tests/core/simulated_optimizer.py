@@ -219,6 +219,11 @@ class SimulatedGradients:
         self._new.clear()
         self._left = [(p.gradient, copied(p.gradient)) for p in self._planned]
 
+    def end_step(self) -> None:
+        for number, p in enumerate(self._planned):
+            if number not in self._new and number not in self._aside:
+                self._left[number] = p.gradient, copied(p.gradient)
+
     def is_sparse(self) -> bool:
         for synchronizer, backend in zip(self.synchronizers, self.backends, strict=True):
             if synchronizer.plan is None or self._reduction.sparse_as_dense:
@@ -357,10 +362,14 @@ class SimulatedOptimizer:
         self.rounds.end_step()
         self.window.close()
 
-    def flush(self) -> None:
-        """End a window before it is full."""
-        if self.window.cut(self.collectives):
+    def flush(self) -> bool:
+        """End a window before it is full; return whether that made a step."""
+        ended: list[bool] = []
+        self._in_round(lambda: ended.append(self.rounds.flush()))
+        if ended[0]:
             self.step()
+        self.window.close()
+        return ended[0]
 
     def zero(self) -> None:
         """Remove the gradients."""

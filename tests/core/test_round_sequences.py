@@ -105,8 +105,8 @@ def steps(draw, setting):
     """Draw a step."""
     window = setting.window
     flush = setting.mean and draw(st.booleans())
-    # Of a window of a mean, a full one waits for full ones.
-    most = window - 1 if flush else (3 if window == 1 else window)
+    # A step does nothing while a window of a mean is open; all ranks must make as many steps.
+    most = 3 if window == 1 else window
     least = window if setting.mean and not flush else 0
     usual = draw(st.integers(least, most))
     kind = draw(st.sampled_from(["alike", "alike", "idle", "any"]))
@@ -121,8 +121,7 @@ def steps(draw, setting):
         Actions(
             before=draw(muted),
             passes=draw(passes),
-            # `flush` has a collective of its own, and does not meet a rank that is in a round.
-            after=after if setting.mean else draw(some(muted, after)),
+            after=draw(some(muted, after)),
             fails=draw(some(st.booleans(), False, 12)),
             synchronizes=draw(st.booleans()),
             unused=draw(some(st.integers(0, PARAMETERS), PARAMETERS)),
