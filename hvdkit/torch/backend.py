@@ -93,11 +93,9 @@ class TorchMemory:
     def _view(self, flat: torch.Tensor, k: int) -> torch.Tensor:
         """The part of a buffer that belongs to parameter `k` of the bucket."""
         p, offset, strides = self._parameters[k], self._bucket.offsets[k], self._strides[k]
-        # A tensor of the same memory and not a view, which `p.grad.detach_()` would refuse.
         part = flat[offset : offset + p.numel()]
-        part = part.as_strided(p.shape, strides) if strides else part.view(p.shape)
-        alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
-        return alias.set_(flat.untyped_storage(), part.storage_offset(), part.shape, part.stride())
+        # A tensor of the same memory and not a view, which `p.grad.detach_()` would refuse.
+        return (part.as_strided(p.shape, strides) if strides else part.view(p.shape)).data
 
     def _dense(self, k: int, gradient: torch.Tensor) -> torch.Tensor:
         if not gradient.is_sparse:
