@@ -57,12 +57,14 @@ class _Round(Generic[Handle]):
     """The state of the current round.
 
     Attributes:
+        generation: that of the collectives when the round began.
         missing: for each bucket, its parameters whose gradients have not arrived.
         arrived: the parameters whose gradients have arrived, in that order.
         full: buckets whose last gradient has arrived, with the thread in which it did.
         reductions: bucket index -> its reduction, once it has started.
     """
 
+    generation: int
     missing: list[int]
     arrived: dict[int, None] = field(default_factory=dict)
     full: list[tuple[int, Bucket]] = field(default_factory=list)
@@ -166,6 +168,9 @@ class Synchronizer(Generic[Buffer, Handle]):
             HvdkitError: the gradient is in a bucket that has started.
         """
         with self._lock:
+            if self._round.generation != self._collectives.generation:
+                # The end of Horovod has interrupted it.
+                self._begin_round()
             current = self._round
             if i in current.arrived:
                 plan = self._plan
@@ -260,7 +265,9 @@ class Synchronizer(Generic[Buffer, Handle]):
 
     def _begin_round(self) -> None:
         buckets = self._plan.buckets if self._plan else ()
-        self._round: _Round[Handle] = _Round([len(bucket.parameters) for bucket in buckets])
+        self._round: _Round[Handle] = _Round(
+            self._collectives.generation, [len(bucket.parameters) for bucket in buckets]
+        )
 
     def _arrived_late(self, i: int) -> str:
         return (
