@@ -6,6 +6,7 @@ all data.
 
 import copy
 import math
+import sys
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hvdkit.core.agreement import RanksDisagree
 from hvdkit.errors import HvdkitError, UsageError
 from tests.logs import recorded
+from tests.parallel.rank_pool import Configuration, start_ranks_of
 from tests.parallel.torch.oracle import (
     DEVICE,
     adamw,
@@ -920,3 +922,94 @@ def test_distributed_sampler_without_torchs_process_group(hvd, drop_last, count)
             assert len(drawn) - count == -count % hvd.size()
         orders.append(everyone)
     assert orders[0] != orders[1]
+
+
+# Horovod started again
+
+RESTARTED = """
+import copy, sys
+import torch
+import hvdkit.torch as hvd
+from horovod.torch import mpi_ops
+from tests.parallel.torch.oracle import *
+
+compression = sys.argv[1]
+PLACES = ("forward", "backward", "before step", "no_sync", "twice", "nowhere")
+
+class Lost(Exception):
+    pass
+
+def fail(*_):
+    raise Lost
+
+def attempt(model, optimizer, step, place):
+    optimizer.zero_grad()
+    loss = loss_of(model, batch_of(hvd.rank(), step))
+    if place == "forward":
+        fail()
+    if place == "backward":
+        handle = model[2].weight.register_hook(fail)
+        try:
+            loss.backward()
+        finally:
+            handle.remove()
+    if place == "no_sync":
+        with hvd.no_sync(optimizer):
+            loss.backward()
+        fail()
+    loss.backward()
+    if place == "twice":
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        fail()
+    if place == "before step":
+        fail()
+    optimizer.step()
+
+hvd.init()
+model, reference = small_model(), small_model()
+optimizer = hvd.DistributedOptimizer(
+    sgd(model.parameters()), model.named_parameters(), bucket_bytes=200, compression=compression
+)
+plain = sgd(reference.parameters())
+state = hvd.elastic.TorchState(model, optimizer, step=0)
+state.sync()
+lost = {2 + k: (PLACES[k], PLACES[(k + 1 + k // 3) % 6]) for k in range(len(PLACES))}
+names = set()
+while state.step < 10:
+    try:
+        place = lost.get(state.step, ("nowhere", "nowhere"))[hvd.rank()]
+        attempt(model, optimizer, state.step, place)
+        if state.step in lost:
+            fail()  # what the other rank has lost, this one loses as well
+    except (Lost, hvd.HorovodInternalError):
+        lost.pop(state.step)
+        hvd.shutdown()
+        hvd.init()
+        state.restore()
+        state.sync()
+        continue
+    state.step += 1
+    state.save()
+    names.add((optimizer._gradients.synchronizers[0].name, optimizer._rounds._step))
+    plain.zero_grad()
+    loss_of(reference, whole_batch(hvd, state.step - 1)).backward()
+    plain.step()
+assert not lost
+everyone = hvd.allgather_object(names)
+assert everyone[0] == everyone[1], everyone
+assert_close(model, reference, {"none": 1e-12, "fp16": 1e-2, "bf16": 1e-1}[compression])
+assert_same_on_all_ranks(hvd, model)
+optimizer.settle()
+assert not mpi_ops._handle_map
+print("trained", flush=True)
+"""
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_ranks_that_fail_in_different_places_and_start_horovod_again(compression):
+    """What elastic training does after each failure: shutdown, init, restore, sync."""
+    command = [sys.executable, "-c", RESTARTED, compression]
+    env = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20"}
+    ranks = start_ranks_of(Configuration("torch", "gloo", 2), command, env)
+    for result in ranks.wait(60, 5.0):
+        assert "trained" in result.output
