@@ -79,6 +79,11 @@ class Step:
     flush: bool = False
     sparse: int | None = None
 
+    @property
+    def begins_at_zero(self) -> bool:
+        """Whether all ranks remove their gradients at the start."""
+        return self.zero or all(actions.stray_zero for actions in self.ranks)
+
 
 def some(strategy, usual, rare=4):
     """Draw `usual` more often than `strategy`."""
@@ -220,7 +225,7 @@ def in_one_process(setting, drawn):
     held = np.zeros(PARAMETERS)
     stepped = []
     for at, step in enumerate(drawn):
-        if step.zero or step.discarded:
+        if step.begins_at_zero or step.discarded:
             held = np.zeros(PARAMETERS)
         total = np.zeros(PARAMETERS)
         for rank, actions in enumerate(step.ranks):
@@ -248,7 +253,7 @@ def must_succeed(setting, step):
     If not, it may be an error.
     """
     ranks = step.ranks
-    if any(a.fails or (a.stray_zero and not step.zero) for a in ranks):
+    if any(a.fails or (a.stray_zero and not step.begins_at_zero) for a in ranks):
         return False
     alike = len({a.passes for a in ranks}) == 1
     if setting.window > 1 and not alike:
