@@ -139,17 +139,11 @@ def test_a_window_of_passes_is_averaged_and_a_cut_one_over_what_it_has():
     def run(collectives):
         window = Window(4)
         synchronizer, backend = make(collectives, window=window, average=True)
-
-        def accumulate(passes):
-            for _ in range(passes):
-                window.arrival()
-                window.end_pass()
-
-        accumulate(4)
+        window.passes = 4
         results = [step(synchronizer, backend, 12.0)]
         window.close()
-        accumulate(3)
-        window.cut(collectives)
+        window.passes = 3
+        window.end_early()
         results.append(step(synchronizer, backend, 12.0))
         return results
 

@@ -367,4 +367,5 @@ def test_different_formats_are_an_error_on_every_rank(hvd, pair):
     loss = model(torch.ones(1, 5, dtype=torch.float64, device=DEVICE)).sum()
     with pytest.raises(RanksDisagree, match=rf"rank 0: compression: {pair[0]}; rank") as caught:
         loss.backward()
+    optimizer.zero_grad()
     assert_raised_on_all_ranks(hvd, caught)

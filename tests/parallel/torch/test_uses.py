@@ -21,7 +21,6 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import SWALR, AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from hvdkit.errors import HvdkitError
 from tests.parallel.torch.oracle import (
     DEVICE,
     adamw,
@@ -29,7 +28,6 @@ from tests.parallel.torch.oracle import (
     assert_same_on_all_ranks,
     batch_of,
     loss_of,
-    on_all_ranks,
     sgd,
     small_model,
     whole_batch,
@@ -493,16 +491,57 @@ def test_an_optimizer_with_methods_of_its_own(hvd):
     assert_same_on_all_ranks(hvd, model)
 
 
-def test_a_step_inside_the_backward_pass_is_refused(hvd):
-    """The gradients are not final before it returns."""
-    model = small_model()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
-    handle = model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    with pytest.raises(HvdkitError, match="inside") as caught:
-        loss_of(model, batch_of(hvd.rank(), 0)).backward()
-    assert on_all_ranks(hvd, str(caught.value)) == [str(caught.value)] * hvd.size()
-    handle.remove()
-    optimizer.zero_grad()
-    loss_of(model, batch_of(hvd.rank(), 0)).backward()
-    optimizer.step()
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_an_optimizer_for_each_parameter_that_steps_in_the_backward_pass(hvd, compression):
+    """Which saves the memory of gradients: each is freed before the next one is computed."""
+    model, reference = small_model(), small_model()
+
+    def step_in_backward(m, wrap):
+        optimizers = {p: wrap(torch.optim.SGD([p], lr=0.05, momentum=0.9)) for p in m.parameters()}
+
+        def step(p):
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in m.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        return optimizers
+
+    kept = [
+        step_in_backward(
+            model, lambda each: hvd.DistributedOptimizer(each, compression=compression)
+        ),
+        step_in_backward(reference, lambda each: each),
+    ]
+    for step in range(4):
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        loss_of(reference, whole_batch(hvd, step)).backward()
+        assert all(p.grad is None for p in model.parameters())
+    assert len(kept[0]) == 6
     assert_same_on_all_ranks(hvd, model)
+    assert_close(model, reference, {"none": 1e-12, "fp16": 1e-2}[compression])
+
+
+def test_one_optimizer_that_steps_at_the_end_of_the_backward_pass(hvd):
+    """In the hook of the parameter whose gradient comes last."""
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), bucket_bytes=200)
+    plain = sgd(reference.parameters())
+    left = []
+
+    def count(_):
+        left.pop()
+        if not left:
+            optimizer.step()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(count)
+    for step in range(4):
+        optimizer.zero_grad()
+        left.extend(model.parameters())
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        plain.zero_grad()
+        loss_of(reference, whole_batch(hvd, step)).backward()
+        plain.step()
+    assert_same_on_all_ranks(hvd, model)
+    assert_close(model, reference)
