@@ -69,26 +69,6 @@ def use(function: Use) -> Use:
     return function
 
 
-@pytest.mark.parametrize("compression", ["none", "fp16"])
-@pytest.mark.parametrize("name", USES_NAMES := [])
-def test_a_use_equals_one_process(hvd, name, compression):
-    model, reference = small_model(), small_model()
-    own = Training(
-        model,
-        hvd.DistributedOptimizer(
-            sgd(model.parameters()), compression=compression, bucket_bytes=200
-        ),
-    )
-    alone = Training(reference, sgd(reference.parameters()))
-    for step in range(4):
-        own.step = alone.step = step
-        own.x, alone.x = batch_of(hvd.rank(), step), whole_batch(hvd, step)
-        for training in (own, alone):
-            USES[name](training)
-    assert_same_on_all_ranks(hvd, model)
-    assert_close(model, reference, {"none": 1e-12, "fp16": 1e-2}[compression])
-
-
 # Copies of the model
 
 
@@ -384,7 +364,24 @@ def step_before_any_pass(t: Training) -> None:
     t.optimizer.step()
 
 
-USES_NAMES.extend(USES)
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize("name", USES)
+def test_a_use_equals_one_process(hvd, name, compression):
+    model, reference = small_model(), small_model()
+    own = Training(
+        model,
+        hvd.DistributedOptimizer(
+            sgd(model.parameters()), compression=compression, bucket_bytes=200
+        ),
+    )
+    alone = Training(reference, sgd(reference.parameters()))
+    for step in range(4):
+        own.step = alone.step = step
+        own.x, alone.x = batch_of(hvd.rank(), step), whole_batch(hvd, step)
+        for training in (own, alone):
+            USES[name](training)
+    assert_same_on_all_ranks(hvd, model)
+    assert_close(model, reference, {"none": 1e-12, "fp16": 1e-2}[compression])
 
 
 # Models of other kinds
