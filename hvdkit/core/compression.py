@@ -1,19 +1,19 @@
 """Wire formats: what a bucket of gradients travels as.
 
-A format is written as one bucket's journey, a generator that asks for collectives and is sent
-their results:
+A format is written as the reduction of one bucket, a generator that asks for collectives and is
+sent their results:
 
     def travel(self, memory, division):
         wire = memory.pack("bfloat16", 1.0)
         yield Sum(wire)
         memory.unpack(wire, division.total)
 
-The synchronizer starts the journey when the bucket is full, runs those of all buckets side by side
-and batches what can be batched. Every rank must take the same turns: decide only by what a request
-has answered, and by a `Peak` only whether it is finite, because ranks may hold sums that differ in
-the last bit. docs/synchronizer.md shows how to add a format.
+The synchronizer starts a bucket's reduction when the bucket is full, runs those of all buckets side
+by side and batches what can be batched. Every rank must make the same requests: decide only by what
+a request has answered, and by a `Peak` only whether it is finite, because ranks may hold sums that
+differ in the last bit. docs/synchronizer.md shows how to add a format.
 
-TensorFlow carries out the journeys once, while it traces a graph. What only a running step can
+TensorFlow runs the generators once, while it traces a graph. What only a running step can
 know, an answer or the `state`, is a symbol there: a format that decides by such a thing asks for a
 `Choose`, and computes with `self.numbers`.
 """

@@ -79,6 +79,9 @@ from horovod.torch import (
 
 from hvdkit.checkpoint.manager import Stopped
 from hvdkit.checkpoint.retention import KeepBest
+from hvdkit.core.accumulation import PassesDiffer
+from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.rounds import BackwardFailed, GradientsChanged
 from hvdkit.errors import RESUMABLE
 from hvdkit.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm  # noqa: F401
 from hvdkit.torch.amp import GradScaler, teach_torchs_grad_scaler
@@ -99,17 +102,21 @@ __all__ = [
     "RESUMABLE",
     "Adasum",
     "Average",
+    "BackwardFailed",
     "Checkpointer",
     "Compression",
     "DistributedOptimizer",
     "DistributedSampler",
     "GradScaler",
+    "GradientsChanged",
     "HorovodInternalError",
     "KeepBest",
     "Max",
     "Min",
+    "PassesDiffer",
     "ProcessSet",
     "Product",
+    "RanksDisagree",
     "ResumableSampler",
     "Stopped",
     "Sum",

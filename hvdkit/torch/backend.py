@@ -232,8 +232,13 @@ def _cast_scaled(source: torch.Tensor, target: torch.Tensor, scale: _Scale) -> N
     factor = scale.factor
     if factor == 1.0:
         target.copy_(source)
-    elif source.dtype == target.dtype:
+    elif source.dtype == target.dtype and (
+        target.dtype.is_floating_point or target.dtype.is_complex
+    ):
         torch.mul(source, factor, out=target)
+    elif not (target.dtype.is_floating_point or target.dtype.is_complex):
+        # Towards zero, as PyTorch casts.
+        target.copy_(source.to(torch.promote_types(source.dtype, torch.float32)) * factor)
     elif source.device.type != "cpu":
         _cast_scaled_at_once(source, target, scale)
     elif source.dtype in _NARROW and target.dtype not in _NARROW:

@@ -63,7 +63,7 @@ def DistributedOptimizer(
             pass: they do nothing until the last. `optimizer.stepped` tells, and
             `optimizer.flush()` ends a window that has been cut short.
         find_unused_parameters: leave `.grad` None for parameters that no rank has used in a
-            step, as one process would, at the price of a small collective. Otherwise they get
+            step, as one process would, at the price of a longer header. Otherwise they get
             zeros.
         bucket_bytes: the largest bucket of several gradients.
         check_parameters: compare the parameters' values before the first reduction, and raise on

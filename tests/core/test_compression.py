@@ -751,7 +751,7 @@ def test_formats_have_names():
         by_name("fp8")
 
 
-# A format of one's own: one byte per value. docs/synchronizer.md quotes it.
+# A format of one's own: one byte per value.
 
 
 class Int8(WireFormat):
