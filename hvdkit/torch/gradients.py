@@ -24,6 +24,13 @@ TorchSynchronizer = Synchronizer[torch.Tensor, Any]
 
 _SHOWN = 3
 
+_Layout = tuple[torch.dtype, torch.device, torch.Size]
+
+
+def _layout(parameter: torch.Tensor) -> _Layout:
+    """Return what a bucket depends on, and `parameter.data = ...` may change."""
+    return dtype_of_gradient(parameter), parameter.device, parameter.shape
+
 
 _Left = tuple["weakref.ref[torch.Tensor]", int]
 
@@ -74,7 +81,7 @@ class OptimizerGradients:
         self._keep_sparse = keep_sparse
         self.synchronizers: list[TorchSynchronizer] = []
         self._backends: list[TorchBackend] = []
-        self._layouts: list[list[tuple[torch.dtype, torch.device]]] = []
+        self._layouts: list[list[_Layout]] = []
         # Of the planned parameters, by number: the parameter, and its synchronizer and place there.
         self._parameters: list[torch.nn.Parameter] = []
         self._numbers: dict[torch.nn.Parameter, int] = {}
@@ -110,7 +117,7 @@ class OptimizerGradients:
         return True
 
     def _plan(self, parameters: list[torch.nn.Parameter]) -> None:
-        self._layouts.append([(dtype_of_gradient(p), p.device) for p in parameters])
+        self._layouts.append([_layout(p) for p in parameters])
         index = {p: i for i, p in enumerate(parameters)}
         groups = [[index[p] for p in group if p in index] for group in self._groups]
         backend = TorchBackend(parameters, self._collectives)
@@ -127,9 +134,9 @@ class OptimizerGradients:
         )
 
     def moved(self) -> bool:
-        """Return whether parameters have another dtype or device than the buckets."""
+        """Return whether parameters have another dtype, device or shape than the buckets."""
         return any(
-            (dtype_of_gradient(p), p.device) != layout
+            _layout(p) != layout
             for layouts, part in zip(self._layouts, self._parts(), strict=True)
             for p, layout in zip(part, layouts, strict=True)
         )
