@@ -462,6 +462,30 @@ def test_a_model_made_channels_last_after_wrapping(hvd):
     assert_close(model, reference)
 
 
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_a_layer_that_grows(hvd, compression):
+    """Its parameters get other data, of another shape, and stay the optimizer's parameters."""
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), compression=compression, bucket_bytes=200
+    )
+    plain = torch.optim.SGD(reference.parameters(), lr=0.05)
+    for step in range(4):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        if step == 2:
+            for m in (model, reference):
+                for p in m[0].parameters():
+                    p.data = torch.cat([p.data, 0.5 * p.data])
+                m[2].weight.data = m[2].weight.data.repeat(1, 2)
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        loss_of(reference, whole_batch(hvd, step)).backward()
+        optimizer.step()
+        plain.step()
+    assert_same_on_all_ranks(hvd, model)
+    assert_close(model, reference, {"none": 1e-12, "fp16": 1e-2}[compression])
+
+
 def test_an_optimizer_with_methods_of_its_own(hvd):
     """Schedule-free optimizers, for instance, are told whether the model trains."""
 
