@@ -1,8 +1,8 @@
 """Accumulation windows: several backward passes for one step of the optimizer.
 
 A pass is one outermost backward pass. Only the last pass of a window communicates; the passes
-before it add up on each rank by themselves. What counts passes is the same on every rank as long
-as every rank runs the same loop; `Window.cut` compares the counts where they may well differ.
+before it add up on each rank by themselves. The counts of the ranks are equal as long as every rank
+runs the same loop; they are compared in every reduction.
 """
 
 from hvdkit.core.collectives import Collectives
@@ -18,22 +18,23 @@ class Window:
 
     Args:
         size: passes per step, at least 1.
+        mean: whether the step's gradient is the mean over the passes; otherwise it is their sum.
 
     Attributes:
         size: as given.
-        passes: how many have ended since the last step.
-        in_pass: whether a gradient of a pass that has not ended has arrived.
+        passes: how many have ended since the last step. Whoever sees passes end counts them.
 
     Raises:
         UsageError: the size is no whole number from 1 on.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, mean: bool = True) -> None:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise UsageError(f"accumulation_steps is {size!r}: expected a whole number >= 1")
+            name = "accumulation_steps" if mean else "backward_passes_per_step"
+            raise UsageError(f"{name} is {size!r}: expected a whole number >= 1")
         self.size = size
+        self.mean = mean
         self.passes = 0
-        self.in_pass = False
         self._cut = False
 
     @property
@@ -42,51 +43,20 @@ class Window:
         return self.size > 1 and self.passes < self.size and not self._cut
 
     @property
-    def in_last_pass(self) -> bool:
-        """Whether the gradients that arrive now are to be reduced."""
-        return self.passes == self.size - 1
-
-    @property
     def divisor(self) -> int:
-        """How many passes the step's gradient is the mean of."""
+        """The number of passes that the sum of their gradients is divided by."""
+        if not self.mean:
+            return 1
         return self.passes if self._cut else self.size
 
-    def arrival(self) -> None:
-        """A gradient has arrived.
-
-        Raises:
-            HvdkitError: the window is full, and no step has been taken.
-        """
-        if self.passes >= self.size:
-            raise HvdkitError(
-                f"a backward pass began after the {self.size} of an accumulation window: call "
-                f"optimizer.step() after every pass, or at least after every {self.size}"
-            )
-        self.in_pass = True
-
-    def end_pass(self) -> None:
-        """The backward pass has ended."""
-        if self.in_pass:
-            self.in_pass = False
-            self.passes += 1
-
-    def cut(self, collectives: Collectives) -> bool:
-        """End the window before it is full. A collective: all ranks call it.
-
-        Returns:
-            Whether there is anything to step with.
-
-        Raises:
-            PassesDiffer: on every rank, when they have accumulated different numbers of passes.
-        """
-        check_passes(collectives, self.passes)
+    def end_early(self) -> bool:
+        """End the window before it is full; return whether there is anything to step with."""
         self._cut = self.passes > 0
         return self._cut
 
     def close(self) -> None:
         """The step has been taken, or skipped: the next window begins."""
         self.passes = 0
-        self.in_pass = False
         self._cut = False
 
 

@@ -1,4 +1,4 @@
-"""Do all ranks mean the same thing? Found out before a collective could hang on the answer."""
+"""Check that all ranks agree before starting a collective that could hang."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,7 +16,12 @@ def digest(lines: Sequence[str]) -> bytes:
     return hashlib.sha256("\n".join(lines).encode()).digest()
 
 
-def check_agreement(collectives: Collectives, lines: Sequence[str], subject: str) -> None:
+_ADVICE = "Every rank must build the same model and use the same settings."
+
+
+def check_agreement(
+    collectives: Collectives, lines: Sequence[str], subject: str, advice: str = _ADVICE
+) -> None:
     """Compare `lines` between all ranks. A collective: every rank of the set calls it.
 
     Costs one small allreduce while ranks agree, and works while other ranks sit in `join`.
@@ -25,6 +30,7 @@ def check_agreement(collectives: Collectives, lines: Sequence[str], subject: str
         collectives: of the process set whose ranks must agree.
         lines: a description that must be the same on every rank, most telling lines first.
         subject: what is described, for the error, e.g. "the optimizer's parameters".
+        advice: what to do about a difference, for the error.
 
     Raises:
         RanksDisagree: on every rank, naming the first line that differs and who has what.
@@ -41,8 +47,7 @@ def check_agreement(collectives: Collectives, lines: Sequence[str], subject: str
         # They enter nothing but reductions.
         raise RanksDisagree(
             f"ranks disagree about {subject}. Who has what cannot be told, because {joined} of "
-            f"{len(collectives.ranks)} ranks have called join() already. Every rank must build the "
-            f"same model and use the same settings."
+            f"{len(collectives.ranks)} ranks have called join() already. {advice}"
         )
     # The same verdict on every rank, so this is entered by all of them.
     gathered = collectives.allgather("\n".join(lines).encode(), "hvdkit.agreement.lines")
@@ -50,7 +55,7 @@ def check_agreement(collectives: Collectives, lines: Sequence[str], subject: str
         rank: data.decode().split("\n")
         for rank, data in zip(collectives.ranks, gathered, strict=True)
     }
-    raise RanksDisagree(_difference(by_rank, subject))
+    raise RanksDisagree(f"{_difference(by_rank, subject)} {advice}")
 
 
 def _difference(by_rank: dict[int, list[str]], subject: str) -> str:
@@ -65,8 +70,5 @@ def _difference(by_rank: dict[int, list[str]], subject: str) -> str:
                 f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {line}"
                 for line, ranks in holders.items()
             )
-            return (
-                f"ranks disagree about {subject}. First difference: {who}. "
-                f"Every rank must build the same model and use the same settings."
-            )
+            return f"ranks disagree about {subject}. First difference: {who}."
     raise AssertionError("digests differ although all lines are equal")

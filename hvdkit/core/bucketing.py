@@ -110,6 +110,19 @@ def describe(specs: Sequence[ParameterSpec]) -> list[str]:
     ]
 
 
+def describe_devices(specs: Sequence[ParameterSpec]) -> list[str]:
+    """Return one line per parameter, for ranks to compare: devices decide the buckets.
+
+    Devices have a number in the order in which they occur, because ranks use different ones.
+    """
+    numbers: dict[str, int] = {}
+    return [
+        f"gradient {i} is on {spec.device.partition(':')[0]} device number "
+        f"{numbers.setdefault(spec.device, len(numbers))} of the model"
+        for i, spec in enumerate(specs)
+    ]
+
+
 def check(specs: Sequence[ParameterSpec], bucket_bytes: int) -> None:
     """Refuse what no plan can be made of.
 

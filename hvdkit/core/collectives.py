@@ -1,7 +1,7 @@
 """The collectives that framework-free code needs. An adapter implements them over its Horovod."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -31,11 +31,16 @@ def is_alone(process_set: Membership) -> bool:
 
 
 class Collectives(Protocol):
-    """Small, blocking collectives of one process set, on host data.
+    """Small collectives of one process set, on host data.
 
     Every rank of the set calls the same method with the same `name` in the same order; a call
-    returns the same value on all of them.
+    returns the same value on all of them. All methods block, except those that begin with `start`.
     """
+
+    @property
+    def alone(self) -> bool:
+        """Whether collectives are skipped: no other rank takes part."""
+        ...
 
     @property
     def rank(self) -> int:
@@ -59,6 +64,14 @@ class Collectives(Protocol):
 
     def max(self, values: Sequence[int], name: str) -> list[int]:
         """The element-wise maximum of non-negative values over the ranks, `join` as for `sum`."""
+        ...
+
+    def start_sum(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
+        """Start `sum` and return a function that waits for it and returns its result."""
+        ...
+
+    def start_max(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
+        """Start `max` and return a function that waits for it and returns its result."""
         ...
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:

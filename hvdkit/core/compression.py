@@ -1,19 +1,19 @@
 """Wire formats: what a bucket of gradients travels as.
 
-A format is written as one bucket's journey, a generator that asks for collectives and is sent
-their results:
+A format is written as the reduction of one bucket, a generator that asks for collectives and is
+sent their results:
 
     def travel(self, memory, division):
         wire = memory.pack("bfloat16", 1.0)
         yield Sum(wire)
         memory.unpack(wire, division.total)
 
-The synchronizer starts the journey when the bucket is full, runs those of all buckets side by side
-and batches what can be batched. Every rank must take the same turns: decide only by what a request
-has answered, and by a `Peak` only whether it is finite, because ranks may hold sums that differ in
-the last bit. docs/synchronizer.md shows how to add a format.
+The synchronizer starts a bucket's reduction when the bucket is full, runs those of all buckets side
+by side and batches what can be batched. Every rank must make the same requests: decide only by what
+a request has answered, and by a `Peak` only whether it is finite, because ranks may hold sums that
+differ in the last bit. docs/synchronizer.md shows how to add a format.
 
-TensorFlow carries out the journeys once, while it traces a graph. What only a running step can
+TensorFlow runs the generators once, while it traces a graph. What only a running step can
 know, an answer or the `state`, is a symbol there: a format that decides by such a thing asks for a
 `Choose`, and computes with `self.numbers`.
 """
@@ -57,9 +57,16 @@ class Peak:
 @dataclass(frozen=True)
 class Largest:
     """Answers the largest of the ranks' values, which are not negative. One collective for all
-    buckets that ask at once."""
+    buckets that ask at once.
+
+    Attributes:
+        value: this rank's.
+        deferred: the answer is only needed in the bucket's next reduction. The gradients are
+            final before it arrives.
+    """
 
     value: Number
+    deferred: bool = False
 
 
 @dataclass(frozen=True)
@@ -323,7 +330,8 @@ class _ScaledFloat16(Channel):
         finite = self.numbers.is_finite(peak)
         some = finite * self.numbers.less(0.0, peak)
         # The ranks' sums may differ in the last bit, and with it at a power of two.
-        code = yield Largest(some * (self.numbers.exponent(peak) + _EXPONENT_CODE))
+        exponent = some * (self.numbers.exponent(peak) + _EXPONENT_CODE)
+        code = yield Largest(exponent, deferred=True)
         after = state.after(code, overflowed, self.numbers).numbers()
         self.state = tuple(
             select(finite, new, old) for new, old in zip(after, state.numbers(), strict=True)

@@ -129,7 +129,9 @@ def agree_on_buckets(
     gradients = digest([*settings, *described]).hex()
     if resumed is not None and resumed.gradients != gradients:
         resumed = None
-    lines = [*settings, f"goes on from: {resumed}", *described]
+    devices = bucketing.describe_devices(specs)
+    count = f"{len(specs)} gradients in all"
+    lines = [*settings, f"resumes from: {resumed}", *described, count, *devices]
     check_agreement(collectives, lines, "what the optimizer reduces")
     # Ranks may have made different numbers of other optimizers; the largest count is free on all
     # of them.

@@ -1,23 +1,25 @@
-"""The gradient synchronizer: what to reduce, and when. One for all frameworks.
+"""The gradient synchronizer: which buckets to reduce, and when. One for all frameworks.
 
-Its life is a step, again and again:
+It works in rounds. In a round every rank reduces every bucket once:
 
-    mark_ready(i) ...   during the backward pass; a bucket that is full is reduced at once
-    synchronize()       the rest is reduced; afterwards every gradient is the reduced one
+    mark_ready(i) ...   during the backward pass; a bucket that is full is sent at the next arrival
+    send()              start the buckets that have not started
+    wait()              wait for all of them; afterwards every gradient is the reduced one
 
-No decision that a collective depends on is taken from data that only one rank has. What the ranks
-mean to reduce is compared before the first bucket; the order in which their first backward pass
-went is averaged, and the buckets follow from it. Buckets may be reduced in any order, Horovod
-pairs them up by name.
+`hvdkit.core.rounds` decides when there is a round. No decision that a collective depends on is
+taken from data that only one rank has. What the ranks reduce is compared before the first bucket.
+The order in which their first backward pass went is averaged, and the buckets follow from it.
+Buckets may be reduced in any order, because Horovod pairs them up by name.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
 from hvdkit.core import bucketing
-from hvdkit.core.accumulation import Window, check_passes
+from hvdkit.core.accumulation import Window
 from hvdkit.core.backend import Backend, BucketMemory, Buffer, Handle
 from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
 from hvdkit.core.collectives import Collectives
@@ -33,17 +35,17 @@ from hvdkit.core.compression import (
     decided,
 )
 from hvdkit.core.reduction import AgreedBuckets, Reduction, ReductionState, agree_on_buckets
-from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.errors import HvdkitError
 
-# Buckets that `synchronize` itself sends ahead of the one that it waits for.
+# Buckets that `wait` itself sends ahead of the one that it waits for.
 _IN_FLIGHT = 4
 
 
 @dataclass
-class _Journey(Generic[Handle]):
-    """One bucket's travel in one step: where it is."""
+class _BucketReduction(Generic[Handle]):
+    """One bucket's pack, collectives and unpack in one round, and how far they are."""
 
-    travel: Travel
+    steps: Travel
     name: str
     request: Request | None = None
     handle: Handle | None = None
@@ -51,14 +53,22 @@ class _Journey(Generic[Handle]):
 
 
 @dataclass
-class _Step(Generic[Handle]):
-    """What has happened since the last step."""
+class _Round(Generic[Handle]):
+    """The state of the current round.
 
-    remaining: list[int]
+    Attributes:
+        generation: that of the collectives when the round began.
+        missing: for each bucket, its parameters whose gradients have not arrived.
+        arrived: the parameters whose gradients have arrived, in that order.
+        full: buckets whose last gradient has arrived, with the thread in which it did.
+        reductions: bucket index -> its reduction, once it has started.
+    """
+
+    generation: int
     missing: list[int]
-    order: list[int] = field(default_factory=list)
-    journeys: dict[int, _Journey[Handle]] = field(default_factory=dict)
-    pending: bool = False
+    arrived: dict[int, None] = field(default_factory=dict)
+    full: list[tuple[int, Bucket]] = field(default_factory=list)
+    reductions: dict[int, _BucketReduction[Handle]] = field(default_factory=dict)
 
 
 class Synchronizer(Generic[Buffer, Handle]):
@@ -68,9 +78,9 @@ class Synchronizer(Generic[Buffer, Handle]):
         specs: of the parameters, in the order of the forward pass.
         backend: the framework.
         collectives: of the same process set as the backend's.
-        reduction: what to do with the gradients.
-        window: the accumulation window that the steps belong to.
-        context: further lines that must be the same on every rank, for the errors' sake first.
+        reduction: how to reduce the gradients.
+        window: the accumulation window that the rounds belong to.
+        context: further lines that must be the same on every rank; errors show them first.
 
     Raises:
         UsageError: the specs or settings make no sense; nothing has been communicated.
@@ -97,17 +107,22 @@ class Synchronizer(Generic[Buffer, Handle]):
         self._agreed: int | None = None
         self._plan: BucketPlan | None = None
         self._name = ""
-        self._resets = 0
         self._memory: list[BucketMemory[Buffer]] = []
         self._channels: Sequence[Channel] = ()
         self._buckets: AgreedBuckets | None = None
         self._resumed: ReductionState | None = None
-        self.set_passes(reduction.passes)
+        self._deferred: tuple[list[_BucketReduction[Handle]], Callable[[], list[int]]] | None = None
+        self._begin_round()
 
     @property
-    def pending(self) -> bool:
-        """Whether gradients have arrived that no `synchronize` has dealt with yet."""
-        return self._step.pending
+    def specs(self) -> Sequence[ParameterSpec]:
+        """The parameters."""
+        return self._specs
+
+    @property
+    def agreed(self) -> bool:
+        """Whether the ranks have agreed on the buckets since the last `init` and `join`."""
+        return self._agreed == self._collectives.generation
 
     @property
     def plan(self) -> BucketPlan | None:
@@ -115,159 +130,157 @@ class Synchronizer(Generic[Buffer, Handle]):
         return self._plan
 
     @property
+    def name(self) -> str:
+        """The prefix of the buckets' names; empty before the ranks have agreed."""
+        return self._name
+
+    @property
     def state(self) -> ReductionState | None:
-        """What must be the same for sums to be the same once more; None before the first step."""
+        """State needed to resume with bit-identical sums; None before the first round."""
+        self.settle()
         if self._resumed is not None or self._buckets is None:
             return self._resumed
         return self._buckets.state
 
     def resume(self, state: ReductionState | None) -> None:
-        """Take up a job where another has left it: at the next agreement, plan and scale alike.
+        """Restore a state: the next agreement makes the same plan and the same scales.
 
-        Where the gradients are others than then, the state is of no use, and is dropped.
+        A state of other gradients is ignored.
 
         Args:
-            state: as `state` gave it, the same on every rank.
+            state: a value of the property `state`, the same on every rank.
         """
         self._resumed = state
+        self.forget()
+
+    def forget(self) -> None:
+        """Void the agreement, the same way on every rank: the next round begins with a new one."""
         self._agreed = None
-
-    def set_passes(self, passes: int) -> None:
-        """Change the number of backward passes per step, and begin a new step.
-
-        Raises:
-            UsageError: it is below 1.
-        """
-        if not isinstance(passes, int) or passes < 1:
-            raise UsageError(f"backward passes per step is {passes!r}: expected an integer >= 1")
-        self._passes = passes
-        self.reset()
+        self._begin_round()
 
     def mark_ready(self, i: int) -> None:
-        """Parameter `i`'s gradient has arrived (once more).
+        """Record that the gradient of parameter `i` has arrived in this round.
+
+        A bucket is packed when a later gradient arrives, and not with its last one: hooks of the
+        user that run after ours may still change that.
 
         Raises:
-            HvdkitError: it has already arrived as often as passes per step.
+            HvdkitError: the gradient is in a bucket that has started.
         """
         with self._lock:
-            step = self._step
-            if not step.remaining[i]:
-                raise HvdkitError(self._arrived_too_often(i))
-            step.pending = True
-            step.remaining[i] -= 1
-            if step.remaining[i]:
+            if self._round.generation != self._collectives.generation:
+                # The end of Horovod has interrupted it.
+                self._begin_round()
+            current = self._round
+            if i in current.arrived:
+                plan = self._plan
+                if plan is not None and plan.bucket_of[i] in current.reductions:
+                    raise HvdkitError(self._arrived_late(i))
                 return
-            plan = self._plan
+            current.arrived[i] = None
             # Before the ranks have agreed nothing is reduced: a bucket that only some of them
-            # have would stay in flight for ever.
-            if plan is None or self._agreed != self._collectives.generation:
-                step.order.append(i)
+            # have would stay in flight.
+            if self._plan is None or not self.agreed:
                 return
-            bucket = plan.bucket_of[i]
-            step.missing[bucket] -= 1
-            if not step.missing[bucket]:
-                self._begin(plan.buckets[bucket])
+            thread = threading.get_ident()
+            for entry in [entry for entry in current.full if entry[0] == thread]:
+                current.full.remove(entry)
+                self._start(entry[1])
+            bucket = self._plan.buckets[self._plan.bucket_of[i]]
+            current.missing[bucket.index] -= 1
+            if not current.missing[bucket.index]:
+                current.full.append((thread, bucket))
 
-    def check_local(self, i: int) -> None:
-        """A gradient of parameter `i` has been added that is not to be counted as an arrival.
-
-        Raises:
-            HvdkitError: the parameter's gradient is on its way already.
-        """
-        if not self._step.remaining[i]:
-            raise HvdkitError(self._arrived_too_often(i))
-
-    def synchronize(self) -> None:
-        """Reduce what has not been reduced, wait for all of it, and begin a new step.
-
-        A collective: every rank of the process set calls it. A gradient that does not exist
-        counts as zeros, so ranks may use different parts of the model.
+    def agree(self) -> None:
+        """Compare with the other ranks what to reduce, and plan the buckets. A collective.
 
         Raises:
-            RanksDisagree: before the first bucket, on every rank, when they mean different things.
-            PassesDiffer: on every rank, when several passes make a step and the ranks have made
-                different numbers of them.
+            RanksDisagree: on every rank, when their parameters or settings differ.
         """
-        try:
-            if self._agreed != self._collectives.generation:
-                self._agree()
-            plan = self._plan
-            assert plan is not None
-            if self._passes > 1:
-                arrived = self._passes - min(self._step.remaining, default=0)
-                check_passes(self._collectives, arrived)
-            if self._reduction.find_unused:
-                used = [int(self._backend.has_gradient(i)) for i in range(len(self._specs))]
-            self._travel(plan)
-            if self._reduction.find_unused:
-                self._drop_unused(used)
-        except BaseException:
-            # Collectives may still write into the buffers: leave those to them.
-            self._agreed = None
-            raise
-        finally:
-            self._begin_step()
-
-    def reset(self) -> None:
-        """Forget what has arrived since the last `synchronize`, and begin a new step.
-
-        What is in flight still ends, in buffers and under names that are then its own. On every
-        rank something must have arrived, or on none.
-        """
-        if self._plan is not None and self._step.pending:
-            self._open_memory(self._plan)
-            self._resets += 1
-        self._begin_step()
-
-    def _begin_step(self) -> None:
-        buckets = self._plan.buckets if self._plan else ()
-        self._step: _Step[Handle] = _Step(
-            remaining=[self._passes] * len(self._specs),
-            missing=[len(bucket.parameters) for bucket in buckets],
-        )
-
-    def _arrived_too_often(self, i: int) -> str:
-        return (
-            f"the gradient of {self._specs[i].name!r} arrived {self._passes + 1} times since the "
-            f"last step, and backward passes per step are {self._passes}. Call step() or "
-            f"synchronize() after them; where more make a step, put all but the last under "
-            f"hvd.no_sync(optimizer), or say how many there are with accumulation_steps or "
-            f"backward_passes_per_step. (Re-entrant checkpointing of a layer that is used several "
-            f"times does it, too: use_reentrant=False.)"
-        )
-
-    def _agree(self) -> None:
-        in_flight = self._collectives.max(
-            [int(bool(self._step.journeys))], "hvdkit.agreement.in_flight"
-        )
-        if in_flight != [0]:
-            raise HvdkitError(
-                "Horovod was initialised anew, or hvdkit's join() called, between a backward pass "
-                "and its step: some of its gradients have been reduced already. They are "
-                "dropped: call optimizer.zero_grad() now, and repeat the backward pass."
-            )
         dense = self._reduction.sparse_as_dense
         buckets = agree_on_buckets(
             self._collectives,
             self._specs,
             self._reduction,
-            self._window.size,
+            self._window.size if self._window.mean else 1,
             [0 if dense else self._backend.sparse_dims(i) for i in range(len(self._specs))],
             self._agree_on_order,
             self._context,
             self._resumed,
         )
         self._resumed = None
+        # It belongs to the plan before, and fails where Horovod was shut down in between.
+        with suppress(Exception):
+            self.settle()
         self._buckets = buckets
         self._plan, self._name, self._channels = buckets.plan, buckets.name, buckets.channels
-        self._open_memory(self._plan)
+        self._memory = [self._backend.memory(bucket) for bucket in self._plan.buckets]
         self._agreed = self._collectives.generation
+        self._begin_round()
+
+    def send(self) -> None:
+        """Start the buckets that have not started, a few at most; `wait` starts the others.
+
+        A gradient that does not exist counts as zeros, so ranks may use different parts of the
+        model. The ranks have agreed before.
+        """
+        with self._lock:
+            assert self._plan is not None
+            self._round.full.clear()
+            left = [b for b in self._plan.buckets if b.index not in self._round.reductions]
+            for bucket in left[:_IN_FLIGHT]:
+                self._start(bucket)
+
+    def wait(self) -> None:
+        """Wait for every bucket and unpack it. A collective, to which `send` belongs."""
+        try:
+            self._finish()
+        except BaseException:
+            # Collectives may still write into the buffers: they keep those, and the next
+            # agreement makes new ones.
+            self._agreed = None
+            raise
+        finally:
+            self._begin_round()
+
+    def synchronize(self) -> None:
+        """Reduce every gradient: `agree` where that is due, `send`, `wait`. A collective.
+
+        Raises:
+            RanksDisagree: see `agree`.
+        """
+        if not self.agreed:
+            self.agree()
+        self.send()
+        self.wait()
+
+    def settle(self) -> None:
+        """Wait for what the formats learn from the last round. Every rank has started it."""
+        if self._deferred is None:
+            return
+        waiting, result = self._deferred
+        self._deferred = None
+        for reduction, value in zip(waiting, result(), strict=True):
+            self._advance(reduction, value)
+
+    def _begin_round(self) -> None:
+        buckets = self._plan.buckets if self._plan else ()
+        self._round: _Round[Handle] = _Round(
+            self._collectives.generation, [len(bucket.parameters) for bucket in buckets]
+        )
+
+    def _arrived_late(self, i: int) -> str:
+        return (
+            f"the gradient of {self._specs[i].name!r} arrived again after its bucket was sent, in "
+            f"one backward pass. A layer that runs in several re-entrant checkpoints does that: "
+            f"use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+        )
 
     def _agree_on_order(self) -> list[int]:
         """The parameters by the mean place of their gradients in the ranks' backward passes."""
         # What has not arrived comes last, as if the backward pass went through it in reverse.
         count = len(self._specs)
-        arrived = dict.fromkeys(self._step.order)
+        arrived = self._round.arrived
         places = [0] * count
         for place, i in enumerate(
             [*arrived, *(i for i in reversed(range(count)) if i not in arrived)]
@@ -277,84 +290,85 @@ class Synchronizer(Generic[Buffer, Handle]):
         summed = self._collectives.sum(places, "hvdkit.agreement.order")
         return sorted(range(count), key=lambda i: (summed[i], -i))
 
-    def _open_memory(self, plan: BucketPlan) -> None:
-        self._memory = [self._backend.memory(bucket) for bucket in plan.buckets]
-
     def _division(self) -> Division:
         ranks = len(self._collectives.ranks)
         total = 1.0 / self._window.divisor / (ranks if self._reduction.average else 1)
         return Division(total, self._reduction.predivide, ranks)
 
-    def _begin(self, bucket: Bucket) -> None:
+    def _start(self, bucket: Bucket) -> None:
+        self.settle()
         channel, memory = self._channels[bucket.index], self._memory[bucket.index]
-        travel = decided(channel.travel(memory, self._division()))
-        journey: _Journey[Handle] = _Journey(travel, f"{self._name}.{self._resets}.{bucket.index}")
-        self._step.journeys[bucket.index] = journey
-        self._advance(journey, None)
+        steps = decided(channel.travel(memory, self._division()))
+        reduction: _BucketReduction[Handle] = _BucketReduction(
+            steps, f"{self._name}.{bucket.index}"
+        )
+        self._round.reductions[bucket.index] = reduction
+        self._advance(reduction, None)
 
-    def _advance(self, journey: _Journey[Handle], answer: Any) -> None:
-        """Give a journey its answer; start the collective that it asks for next."""
+    def _advance(self, reduction: _BucketReduction[Handle], answer: Any) -> None:
+        """Give a bucket reduction its answer; start the collective that it asks for next."""
         try:
-            journey.request = journey.travel.send(answer)
+            reduction.request = reduction.steps.send(answer)
         except StopIteration:
-            journey.request = None
+            reduction.request = None
             return
-        if isinstance(journey.request, Sum | Gather):
-            name = journey.name
-            if journey.collectives:
-                name += f".{journey.collectives}"
-            journey.collectives += 1
-            if isinstance(journey.request, Sum):
-                journey.handle = self._backend.sum(journey.request.buffer, name)
+        if isinstance(reduction.request, Sum | Gather):
+            name = reduction.name
+            if reduction.collectives:
+                name += f".{reduction.collectives}"
+            reduction.collectives += 1
+            if isinstance(reduction.request, Sum):
+                reduction.handle = self._backend.sum(reduction.request.buffer, name)
             else:
-                journey.handle = self._backend.gather(journey.request.rows, name)
+                reduction.handle = self._backend.gather(reduction.request.rows, name)
 
-    def _settle(self, journey: _Journey[Handle]) -> None:
-        """Wait until a journey asks for what is answered for all buckets at once, or ends."""
+    def _settle_bucket(self, reduction: _BucketReduction[Handle]) -> None:
+        """Wait until a bucket asks for what is answered for all buckets at once, or is done."""
         while True:
-            request = journey.request
+            request = reduction.request
             if isinstance(request, Sum | Gather):
-                assert journey.handle is not None
-                handle, journey.handle = journey.handle, None
-                self._advance(journey, self._backend.wait(handle))
+                assert reduction.handle is not None
+                handle, reduction.handle = reduction.handle, None
+                self._advance(reduction, self._backend.wait(handle))
             elif isinstance(request, Peak) and (request.at_once or not self._backend.batches_peaks):
                 (peak,) = self._backend.peaks([request.buffer])
-                self._advance(journey, peak)
+                self._advance(reduction, peak)
             else:
                 return
 
-    def _travel(self, plan: BucketPlan) -> None:
-        """Begin what has not begun, and bring all of it to its end."""
-        journeys = self._step.journeys
-        # Waited for by bucket, and not by time of departure, because ranks may differ in that. A
-        # few are in flight at once, and not all, which may need more memory in the first step.
-        for bucket in plan.buckets:
-            if bucket.index not in journeys:
-                self._begin(bucket)
+    def _finish(self) -> None:
+        """Start what has not started, and complete every bucket reduction."""
+        assert self._plan is not None
+        buckets = self._plan.buckets
+        reductions = self._round.reductions
+        # Waited for by bucket, and not in the order of their start, in which ranks may differ. A
+        # few are in flight at once, and not all, which may need more memory in the first round.
+        for bucket in buckets:
+            if bucket.index not in reductions:
+                self._start(bucket)
             if bucket.index >= _IN_FLIGHT:
-                self._settle(journeys[bucket.index - _IN_FLIGHT])
-        for bucket in plan.buckets[-_IN_FLIGHT:]:
-            self._settle(journeys[bucket.index])
+                self._settle_bucket(reductions[bucket.index - _IN_FLIGHT])
+        for bucket in buckets[-_IN_FLIGHT:]:
+            self._settle_bucket(reductions[bucket.index])
         while waiting := [
-            journeys[b] for b in range(len(plan.buckets)) if journeys[b].request is not None
+            reductions[b] for b in range(len(buckets)) if reductions[b].request is not None
         ]:
-            peaks = [j for j in waiting if isinstance(j.request, Peak)]
+            peaks = [r for r in waiting if isinstance(r.request, Peak)]
             if peaks:
-                buffers = [j.request.buffer for j in waiting if isinstance(j.request, Peak)]
+                buffers = [r.request.buffer for r in waiting if isinstance(r.request, Peak)]
                 found = self._backend.peaks(buffers)
                 del buffers
-                for journey, peak in zip(peaks, found, strict=True):
-                    self._advance(journey, peak)
-                    self._settle(journey)
+                for reduction, peak in zip(peaks, found, strict=True):
+                    self._advance(reduction, peak)
+                    self._settle_bucket(reduction)
                 continue
-            values = [j.request.value for j in waiting if isinstance(j.request, Largest)]
-            largest = self._collectives.max(values, f"{self._name}.largest")
-            for journey, value in zip(waiting, largest, strict=True):
-                self._advance(journey, value)
-                self._settle(journey)
-
-    def _drop_unused(self, used: Sequence[int]) -> None:
-        anywhere = self._collectives.max(used, f"{self._name}.used")
-        for i, is_used in enumerate(anywhere):
-            if not is_used:
-                self._backend.drop_gradient(i)
+            asked = [r.request for r in waiting if isinstance(r.request, Largest)]
+            result = self._collectives.start_max(
+                [request.value for request in asked], f"{self._name}.largest"
+            )
+            if all(request.deferred for request in asked):
+                self._deferred = waiting, result
+                return
+            for reduction, value in zip(waiting, result(), strict=True):
+                self._advance(reduction, value)
+                self._settle_bucket(reduction)

@@ -1,6 +1,6 @@
 """core's small host-side collectives, over horovod.tensorflow."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +52,16 @@ class TensorFlowCollectives:
     def max(self, values: Sequence[int], name: str) -> list[int]:
         """Element-wise maximum of 64-bit integers."""
         return self._reduce(values, name, mpi_ops.Max)
+
+    def start_sum(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
+        """Sum at once: eager collectives of TensorFlow block."""
+        result = self.sum(values, name)
+        return lambda: result
+
+    def start_max(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
+        """Take the maximum at once: eager collectives of TensorFlow block."""
+        result = self.max(values, name)
+        return lambda: result
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:
         """Every rank's bytes."""

@@ -13,7 +13,7 @@ Example:
 """
 
 # First, because it says what to do when there is no Horovod, or one that does not load.
-from hvdkit.torch.runtime import init, join, shutdown  # isort: skip
+from hvdkit.torch.runtime import init, shutdown  # isort: skip
 
 from horovod.torch import (
     Adasum,
@@ -61,6 +61,7 @@ from horovod.torch import (
     local_size,
     mpi_built,
     mpi_enabled,
+    mpi_lib_v2,  # noqa: F401
     mpi_threads_supported,
     nccl_built,
     poll,
@@ -78,8 +79,11 @@ from horovod.torch import (
 
 from hvdkit.checkpoint.manager import Stopped
 from hvdkit.checkpoint.retention import KeepBest
+from hvdkit.core.accumulation import PassesDiffer
+from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.rounds import BackwardFailed, GradientsChanged
 from hvdkit.errors import RESUMABLE
-from hvdkit.torch import elastic
+from hvdkit.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm  # noqa: F401
 from hvdkit.torch.amp import GradScaler, teach_torchs_grad_scaler
 from hvdkit.torch.checkpoint import Checkpointer
 from hvdkit.torch.clipping import clip_grad_norm_
@@ -90,23 +94,29 @@ from hvdkit.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from hvdkit.torch.joining import join
 from hvdkit.torch.optimizer import DistributedOptimizer, no_sync
-from hvdkit.torch.sampling import ResumableSampler
+from hvdkit.torch.sampling import DistributedSampler, ResumableSampler
 
 __all__ = [
     "RESUMABLE",
     "Adasum",
     "Average",
+    "BackwardFailed",
     "Checkpointer",
     "Compression",
     "DistributedOptimizer",
+    "DistributedSampler",
     "GradScaler",
+    "GradientsChanged",
     "HorovodInternalError",
     "KeepBest",
     "Max",
     "Min",
+    "PassesDiffer",
     "ProcessSet",
     "Product",
+    "RanksDisagree",
     "ResumableSampler",
     "Stopped",
     "Sum",

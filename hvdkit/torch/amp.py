@@ -1,8 +1,8 @@
-"""Loss scaling: gradients are reduced before they are unscaled and looked at.
+"""Loss scaling: every rank takes the same step or skips it.
 
-PyTorch's GradScaler asks whether this rank's gradients are finite. Where one rank overflows and
-another does not, one skips the step and the other waits in it for ever. What every rank must look
-at is the reduced gradients, which are not finite on all ranks if they are not on one.
+A GradScaler skips a step whose gradients are not finite. Reduced gradients are not finite on all
+ranks if they are not on one, so all ranks skip alike. They are reduced when `backward()` returns;
+what is left to do here is to let a rank that made no backward pass take part before it looks.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hvdkit.errors import UsageError
-from hvdkit.torch.optimizer import _DistributedOptimizer
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 # torch.amp's came with torch 2.3, for any device.
 _TorchGradScaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
@@ -34,46 +34,61 @@ class GradScaler(_TorchGradScaler):
     """
 
     _in_window = False
+    _stepped = False
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reduce the gradients and divide them by the scale."""
-        if isinstance(optimizer, _DistributedOptimizer) and not optimizer.reduce():
+        """Divide the reduced gradients by the scale."""
+        if isinstance(optimizer, WrappedOptimizer) and not optimizer.reduce():
             self._in_window = True
             return
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step, unless the reduced gradients are not finite; `optimizer.stepped` tells."""
-        if not isinstance(optimizer, _DistributedOptimizer):
+        if not isinstance(optimizer, WrappedOptimizer):
+            self._stepped = True
             return super().step(optimizer, *args, **kwargs)
-        optimizer.stepped = False
+        optimizer.reset_stepped()
         if not optimizer.reduce():
             self._in_window = True
             return None
-        self._in_window = False
+        self._stepped = True
+        steps = optimizer.steps
         result = super().step(optimizer, *args, **kwargs)
-        if self.is_enabled():
-            checks = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            if any(found.item() for found in checks.values()):
-                optimizer.end_step()
+        if optimizer.steps == steps:
+            optimizer.end_step()
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Adapt the scale after a step."""
-        if self._in_window:
-            self._in_window = False
-            return
-        super().update(new_scale)
+        """Adapt the scale after a step; nothing inside a window of accumulation.
+
+        Raises:
+            UsageError: one optimizer has stepped, and another is inside a window, whose gradients
+                would have different scales.
+        """
+        in_window, stepped = self._in_window, self._stepped
+        self._in_window = self._stepped = False
+        if in_window and stepped:
+            raise UsageError(
+                "one GradScaler serves an optimizer that has stepped and one inside its "
+                "accumulation window, in which the scale must not change: use a GradScaler for "
+                "each of them"
+            )
+        if not in_window:
+            super().update(new_scale)
 
 
 def _reduce_before_unscaling(unscale: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(unscale)
     def reduced(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(optimizer, _DistributedOptimizer) and not optimizer.reduce():
-            raise UsageError(
-                "torch's GradScaler counts every backward pass as a step, which does not go with "
-                "accumulation_steps: use hvd.GradScaler"
-            )
+        if isinstance(optimizer, WrappedOptimizer):
+            if not optimizer.reduce():
+                raise UsageError(
+                    "torch's GradScaler counts every backward pass as a step, which does not go "
+                    "with accumulation_steps: use hvd.GradScaler"
+                )
+            # The scaler may skip the step without telling the optimizer.
+            optimizer.reset_stepped()
         return unscale(self, optimizer, *args, **kwargs)
 
     return reduced

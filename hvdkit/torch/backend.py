@@ -1,12 +1,12 @@
 """How PyTorch packs, reduces and unpacks the gradients of a bucket."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 
-from hvdkit.core.bucketing import Bucket, ParameterSpec
+from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
 from hvdkit.errors import UsageError
 from hvdkit.torch.collectives import TorchCollectives
 
@@ -17,14 +17,20 @@ _PIECE = 1 << 17
 _NARROW = (torch.float16, torch.bfloat16)
 
 
+def dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradient: its own, unless `grad_dtype` is set."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
 def spec(name: str, parameter: torch.Tensor) -> ParameterSpec:
     """Describe `parameter` to the bucket plan."""
     strides = _dense_strides(parameter)
+    dtype = dtype_of_gradient(parameter)
     return ParameterSpec(
         name=name,
         shape=tuple(parameter.shape),
-        dtype=str(parameter.dtype).removeprefix("torch."),
-        itemsize=parameter.element_size(),
+        dtype=str(dtype).removeprefix("torch."),
+        itemsize=dtype.itemsize,
         device=str(parameter.device),
         layout="" if parameter.is_contiguous() or not strides else f"strides {list(strides)}",
     )
@@ -45,13 +51,25 @@ def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
 class TorchMemory:
     """`hvdkit.core.backend.BucketMemory`: a bucket's gradients, and the buffers that it needs.
 
-    Buffers are one-dimensional tensors; views into them have their parameter's shape and, where
+    Buffers are one-dimensional tensors. Views into them have their parameter's shape and, where
     its elements lie side by side, its strides, so that copies are straight.
+
+    Args:
+        bucket: the bucket.
+        parameters: its parameters.
+        on_sparse: called with a parameter's index in the plan whose gradient is sparse, and with
+            the number of its sparse dimensions, when the gradient is packed as a dense one.
     """
 
-    def __init__(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        parameters: Sequence[torch.Tensor],
+        on_sparse: Callable[[int, int], None] = lambda *_: None,
+    ) -> None:
         self._bucket = bucket
         self._parameters = parameters
+        self._on_sparse = on_sparse
         self._strides = [_dense_strides(p) for p in parameters]
         self._kept: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         # The views of the buffer that was packed last.
@@ -65,23 +83,38 @@ class TorchMemory:
     def _buffer(self, dtype: torch.dtype, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
         if dtype in self._kept:
             return self._kept[dtype]
-        flat = torch.empty(self._bucket.elements, dtype=dtype, device=self._parameters[0].device)
-        views = []
-        for p, offset, strides in zip(
-            self._parameters, self._bucket.offsets, self._strides, strict=True
-        ):
-            part = flat[offset : offset + p.numel()]
-            views.append(part.as_strided(p.shape, strides) if strides else part.view(p.shape))
+        device = torch.device(self._bucket.device)
+        flat = torch.empty(self._bucket.elements, dtype=dtype, device=device)
+        views = [self._view(flat, k) for k in range(len(self._parameters))]
         if keep:
             self._kept[dtype] = flat, views
         return flat, views
 
+    def _view(self, flat: torch.Tensor, k: int) -> torch.Tensor:
+        """The part of a buffer that belongs to parameter `k` of the bucket."""
+        p, offset, strides = self._parameters[k], self._bucket.offsets[k], self._strides[k]
+        part = flat[offset : offset + p.numel()]
+        # A tensor of the same memory and not a view, which `p.grad.detach_()` would refuse.
+        return (part.as_strided(p.shape, strides) if strides else part.view(p.shape)).data
+
+    def _dense(self, k: int, gradient: torch.Tensor) -> torch.Tensor:
+        if not gradient.is_sparse:
+            return gradient
+        self._on_sparse(self._bucket.parameters[k], gradient.sparse_dim())
+        return gradient.to_dense()
+
     @torch.no_grad()
     def home(self, factor: float) -> torch.Tensor:
         """One pass, and none for gradients that are there already when the factor is 1."""
-        flat, views = self._buffer(self._parameters[0].dtype, keep=True)
+        flat, views = self._buffer(getattr(torch, self._bucket.dtype), keep=True)
+        start, itemsize = flat.data_ptr(), flat.element_size()
         inside = []
-        for p, view in zip(self._parameters, views, strict=True):
+        for k, (p, offset) in enumerate(zip(self._parameters, self._bucket.offsets, strict=True)):
+            view = views[k]
+            # `Module._apply` and `p.grad.data = ...` give the view, which is the gradient, other
+            # memory.
+            if view.data_ptr() != start + offset * itemsize or view.dtype != flat.dtype:
+                view = views[k] = self._view(flat, k)
             gradient = p.grad
             if gradient is view:
                 inside.append(view)
@@ -89,15 +122,14 @@ class TorchMemory:
             if gradient is None:
                 view.zero_()
             else:
-                if gradient.is_sparse:
-                    gradient = gradient.to_dense()
+                gradient = self._dense(k, gradient)
                 if factor == 1.0:
                     view.copy_(gradient)
                 else:
                     torch.mul(gradient, factor, out=view)
             # A parameter that is frozen now keeps no gradient, so that its optimizer leaves it
-            # alone.
-            if gradient is not None or p.requires_grad:
+            # alone. One that has moved belongs to a round whose result nobody uses.
+            if (gradient is not None or p.requires_grad) and _fits(p, view):
                 p.grad = view
         if factor != 1.0 and inside:
             if len(inside) == len(views):
@@ -111,12 +143,11 @@ class TorchMemory:
         """One pass over memory."""
         flat, self._views = self._buffer(getattr(torch, dtype), keep)
         scale = _Scale(factor)
-        for p, view in zip(self._parameters, self._views, strict=True):
+        for k, (p, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             if p.grad is None:
                 view.zero_()
             else:
-                gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-                _cast_scaled(gradient, view, scale)
+                _cast_scaled(self._dense(k, p.grad), view, scale)
         return flat
 
     @torch.no_grad()
@@ -132,7 +163,7 @@ class TorchMemory:
             if p.grad is None or p.grad.is_sparse:
                 if p.grad is None and not p.requires_grad:
                     continue
-                p.grad = torch.empty_like(p)
+                p.grad = torch.empty_like(p, dtype=dtype_of_gradient(p))
             _cast_scaled(view, p.grad, scale)
         self._views = []
 
@@ -173,6 +204,11 @@ class TorchMemory:
                 p.grad = gradient.to(p.dtype).view(p.shape)
 
 
+def _fits(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether PyTorch accepts `gradient` as that of `parameter`."""
+    return gradient.dtype == dtype_of_gradient(parameter) and gradient.device == parameter.device
+
+
 class _Scale:
     """A factor for all gradients of a bucket.
 
@@ -196,8 +232,13 @@ def _cast_scaled(source: torch.Tensor, target: torch.Tensor, scale: _Scale) -> N
     factor = scale.factor
     if factor == 1.0:
         target.copy_(source)
-    elif source.dtype == target.dtype:
+    elif source.dtype == target.dtype and (
+        target.dtype.is_floating_point or target.dtype.is_complex
+    ):
         torch.mul(source, factor, out=target)
+    elif not (target.dtype.is_floating_point or target.dtype.is_complex):
+        # Towards zero, as PyTorch casts.
+        target.copy_(source.to(torch.promote_types(source.dtype, torch.float32)) * factor)
     elif source.device.type != "cpu":
         _cast_scaled_at_once(source, target, scale)
     elif source.dtype in _NARROW and target.dtype not in _NARROW:
@@ -257,10 +298,13 @@ class TorchBackend:
         self._parameters = parameters
         self._collectives = collectives
         self._on_accelerator = any(p.device.type != "cpu" for p in parameters)
+        #: For each parameter the sparse dimensions that its gradients have had, or 0.
+        self.sparse_seen = [0] * len(parameters)
 
     def memory(self, bucket: Bucket) -> TorchMemory:
         """Nothing is allocated until it is used."""
-        return TorchMemory(bucket, [self._parameters[i] for i in bucket.parameters])
+        parameters = [self._parameters[i] for i in bucket.parameters]
+        return TorchMemory(bucket, parameters, self._see_sparse)
 
     def sum(self, buffer: torch.Tensor, name: str) -> Any:
         """An in-place allreduce."""
@@ -316,9 +360,32 @@ class TorchBackend:
         return self._on_accelerator
 
     def sparse_dims(self, i: int) -> int:
-        """Of `torch.sparse_coo` gradients."""
+        """Of `torch.sparse_coo` gradients, this one or an earlier one."""
         gradient = self._parameters[i].grad
-        return gradient.sparse_dim() if gradient is not None and gradient.is_sparse else 0
+        if gradient is not None and gradient.is_sparse:
+            self._see_sparse(i, gradient.sparse_dim())
+        return self.sparse_seen[i]
+
+    def _see_sparse(self, i: int, dims: int) -> None:
+        self.sparse_seen[i] = max(self.sparse_seen[i], dims)
+
+    def has_sparse_in(self, plan: BucketPlan) -> bool:
+        """Return whether a gradient has been sparse whose bucket in `plan` is dense."""
+        planned = {i for bucket in plan.buckets if bucket.sparse_dims for i in bucket.parameters}
+        return any(self.sparse_dims(i) and i not in planned for i in range(len(self._parameters)))
+
+    @torch.no_grad()
+    def make_sparse(self, dims: Sequence[int], plan: BucketPlan) -> bool:
+        """Make dense gradients sparse that have `dims` sparse dimensions on some rank.
+
+        Returns:
+            Whether there are any in `plan`'s dense buckets.
+        """
+        self.sparse_seen = list(dims)
+        for p, sparse_dims in zip(self._parameters, dims, strict=True):
+            if sparse_dims and p.grad is not None and not p.grad.is_sparse:
+                p.grad = p.grad.to_sparse(sparse_dims)
+        return self.has_sparse_in(plan)
 
     def has_gradient(self, i: int) -> bool:
         """Whether `.grad` is not None."""

@@ -20,7 +20,6 @@ from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch.collectives import TorchCollectives
-from hvdkit.torch.optimizer import _DistributedOptimizer
 from hvdkit.torch.parts import (
     TIED,
     ModelPart,
@@ -32,6 +31,7 @@ from hvdkit.torch.parts import (
     TorchTensor,
     empty,
 )
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 
 class Checkpointer(Manager):
@@ -120,7 +120,7 @@ class Checkpointer(Manager):
         if data is not None:
             parts["data"] = data_part(data)
         parts["metadata"] = kept_in(self.metadata)
-        wrapped = [o for o in optimizers.values() if isinstance(o, _DistributedOptimizer)]
+        wrapped = [o for o in optimizers.values() if isinstance(o, WrappedOptimizer)]
         super().__init__(
             Store(folder, keep_last=keep_last, keep_best=keep_best),
             TorchCollectives(process_set),

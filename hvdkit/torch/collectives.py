@@ -1,6 +1,6 @@
 """core's small host-side collectives, over horovod.torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -41,17 +41,25 @@ class TorchCollectives:
 
     def sum(self, values: Sequence[int], name: str) -> list[int]:
         """Element-wise sum of 64-bit integers."""
-        return self._reduce(values, name, mpi_ops.Sum)
+        return self.start_sum(values, name)()
 
     def max(self, values: Sequence[int], name: str) -> list[int]:
         """Element-wise maximum of 64-bit integers."""
-        return self._reduce(values, name, mpi_ops.Max)
+        return self.start_max(values, name)()
+
+    def start_sum(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
+        """Start an element-wise sum of 64-bit integers; the result waits for it."""
+        return self._start(values, name, mpi_ops.Sum)
+
+    def start_max(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
+        """Start an element-wise maximum of 64-bit integers; the result waits for it."""
+        return self._start(values, name, mpi_ops.Max)
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:
         """Every rank's bytes."""
         if self.alone:
             return [data]
-        size = torch.tensor([len(data)], dtype=torch.int64)
+        size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
         sizes = mpi_ops.allgather(size, name=f"{name}.sizes", process_set=self.process_set)
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NO_BYTES
         joined = mpi_ops.allgather(own, name=name, process_set=self.process_set)
@@ -76,12 +84,12 @@ class TorchCollectives:
             tensor = torch.from_numpy(buffer)
             mpi_ops.broadcast_(tensor, root_rank, name=name, process_set=self.process_set)
 
-    def _reduce(self, values: Sequence[int], name: str, op: int) -> list[int]:
+    def _start(self, values: Sequence[int], name: str, op: int) -> Callable[[], list[int]]:
         if self.alone:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.int64)
-        mpi_ops.allreduce_(tensor, name=name, op=op, process_set=self.process_set)
-        return [int(value) for value in tensor.tolist()]
+            return lambda: list(values)
+        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
+        handle = mpi_ops.allreduce_async_(tensor, name=name, op=op, process_set=self.process_set)
+        return lambda: list(mpi_ops.synchronize(handle).tolist())
 
 
 _CHUNK_BYTES = 1 << 30

@@ -39,6 +39,13 @@ def broadcast_parameters(
         )
     items = params.items() if isinstance(params, Mapping) else params
     named = [item if isinstance(item, tuple) else ("", item) for item in items]
+    for name, value in named:
+        if not isinstance(value, torch.Tensor) and _holds_tensor(value):
+            raise UsageError(
+                f"params[{name!r}] is a {type(value).__name__} with tensors in it: expected "
+                f"tensors, such as model.state_dict() holds. Call broadcast_parameters for each "
+                f"state dict, and broadcast_optimizer_state for an optimizer"
+            )
     # Their order is that of a dict, which ranks may have filled differently.
     tensors = sorted(
         ((str(name), value) for name, value in named if isinstance(value, torch.Tensor)),
@@ -53,6 +60,14 @@ def broadcast_parameters(
         "the parameters to broadcast",
     )
     _broadcast_tensors([value for _, value in tensors], root_rank, process_set)
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_tensor(item) for item in value.values())
+    if isinstance(value, list | tuple | set):
+        return any(_holds_tensor(item) for item in value)
+    return isinstance(value, torch.Tensor)
 
 
 @torch.no_grad()

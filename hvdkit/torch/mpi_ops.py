@@ -3,4 +3,4 @@
 from horovod.torch.mpi_ops import *  # noqa: F403
 from horovod.torch.mpi_ops import HorovodInternalError, ProcessSet  # noqa: F401
 
-from hvdkit.torch.runtime import init, join, shutdown  # noqa: F401
+from hvdkit.torch.runtime import init, shutdown  # noqa: F401

@@ -1,30 +1,19 @@
 """The optimizer that steps with gradients reduced over all ranks."""
 
-import functools
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 from horovod.torch.optimizer import DistributedOptimizer as HorovodDistributedOptimizer
-from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdkit.core import bucketing
 from hvdkit.core.accumulation import Window
-from hvdkit.core.reduction import Reduction, ReductionState
-from hvdkit.core.synchronizer import Synchronizer
-from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.torch.backend import TorchBackend, spec
-from hvdkit.torch.collectives import TorchCollectives
+from hvdkit.core.reduction import Reduction
+from hvdkit.errors import UsageError
 from hvdkit.torch.compression import Compression, wire_format
-
-# A parameter reports to the optimizer that wrapped it last. Two that both counted its gradients,
-# one of them long forgotten, would each find too many.
-_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped
 
 
 def DistributedOptimizer(
@@ -42,13 +31,15 @@ def DistributedOptimizer(
     accumulation_steps: int = 1,
     find_unused_parameters: bool = False,
     bucket_bytes: int = bucketing.BUCKET_BYTES,
+    check_parameters: bool = True,
 ) -> torch.optim.Optimizer:
-    """Wrap `optimizer` so that `step()` uses the gradients of all ranks.
+    """Wrap `optimizer` so that `loss.backward()` leaves the gradients of all ranks.
 
     The result is an instance of the optimizer's own class; it shares state, options and hooks
     with `optimizer`, so LR schedulers may hold either. During the backward pass gradients are
-    packed into buckets, and each bucket is reduced as soon as it is full. With
-    `compression="none"` gradients live in the buckets: `p.grad` is a view of one after `step()`.
+    packed into buckets, and each bucket is reduced as soon as it is full. When `backward()`
+    returns, `p.grad` is the reduced gradient. With `compression="none"` it is a view of a bucket.
+    A further pass before `step()` adds its reduced gradients to the first one's.
 
     Args:
         optimizer: any of torch.optim's but LBFGS.
@@ -72,9 +63,11 @@ def DistributedOptimizer(
             pass: they do nothing until the last. `optimizer.stepped` tells, and
             `optimizer.flush()` ends a window that has been cut short.
         find_unused_parameters: leave `.grad` None for parameters that no rank has used in a
-            step, as one process would, at the price of a small collective. Otherwise they get
+            step, as one process would, at the price of a longer header. Otherwise they get
             zeros.
         bucket_bytes: the largest bucket of several gradients.
+        check_parameters: compare the parameters' values before the first reduction, and raise on
+            every rank if they differ: a forgotten `hvd.broadcast_parameters`.
 
     Raises:
         UsageError: the arguments do not fit together; nothing has been communicated.
@@ -85,6 +78,8 @@ def DistributedOptimizer(
     """
     _check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor)
     window = Window(accumulation_steps)
+    if backward_passes_per_step > 1 and accumulation_steps == 1:
+        window = Window(backward_passes_per_step, mean=False)
     if accumulation_steps > 1 and (backward_passes_per_step > 1 or op == mpi_ops.Adasum):
         raise UsageError(
             f"accumulation_steps is {accumulation_steps}, with backward_passes_per_step "
@@ -111,45 +106,38 @@ def DistributedOptimizer(
         find_unused=find_unused_parameters,
     )
     kind = type(optimizer)
-    cls: type[_DistributedOptimizer] = type(
-        kind.__name__, (_DistributedOptimizer, kind), {"__doc__": kind.__doc__}
+    cls: type[WrappedOptimizer] = type(
+        kind.__name__, (WrappedOptimizer, kind), {"__doc__": kind.__doc__}
     )
-    wrapped = cls.__new__(cls)
-    wrapped._wrap(
-        optimizer, names, reduction, window, _group_lists(groups or num_groups, names), process_set
+    result = cls.__new__(cls)
+    result._wrap(
+        optimizer,
+        names,
+        reduction,
+        window,
+        _group_lists(groups or num_groups, names),
+        process_set,
+        check_parameters,
     )
-    return wrapped
+    return result
 
 
 @contextmanager
 def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within it, backward passes add to the gradients on this rank and count for nothing.
+    """Within it, backward passes add to the gradients on this rank, and nothing is reduced.
 
-    For all but the last of several backward passes that belong together, such as two losses.
+    For all but the last of several backward passes that belong together, such as two losses. The
+    next pass outside reduces the sum. Until then `p.grad` holds only what this rank has added.
 
     Raises:
         UsageError: `optimizer` is not a `DistributedOptimizer`.
     """
-    wrapped = distributed(optimizer)
-    previous, wrapped._muted = wrapped._muted, True
+    own = wrapped(optimizer)
+    previous, own._muted = own._muted, True
     try:
         yield
     finally:
-        wrapped._muted = previous
-
-
-def distributed(optimizer: torch.optim.Optimizer) -> "_DistributedOptimizer":
-    """`optimizer`, which must be one that `DistributedOptimizer` made.
-
-    Raises:
-        UsageError: it is another.
-    """
-    if not isinstance(optimizer, _DistributedOptimizer):
-        raise UsageError(
-            f"optimizer is a {type(optimizer).__name__} that is not wrapped: expected what "
-            f"hvd.DistributedOptimizer returned"
-        )
-    return optimizer
+        own._muted = previous
 
 
 def _op_name(op: int) -> str:
@@ -208,7 +196,7 @@ def _check_arguments(
 ) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optimizer is a {type(optimizer).__name__}: expected a torch optimizer")
-    if isinstance(optimizer, _DistributedOptimizer) or hasattr(optimizer, "_allreduce_delay"):
+    if isinstance(optimizer, WrappedOptimizer) or hasattr(optimizer, "_allreduce_delay"):
         raise UsageError(
             "the optimizer is a DistributedOptimizer already: wrap the plain one, once"
         )
@@ -264,311 +252,3 @@ def _parameter_names(
             f"of every model that the optimizer trains, or none"
         )
     return {p: names[p] for p in own}
-
-
-class _DistributedOptimizer(torch.optim.Optimizer):
-    """What a wrapped optimizer does before its own class's methods.
-
-    Attributes:
-        stepped: whether the last `step()` changed the parameters; False inside a window of
-            accumulation, and where a `GradScaler` skipped the step.
-    """
-
-    def _wrap(
-        self,
-        plain: torch.optim.Optimizer,
-        names: dict[torch.nn.Parameter, str],
-        reduction: Reduction,
-        window: Window,
-        groups: list[list[torch.nn.Parameter]],
-        process_set: mpi_ops.ProcessSet,
-    ) -> None:
-        # Not by __init__, which would drop state that has been loaded. `step` is in there when an
-        # LR scheduler counts the plain optimizer's steps; ours must not be hidden by it.
-        self.__dict__.update((k, v) for k, v in plain.__dict__.items() if k != "step")
-        self._plain = plain
-        self._names = names
-        self.op = mpi_ops.Average if reduction.average else mpi_ops.Sum
-        self.backward_passes_per_step = reduction.passes
-        self.gradient_predivide_factor = reduction.predivide or 1.0
-        self.process_set = process_set
-        self.stepped = False
-        self._reduction = reduction
-        self._window = window
-        self._groups = groups
-        self._collectives = TorchCollectives(process_set)
-        self._should_synchronize = True
-        self._reduced = False
-        self._muted = False
-        # The graph tasks of the backward pass that is under way.
-        self._tasks: set[int] = set()
-        # One for the parameters at the start, and one for each set of later additions.
-        self._synchronizers: list[Synchronizer[torch.Tensor, Any]] = []
-        self._managed: set[torch.nn.Parameter] = set()
-        self._adopt_new_parameters()
-
-    def _adopt_new_parameters(self) -> None:
-        """Plan the parameters that need gradients and are not planned yet, if there are any."""
-        everyone = [p for group in self.param_groups for p in group["params"]]
-        new = [p for p in everyone if p.requires_grad and p not in self._managed]
-        if not new:
-            return
-        for p in everyone:
-            self._names.setdefault(p, f"added.parameter{len(self._names)}")
-        index = {p: i for i, p in enumerate(new)}
-        groups = [[index[p] for p in group if p in index] for group in self._groups]
-        synchronizer = Synchronizer(
-            [spec(self._names[p], p) for p in new],
-            TorchBackend(new, self._collectives),
-            self._collectives,
-            replace(self._reduction, groups=[group for group in groups if group]),
-            self._window,
-            context=[
-                f"optimizer: {type(self).__name__}",
-                *(
-                    f"parameter {i} of the optimizer is {self._names[p]!r}, "
-                    f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}, "
-                    f"requires_grad={p.requires_grad}"
-                    for i, p in enumerate(everyone)
-                ),
-                f"the optimizer has {len(everyone)} parameters",
-            ],
-        )
-        self._synchronizers.append(synchronizer)
-        self._managed.update(new)
-        for i, p in enumerate(new):
-            _report_gradient(p, self, synchronizer, i)
-
-    def _arrived(self, synchronizer: Synchronizer[torch.Tensor, Any], i: int) -> None:
-        window = self._window
-        if self._muted:
-            synchronizer.check_local(i)
-            return
-        if window.size > 1:
-            task = torch._C._current_graph_task_id()
-            if task not in self._tasks:
-                self._tasks.add(task)
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_task)
-            window.arrival()
-            if not window.in_last_pass:
-                return
-        synchronizer.mark_ready(i)
-
-    def _end_task(self) -> None:
-        # A re-entrant backward pass (checkpointing) ends inside a node of the one around it.
-        if torch._C._current_autograd_node() is None:
-            self._end_pass()
-
-    def _end_pass(self) -> None:
-        # Called between passes, too: a pass may have had re-entrant parts only.
-        self._tasks.clear()
-        self._window.end_pass()
-
-    @property
-    def pending(self) -> bool:
-        """Whether gradients of this rank wait to be reduced."""
-        return any(synchronizer.pending for synchronizer in self._synchronizers)
-
-    @property
-    def accumulating(self) -> bool:
-        """Whether more backward passes must come before a step."""
-        self._end_pass()
-        return self._window.open
-
-    def reduce(self) -> bool:
-        """Reduce the gradients, unless that has been done or more passes must come. A collective.
-
-        Returns:
-            Whether the gradients are the reduced ones.
-        """
-        if self.accumulating:
-            return False
-        if self.pending or not self._reduced:
-            self.synchronize()
-        return True
-
-    def synchronize(self) -> None:
-        """Make every gradient the reduced one. A collective; `step()` calls it.
-
-        Call it yourself to look at or change the reduced gradients before `step()`, which does
-        not reduce them again.
-        """
-        if self.accumulating:
-            return
-        # Parameters that were unfrozen have gradients now which are nobody's yet.
-        self._adopt_new_parameters()
-        for synchronizer in self._synchronizers:
-            synchronizer.synchronize()
-        self._reduced = True
-
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Within it `step()` takes the gradients as they are."""
-        self._should_synchronize = False
-        try:
-            yield
-        finally:
-            self._should_synchronize = True
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce the gradients, then step as the plain optimizer does.
-
-        A closure's gradients are reduced after each of its calls. Inside a window of accumulation
-        nothing happens; the attribute `stepped` tells.
-
-        Raises:
-            UsageError: a closure, which makes the backward passes itself, with accumulation.
-        """
-        self.stepped = False
-        if closure is not None and self._window.size > 1:
-            raise UsageError(
-                f"step(closure) with accumulation_steps {self._window.size}: a closure makes its "
-                f"passes itself; accumulate in it, or call step() without one"
-            )
-        if self.accumulating:
-            return None
-        if closure is None:
-            if self._should_synchronize:
-                self.reduce()
-            result = super().step()
-        else:
-            result = super().step(self._reducing(closure) if self._should_synchronize else closure)
-        # An LR scheduler that holds the plain optimizer asks whether it has stepped.
-        self._plain._opt_called = True  # type: ignore[attr-defined]
-        self.end_step()
-        self.stepped = True
-        return result
-
-    # torch would wrap this method, too, to run the step hooks; the plain class's step runs them.
-    step.hooked = True  # type: ignore[attr-defined]
-
-    def end_step(self) -> None:
-        """The gradients have been used, or are not to be: the next window begins."""
-        self.stepped = False
-        self._reduced = False
-        self._window.close()
-
-    def flush(self, step: Callable[[], Any] | None = None) -> bool:
-        """End a window of accumulation that has been cut short, for instance with the data.
-
-        A collective, whether or not there is anything to do: every rank calls it. The gradient is
-        the mean over the passes that there were.
-
-        Args:
-            step: what to call instead of `self.step`, for instance a function that also clips.
-
-        Returns:
-            Whether there was anything to step with.
-
-        Raises:
-            PassesDiffer: on every rank, when they have accumulated different numbers of passes.
-        """
-        self._end_pass()
-        if self._window.size == 1 and self.pending:
-            self._window.passes = 1
-        if not self._window.cut(self._collectives):
-            return False
-        (step or self.step)()
-        self._window.close()
-        return True
-
-    def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def reduced() -> Any:
-            loss = closure()
-            self.synchronize()
-            return loss
-
-        return reduced
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients; nothing inside a window of accumulation.
-
-        Raises:
-            HvdkitError: between `backward()` and `step()`, where they are about to be reduced.
-        """
-        if self.accumulating and self._window.passes:
-            return
-        if self.pending:
-            raise HvdkitError(
-                "optimizer.zero_grad() was called after loss.backward() and before "
-                "optimizer.step() or optimizer.synchronize(): call it before backward() or after "
-                "step()"
-            )
-        self._reduced = False
-        self._window.close()
-        super().zero_grad(set_to_none)
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many backward passes make a step, and begin a new one.
-
-        Raises:
-            UsageError: it is below 1, or the optimizer was made with accumulation_steps.
-        """
-        if self._window.size > 1:
-            raise UsageError(
-                f"set_backward_passes_per_step({passes}) on an optimizer with accumulation_steps "
-                f"{self._window.size}: use one of the two"
-            )
-        for synchronizer in self._synchronizers:
-            synchronizer.set_passes(passes)
-        self._reduction = replace(self._reduction, passes=passes)
-        self.backward_passes_per_step = passes
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the plain optimizer's, and begin a new step."""
-        self.begin_anew()
-        super().load_state_dict(state_dict)
-        # torch puts new containers in place of the shared ones.
-        self._plain.__dict__.update(state=self.state, param_groups=self.param_groups)
-
-    def begin_anew(self) -> None:
-        """Begin a new step: what has arrived is forgotten. On every rank, or on none."""
-        for synchronizer in self._synchronizers:
-            synchronizer.reset()
-        self.end_step()
-
-    @property
-    def between_steps(self) -> bool:
-        """Whether no gradients wait for more, or for `step()`."""
-        self._end_pass()
-        return not self._window.passes and not self.pending
-
-    def reduction_states(self) -> list[ReductionState | None]:
-        """What must be the same for sums to round the same, for each set of parameters."""
-        return [synchronizer.state for synchronizer in self._synchronizers]
-
-    def resume_reduction(self, states: Sequence[ReductionState | None]) -> None:
-        """Go on with what `reduction_states` gave, on every rank the same."""
-        self._adopt_new_parameters()
-        for synchronizer, state in zip(self._synchronizers, states, strict=False):
-            synchronizer.resume(state)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the plain optimizer's; every rank must add the same."""
-        super().add_param_group(param_group)
-        self._adopt_new_parameters()
-
-
-def _report_gradient(
-    parameter: torch.nn.Parameter,
-    optimizer: _DistributedOptimizer,
-    synchronizer: Synchronizer[torch.Tensor, Any],
-    i: int,
-) -> None:
-    previous: RemovableHandle | None = _hooks.get(parameter)
-    if previous is not None:
-        previous.remove()
-    # Weakly, so that the model does not keep an optimizer alive that has been dropped.
-    hook = functools.partial(_on_gradient, weakref.ref(optimizer), weakref.ref(synchronizer), i)
-    _hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
-
-
-def _on_gradient(
-    optimizer_reference: "weakref.ref[_DistributedOptimizer]",
-    reference: "weakref.ref[Synchronizer[torch.Tensor, Any]]",
-    i: int,
-    _: torch.Tensor,
-) -> None:
-    optimizer, synchronizer = optimizer_reference(), reference()
-    if optimizer is not None and synchronizer is not None:
-        optimizer._arrived(synchronizer, i)

@@ -12,7 +12,7 @@ from hvdkit.checkpoint import dtypes, randomness
 from hvdkit.checkpoint.state import TensorSpec, Tree
 from hvdkit.core.reduction import ReductionState
 from hvdkit.errors import UsageError
-from hvdkit.torch.optimizer import _DistributedOptimizer
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 #: torch's dtypes -> safetensors' names of them. Not every torch has all of these.
 _DTYPES = {
@@ -313,7 +313,7 @@ class OptimizerPart:
         groups = _without_tensors(tree["param_groups"])
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        if isinstance(optimizer, _DistributedOptimizer):
+        if isinstance(optimizer, WrappedOptimizer):
             optimizer.begin_anew()
 
 
@@ -365,7 +365,7 @@ class ReductionPart:
         self._optimizers = {
             name: optimizer
             for name, optimizer in optimizers.items()
-            if isinstance(optimizer, _DistributedOptimizer)
+            if isinstance(optimizer, WrappedOptimizer)
         }
 
     def capture(self) -> Tree:

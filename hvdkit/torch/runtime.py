@@ -22,18 +22,6 @@ def generation() -> int:
     return _runtime.generation
 
 
-def join(device: int = -1) -> int:
-    """Take no further part until every rank has come here; what the others reduce gets zeros.
-
-    Horovod's, for ranks with fewer batches than others. Afterwards the ranks compare anew what
-    they mean to reduce, because one that has joined before its first step never did.
-
-    Args:
-        device: where to make the zeros: a GPU's number, or -1 for the CPU.
-
-    Returns:
-        The last rank to join.
-    """
-    last = int(mpi_ops.join(device))
+def renew() -> None:
+    """Void what the ranks have agreed on, as all of them do when they return from `join`."""
     _runtime.renew()
-    return last

@@ -9,9 +9,32 @@ import numpy as np
 import torch
 from horovod.torch import mpi_ops
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import distributed as torch_distributed
 
 from hvdkit.core.sampling import Epochs
 from hvdkit.errors import UsageError
+
+
+class DistributedSampler(torch_distributed.DistributedSampler):
+    """`torch.utils.data.DistributedSampler` over Horovod's ranks.
+
+    It takes the arguments of PyTorch's class. `num_replicas` and `rank` are those of the job,
+    unless they are given; PyTorch's class asks its own process group, which a Horovod job has not.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if not mpi_ops.is_initialized():
+            raise UsageError("Horovod is not initialised: call hvd.init() before this")
+        size = mpi_ops.size() if num_replicas is None else num_replicas
+        own = mpi_ops.rank() if rank is None else rank
+        super().__init__(dataset, size, own, *args, **kwargs)
 
 
 class ResumableSampler(Epochs, Sampler[int]):

@@ -102,6 +102,7 @@ def _check(options: argparse.Namespace) -> int:
             continue
         if options.part == "all" and _done(part, options.folder, facts):
             print(f"== {part}: done before; `check_gpu {part}` repeats it", flush=True)
+            failed |= _has_failed(results / f"{part}.json")
             continue
         print(f"== {part}, at most {_seconds(part, options)} s", flush=True)
         failed |= _run(part, options, facts) != 0
@@ -112,6 +113,11 @@ def _check(options: argparse.Namespace) -> int:
 
 def _seconds(part: str, options: argparse.Namespace) -> int:
     return PARTS[part] * (_DRY_FACTOR if options.dry_run else 1)
+
+
+def _has_failed(path: Path) -> bool:
+    content = read(path)
+    return any(check["outcome"] == "failed" for check in (content or {}).get("checks", ()))
 
 
 def _done(part: str, folder: Path, facts: Mapping[str, Any]) -> bool:

@@ -115,7 +115,11 @@ def read(path: Path) -> dict[str, Any] | None:
 
 def line(check: Check) -> str:
     """The result as a line of a Markdown list."""
-    figures = ", ".join(f"{name} {_figure(value)}" for name, value in check.values.items())
+    figures = ", ".join(
+        f"{name} {_figure(value)}"
+        for name, value in check.values.items()
+        if not isinstance(value, list | dict)  # whole outputs are in the JSON file only
+    )
     said = "; ".join(filter(None, [check.detail.replace("\n", " / "), figures]))
     return f"- {check.outcome}: {check.name}" + (f": {said}" if said else "")
 

@@ -136,6 +136,8 @@ class NumpyMemory:
         if gradient is None:
             shape = self.specs[i].shape[self.bucket.sparse_dims :]
             return Rows(np.zeros(0, int), np.zeros((0, *shape), self.dtype))
+        if not isinstance(gradient, Rows):
+            gradient = Rows(np.arange(len(gradient)), gradient)
         return Rows(gradient.indices, gradient.values * factor)
 
     def put_rows(self, rows: Rows) -> None:

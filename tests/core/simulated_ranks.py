@@ -62,6 +62,11 @@ class SimulatedGroup:
             self._end_what_is_full()
             return waiting[rank]
 
+    @property
+    def in_flight(self) -> list[str]:
+        """The names of collectives that some ranks have begun and others have not."""
+        return sorted(self._begun)
+
     def release(self) -> None:
         """Let what is held end."""
         with self.arrived:
@@ -109,12 +114,31 @@ class SimulatedCollectives:
         self._turns[name] = self._turns.get(name, 0) + 1
         return self.group.exchange(self.rank, name, self._turns[name], value)
 
+    @property
+    def alone(self) -> bool:
+        return self.group.size == 1
+
     def sum(self, values: Sequence[int], name: str) -> list[int]:
         return [sum(column) for column in zip(*self.exchange(list(values), name), strict=True)]
 
     def max(self, values: Sequence[int], name: str) -> list[int]:
         assert all(value >= 0 for value in values)
         return [max(column) for column in zip(*self.exchange(list(values), name), strict=True)]
+
+    def start_sum(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
+        return self._start(values, name, sum)
+
+    def start_max(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
+        return self._start(values, name, max)
+
+    def _start(self, values: Sequence[int], name: str, combine: Any) -> Callable[[], list[int]]:
+        def finish(everyone: list[list[int]]) -> list[list[int]]:
+            combined = [combine(column) for column in zip(*everyone, strict=True)]
+            return [combined for _ in everyone]
+
+        self.names.append(name)
+        handle = self.group.begin(self.rank, name, list(values), finish)
+        return lambda: self.group.wait(handle)
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:
         return self.exchange(data, name)
@@ -128,9 +152,13 @@ class SimulatedCollectives:
         buffer[:] = sent[root_rank]
 
 
-def on_every_rank(size: int, function: Callable[[SimulatedCollectives], Any]) -> list[Any]:
+def on_every_rank(
+    size: int,
+    function: Callable[[SimulatedCollectives], Any],
+    group: SimulatedGroup | None = None,
+) -> list[Any]:
     """Call `function` on `size` simulated ranks; their results or exceptions, by rank."""
-    group = SimulatedGroup(size)
+    group = group or SimulatedGroup(size)
     results: list[Any] = [None] * size
 
     def call(rank: int) -> None:

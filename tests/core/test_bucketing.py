@@ -2,7 +2,13 @@ import random
 
 import pytest
 
-from hvdkit.core.bucketing import FIRST_BUCKET_BYTES, MB, ParameterSpec, plan
+from hvdkit.core.bucketing import (
+    FIRST_BUCKET_BYTES,
+    MB,
+    ParameterSpec,
+    describe_devices,
+    plan,
+)
 from hvdkit.errors import UsageError
 
 
@@ -152,6 +158,26 @@ def test_what_a_device_is_called_does_not_enter_the_digest():
     second = plan([spec("a", 10, device="cuda:2"), spec("b", 10, device="cuda:3")])
     assert first.digest == second.digest
     assert first.digest != plan([spec("a", 10), spec("b", 10)]).digest
+
+
+def test_devices_are_described_by_their_kind_and_the_order_in_which_they_occur():
+    def described(*devices):
+        return describe_devices([spec(f"p{i}", 1, device=d) for i, d in enumerate(devices)])
+
+    first = described("cuda:0", "cuda:1", "cuda:0")
+    assert first == described("cuda:5", "cuda:4", "cuda:5")
+    assert first == [
+        "gradient 0 is on cuda device number 0 of the model",
+        "gradient 1 is on cuda device number 1 of the model",
+        "gradient 2 is on cuda device number 0 of the model",
+    ]
+    others = [
+        described("cuda:0", "cuda:1", "cuda:1"),
+        described("cuda:0", "cuda:0", "cuda:0"),
+        described("cuda:0", "cpu", "cuda:0"),
+        described("cuda:0", "cuda:1"),
+    ]
+    assert first not in others
 
 
 def test_no_parameters_make_no_buckets():

@@ -119,6 +119,27 @@ WIDE = ["Sum float32", "Peak", "Largest"]
 REPEATED = ["Sum float16", "Peak", "Sum float32", "Peak", "Largest"]
 
 
+def test_float16_gradients_are_final_before_the_largest_sum_of_the_ranks_is_known():
+    ranks = Ranks(3)
+    answer, before = ranks._answer, []
+
+    def watched(requests):
+        if isinstance(requests[0], Largest):
+            assert all(request.deferred for request in requests)
+            before.append([memory.gradients[0].copy() for memory in ranks.memories])
+        return answer(requests)
+
+    ranks._answer = watched
+    turns = []
+    for value in (1.0, 3.0, 1e9):
+        results = ranks.step([np.full(ELEMENTS, value * (rank + 1)) for rank in range(3)])
+        turns.append(ranks.turns)
+        assert np.array_equal(before.pop(), results)
+        assert not before
+        assert np.allclose(results, 2 * value)
+    assert turns == [WIDE, NARROW, REPEATED]
+
+
 def check_bound(ranks, gradients, results):
     """The promise of `Float16`, for every element on every rank."""
     exact = np.array(gradients, ranks.dtype).astype("float64")
@@ -730,7 +751,7 @@ def test_formats_have_names():
         by_name("fp8")
 
 
-# A format of one's own: one byte per value. docs/synchronizer.md quotes it.
+# A format of one's own: one byte per value.
 
 
 class Int8(WireFormat):

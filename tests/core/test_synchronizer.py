@@ -4,19 +4,19 @@ import gc
 import threading
 import time
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from hvdkit.core import bucketing
-from hvdkit.core.accumulation import PassesDiffer, Window
+from hvdkit.core.accumulation import Window
 from hvdkit.core.agreement import RanksDisagree
 from hvdkit.core.bucketing import ParameterSpec
 from hvdkit.core.compression import BFloat16, Float16, NoCompression
 from hvdkit.core.reduction import Reduction
 from hvdkit.core.synchronizer import Synchronizer
 from hvdkit.errors import HvdkitError, UsageError
-from tests.core import simulated_ranks
 from tests.core.simulated_framework import NumpyBackend, Rows
 from tests.core.simulated_ranks import on_every_rank
 
@@ -139,17 +139,11 @@ def test_a_window_of_passes_is_averaged_and_a_cut_one_over_what_it_has():
     def run(collectives):
         window = Window(4)
         synchronizer, backend = make(collectives, window=window, average=True)
-
-        def accumulate(passes):
-            for _ in range(passes):
-                window.arrival()
-                window.end_pass()
-
-        accumulate(4)
+        window.passes = 4
         results = [step(synchronizer, backend, 12.0)]
         window.close()
-        accumulate(3)
-        window.cut(collectives)
+        window.passes = 3
+        window.end_early()
         results.append(step(synchronizer, backend, 12.0))
         return results
 
@@ -194,7 +188,69 @@ def test_a_full_bucket_is_reduced_during_the_backward_pass():
         return seen, len(backend.diary), backend.memories
 
     # The memory of the first step is used again.
-    assert on_ranks(2, run) == [([0, 1, 1, 2], 4, 2)] * 2
+    assert on_ranks(2, run) == [([0, 0, 1, 1], 4, 2)] * 2
+
+
+def test_a_full_bucket_starts_at_the_next_arrival_in_its_thread_and_not_before():
+    specs = [spec(f"p{i}", 2) for i in range(6)]
+
+    def run(collectives):
+        synchronizer, backend = make(collectives, specs)
+        step(synchronizer, backend, 1.0)
+        give(backend, 1.0)
+        seen = arrive(synchronizer, backend, order=[5, 4])
+        # Hooks of the user that run after the arrival may still change the gradient.
+        backend.gradients[4][:] = 7.0
+        other = threading.Thread(target=arrive, args=(synchronizer, backend, [3, 2]))
+        other.start()
+        other.join()
+        seen.append(len(backend.diary) - 3)
+        backend.gradients[2][:] = 9.0
+        # The bucket that the other thread has filled does not start here.
+        seen += arrive(synchronizer, backend, order=[1, 0])
+        backend.gradients[3][:] = 8.0
+        synchronizer.synchronize()
+        names = [f"{synchronizer.name}.{k}" for k in range(3)]
+        assert backend.diary[3] == names[0]
+        assert sorted(backend.diary[3:]) == names
+        return seen, [float(gradient[0]) for gradient in backend.gradients]
+
+    values = [2.0, 2.0, 18.0, 16.0, 14.0, 2.0]
+    assert on_ranks(2, run) == [([0, 0, 0, 1, 1], values)] * 2
+
+
+def test_a_gradient_that_arrives_again_before_its_bucket_starts_counts_once():
+    def run(collectives):
+        synchronizer, backend = make(collectives)
+        for agreed in (False, True):
+            give(backend, 1.0)
+            seen = arrive(synchronizer, backend, order=[3, 3, 2])
+            backend.gradients[3][:] = 5.0
+            seen += arrive(synchronizer, backend, order=[3, 2, 1])
+            # Neither an arrival that is repeated nor one before the agreement starts a bucket.
+            assert seen[-3:] == [0, 0, int(agreed)]
+            seen += arrive(synchronizer, backend, order=[1, 0])
+            synchronizer.synchronize()
+            assert members(synchronizer) == [(3, 2), (1, 0)]
+            assert len(backend.diary) == (4 if agreed else 2)
+        return [float(gradient[0]) for gradient in backend.gradients]
+
+    assert on_ranks(2, run) == [[2.0, 2.0, 2.0, 10.0]] * 2
+
+
+def test_a_gradient_that_arrives_again_after_its_bucket_has_started_is_an_error():
+    def run(collectives):
+        synchronizer, backend = make(collectives)
+        step(synchronizer, backend, 1.0)
+        give(backend, 2.0)
+        assert arrive(synchronizer, backend, order=[3, 2, 1]) == [0, 0, 1]
+        with pytest.raises(HvdkitError, match="'p2' arrived again.*use_reentrant=False"):
+            synchronizer.mark_ready(2)
+        # The round can be completed, and the next one is not affected.
+        synchronizer.synchronize()
+        return backend.gradients[0].tolist(), step(synchronizer, backend, 3.0)
+
+    assert on_ranks(2, run) == [([4.0, 4.0], 6.0)] * 2
 
 
 def test_nothing_is_reduced_before_the_ranks_have_agreed():
@@ -207,7 +263,7 @@ def test_nothing_is_reduced_before_the_ranks_have_agreed():
         synchronizer.synchronize()
         return seen, named, collectives.names[:2]
 
-    names = ["hvdkit.agreement.in_flight", "hvdkit.agreement"]
+    names = ["hvdkit.agreement", "hvdkit.agreement.number"]
     assert on_ranks(2, run) == [([0] * 4, [], names)] * 2
 
 
@@ -231,7 +287,7 @@ def test_buckets_follow_the_order_in_which_gradients_arrive():
         synchronizer.synchronize()
         return members(synchronizer), seen
 
-    assert on_ranks(2, run) == [([(1, 3), (0, 2)], [0, 1, 1, 2])] * 2
+    assert on_ranks(2, run) == [([(1, 3), (0, 2)], [0, 0, 1, 1])] * 2
 
 
 def test_ranks_whose_gradients_arrive_in_different_orders_share_the_mean_one():
@@ -314,7 +370,8 @@ def test_ranks_agree_anew_when_horovod_has_been_initialised_anew():
         ({"specs": [*SPECS[:3], spec("p3", 2, dtype="float32")]}, "'p3', float32"),
         ({"specs": [*SPECS[:3], spec("p3", 2, layout="strides [7]")]}, r"strides \[7\]"),
         ({"specs": [*SPECS[:3], spec("q", 2)]}, "'q'"),
-        ({"specs": SPECS[:3]}, "nothing more"),
+        ({"specs": SPECS[:3]}, "'p3', .*; rank 1: 3 gradients in all"),
+        ({"specs": [*SPECS[:3], replace(SPECS[3], device="gpu:0")]}, "3 is on gpu device number 1"),
     ],
 )
 def test_ranks_that_differ_fail_on_all_of_them_before_anything_is_reduced(setting, words):
@@ -329,31 +386,50 @@ def test_ranks_that_differ_fail_on_all_of_them_before_anything_is_reduced(settin
     assert on_ranks(3, run) == [([], [[1.0, 1.0]] * 3)] * 3
 
 
-@pytest.mark.parametrize("agreed", [False, True])
-def test_ranks_that_made_different_numbers_of_passes_fail_on_all_of_them(agreed):
+def test_ranks_whose_devices_divide_the_model_differently_fail_on_all_of_them():
     def run(collectives):
-        synchronizer, backend = make(collectives, passes=2)
-
-        def passes(count):
-            give(backend, 1.0)
-            for _ in range(count):
-                arrive(synchronizer, backend)
-
-        if agreed:
-            passes(2)
+        # Parameters 2 and 3 are on a second device, except on rank 1.
+        devices = [0, 0, 0, 0] if collectives.rank == 1 else [0, 0, 1, 1]
+        specs = [replace(s, device=f"cuda:{d}") for s, d in zip(SPECS, devices, strict=True)]
+        synchronizer, backend = make(collectives, specs)
+        give(backend, 1.0)
+        words = "ranks 0, 2: gradient 2 is on cuda device number 1 of the model; rank 1: "
+        with pytest.raises(RanksDisagree, match=words):
             synchronizer.synchronize()
-        reduced = len(backend.diary)
-        passes(2 - collectives.rank)
-        with pytest.raises(PassesDiffer, match="rank 0: 2, rank 1: 1"):
-            synchronizer.synchronize()
-        if collectives.rank or not agreed:
-            assert len(backend.diary) == reduced
-        # All have stopped and may go on together.
-        passes(2)
-        synchronizer.synchronize()
-        return [gradient.tolist() for gradient in backend.gradients]
+        return backend.diary
 
-    assert on_ranks(2, run) == [[[2.0, 2.0]] * 4] * 2
+    assert on_ranks(3, run) == [[]] * 3
+
+
+def test_ranks_may_use_devices_of_other_names():
+    def run(collectives):
+        first = 2 * collectives.rank
+        devices = [first, first, first + 1, first]
+        specs = [replace(s, device=f"cuda:{d}") for s, d in zip(SPECS, devices, strict=True)]
+        synchronizer, backend = make(collectives, specs)
+        return [step(synchronizer, backend, 1.0) for _ in range(2)], members(synchronizer)
+
+    first, *others = on_ranks(3, run)
+    assert first[0] == [3.0, 3.0]
+    assert sorted(map(sorted, first[1])) == [[0], [1, 3], [2]]
+    assert others == [first] * 2
+
+
+@pytest.mark.parametrize("wire_format", [NONE, Float16()])
+def test_names_are_the_same_in_every_round(wire_format):
+    def run(collectives):
+        synchronizer, backend = make(collectives, wire_format=wire_format)
+        step(synchronizer, backend, 1.0)
+        rounds = []
+        for order in (None, [0, 3, 1, 2], []):
+            before, named = len(backend.diary), len(collectives.names)
+            step(synchronizer, backend, 1.0, order)
+            rounds.append((sorted(backend.diary[before:]), collectives.names[named:]))
+        name = synchronizer.name
+        largest = [] if wire_format is NONE else [f"{name}.largest"]
+        return rounds == [([f"{name}.0", f"{name}.1"], largest)] * 3
+
+    assert on_ranks(2, run) == [True, True]
 
 
 def test_names_are_the_same_on_all_ranks_and_different_between_synchronizers():
@@ -388,169 +464,6 @@ def test_two_synchronizers_may_have_buckets_in_flight_at_once():
     assert on_ranks(2, run) == [[[2.0, 2.0], [4.0, 4.0]]] * 2
 
 
-def test_a_gradient_is_ready_after_the_last_pass():
-    def run(collectives):
-        synchronizer, backend = make(collectives, passes=2)
-        seen = []
-        for _ in range(2):
-            give(backend, 1.0)
-            seen.append([arrive(synchronizer, backend)[-1] for _ in range(2)])
-            assert synchronizer.pending
-            synchronizer.synchronize()
-            assert not synchronizer.pending
-        return seen
-
-    assert on_ranks(2, run) == [[[0, 0], [0, 2]]] * 2
-
-
-def test_a_gradient_that_arrives_too_often_is_an_error():
-    def run(collectives):
-        synchronizer, _ = make(collectives)
-        synchronizer.mark_ready(1)
-        with pytest.raises(HvdkitError, match="'p1' arrived 2 times"):
-            synchronizer.mark_ready(1)
-        synchronizer.set_passes(2)
-        for _ in range(2):
-            synchronizer.mark_ready(1)
-        with pytest.raises(HvdkitError, match="'p1' arrived 3 times"):
-            synchronizer.mark_ready(1)
-
-    on_ranks(1, run)
-
-
-def test_a_local_gradient_is_refused_only_once_its_parameter_is_on_its_way():
-    def run(collectives):
-        synchronizer, _ = make(collectives, passes=2)
-        synchronizer.check_local(1)
-        synchronizer.mark_ready(1)
-        synchronizer.check_local(1)
-        synchronizer.mark_ready(1)
-        synchronizer.check_local(0)
-        with pytest.raises(HvdkitError, match="'p1'"):
-            synchronizer.check_local(1)
-        assert not make(collectives)[0].pending
-
-    on_ranks(1, run)
-
-
-@pytest.mark.parametrize("find_unused", [True, False])
-def test_parameters_that_no_rank_uses_keep_no_gradient_if_asked(find_unused):
-    def run(collectives):
-        synchronizer, backend = make(collectives, find_unused=find_unused)
-        results = []
-        for unused in (3, 0):
-            give(backend, 1.0)
-            backend.gradients[unused] = None
-            if collectives.rank:
-                backend.gradients[2] = None
-            arrive(synchronizer, backend)
-            synchronizer.synchronize()
-            results.append([None if g is None else g[0] for g in backend.gradients])
-        return results
-
-    nothing = None if find_unused else 0.0
-    expected = [[2.0, 2.0, 1.0, nothing], [nothing, 2.0, 1.0, 2.0]]
-    assert on_ranks(2, run) == [expected] * 2
-
-
-def test_reset_begins_a_new_step():
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        step(synchronizer, backend, 1.0)
-        synchronizer.mark_ready(3)
-        assert synchronizer.pending
-        synchronizer.reset()
-        assert not synchronizer.pending
-        result = step(synchronizer, backend, 3.0)
-        # Nothing was in flight here, but that other ranks cannot know: new memory and names.
-        assert not set(backend.diary[:2]) & set(backend.diary[2:])
-        return result, backend.memories, len(set(backend.diary))
-
-    assert on_ranks(2, run) == [(6.0, 4, 4)] * 2
-
-
-def test_what_is_in_flight_at_a_reset_does_not_reach_later_gradients():
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        step(synchronizer, backend, 1.0)
-        collectives.group.held = True
-        give(backend, 100.0)
-        arrive(synchronizer, backend)
-        left = list(backend.gradients)
-        synchronizer.reset()
-        collectives.group.release()
-        give(backend, 3.0)
-        arrive(synchronizer, backend)
-        for gradient in left:
-            gradient[:] = -1.0  # as a collective that ends late would
-        synchronizer.synchronize()
-        return [gradient.tolist() for gradient in backend.gradients]
-
-    assert on_ranks(1, run) == [[[3.0, 3.0]] * 4]
-
-
-@pytest.mark.parametrize("wire_format", [NONE, Float16()])
-def test_a_step_after_a_reset_does_not_collide_with_what_is_still_in_flight(wire_format):
-    def run(collectives):
-        synchronizer, backend = make(collectives, wire_format=wire_format)
-        step(synchronizer, backend, 1.0)
-        names = set(backend.diary)
-        collectives.group.held = True
-        collectives.exchange(None, "all hold")
-        for value in (100.0, 200.0):
-            give(backend, value)
-            arrive(synchronizer, backend)
-            synchronizer.reset()
-        give(backend, 3.0)
-        arrive(synchronizer, backend)
-        collectives.exchange(None, "all have begun")
-        assert len(set(backend.diary[2:])) == 6, "names that are in flight twice"
-        collectives.group.release()
-        synchronizer.synchronize()
-        result = [gradient.tolist() for gradient in backend.gradients]
-        assert step(synchronizer, backend, 5.0) == 10.0
-        # From then on names are the same in every step.
-        assert backend.diary[-2:] == backend.diary[6:8]
-        return result, len(names)
-
-    assert on_ranks(2, run) == [([[6.0, 6.0]] * 4, 2)] * 2
-
-
-def test_a_reset_between_steps_keeps_the_names():
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        for _ in range(3):
-            step(synchronizer, backend, 1.0)
-            synchronizer.reset()
-        return len(backend.diary), len(set(backend.diary))
-
-    assert on_ranks(2, run) == [(6, 2)] * 2
-
-
-def test_a_generation_that_changes_between_a_backward_pass_and_its_step_is_an_error():
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        step(synchronizer, backend, 1.0, order=[0, 1, 2, 3])
-        give(backend, 2.0)
-        arrive(synchronizer, backend, order=[0, 1])
-        collectives.generation += 1
-        arrive(synchronizer, backend, order=[2, 3])
-        agreements = collectives.names.count("hvdkit.agreement")
-        with pytest.raises(HvdkitError, match=r"between a backward pass and its step.*zero_grad"):
-            synchronizer.synchronize()
-        assert collectives.names.count("hvdkit.agreement") == agreements
-        assert not synchronizer.pending
-        # The backward pass is repeated, also where zero_grad() has not been called.
-        first = step(synchronizer, backend, 3.0)
-        # And a reset in time is enough.
-        arrive(synchronizer, backend)
-        collectives.generation += 1
-        synchronizer.reset()
-        return first, step(synchronizer, backend, 4.0)
-
-    assert on_ranks(2, run) == [(6.0, 8.0)] * 2
-
-
 def test_a_generation_that_changes_while_nothing_is_in_flight_costs_nothing_but_an_agreement():
     def run(collectives):
         synchronizer, backend = make(collectives)
@@ -565,37 +478,6 @@ def test_a_generation_that_changes_while_nothing_is_in_flight_costs_nothing_but_
     assert on_ranks(2, run) == [([4.0, 4.0], 2)] * 2
 
 
-def test_a_reset_is_the_same_to_all_ranks_whatever_they_have_in_flight(monkeypatch):
-    monkeypatch.setattr(simulated_ranks, "_PATIENCE", 1.0)
-
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        step(synchronizer, backend, 1.0)
-        give(backend, 100.0)
-        # Rank 1 has not used what would fill a bucket.
-        arrive(synchronizer, backend, [3] if collectives.rank else None)
-        synchronizer.reset()
-        return step(synchronizer, backend, 3.0)
-
-    assert on_ranks(2, run) == [6.0, 6.0]
-
-
-def test_a_generation_that_changes_is_an_error_on_all_ranks_or_on_none(monkeypatch):
-    monkeypatch.setattr(simulated_ranks, "_PATIENCE", 1.0)
-
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        step(synchronizer, backend, 1.0)
-        give(backend, 100.0)
-        arrive(synchronizer, backend, [3] if collectives.rank else None)
-        collectives.generation += 1
-        with pytest.raises(HvdkitError, match="between a backward pass and its step"):
-            synchronizer.synchronize()
-        return step(synchronizer, backend, 3.0)
-
-    assert on_ranks(2, run) == [6.0, 6.0]
-
-
 def test_after_a_failed_collective_the_ranks_agree_anew_in_new_memory():
     def run(collectives):
         synchronizer, backend = make(collectives)
@@ -606,7 +488,6 @@ def test_after_a_failed_collective_the_ranks_agree_anew_in_new_memory():
         left = list(backend.gradients)
         with pytest.raises(RuntimeError, match="network"):
             synchronizer.synchronize()
-        assert not synchronizer.pending
         backend.fail_on_wait = False
         give(backend, 3.0)
         arrive(synchronizer, backend)
@@ -664,7 +545,7 @@ def test_a_gradient_that_is_sparse_on_one_rank_only_is_gathered():
     assert on_ranks(2, run) == [table_rows(1).dense((5, 2)).tolist()] * 2
 
 
-def test_a_format_that_wants_single_tensors_gets_them():
+def test_a_format_that_is_tensor_by_tensor_has_a_bucket_for_each_parameter():
     class Single(NoCompression):
         tensor_by_tensor = True
 
@@ -675,7 +556,7 @@ def test_a_format_that_wants_single_tensors_gets_them():
     assert on_ranks(2, run) == [(2.0, [(3,), (2,), (1,), (0,)])] * 2
 
 
-def test_groups_travel_together():
+def test_a_group_shares_a_bucket():
     def run(collectives):
         synchronizer, backend = make(collectives, groups=[[0, 2, 3]])
         return step(synchronizer, backend, 1.0), sorted(members(synchronizer))
@@ -709,14 +590,14 @@ def test_all_buckets_scales_are_agreed_on_by_one_small_collective_in_every_step(
     def run(collectives):
         synchronizer, backend = make(collectives, specs, wire_format=Float16(), batches=batches)
         asked = []
-        whole = collectives.max
+        whole = collectives.start_max
 
         def listen(values, name):
             if name.endswith(".largest"):
                 asked[-1].append(len(values))
             return whole(values, name)
 
-        collectives.max = listen
+        collectives.start_max = listen
         # 1e9 is repeated, 0.0 has no magnitude.
         for value in (1.0, 1.0, 1e9, 1.0, 1.0, 0.0, 0.0, 1.0):
             asked.append([])
@@ -725,6 +606,105 @@ def test_all_buckets_scales_are_agreed_on_by_one_small_collective_in_every_step(
         return asked
 
     assert on_ranks(2, run) == [[[6]] * 8] * 2
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_no_rank_waits_in_a_step_for_the_scales_of_the_next_one(batches):
+    done = threading.Event()
+
+    def run(collectives):
+        synchronizer, backend = make(collectives, wire_format=Float16(), batches=batches)
+        whole = collectives.start_max
+
+        def late(values, name):
+            if name.endswith(".largest"):
+                assert done.wait(10), "rank 0 waits"
+            return whole(values, name)
+
+        if collectives.rank:
+            collectives.start_max = late
+        results = [step(synchronizer, backend, 1.0)]
+        if not collectives.rank:
+            done.set()
+        return [*results, step(synchronizer, backend, 3.0)]
+
+    assert on_ranks(2, run) == [[2.0, 6.0]] * 2
+
+
+def watch_scales(collectives, backend):
+    """A list that gets an entry for each start of and wait for scales, and for each pack."""
+    events = []
+    start_max, memory = collectives.start_max, backend.memory
+
+    def start(values, name):
+        result = start_max(values, name)
+        events.append("start")
+        return lambda: (events.append("wait"), result())[1]
+
+    def watched(bucket):
+        made = memory(bucket)
+        pack = made.pack
+        made.pack = lambda *args, **how: (events.append("pack"), pack(*args, **how))[1]
+        return made
+
+    collectives.start_max, backend.memory = start, watched
+    return events
+
+
+def test_scales_are_waited_for_before_the_next_pack():
+    def run(collectives):
+        synchronizer, backend = make(collectives, wire_format=Float16())
+        events = watch_scales(collectives, backend)
+        for _ in range(3):
+            step(synchronizer, backend, 1.0)
+        synchronizer.settle()
+        synchronizer.settle()
+        return events
+
+    one = ["pack", "pack", "start", "wait"]
+    assert on_ranks(2, run) == [one * 3] * 2
+
+
+def test_scales_are_waited_for_before_the_state_is_returned():
+    def run(collectives):
+        synchronizer, backend = make(collectives, wire_format=Float16())
+        step(synchronizer, backend, 1.0)
+        settled, other = make(collectives, wire_format=Float16())
+        step(settled, other, 1.0)
+        settled.settle()
+        events = watch_scales(collectives, backend)
+        step(synchronizer, backend, 1.0)
+        step(settled, other, 1.0)
+        settled.settle()
+        del events[:]
+        state = synchronizer.state
+        assert events == ["wait"]
+        # `known` is 1: the next step is in float16.
+        assert [channel[0] for channel in state.channels] == [1, 1]
+        assert state == settled.state
+        step(synchronizer, backend, 1.0)
+        return [memory.packed[-1][0] for memory in synchronizer._memory]
+
+    assert on_ranks(2, run) == [["float16", "float16"]] * 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_scales_are_waited_for_by_an_agreement(fails):
+    def run(collectives):
+        synchronizer, backend = make(collectives, wire_format=Float16())
+        events = watch_scales(collectives, backend)
+        step(synchronizer, backend, 1.0)
+        if fails:
+            # As after a shutdown of Horovod.
+            waiting, result = synchronizer._deferred
+            synchronizer._deferred = waiting, lambda: (result(), 1 / 0)
+        collectives.generation += 1
+        del events[:]
+        value = step(synchronizer, backend, 2.0)
+        return value, events
+
+    # The formats begin anew, so nothing of the step before is waited for again.
+    assert on_ranks(2, run) == [(4.0, ["wait", "pack", "pack", "start"])] * 2
 
 
 @pytest.mark.parametrize("batches", [False, True])
@@ -885,11 +865,8 @@ def test_a_model_without_parameters_synchronizes():
     assert on_ranks(2, run) == [[], []]
 
 
-def test_what_makes_no_sense_is_refused_before_anything_is_communicated():
+def test_invalid_settings_are_refused_before_anything_is_communicated():
     def run(collectives):
-        for passes in (0, -1, 1.5):
-            with pytest.raises(UsageError, match="passes"):
-                make(collectives, passes=passes)
         with pytest.raises(UsageError, match="at least 1"):
             make(collectives, bucket_bytes=0)
         with pytest.raises(UsageError, match="'p0'"):
@@ -903,7 +880,7 @@ WILD = [2, 0, 3, 1]
 
 
 @pytest.mark.parametrize("wire_format", [NONE, Float16()])
-def test_what_goes_on_from_a_state_has_its_buckets_and_scales(wire_format):
+def test_a_resumed_state_restores_the_buckets_and_scales(wire_format):
     def run(collectives):
         before, backend = make(collectives, wire_format=wire_format)
         assert before.state is None
@@ -924,7 +901,7 @@ def test_what_goes_on_from_a_state_has_its_buckets_and_scales(wire_format):
     assert buckets != [bucket.parameters for bucket in bucketing.plan(SPECS, TWO).buckets]
 
 
-def test_a_state_of_other_gradients_is_dropped():
+def test_a_state_of_other_gradients_is_ignored():
     def run(collectives):
         before, backend = make(collectives)
         step(before, backend, 1.0, WILD)
@@ -937,7 +914,38 @@ def test_a_state_of_other_gradients_is_dropped():
     on_ranks(3, run)
 
 
-def test_ranks_that_go_on_from_different_states_are_told():
+def test_a_state_may_be_resumed_on_other_devices():
+    def run(collectives):
+        before, backend = make(collectives, wire_format=Float16())
+        for _ in range(3):
+            step(before, backend, 1000.0, WILD)
+        moved = [replace(s, device="gpu:0") for s in SPECS]
+        after, other = make(collectives, moved, wire_format=Float16())
+        after.resume(before.state)
+        assert step(after, other, 3.3) == step(before, backend, 3.3, WILD)
+        assert after.state == before.state
+        return members(after), members(before)
+
+    assert on_ranks(2, run) == [([(2, 0), (3, 1)],) * 2] * 2
+
+
+def test_a_synchronizer_that_forgets_its_agreement_begins_anew():
+    def run(collectives):
+        synchronizer, backend = make(collectives)
+        step(synchronizer, backend, 1.0, [0, 1, 2, 3])
+        assert synchronizer.agreed
+        synchronizer.forget()
+        assert not synchronizer.agreed
+        give(backend, 2.0)
+        assert arrive(synchronizer, backend) == [0] * 4
+        synchronizer.synchronize()
+        assert not set(backend.diary[:2]) & set(backend.diary[2:])
+        return backend.gradients[0].tolist(), members(synchronizer)
+
+    assert on_ranks(2, run) == [([4.0, 4.0], [(3, 2), (1, 0)])] * 2
+
+
+def test_ranks_that_resume_from_different_states_are_told():
     def run(collectives):
         before, backend = make(collectives)
         step(before, backend, 1.0, WILD)
@@ -946,7 +954,7 @@ def test_ranks_that_go_on_from_different_states_are_told():
             after.resume(before.state)
         give(other, 1.0)
         arrive(after, other)
-        with pytest.raises(RanksDisagree, match="goes on from: None"):
+        with pytest.raises(RanksDisagree, match="resumes from: None"):
             after.synchronize()
 
     on_ranks(3, run)

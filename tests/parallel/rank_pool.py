@@ -272,8 +272,8 @@ class RankPool:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that has an `hvd` argument in each of its directory's configurations."""
-    if "hvd" in metafunc.fixturenames:
+    """Run a test with an argument `hvd` or `rank_pool` in each of its folder's configurations."""
+    if "rank_pool" in metafunc.fixturenames:
         metafunc.parametrize(
             "rank_pool",
             configurations(metafunc.definition.path),

@@ -218,7 +218,7 @@ def test_another_trace_needs_no_agreement(hvd):
 
 
 class Int8(WireFormat):
-    """The example in docs/synchronizer.md, as far as a graph can take it."""
+    """One byte per value, as far as a graph can take it."""
 
     name = "int8"
 

@@ -80,7 +80,8 @@ ADVERSARIES = {
 
 def scale_of(optimizer):
     """What the only bucket is multiplied by in the next step; None while that is unknown."""
-    channels = optimizer._synchronizers[0]._channels
+    optimizer.settle()
+    channels = optimizer._gradients.synchronizers[0]._channels
     known, exponent, *_ = channels[0].state if channels else (0, 0)
     return 2.0**exponent if known else None
 
@@ -363,7 +364,8 @@ def test_different_formats_are_an_error_on_every_rank(hvd, pair):
     optimizer = hvd.DistributedOptimizer(
         sgd(model.parameters()), compression=pair[0] if hvd.rank() == 0 else pair[1]
     )
-    model(torch.ones(1, 5, dtype=torch.float64, device=DEVICE)).sum().backward()
+    loss = model(torch.ones(1, 5, dtype=torch.float64, device=DEVICE)).sum()
     with pytest.raises(RanksDisagree, match=rf"rank 0: compression: {pair[0]}; rank") as caught:
-        optimizer.step()
+        loss.backward()
+    optimizer.zero_grad()
     assert_raised_on_all_ranks(hvd, caught)

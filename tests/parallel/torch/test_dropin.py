@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hvdkit.core.agreement import RanksDisagree
-from hvdkit.errors import UsageError
+from hvdkit.core.rounds import BackwardFailed
+from hvdkit.errors import HvdkitError, UsageError
 from tests.parallel.torch.oracle import (
     DEVICE,
     OPTIMIZERS,
@@ -71,7 +72,7 @@ def test_groups_change_nothing_but_the_buckets(hvd, groups, predivide, compressi
 def buckets_of(optimizer):
     """The shapes in each bucket, largest bucket first."""
     named = {name: list(p.shape) for p, name in optimizer._names.items()}
-    plan = optimizer._synchronizers[0].plan
+    plan = optimizer._gradients.synchronizers[0].plan
     buckets = [[named[plan.specs[i].name] for i in sorted(b.parameters)] for b in plan.buckets]
     return sorted(buckets, key=lambda b: (-len(b), b))
 
@@ -231,9 +232,9 @@ def test_who_has_joined_is_not_asked_what_it_means(hvd):
         sgd(model.parameters()), bucket_bytes=400 if different else 500
     )
     if hvd.rank() != 0:
-        loss_of(model, batch_of(hvd.rank(), 0)).backward()
         with pytest.raises(RanksDisagree):
-            optimizer.step()
+            loss_of(model, batch_of(hvd.rank(), 0)).backward()
+        optimizer.zero_grad()
     hvd.join()
 
 
@@ -443,11 +444,13 @@ def test_the_first_difference_is_named_on_every_rank(hvd, difference):
         **(options if different else {}),
     )
     passes = max([1, *(v for k, v in options.items() if "passes" in k or "steps" in k)])
-    for _ in range(passes if different else 1):
-        sum(p.sum().double() for p in model.parameters()).backward()
     began = time.monotonic()
+    for _ in range(passes - 1 if different else 0):
+        sum(p.sum().double() for p in model.parameters()).backward()
+    last = sum(p.sum().double() for p in model.parameters())
     with pytest.raises(RanksDisagree, match=message) as caught:
-        optimizer.step()
+        last.backward()
+    optimizer.zero_grad()
     assert time.monotonic() - began < 10
     text = assert_raised_on_all_ranks(hvd, caught)
     assert "rank 0: " in text
@@ -460,14 +463,14 @@ def test_different_orders_and_optimizers(hvd):
     parameters = list(model.named_parameters())
     parameters = parameters[::-1] if first else parameters
     optimizer = hvd.DistributedOptimizer(sgd([p for _, p in parameters]), parameters)
-    loss_of(model, batch_of(0, 0)).backward()
     with pytest.raises(RanksDisagree, match=r"parameter 0 .*'4.bias'.*'0.weight'"):
-        optimizer.step()
+        loss_of(model, batch_of(0, 0)).backward()
+    optimizer.zero_grad()
     model = small_model()
     optimizer = hvd.DistributedOptimizer((sgd if first else adamw)(model.parameters()))
-    loss_of(model, batch_of(0, 0)).backward()
     with pytest.raises(RanksDisagree, match=r"optimizer: SGD.*optimizer: AdamW"):
-        optimizer.step()
+        loss_of(model, batch_of(0, 0)).backward()
+    optimizer.zero_grad()
 
 
 def test_after_a_disagreement_training_goes_on(hvd):
@@ -475,9 +478,9 @@ def test_after_a_disagreement_training_goes_on(hvd):
     optimizer = hvd.DistributedOptimizer(
         sgd(model.parameters()), op=hvd.Sum if hvd.rank() == 0 else hvd.Average
     )
-    loss_of(model, batch_of(0, 0)).backward()
     with pytest.raises(RanksDisagree):
-        optimizer.step()
+        loss_of(model, batch_of(0, 0)).backward()
+    optimizer.zero_grad()
     model, reference = trained(hvd, sgd, steps=3)
     assert_close(model, reference)
 
@@ -693,17 +696,15 @@ def test_create_graph_and_retain_graph(hvd):
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_backward_with_create_graph(hvd):
+def test_backward_with_create_graph_is_an_error(hvd):
     model, reference = small_model(), small_model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    with pytest.raises(HvdkitError, match="create_graph=True"):
+        loss_of(model, batch_of(hvd.rank(), 9)).backward(create_graph=True)
     for step in range(3):
-        loss_of(model, batch_of(hvd.rank(), step)).backward(create_graph=True)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss_of(reference, whole_batch(hvd, step)).backward()
-        plain.step()
-        plain.zero_grad()
+        step_with_own_data(hvd, model, optimizer, step)
+        step_with_everyones_data(hvd, reference, plain, step)
     assert_close(model, reference)
 
 
@@ -715,7 +716,7 @@ def test_an_optimizer_that_is_deleted_is_freed(hvd):
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
     step_with_own_data(hvd, model, optimizer, 0)
     reference = weakref.ref(optimizer)
-    synchronizer = weakref.ref(optimizer._synchronizers[0])
+    synchronizer = weakref.ref(optimizer._gradients.synchronizers[0])
     del optimizer
     gc.collect()
     assert reference() is None
@@ -742,7 +743,7 @@ def test_a_model_wrapped_again_listens_to_the_new_optimizer_only(hvd, first_step
     plain = adamw(reference.parameters())
     for step in range(1, 4):
         step_with_own_data(hvd, model, second, step)
-        assert not first.pending
+        assert first.between_steps
         step_with_everyones_data(hvd, reference, plain, step)
     assert_close(model, reference)
 
@@ -816,8 +817,9 @@ def test_closures_that_accumulate(hvd):
 
 
 @pytest.mark.device
-def test_an_exception_in_the_backward_pass_can_be_survived(hvd):
-    """Out of memory, say, on every rank: zero_grad is refused, synchronize or state loading not."""
+@pytest.mark.parametrize("way", ["zero_grad", "synchronize", "step", "backward", "load"])
+def test_an_exception_in_the_backward_pass_can_be_survived(hvd, way):
+    """Out of memory, say, on every rank."""
     model, reference = small_model(), small_model()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), bucket_bytes=400)
     plain = sgd(reference.parameters())
@@ -828,7 +830,15 @@ def test_an_exception_in_the_backward_pass_can_be_survived(hvd):
     with pytest.raises(ZeroDivisionError):
         loss_of(model, batch_of(hvd.rank(), 1)).backward()
     failing.remove()
-    optimizer.synchronize()
+    if way == "load":
+        optimizer.load_state_dict(optimizer.state_dict())
+    elif way == "backward":
+        loss = loss_of(model, batch_of(hvd.rank(), 1))
+        with pytest.raises(BackwardFailed):
+            loss.backward()
+    elif way != "zero_grad":
+        with pytest.raises(BackwardFailed):
+            getattr(optimizer, way)()
     optimizer.zero_grad()
     step_with_own_data(hvd, model, optimizer, 2)
     step_with_everyones_data(hvd, reference, plain, 2)

@@ -1,0 +1,64 @@
+"""Compare the ranks' parameters before the first reduction.
+
+Mean gradients keep equal models equal, and different ones different: a forgotten
+`broadcast_parameters` trains one model per rank without any error.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+from hvdkit.core.agreement import check_agreement
+from hvdkit.torch.collectives import TorchCollectives
+
+_CHUNK = 1 << 24
+
+
+def check_values(collectives: TorchCollectives, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise if a parameter has not the same value on every rank. A collective.
+
+    Raises:
+        RanksDisagree: on every rank, naming the first parameter that differs.
+    """
+    pairs = zip(parameters, _digests(list(parameters.values())), strict=True)
+    check_agreement(
+        collectives,
+        [f"{name!r} has a value with digest {d:016x}" for name, d in pairs],
+        "the initial values of the parameters",
+        "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first backward "
+        "pass, or, if ranks are to start from different values, pass check_parameters=False to "
+        "hvd.DistributedOptimizer.",
+    )
+
+
+@torch.no_grad()
+def _digests(tensors: list[torch.Tensor]) -> list[int]:
+    """Return 64 bits for each tensor: one transfer to the host for all on accelerators."""
+    found: list[int | torch.Tensor] = []
+    for tensor in tensors:
+        content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if content.device.type == "cpu":
+            host: Any = content.numpy()
+            found.append(xxhash.xxh64_intdigest(host) if len(host) else 0)
+        else:
+            found.append(_digest_on_device(content))
+    computed = [each for each in found if isinstance(each, torch.Tensor)]
+    values = iter(
+        torch.stack([each.to(computed[0].device) for each in computed]).tolist() if computed else []
+    )
+    return [
+        (next(values) if isinstance(each, torch.Tensor) else each) & 0xFFFFFFFFFFFFFFFF
+        for each in found
+    ]
+
+
+def _digest_on_device(content: torch.Tensor) -> torch.Tensor:
+    """Return a sum of the bytes weighted by their place, in integers, which wrap around."""
+    total = torch.zeros((), dtype=torch.int64, device=content.device)
+    weights = torch.arange(1, min(_CHUNK, content.numel()) + 1, device=content.device)
+    weights = weights * 0x9E3779B1 + 1
+    for k, chunk in enumerate(content.split(_CHUNK)):
+        total += (chunk.to(torch.int64) * weights[: chunk.numel()]).sum() * (2 * k + 1)
+    return total

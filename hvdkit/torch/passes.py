@@ -1,0 +1,113 @@
+"""The end of a backward pass, on which the gradients of all optimizers in it become final.
+
+PyTorch calls a function that was queued during a graph task when the task ends. A backward pass is
+a graph task, and so is each re-entrant checkpoint inside it; the gradients are complete at the end
+of the outermost one.
+"""
+
+import threading
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+
+class Listener(Protocol):
+    """An optimizer whose parameters get gradients."""
+
+    #: In the order of creation, the same on every rank.
+    number: int
+    #: Refers to something that lives until the pass has ended or raised; None between passes.
+    running: "weakref.ref[Any] | None"
+
+    def send_pass(self) -> None:
+        """Start reducing the gradients of the pass that has ended."""
+        ...
+
+    def wait_pass(self) -> None:
+        """Complete what `send_pass` has started."""
+        ...
+
+
+class GraphTask:
+    """A graph task that gradients of listeners have arrived in.
+
+    PyTorch holds the only reference to it from `watch` on, and drops that when the task raises:
+    a dead weak reference to a task that has not called its listeners means an interrupted pass.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.listeners: dict[Listener, None] = {}
+
+    def __call__(self) -> None:
+        """End the task."""
+        _tasks.pop(self.number, None)
+        node = torch._C._current_autograd_node()
+        if node is None:
+            _end(self.listeners)
+        else:
+            _pass_on(node, self)
+
+
+_lock = threading.Lock()
+_tasks: "weakref.WeakValueDictionary[int, GraphTask]" = weakref.WeakValueDictionary()
+
+
+def watch(listener: Listener) -> None:
+    """Call `listener` at the end of the backward pass that runs in this thread."""
+    number = torch._C._current_graph_task_id()
+    with _lock:
+        task = _tasks.get(number)
+        if task is None:
+            task = _tasks[number] = GraphTask(number)
+            torch.autograd.Variable._execution_engine.queue_callback(task)
+        task.listeners[listener] = None
+        listener.running = weakref.ref(task)
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass runs in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _end(listeners: dict[Listener, None]) -> None:
+    """Send everything of all optimizers, then wait for it, in the order of their creation.
+
+    One that fails does not keep the others from completing, because ranks wait for those, too.
+    """
+    errors: list[BaseException] = []
+    sent = []
+    for listener in sorted(listeners, key=lambda each: each.number):
+        try:
+            listener.send_pass()
+            sent.append(listener)
+        except Exception as error:
+            errors.append(error)
+    for listener in sent:
+        try:
+            listener.wait_pass()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _pass_on(node: Any, task: GraphTask) -> None:
+    """Watch the task around a re-entrant one, which has just ended inside `node`.
+
+    A function that is queued here would belong to the inner task. The nodes after `node` run in
+    the outer one.
+    """
+
+    def again(_: Any) -> None:
+        handle.remove()
+        for listener in task.listeners:
+            watch(listener)
+
+    for following, _ in node.next_functions:
+        if following is not None:
+            handle = following.register_prehook(again)
+            for listener in task.listeners:
+                listener.running = weakref.ref(again)
+            return

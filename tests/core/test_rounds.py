@@ -1,0 +1,824 @@
+"""Reduction rounds on simulated ranks, with gradients that are numpy arrays."""
+
+import numpy as np
+import pytest
+
+from hvdkit.core.accumulation import PassesDiffer, Window
+from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.compression import Float16, NoCompression
+from hvdkit.core.rounds import BackwardFailed, GradientsChanged
+from hvdkit.errors import HvdkitError
+from tests.core.simulated_framework import Rows
+from tests.core.simulated_optimizer import Parameter, SimulatedOptimizer
+from tests.core.simulated_ranks import SimulatedGroup, on_every_rank
+
+
+def on_ranks(size, function, joined=()):
+    """Return what `function` returns on every rank that has not joined.
+
+    Raises what a rank raises, and AssertionError when a collective is left in flight.
+    """
+    group = SimulatedGroup(size)
+    group.joined = set(joined)
+    results = on_every_rank(
+        size,
+        lambda collectives: None if collectives.rank in joined else function(collectives),
+        group,
+    )
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    assert group.in_flight == []
+    return [result for rank, result in enumerate(results) if rank not in joined]
+
+
+def names_of(collectives, call):
+    """Return the ends of the names of the small collectives that `call` starts."""
+    before = len(collectives.names)
+    call()
+    return [name.rpartition(".")[2] for name in collectives.names[before:]]
+
+
+def train(optimizer, value):
+    """Make one ordinary step; return the value that all gradients have in it."""
+    optimizer.zero()
+    optimizer.backward(value)
+    optimizer.step()
+    (found,) = {x for gradient in optimizer.stepped[-1] for x in np.ravel(gradient)}
+    return float(found)
+
+
+def works(optimizer):
+    """Return whether two ordinary steps in a row give the mean, at one header for each."""
+    collectives = optimizer.collectives
+    size = len(collectives.ranks) - len(collectives.group.joined)
+    values = [train(optimizer, 1.0) for _ in range(2)]
+    names = names_of(collectives, lambda: values.append(train(optimizer, 4.0)))
+    share = size / len(collectives.ranks)
+    return values == [share, share, 4 * share] and names == ["header"]
+
+
+# --- ordinary steps ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wire_format", "names"),
+    [(NoCompression(), ["header"]), (Float16(), ["header", "largest"])],
+)
+def test_a_pass_costs_one_header_and_the_step_after_it_nothing(wire_format, names):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, format=wire_format)
+        train(optimizer, 1.0)
+        seen = []
+        for _ in range(3):
+            optimizer.zero()
+            seen.append(names_of(collectives, lambda: optimizer.backward(1.0)))
+            seen.append(names_of(collectives, optimizer.synchronize))
+            seen.append(names_of(collectives, optimizer.step))
+        return seen
+
+    assert on_ranks(3, run) == [[names, [], []] * 3] * 3
+
+
+def test_gradients_are_final_when_the_pass_ends():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives)
+        seen = []
+        for value in (1.0, 3.0):
+            optimizer.zero()
+            optimizer.backward(value * collectives.rank)
+            seen.append(optimizer.values)
+            optimizer.step()
+        return seen, optimizer.stepped == [[[v, v]] * 4 for v in (1.0, 3.0)]
+
+    assert on_ranks(3, run) == [([[1.0] * 4, [3.0] * 4], True)] * 3
+
+
+def test_names_are_the_same_in_every_round():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives)
+        train(optimizer, 1.0)
+        backend = optimizer.gradients.backends[0]
+        del backend.diary[:], collectives.names[:]
+        for _ in range(3):
+            optimizer.backward(1.0)
+            optimizer.backward(2.0)
+            optimizer.step()
+        return len(backend.diary), len(set(backend.diary)), len(set(collectives.names))
+
+    assert on_ranks(2, run) == [(12, 2, 1)] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("zero", [False, True])
+def test_several_passes_per_step_give_what_one_process_gets(size, average, zero):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, average=average)
+        seen = []
+        for passes in (1, 2, 3):
+            if zero:
+                optimizer.zero()
+            for k in range(passes):
+                optimizer.backward(10.0**k * (collectives.rank + 1))
+                seen.append(optimizer.values[0])
+            optimizer.step()
+            assert optimizer.values == pytest.approx([seen[-1]] * 4)
+        return seen
+
+    factor = (size + 1) / 2 if average else size * (size + 1) / 2
+    expected = [1, 1, 11, 1, 11, 111] if zero else [1, 2, 12, 13, 23, 123]
+    for seen in on_ranks(size, run):
+        assert seen == pytest.approx([factor * value for value in expected])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("average", [False, True])
+def test_only_the_last_pass_of_a_window_communicates(size, mean, average):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, window=Window(3, mean=mean), average=average)
+        for _ in range(2):
+            optimizer.zero()
+            names = [
+                names_of(collectives, lambda k=k: optimizer.backward(3.0 * 10**k)) for k in range(3)
+            ]
+            optimizer.step()
+        return optimizer.stepped == [optimizer.dense] * 2, optimizer.values[0], names
+
+    total = 333.0 * (1 if average else size) / (3 if mean else 1)
+    names = [[], [], [] if size == 1 else ["header"]]
+    assert on_ranks(size, run) == [(True, total, names)] * size
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_a_window_that_is_flushed_steps_with_the_mean_of_its_passes(size, passes):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, window=Window(3))
+        for _ in range(2):
+            optimizer.zero()
+            for k in range(passes):
+                optimizer.backward(6.0 * (k + 1))
+            assert optimizer.flush()
+        optimizer.zero()
+        # Without any pass there is nothing to step with.
+        assert not optimizer.flush()
+        return [step[0][0] for step in optimizer.stepped]
+
+    assert on_ranks(size, run) == [[3.0 * (passes + 1)] * 2] * size
+
+
+@pytest.mark.parametrize("passes", [[3, 2], [2, 3, 3], [0, 1], [3, 0, 1]])
+@pytest.mark.parametrize("agreed", [False, True])
+def test_windows_with_different_passes_that_are_flushed_are_an_error(passes, agreed):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, window=Window(3))
+        if agreed:
+            optimizer.flush()
+
+        def passes_and_flush(count):
+            for _ in range(count):
+                optimizer.backward(1.0)
+            return optimizer.flush()
+
+        with pytest.raises(PassesDiffer) as caught:
+            passes_and_flush(passes[collectives.rank])
+        assert str(caught.value).count("of its window") == sum(p > 0 for p in set(passes))
+        optimizer.zero()
+        assert passes_and_flush(2)
+        return optimizer.values
+
+    assert on_ranks(len(passes), run) == [[1.0] * 4] * len(passes)
+
+
+def test_parameters_that_a_rank_does_not_use_count_as_zeros():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, average=False)
+        for used in ([0, 1], [1, 2]):
+            optimizer.zero()
+            optimizer.backward({used[collectives.rank]: 2.0, 3: 1.0})
+            optimizer.step()
+        return [[gradient[0] for gradient in step] for step in optimizer.stepped]
+
+    assert on_ranks(2, run) == [[[2.0, 2.0, 0.0, 2.0], [0.0, 2.0, 2.0, 2.0]]] * 2
+
+
+def test_unused_parameters_keep_no_gradient_if_asked():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, find_unused=True, average=False)
+        train(optimizer, 1.0)
+        optimizer.zero()
+        for used in ([0, 1], [1, 2]):
+            optimizer.backward({used[collectives.rank]: 1.0})
+            seen = optimizer.values
+        optimizer.step()
+        return seen
+
+    assert on_ranks(2, run) == [[1.0, 2.0, 1.0, None]] * 2
+
+
+# --- gradients that no pass has reduced --------------------------------------------------------
+
+
+@pytest.mark.parametrize("local", [{0}, {1, 2}, {0, 1, 2}])
+def test_gradients_accumulated_without_communication_are_reduced_by_the_next_pass(local):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, average=False)
+        for _ in range(2):
+            optimizer.zero()
+            if collectives.rank in local:
+                assert names_of(collectives, lambda: optimizer.backward(100.0, muted=True)) == []
+            optimizer.backward(1.0)
+            optimizer.step()
+        return optimizer.values
+
+    assert on_ranks(3, run) == [[3 + 100.0 * len(local)] * 4] * 3
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+def test_gradients_accumulated_without_communication_are_reduced_at_the_step(passes):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, average=False)
+        for _ in range(2):
+            optimizer.zero()
+            for _ in range(passes):
+                optimizer.backward(1.0)
+            optimizer.backward(100.0, muted=True)
+            optimizer.step()
+        return optimizer.values
+
+    assert on_ranks(2, run) == [[200.0 + 2 * passes] * 4] * 2
+
+
+def test_ranks_without_a_pass_are_equal_whether_they_have_accumulated():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, average=False)
+        for _ in range(2):
+            optimizer.zero()
+            if collectives.rank == 1:
+                optimizer.backward(100.0, muted=True)
+            optimizer.step()
+        return optimizer.values
+
+    assert on_ranks(2, run) == [[100.0] * 4] * 2
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_an_assigned_gradient_is_reduced_if_no_round_has_come_before(idle):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, average=False)
+        optimizer.parameters[0].gradient = np.full(2, 10.0)
+        if not idle:
+            optimizer.backward({3: 1.0})
+        optimizer.step()
+        # From now on it stands for a reduced one.
+        optimizer.parameters[0].gradient = np.full(2, 30.0)
+        optimizer.zero() if idle else None
+        optimizer.backward({3: 1.0})
+        optimizer.parameters[0].gradient = np.full(2, 50.0)
+        optimizer.backward({3: 1.0})
+        optimizer.step()
+        return optimizer.stepped[0][0][0], optimizer.values[0], optimizer.values[3]
+
+    assert on_ranks(2, run) == [(20.0, 50.0, 4.0 if idle else 6.0)] * 2
+
+
+# --- ranks without a pass -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+@pytest.mark.parametrize("idle", [{0}, {2}, {0, 1}])
+@pytest.mark.parametrize("average", [False, True])
+def test_a_rank_without_a_pass_gets_the_gradients_of_the_others(passes, idle, average):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, average=average)
+        assert train(optimizer, 1.0) == (1.0 if average else 3.0)
+        for _ in range(2):
+            optimizer.zero()
+            if collectives.rank not in idle:
+                for k in range(passes):
+                    optimizer.backward(3.0 * 10**k)
+            optimizer.step()
+        values = optimizer.values
+        train(optimizer, 1.0)
+        return values, names_of(collectives, lambda: train(optimizer, 1.0))
+
+    total = [0, 3.0, 33.0, 333.0][passes] * (3 - len(idle)) / (3 if average else 1)
+    assert on_ranks(3, run) == [([total] * 4, ["header"])] * 3
+
+
+def test_ranks_may_make_other_numbers_of_passes_once_a_rank_has_come_late():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, average=False)
+        for _ in range(collectives.rank):
+            optimizer.backward(1.0)
+        optimizer.step()
+        return optimizer.values, train(optimizer, 1.0)
+
+    assert on_ranks(4, run) == [([6.0] * 4, 4.0)] * 4
+
+
+def test_a_rank_may_have_no_pass_in_the_first_step():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives)
+        if collectives.rank:
+            optimizer.backward(2.0)
+        optimizer.step()
+        return optimizer.values, works(optimizer)
+
+    assert on_ranks(2, run) == [([1.0] * 4, True)] * 2
+
+
+def test_a_step_without_a_pass_on_any_rank_costs_one_header():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives)
+        train(optimizer, 1.0)
+        optimizer.zero()
+        seen = [names_of(collectives, optimizer.step) for _ in range(2)]
+        optimizer.synchronize()
+        seen.append(names_of(collectives, optimizer.step))
+        # Nothing that a plain optimizer would not find there.
+        assert optimizer.values == [None] * 4
+        return seen, works(optimizer)
+
+    assert on_ranks(3, run) == [([["header"], ["header"], []], True)] * 3
+
+
+@pytest.mark.parametrize("idle", [set(), {1}, {0, 2}, {0, 1, 2}])
+@pytest.mark.parametrize("synchronizing", [set(), {0}, {1}, {0, 1, 2}])
+def test_ranks_may_catch_up_at_synchronize_or_at_the_step(idle, synchronizing):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, average=False)
+        train(optimizer, 1.0)
+        for _ in range(2):
+            optimizer.zero()
+            if collectives.rank not in idle:
+                optimizer.backward(2.0)
+            if collectives.rank in synchronizing:
+                optimizer.synchronize()
+                assert optimizer.values == [expected] * 4
+                optimizer.synchronize()
+            optimizer.step()
+            assert optimizer.values == [expected] * 4
+        return train(optimizer, 1.0)
+
+    expected = 2.0 * (3 - len(idle)) if len(idle) < 3 else None
+    assert on_ranks(3, run) == [3.0] * 3
+
+
+def test_gradients_that_are_kept_over_steps_stay_equal_on_a_rank_without_a_pass():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, average=False)
+        for idle in (None, 0, 1, None, 1):
+            if collectives.rank != idle:
+                optimizer.backward(1.0)
+            optimizer.step()
+        return [step[0][0] for step in optimizer.stepped]
+
+    assert on_ranks(2, run) == [[2.0, 3.0, 4.0, 6.0, 7.0]] * 2
+
+
+# --- errors, on every rank ----------------------------------------------------------------------
+
+
+def test_different_numbers_of_passes_are_an_error_that_says_who_did_what():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives)
+        train(optimizer, 1.0)
+        optimizer.zero()
+        optimizer.backward(1.0)
+        if collectives.rank != 1:
+            optimizer.step()
+        with pytest.raises(PassesDiffer) as caught:
+            optimizer.backward(1.0)
+        optimizer.zero()
+        return str(caught.value), works(optimizer)
+
+    for message, usable in on_ranks(3, run):
+        assert (
+            "ranks 0, 2: step 3, reduction 1, in a backward pass; "
+            "4 parameters need gradients, 4 have one. "
+            "rank 1: step 2, reduction 2, in a backward pass; "
+        ) in message
+        assert usable
+
+
+def test_a_pass_beside_the_next_step_of_other_ranks_is_an_error():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives)
+        train(optimizer, 1.0)
+        optimizer.backward(1.0)
+        if collectives.rank:
+            optimizer.step()
+        with pytest.raises(PassesDiffer) as caught:
+            optimizer.step() if collectives.rank else optimizer.backward(1.0)
+        optimizer.zero()
+        return str(caught.value), works(optimizer)
+
+    for message, usable in on_ranks(2, run):
+        assert "rank 0: step 2, reduction 2, in a backward pass; " in message
+        assert "rank 1: step 3, reduction 1, at its step; " in message
+        assert usable
+
+
+def test_different_numbers_of_passes_in_a_window_of_a_sum_are_an_error():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, window=Window(3, mean=False))
+        for _ in range(3 - collectives.rank):
+            if collectives.rank or optimizer.window.passes < 2:
+                optimizer.backward(1.0)
+        with pytest.raises(PassesDiffer) as caught:
+            optimizer.step() if collectives.rank else optimizer.backward(1.0)
+        return str(caught.value)
+
+    for message in on_ranks(3, run):
+        assert "rank 0: step 1, reduction 1, in a backward pass, pass 3 of its window;" in message
+        assert "rank 1: step 1, reduction 1, at its step, pass 2 of its window;" in message
+        assert "rank 2: step 1, reduction 1, at its step, pass 1 of its window;" in message
+
+
+@pytest.mark.parametrize("others", ["in a pass", "at their step"])
+@pytest.mark.parametrize("wire_format", [NoCompression(), Float16()])
+@pytest.mark.parametrize("agreed", [False, True])
+def test_a_pass_that_raises_is_an_error_on_every_rank(others, wire_format, agreed):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, format=wire_format)
+        if agreed:
+            train(optimizer, 1.0)
+        optimizer.zero()
+        in_pass = collectives.rank == 1 or others == "in a pass"
+        with pytest.raises(BackwardFailed, match="raised on 1 of 3 ranks") as caught:
+            optimizer.backward(1.0, fails=collectives.rank == 1) if in_pass else optimizer.step()
+        optimizer.zero()
+        return str(caught.value), [train(optimizer, 2.0) for _ in range(3)]
+
+    for message, values in on_ranks(3, run):
+        assert f"rank 1: step {1 + agreed}, reduction 1, in a backward pass, which raised" in (
+            message
+        )
+        assert values == [2.0] * 3
+
+
+def test_a_pass_may_raise_on_all_ranks_and_before_it_has_a_gradient():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives)
+        train(optimizer, 1.0)
+        with pytest.raises(BackwardFailed, match="raised on 2 of 2 ranks"):
+            optimizer.backward({} if collectives.rank else 1.0, fails=True)
+        optimizer.zero()
+        return works(optimizer)
+
+    assert on_ranks(2, run) == [True] * 2
+
+
+@pytest.mark.parametrize("idle", [0, 1])
+def test_gradients_changed_before_a_late_rank_has_come_are_an_error(idle):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives)
+        train(optimizer, 1.0)
+        optimizer.zero()
+        if collectives.rank != idle:
+            optimizer.backward(1.0)
+            optimizer.parameters[2].gradient *= 0.5
+        with pytest.raises(GradientsChanged, match="on 1 of 2 ranks"):
+            optimizer.step()
+        optimizer.zero()
+        return works(optimizer)
+
+    assert on_ranks(2, run) == [True] * 2
+
+
+@pytest.mark.parametrize("idle", [None, 0, 1])
+def test_gradients_may_be_changed_after_every_rank_has_caught_up(idle):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, average=False)
+        for _ in range(2):
+            optimizer.zero()
+            if collectives.rank != idle:
+                optimizer.backward(4.0)
+            if idle is not None:
+                optimizer.synchronize()
+            for p in optimizer.parameters:
+                p.gradient = p.gradient * 0.5
+            optimizer.step()
+        return optimizer.values, train(optimizer, 1.0)
+
+    assert on_ranks(2, run) == [([4.0 if idle is None else 2.0] * 4, 2.0)] * 2
+
+
+def test_a_late_rank_is_no_error_where_others_have_accumulated_after_their_pass():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, average=False)
+        for _ in range(2):
+            optimizer.zero()
+            if collectives.rank:
+                optimizer.backward(1.0)
+                optimizer.backward(10.0, muted=True)
+            optimizer.step()
+        return optimizer.values
+
+    assert on_ranks(2, run) == [[11.0] * 4] * 2
+
+
+@pytest.mark.parametrize("at_step", [False, True])
+def test_parameters_that_need_gradients_on_some_ranks_only_are_an_error(at_step):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives)
+        train(optimizer, 1.0)
+        optimizer.zero()
+        optimizer.parameters[1].requires_grad = collectives.rank != 1
+        with pytest.raises(PassesDiffer, match="differ in the gradients") as caught:
+            optimizer.step() if at_step else optimizer.backward(1.0)
+        optimizer.parameters[1].requires_grad = True
+        optimizer.zero()
+        return str(caught.value), works(optimizer)
+
+    for message, usable in on_ranks(2, run):
+        assert "rank 0: step 2, reduction 1, " in message
+        assert "4 parameters need gradients" in message
+        assert "; 3 parameters need gradients" in message
+        assert usable
+
+
+def test_gradients_removed_on_some_ranks_only_are_an_error():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives)
+        train(optimizer, 1.0)
+        if collectives.rank:
+            optimizer.zero()
+        with pytest.raises(PassesDiffer):
+            optimizer.backward(1.0)
+        optimizer.zero()
+        return works(optimizer)
+
+    assert on_ranks(2, run) == [True] * 2
+
+
+def test_ranks_that_disagree_in_their_first_round_can_go_on_once_they_agree():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives)
+        optimizer.parameters[0].dtype = "float32" if collectives.rank else "float64"
+        with pytest.raises(RanksDisagree, match="'p0', float32"):
+            optimizer.backward(1.0)
+        optimizer.parameters[0].dtype = "float32"
+        optimizer.zero()
+        return works(optimizer)
+
+    assert on_ranks(2, run) == [True] * 2
+
+
+def test_a_comparison_is_made_once_when_the_ranks_have_agreed():
+    def run(collectives):
+        made = []
+        optimizer = SimulatedOptimizer(collectives, compare=lambda: made.append(1))
+        for _ in range(3):
+            train(optimizer, 1.0)
+        collectives.generation += 1
+        train(optimizer, 1.0)
+        return made
+
+    assert on_ranks(2, run) == [[1]] * 2
+
+
+def test_a_comparison_that_fails_is_repeated_in_the_next_round():
+    def run(collectives):
+        def compare():
+            raise HvdkitError("values differ")
+
+        optimizer = SimulatedOptimizer(collectives, compare=compare)
+        for _ in range(2):
+            with pytest.raises(HvdkitError, match="values differ"):
+                optimizer.backward(1.0)
+            optimizer.zero()
+
+    on_ranks(2, run)
+
+
+def test_gradients_changed_between_two_passes_beside_a_late_rank_are_an_error():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives)
+        if collectives.rank:
+            optimizer.backward(1.0)
+            for p in optimizer.parameters:
+                p.gradient *= 0.5
+        with pytest.raises(GradientsChanged, match="on 1 of 2 ranks"):
+            optimizer.backward(1.0) if collectives.rank else optimizer.step()
+        optimizer.zero()
+        return works(optimizer)
+
+    assert on_ranks(2, run) == [True] * 2
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_gradient_that_was_changed_and_kept_over_a_step_is_not_reduced_again(in_place):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, average=False)
+        for _ in range(3):
+            optimizer.backward({0: 4.0, 3: 1.0})
+            for p in optimizer.parameters:
+                if in_place:
+                    p.gradient *= 0.5
+                else:
+                    p.gradient = p.gradient * 0.5
+            optimizer.step()
+        optimizer.backward({3: 1.0})
+        optimizer.step()
+        return optimizer.values
+
+    # 8 / 2, (4 + 8) / 2 and (6 + 8) / 2; what follows does not touch it.
+    assert on_ranks(2, run) == [[7.0, 0.0, 0.0, 3.75]] * 2
+
+
+# --- parameters that change ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("idle", [set(), {1}, {0, 1}])
+def test_parameters_that_have_another_dtype_on_all_ranks_get_new_buckets(idle):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, average=False)
+        train(optimizer, 1.0)
+        optimizer.zero()
+        for p in optimizer.parameters:
+            p.dtype = "float32"
+        assert optimizer.rounds.moved
+        if collectives.rank not in idle:
+            optimizer.backward(1.0)
+        optimizer.step()
+        values, left = optimizer.values, train(optimizer, 1.0)
+        assert {p.gradient.dtype.name for p in optimizer.parameters} == {"float32"}
+        assert not optimizer.rounds.moved
+        return values, left, names_of(collectives, lambda: train(optimizer, 1.0))
+
+    value = [2.0, 1.0, None][len(idle)]
+    assert on_ranks(2, run) == [([value] * 4, 2.0, ["header"])] * 2
+
+
+@pytest.mark.parametrize("at_step", [False, True])
+def test_parameters_that_have_another_dtype_on_some_ranks_are_an_error(at_step):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives)
+        train(optimizer, 1.0)
+        optimizer.zero()
+        for p in optimizer.parameters:
+            p.dtype = "float32" if collectives.rank else "float64"
+        with pytest.raises(PassesDiffer):
+            optimizer.step() if at_step else optimizer.backward(1.0)
+        for p in optimizer.parameters:
+            p.dtype = "float32"
+        optimizer.zero()
+        return works(optimizer)
+
+    assert on_ranks(3, run) == [True] * 3
+
+
+@pytest.mark.parametrize("idle", [set(), {1}])
+def test_parameters_that_begin_to_need_gradients_are_reduced_in_the_same_round(idle):
+    def run(collectives):
+        parameters = [Parameter(f"p{i}", requires_grad=i > 1) for i in range(4)]
+        optimizer = SimulatedOptimizer(collectives, parameters=parameters, average=False)
+        for _ in range(2):
+            optimizer.zero()
+            optimizer.backward(1.0)
+            optimizer.step()
+        assert optimizer.values == [None, None, 2.0, 2.0]
+        for p in parameters:
+            p.requires_grad = True
+        optimizer.zero()
+        if collectives.rank not in idle:
+            optimizer.backward(1.0)
+            optimizer.backward(10.0)
+        optimizer.step()
+        values = optimizer.values
+        assert len(optimizer.gradients.synchronizers) == 2
+        return values, train(optimizer, 1.0), names_of(collectives, lambda: train(optimizer, 1.0))
+
+    assert on_ranks(2, run) == [([11.0 * (2 - len(idle))] * 4, 2.0, ["header"])] * 2
+
+
+def test_parameters_that_need_no_gradients_any_more_cost_nothing_and_count_as_zeros():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives)
+        train(optimizer, 1.0)
+        optimizer.parameters[0].requires_grad = False
+        optimizer.zero()
+        names = names_of(collectives, lambda: optimizer.backward(1.0))
+        optimizer.step()
+        return optimizer.values, names
+
+    assert on_ranks(2, run) == [([0.0, 1.0, 1.0, 1.0], ["header"])] * 2
+
+
+def rows(value):
+    """Return a sparse gradient of a parameter of two elements: `value` for the first one."""
+    return Rows(np.array([0]), np.array([value]))
+
+
+@pytest.mark.parametrize("idle", [None, 0])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_gradient_that_is_sparse_on_one_rank_becomes_sparse_on_all(idle, passes):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, average=False)
+        train(optimizer, 1.0)
+        kinds = []
+        for step in range(3):
+            optimizer.zero()
+            if collectives.rank != idle:
+                for _ in range(passes):
+                    sparse = collectives.rank == 1 or step == 2
+                    optimizer.backward({3: 1.0, 0: rows(5.0) if sparse else 1.0})
+            optimizer.step()
+            kinds.append(type(optimizer.parameters[0].gradient))
+        names = names_of(collectives, lambda: optimizer.backward({0: rows(1.0)}))
+        return kinds, [(step[0], step[3]) for step in optimizer.stepped[1:]], names
+
+    if idle is None:
+        # Rank 0 has a dense gradient of ones in the first two steps.
+        one = [([6.0, 1.0], [2.0, 2.0])] * 2 + [([10.0, 0.0], [2.0, 2.0])]
+    else:
+        one = [([5.0, 0.0], [1.0, 1.0])] * 3
+    steps = [tuple([x * passes for x in gradient] for gradient in step) for step in one]
+    assert on_ranks(2, run) == [([Rows] * 3, steps, ["header"])] * 2
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_an_assigned_gradient_is_not_reduced_again_by_a_later_pass_of_the_step(sparse):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, average=False)
+        train(optimizer, 1.0)
+        optimizer.zero()
+        optimizer.backward({3: 1.0, 1: 1.0, 0: rows(1.0) if sparse else 1.0})
+        optimizer.parameters[1].gradient = np.full(2, 50.0)
+        optimizer.backward({3: 1.0})
+        optimizer.step()
+        return optimizer.values
+
+    assert on_ranks(2, run) == [[2.0, 50.0, 0.0, 4.0]] * 2
+
+
+# --- ranks that have joined ---------------------------------------------------------------------
+
+
+def test_ranks_that_have_joined_count_as_zeros():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives)
+        return works(optimizer)
+
+    assert on_ranks(3, run, joined={1}) == [True] * 2
+
+
+def test_a_rank_without_a_pass_beside_ranks_that_have_joined():
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, average=False)
+        train(optimizer, 1.0)
+        for _ in range(2):
+            optimizer.zero()
+            if collectives.rank:
+                optimizer.backward(1.0)
+                optimizer.backward(1.0)
+            optimizer.step()
+        return optimizer.values
+
+    assert on_ranks(4, run, joined={2, 3}) == [[2.0] * 4] * 2
+
+
+@pytest.mark.parametrize("error", [PassesDiffer, BackwardFailed])
+def test_an_error_beside_ranks_that_have_joined_does_not_ask_them(error):
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives)
+        train(optimizer, 1.0)
+        optimizer.backward(1.0)
+        fails = error is BackwardFailed and collectives.rank == 0
+        if error is PassesDiffer and collectives.rank == 0:
+            optimizer.step()
+        with pytest.raises(error, match=r"1 ranks have called join\(\)"):
+            optimizer.backward(1.0, fails=fails)
+        assert "who" not in [name.rpartition(".")[2] for name in collectives.names]
+        optimizer.zero()
+        return works(optimizer)
+
+    assert on_ranks(3, run, joined={2}) == [True] * 2
+
+
+def test_ranks_agree_anew_when_others_have_come_back_from_join():
+    group = SimulatedGroup(2)
+    group.joined = {1}
+    turns = {}
+
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives)
+        if collectives.rank == 0:
+            assert train(optimizer, 2.0) == 1.0
+            optimizer.backward(2.0)
+            optimizer.step()
+            turns.update(collectives._turns)
+            group.joined = set()
+        collectives.exchange(None, "all are back")
+        # Horovod has counted these collectives on the rank that had joined as well.
+        collectives._turns = dict(turns)
+        collectives.generation += 1
+        optimizer.zero()
+        return works(optimizer)
+
+    assert on_every_rank(2, run, group) == [True] * 2
+    assert group.in_flight == []

@@ -1,0 +1,761 @@
+"""Sequences of user actions on a wrapped optimizer, against one process that sees all data.
+
+A sequence is a list of pairs (name of an action, number). All ranks get the same list; an action
+derives everything random from the number, so ranks agree on which of them does what. The reference
+is a copy of the model on every rank, whose gradients are computed from all ranks' batches. After
+every action that leaves reduced gradients, those of all ranks must be the same bits and near the
+reference's; after every step, so must the parameters.
+
+Add an action: write a function and decorate it with `action`.
+"""
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hvdkit.core.accumulation import PassesDiffer
+from hvdkit.core.rounds import BackwardFailed, GradientsChanged
+from hvdkit.errors import HvdkitError
+
+#: Relative error of one rounding on the wire.
+ROUNDING = {"none": 1e-14, "fp16": 2**-11, "bf16": 2**-8}
+
+
+class Model(nn.Module):
+    """Layers that a pass may leave out, a parameter without dimensions, and dropped branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 5)
+        self.second = nn.Linear(5, 3)
+        self.branch = nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor, part: str = "all") -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        if part == "checkpoint":
+            y = checkpoint(self.second, hidden, use_reentrant=True)
+        elif part == "branch":
+            y = self.branch(hidden)
+        else:
+            y = self.second(hidden)
+        return y * self.scale if part != "unscaled" else y
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the optimizer is wrapped.
+
+    Attributes:
+        compression: the wire format.
+        average: `Average`, else `Sum`.
+        kind: "sgd" or "adamw".
+        bucket_bytes: small, so that there are several buckets.
+        compiled: pass the model through torch.compile with this backend, if any.
+        unused: find_unused_parameters.
+        window: "mean" for accumulation_steps=3, "sum" for backward_passes_per_step=3. Sequences
+            then consist of `WINDOW_ACTIONS`.
+        members: leave out rank 1: a process set of the others reduces. Sequences are then
+            without `GLOBAL_ACTIONS`.
+    """
+
+    compression: str = "none"
+    average: bool = True
+    kind: str = "sgd"
+    bucket_bytes: int = 100
+    compiled: str = ""
+    unused: bool = False
+    window: str = ""
+    members: bool = False
+
+
+@dataclass
+class World:
+    """The state of a sequence on one rank."""
+
+    hvd: Any
+    setting: Setting
+    model: Model = field(init=False)
+    run: Any = field(init=False)
+    optimizer: Any = field(init=False)
+    reference: Model = field(init=False)
+    plain: Any = field(init=False)
+    process_set: Any = field(init=False)
+    passes: int = 0
+    #: The ranks' largest gradients since the last comparison, added up.
+    largest: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.process_set = self.hvd.global_process_set
+        if self.ranks != list(range(self.hvd.size())):
+            self.process_set = set_of(self.hvd, self.ranks)
+        torch.manual_seed(0)
+        self.model = Model().double()
+        self.reference = copy.deepcopy(self.model)
+        self.optimizer = self.wrap()
+        self.plain = self.make(self.reference)
+        self.run = self.model
+        if self.setting.compiled:
+            self.run = torch.compile(self.model, backend=self.setting.compiled)
+
+    def make(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.setting.kind == "sgd":
+            return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def wrap(self) -> Any:
+        return self.hvd.DistributedOptimizer(
+            self.make(self.model),
+            self.model.named_parameters(),
+            compression=self.setting.compression,
+            op=self.hvd.Average if self.setting.average else self.hvd.Sum,
+            bucket_bytes=self.setting.bucket_bytes,
+            find_unused_parameters=self.setting.unused,
+            accumulation_steps=PASSES if self.setting.window == "mean" else 1,
+            backward_passes_per_step=PASSES if self.setting.window == "sum" else 1,
+            process_set=self.process_set,
+        )
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that train together."""
+        everyone = list(range(self.hvd.size()))
+        some = self.setting.members and len(everyone) > 2
+        return [rank for rank in everyone if rank != 1] if some else everyone
+
+    def batch(self, number: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * (number % 10**6) + rank)
+        x = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+        return 3 * x - 1 if rank == 1 else x
+
+    def loss(self, model: Any, number: int, rank: int, part: str) -> torch.Tensor:
+        result: torch.Tensor = model(self.batch(number, rank), part).square().mean()
+        return result
+
+    def parts(self, number: int, differ: bool) -> list[str]:
+        """The part of the model that each rank uses."""
+        draw = random.Random(number)
+        names = ["all", "all", "branch", "unscaled", "checkpoint"]
+        if self.setting.compiled:
+            names.remove("checkpoint")
+        if differ:
+            return [draw.choice(names) for _ in range(self.hvd.size())]
+        return [draw.choice(names)] * self.hvd.size()
+
+    def backward(
+        self, number: int, differ: bool = True, only: Any = None, factor: float = 1.0
+    ) -> None:
+        """A pass on the ranks in `only` (all), and the same of all of them in the reference."""
+        parts = self.parts(number, differ)
+        ranks = self.ranks if only is None else only
+        if self.hvd.rank() in ranks:
+            rank = self.hvd.rank()
+            self.loss(self.run, number, rank, parts[rank]).backward()
+        for rank in ranks:
+            # A checkpoint computes the same, and torch.autograd.grad refuses it.
+            part = "all" if parts[rank] == "checkpoint" else parts[rank]
+            self.add_to_reference(self.loss(self.reference, number, rank, part), factor)
+
+    def add_to_reference(self, loss: torch.Tensor, factor: float = 1.0) -> None:
+        """Add one rank's gradients to the reference's."""
+        used = [q for q in self.reference.parameters() if q.requires_grad]
+        share = factor / (len(self.ranks) if self.setting.average else 1)
+        found = torch.autograd.grad(loss, used, allow_unused=True)
+        self.largest += max((float(g.abs().max()) for g in found if g is not None), default=0.0)
+        for q, g in zip(used, found, strict=True):
+            if g is not None:
+                q.grad = share * g if q.grad is None else q.grad + share * g
+
+    def pairs(self):
+        return zip(self.model.named_parameters(), self.reference.parameters(), strict=True)
+
+    def check_gradients(self) -> None:
+        """Compare, and give the reference the rounded gradients, so that steps can be compared."""
+        # One rounding for each rank's gradient, and one for each sum, which is as large.
+        n = len(self.ranks)
+        bound = 4 * ROUNDING[self.setting.compression] * n * max(self.largest, 1e-3)
+        if not self.setting.average:
+            bound *= n
+        self.largest = 0.0
+        self.check_same_bits(lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+        for (name, p), q in self.pairs():
+            own = torch.zeros_like(p) if p.grad is None else p.grad.detach()
+            expected = torch.zeros_like(q) if q.grad is None else q.grad
+            worst = float((own - expected).abs().max())
+            assert worst <= bound, f"gradient of {name} is off by {worst}, bound {bound}"
+            q.grad = None if p.grad is None else own.clone()
+
+    def check_parameters(self) -> None:
+        self.check_same_bits(lambda p: p)
+        for (name, p), q in self.pairs():
+            torch.testing.assert_close(
+                p, q, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+    def check_same_bits(self, value: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Compare a value of every parameter between the ranks, in one collective."""
+        own = [value(p).detach().reshape(-1) for p in self.model.parameters()]
+        everyone = self.hvd.allgather(
+            torch.cat(own)[None], name="same bits", process_set=self.process_set
+        )
+        names = [name for name, _ in self.model.named_parameters()]
+        sizes = [len(part) for part in own]
+        for other in everyone[1:]:
+            for name, a, b in zip(names, everyone[0].split(sizes), other.split(sizes), strict=True):
+                assert torch.equal(a, b), f"{name} differs between ranks: {a} and {b}"
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.plain.step()
+        self.check_parameters()
+
+    def zero(self) -> None:
+        self.optimizer.zero_grad()
+        self.plain.zero_grad()
+
+    def chosen_rank(self, number: int) -> int:
+        return self.ranks[number % len(self.ranks)]
+
+
+#: Passes in a window.
+PASSES = 3
+
+Action = Callable[[World, int], None]
+ACTIONS: dict[str, Action] = {}
+WINDOW_ACTIONS = ("window_passes", "flush", "zero_grad_in_window", "read_in_window")
+#: Actions that all ranks of the job must take.
+GLOBAL_ACTIONS = ("joined_epoch", "load_on_one_rank", "pass_too_few", "wait_for_all")
+_sets: dict[tuple[int, ...], Any] = {}
+
+
+def set_of(hvd: Any, ranks: list[int]) -> Any:
+    """The process set of these ranks, registered once in a job."""
+    key = tuple(ranks)
+    if key not in _sets:
+        _sets[key] = hvd.add_process_set(ranks)
+    return _sets[key]
+
+
+def actions_for(setting: Setting) -> list[str]:
+    """The names of the actions that go with a setting."""
+    if setting.window:
+        return list(WINDOW_ACTIONS)
+    left_out = {*WINDOW_ACTIONS, *(GLOBAL_ACTIONS if setting.members else ())}
+    return sorted(set(ACTIONS) - left_out)
+
+
+def action(function: Action) -> Action:
+    """Make a function an action of the sequences."""
+    ACTIONS[function.__name__] = function
+    return function
+
+
+def run_sequence(hvd: Any, setting: Setting, actions: list[tuple[str, int]]) -> None:
+    """Run a sequence on this rank.
+
+    Args:
+        hvd: hvdkit.torch.
+        setting: how the optimizer is wrapped.
+        actions: pairs of a name and a number. Where the name does not go with the setting,
+            another action takes its place.
+    """
+    world = World(hvd, setting)
+    if hvd.rank() in world.ranks:
+        names = actions_for(setting)
+        for name, number in actions:
+            ACTIONS[name if name in names else names[number % len(names)]](world, number)
+        if setting.window:
+            flush(world, 7)
+            window_passes(world, PASSES - 1)
+        else:
+            world.zero()
+            plain_step(world, 7)
+    hvd.allreduce(torch.ones(1), name="end of the sequence")
+
+
+# --- the actions --------------------------------------------------------------------------------
+
+
+@action
+def plain_step(world: World, number: int) -> None:
+    world.zero()
+    world.backward(number)
+    world.check_gradients()
+    world.step()
+
+
+@action
+def backward(world: World, number: int) -> None:
+    world.backward(number)
+    world.check_gradients()
+
+
+@action
+def step(world: World, number: int) -> None:
+    """Also where no pass was made, or for the second time."""
+    world.optimizer.synchronize()
+    world.check_gradients()
+    world.step()
+
+
+@action
+def zero_grad(world: World, number: int) -> None:
+    world.zero()
+
+
+@action
+def zero_grad_in_place(world: World, number: int) -> None:
+    world.optimizer.zero_grad(set_to_none=False)
+    world.plain.zero_grad(set_to_none=False)
+
+
+@action
+def zero_grad_of_the_model(world: World, number: int) -> None:
+    none = bool(number % 2)
+    world.model.zero_grad(set_to_none=none)
+    world.reference.zero_grad(set_to_none=none)
+
+
+@action
+def clip_norm(world: World, number: int) -> None:
+    for model in (world.model, world.reference):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    world.check_gradients()
+
+
+@action
+def clip_value(world: World, number: int) -> None:
+    for model in (world.model, world.reference):
+        if any(p.grad is not None for p in model.parameters()):
+            nn.utils.clip_grad_value_(model.parameters(), 0.05)
+    world.check_gradients()
+
+
+@action
+def clip_with_hvd(world: World, number: int) -> None:
+    world.hvd.clip_grad_norm_(world.optimizer, 0.1)
+    nn.utils.clip_grad_norm_(world.reference.parameters(), 0.1)
+    world.check_gradients()
+
+
+@action
+def scale_in_place(world: World, number: int) -> None:
+    for model in (world.model, world.reference):
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+
+@action
+def replace_gradients(world: World, number: int) -> None:
+    """With scaled copies, after a pass, so that they stand for reduced gradients."""
+    world.backward(number)
+    for model in (world.model, world.reference):
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad = p.grad * 0.5
+    world.check_gradients()
+
+
+@action
+def accumulate_without_sync(world: World, number: int) -> None:
+    with world.hvd.no_sync(world.optimizer):
+        world.backward(number)
+    world.backward(number + 1)
+    world.check_gradients()
+
+
+@action
+def accumulate_and_step(world: World, number: int) -> None:
+    """Only passes under no_sync: the step reduces."""
+    with world.hvd.no_sync(world.optimizer):
+        world.backward(number)
+        world.backward(number + 1)
+    world.optimizer.synchronize()
+    world.check_gradients()
+    world.step()
+
+
+@action
+def forget_what_was_accumulated(world: World, number: int) -> None:
+    with world.hvd.no_sync(world.optimizer):
+        world.backward(number)
+    world.zero()
+
+
+@action
+def two_losses(world: World, number: int) -> None:
+    for differ in (False, True):
+        world.backward(number + differ, differ)
+    world.check_gradients()
+
+
+@action
+def retain_graph(world: World, number: int) -> None:
+    if world.setting.compiled:
+        return
+    rank = world.hvd.rank()
+    loss = world.loss(world.model, number, rank, "all")
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for each in world.ranks:
+        world.add_to_reference(world.loss(world.reference, number, each, "all"), 2.0)
+    world.check_gradients()
+
+
+@action
+def grad_of_parameters(world: World, number: int) -> None:
+    """torch.autograd.grad, whose gradients are not accumulated, on one rank."""
+    if world.hvd.rank() == world.chosen_rank(number):
+        loss = world.loss(world.model, number, 0, "all")
+        used = [p for p in world.model.parameters() if p.requires_grad]
+        if used:
+            torch.autograd.grad(loss, used, allow_unused=True)
+
+
+@action
+def idle_rank(world: World, number: int) -> None:
+    """One rank makes no backward pass in a step, and says so before gradients are used."""
+    step(world, number)
+    world.zero()
+    idle = world.chosen_rank(number)
+    world.backward(number, only=[rank for rank in world.ranks if rank != idle])
+    world.optimizer.synchronize()
+    world.check_gradients()
+
+
+@action
+def idle_rank_at_step(world: World, number: int) -> None:
+    step(world, number)
+    world.zero()
+    idle = world.chosen_rank(number)
+    others = [rank for rank in world.ranks if rank != idle]
+    for k in range(1 + number % 2):
+        world.backward(number + k, only=others)
+    world.optimizer.step()
+    # A rounded wire is compared with what the optimizer used.
+    world.check_gradients()
+    world.plain.step()
+    world.check_parameters()
+
+
+@action
+def idle_rank_and_changed_gradients(world: World, number: int) -> None:
+    step(world, number)
+    world.zero()
+    idle = world.chosen_rank(number)
+    world.backward(number, only=[rank for rank in world.ranks if rank != idle])
+    for p in world.model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+    expect(world, GradientsChanged, world.optimizer.step)
+
+
+@action
+def double_and_back(world: World, number: int) -> None:
+    """Module._apply on one rank gives parameters and gradients other memory."""
+    if world.hvd.rank() == world.chosen_rank(number):
+        world.model.float().double()
+        with torch.no_grad():
+            for p, q in zip(world.model.parameters(), world.reference.parameters(), strict=True):
+                p.copy_(q)
+                if p.grad is not None and q.grad is not None:
+                    p.grad.copy_(q.grad)
+
+
+@action
+def other_memory_for_gradients(world: World, number: int) -> None:
+    if world.hvd.rank() == world.chosen_rank(number):
+        for p in world.model.parameters():
+            if p.grad is not None:
+                p.grad.data = p.grad.data.clone()
+
+
+@action
+def freeze(world: World, number: int) -> None:
+    """Or unfreeze, on all ranks; every pass still reaches the first layer."""
+    name = ["second", "branch"][number % 2]
+    for model in (world.model, world.reference):
+        for p in getattr(model, name).parameters():
+            p.requires_grad_(not p.requires_grad)
+    world.zero()
+
+
+@action
+def freeze_on_one_rank(world: World, number: int) -> None:
+    """Differs between ranks in the next pass: an error on all of them."""
+    world.zero()
+    own = world.hvd.rank() == world.chosen_rank(number)
+    weight = world.model.first.bias
+    if not weight.requires_grad or not world.model.second.weight.requires_grad:
+        return
+    weight.requires_grad_(not own)
+    expect(world, HvdkitError, lambda: world.loss(world.model, number, 0, "all").backward())
+    weight.requires_grad_(True)
+
+
+@action
+def failing_backward(world: World, number: int) -> None:
+    """The pass of one rank raises in the middle, is caught there, and everybody goes on."""
+    if world.setting.compiled or not any(p.requires_grad for p in world.model.parameters()):
+        return
+    world.zero()
+    rank = world.hvd.rank()
+    failing = rank == world.chosen_rank(number)
+    hidden = world.model.first(world.batch(number, rank)).tanh()
+    if failing:
+        hidden = Fails.apply(hidden)
+    loss = (world.model.second(hidden) * world.model.scale).square().mean()
+    caught = None
+    try:
+        loss.backward()
+    except (BackwardFailed, Deliberate) as error:
+        caught = type(error)
+    if world.model.second.weight.requires_grad or world.model.scale.requires_grad:
+        assert caught is (Deliberate if failing else BackwardFailed), caught
+    world.zero()
+
+
+@action
+def pass_too_few(world: World, number: int) -> None:
+    """A rank steps after one pass where the others make two: an error on all of them."""
+    if len(world.ranks) < 2:
+        return
+    world.zero()
+    world.backward(number)
+    extra = world.chosen_rank(number)
+    if world.hvd.rank() == extra:
+        expect_here(PassesDiffer, lambda: world.loss(world.model, number, 0, "all").backward())
+    else:
+        world.optimizer.step()
+        expect_here(PassesDiffer, lambda: world.loss(world.model, number, 0, "all").backward())
+    world.zero()
+    world.adopt_rank(extra)
+
+
+@action
+def create_graph(world: World, number: int) -> None:
+    if world.setting.compiled:
+        return
+    world.zero()
+    expect_here(
+        HvdkitError,
+        lambda: world.loss(world.model, number, 0, "all").backward(create_graph=True),
+    )
+    world.zero()
+
+
+@action
+def closure(world: World, number: int) -> None:
+    def passes(own: bool) -> Callable[[], Any]:
+        def closure() -> Any:
+            world.zero()
+            world.backward(number)
+            for model in (world.model, world.reference):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            world.check_gradients()
+            return torch.zeros(())
+
+        return closure
+
+    world.optimizer.step(passes(True))
+    world.plain.step()
+    world.check_parameters()
+
+
+@action
+def reload(world: World, number: int) -> None:
+    """State of model and optimizer, as from a checkpoint."""
+    world.model.load_state_dict(copy.deepcopy(world.model.state_dict()))
+    world.optimizer.load_state_dict(copy.deepcopy(world.optimizer.state_dict()))
+    world.zero()
+
+
+@action
+def load_on_one_rank(world: World, number: int) -> None:
+    """Rank 0 loads, the others get it by broadcast."""
+    if world.hvd.rank() == 0:
+        world.optimizer.load_state_dict(copy.deepcopy(world.optimizer.state_dict()))
+    world.hvd.broadcast_parameters(world.model.state_dict(), root_rank=0)
+    world.hvd.broadcast_optimizer_state(world.optimizer, root_rank=0)
+    world.zero()
+
+
+@action
+def loss_scaling(world: World, number: int) -> None:
+    """PyTorch's own GradScaler; on one rank the loss may be infinite."""
+    world.zero()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    rank = world.hvd.rank()
+    infinite = number % 3 == 0
+    loss = world.loss(world.run, number, rank, "all")
+    factor = float("inf") if infinite and rank == world.chosen_rank(number) else 1.0
+    needs = any(p.requires_grad for p in world.model.parameters())
+    if not needs:
+        return
+    scaler.scale(loss * factor).backward()
+    scaler.unscale_(world.optimizer)
+    if not infinite:
+        for each in world.ranks:
+            world.add_to_reference(world.loss(world.reference, number, each, "all"))
+        world.check_gradients()
+        world.plain.step()
+    scaler.step(world.optimizer)
+    scaler.update()
+    assert world.optimizer.stepped == (not infinite)
+    world.zero()
+    world.check_parameters()
+
+
+@action
+def joined_epoch(world: World, number: int) -> None:
+    """Ranks have different numbers of batches; afterwards all have the last one's parameters."""
+    world.zero()
+    for k in range(1 + world.hvd.rank() % 2):
+        loss = world.loss(world.run, number + k, world.hvd.rank(), "all")
+        if loss.requires_grad:
+            loss.backward()
+            world.optimizer.step()
+            world.optimizer.zero_grad()
+    last = world.hvd.join()
+    world.hvd.allreduce(torch.ones(1))
+    world.adopt_rank(last)
+
+
+@action
+def wrap_again(world: World, number: int) -> None:
+    """A second optimizer for the same parameters, as in the next of several trainings."""
+    world.zero()
+    world.optimizer = world.wrap()
+    world.plain = world.make(world.reference)
+
+
+@action
+def add_parameters(world: World, number: int) -> None:
+    if hasattr(world.model, "extra"):
+        return
+    world.zero()
+    generator = torch.Generator().manual_seed(number)
+    value = torch.randn(3, generator=generator, dtype=torch.float64)
+    for model, optimizer in ((world.model, world.optimizer), (world.reference, world.plain)):
+        model.register_parameter("extra", nn.Parameter(value.clone()))
+        optimizer.add_param_group({"params": [model.extra]})
+
+
+# --- in a window --------------------------------------------------------------------------------
+
+
+@action
+def window_passes(world: World, number: int) -> None:
+    """A loop that calls step() and zero_grad() after every pass, as long as the number says."""
+    share = PASSES if world.setting.window == "mean" else 1
+    for k in range(1 + number % (2 * PASSES)):
+        world.backward(number + k, factor=1 / share)
+        world.passes += 1
+        if world.passes < PASSES:
+            if world.setting.window == "mean":
+                world.optimizer.step()
+                assert not world.optimizer.stepped
+                world.optimizer.zero_grad()
+            continue
+        world.check_gradients()
+        world.step()
+        assert world.optimizer.stepped
+        world.zero()
+        world.passes = 0
+
+
+@action
+def flush(world: World, number: int) -> None:
+    """Step with fewer passes than a window has."""
+    if world.setting.window == "sum":
+        if world.passes:
+            world.optimizer.synchronize()
+            world.check_gradients()
+            world.step()
+            world.zero()
+        world.passes = 0
+        return
+
+    def step() -> None:
+        for _, q in world.pairs():
+            if q.grad is not None:
+                q.grad *= PASSES / world.passes
+        world.hvd.clip_grad_norm_(world.optimizer, 1e9)
+        world.check_gradients()
+        world.step()
+
+    assert world.optimizer.flush(step) == bool(world.passes)
+    world.zero()
+    world.passes = 0
+
+
+@action
+def zero_grad_in_window(world: World, number: int) -> None:
+    """Does nothing with accumulation_steps; otherwise the window begins again."""
+    world.optimizer.zero_grad()
+    if world.setting.window == "sum":
+        world.plain.zero_grad()
+        world.passes = 0
+
+
+@action
+def read_in_window(world: World, number: int) -> None:
+    """Gradients of this rank, which no other rank has."""
+    for p in world.model.parameters():
+        if p.grad is not None:
+            assert torch.isfinite(p.grad).all()
+    if world.setting.window == "mean":
+        assert world.hvd.clip_grad_norm_(world.optimizer, 1.0) is None
+
+
+# --- helpers ------------------------------------------------------------------------------------
+
+
+class Deliberate(Exception):
+    """Raised by a backward pass on purpose."""
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward pass raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise Deliberate
+
+
+def expect_here(kind: type[Exception], call: Callable[[], Any]) -> None:
+    """Call what must raise on this rank."""
+    try:
+        call()
+    except kind:
+        return
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def expect(world: World, kind: type[Exception], call: Callable[[], Any]) -> None:
+    """Call what must raise on every rank, and go on from zero_grad."""
+    expect_here(kind, call)
+    world.zero()
+
+
+def _adopt_rank(self: World, rank: int) -> None:
+    """Make all ranks, and the reference, equal to one rank."""
+    self.hvd.broadcast_parameters(self.model.state_dict(), root_rank=rank)
+    self.hvd.broadcast_optimizer_state(self.optimizer, root_rank=rank)
+    self.reference.load_state_dict(self.model.state_dict())
+    self.plain.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+    self.zero()
+
+
+World.adopt_rank = _adopt_rank  # type: ignore[attr-defined]

@@ -1,0 +1,1015 @@
+"""Gradients are final when `loss.backward()` returns, whatever the script does afterwards.
+
+Each test is one use on real ranks that sequences.py does not draw, against one process that sees
+all data.
+"""
+
+import copy
+import math
+import sys
+
+import pytest
+import torch
+from horovod.torch import mpi_ops
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from hvdkit.core.agreement import RanksDisagree
+from hvdkit.errors import HvdkitError, UsageError
+from tests.logs import recorded
+from tests.parallel.rank_pool import Configuration, start_ranks_of
+from tests.parallel.torch.oracle import (
+    DEVICE,
+    adamw,
+    assert_close,
+    assert_raised_on_all_ranks,
+    assert_same_on_all_ranks,
+    batch_of,
+    loss_of,
+    on_all_ranks,
+    sgd,
+    small_model,
+    trained,
+    whole_batch,
+)
+
+WIRES = ["none", "fp16", "bf16"]
+
+#: Relative to the largest gradient: one rounding per rank and one of the sum.
+TOLERANCES = {"none": 1e-12, "fp16": 2**-9, "bf16": 2**-6}
+
+
+def ops(hvd):
+    return {"average": hvd.Average, "sum": hvd.Sum}
+
+
+def mean_loss(hvd, model, step, op="average"):
+    """The loss of one process whose gradient is the ranks' mean, or their sum."""
+    loss = loss_of(model, whole_batch(hvd, step))
+    return loss * hvd.size() if op == "sum" else loss
+
+
+def assert_gradients_close(hvd, model, reference, compression="none"):
+    """The same bits on all ranks, and near those of one process."""
+    held = [q.grad for q in reference.parameters() if q.grad is not None]
+    largest = max(float(g.to_dense().abs().max()) for g in held)
+    bound = 8 * hvd.size() * TOLERANCES[compression] * largest
+    own = []
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense()
+        expected = torch.zeros_like(q) if q.grad is None else q.grad.to_dense()
+        worst = float((gradient - expected).abs().max())
+        assert worst <= bound, f"gradient of {name} is off by {worst}, bound {bound}"
+        own.append(gradient.double().reshape(-1))
+    everyone = hvd.allgather(torch.cat(own)[None], name="gradients")
+    assert all(torch.equal(everyone[0], other) for other in everyone)
+
+
+def train_on(hvd, model, reference, optimizer, plain, steps=2, first=90):
+    """Show that an optimizer still trains as one process does."""
+    reference.load_state_dict(model.state_dict())
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        optimizer.step()
+        plain.zero_grad()
+        mean_loss(hvd, reference, step).backward()
+        plain.step()
+    assert_close(model, reference)
+    assert_same_on_all_ranks(hvd, model)
+
+
+# Memory that the script replaces
+
+
+def double_and_float(model):
+    model.double().float()
+
+
+def other_data(model):
+    for p in model.parameters():
+        p.grad.data = p.grad.data.clone()
+
+
+CHANGES = {f.__name__: f for f in (double_and_float, other_data)}
+
+
+@pytest.mark.parametrize("zeroing", ["none", "zeros", "never"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("compression", WIRES)
+def test_other_memory_on_one_rank_changes_no_bit(hvd, compression, change, zeroing):
+    """A change of memory on one rank after a step, against the same training without it."""
+    models = [small_model(torch.float32) for _ in range(2)]
+    optimizers = [
+        hvd.DistributedOptimizer(sgd(m.parameters()), compression=compression, bucket_bytes=200)
+        for m in models
+    ]
+    for step in range(4):
+        for m, o in zip(models, optimizers, strict=True):
+            loss_of(m, batch_of(hvd.rank(), step, torch.float32)).backward()
+            o.step()
+        if hvd.rank() == step % hvd.size():
+            CHANGES[change](models[0])
+        if zeroing != "never":
+            for o in optimizers:
+                o.zero_grad(set_to_none=zeroing == "none")
+    assert_same_on_all_ranks(hvd, models[0])
+    assert_close(*models, 0)
+
+
+@pytest.mark.parametrize("op", ["average", "sum"])
+@pytest.mark.parametrize("compression", WIRES)
+def test_a_model_of_one_number(hvd, compression, op):
+    """A parameter without dimensions and nothing beside it, in several passes per step."""
+    model = nn.ParameterList([nn.Parameter(torch.tensor(1.25, dtype=torch.float64))])
+    reference = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(adamw(model), compression=compression, op=ops(hvd)[op])
+    plain = adamw(reference)
+    share = hvd.size() if op == "average" else 1
+    for step in range(4):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for k in range(3):
+            (model[0] * (hvd.rank() + k + 0.1) ** 3 / (step + 1)).backward()
+            for rank in range(hvd.size()):
+                (reference[0] * (rank + k + 0.1) ** 3 / (step + 1) / share).backward()
+            assert model[0].grad.shape == ()
+            assert_gradients_close(hvd, model, reference, compression)
+        hvd.clip_grad_norm_(optimizer, 0.5)
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        optimizer.step()
+        plain.step()
+    assert_close(model, reference, {"none": 1e-12, "fp16": 1e-3, "bf16": 1e-2}[compression])
+
+
+# Hooks of the user
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 10**6])
+@pytest.mark.parametrize("compression", WIRES)
+def test_hooks_registered_after_wrapping_run_before_the_reduction(hvd, compression, bucket_bytes):
+    """Each parameter is the last of its bucket in one of the plans; the first one ends the pass."""
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        compression=compression,
+        bucket_bytes=bucket_bytes,
+    )
+
+    @torch.no_grad()
+    def clamp(p):
+        p.grad.clamp_(-0.01, 0.01)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(clamp)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        sums = [torch.zeros_like(p) for p in reference.parameters()]
+        for rank in range(hvd.size()):
+            reference.zero_grad()
+            loss_of(reference, batch_of(rank, step)).backward()
+            for total, p in zip(sums, reference.parameters(), strict=True):
+                total.add_(p.grad.clamp(-0.01, 0.01))
+        for total, p in zip(sums, reference.parameters(), strict=True):
+            p.grad = total / hvd.size()
+        assert_gradients_close(hvd, model, reference, compression)
+        optimizer.step()
+        reference.load_state_dict(model.state_dict())
+
+
+# Ends of epochs
+
+
+def test_join_inside_a_window_leaks_nothing_into_the_next_epoch(hvd):
+    model = nn.Linear(1, 1, bias=False).to(DEVICE, torch.float64)
+    nn.init.constant_(model.weight, 0.0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), accumulation_steps=2
+    )
+
+    def loss(factor):
+        return -factor * model(torch.ones(1, 1, dtype=torch.float64, device=DEVICE)).sum()
+
+    # The last rank's epoch ends in the middle of a window.
+    last = hvd.rank() == hvd.size() - 1
+    for _ in range(3 if last else 2):
+        loss(999.0 if last else 0.0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with recorded("hvdkit.torch") as records:
+        hvd.join()
+    warnings = [record.getMessage() for record in records]
+    assert any("hvd.join() was called with gradients" in text for text in warnings) == last
+    nn.init.constant_(model.weight, 0.0)
+    for k in range(2):
+        loss(1.0).backward()
+        optimizer.step()
+        assert optimizer.stepped == (k == 1)
+        optimizer.zero_grad()
+    assert model.weight.item() == 1
+
+
+@pytest.mark.parametrize("what", ["one parameter", "all parameters", "one pass of two"])
+def test_requires_grad_that_differs_by_rank(hvd, what):
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), bucket_bytes=200
+    )
+    plain = sgd(reference.parameters())
+    train_on(hvd, model, reference, optimizer, plain)
+    optimizer.zero_grad()
+    if what == "one pass of two":
+        loss_of(model, batch_of(hvd.rank(), 5)).backward()
+    frozen = [model[2].weight] if what != "all parameters" else list(model.parameters())
+    if hvd.rank() == 0:
+        for p in frozen:
+            p.requires_grad_(False)
+
+    def step():
+        loss = loss_of(model, batch_of(hvd.rank(), 6))
+        if loss.requires_grad:
+            loss.backward()
+        optimizer.step()
+
+    with pytest.raises(HvdkitError, match=r"not: .*2\.weight|not: .*0\.weight") as caught:
+        step()
+    assert_raised_on_all_ranks(hvd, caught)
+    for p in frozen:
+        p.requires_grad_(True)
+    optimizer.zero_grad()
+    train_on(hvd, model, reference, optimizer, plain)
+
+
+# Closures
+
+
+@pytest.mark.parametrize("clip", ["hvd", "torch"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_closure_that_clips_sums(hvd, passes, clip):
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), op=hvd.Sum, bucket_bytes=200)
+    plain = sgd(reference.parameters())
+
+    def closure(m, o, step):
+        def run():
+            o.zero_grad()
+            for k in range(passes):
+                if o is optimizer:
+                    loss_of(m, batch_of(hvd.rank(), 2 * step + k)).backward()
+                else:
+                    mean_loss(hvd, m, 2 * step + k, "sum").backward()
+            if o is optimizer and clip == "hvd":
+                norm = hvd.clip_grad_norm_(o, 0.1)
+            else:
+                norm = nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            assert norm > 0.1
+            return norm
+
+        return run
+
+    for step in range(3):
+        norm = optimizer.step(closure(model, optimizer, step))
+        torch.testing.assert_close(norm, plain.step(closure(reference, plain, step)))
+    assert_close(model, reference)
+
+
+# Sparse gradients
+
+
+class Words(nn.Module):
+    """An embedding and a head; a pass may leave the embedding out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(8, 3, sparse=True)
+        self.head = nn.Linear(3, 2)
+        self.to(DEVICE, torch.float64)
+
+    def forward(self, words):
+        hidden = self.embedding(words) if words is not None else torch.ones_like(self.head.weight)
+        return self.head(hidden).square().mean()
+
+
+def words_of(rank, step):
+    return torch.tensor([rank, rank, step % 8, 7], device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "users"),
+    [("sgd", "nobody"), ("sgd", "rank 0"), ("sgd", "rank 1"), ("sparse adam", "nobody")],
+)
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_a_sparse_embedding_used_late(hvd, compression, users, kind):
+    """In the first step no rank uses it, or one."""
+    model = Words()
+    reference = copy.deepcopy(model)
+
+    def make(m, wrap):
+        if kind == "sgd":
+            return [wrap(torch.optim.SGD(m.parameters(), lr=0.1))]
+        return [
+            wrap(torch.optim.SparseAdam(list(m.embedding.parameters()), lr=0.1)),
+            wrap(torch.optim.SGD(m.head.parameters(), lr=0.1)),
+        ]
+
+    optimizers = make(
+        model, lambda each: hvd.DistributedOptimizer(each, compression=compression, bucket_bytes=1)
+    )
+    plain = make(reference, lambda each: each)
+    for step in range(4):
+        uses = [step or users == f"rank {rank}" for rank in range(hvd.size())]
+        for each in optimizers + plain:
+            each.zero_grad()
+        model(words_of(hvd.rank(), step) if uses[hvd.rank()] else None).backward()
+        for rank in range(hvd.size()):
+            words = words_of(rank, step) if uses[rank] else None
+            (reference(words) / hvd.size()).backward()
+        for each in optimizers + plain:
+            each.step()
+        if any(uses):
+            assert model.embedding.weight.grad.is_sparse
+    assert_close(model, reference, {"none": 1e-12, "fp16": 1e-2}[compression])
+    assert_same_on_all_ranks(hvd, model)
+
+
+@pytest.mark.parametrize("compression", WIRES)
+def test_sparse_adam_with_gradients_reduced_as_dense_ones(hvd, compression):
+    """It takes only sparse gradients, whatever form they are reduced in."""
+    torch.manual_seed(0)
+    model = nn.Embedding(6, 2, sparse=True).to(DEVICE, torch.float64)
+    reference = copy.deepcopy(model)
+    # Every row is used: reduced as dense ones, rows that no rank uses have gradients of zero.
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SparseAdam(list(model.parameters()), lr=0.1),
+        sparse_as_dense=True,
+        compression=compression,
+    )
+    plain = torch.optim.SparseAdam(list(reference.parameters()), lr=0.1)
+    words = [torch.randint(0, 6, (9,)) for _ in range(4)]
+    for k in range(3):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        factors = [rank + 1.0 + k for rank in range(hvd.size())]
+        everything = torch.arange(6)
+        for passes in range(2):
+            own = torch.cat([everything, words[k + passes]]).to(DEVICE)
+            (model(own).square().sum() * factors[hvd.rank()]).backward()
+            for factor in factors:
+                (reference(own).square().sum() * factor / hvd.size()).backward()
+            assert model.weight.grad.is_sparse
+        optimizer.step()
+        plain.step()
+    assert_close(model, reference, {"none": 1e-12, "fp16": 1e-2, "bf16": 1e-1}[compression])
+    assert_same_on_all_ranks(hvd, model)
+
+
+# Arguments
+
+
+def test_broadcast_of_nested_state_dicts_is_refused(hvd):
+    model = small_model()
+    state = {"epoch": 3, "model": model.state_dict()}
+    with pytest.raises(UsageError, match=r"params\['model'\] .* for each state dict") as caught:
+        hvd.broadcast_parameters(state, root_rank=0)
+    assert_raised_on_all_ranks(hvd, caught)
+
+
+class Plain(torch.optim.Optimizer):
+    """An optimizer as third parties write them: `zero_grad` and `step` without arguments."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def zero_grad(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.detach_()
+                    p.grad.zero_()
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_an_optimizer_of_a_third_party(hvd, passes):
+    model, reference = trained(hvd, Plain, steps=4, passes=passes, compression="none")
+    assert_close(model, reference)
+    optimizer = hvd.DistributedOptimizer(Plain(model.parameters()), accumulation_steps=passes)
+    loss_of(model, batch_of(hvd.rank(), 7)).backward()
+    hvd.join()
+    assert optimizer.between_steps
+
+
+# Loss scaling
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_stepped_where_torchs_scaler_skips(hvd, fused):
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused))
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=4.0)
+    for factor in (1.0, math.inf, 1.0, math.nan):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch_of(hvd.rank(), 0))
+        scaler.scale(loss * factor if hvd.rank() == 0 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.stepped == (factor == 1.0)
+
+
+def test_a_scaler_for_one_optimizer_that_steps_and_one_that_accumulates(hvd):
+    models = [small_model(), small_model()]
+    optimizers = [
+        hvd.DistributedOptimizer(sgd(m.parameters()), accumulation_steps=k + 1)
+        for k, m in enumerate(models)
+    ]
+    scaler = hvd.GradScaler(DEVICE.type)
+    for m, o in zip(models, optimizers, strict=True):
+        scaler.scale(loss_of(m, batch_of(hvd.rank(), 0))).backward()
+        scaler.step(o)
+    with pytest.raises(UsageError, match="use a GradScaler for each") as caught:
+        scaler.update()
+    assert_raised_on_all_ranks(hvd, caught)
+
+
+def test_a_fused_optimizer_with_a_scaler_does_not_wait_for_the_device(hvd):
+    """`.item()` waits for all of an accelerator's kernels."""
+    model = small_model(torch.float32)
+    optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), fused=True))
+    scaler = hvd.GradScaler(DEVICE.type)
+
+    def step(number):
+        scaler.scale(loss_of(model, batch_of(hvd.rank(), number, torch.float32))).backward()
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+
+    step(0)
+    scaler.update()
+
+    def item(self):
+        raise AssertionError("a tensor's value was read")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "item", item)
+        step(1)
+    scaler.update()
+    assert optimizer.stepped
+
+
+@pytest.mark.parametrize("compression", WIRES)
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_gradients_of_another_dtype_than_their_parameters(hvd, dtypes, compression):
+    own, other = (getattr(torch, name) for name in dtypes)
+    parameters = [nn.Parameter(torch.ones(5, dtype=own, device=DEVICE)) for _ in range(2)]
+    if not hasattr(parameters[0], "grad_dtype"):
+        pytest.skip("torch without grad_dtype")
+    parameters[0].grad_dtype = other
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=0.0, foreach=False), compression=compression
+    )
+    for _ in range(2):
+        for passes in (1, 2):
+            sum(p.float().sum() * (hvd.rank() + 1) for p in parameters).backward()
+            for p, dtype in zip(parameters, (other, own), strict=True):
+                assert p.grad.dtype == dtype
+                assert p.grad.tolist() == [passes * (hvd.size() + 1) / 2] * 5
+        optimizer.zero_grad()
+
+
+# Collectives that are left behind
+
+
+@pytest.mark.parametrize("where", ["after backward", "no_sync", "window", "raised", "no zero_grad"])
+@pytest.mark.parametrize("compression", WIRES)
+def test_load_state_dict_in_the_middle_leaves_no_collective_behind(hvd, compression, where):
+    # Dropped optimizers of other tests may have left one that nobody waits for.
+    before = set(mpi_ops._handle_map)
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()),
+        compression=compression,
+        bucket_bytes=200,
+        accumulation_steps=2 if where == "window" else 1,
+    )
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        optimizer.step()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    if where != "no zero_grad":
+        optimizer.zero_grad()
+    if where == "no_sync":
+        with hvd.no_sync(optimizer):
+            loss_of(model, batch_of(hvd.rank(), 3)).backward()
+    elif where == "raised":
+        handle = model[0].bias.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model, batch_of(hvd.rank(), 3)).backward()
+        handle.remove()
+    else:
+        loss_of(model, batch_of(hvd.rank(), 3)).backward()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    optimizer.settle()
+    assert set(mpi_ops._handle_map) <= before
+    optimizer.zero_grad()
+    reference.load_state_dict(saved[0])
+    plain = sgd(reference.parameters())
+    plain.load_state_dict(copy.deepcopy(saved[1]))
+    for k in range(2 if where == "window" else 1):
+        loss_of(model, batch_of(hvd.rank(), 4 + k)).backward()
+        optimizer.step()
+        mean_loss(hvd, reference, 4 + k).backward()
+    for p in reference.parameters():
+        p.grad /= k + 1
+    plain.step()
+    assert_close(model, reference, {"none": 1e-12, "fp16": 1e-2, "bf16": 1e-1}[compression])
+    optimizer.settle()
+    assert set(mpi_ops._handle_map) <= before
+
+
+@pytest.mark.parametrize("kind", ["accumulation_steps", "backward_passes_per_step"])
+def test_zeroing_the_model_inside_a_window(hvd, kind):
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), **{kind: 3})
+    loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    model.zero_grad()
+    with pytest.raises(HvdkitError, match=r"call optimizer\.zero_grad\(\)") as caught:
+        loss_of(model, batch_of(hvd.rank(), 1)).backward()
+    assert_raised_on_all_ranks(hvd, caught)
+    optimizer.zero_grad()
+    plain = sgd(reference.parameters())
+    for k in range(3):
+        loss_of(model, batch_of(hvd.rank(), k)).backward()
+        (mean_loss(hvd, reference, k) / (3 if kind == "accumulation_steps" else 1)).backward()
+    optimizer.step()
+    plain.step()
+    assert_close(model, reference)
+
+
+# Several models and optimizers
+
+
+@pytest.mark.parametrize("op", ["average", "sum"])
+@pytest.mark.parametrize("compression", WIRES)
+def test_a_gan_in_the_usual_order(hvd, compression, op):
+    """Two passes and a step for D; then a pass for G, which reaches D's parameters as well."""
+    torch.manual_seed(0)
+    nets = nn.ModuleDict(
+        {
+            "g": nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5)),
+            "d": nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)),
+        }
+    ).to(DEVICE, torch.float64)
+    references = copy.deepcopy(nets)
+    makes = {"d": adamw, "g": sgd}
+    optimizers = {
+        key: hvd.DistributedOptimizer(
+            make(nets[key].parameters()),
+            nets[key].named_parameters(),
+            compression=compression,
+            op=ops(hvd)[op],
+            bucket_bytes=200,
+        )
+        for key, make in makes.items()
+    }
+    plain = {key: make(references[key].parameters()) for key, make in makes.items()}
+
+    def noise(rank, step):
+        return batch_of(rank, 50 + step)[:, :3]
+
+    def wants(net, x, label):
+        return nn.functional.softplus(net(x) * (1 - 2 * label)).mean()
+
+    for step in range(3):
+        own, everyone = [hvd.rank()], range(hvd.size())
+        for n, o, ranks in ((nets, optimizers, own), (references, plain, everyone)):
+            share = hvd.size() if op == "average" and ranks is everyone else 1
+            n["d"].zero_grad()
+            for rank in ranks:
+                (wants(n["d"], batch_of(rank, step), 1) / share).backward()
+            fakes = {rank: n["g"](noise(rank, step)) for rank in ranks}
+            for rank in ranks:
+                (wants(n["d"], fakes[rank].detach(), 0) / share).backward()
+            o["d"].step()
+            n["g"].zero_grad()
+            for rank in ranks:
+                (wants(n["d"], fakes[rank], 1) / share).backward()
+            o["g"].step()
+        assert_gradients_close(hvd, nets, references, compression)
+        assert_same_on_all_ranks(hvd, nets)
+        if compression != "none":
+            references.load_state_dict(nets.state_dict())
+            for key in plain:
+                plain[key].load_state_dict(copy.deepcopy(optimizers[key].state_dict()))
+    assert_close(nets, references)
+
+
+@pytest.mark.parametrize("op", ["average", "sum"])
+@pytest.mark.parametrize("unused", ["none", "branch"])
+def test_several_optimizers_in_one_backward_pass(hvd, unused, op):
+    """They have one norm. One of them may be used by rank 0 alone, after the first step."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(5, 2) for name in ("trunk", "branch", "head")})
+    model.to(DEVICE, torch.float64)
+    reference = copy.deepcopy(model)
+    optimizers = [
+        hvd.DistributedOptimizer(sgd(part.parameters()), op=ops(hvd)[op]) for part in model.values()
+    ]
+    plain = [sgd(part.parameters()) for part in reference.values()]
+
+    def loss(m, rank, step):
+        x = batch_of(rank, step)
+        y = m["trunk"](x) + m["head"](x).tanh()
+        if rank == 0 or unused == "none" or step < 2:
+            y = y + m["branch"](x).sin()
+        return y.square().mean()
+
+    share = hvd.size() if op == "average" else 1
+    for step in range(3):
+        for each in optimizers + plain:
+            each.zero_grad()
+        for k in range(2 if unused == "none" else 1):
+            loss(model, hvd.rank(), 2 * step + k).backward()
+            for rank in range(hvd.size()):
+                (loss(reference, rank, 2 * step + k) / share).backward()
+            if unused == "none":
+                assert_gradients_close(hvd, model, reference)
+        norm = hvd.clip_grad_norm_(optimizers, 0.1)
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+        for each in optimizers + plain:
+            each.step()
+        assert_close(model, reference)
+
+
+# A forgotten broadcast
+
+
+def different_models(hvd):
+    model = small_model()
+    if hvd.rank() == 1:
+        with torch.no_grad():
+            model[2].bias[3] += 1e-6
+            model[4].weight.mul_(2)
+    return model
+
+
+@pytest.mark.parametrize("mended", ["broadcast", "check_parameters=False"])
+def test_a_forgotten_broadcast_is_an_error_in_the_first_pass(hvd, mended):
+    model = different_models(hvd)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    with pytest.raises(RanksDisagree, match="'2.bias' has a value") as caught:
+        loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    message = assert_raised_on_all_ranks(hvd, caught)
+    assert "hvd.broadcast_parameters(model.state_dict(), root_rank=0)" in message
+    if mended == "broadcast":
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer.zero_grad()
+        reference = small_model()
+        train_on(hvd, model, reference, optimizer, sgd(reference.parameters()))
+        return
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), check_parameters=False
+    )
+    assert_models_stay_apart(hvd, model, optimizer)
+
+
+def assert_models_stay_apart(hvd, model, optimizer):
+    before = [on_all_ranks(hvd, p.detach().clone()) for p in model.parameters()]
+    model.zero_grad()
+    loss_of(model, batch_of(hvd.rank(), 1)).backward()
+    everyone = on_all_ranks(hvd, [p.grad.clone() for p in model.parameters()])
+    for gradients in everyone:
+        for a, b in zip(gradients, everyone[0], strict=True):
+            assert torch.equal(a, b)
+    optimizer.step()
+    for p, values in zip(model.parameters(), before, strict=True):
+        assert not torch.equal(p, values[hvd.rank()])
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_models_that_an_uneven_epoch_left_different_are_no_false_alarm(hvd, compression):
+    """Rank 0 has no batch in the first epoch, so it was not there when values were compared."""
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), compression=compression
+    )
+    for step in range(2 * hvd.rank()):
+        optimizer.zero_grad()
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        optimizer.step()
+    hvd.join()
+    optimizer.zero_grad()
+    # Ranks hold different models now, which is the script's business.
+    loss_of(model, batch_of(hvd.rank(), 9)).backward()
+    flat = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+    assert all(torch.equal(flat, other) for other in on_all_ranks(hvd, flat))
+    optimizer.step()
+
+
+# Re-entrant checkpoints
+
+
+class Reentrant(nn.Module):
+    """Every trainable parameter lies in re-entrant checkpoints."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)])
+        self.to(DEVICE, torch.float64)
+
+    def forward(self, x):
+        # A re-entrant checkpoint needs an input that requires gradients.
+        x = x.clone().requires_grad_()
+        first, second, third = self.blocks
+        if self.kind == "one":
+            return checkpoint(lambda v: third(second(first(v))), x, use_reentrant=True)[:, :2]
+        if self.kind == "nested":
+
+            def outer(v):
+                inner = checkpoint(lambda w: second(first(w)), v, use_reentrant=True)
+                return third(inner)
+
+            return checkpoint(outer, x, use_reentrant=True)[:, :2]
+        if self.kind == "nested twice":
+
+            def middle(v):
+                return second(checkpoint(first, v, use_reentrant=True))
+
+            def outer(v):
+                return third(checkpoint(middle, v, use_reentrant=True))
+
+            return checkpoint(outer, x, use_reentrant=True)[:, :2]
+        if self.kind == "side by side":
+            y = checkpoint(first, x, use_reentrant=True) + checkpoint(second, x, use_reentrant=True)
+            return checkpoint(third, y, use_reentrant=True)[:, :2]
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x[:, :2]
+
+
+REENTRANT = ["one", "several", "side by side", "nested", "nested twice"]
+
+
+@pytest.mark.parametrize("kind", REENTRANT)
+@pytest.mark.parametrize("compression", WIRES)
+def test_everything_in_reentrant_checkpoints(hvd, compression, kind):
+    model = Reentrant(kind)
+    reference = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()), bucket_bytes=200, compression=compression
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        reference.load_state_dict(model.state_dict())
+        reference.zero_grad()
+        for k in range(2):
+            loss_of(model, batch_of(hvd.rank(), 2 * step + k)).backward()
+            mean_loss(hvd, reference, 2 * step + k).backward()
+            assert_gradients_close(hvd, model, reference, compression)
+        optimizer.step()
+
+
+def test_a_layer_in_two_reentrant_checkpoints(hvd):
+    """Its gradient arrives twice in a pass, the second time after its bucket may be sent."""
+
+    def loss(model, x, reentrant):
+        x = x.clone().requires_grad_()
+        for _ in range(2):
+            x = checkpoint(model, x, use_reentrant=reentrant)
+        return x.square().mean()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)).to(DEVICE, torch.float64)
+    reference = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), bucket_bytes=1)
+    plain = sgd(reference.parameters())
+
+    def steps_with_reentrant_checkpoints():
+        for step in range(2):
+            optimizer.zero_grad()
+            loss(model, batch_of(hvd.rank(), step), True).backward()
+            optimizer.step()
+
+    with pytest.raises(HvdkitError, match="use_reentrant=False"):
+        steps_with_reentrant_checkpoints()
+    optimizer.zero_grad()
+    reference.load_state_dict(model.state_dict())
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(3):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        loss(model, batch_of(hvd.rank(), step), False).backward()
+        loss(reference, whole_batch(hvd, step), False).backward()
+        optimizer.step()
+        plain.step()
+    assert_close(model, reference)
+
+
+# Several passes over one graph
+
+
+@pytest.mark.parametrize("compression", WIRES)
+@pytest.mark.parametrize("steps", ["each chunk", "each sequence"])
+def test_truncated_backpropagation_through_time(hvd, steps, compression):
+    """A hidden state is carried from chunk to chunk, detached."""
+    torch.manual_seed(0)
+    model = nn.GRUCell(5, 4).to(DEVICE, torch.float64)
+    reference = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()), compression=compression, bucket_bytes=200
+    )
+    plain = sgd(reference.parameters())
+
+    def chunk(cell, hidden, xs):
+        hidden = hidden.detach()
+        for x in xs:
+            hidden = cell(x, hidden)
+        return hidden, hidden.square().mean()
+
+    def hidden_of(ranks):
+        return torch.zeros(6 * len(ranks), 4, dtype=torch.float64, device=DEVICE)
+
+    for sequence in range(2):
+        own, everyone = hidden_of([0]), hidden_of(range(hvd.size()))
+        for k in range(3):
+            numbers = [10 * sequence + 2 * k, 10 * sequence + 2 * k + 1]
+            own, loss = chunk(model, own, [batch_of(hvd.rank(), n) for n in numbers])
+            loss.backward()
+            everyone, loss = chunk(reference, everyone, [whole_batch(hvd, n) for n in numbers])
+            loss.backward()
+            if compression == "none" or k == 0 == sequence:
+                assert_gradients_close(hvd, model, reference, compression)
+            if k == 2 or steps == "each chunk":
+                optimizer.step()
+                plain.step()
+                optimizer.zero_grad()
+                plain.zero_grad()
+    assert_close(model, reference, {"none": 1e-12, "fp16": 1e-2, "bf16": 1e-1}[compression])
+    assert_same_on_all_ranks(hvd, model)
+
+
+@pytest.mark.parametrize("op", ["average", "sum"])
+def test_two_losses_of_one_graph(hvd, op):
+    """The first pass keeps the graph; the second one uses a part of it."""
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), op=ops(hvd)[op], bucket_bytes=200)
+    plain = sgd(reference.parameters())
+    share = hvd.size() if op == "average" else 1
+
+    def losses(m, x):
+        hidden = m[:2](x)
+        return m[2:](hidden).square().mean(), hidden.sin().mean()
+
+    for step in range(3):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        task, penalty = losses(model, batch_of(hvd.rank(), step))
+        task.backward(retain_graph=True)
+        penalty.backward()
+        for rank in range(hvd.size()):
+            (sum(losses(reference, batch_of(rank, step))) / share).backward()
+        assert_gradients_close(hvd, model, reference)
+        optimizer.step()
+        plain.step()
+    assert_close(model, reference)
+
+
+# Names and data
+
+
+def test_names_that_scripts_for_horovod_use(hvd):
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    assert optimizer._parameter_names == {p: name for name, p in model.named_parameters()}
+    assert hvd.mpi_ops.allreduce_async_ is mpi_ops.allreduce_async_
+    assert hvd.sync_batch_norm.SyncBatchNorm is hvd.SyncBatchNorm
+    assert hvd.mpi_lib_v2 is mpi_ops.mpi_lib
+
+
+@pytest.mark.parametrize("count", [7, 8])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_distributed_sampler_without_torchs_process_group(hvd, drop_last, count):
+    data = TensorDataset(torch.arange(count))
+    sampler = hvd.DistributedSampler(data, drop_last=drop_last)
+    assert isinstance(sampler, torch.utils.data.distributed.DistributedSampler)
+    orders = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        batches = [batch.tolist() for (batch,) in DataLoader(data, batch_size=2, sampler=sampler)]
+        own = [number for batch in batches for number in batch]
+        everyone = on_all_ranks(hvd, own)
+        assert len({len(each) for each in everyone}) == 1
+        drawn = sorted(number for each in everyone for number in each)
+        whole = count // hvd.size() * hvd.size()
+        if drop_last:
+            assert len(set(drawn)) == len(drawn) == whole
+        else:
+            # A few samples come twice, so that all ranks have equally many.
+            assert sorted(set(drawn)) == list(range(count))
+            assert len(drawn) - count == -count % hvd.size()
+        orders.append(everyone)
+    assert orders[0] != orders[1]
+
+
+# Horovod started again
+
+RESTARTED = """
+import copy, sys
+import torch
+import hvdkit.torch as hvd
+from horovod.torch import mpi_ops
+from tests.parallel.torch.oracle import *
+
+compression = sys.argv[1]
+PLACES = ("forward", "backward", "before step", "no_sync", "twice", "nowhere")
+
+class Lost(Exception):
+    pass
+
+def fail(*_):
+    raise Lost
+
+def attempt(model, optimizer, step, place):
+    optimizer.zero_grad()
+    loss = loss_of(model, batch_of(hvd.rank(), step))
+    if place == "forward":
+        fail()
+    if place == "backward":
+        handle = model[2].weight.register_hook(fail)
+        try:
+            loss.backward()
+        finally:
+            handle.remove()
+    if place == "no_sync":
+        with hvd.no_sync(optimizer):
+            loss.backward()
+        fail()
+    loss.backward()
+    if place == "twice":
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        fail()
+    if place == "before step":
+        fail()
+    optimizer.step()
+
+hvd.init()
+model, reference = small_model(), small_model()
+optimizer = hvd.DistributedOptimizer(
+    sgd(model.parameters()), model.named_parameters(), bucket_bytes=200, compression=compression
+)
+plain = sgd(reference.parameters())
+state = hvd.elastic.TorchState(model, optimizer, step=0)
+state.sync()
+lost = {2 + k: (PLACES[k], PLACES[(k + 1 + k // 3) % 6]) for k in range(len(PLACES))}
+names = set()
+while state.step < 10:
+    try:
+        place = lost.get(state.step, ("nowhere", "nowhere"))[hvd.rank()]
+        attempt(model, optimizer, state.step, place)
+        if state.step in lost:
+            fail()  # what the other rank has lost, this one loses as well
+    except (Lost, hvd.HorovodInternalError):
+        lost.pop(state.step)
+        hvd.shutdown()
+        hvd.init()
+        state.restore()
+        state.sync()
+        continue
+    state.step += 1
+    state.save()
+    names.add((optimizer._gradients.synchronizers[0].name, optimizer._rounds._step))
+    plain.zero_grad()
+    loss_of(reference, whole_batch(hvd, state.step - 1)).backward()
+    plain.step()
+assert not lost
+everyone = hvd.allgather_object(names)
+assert everyone[0] == everyone[1], everyone
+assert_close(model, reference, {"none": 1e-12, "fp16": 1e-2, "bf16": 1e-1}[compression])
+assert_same_on_all_ranks(hvd, model)
+optimizer.settle()
+assert not mpi_ops._handle_map
+print("trained", flush=True)
+"""
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_ranks_that_fail_in_different_places_and_start_horovod_again(compression):
+    """What elastic training does after each failure: shutdown, init, restore, sync."""
+    command = [sys.executable, "-c", RESTARTED, compression]
+    env = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20"}
+    ranks = start_ranks_of(Configuration("torch", "gloo", 2), command, env)
+    for result in ranks.wait(60, 5.0):
+        assert "trained" in result.output

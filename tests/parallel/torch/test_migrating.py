@@ -1,0 +1,414 @@
+"""The code in docs/migrating.md, run from the guide, and compared with DDP or with one process."""
+
+import copy
+import functools
+import re
+import socket
+import tempfile
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hvdkit.core.agreement import RanksDisagree
+from tests.parallel.rank_pool import REPOSITORY
+from tests.parallel.torch.oracle import (
+    adamw,
+    assert_close,
+    assert_same_on_all_ranks,
+    batch_of,
+    loss_of,
+    sgd,
+    small_model,
+    whole_batch,
+)
+
+
+@functools.cache
+def guide():
+    return (REPOSITORY / "docs" / "migrating.md").read_text(encoding="utf-8")
+
+
+def code(name):
+    """Return the guide's Python block that begins with the comment `name`."""
+    (block,) = re.findall(rf"```python\n# {re.escape(name)}\n(.*?)```", guide(), re.S)
+    return block
+
+
+def scripts(number):
+    """Return the script before and after a diff of the guide."""
+    lines = re.findall(r"```diff\n(.*?)```", guide(), re.S)[number].splitlines()
+    return tuple(
+        "\n".join(line[1:] for line in lines if line[:1] != leave_out) for leave_out in "+-"
+    )
+
+
+def table():
+    """Return the rows of the table of DDP's lines: code of DDP, code of hvdkit."""
+    rows = guide().partition("| DDP |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [[re.findall("`([^`]+)`", cell) for cell in row.split("|")[1:3]] for row in rows]
+
+
+def wrapped(hvd, model, make=sgd, **options):
+    return hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters(), **options)
+
+
+def test_every_line_of_the_table_is_run():
+    with open(__file__, encoding="utf-8") as module:
+        run = module.read()
+    run += "".join("".join(scripts(i)) for i in range(3)) + "".join(
+        re.findall("```python\n(.*?)```", guide(), re.S)
+    )
+    for _, ours in table():
+        for line in ours:
+            assert line in run, f"no test runs {line}"
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def shared_folder(hvd):
+    """Return a folder that all ranks see, and rank 0's object that removes it."""
+    made = tempfile.TemporaryDirectory() if hvd.rank() == 0 else None
+    return hvd.broadcast_object(made.name if made else None, root_rank=0), made
+
+
+def run_script(script, rank, **names):
+    torch.manual_seed(rank)
+    names |= {"Model": Model}
+    exec(script, names)
+    return names
+
+
+def run_with_ddp(hvd, script, **names):
+    """Run a script of torch.distributed on these ranks."""
+    port = 0
+    if hvd.rank() == 0:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+    told = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(hvd.broadcast_object(port, root_rank=0)),
+        "RANK": str(hvd.rank()),
+        "WORLD_SIZE": str(hvd.size()),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in told.items():
+            patch.setenv(name, value)
+        run_script(script, hvd.rank(), **names)
+
+
+def test_the_script_for_ddp_before_and_after(hvd):
+    generator = torch.Generator().manual_seed(1)
+    samples = torch.randn(8 * hvd.size() * 3 - 5, 7, generator=generator, dtype=torch.float64)
+    dataset = torch.utils.data.TensorDataset(samples[:, :5], samples[:, 5:])
+    before, after = scripts(1)
+    folder, made = shared_folder(hvd)
+    run_with_ddp(hvd, before, dataset=dataset, path=f"{folder}/ddp")
+    model = run_script(after, hvd.rank(), dataset=dataset, path=f"{folder}/hvdkit")["model"]
+    assert_same_on_all_ranks(hvd, model)
+    hvd.barrier()
+    for name, value in torch.load(f"{folder}/ddp").items():
+        torch.testing.assert_close(torch.load(f"{folder}/hvdkit")[name], value)
+        torch.testing.assert_close(model.state_dict()[name], value)
+    hvd.barrier()
+    if made:
+        made.cleanup()
+
+
+def test_the_script_for_horovod_before_and_after(hvd):
+    loader = [(batch_of(hvd.rank(), step), torch.arange(6) % 2) for step in range(4)]
+    before, after = scripts(0)
+    assert "import horovod.torch as hvd" in before
+    models = [
+        run_script(script.replace("import horovod.torch", "import hvdkit.torch"), 0, loader=loader)[
+            "model"
+        ]
+        for script in (before, after)
+    ]
+    assert_close(*models, 0)
+    assert_same_on_all_ranks(hvd, models[1])
+
+
+def test_parameters_are_broadcast_or_compared(hvd):
+    if hvd.size() < 2:
+        pytest.skip("needs two ranks that can differ")
+    model = small_model()
+    with torch.no_grad():
+        model[0].weight += hvd.rank()
+    optimizer = wrapped(hvd, model)
+    with pytest.raises(RanksDisagree, match="Call hvd.broadcast_parameters"):
+        loss_of(model, batch_of(0, 0)).backward()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = wrapped(hvd, model)
+    loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    optimizer.step()
+    assert_same_on_all_ranks(hvd, model)
+
+
+def test_buffers(hvd):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    optimizer = wrapped(hvd, model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        optimizer.step()
+    own = copy.deepcopy(dict(model.named_buffers()))
+    hvd.broadcast_parameters(model.named_buffers(), root_rank=0)
+    assert_same_on_all_ranks(hvd, nn.ParameterList([model[1].running_mean, model[1].running_var]))
+    if hvd.rank() == 1:
+        assert not torch.equal(own["1.running_mean"], model[1].running_mean)
+
+
+def test_the_sampler_gives_each_sample_to_one_rank(hvd):
+    dataset = list(range(4 * hvd.size()))
+    sampler = hvd.DistributedSampler(dataset)
+    sampler.set_epoch(1)
+    everyone = hvd.allgather_object(list(sampler))
+    assert sorted(i for own in everyone for i in own) == dataset
+    assert 0 <= hvd.local_rank() < hvd.size()
+
+
+def train_in_one_process(hvd, steps, make=sgd):
+    """Train a model with the mean gradient of all ranks; `steps` has functions model -> loss."""
+    reference = small_model()
+    plain = make(reference.parameters())
+    for losses in steps:
+        plain.zero_grad()
+        for loss in losses:
+            loss(reference).backward()
+        plain.step()
+    return reference
+
+
+@pytest.mark.parametrize("reductions", [1, 2])
+def test_several_passes(hvd, reductions):
+    script = code("several passes, one reduction")
+    assert "with hvd.no_sync(optimizer):" in script
+    if reductions == 2:
+        script = script.replace("with hvd.no_sync(optimizer):", "if True:")
+    model = small_model()
+    optimizer = wrapped(hvd, model)
+    for step in range(3):
+        first, second = (batch_of(hvd.rank(), 2 * step + k) for k in range(2))
+        exec(script, {**globals(), **locals()})
+    steps = [
+        [lambda m, k=k: loss_of(m, whole_batch(hvd, k)) for k in (2 * step, 2 * step + 1)]
+        for step in range(3)
+    ]
+    assert_close(model, train_in_one_process(hvd, steps))
+    assert_same_on_all_ranks(hvd, model)
+
+
+def test_accumulation_steps(hvd):
+    model = small_model()
+    optimizer = wrapped(hvd, model, accumulation_steps=4)
+    for number in range(8):
+        loss_of(model, batch_of(hvd.rank(), number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    steps = [
+        [lambda m, k=k: loss_of(m, whole_batch(hvd, k)) / 4 for k in range(4 * s, 4 * s + 4)]
+        for s in range(2)
+    ]
+    assert_close(model, train_in_one_process(hvd, steps))
+
+
+def test_uneven_data(hvd):
+    n = hvd.size()
+    model = small_model()
+    optimizer = wrapped(hvd, model, adamw)
+    batches = [batch_of(hvd.rank(), step) for step in range(2 + hvd.rank())]
+    exec(code("uneven data"), {**globals(), **locals()})
+    steps = [
+        [lambda m, r=r, k=k: loss_of(m, batch_of(r, k)) / n for r in range(n) if k < 2 + r]
+        for k in range(1 + n)
+    ]
+    assert_close(model, train_in_one_process(hvd, steps, adamw))
+    assert_same_on_all_ranks(hvd, model)
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(5, 2) for _ in range(3)).double()
+
+    def forward(self, x, part):
+        return self.parts[part](x)
+
+
+@pytest.mark.parametrize("find_unused_parameters", [False, True])
+def test_ranks_use_different_parts_of_the_model(hvd, find_unused_parameters):
+    model, reference = Parts(), Parts()
+    optimizer = wrapped(hvd, model, find_unused_parameters=find_unused_parameters)
+    plain = sgd(reference.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(lambda x: model(x, hvd.rank() % 2), batch_of(hvd.rank(), step)).backward()
+        # The last part is used by no rank.
+        assert (model.parts[2].weight.grad is None) == find_unused_parameters or hvd.size() == 1
+        optimizer.step()
+        plain.zero_grad()
+        for rank in range(hvd.size()):
+            loss = loss_of(lambda x, r=rank: reference(x, r % 2), batch_of(rank, step))
+            (loss / hvd.size()).backward()
+        if not find_unused_parameters:
+            for p in reference.parameters():
+                p.grad = torch.zeros_like(p) if p.grad is None and hvd.size() > 1 else p.grad
+        plain.step()
+    assert_close(model, reference)
+
+
+@pytest.mark.parametrize(
+    ("option", "tolerance"),
+    [('compression="fp16"', 2e-3), ("bucket_bytes=25_000_000", 1e-12)],
+)
+def test_options(hvd, option, tolerance):
+    model = small_model()
+    optimizer = eval(f"wrapped(hvd, model, {option})", {**globals(), **locals()})
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        optimizer.step()
+    steps = [[lambda m, k=k: loss_of(m, whole_batch(hvd, k))] for k in range(4)]
+    assert_close(model, train_in_one_process(hvd, steps), tolerance)
+    assert_same_on_all_ranks(hvd, model)
+
+
+def test_clipping_where_a_rank_makes_no_pass(hvd):
+    model, reference = small_model(), small_model()
+    optimizer, plain = wrapped(hvd, model), sgd(reference.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        idle = step % hvd.size()
+        if hvd.rank() != idle or hvd.size() == 1:
+            loss_of(model, batch_of(hvd.rank(), step)).backward()
+        hvd.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+        plain.zero_grad()
+        for rank in range(hvd.size()):
+            if rank != idle or hvd.size() == 1:
+                (loss_of(reference, batch_of(rank, step)) / hvd.size()).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        plain.step()
+    assert_close(model, reference)
+    assert_same_on_all_ranks(hvd, model)
+
+
+def test_torchs_grad_scaler(hvd):
+    # On a machine with a GPU: scaler = torch.amp.GradScaler("cuda")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    model = small_model()
+    optimizer = wrapped(hvd, model)
+    stepped = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch_of(hvd.rank(), step))
+        # The loss of one rank overflows in the second step.
+        factor = float("inf") if step == 1 and hvd.rank() == 0 else 1.0
+        scaler.scale(loss * factor).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        stepped.append(optimizer.stepped)
+    assert stepped == [True, False, True]
+    assert_same_on_all_ranks(hvd, model)
+    reference = small_model()
+    plain = sgd(reference.parameters())
+    for step in (0, 2):
+        plain.zero_grad()
+        loss_of(reference, whole_batch(hvd, step)).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        plain.step()
+    assert_close(model, reference)
+
+
+@pytest.mark.parametrize("what", ["blocks", "model"])
+def test_compiled_models(hvd, what):
+    model = small_model()
+    # The default backend needs a compiler and half a minute.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        if what == "model":
+            run = torch.compile(model)
+        else:
+            run = model
+            for block in model:
+                block.compile(backend="aot_eager")
+    # The guide's `block.compile()`.
+    optimizer = wrapped(hvd, model, bucket_bytes=200)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(run, batch_of(hvd.rank(), step)).backward()
+        optimizer.step()
+    steps = [[lambda m, k=k: loss_of(m, whole_batch(hvd, k))] for k in range(3)]
+    assert_close(model, train_in_one_process(hvd, steps))
+    assert_same_on_all_ranks(hvd, model)
+
+
+def test_metrics(hvd):
+    rank = hvd.rank()
+    names = {
+        "hvd": hvd,
+        "torch": torch,
+        "loss_sum": 2.0 * rank,
+        "correct": rank,
+        "count": 10 + rank,
+    }
+    exec(code("metrics"), names)
+    ranks = sum(range(hvd.size()))
+    count = 10 * hvd.size() + ranks
+    assert names["loss"] == pytest.approx(2.0 * ranks / count)
+    assert names["accuracy"] == pytest.approx(ranks / count)
+    totals = torch.ones(3)
+    assert hvd.allreduce_(totals, op=hvd.Sum, name="in place") is totals
+    assert totals.tolist() == [hvd.size()] * 3
+    hvd.barrier()
+
+
+def gan():
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5)).double()
+    discriminator = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    return generator, discriminator
+
+
+def criterion(scores, real):
+    return functional.binary_cross_entropy_with_logits(scores, torch.full_like(scores, real))
+
+
+@pytest.mark.parametrize("name", ["GAN", "GAN, frozen"])
+def test_a_gan(hvd, name):
+    def batches_of(ranks):
+        for step in range(4):
+            real = torch.cat([batch_of(rank, step) for rank in ranks])
+            yield real, real[:, :3].sin()
+
+    # Only the optimizers and the data differ.
+    models = []
+    for together in (True, False):
+        generator, discriminator = gan()
+        names = {"generator": generator, "discriminator": discriminator, "criterion": criterion}
+        names["optimizer_g"] = adamw(generator.parameters())
+        names["optimizer_d"] = adamw(discriminator.parameters())
+        names["batches"] = batches_of(range(hvd.size()))
+        if together:
+            names["optimizer_g"] = wrapped(hvd, generator, adamw)
+            names["optimizer_d"] = wrapped(hvd, discriminator, adamw)
+            names["batches"] = batches_of([hvd.rank()])
+        exec(code(name), names)
+        models.append(nn.ModuleList([generator, discriminator]))
+    # Adam divides by the root of squares that begin at zero.
+    assert_close(*models, 1e-9)
+    assert_same_on_all_ranks(hvd, models[0])

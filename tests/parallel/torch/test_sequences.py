@@ -1,0 +1,69 @@
+"""Random sequences of user actions on a wrapped optimizer; see sequences.py."""
+
+from dataclasses import asdict
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.parallel.torch.sequences import ACTIONS, Setting, run_sequence
+
+_STEPS = st.lists(
+    st.tuples(st.sampled_from(sorted(ACTIONS)), st.integers(0, 10**6)), min_size=1, max_size=15
+)
+_SETTINGS = st.builds(
+    Setting,
+    compression=st.sampled_from(["none", "fp16", "bf16"]),
+    average=st.booleans(),
+    kind=st.sampled_from(["sgd", "adamw"]),
+    bucket_bytes=st.sampled_from([100, 1000, 10**7]),
+    unused=st.booleans(),
+)
+_COMPILED = st.builds(Setting, compression=st.just("none"), compiled=st.just("aot_eager"))
+_WINDOWS = st.builds(
+    Setting,
+    compression=st.sampled_from(["none", "fp16", "bf16"]),
+    average=st.booleans(),
+    bucket_bytes=st.sampled_from([100, 10**7]),
+    window=st.sampled_from(["mean", "sum"]),
+)
+_MEMBERS = st.builds(Setting, average=st.booleans(), members=st.just(True))
+
+#: Name -> settings, and the number of sequences in the short and in the long form.
+SEARCHES = {
+    "plain": (_SETTINGS, 60, 1200),
+    "windows": (_WINDOWS, 20, 200),
+    "members": (_MEMBERS, 10, 100),
+    "compiled": (_COMPILED, 3, 40),
+}
+
+
+def sequence(hvd, setting, actions):
+    run_sequence(hvd, Setting(**setting), actions)
+
+
+def search(pool, strategy, examples):
+    """Draw settings and sequences, and run each on the ranks; a failure shows the shortest one."""
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        print_blob=False,
+        # Every failing example needs fresh ranks: a few of them show which action matters.
+        phases=[Phase.explicit, Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy, _STEPS)
+    def run(setting, actions):
+        pool.start()
+        pool.run(__name__, "sequence", {"setting": asdict(setting), "actions": actions})
+
+    run()
+
+
+@pytest.mark.parametrize("kind", SEARCHES)
+def test_sequences_of_user_actions(rank_pool, kind, request):
+    strategy, short, long = SEARCHES[kind]
+    search(rank_pool, strategy, long if request.config.getoption("--long") else short)

@@ -1,0 +1,568 @@
+"""Ordinary uses of PyTorch around `loss.backward()`, on ranks and in one process.
+
+Each use is a training step that knows nothing of ranks. A rank runs it with a wrapped optimizer and
+its own batch, one process runs it with a plain optimizer and everyone's batch.
+
+Add a use: write a function of a `Training` and decorate it with `use`.
+"""
+
+import copy
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.optim.swa_utils import SWALR, AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+from tests.parallel.torch.oracle import (
+    DEVICE,
+    adamw,
+    assert_close,
+    assert_same_on_all_ranks,
+    batch_of,
+    loss_of,
+    sgd,
+    small_model,
+    whole_batch,
+)
+
+
+@dataclass
+class Training:
+    """A model, its optimizer and a batch, on a rank or in one process.
+
+    Attributes:
+        model: maps batches of 5 features to 2.
+        optimizer: wrapped or plain.
+        step: the number of the step.
+        x: the batch.
+        kept: what a use keeps from step to step.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    x: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    def loss(self, factor=1.0):
+        return loss_of(self.model, factor * self.x)
+
+    def gradients(self):
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+
+Use = Callable[[Training], None]
+USES: dict[str, Use] = {}
+
+
+def use(function: Use) -> Use:
+    """Make a function a use."""
+    USES[function.__name__] = function
+    return function
+
+
+# Copies of the model
+
+
+@use
+def moving_average_of_weights(t: Training) -> None:
+    """Made after wrapping; parameters that nobody trains."""
+    if "average" not in t.kept:
+        t.kept["average"] = AveragedModel(t.model)
+        t.kept["schedule"] = SWALR(t.optimizer, swa_lr=0.01, anneal_epochs=2)
+    t.optimizer.zero_grad()
+    t.loss().backward()
+    t.optimizer.step()
+    t.kept["average"].update_parameters(t.model)
+    t.kept["schedule"].step()
+    if t.step == 3:
+        t.model.load_state_dict(t.kept["average"].module.state_dict())
+
+
+@use
+def teacher(t: Training) -> None:
+    """A copy of the model, which also gets gradients."""
+    copied = copy.deepcopy(t.model)
+    t.optimizer.zero_grad()
+    (t.loss() + (t.model(t.x) - copied(t.x) - 0.1).square().mean()).backward()
+    loss_of(copied, t.x).backward()
+    t.optimizer.step()
+
+
+@use
+def pickled(t: Training) -> None:
+    """Saved whole, without a warning about hooks; the copy trains by itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copied = pickle.loads(pickle.dumps(t.model))
+    loss_of(copied, t.x).backward()
+    t.optimizer.zero_grad()
+    t.loss().backward()
+    t.optimizer.step()
+
+
+# Gradients that are read and changed
+
+
+@use
+def sharpness_aware_minimization(t: Training) -> None:
+    """Two passes: the first one's gradients move the weights, the second one's make the step."""
+    t.optimizer.zero_grad()
+    t.loss().backward()
+    moves = [
+        0.05 * g / torch.stack([h.norm() for h in t.gradients()]).norm() for g in t.gradients()
+    ]
+    with torch.no_grad():
+        for p, move in zip(t.model.parameters(), moves, strict=True):
+            p.add_(move)
+    t.optimizer.zero_grad()
+    t.loss().backward()
+    with torch.no_grad():
+        for p, move in zip(t.model.parameters(), moves, strict=True):
+            p.sub_(move)
+    t.optimizer.step()
+
+
+@use
+def projected_conflicting_gradients(t: Training) -> None:
+    """Gradients of two tasks, combined and assigned."""
+    kept = []
+    for factor in (1.0, -2.0):
+        t.optimizer.zero_grad()
+        t.loss(factor).backward()
+        kept.append(torch.cat([g.reshape(-1) for g in t.gradients()]))
+    first, second = kept
+    if first @ second < 0:
+        first = first - (first @ second) / second.square().sum() * second
+    parameters = list(t.model.parameters())
+    parts = (first + second).split([p.numel() for p in parameters])
+    for p, part in zip(parameters, parts, strict=True):
+        p.grad = part.view_as(p)
+    t.optimizer.step()
+
+
+@use
+def gradients_zeroed_by_hand(t: Training) -> None:
+    for p in t.model.parameters():
+        if p.grad is not None:
+            p.grad.detach_()
+            p.grad.zero_()
+    t.loss().backward()
+    t.optimizer.step()
+
+
+@use
+def gradients_averaged_in_place(t: Training) -> None:
+    """Several passes, divided by hand; no window and no no_sync."""
+    t.optimizer.zero_grad()
+    for factor in (1.0, 0.5, 2.0):
+        t.loss(factor).backward()
+    for g in t.gradients():
+        g /= 3
+    nn.utils.clip_grad_value_(t.model.parameters(), 0.01)
+    t.optimizer.step()
+
+
+@use
+def hooks(t: Training) -> None:
+    """On tensors and modules, registered after wrapping; some return None."""
+    if not t.kept:
+        t.kept["seen"] = []
+        for p in t.model.parameters():
+            p.register_hook(lambda g: 0.5 * g)
+            p.register_hook(lambda g: None)
+        t.model[2].register_full_backward_hook(lambda *_: t.kept["seen"].append(t.step))
+        t.model[0].register_full_backward_pre_hook(lambda _, g: (2 * g[0],))
+    t.optimizer.zero_grad()
+    t.loss().backward()
+    t.optimizer.step()
+    assert t.kept["seen"] == list(range(t.step + 1))
+
+
+# Ways to call backward
+
+
+@use
+def backward_in_a_thread(t: Training) -> None:
+    t.optimizer.zero_grad()
+    thread = threading.Thread(target=t.loss().backward)
+    thread.start()
+    thread.join()
+    t.optimizer.step()
+
+
+@use
+def backward_without_gradient_mode(t: Training) -> None:
+    t.optimizer.zero_grad()
+    loss = t.loss()
+    with torch.no_grad():
+        loss.backward()
+    t.optimizer.step()
+
+
+@use
+def backward_of_several_losses(t: Training) -> None:
+    t.optimizer.zero_grad()
+    torch.autograd.backward([t.loss(), 0.5 * t.loss(2.0)])
+    t.optimizer.step()
+
+
+@use
+def backward_into_some_parameters(t: Training) -> None:
+    """One pass into the last layer, then one into the first ones."""
+    t.optimizer.zero_grad()
+    loss = t.loss()
+    loss.backward(inputs=list(t.model[4].parameters()), retain_graph=True)
+    loss.backward(inputs=[*t.model[0].parameters(), *t.model[2].parameters()])
+    t.optimizer.step()
+
+
+@use
+def backward_with_anomaly_detection(t: Training) -> None:
+    t.optimizer.zero_grad()
+    with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
+        t.loss().backward()
+    t.optimizer.step()
+
+
+@use
+def backward_in_parts(t: Training) -> None:
+    """The upper half by itself, then the lower one with the gradient of what lies between."""
+    t.optimizer.zero_grad()
+    hidden = t.model[:2](t.x)
+    leaf = hidden.detach().requires_grad_()
+    (t.model[2:](leaf) - t.x[:, :2].sin()).square().mean().backward()
+    hidden.backward(leaf.grad)
+    t.optimizer.step()
+
+
+@use
+def adversarial_examples(t: Training) -> None:
+    """A pass for the gradient of the input, whose gradients of the model are dropped."""
+    x = t.x
+    t.x = x.clone().requires_grad_()
+    t.loss().backward()
+    # The sign, because one process has the mean over all samples.
+    t.x = x + 0.01 * t.x.grad.sign()
+    t.model.zero_grad()
+    t.loss().backward()
+    t.optimizer.step()
+    t.model.zero_grad()
+
+
+@use
+def functional_call(t: Training) -> None:
+    """Other values than the parameters, made from them."""
+    t.optimizer.zero_grad()
+    values = {name: p * 0.9 + 0.01 for name, p in t.model.named_parameters()}
+    y = torch.func.functional_call(t.model, values, (t.x,))
+    (y - t.x[:, :2].sin()).square().mean().backward()
+    t.optimizer.step()
+
+
+@use
+def gradients_of_torch_func(t: Training) -> None:
+    """Assigned, and no backward pass."""
+
+    def loss(values):
+        y = torch.func.functional_call(t.model, values, (t.x,))
+        return (y - t.x[:, :2].sin()).square().mean()
+
+    values = {name: p.detach() for name, p in t.model.named_parameters()}
+    for name, gradient in torch.func.grad(loss)(values).items():
+        t.model.get_parameter(name).grad = gradient
+    t.optimizer.step()
+
+
+@use
+def offloaded_activations(t: Training) -> None:
+    t.optimizer.zero_grad()
+    with torch.autograd.graph.save_on_cpu():
+        loss = t.loss()
+    loss.backward()
+    t.optimizer.step()
+
+
+@use
+def checkpoints_inside_and_outside(t: Training) -> None:
+    """A re-entrant checkpoint beside one that is not."""
+    t.optimizer.zero_grad()
+    hidden = checkpoint(t.model[:2], t.x, use_reentrant=False)
+    y = checkpoint(t.model[2:], hidden, use_reentrant=True)
+    (y - t.x[:, :2].sin()).square().mean().backward()
+    t.optimizer.step()
+
+
+# Parameters that change
+
+
+@use
+def evaluation_in_between(t: Training) -> None:
+    t.optimizer.zero_grad()
+    loss = t.loss()
+    t.model.eval()
+    with torch.inference_mode():
+        t.loss()
+    t.loss(0.5).backward()
+    t.model.train()
+    loss.backward()
+    t.optimizer.step()
+
+
+@use
+def frozen_between_two_passes(t: Training) -> None:
+    t.optimizer.zero_grad()
+    t.loss().backward()
+    t.model[2].requires_grad_(False)
+    t.loss(0.5).backward()
+    t.model[2].requires_grad_(True)
+    t.optimizer.step()
+
+
+@use
+def edited_groups(t: Training) -> None:
+    """Options changed by hand, and one group made into two."""
+    group = t.optimizer.param_groups[0]
+    group["lr"] *= 0.8
+    if t.step == 1:
+        taken = group["params"][-2:]
+        del group["params"][-2:]
+        t.optimizer.add_param_group({"params": taken, "lr": 0.01})
+    if t.step == 2:
+        t.optimizer.param_groups[1]["momentum"] = 0.5
+    t.optimizer.zero_grad()
+    t.loss().backward()
+    t.optimizer.step()
+
+
+@use
+def weights_from_a_vector(t: Training) -> None:
+    """The parameters get other memory in every step."""
+    t.optimizer.zero_grad()
+    t.loss().backward()
+    t.optimizer.step()
+    vector = nn.utils.parameters_to_vector(t.model.parameters()).detach()
+    nn.utils.vector_to_parameters(0.99 * vector, t.model.parameters())
+
+
+@use
+def step_before_any_pass(t: Training) -> None:
+    """As some warm up a schedule."""
+    if t.step == 0:
+        t.optimizer.step()
+    t.optimizer.zero_grad()
+    t.loss().backward()
+    t.optimizer.step()
+    t.optimizer.step()
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize("name", USES)
+def test_a_use_equals_one_process(hvd, name, compression):
+    model, reference = small_model(), small_model()
+    own = Training(
+        model,
+        hvd.DistributedOptimizer(
+            sgd(model.parameters()), compression=compression, bucket_bytes=200
+        ),
+    )
+    alone = Training(reference, sgd(reference.parameters()))
+    for step in range(4):
+        own.step = alone.step = step
+        own.x, alone.x = batch_of(hvd.rank(), step), whole_batch(hvd, step)
+        for training in (own, alone):
+            USES[name](training)
+    assert_same_on_all_ranks(hvd, model)
+    assert_close(model, reference, {"none": 1e-12, "fp16": 1e-2}[compression])
+
+
+# Models of other kinds
+
+
+def train_both(hvd, model, make=sgd, steps=4, **options):
+    """Train a model on the ranks, and a copy of it in one process."""
+    reference = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(
+        make([p for p in model.parameters() if p.requires_grad]), bucket_bytes=200, **options
+    )
+    plain = make([p for p in reference.parameters() if p.requires_grad])
+    for step in range(steps):
+        for m, o, x in (
+            (model, optimizer, batch_of(hvd.rank(), step)),
+            (reference, plain, whole_batch(hvd, step)),
+        ):
+            o.zero_grad()
+            loss_of(m, x).backward()
+            o.step()
+    assert_same_on_all_ranks(hvd, model)
+    assert_close(model, reference)
+
+
+def test_parametrized_weights(hvd):
+    class Symmetric(nn.Module):
+        def forward(self, w):
+            return w.triu() + w.triu(1).mT
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 4), nn.Linear(4, 2))
+    model = model.to(DEVICE, torch.float64)
+    parametrize.register_parametrization(model[0], "weight", Symmetric())
+    parametrizations.weight_norm(model[2])
+    parametrizations.orthogonal(model[3])
+    train_both(hvd, model)
+
+
+def test_adapters_of_a_frozen_model(hvd):
+    class Adapted(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+            self.down = nn.Linear(layer.in_features, 2, bias=False)
+            self.up = nn.Linear(2, layer.out_features, bias=False)
+
+        def forward(self, x):
+            return self.layer(x) + self.up(self.down(x))
+
+    model = small_model()
+    model.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    for k in (0, 2):
+        model[k] = Adapted(model[k]).to(DEVICE, torch.float64)
+        model[k].layer.requires_grad_(False)
+    train_both(hvd, model, adamw)
+    assert torch.equal(model[0].layer.weight, before["0.weight"])
+
+
+def test_a_model_made_channels_last_after_wrapping(hvd):
+    """On one rank before the others: the memory order of a gradient is no part of its value."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Conv2d(3, 2, 2)).to(DEVICE).double()
+    reference = copy.deepcopy(model)
+    images = torch.randn(2 * hvd.size(), 2, 5, 5, dtype=torch.float64).to(DEVICE)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), bucket_bytes=200)
+    plain = sgd(reference.parameters())
+    for step in range(4):
+        if step == 2 + hvd.rank():
+            model.to(memory_format=torch.channels_last)
+        optimizer.zero_grad()
+        model(images[hvd.rank() :: hvd.size()]).square().mean().backward()
+        optimizer.step()
+        plain.zero_grad()
+        reference(images).square().mean().backward()
+        plain.step()
+    assert_same_on_all_ranks(hvd, model)
+    assert_close(model, reference)
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_a_layer_that_grows(hvd, compression):
+    """Its parameters get other data, of another shape, and stay the optimizer's parameters."""
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), compression=compression, bucket_bytes=200
+    )
+    plain = torch.optim.SGD(reference.parameters(), lr=0.05)
+    for step in range(4):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        if step == 2:
+            for m in (model, reference):
+                for p in m[0].parameters():
+                    p.data = torch.cat([p.data, 0.5 * p.data])
+                m[2].weight.data = m[2].weight.data.repeat(1, 2)
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        loss_of(reference, whole_batch(hvd, step)).backward()
+        optimizer.step()
+        plain.step()
+    assert_same_on_all_ranks(hvd, model)
+    assert_close(model, reference, {"none": 1e-12, "fp16": 1e-2}[compression])
+
+
+def test_an_optimizer_with_methods_of_its_own(hvd):
+    """Schedule-free optimizers, for instance, are told whether the model trains."""
+
+    class Switching(torch.optim.SGD):
+        def __init__(self, params):
+            super().__init__(params, lr=0.1)
+            self.training = False
+
+        def train(self):
+            self.training = True
+
+        def step(self, closure=None):
+            assert self.training, "call train() first"
+            return super().step(closure)
+
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(Switching(model.parameters()))
+    loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    with pytest.raises(AssertionError, match="call train"):
+        optimizer.step()
+    optimizer.train()
+    optimizer.step()
+    assert optimizer.steps == 1
+    assert_same_on_all_ranks(hvd, model)
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_an_optimizer_for_each_parameter_that_steps_in_the_backward_pass(hvd, compression):
+    """Which saves the memory of gradients: each is freed before the next one is computed."""
+    model, reference = small_model(), small_model()
+
+    def step_in_backward(m, wrap):
+        optimizers = {p: wrap(torch.optim.SGD([p], lr=0.05, momentum=0.9)) for p in m.parameters()}
+
+        def step(p):
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in m.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        return optimizers
+
+    kept = [
+        step_in_backward(
+            model, lambda each: hvd.DistributedOptimizer(each, compression=compression)
+        ),
+        step_in_backward(reference, lambda each: each),
+    ]
+    for step in range(4):
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        loss_of(reference, whole_batch(hvd, step)).backward()
+        assert all(p.grad is None for p in model.parameters())
+    assert len(kept[0]) == 6
+    assert_same_on_all_ranks(hvd, model)
+    assert_close(model, reference, {"none": 1e-12, "fp16": 1e-2}[compression])
+
+
+def test_one_optimizer_that_steps_at_the_end_of_the_backward_pass(hvd):
+    """In the hook of the parameter whose gradient comes last."""
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), bucket_bytes=200)
+    plain = sgd(reference.parameters())
+    left = []
+
+    def count(_):
+        left.pop()
+        if not left:
+            optimizer.step()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(count)
+    for step in range(4):
+        optimizer.zero_grad()
+        left.extend(model.parameters())
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        plain.zero_grad()
+        loss_of(reference, whole_batch(hvd, step)).backward()
+        plain.step()
+    assert_same_on_all_ranks(hvd, model)
+    assert_close(model, reference)
