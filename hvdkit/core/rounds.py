@@ -81,7 +81,7 @@ class LocalGradients(Protocol):
         ...
 
     def end_round(self) -> None:
-        """Add the reduced gradients to what `begin_round` set aside."""
+        """Add the reduced gradients to those that `begin_round` kept apart."""
         ...
 
     def end_step(self) -> None:
@@ -101,7 +101,7 @@ class LocalGradients(Protocol):
         ...
 
     def discard(self) -> None:
-        """Forget what has been set aside and added."""
+        """Forget what has been kept apart and added."""
         ...
 
     def used(self) -> Sequence[int]:

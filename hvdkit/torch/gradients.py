@@ -1,9 +1,9 @@
-"""The gradients of one optimizer on this rank: what is reduced already, and what is new.
+"""The gradients of one optimizer on this rank: the reduced part and the new part of each.
 
 A gradient that a round has left is final: the same on every rank. What a later backward pass adds
-to it is new, and only that is reduced. So before PyTorch accumulates into a final gradient, it is
-set aside; the reduced new part is added to it at the end of the round. (To reduce the sum of both
-again would be wrong for `Sum`, and would round twice in 16 bits.)
+to it is new, and only that is reduced. So before PyTorch accumulates into a final gradient, the
+gradient is kept apart as its base. The round adds the reduced new part to the base. (To reduce the
+sum of both again would be wrong for `Sum`, and would round twice in 16 bits.)
 """
 
 import weakref
@@ -36,7 +36,7 @@ _Left = tuple["weakref.ref[torch.Tensor]", int]
 
 
 def _left(gradient: torch.Tensor | None) -> _Left | None:
-    """What recognizes a gradient, and whether it has been changed in place."""
+    """Return what identifies a gradient and tells whether it has been changed in place."""
     return None if gradient is None else (weakref.ref(gradient), gradient._version)
 
 
@@ -90,12 +90,12 @@ class OptimizerGradients:
         self._left: list[_Left | None] = []
         # Numbers of parameters whose gradients have been added to since the last round.
         self._new: set[int] = set()
-        # Number -> what had been reduced before; it is no longer in the gradient.
-        self._aside: dict[int, torch.Tensor] = {}
+        # Number -> the reduced part, while the gradient holds only the new part.
+        self._base: dict[int, torch.Tensor] = {}
         # Of the current pass: parameters that were about to get a gradient, and that got one.
         self._expected: set[int] = set()
         self._arrived: set[int] = set()
-        # A gradient that was set aside differed from what the last round left.
+        # A base differed from the gradient that the last round left.
         self._changed = False
         self.adopt()
 
@@ -169,7 +169,7 @@ class OptimizerGradients:
         self._expected.add(number)
         gradient = self._parameters[number].grad
         if gradient is None:
-            self._aside.pop(number, None)
+            self._base.pop(number, None)
             if number in self._new and self._window.passes:
                 name = self._name_of(self._parameters[number])
                 raise HvdkitError(
@@ -180,14 +180,14 @@ class OptimizerGradients:
                 )
         elif number not in self._new and self._is_reduced(number, gradient, assigned):
             self._note_change(number, gradient)
-            self._aside[number] = gradient
+            self._base[number] = gradient
             self._parameters[number].grad = None
 
     def arrived(self, number: int) -> None:
         """Record that a gradient has been accumulated."""
-        if number in self._aside and number not in self._new:
+        if number in self._base and number not in self._new:
             # It may live in a bucket, which the new part is packed into.
-            self._aside[number] = self._aside[number].detach().clone()
+            self._base[number] = self._base[number].detach().clone()
         self._arrived.add(number)
         self._new.add(number)
 
@@ -202,8 +202,8 @@ class OptimizerGradients:
         `torch.autograd.grad` for a parameter announces a gradient that it does not accumulate.
         """
         for number in self._expected - self._arrived - self._new:
-            if number in self._aside:
-                self._parameters[number].grad = self._aside.pop(number)
+            if number in self._base:
+                self._parameters[number].grad = self._base.pop(number)
         any_arrived = bool(self._arrived)
         self._expected.clear()
         self._arrived.clear()
@@ -221,7 +221,7 @@ class OptimizerGradients:
         reduced = [
             number
             for number, p in enumerate(self._parameters)
-            if number in self._aside
+            if number in self._base
             or (
                 number not in self._new
                 and (gradient := p.grad) is not None
@@ -235,7 +235,7 @@ class OptimizerGradients:
         everything = self._all()
         frozen = [self._name_of(p) for p in everything if not p.requires_grad]
         names = ", ".join(frozen[:_SHOWN]) + (", ..." if len(frozen) > _SHOWN else "")
-        aside = {self._parameters[number] for number in self._aside}
+        aside = {self._parameters[number] for number in self._base}
         held = sum(p.grad is not None or p in aside for p in everything)
         return (
             f"{len(everything) - len(frozen)} of {len(everything)} parameters need gradients"
@@ -255,7 +255,7 @@ class OptimizerGradients:
     def changed(self) -> bool:
         """Return whether a reduced gradient differs from what the last round left."""
         for number, p in enumerate(self._parameters):
-            if number not in self._new and number not in self._aside:
+            if number not in self._new and number not in self._base:
                 self._note_change(number, p.grad)
         return self._changed
 
@@ -269,7 +269,7 @@ class OptimizerGradients:
     def end_step(self) -> None:
         """Take the gradients as they are now, which a step has used, for reduced ones."""
         for number, p in enumerate(self._parameters):
-            if number not in self._new and number not in self._aside:
+            if number not in self._new and number not in self._base:
                 self._left[number] = _left(p.grad)
 
     def begin_round(self, assigned: bool) -> None:
@@ -282,15 +282,15 @@ class OptimizerGradients:
                 continue
             if self._is_reduced(number, gradient, assigned):
                 self._note_change(number, gradient)
-                self._aside[number] = gradient.detach().clone()
+                self._base[number] = gradient.detach().clone()
                 p.grad = None
             else:
                 self._new.add(number)
 
     @torch.no_grad()
     def end_round(self) -> None:
-        """Add the reduced gradients to what `begin_round` set aside."""
-        for number, reduced_before in self._aside.items():
+        """Add the reduced gradients to their bases."""
+        for number, reduced_before in self._base.items():
             p = self._parameters[number]
             if p.grad is None:
                 p.grad = reduced_before
@@ -302,7 +302,7 @@ class OptimizerGradients:
             for p in self._parameters:
                 if p.grad is not None and not p.grad.is_sparse:
                     p.grad = p.grad.to_sparse(1)
-        self._aside.clear()
+        self._base.clear()
         self._new.clear()
         self._left = [_left(p.grad) for p in self._parameters]
         self._changed = False
@@ -336,8 +336,8 @@ class OptimizerGradients:
                 gradient.mul_(factor)
 
     def discard(self) -> None:
-        """Forget what has been set aside and added."""
-        self._aside.clear()
+        """Forget bases and new parts."""
+        self._base.clear()
         self._new.clear()
         self._expected.clear()
         self._arrived.clear()
@@ -349,7 +349,7 @@ class OptimizerGradients:
         if not self._reduction.find_unused:
             return ()
         return [
-            int(p.grad is not None or number in self._aside)
+            int(p.grad is not None or number in self._base)
             for number, p in enumerate(self._parameters)
         ]
 

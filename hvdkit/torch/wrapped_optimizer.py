@@ -1,4 +1,4 @@
-"""What a wrapped optimizer does beside its own class's methods.
+"""The class of wrapped optimizers.
 
 Its gradients are final when `loss.backward()` returns: at the end of each outermost backward pass
 that reached its parameters, all buckets have been reduced. `hvdkit.core.rounds` has the protocol
