@@ -71,6 +71,14 @@ class LocalGradients(Protocol):
         """Make a synchronizer for parameters that need gradients and have none; tell if so."""
         ...
 
+    def are_equal(self) -> bool:
+        """Return whether the gradients are the same bits on all ranks. A collective."""
+        ...
+
+    def count_changed_as_new(self) -> None:
+        """Take gradients that the script has written in place for new ones."""
+        ...
+
     def begin_round(self, assigned: bool) -> None:
         """Leave in each gradient only what has been added since its last reduction.
 
@@ -81,7 +89,7 @@ class LocalGradients(Protocol):
         ...
 
     def end_round(self) -> None:
-        """Add the reduced gradients to what `begin_round` set aside."""
+        """Add the reduced gradients to those that `begin_round` kept apart."""
         ...
 
     def end_step(self) -> None:
@@ -101,7 +109,7 @@ class LocalGradients(Protocol):
         ...
 
     def discard(self) -> None:
-        """Forget what has been set aside and added."""
+        """Forget what has been kept apart and added."""
         ...
 
     def used(self) -> Sequence[int]:
@@ -248,7 +256,7 @@ class Rounds:
             self._wait_for_buckets()
             self._raise(header)
         self._complete(header)
-        if header.changed:
+        if self._latecomers and header.changed:
             self._raise_changed(header)
         self._latecomers |= header.in_pass < header.count
 
@@ -292,11 +300,20 @@ class Rounds:
             only_rounds_of_others: do not begin a round where no rank is in a backward pass.
         """
         while True:
+            late = self._latecomers
             moved = self.moved
             self._agree()
             self._start_header(in_pass=False, failed=False, moved=moved)
             header = self._finish_header()
-            has_round = header.in_pass or (header.new and not only_rounds_of_others)
+            # No rank has made a pass since its last step, and gradients are not as that left them.
+            written = header.changed and not (header.in_pass or header.new or self._caught_up)
+            written = written and not self._gradients.are_equal()
+            if written and header.changed < header.count:
+                self._raise_changed(header)
+            if written:
+                self._gradients.count_changed_as_new()
+            own_round = header.new or written
+            has_round = header.in_pass or (own_round and not only_rounds_of_others)
             if has_round:
                 self._gradients.begin_round(not self._caught_up)
             if header.void:
@@ -306,7 +323,7 @@ class Rounds:
                 self._raise(header)
             if has_round:
                 self._complete(header)
-            if header.changed:
+            if late and header.changed:
                 self._raise_changed(header)
             if not header.in_pass:
                 return
@@ -335,8 +352,7 @@ class Rounds:
                 if not compared:
                     self._compare()
             except BaseException:
-                for synchronizer in self._synchronizers:
-                    synchronizer.forget()
+                self._compare_again()
                 raise
             self._compared = True
         if self._generation != self._collectives.generation:
@@ -394,8 +410,8 @@ class Rounds:
             True,
             in_pass,
             not in_pass and gradients.has_new(new_if_assigned),
-            # Of interest only where a rank has come late.
-            self._latecomers and gradients.changed(),
+            # Of interest only where a rank has come late, or has made no pass since its last step.
+            (self._latecomers or not (in_pass or self._caught_up)) and gradients.changed(),
             failed,
             moved,
             gradients.is_sparse(),
@@ -435,6 +451,9 @@ class Rounds:
                 for said, ranks in holders.items()
             ]
         self._reset()
+        if not header.failed:
+            # Ranks that are in different steps may have different parameters.
+            self._compare_again()
         who = ". ".join(told) or f"{joined} ranks have called join(), so who did what is not known"
         if header.failed:
             raise BackwardFailed(
@@ -448,8 +467,15 @@ class Rounds:
             f"optimizer.zero_grad() to go on."
         )
 
+    def _compare_again(self) -> None:
+        """Let the next round begin with an agreement, the parameters' values included."""
+        self._compared = False
+        for synchronizer in self._synchronizers:
+            synchronizer.forget()
+
     def _raise_changed(self, header: _Header) -> None:
         self._reset()
+        self._compare_again()
         raise GradientsChanged(
             f"on {header.changed} of {header.count} ranks gradients were changed after "
             f"loss.backward(), and another rank made no backward pass, so that its gradients came "

@@ -1,17 +1,19 @@
-"""The gradients of one optimizer on this rank: what is reduced already, and what is new.
+"""The gradients of one optimizer on this rank: the reduced part and the new part of each.
 
 A gradient that a round has left is final: the same on every rank. What a later backward pass adds
-to it is new, and only that is reduced. So before PyTorch accumulates into a final gradient, it is
-set aside; the reduced new part is added to it at the end of the round. (To reduce the sum of both
-again would be wrong for `Sum`, and would round twice in 16 bits.)
+to it is new, and only that is reduced. So before PyTorch accumulates into a final gradient, the
+gradient is kept apart as its base. The round adds the reduced new part to the base. (To reduce the
+sum of both again would be wrong for `Sum`, and would round twice in 16 bits.)
 """
 
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdkit.core.accumulation import Window
 from hvdkit.core.reduction import Reduction
@@ -19,6 +21,7 @@ from hvdkit.core.synchronizer import Synchronizer
 from hvdkit.errors import HvdkitError
 from hvdkit.torch.backend import TorchBackend, dtype_of_gradient, spec
 from hvdkit.torch.collectives import TorchCollectives
+from hvdkit.torch.digests import digests
 
 TorchSynchronizer = Synchronizer[torch.Tensor, Any]
 
@@ -36,7 +39,7 @@ _Left = tuple["weakref.ref[torch.Tensor]", int]
 
 
 def _left(gradient: torch.Tensor | None) -> _Left | None:
-    """What recognizes a gradient, and whether it has been changed in place."""
+    """Return what identifies a gradient and tells whether it has been changed in place."""
     return None if gradient is None else (weakref.ref(gradient), gradient._version)
 
 
@@ -51,7 +54,8 @@ class OptimizerGradients:
         groups: parameters that share a bucket.
         window: the accumulation window.
         context: lines that must be the same on every rank, made when they are compared.
-        on_planned: called with each parameter that gets into a plan, and its number.
+        on_watched: called with each parameter whose gradients are to be reported, and its number,
+            which is None while it has no plan.
         keep_sparse: sparse gradients stay sparse although they are reduced as dense ones.
 
     Attributes:
@@ -67,7 +71,7 @@ class OptimizerGradients:
         groups: Sequence[Sequence[torch.nn.Parameter]],
         window: Window,
         context: Callable[[], Sequence[str]],
-        on_planned: Callable[[torch.nn.Parameter, int], None],
+        on_watched: Callable[[torch.nn.Parameter, int | None], None],
         keep_sparse: bool,
     ) -> None:
         self._all = parameters
@@ -77,7 +81,7 @@ class OptimizerGradients:
         self._groups = groups
         self._window = window
         self._context = context
-        self._on_planned = on_planned
+        self._on_watched = on_watched
         self._keep_sparse = keep_sparse
         self.synchronizers: list[TorchSynchronizer] = []
         self._backends: list[TorchBackend] = []
@@ -90,14 +94,18 @@ class OptimizerGradients:
         self._left: list[_Left | None] = []
         # Numbers of parameters whose gradients have been added to since the last round.
         self._new: set[int] = set()
-        # Number -> what had been reduced before; it is no longer in the gradient.
-        self._aside: dict[int, torch.Tensor] = {}
+        # Number -> the reduced part, while the gradient holds only the new part.
+        self._base: dict[int, torch.Tensor] = {}
         # Of the current pass: parameters that were about to get a gradient, and that got one.
         self._expected: set[int] = set()
         self._arrived: set[int] = set()
-        # A gradient that was set aside differed from what the last round left.
+        # Parameters without a plan, frozen ones above all, that tell when they get a gradient.
+        self._unplanned: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._unplanned_arrived = False
+        # A base differed from the gradient that the last round left.
         self._changed = False
         self.adopt()
+        self.watch()
 
     # --- plans ----------------------------------------------------------------------------------
 
@@ -113,8 +121,21 @@ class OptimizerGradients:
             self._left.append(None)
         self._plan(added)
         for p in added:
-            self._on_planned(p, self._numbers[p])
+            self._unplanned.pop(p, None)
+            self._on_watched(p, self._numbers[p])
         return True
+
+    def watch(self) -> None:
+        """Let parameters without a plan tell when they get a gradient.
+
+        A frozen parameter may be unfrozen, and the script may put new parameters into the groups.
+        """
+        for p in self._all():
+            if p in self._numbers or p in self._unplanned:
+                continue
+            if p.dtype.is_floating_point or p.dtype.is_complex:
+                self._unplanned[p] = True
+                self._on_watched(p, None)
 
     def _plan(self, parameters: list[torch.nn.Parameter]) -> None:
         self._layouts.append([_layout(p) for p in parameters])
@@ -169,7 +190,7 @@ class OptimizerGradients:
         self._expected.add(number)
         gradient = self._parameters[number].grad
         if gradient is None:
-            self._aside.pop(number, None)
+            self._base.pop(number, None)
             if number in self._new and self._window.passes:
                 name = self._name_of(self._parameters[number])
                 raise HvdkitError(
@@ -180,14 +201,18 @@ class OptimizerGradients:
                 )
         elif number not in self._new and self._is_reduced(number, gradient, assigned):
             self._note_change(number, gradient)
-            self._aside[number] = gradient
+            self._base[number] = gradient
             self._parameters[number].grad = None
+
+    def arrived_unplanned(self) -> None:
+        """Record that a gradient of a parameter without a plan has been accumulated."""
+        self._unplanned_arrived = True
 
     def arrived(self, number: int) -> None:
         """Record that a gradient has been accumulated."""
-        if number in self._aside and number not in self._new:
+        if number in self._base and number not in self._new:
             # It may live in a bucket, which the new part is packed into.
-            self._aside[number] = self._aside[number].detach().clone()
+            self._base[number] = self._base[number].detach().clone()
         self._arrived.add(number)
         self._new.add(number)
 
@@ -202,12 +227,18 @@ class OptimizerGradients:
         `torch.autograd.grad` for a parameter announces a gradient that it does not accumulate.
         """
         for number in self._expected - self._arrived - self._new:
-            if number in self._aside:
-                self._parameters[number].grad = self._aside.pop(number)
-        any_arrived = bool(self._arrived)
+            if number in self._base:
+                self._parameters[number].grad = self._base.pop(number)
+        any_arrived = self.any_arrived
         self._expected.clear()
         self._arrived.clear()
+        self._unplanned_arrived = False
         return any_arrived
+
+    @property
+    def any_arrived(self) -> bool:
+        """Whether a gradient has been accumulated in the current pass."""
+        return bool(self._arrived) or self._unplanned_arrived
 
     def _is_reduced(self, number: int, gradient: torch.Tensor, assigned: bool) -> bool:
         left = self._left[number]
@@ -221,7 +252,7 @@ class OptimizerGradients:
         reduced = [
             number
             for number, p in enumerate(self._parameters)
-            if number in self._aside
+            if number in self._base
             or (
                 number not in self._new
                 and (gradient := p.grad) is not None
@@ -235,8 +266,8 @@ class OptimizerGradients:
         everything = self._all()
         frozen = [self._name_of(p) for p in everything if not p.requires_grad]
         names = ", ".join(frozen[:_SHOWN]) + (", ..." if len(frozen) > _SHOWN else "")
-        aside = {self._parameters[number] for number in self._aside}
-        held = sum(p.grad is not None or p in aside for p in everything)
+        with_base = {self._parameters[number] for number in self._base}
+        held = sum(p.grad is not None or p in with_base for p in everything)
         return (
             f"{len(everything) - len(frozen)} of {len(everything)} parameters need gradients"
             + (f" (not: {names})" if frozen else "")
@@ -245,9 +276,12 @@ class OptimizerGradients:
 
     def has_new(self, assigned: bool) -> bool:
         """Return whether a gradient has been added to that has not been reduced since."""
-        if self._new or not assigned:
-            return bool(self._new)
-        return any(
+        if self._new or any(
+            p.requires_grad and p.grad is not None and p not in self._numbers
+            for p in self._unplanned
+        ):
+            return True
+        return assigned and any(
             (gradient := p.grad) is not None and not self._is_reduced(number, gradient, assigned)
             for number, p in enumerate(self._parameters)
         )
@@ -255,7 +289,7 @@ class OptimizerGradients:
     def changed(self) -> bool:
         """Return whether a reduced gradient differs from what the last round left."""
         for number, p in enumerate(self._parameters):
-            if number not in self._new and number not in self._aside:
+            if number not in self._new and number not in self._base:
                 self._note_change(number, p.grad)
         return self._changed
 
@@ -266,10 +300,24 @@ class OptimizerGradients:
         ):
             self._changed = True
 
+    def are_equal(self) -> bool:
+        """Return whether the gradients are the same bits on all ranks. A collective."""
+        own = digests([p.grad for p in self._parameters if p.grad is not None])
+        value = zlib.crc32(repr(own).encode()) & 0xFFFFFF
+        count, total, squares = self._collectives.sum([1, value, value * value], "hvdkit.equal")
+        return count * squares == total * total
+
+    def count_changed_as_new(self) -> None:
+        """Take gradients that the script has written in place for new ones."""
+        for number, p in enumerate(self._parameters):
+            if p.grad is not None and number not in self._base:
+                self._new.add(number)
+        self._changed = False
+
     def end_step(self) -> None:
         """Take the gradients as they are now, which a step has used, for reduced ones."""
         for number, p in enumerate(self._parameters):
-            if number not in self._new and number not in self._aside:
+            if number not in self._new and number not in self._base:
                 self._left[number] = _left(p.grad)
 
     def begin_round(self, assigned: bool) -> None:
@@ -282,15 +330,15 @@ class OptimizerGradients:
                 continue
             if self._is_reduced(number, gradient, assigned):
                 self._note_change(number, gradient)
-                self._aside[number] = gradient.detach().clone()
+                self._base[number] = gradient.detach().clone()
                 p.grad = None
             else:
                 self._new.add(number)
 
     @torch.no_grad()
     def end_round(self) -> None:
-        """Add the reduced gradients to what `begin_round` set aside."""
-        for number, reduced_before in self._aside.items():
+        """Add the reduced gradients to their bases."""
+        for number, reduced_before in self._base.items():
             p = self._parameters[number]
             if p.grad is None:
                 p.grad = reduced_before
@@ -302,7 +350,7 @@ class OptimizerGradients:
             for p in self._parameters:
                 if p.grad is not None and not p.grad.is_sparse:
                     p.grad = p.grad.to_sparse(1)
-        self._aside.clear()
+        self._base.clear()
         self._new.clear()
         self._left = [_left(p.grad) for p in self._parameters]
         self._changed = False
@@ -336,11 +384,12 @@ class OptimizerGradients:
                 gradient.mul_(factor)
 
     def discard(self) -> None:
-        """Forget what has been set aside and added."""
-        self._aside.clear()
+        """Forget bases and new parts."""
+        self._base.clear()
         self._new.clear()
         self._expected.clear()
         self._arrived.clear()
+        self._unplanned_arrived = False
         self._left = [None] * len(self._parameters)
         self._changed = False
 
@@ -349,7 +398,7 @@ class OptimizerGradients:
         if not self._reduction.find_unused:
             return ()
         return [
-            int(p.grad is not None or number in self._aside)
+            int(p.grad is not None or number in self._base)
             for number, p in enumerate(self._parameters)
         ]
 

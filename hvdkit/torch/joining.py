@@ -25,13 +25,14 @@ def join(device: int = -1) -> int:
         The last rank to join.
     """
     for optimizer in living():
-        if not optimizer.between_steps:
+        if optimizer.accumulated:
             log.warning(
                 "hvd.join() was called with gradients that no step has used: they are dropped. "
                 "Call optimizer.flush() before, where all ranks accumulate alike."
             )
             optimizer.begin_anew()
             torch.optim.Optimizer.zero_grad(optimizer)
+        optimizer.leave_gradients()
         optimizer.settle()
     if device == -1 and torch.cuda.is_available() and torch.cuda.is_initialized():
         device = torch.cuda.current_device()

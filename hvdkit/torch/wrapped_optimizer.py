@@ -1,4 +1,4 @@
-"""What a wrapped optimizer does beside its own class's methods.
+"""The class of wrapped optimizers.
 
 Its gradients are final when `loss.backward()` returns: at the end of each outermost backward pass
 that reached its parameters, all buckets have been reduced. `hvdkit.core.rounds` has the protocol
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdkit.core.accumulation import PassesDiffer, Window
@@ -25,8 +24,8 @@ from hvdkit.core.rounds import BackwardFailed, Rounds
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch import passes
 from hvdkit.torch.collectives import TorchCollectives
+from hvdkit.torch.digests import check_values
 from hvdkit.torch.gradients import OptimizerGradients
-from hvdkit.torch.initial_values import check_values
 
 log = logging.getLogger("hvdkit.torch")
 
@@ -97,6 +96,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._sent = False
         # A round has failed; the gradients cannot be used.
         self._void = ""
+        # Another optimizer has wrapped parameters of this one.
+        self._replaced = False
         self._collectives = TorchCollectives(process_set)
         # Not a strong reference, so that a dropped optimizer is freed at once.
         me = weakref.ref(self)
@@ -122,17 +123,27 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     # --- the backward pass ----------------------------------------------------------------------
 
-    def _before_gradient(self, number: int) -> None:
+    def _before_gradient(self, number: int | None) -> None:
         """Hook: a gradient is about to be accumulated."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._enter_task(task)
-        if not self._passive:
-            self._gradients.before(number, assigned=not self._rounds.caught_up)
+        if not self._passive and number is not None:
+            assigned = not self._rounds.caught_up
+            self._or_void(lambda: self._gradients.before(number, assigned))
 
-    def _after_gradient(self, number: int) -> None:
+    def _after_gradient(self, number: int | None) -> None:
         """Hook: a gradient has been accumulated."""
+        if torch.is_grad_enabled():
+            raise HvdkitError(
+                "loss.backward(create_graph=True) with a DistributedOptimizer: reduced gradients "
+                "have no graph. Use torch.autograd.grad(loss, parameters, create_graph=True) for "
+                "the inner derivative, and loss.backward() for the gradients of the step."
+            )
         if self._passive:
+            return
+        if number is None:
+            self._gradients.arrived_unplanned()
             return
         self._gradients.arrived(number)
         if not (self._muted_pass or self._held_back):
@@ -144,17 +155,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return self._window.size == 1 and self._collectives.alone
 
     def _enter_task(self, task: int) -> None:
-        if torch.is_grad_enabled():
-            raise HvdkitError(
-                "loss.backward(create_graph=True) with a DistributedOptimizer: reduced gradients "
-                "have no graph. Use torch.autograd.grad(loss, parameters, create_graph=True) for "
-                "the inner derivative, and loss.backward() for the gradients of the step."
-            )
         if self.running is None:
             self._begin_pass()
         elif self.running() is None:
             self._complete_interrupted_pass()
-            raise AssertionError("a failed round did not raise")
+            self._begin_pass()
         passes.watch(self)
         self._task = task
 
@@ -175,23 +180,25 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def send_pass(self) -> None:
         """Start reducing the gradients of the pass that has ended."""
         self._task = self.running = None
+        self._gradients.watch()
         arrived = self._passive or self._gradients.end_pass()
         if not arrived or self._passive:
             return
         if self._window.size > 1 and not self._muted:
             self._window.passes += 1
         if not self._muted_pass:
-            self._in_round(self._rounds.send)
+            self._or_void(self._rounds.send)
             self._sent = True
 
     def wait_pass(self) -> None:
         """Complete what `send_pass` has started."""
         if self._sent:
             self._sent = False
-            self._in_round(self._rounds.wait)
+            self._or_void(self._rounds.wait)
             self._unused = True
 
-    def _in_round(self, call: Callable[[], None]) -> None:
+    def _or_void(self, call: Callable[[], None]) -> None:
+        """Call; where that raises, gradients cannot be used until `zero_grad`."""
         try:
             call()
         except BaseException as error:
@@ -228,7 +235,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             BackwardFailed: on every rank.
         """
         self._task = self.running = None
-        self._gradients.end_pass()
+        if not self._gradients.end_pass():
+            return  # torch.autograd.grad, which has accumulated nothing
         if self._passive or self._muted_pass or self._collectives.alone:
             self._void = "loss.backward() raised"
             raise BackwardFailed(
@@ -238,10 +246,16 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if self._generation != self._collectives.generation:
             self._gradients.discard()  # Horovod has been started again, and nobody waits
             return
-        self._in_round(lambda: self._rounds.send(failed=True))
-        self._in_round(self._rounds.wait)
+        self._or_void(lambda: self._rounds.send(failed=True))
+        self._or_void(self._rounds.wait)
 
     def _check_usable(self) -> None:
+        if self._replaced:
+            raise UsageError(
+                "parameters of this optimizer have been wrapped again, by another "
+                "hvd.DistributedOptimizer, which reduces their gradients now. Use that one. "
+                "Parameters that two optimizers step belong into one optimizer, in groups"
+            )
         if not self._void:
             return
         if all(p.grad is None for group in self.param_groups for p in group["params"]):
@@ -286,7 +300,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if self.accumulating:
             return False
         self._check_usable()
-        self._in_round(self._rounds.catch_up)
+        self._gradients.watch()
+        self._or_void(self._rounds.catch_up)
         return True
 
     def synchronize(self) -> None:
@@ -347,6 +362,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def end_step(self) -> None:
         """Record that the gradients have been used, or are not to be: the next window begins."""
         self._stepped = self._unused = False
+        self._gradients.watch()
         self._rounds.end_step()
         self._window.close()
 
@@ -375,7 +391,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             flushed = self._rounds.flush()
 
         self._check_usable()
-        self._in_round(flush)
+        self._or_void(flush)
         if not flushed:
             return False
         (step or self.step)()
@@ -399,6 +415,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._window.close()
         super().zero_grad(*args, **kwargs)
         self._gradients.discard()
+        self._gradients.watch()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes make a step, and begin a new one.
@@ -441,8 +458,27 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def between_steps(self) -> bool:
         """Whether no gradients wait for more passes, or to be reduced."""
         self._end_pending_pass()
-        waiting = self._window.passes or self._gradients.has_new(assigned=False)
-        return not (waiting or self._unused)
+        return not (self.accumulated or self._unused)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refuse: the copy's parameters would have no hooks.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "a DistributedOptimizer cannot be copied: copy the model, make a plain optimizer for "
+            "the copy, load this one's state_dict(), and wrap it"
+        )
+
+    def leave_gradients(self) -> None:
+        """Record that the reduced gradients are not going to be used."""
+        self._unused = False
+
+    @property
+    def accumulated(self) -> bool:
+        """Whether this rank has gradients that have not been reduced."""
+        return bool(self._window.passes) or self._gradients.has_new(assigned=False)
 
     def settle(self) -> None:
         """Wait for small collectives that only the next step needs. Every rank has started them."""
@@ -462,6 +498,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Add a group to the plain optimizer; every rank must add the same."""
         super().add_param_group(param_group)
         self._gradients.adopt()
+        self._gradients.watch()
 
     @property
     def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
@@ -512,24 +549,33 @@ def _check_values_of(reference: _Reference) -> None:
     check_values(optimizer._collectives, {_name_of(reference, p): p for p in parameters})
 
 
-def _report_to(reference: _Reference, parameter: torch.nn.Parameter, number: int) -> None:
+def _report_to(reference: _Reference, parameter: torch.nn.Parameter, number: int | None) -> None:
     """Let a parameter tell an optimizer about its gradients."""
-    previous: tuple[RemovableHandle, ...] = _hooks.get(parameter, ())
-    for handle in previous:
+    previous, *handles = _hooks.get(parameter, (reference,))
+    other = previous()
+    if other is not None and other is not reference():
+        other._replaced = True
+    for handle in handles:
         handle.remove()
+    # A frozen parameter keeps hooks, and takes new ones only while it needs gradients.
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
     _hooks[parameter] = (
+        reference,
         parameter.register_hook(functools.partial(_before, reference, number)),
         parameter.register_post_accumulate_grad_hook(functools.partial(_after, reference, number)),
     )
+    if frozen:
+        parameter.requires_grad_(False)
 
 
-def _before(reference: _Reference, number: int, _: torch.Tensor) -> None:
+def _before(reference: _Reference, number: int | None, _: torch.Tensor) -> None:
     optimizer = reference()
     if optimizer is not None:
         optimizer._before_gradient(number)
 
 
-def _after(reference: _Reference, number: int, _: torch.Tensor) -> None:
+def _after(reference: _Reference, number: int | None, _: torch.Tensor) -> None:
     optimizer = reference()
     if optimizer is not None:
         optimizer._after_gradient(number)

@@ -1,4 +1,4 @@
-"""How a part runs: in a process of its own, with a setting and a report."""
+"""Run a part in a process of its own, with a setting and a report."""
 
 import json
 import signal
@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a part is told.
+    """The input of a part.
 
     Attributes:
         device: `cuda`, or `cpu` in a dry run.

@@ -1,4 +1,4 @@
-"""What a part has found out: a JSON file per part, and all of them as Markdown."""
+"""The results of the parts: a JSON file per part, and all of them as Markdown."""
 
 import json
 import os

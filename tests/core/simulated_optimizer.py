@@ -219,6 +219,19 @@ class SimulatedGradients:
         self._new.clear()
         self._left = [(p.gradient, copied(p.gradient)) for p in self._planned]
 
+    def are_equal(self) -> bool:
+        own = [
+            p.gradient.dense(p.shape) if isinstance(p.gradient, Rows) else p.gradient
+            for p in self._planned
+        ]
+        text = repr([None if each is None else each.tolist() for each in own])
+        return len(set(self._collectives.allgather(text.encode(), "equal"))) == 1
+
+    def count_changed_as_new(self) -> None:
+        for number, p in enumerate(self._planned):
+            if p.gradient is not None and number not in self._aside:
+                self._new.add(number)
+
     def end_step(self) -> None:
         for number, p in enumerate(self._planned):
             if number not in self._new and number not in self._aside:

@@ -35,8 +35,11 @@ from hvdkit.ranks import RankGroup, start_gloo, start_mpi
 
 REPOSITORY = Path(__file__).parents[2]
 
+#: Tests of what a script does, whatever the controller: two ranks show it, and time is short.
+_ONE_JOB = ("test_custom_format", "test_final_gradients", "test_migrating", "test_uses")
+
 START_SECONDS = 60.0
-TEST_SECONDS = 60.0
+TEST_SECONDS = 120.0
 # What the other ranks get once one has failed: they may well be in a collective that the failed
 # one will never enter.
 FAILURE_GRACE_SECONDS = 5.0
@@ -113,6 +116,10 @@ def _configurations_of_folder(path: Path) -> list[Configuration]:
             Configuration("keras-torch", "gloo", 4),
             Configuration("keras-tensorflow", "mpi", 4),
         ]
+    if path.stem in _ONE_JOB:
+        return [Configuration(framework, "gloo", 2)]
+    if path.stem == "test_sequences":
+        return [Configuration(framework, "gloo", 4), Configuration(framework, "gloo", 2)]
     return [
         Configuration(framework, "gloo", 4),
         Configuration(framework, "mpi", 4),

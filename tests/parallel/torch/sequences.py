@@ -50,7 +50,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Setting:
-    """How the optimizer is wrapped.
+    """The arguments of the wrapped optimizer, and the kind of sequence.
 
     Attributes:
         compression: the wire format.

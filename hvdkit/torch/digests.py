@@ -1,4 +1,4 @@
-"""Compare the ranks' parameters before the first reduction.
+"""Compare tensors between ranks by digests, above all the parameters before the first reduction.
 
 Mean gradients keep equal models equal, and different ones different: a forgotten
 `broadcast_parameters` trains one model per rank without any error.
@@ -22,7 +22,7 @@ def check_values(collectives: TorchCollectives, parameters: Mapping[str, torch.T
     Raises:
         RanksDisagree: on every rank, naming the first parameter that differs.
     """
-    pairs = zip(parameters, _digests(list(parameters.values())), strict=True)
+    pairs = zip(parameters, digests(list(parameters.values())), strict=True)
     check_agreement(
         collectives,
         [f"{name!r} has a value with digest {d:016x}" for name, d in pairs],
@@ -34,11 +34,12 @@ def check_values(collectives: TorchCollectives, parameters: Mapping[str, torch.T
 
 
 @torch.no_grad()
-def _digests(tensors: list[torch.Tensor]) -> list[int]:
+def digests(tensors: list[torch.Tensor]) -> list[int]:
     """Return 64 bits for each tensor: one transfer to the host for all on accelerators."""
     found: list[int | torch.Tensor] = []
     for tensor in tensors:
-        content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        dense = tensor.to_dense() if tensor.is_sparse else tensor
+        content = dense.detach().contiguous().view(-1).view(torch.uint8)
         if content.device.type == "cpu":
             host: Any = content.numpy()
             found.append(xxhash.xxh64_intdigest(host) if len(host) else 0)
