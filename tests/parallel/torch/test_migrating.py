@@ -2,8 +2,11 @@
 
 import copy
 import functools
+import os
 import re
 import socket
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -87,10 +90,26 @@ def run_script(script, rank, **names):
     return names
 
 
-def run_with_ddp(hvd, script, **names):
-    """Run a script of torch.distributed on these ranks."""
+DDP_PROCESS = """
+import sys
+import torch
+from tests.parallel.torch.test_migrating import Model
+rank, path, script = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.manual_seed(rank)
+dataset = torch.utils.data.TensorDataset(*torch.load(f"{path}.data"))
+exec(script, {"Model": Model, "dataset": dataset, "path": path})
+"""
+
+
+def run_with_ddp(hvd, script, samples, path):
+    """Run a script of torch.distributed on as many ranks, each in a process of its own.
+
+    In the process of a rank, freeing DDP's process group can wait for a thread that needs the
+    interpreter, which waits for the group.
+    """
     port = 0
     if hvd.rank() == 0:
+        torch.save((samples[:, :5], samples[:, 5:]), f"{path}.data")
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
     told = {
@@ -100,10 +119,11 @@ def run_with_ddp(hvd, script, **names):
         "WORLD_SIZE": str(hvd.size()),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in told.items():
-            patch.setenv(name, value)
-        run_script(script, hvd.rank(), **names)
+    command = [sys.executable, "-c", DDP_PROCESS, str(hvd.rank()), path, script]
+    answer = subprocess.run(
+        command, env=os.environ | told, cwd=REPOSITORY, capture_output=True, text=True, timeout=90
+    )
+    assert answer.returncode == 0, answer.stderr
 
 
 def test_the_script_for_ddp_before_and_after(hvd):
@@ -112,7 +132,7 @@ def test_the_script_for_ddp_before_and_after(hvd):
     dataset = torch.utils.data.TensorDataset(samples[:, :5], samples[:, 5:])
     before, after = scripts(1)
     folder, made = shared_folder(hvd)
-    run_with_ddp(hvd, before, dataset=dataset, path=f"{folder}/ddp")
+    run_with_ddp(hvd, before, samples, f"{folder}/ddp")
     model = run_script(after, hvd.rank(), dataset=dataset, path=f"{folder}/hvdkit")["model"]
     assert_same_on_all_ranks(hvd, model)
     hvd.barrier()

@@ -21,6 +21,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import SWALR, AveragedModel
 from torch.utils.checkpoint import checkpoint
 
+from hvdkit.errors import UsageError
 from tests.parallel.torch.oracle import (
     DEVICE,
     adamw,
@@ -364,6 +365,44 @@ def step_before_any_pass(t: Training) -> None:
     t.optimizer.step()
 
 
+@use
+def phases_that_train_other_layers(t: Training) -> None:
+    """In each step only one layer needs gradients; the last of them never did before."""
+    for number, layer in enumerate(t.model[::2]):
+        layer.requires_grad_(number == t.step % 3)
+    t.optimizer.zero_grad()
+    t.loss().backward()
+    t.optimizer.step()
+
+
+@use
+def gradients_written_in_place(t: Training) -> None:
+    """As a script does that computes them itself: no backward pass, and memory of its own."""
+    own = list(t.model.parameters())
+    for p, g in zip(own, torch.autograd.grad(t.loss(), own), strict=True):
+        if p.grad is None:
+            p.grad = g
+        else:
+            p.grad.copy_(g)
+    t.optimizer.step()
+
+
+@use
+def new_parameters_in_the_groups(t: Training) -> None:
+    """Every parameter is replaced, as where points are added to a scene."""
+    if t.step == 1:
+        t.optimizer.zero_grad()
+        (group,) = t.optimizer.param_groups
+        for k, layer in enumerate(t.model[::2]):
+            for i, name in enumerate(("weight", "bias")):
+                new = nn.Parameter(getattr(layer, name).detach().clone())
+                setattr(layer, name, new)
+                group["params"][2 * k + i] = new
+    t.loss().backward()
+    t.optimizer.step()
+    t.optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 @pytest.mark.parametrize("name", USES)
 def test_a_use_equals_one_process(hvd, name, compression):
@@ -565,4 +604,88 @@ def test_one_optimizer_that_steps_at_the_end_of_the_backward_pass(hvd):
         loss_of(reference, whole_batch(hvd, step)).backward()
         plain.step()
     assert_same_on_all_ranks(hvd, model)
+    assert_close(model, reference)
+
+
+def test_a_caught_error_of_autograd_grad_disturbs_nobody(hvd):
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
+    plain = sgd(reference.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        if hvd.rank() == 0:
+            hook = model[0].weight.register_hook(lambda gradient: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                torch.autograd.grad(loss_of(model, batch_of(0, step)), list(model.parameters()))
+            hook.remove()
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(reference, whole_batch(hvd, step)).backward()
+        plain.step()
+    assert_close(model, reference)
+
+
+def test_a_step_more_on_one_rank_is_found_again_after_the_error(hvd):
+    """The models differ then, so training on would go on with different models."""
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    errors = []
+    for step in range(4):
+        optimizer.zero_grad()
+        try:
+            loss_of(model, batch_of(hvd.rank(), step)).backward()
+            if step == 1 and hvd.rank() == 0:
+                continue
+            optimizer.step()
+        except (hvd.PassesDiffer, hvd.RanksDisagree) as error:
+            errors.append(type(error))
+            if len(errors) == 2:
+                hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+                hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    optimizer.zero_grad()
+    assert errors == [hvd.PassesDiffer, hvd.RanksDisagree]
+    loss_of(model, batch_of(hvd.rank(), 9)).backward()
+    optimizer.step()
+    assert_same_on_all_ranks(hvd, model)
+
+
+def test_parameters_of_two_optimizers_are_refused(hvd):
+    model = small_model()
+    first = hvd.DistributedOptimizer(sgd(model[:3].parameters()))
+    second = hvd.DistributedOptimizer(sgd(model[2:].parameters()))
+    with pytest.raises(UsageError, match="wrapped again"):
+        loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    with pytest.raises(UsageError, match="wrapped again"):
+        first.step()
+    second.zero_grad()
+
+
+def test_a_wrapped_optimizer_is_not_copied(hvd):
+    optimizer = hvd.DistributedOptimizer(sgd(small_model().parameters()))
+    with pytest.raises(UsageError, match="cannot be copied"):
+        copy.deepcopy(optimizer)
+
+
+def meta_loss(model, x):
+    """The loss after a step of gradient descent, which is differentiated too."""
+    named = dict(model.named_parameters())
+    inner = torch.autograd.grad(loss_of(model, x), list(named.values()), create_graph=True)
+    ahead = {name: p - 0.01 * g for (name, p), g in zip(named.items(), inner, strict=True)}
+    made = torch.func.functional_call(model, ahead, (x,))
+    return (made - x[:, :2].sin()).square().mean()
+
+
+def test_derivatives_of_parameters_in_meta_learning(hvd):
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
+    plain = sgd(reference.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        meta_loss(model, batch_of(hvd.rank(), step)).backward()
+        optimizer.step()
+        plain.zero_grad()
+        for rank in range(hvd.size()):
+            (meta_loss(reference, batch_of(rank, step)) / hvd.size()).backward()
+        plain.step()
     assert_close(model, reference)
