@@ -86,6 +86,7 @@ hvd.allreduce(torch.ones(3), name="not all come")
 def test_ranks_with_different_numbers_of_steps_do_not_hang():
     code = """
 model = torch.nn.Linear(2, 1)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 for step in range(3 if hvd.rank() else 5):
     optimizer.zero_grad()
