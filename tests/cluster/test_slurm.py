@@ -212,6 +212,7 @@ import hvdkit.torch as hvd
 
 hvd.init()
 model = torch.nn.Linear(2, 1)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
 )
