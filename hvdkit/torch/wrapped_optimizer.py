@@ -89,6 +89,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._muted = False
         # Of the pass that is under way.
         self._task: int | None = None
+        # Nothing has to be done with gradients: one rank, one pass per step.
+        self._passive = False
         self._muted_pass = False
         self._held_back = False
         self._generation = 0
@@ -149,11 +151,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if not (self._muted_pass or self._held_back):
             self._gradients.mark_ready(number)
 
-    @property
-    def _passive(self) -> bool:
-        """Whether nothing has to be done with gradients: one rank, one pass per step."""
-        return self._window.size == 1 and self._collectives.alone
-
     def _enter_task(self, task: int) -> None:
         if self.running is None:
             self._begin_pass()
@@ -173,6 +170,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 f"optimizer.step(). Call optimizer.step() after every {window.size} passes, or put "
                 f"additional passes under hvd.no_sync(optimizer)."
             )
+        self._passive = window.size == 1 and self._collectives.alone
         self._muted_pass = self._muted or (window.size > 1 and window.passes < window.size - 1)
         self._held_back = not self._muted_pass and self._rounds.moved
         self._generation = self._collectives.generation
