@@ -20,7 +20,7 @@ from hvdkit.errors import HvdkitError
 HOROVOD_VERSION = "0.28.1"
 
 #: Part of the version of what we build (`0.28.1+hvdkit.N`). Raise it whenever the table changes.
-REVISION = 4
+REVISION = 5
 
 _UPSTREAM = "https://github.com/horovod/horovod"
 
@@ -1060,6 +1060,39 @@ FIXES: tuple[Fix, ...] = (
                 "horovod/torch/mpi_ops_v2.cc",
                 "      std::this_thread::yield();\n",
                 "      handle_manager.WaitForHandle(handle);\n",
+            ),
+        ),
+    ),
+    Fix(
+        name="torch-calls-without-gil",
+        repairs="a PyTorch rank that starts a collective while another rank shuts Horovod down "
+        "hangs for ever: it holds Python's lock (GIL) and waits for a lock of Horovod's, whose "
+        "thread waits for the GIL to free a tensor",
+        source="measured; stacks of both threads: ProcessSetTable::Contains, FinalizeTensorQueue",
+        proof="tests/parallel/torch/test_failures.py"
+        "::test_a_rank_that_starts_collectives_while_another_shuts_down",
+        edits=(
+            Edit(
+                "horovod/torch/mpi_ops_v2.cc",
+                "PYBIND11_MODULE(mpi_lib_v2, m) {\n",
+                "namespace {\n"
+                "// Defines functions that run without the GIL: a thread of Horovod's may hold a lock\n"
+                "// that they need, and wait for the GIL.\n"
+                "struct WithoutGil {\n"
+                "  py::module_& module;\n"
+                "  template <typename Function>\n"
+                "  void def(const char* name, Function function) {\n"
+                "    module.def(name, function, py::call_guard<py::gil_scoped_release>());\n"
+                "  }\n"
+                "};\n"
+                "} // namespace\n\n"
+                "PYBIND11_MODULE(mpi_lib_v2, module) {\n"
+                "  WithoutGil m{module};\n",
+            ),
+            Edit(
+                "horovod/torch/mpi_ops_v2.cc",
+                "      py::gil_scoped_release release_python_gil;\n",
+                "",
             ),
         ),
     ),

@@ -70,6 +70,26 @@ for i in range(1000):
     assert caught.value.results[1].exit_status == -9
 
 
+@pytest.mark.parametrize("configuration", BOTH[:1], ids=str)
+def test_a_rank_that_starts_collectives_while_another_shuts_down(configuration):
+    code = """
+tensors = [torch.ones(3) for _ in range(20_000)]
+for attempt in range(10):
+    hvd.allreduce(torch.ones(3), name="again")
+    if hvd.rank() == 0:
+        time.sleep(0.002 * attempt)
+    else:
+        try:
+            for i, tensor in enumerate(tensors):
+                hvd.allreduce_async_(tensor, name=f"{attempt}.{i}")
+        except (ValueError, hvd.HorovodInternalError) as error:
+            assert "shut down" in str(error) or "initialized" in str(error), error
+    hvd.shutdown()
+    hvd.init()
+"""
+    run(configuration, code, 50)
+
+
 def test_an_exception_on_one_rank_reaches_the_others():
     code = """
 if hvd.rank() == 1:

@@ -1005,9 +1005,6 @@ print("trained", flush=True)
 """
 
 
-@pytest.mark.xfail(
-    strict=False, reason="open: after some restarts a rank waits in init for the other's address"
-)
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_ranks_that_fail_in_different_places_and_start_horovod_again(compression):
     """What elastic training does after each failure: shutdown, init, restore, sync."""
