@@ -1076,7 +1076,7 @@ FIXES: tuple[Fix, ...] = (
                 "horovod/torch/mpi_ops_v2.cc",
                 "PYBIND11_MODULE(mpi_lib_v2, m) {\n",
                 "namespace {\n"
-                "// Defines functions that run without the GIL: a thread of Horovod's may hold a lock\n"
+                "// Defines functions that run without the GIL: Horovod's thread may hold a lock\n"
                 "// that they need, and wait for the GIL.\n"
                 "struct WithoutGil {\n"
                 "  py::module_& module;\n"
