@@ -1,35 +1,19 @@
-"""Reduction rounds: how the ranks of an optimizer stay in step with each other.
+"""Reduction rounds of one optimizer.
 
-In a round every rank sends every bucket of an optimizer once. A rank enters a round at the end of
-each backward pass that it is to reduce. A rank that made no such pass in a step enters the rounds
-of the others when it reaches its step (`catch_up`), with zeros.
-
-Each round carries a header: one small sum of integers beside the buckets. From it all ranks learn
-the same things: whether all are in the same step and round, whether their parameters need the same
-gradients, who has come late, whose backward pass has failed. Names of collectives are the same in
-every round, so Horovod's cache of responses serves all of them. A rank that is still in user code
-cannot be told from a slow one: for it the stall limit applies.
+In a round every rank sends every bucket of the optimizer once. `hvdkit.core.coordination` decides,
+on all ranks alike, which optimizers have a round; here is what happens in it. Names of collectives
+are the same in every round, so Horovod's cache of responses serves all of them.
 """
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hvdkit.core.accumulation import PassesDiffer, Window
+from hvdkit.core.accumulation import Window
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.synchronizer import Synchronizer
-from hvdkit.errors import HvdkitError
 
 Synchronizers = Sequence[Synchronizer[Any, Any]]
-
-
-class BackwardFailed(HvdkitError):
-    """The backward pass of a rank has raised; the round that it was part of is void."""
-
-
-class GradientsChanged(HvdkitError):
-    """Some ranks changed reduced gradients before others had taken part in the reduction."""
 
 
 class LocalGradients(Protocol):
@@ -45,6 +29,10 @@ class LocalGradients(Protocol):
 
     def explain(self) -> str:
         """Return the signature in words."""
+        ...
+
+    def exist(self) -> bool:
+        """Return whether there is any gradient."""
         ...
 
     def has_new(self, assigned: bool) -> bool:
@@ -96,6 +84,10 @@ class LocalGradients(Protocol):
         """Take the gradients as they are now, which a step has used, for reduced ones."""
         ...
 
+    def is_busy(self) -> bool:
+        """Return whether a backward pass is adding to the gradients."""
+        ...
+
     def is_sparse(self) -> bool:
         """Return whether a gradient is sparse whose bucket is dense."""
         ...
@@ -108,8 +100,8 @@ class LocalGradients(Protocol):
         """Multiply the gradients by `factor`: the reduction of a single rank."""
         ...
 
-    def discard(self) -> None:
-        """Forget what has been kept apart and added."""
+    def invalidate(self, reason: str) -> None:
+        """Record that the gradients cannot be used, and why, and forget what is kept apart."""
         ...
 
     def used(self) -> Sequence[int]:
@@ -121,52 +113,8 @@ class LocalGradients(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _Header:
-    """The sums of a round's header over the ranks.
-
-    Attributes:
-        count: ranks that have not joined.
-        equal: whether all of them are in the same round and have the same signature.
-        in_pass: ranks that send buckets.
-        new: ranks with gradients that are not reduced.
-        changed: ranks whose reduced gradients have been changed.
-        failed: ranks whose backward pass has raised.
-        moved: ranks whose parameters have another dtype or device than the buckets.
-        sparse: ranks with a sparse gradient in a dense bucket.
-        used: for each parameter, the ranks that have used it.
-    """
-
-    count: int
-    equal: bool
-    in_pass: int
-    new: int
-    changed: int
-    failed: int
-    moved: int
-    sparse: int
-    used: Sequence[int]
-
-    @property
-    def void(self) -> bool:
-        """Whether the round cannot be used, on any rank."""
-        return not self.equal or self.failed > 0 or 0 < self.moved < self.count
-
-
-@dataclass(frozen=True)
-class _Own:
-    """Where this rank was when it sent the last header."""
-
-    step: int
-    number: int
-    passes: int
-    late: bool
-    in_pass: bool
-    failed: bool
-
-
 class Rounds:
-    """Enters one optimizer's rounds.
+    """The rounds of one optimizer: where this rank is in them, and what happens in each.
 
     Args:
         collectives: of the ranks to reduce over.
@@ -175,6 +123,12 @@ class Rounds:
         window: the accumulation window.
         compare: called once, when the ranks have agreed for the first time, to compare more; it
             may raise, on every rank. All ranks give it, or none.
+
+    Attributes:
+        gradients: as given.
+        caught_up: whether this rank has taken part in a round since its last step.
+        latecomers: whether a rank has come to a round of this step without a pass, at a step of
+            this optimizer or of another. All ranks then send a header at the step of this one.
     """
 
     def __init__(
@@ -185,8 +139,10 @@ class Rounds:
         window: Window,
         compare: Callable[[], None] | None = None,
     ) -> None:
+        self.gradients = gradients
+        self.caught_up = False
+        self.latecomers = False
         self._collectives = collectives
-        self._gradients = gradients
         self._synchronizers = synchronizers
         self._window = window
         self._compare = compare
@@ -194,15 +150,9 @@ class Rounds:
         self._generation: int | None = None
         self._step = 0
         self._number = 0
-        self._caught_up = False
-        self._latecomers = False
-        self._header: Callable[[], list[int]] | None = None
-        self._own: _Own | None = None
+        self._used: Callable[[], list[int]] | None = None
 
-    @property
-    def caught_up(self) -> bool:
-        """Whether this rank has taken part in a round since its last step."""
-        return self._caught_up
+    # --- where this rank is ---------------------------------------------------------------------
 
     @property
     def agreed(self) -> bool:
@@ -212,282 +162,159 @@ class Rounds:
     @property
     def moved(self) -> bool:
         """Whether parameters have another dtype or device than the buckets agreed on."""
-        return self.agreed and not self._collectives.alone and self._gradients.moved()
+        return self.agreed and not self._collectives.alone and self.gradients.moved()
+
+    @property
+    def in_windows(self) -> bool:
+        """Whether gradients are divided by the passes of a window, on a single rank, too."""
+        return self._window.size > 1
+
+    @property
+    def new(self) -> bool:
+        """Whether there are gradients that have not been reduced."""
+        return self.gradients.has_new(assigned=not self.caught_up)
+
+    def renew(self) -> None:
+        """Count from 0 again where ranks have started Horovod again or come back from `join`."""
+        if self._generation != self._collectives.generation:
+            # All ranks are here, whatever they counted before.
+            self._generation = self._collectives.generation
+            self._reset_place()
+
+    def digest(self) -> int:
+        """Return 24 bits that are equal where the step, the round and the gradients needed are."""
+        # Few enough bits that the sum of squares over 30,000 ranks fits into 64.
+        place = (self._step, self._number, self._window.passes, self.latecomers)
+        signature = self.gradients.signature(not self.caught_up)
+        return zlib.crc32(repr((*place, *signature)).encode()) & 0xFFFFFF
+
+    def explain(self, where: str) -> str:
+        """Return in words what `digest` is of.
+
+        Args:
+            where: what this rank is doing, such as "in a backward pass".
+        """
+        passes = self._window.passes
+        return (
+            f"step {self._step + 1}, reduction {self._number + 1}, {where}"
+            + (f", pass {passes} of its window" if passes else "")
+            + f"; {self.gradients.explain()}"
+        )
 
     def end_step(self) -> None:
         """Record that the optimizer has made a step."""
         if not self._collectives.alone:
-            self._gradients.end_step()
+            self.gradients.end_step()
         self._step += 1
         self._number = 0
-        self._caught_up = self._latecomers = False
+        self.caught_up = self.latecomers = False
 
-    def send(self, failed: bool = False) -> None:
-        """Enter a round after a backward pass, and start all that it takes; `wait` completes it.
+    def _reset_place(self) -> None:
+        self._used = None
+        self._step = self._number = 0
+        self.caught_up = self.latecomers = False
 
-        Args:
-            failed: the pass has raised, so its gradients are not to be used.
+    # --- a round --------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Leave in the gradients only what is new."""
+        self.gradients.begin_round(not self.caught_up)
+
+    def agree(self) -> None:
+        """Agree with the other ranks on the buckets. A collective.
 
         Raises:
             RanksDisagree: on every rank, when they are to reduce different things.
         """
-        if self._collectives.alone:
+        if self.gradients.moved():
+            self.gradients.replan()
+        for synchronizer in self._synchronizers:
+            if not synchronizer.agreed:
+                synchronizer.agree()
+        if self._compare is None:
             return
-        moved = self.moved
-        self._agree()
-        self._gradients.begin_round(not self._caught_up)
-        self._start_header(in_pass=True, failed=failed, moved=moved)
-        # Parameters that have moved do not fit the buckets: nothing was sent during the pass.
-        if not moved:
-            self._send_buckets()
+        # A rank that had joined before its first step was not there when the others compared.
+        (compared,) = self._collectives.max([int(self._compared)], "hvdkit.rounds.compared")
+        try:
+            if not compared:
+                self._compare()
+        except BaseException:
+            self.agree_again()
+            raise
+        self._compared = True
 
-    def wait(self) -> None:
-        """Complete the round that `send` has begun; afterwards every gradient is final.
+    def agree_again(self) -> None:
+        """Let the next round begin with an agreement, the parameters' values included."""
+        self._compared = False
+        for synchronizer in self._synchronizers:
+            synchronizer.forget()
 
-        Raises:
-            PassesDiffer: on every rank, when ranks are in different rounds.
-            BackwardFailed: on every rank, when the pass of a rank has raised.
-        """
-        if self._collectives.alone:
-            self._reduce_alone()
-            return
-        header = self._finish_header()
-        if header.void:
-            self._wait_for_buckets()
-            self._raise(header)
-        self._complete(header)
-        if self._latecomers and header.changed:
-            self._raise_changed(header)
-        self._latecomers |= header.in_pass < header.count
+    def send(self) -> None:
+        """Start the buckets that have not started. The ranks have agreed before."""
+        if self._used is None and (used := self.gradients.used()):
+            name = f"{self._synchronizers[0].name}.used"
+            self._used = self._collectives.start_sum(used, name)
+        for synchronizer in self._synchronizers:
+            synchronizer.send()
 
-    def catch_up(self) -> None:
-        """Make all gradients final before they are used, whatever passes this rank has made.
-
-        A collective where this rank made no pass since the last step, where another rank came
-        late to a round of this step, or where gradients have been added to since. Otherwise
-        nothing happens.
-
-        Raises:
-            PassesDiffer, BackwardFailed: see `wait`.
-            GradientsChanged: on every rank, see there.
-        """
-        if self._collectives.alone:
-            # Without a window gradients are left as PyTorch makes them.
-            if self._window.size > 1 and self._gradients.has_new(assigned=False):
-                self._reduce_alone()
-            return
-        new = self._gradients.has_new(assigned=not self._caught_up)
-        if self._caught_up and not self._latecomers and not new:
-            return
-        self._enter_late()
-        self._latecomers = False
-        self._caught_up = True
-
-    def flush(self) -> bool:
-        """End an accumulation window early; return whether it has any passes. A collective.
-
-        Raises:
-            PassesDiffer: on every rank, when they have accumulated different numbers of passes.
-        """
-        if not self._collectives.alone:
-            self._enter_late(only_rounds_of_others=True)
-        return self._window.end_early()
-
-    def _enter_late(self, only_rounds_of_others: bool = False) -> None:
-        """Enter rounds outside of a backward pass, until all ranks are here.
+    def complete(self, moved: bool, sparse: bool) -> None:
+        """Wait for all buckets; afterwards every gradient is final. A collective.
 
         Args:
-            only_rounds_of_others: do not begin a round where no rank is in a backward pass.
+            moved: the parameters of all ranks have another dtype or device than the buckets.
+            sparse: a rank has a sparse gradient in a dense bucket.
         """
-        while True:
-            late = self._latecomers
-            moved = self.moved
-            self._agree()
-            self._start_header(in_pass=False, failed=False, moved=moved)
-            header = self._finish_header()
-            # No rank has made a pass since its last step, and gradients are not as that left them.
-            # Where the header is void, ranks may be in different places and answer differently.
-            written = header.changed and not (
-                header.void or header.in_pass or header.new or self._caught_up
-            )
-            written = written and not self._gradients.are_equal()
-            if written and header.changed < header.count:
-                self._raise_changed(header)
-            if written:
-                self._gradients.count_changed_as_new()
-            own_round = header.new or written
-            has_round = header.in_pass or (own_round and not only_rounds_of_others)
-            if has_round:
-                self._gradients.begin_round(not self._caught_up)
-            if header.void:
-                if header.in_pass:
-                    # Others have sent their buckets, which must not stay in flight.
-                    self._wait_for_buckets()
-                self._raise(header)
-            if has_round:
-                self._complete(header)
-            if late and header.changed:
-                self._raise_changed(header)
-            if not header.in_pass:
-                return
-            # The others do not wait here yet: they may make another pass.
-            self._latecomers = True
+        if moved:
+            self.gradients.replan()
+            for synchronizer in self._synchronizers:
+                synchronizer.agree()
+            self.send()
+        used = self._wait()
+        known = len(self._synchronizers)
+        if self.gradients.adopt():
+            for synchronizer in self._synchronizers[known:]:
+                synchronizer.synchronize()
+        if sparse:
+            self.gradients.make_sparse()
+        if used:
+            self.gradients.drop_unused(used)
+        self.gradients.end_round()
+        self._number += 1
+        self.caught_up = True
+
+    def abandon(self) -> None:
+        """Wait for all buckets of a round that cannot be used. A collective."""
+        self.send()
+        self._wait()
+
+    def reset(self, same_parameters: bool, reason: str) -> None:
+        """Begin anew after an error that all ranks have seen.
+
+        Args:
+            same_parameters: whether ranks are sure to have equal parameters.
+            reason: why the gradients cannot be used.
+        """
+        self._reset_place()
+        self.gradients.invalidate(reason)
+        if not same_parameters:
+            self.agree_again()
+
+    def reduce_alone(self) -> None:
+        """Reduce the gradients of a single rank: divide them by the passes of a window."""
+        self.begin()
+        if self._window.divisor != 1:
+            self.gradients.scale(1.0 / self._window.divisor)
+        self.gradients.end_round()
+        self.caught_up = True
 
     def settle(self) -> None:
         """Wait for what wire formats have deferred to the next round."""
         for synchronizer in self._synchronizers:
             synchronizer.settle()
 
-    # --- inside a round -------------------------------------------------------------------------
-
-    def _agree(self) -> None:
-        if self.agreed:
-            return
-        if self._gradients.moved():
-            self._gradients.replan()
-        for synchronizer in self._synchronizers:
-            if not synchronizer.agreed:
-                synchronizer.agree()
-        if self._compare is not None:
-            # A rank that had joined before its first step was not there when the others compared.
-            (compared,) = self._collectives.max([int(self._compared)], "hvdkit.rounds.compared")
-            try:
-                if not compared:
-                    self._compare()
-            except BaseException:
-                self._compare_again()
-                raise
-            self._compared = True
-        if self._generation != self._collectives.generation:
-            # All ranks are here, whatever they counted before `init` or `join`.
-            self._generation = self._collectives.generation
-            self._step = self._number = 0
-            self._caught_up = self._latecomers = False
-
-    def _send_buckets(self) -> None:
-        for synchronizer in self._synchronizers:
-            synchronizer.send()
-
-    def _wait_for_buckets(self) -> None:
-        """Complete all buckets, those that have not been sent included."""
+    def _wait(self) -> list[int]:
+        """Wait for all buckets; return how many ranks have used each parameter, if asked."""
+        used, self._used = self._used, None
         for synchronizer in self._synchronizers:
             synchronizer.wait()
-
-    def _complete(self, header: _Header) -> None:
-        if header.moved:
-            self._gradients.replan()
-            for synchronizer in self._synchronizers:
-                synchronizer.agree()
-            self._send_buckets()
-        self._wait_for_buckets()
-        known = len(self._synchronizers)
-        if self._gradients.adopt():
-            for synchronizer in self._synchronizers[known:]:
-                synchronizer.synchronize()
-        if header.sparse:
-            self._gradients.make_sparse()
-        if header.used:
-            self._gradients.drop_unused(header.used)
-        self._gradients.end_round()
-        self._caught_up = True
-
-    def _reduce_alone(self) -> None:
-        self._gradients.begin_round(not self._caught_up)
-        if self._window.divisor != 1:
-            self._gradients.scale(1.0 / self._window.divisor)
-        self._gradients.end_round()
-        self._caught_up = True
-
-    # --- the header -----------------------------------------------------------------------------
-
-    def _start_header(self, in_pass: bool, failed: bool, moved: bool) -> None:
-        gradients = self._gradients
-        new_if_assigned = not self._caught_up
-        place = (self._step, self._number, self._window.passes, self._latecomers)
-        self._number += 1
-        # Few enough bits that the sum of squares over 30,000 ranks fits into 64.
-        digest = (
-            zlib.crc32(repr((*place, *gradients.signature(new_if_assigned))).encode()) & 0xFFFFFF
-        )
-        flags = (
-            True,
-            in_pass,
-            not in_pass and gradients.has_new(new_if_assigned),
-            # Of interest only where a rank has come late, or has made no pass since its last step.
-            (self._latecomers or not (in_pass or self._caught_up)) and gradients.changed(),
-            failed,
-            moved,
-            gradients.is_sparse(),
-        )
-        self._own = _Own(*place, in_pass, failed)
-        values = [*map(int, flags), digest, digest * digest, *gradients.used()]
-        name = f"{self._synchronizers[0].name}.header"
-        self._header = self._collectives.start_sum(values, name)
-
-    def _finish_header(self) -> _Header:
-        assert self._header is not None
-        header, self._header = self._header, None
-        count, in_pass, new, changed, failed, moved, sparse, digest, squares, *used = header()
-        equal = count * squares == digest * digest
-        return _Header(count, equal, in_pass, new, changed, failed, moved, sparse, used)
-
-    def _raise(self, header: _Header) -> None:
-        """Raise the error of a header, the same on every rank. A collective."""
-        own = self._own
-        assert own is not None
-        joined = len(self._collectives.ranks) - header.count
-        told: list[str] = []
-        if not joined:
-            place = "in a backward pass" if own.in_pass else "at its step"
-            mine = (
-                f"step {own.step + 1}, reduction {own.number + 1}, {place}"
-                + (", which raised" if own.failed else "")
-                + (f", pass {own.passes} of its window" if own.passes else "")
-                + f"; {self._gradients.explain()}"
-            )
-            everyone = self._collectives.allgather(mine.encode(), "hvdkit.rounds.who")
-            holders: dict[str, list[int]] = {}
-            for rank, said in zip(self._collectives.ranks, everyone, strict=True):
-                holders.setdefault(said.decode(), []).append(rank)
-            told = [
-                f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {said}"
-                for said, ranks in holders.items()
-            ]
-        self._reset()
-        if not header.failed:
-            # Ranks that are in different steps may have different parameters.
-            self._compare_again()
-        who = ". ".join(told) or f"{joined} ranks have called join(), so who did what is not known"
-        if header.failed:
-            raise BackwardFailed(
-                f"the backward pass raised on {header.failed} of {header.count} ranks, so no rank "
-                f"can use its gradients. {who}. Call optimizer.zero_grad() on every rank to go on."
-            )
-        raise PassesDiffer(
-            f"ranks are not in the same step, or differ in the gradients that they need. {who}. "
-            f"Give all ranks the same number of batches (hvd.join() ends an uneven epoch), call "
-            f"step(), zero_grad() and requires_grad_() on all ranks alike, and then "
-            f"optimizer.zero_grad() to go on."
-        )
-
-    def _compare_again(self) -> None:
-        """Let the next round begin with an agreement, the parameters' values included."""
-        self._compared = False
-        for synchronizer in self._synchronizers:
-            synchronizer.forget()
-
-    def _raise_changed(self, header: _Header) -> None:
-        self._reset()
-        self._compare_again()
-        raise GradientsChanged(
-            f"on {header.changed} of {header.count} ranks gradients were changed after "
-            f"loss.backward(), and another rank made no backward pass, so that its gradients came "
-            f"too late for that change. Where a rank may skip the backward pass, call "
-            f"hvd.clip_grad_norm_(optimizer, ...) or optimizer.synchronize() on every rank before "
-            f"changing gradients. Call optimizer.zero_grad() to go on."
-        )
-
-    def _reset(self) -> None:
-        self._gradients.discard()
-        self._step = self._number = 0
-        self._caught_up = self._latecomers = False
+        return used() if used else []

@@ -81,7 +81,7 @@ from hvdkit.checkpoint.manager import Stopped
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.agreement import RanksDisagree
-from hvdkit.core.rounds import BackwardFailed, GradientsChanged
+from hvdkit.core.coordination import BackwardFailed, GradientsChanged
 from hvdkit.errors import RESUMABLE
 from hvdkit.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm  # noqa: F401
 from hvdkit.torch.amp import GradScaler, teach_torchs_grad_scaler

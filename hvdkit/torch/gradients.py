@@ -60,6 +60,8 @@ class OptimizerGradients:
 
     Attributes:
         synchronizers: one for the parameters at the start, and one for each set of later ones.
+        void: why the gradients cannot be used; empty where they can.
+        unused: whether there are reduced gradients that no step has used.
     """
 
     def __init__(
@@ -84,6 +86,8 @@ class OptimizerGradients:
         self._on_watched = on_watched
         self._keep_sparse = keep_sparse
         self.synchronizers: list[TorchSynchronizer] = []
+        self.void = ""
+        self.unused = False
         self._backends: list[TorchBackend] = []
         self._layouts: list[list[_Layout]] = []
         # Of the planned parameters, by number: the parameter, and its synchronizer and place there.
@@ -274,6 +278,10 @@ class OptimizerGradients:
             + f", {held} have one"
         )
 
+    def exist(self) -> bool:
+        """Return whether there is any gradient."""
+        return any(p.grad is not None for p in self._parameters)
+
     def has_new(self, assigned: bool) -> bool:
         """Return whether a gradient has been added to that has not been reduced since."""
         if self._new or any(
@@ -354,6 +362,11 @@ class OptimizerGradients:
         self._new.clear()
         self._left = [_left(p.grad) for p in self._parameters]
         self._changed = False
+        self.unused = True
+
+    def is_busy(self) -> bool:
+        """Return whether a backward pass is adding to the gradients."""
+        return bool(self._expected) or self.any_arrived
 
     def is_sparse(self) -> bool:
         """Return whether a gradient is sparse whose bucket is dense."""
@@ -382,6 +395,12 @@ class OptimizerGradients:
             gradient = self._parameters[number].grad
             if gradient is not None:
                 gradient.mul_(factor)
+
+    def invalidate(self, reason: str) -> None:
+        """Record that the gradients cannot be used until they are removed, and why."""
+        self.void = reason
+        self._window.close()
+        self.discard()
 
     def discard(self) -> None:
         """Forget bases and new parts."""

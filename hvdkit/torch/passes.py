@@ -7,9 +7,14 @@ of the outermost one.
 
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+from horovod.torch.mpi_ops import ProcessSet
+
+from hvdkit.core.coordination import Coordinator, one_thread
+from hvdkit.core.rounds import Rounds
 
 
 class Listener(Protocol):
@@ -20,12 +25,23 @@ class Listener(Protocol):
     #: Refers to something that lives until the pass has ended or raised; None between passes.
     running: "weakref.ref[Any] | None"
 
-    def send_pass(self) -> None:
-        """Start reducing the gradients of the pass that has ended."""
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks whose gradients are reduced."""
         ...
 
-    def wait_pass(self) -> None:
-        """Complete what `send_pass` has started."""
+    @property
+    def coordinator(self) -> Coordinator:
+        """Enters the rounds of all optimizers of that process set."""
+        ...
+
+    @property
+    def rounds(self) -> Rounds:
+        """The optimizer's rounds."""
+        ...
+
+    def end_pass(self) -> bool:
+        """Record that the pass has ended; return whether its gradients are to be reduced now."""
         ...
 
 
@@ -45,7 +61,7 @@ class GraphTask:
         _tasks.pop(self.number, None)
         node = torch._C._current_autograd_node()
         if node is None:
-            _end(self.listeners)
+            end(self.listeners)
         else:
             _pass_on(node, self)
 
@@ -71,26 +87,39 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _end(listeners: dict[Listener, None]) -> None:
-    """Send everything of all optimizers, then wait for it, in the order of their creation.
+def end(listeners: Iterable[Listener]) -> None:
+    """End the pass that has reached these optimizers: reduce their gradients.
 
-    One that fails does not keep the others from completing, because ranks wait for those, too.
+    Sends everything of all process sets, then waits for it, in an order that all ranks have. What
+    fails in one process set does not keep the others from completing, because ranks wait for those,
+    too.
     """
-    errors: list[BaseException] = []
-    sent = []
-    for listener in sorted(listeners, key=lambda each: each.number):
+    errors: list[Exception] = []
+    sent: dict[Coordinator, list[Rounds]] = {}
+    for listener in sorted(listeners, key=_order):
         try:
-            listener.send_pass()
-            sent.append(listener)
+            if listener.end_pass():
+                sent.setdefault(listener.coordinator, []).append(listener.rounds)
         except Exception as error:
             errors.append(error)
-    for listener in sent:
-        try:
-            listener.wait_pass()
-        except Exception as error:
-            errors.append(error)
+    with one_thread():
+        for coordinator, passed in list(sent.items()):
+            try:
+                coordinator.send(passed)
+            except Exception as error:
+                errors.append(error)
+                del sent[coordinator]
+        for coordinator in sent:
+            try:
+                coordinator.wait()
+            except Exception as error:
+                errors.append(error)
     if errors:
         raise errors[0]
+
+
+def _order(listener: Listener) -> tuple[int, int]:
+    return listener.process_set.process_set_id or 0, listener.number
 
 
 def _pass_on(node: Any, task: GraphTask) -> None:

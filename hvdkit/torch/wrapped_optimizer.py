@@ -1,9 +1,9 @@
 """The class of wrapped optimizers.
 
 Its gradients are final when `loss.backward()` returns: at the end of each outermost backward pass
-that reached its parameters, all buckets have been reduced. `hvdkit.core.rounds` has the protocol
-between the ranks, `hvdkit.torch.gradients` what is new on this rank, `hvdkit.torch.passes` when a
-pass ends.
+that reached its parameters, all buckets have been reduced. `hvdkit.core.coordination` has the
+protocol between the ranks, `hvdkit.core.rounds` an optimizer's part in it, `hvdkit.torch.gradients`
+what is new on this rank, `hvdkit.torch.passes` when a pass ends.
 """
 
 import functools
@@ -19,8 +19,9 @@ from horovod.torch import mpi_ops
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdkit.core.accumulation import PassesDiffer, Window
+from hvdkit.core.coordination import BackwardFailed, Coordinator, one_thread
 from hvdkit.core.reduction import Reduction, ReductionState
-from hvdkit.core.rounds import BackwardFailed, Rounds
+from hvdkit.core.rounds import Rounds
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch import passes
 from hvdkit.torch.collectives import TorchCollectives
@@ -33,6 +34,9 @@ log = logging.getLogger("hvdkit.torch")
 _hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _count = itertools.count()
 _living: "weakref.WeakSet[WrappedOptimizer]" = weakref.WeakSet()
+_coordinators: "weakref.WeakKeyDictionary[mpi_ops.ProcessSet, Coordinator]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def living() -> "list[WrappedOptimizer]":
@@ -84,8 +88,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._stepped: bool | torch.Tensor = False
         #: How many steps have been made.
         self.steps = 0
-        # Gradients have been reduced and not used.
-        self._unused = False
         self._muted = False
         # Of the pass that is under way.
         self._task: int | None = None
@@ -94,10 +96,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._muted_pass = False
         self._held_back = False
         self._generation = 0
-        # The round of an ended pass has begun and not been completed.
-        self._sent = False
-        # A round has failed; the gradients cannot be used.
-        self._void = ""
         # Another optimizer has wrapped parameters of this one.
         self._replaced = False
         self._collectives = TorchCollectives(process_set)
@@ -114,13 +112,18 @@ class WrappedOptimizer(torch.optim.Optimizer):
             functools.partial(_report_to, me),
             keep_sparse=reduction.sparse_as_dense and isinstance(plain, torch.optim.SparseAdam),
         )
-        self._rounds = Rounds(
+        #: What `hvdkit.torch.passes` enters when a pass ends.
+        self.rounds = Rounds(
             self._collectives,
             self._gradients,
             self._gradients.synchronizers,
             window,
             functools.partial(_check_values_of, me) if check_parameters else None,
         )
+        if process_set not in _coordinators:
+            _coordinators[process_set] = Coordinator(TorchCollectives(process_set))
+        self.coordinator = _coordinators[process_set]
+        self.coordinator.add(self.rounds)
         _living.add(self)
 
     # --- the backward pass ----------------------------------------------------------------------
@@ -131,8 +134,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if task != self._task:
             self._enter_task(task)
         if not self._passive and number is not None:
-            assigned = not self._rounds.caught_up
-            self._or_void(lambda: self._gradients.before(number, assigned))
+            try:
+                self._gradients.before(number, assigned=not self.rounds.caught_up)
+            except HvdkitError as error:
+                self._gradients.invalidate(str(error))
+                raise
 
     def _after_gradient(self, number: int | None) -> None:
         """Hook: a gradient has been accumulated."""
@@ -152,10 +158,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self._gradients.mark_ready(number)
 
     def _enter_task(self, task: int) -> None:
+        if any(each._interrupted for each in _living):
+            self._complete_interrupted_passes()
         if self.running is None:
-            self._begin_pass()
-        elif self.running() is None:
-            self._complete_interrupted_pass()
             self._begin_pass()
         passes.watch(self)
         self._task = task
@@ -172,80 +177,79 @@ class WrappedOptimizer(torch.optim.Optimizer):
             )
         self._passive = window.size == 1 and self._collectives.alone
         self._muted_pass = self._muted or (window.size > 1 and window.passes < window.size - 1)
-        self._held_back = not self._muted_pass and self._rounds.moved
+        self._held_back = not self._muted_pass and self.rounds.moved
         self._generation = self._collectives.generation
 
-    def send_pass(self) -> None:
-        """Start reducing the gradients of the pass that has ended."""
+    def end_pass(self) -> bool:
+        """Record that the pass has ended; return whether its gradients are to be reduced now."""
         self._task = self.running = None
         self._gradients.watch()
         arrived = self._passive or self._gradients.end_pass()
         if not arrived or self._passive:
-            return
+            return False
         if self._window.size > 1 and not self._muted:
             self._window.passes += 1
-        if not self._muted_pass:
-            self._or_void(self._rounds.send)
-            self._sent = True
+        return not self._muted_pass
 
-    def wait_pass(self) -> None:
-        """Complete what `send_pass` has started."""
-        if self._sent:
-            self._sent = False
-            self._or_void(self._rounds.wait)
-            self._unused = True
-
-    def _or_void(self, call: Callable[[], None]) -> None:
-        """Call; where that raises, gradients cannot be used until `zero_grad`."""
-        try:
-            call()
-        except BaseException as error:
-            self._void = str(error)
-            self._window.close()
-            self._gradients.discard()
-            raise
-
-    def _end_pending_pass(self, void: bool = False) -> None:
+    def _end_pending_pass(self) -> None:
         """Complete a pass that has not reached its end, outside of backward passes.
-
-        Args:
-            void: its gradients are not wanted, whatever has become of it.
 
         Raises:
             BackwardFailed: on every rank, because the pass has raised.
         """
-        if self._sent:
-            # The end of the pass failed for an optimizer that was created before.
-            self.wait_pass()
         if self.running is None or passes.in_backward():
             return
-        if self.running() is None or void:
-            self._complete_interrupted_pass()
+        task = self.running()
+        if task is None:
+            self._complete_interrupted_passes()
         else:
             # Its re-entrant checkpoints have ended, and nothing told when it ended itself.
-            self.send_pass()
-            self.wait_pass()
+            passes.end([each for each in living() if each.running and each.running() is task])
 
-    def _complete_interrupted_pass(self) -> None:
-        """Take part in the round of a pass that raised, so that the other ranks do not wait.
+    def _drop_pending_pass(self) -> None:
+        """Complete a pass that has not reached its end, and whose gradients are not wanted."""
+        try:
+            self._end_pending_pass()
+        except (BackwardFailed, PassesDiffer) as error:
+            # On this rank loss.backward() raised, and the script has caught it.
+            log.warning("%s", error)
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether a backward pass has raised and has not been completed since."""
+        return self.running is not None and self.running() is None
+
+    def _complete_interrupted_passes(self) -> None:
+        """Take part in the rounds of passes that raised, so that the other ranks do not wait.
 
         Raises:
             BackwardFailed: on every rank.
         """
+        interrupted = self._interrupted
+        mine = [each for each in living() if each.coordinator is self.coordinator]
+        failed = [each.rounds for each in mine if each._interrupted and each._end_interrupted()]
+        if failed:
+            with one_thread():
+                self.coordinator.send(failed, failed)
+                self.coordinator.wait()
+        if interrupted and self._gradients.void:
+            raise BackwardFailed(self._gradients.void)
+
+    def _end_interrupted(self) -> bool:
+        """Record that the pass has raised; return whether the other ranks wait for its round."""
         self._task = self.running = None
         if not self._gradients.end_pass():
-            return  # torch.autograd.grad, which has accumulated nothing
+            return False  # torch.autograd.grad, which has accumulated nothing
         if self._passive or self._muted_pass or self._collectives.alone:
-            self._void = "loss.backward() raised"
-            raise BackwardFailed(
+            self._gradients.invalidate(
                 "an earlier loss.backward() raised, so that some gradients are missing: call "
                 "optimizer.zero_grad() first"
             )
+            return False
         if self._generation != self._collectives.generation:
             self._gradients.discard()  # Horovod has been started again, and nobody waits
-            return
-        self._or_void(lambda: self._rounds.send(failed=True))
-        self._or_void(self._rounds.wait)
+            return False
+        return True
 
     def _check_usable(self) -> None:
         if self._replaced:
@@ -254,14 +258,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 "hvd.DistributedOptimizer, which reduces their gradients now. Use that one. "
                 "Parameters that two optimizers step belong into one optimizer, in groups"
             )
-        if not self._void:
+        if not self._gradients.void:
             return
-        if all(p.grad is None for group in self.param_groups for p in group["params"]):
-            self._void = ""
+        if not self._gradients.exist():
+            self._gradients.void = ""
             return
         raise HvdkitError(
             f"the gradients cannot be used: call optimizer.zero_grad() first. What happened: "
-            f"{self._void}"
+            f"{self._gradients.void}"
         )
 
     # --- steps ----------------------------------------------------------------------------------
@@ -299,7 +303,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             return False
         self._check_usable()
         self._gradients.watch()
-        self._or_void(self._rounds.catch_up)
+        with one_thread():
+            self.coordinator.catch_up(self.rounds)
         return True
 
     def synchronize(self) -> None:
@@ -359,9 +364,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def end_step(self) -> None:
         """Record that the gradients have been used, or are not to be: the next window begins."""
-        self._stepped = self._unused = False
+        self._stepped = self._gradients.unused = False
         self._gradients.watch()
-        self._rounds.end_step()
+        self.rounds.end_step()
         self._window.close()
 
     def flush(self, step: Callable[[], Any] | None = None) -> bool:
@@ -382,15 +387,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._end_pending_pass()
         if self._window.size == 1:
             self._window.passes = int(self._gradients.has_new(assigned=False))
-        flushed = False
-
-        def flush() -> None:
-            nonlocal flushed
-            flushed = self._rounds.flush()
-
         self._check_usable()
-        self._or_void(flush)
-        if not flushed:
+        with one_thread():
+            self.coordinator.enter_rounds_of_others(self.rounds)
+        if not self._window.end_early():
             return False
         (step or self.step)()
         self._window.close()
@@ -401,18 +401,16 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
         Takes what the plain optimizer's `zero_grad` takes.
         """
-        try:
-            self._end_pending_pass(void=True)
-        except (BackwardFailed, PassesDiffer) as error:
-            # On this rank loss.backward() raised, and the script has caught it.
-            log.warning("%s", error)
-        if self._window.mean and self._window.open and self._window.passes and not self._void:
+        self._drop_pending_pass()
+        void = self._gradients.void
+        if self._window.mean and self._window.open and self._window.passes and not void:
             return
-        self._void = ""
-        self._unused = False
+        self._gradients.void = ""
+        self._gradients.unused = False
         self._window.close()
         super().zero_grad(*args, **kwargs)
         self._gradients.discard()
+        self.rounds.caught_up = False
         self._gradients.watch()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -443,12 +441,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def begin_anew(self) -> None:
         """Begin a new step: what has been accumulated is forgotten. On every rank, or on none."""
-        try:
-            self._end_pending_pass(void=True)
-        except (BackwardFailed, PassesDiffer) as error:
-            log.warning("%s", error)
-        self._void = ""
-        self._stepped = self._unused = False
+        self._drop_pending_pass()
+        self._gradients.void = ""
+        self._stepped = self._gradients.unused = False
         self._window.close()
         self._gradients.discard()
 
@@ -456,7 +451,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def between_steps(self) -> bool:
         """Whether no gradients wait for more passes, or to be reduced."""
         self._end_pending_pass()
-        return not (self.accumulated or self._unused)
+        return not (self.accumulated or self._gradients.unused)
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Refuse: the copy's parameters would have no hooks.
@@ -471,7 +466,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def leave_gradients(self) -> None:
         """Record that the reduced gradients are not going to be used."""
-        self._unused = False
+        self._gradients.unused = False
 
     @property
     def accumulated(self) -> bool:
@@ -480,7 +475,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def settle(self) -> None:
         """Wait for small collectives that only the next step needs. Every rank has started them."""
-        self._rounds.settle()
+        self.rounds.settle()
 
     def reduction_states(self) -> list[ReductionState | None]:
         """Return the state needed for sums to round the same, for each set of parameters."""

@@ -9,6 +9,7 @@ import numpy as np
 from hvdkit.core.accumulation import Window
 from hvdkit.core.bucketing import ParameterSpec
 from hvdkit.core.compression import NoCompression
+from hvdkit.core.coordination import Coordinator
 from hvdkit.core.reduction import Reduction
 from hvdkit.core.rounds import Rounds
 from hvdkit.core.synchronizer import Synchronizer
@@ -185,6 +186,9 @@ class SimulatedGradients:
         held.update(self._planned[number] for number in self._aside)
         return f"{needing} parameters need gradients, {len(held)} have one"
 
+    def exist(self) -> bool:
+        return any(p.gradient is not None for p in self._planned)
+
     def has_new(self, assigned: bool) -> bool:
         return bool(self._new) or any(
             p.gradient is not None and not self._is_reduced(number, assigned)
@@ -266,7 +270,15 @@ class SimulatedGradients:
             elif p.gradient is not None:
                 p.gradient *= factor
 
+    def is_busy(self) -> bool:
+        return False
+
+    def invalidate(self, reason: str) -> None:
+        self._window.close()
+        self.discard()
+
     def discard(self) -> None:
+        """Forget what has been kept apart and added."""
         self._aside.clear()
         self._new.clear()
         self._left = [(None, None)] * len(self._planned)
@@ -293,6 +305,7 @@ class SimulatedOptimizer:
         count: how many parameters there are, `p0` and so on; two fill a bucket.
         window: the accumulation window.
         compare: see `Rounds`.
+        coordinator: of all optimizers of the rank; None: of this one alone.
         how: settings of `Reduction`.
 
     Attributes:
@@ -307,6 +320,7 @@ class SimulatedOptimizer:
         window: Window | None = None,
         compare: Callable[[], None] | None = None,
         parameters: Sequence[Parameter] | None = None,
+        coordinator: Coordinator | None = None,
         **how: Any,
     ) -> None:
         self.collectives = collectives
@@ -317,6 +331,8 @@ class SimulatedOptimizer:
         self.rounds = Rounds(
             collectives, self.gradients, self.gradients.synchronizers, self.window, compare
         )
+        self.coordinator = coordinator or Coordinator(collectives)
+        self.coordinator.add(self.rounds)
         self.stepped: list[list[Any]] = []
 
     def backward(
@@ -332,6 +348,17 @@ class SimulatedOptimizer:
             muted: as under `hvd.no_sync`.
             fails: the pass raises after half of its gradients.
         """
+        if self.accumulate(values, muted, fails):
+            self.coordinator.send([self.rounds], [self.rounds] if fails else ())
+            self.coordinator.wait()
+
+    def accumulate(
+        self, values: float | Mapping[int, Any], muted: bool = False, fails: bool = False
+    ) -> bool:
+        """Add the gradients of a backward pass; return whether it is to be reduced.
+
+        Takes the arguments of `backward`.
+        """
         window = self.window
         if not muted and window.size > 1 and window.passes >= window.size:
             raise HvdkitError("a pass too many")
@@ -344,9 +371,7 @@ class SimulatedOptimizer:
             self._accumulate(self.parameters[i], values[i], ready=not local and not held_back)
         if window.size > 1 and not muted and not fails:
             window.passes += 1
-        if not local:
-            self._in_round(lambda: self.rounds.send(failed=fails))
-            self._in_round(self.rounds.wait)
+        return not local
 
     def _accumulate(self, p: Parameter, value: Any, ready: bool) -> None:
         number = self.gradients.numbers.get(p)
@@ -364,7 +389,7 @@ class SimulatedOptimizer:
 
     def synchronize(self) -> None:
         """Make all gradients final."""
-        self._in_round(self.rounds.catch_up)
+        self.coordinator.catch_up(self.rounds)
 
     def step(self) -> None:
         """Make all gradients final and use them, unless more passes must come."""
@@ -377,12 +402,12 @@ class SimulatedOptimizer:
 
     def flush(self) -> bool:
         """End a window before it is full; return whether that made a step."""
-        ended: list[bool] = []
-        self._in_round(lambda: ended.append(self.rounds.flush()))
-        if ended[0]:
+        self.coordinator.enter_rounds_of_others(self.rounds)
+        ended = self.window.end_early()
+        if ended:
             self.step()
         self.window.close()
-        return ended[0]
+        return ended
 
     def zero(self) -> None:
         """Remove the gradients."""
@@ -390,14 +415,6 @@ class SimulatedOptimizer:
         for p in self.parameters:
             p.gradient = None
         self.gradients.discard()
-
-    def _in_round(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except HvdkitError:
-            self.window.close()
-            self.gradients.discard()
-            raise
 
     @property
     def dense(self) -> list[Any]:

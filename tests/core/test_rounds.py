@@ -6,7 +6,7 @@ import pytest
 from hvdkit.core.accumulation import PassesDiffer, Window
 from hvdkit.core.agreement import RanksDisagree
 from hvdkit.core.compression import Float16, NoCompression
-from hvdkit.core.rounds import BackwardFailed, GradientsChanged
+from hvdkit.core.coordination import BackwardFailed, GradientsChanged
 from hvdkit.errors import HvdkitError
 from tests.core.simulated_framework import Rows
 from tests.core.simulated_optimizer import Parameter, SimulatedOptimizer
@@ -330,7 +330,7 @@ def test_a_rank_may_have_no_pass_in_the_first_step():
     assert on_ranks(2, run) == [([1.0] * 4, True)] * 2
 
 
-def test_a_step_without_a_pass_on_any_rank_costs_one_header():
+def test_a_step_without_a_pass_on_any_rank_costs_two_small_sums():
     def run(collectives):
         optimizer = SimulatedOptimizer(collectives)
         train(optimizer, 1.0)
@@ -342,7 +342,7 @@ def test_a_step_without_a_pass_on_any_rank_costs_one_header():
         assert optimizer.values == [None] * 4
         return seen, works(optimizer)
 
-    assert on_ranks(3, run) == [([["header"], ["header"], []], True)] * 3
+    assert on_ranks(3, run) == [([["header", "slots"]] * 2 + [[]], True)] * 3
 
 
 @pytest.mark.parametrize("idle", [set(), {1}, {0, 2}, {0, 1, 2}])

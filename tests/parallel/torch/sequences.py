@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hvdkit.core.accumulation import PassesDiffer
-from hvdkit.core.rounds import BackwardFailed, GradientsChanged
+from hvdkit.core.coordination import BackwardFailed, GradientsChanged
 from hvdkit.errors import HvdkitError
 
 #: Relative error of one rounding on the wire.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hvdkit.core.agreement import RanksDisagree
-from hvdkit.core.rounds import BackwardFailed
+from hvdkit.core.coordination import BackwardFailed
 from hvdkit.errors import HvdkitError, UsageError
 from tests.parallel.torch.oracle import (
     DEVICE,

@@ -990,7 +990,7 @@ while state.step < 10:
         continue
     state.step += 1
     state.save()
-    names.add((optimizer._gradients.synchronizers[0].name, optimizer._rounds._step))
+    names.add((optimizer._gradients.synchronizers[0].name, optimizer.rounds._step))
     plain.zero_grad()
     loss_of(reference, whole_batch(hvd, state.step - 1)).backward()
     plain.step()

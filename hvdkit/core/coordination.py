@@ -1,0 +1,508 @@
+"""Coordination of optimizers: how the ranks stay in step with each other.
+
+At the end of each backward pass that is to be reduced, a rank sends a header: one small sum of
+integers, for all optimizers of a process set together. In an ordinary pass it tells that all ranks
+are in the same place: the same optimizers have got gradients, in the same step, and need the same
+ones. Their buckets follow, which are on their way by then.
+
+Otherwise the ranks sum up a slot for each optimizer, from which all of them learn the same things:
+which optimizers have got gradients on any rank, who has come late, whose backward pass has raised.
+Every rank then takes part in the round of each optimizer that has got gradients on any rank, with
+zeros where it has none. A rank that made no pass since its last step comes to the rounds of the
+others when it reaches its step (`catch_up`).
+
+A rank that is still in user code cannot be told from a slow one: for it the stall limit applies.
+"""
+
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import NoReturn
+
+from hvdkit.core.accumulation import PassesDiffer
+from hvdkit.core.collectives import Collectives
+from hvdkit.core.rounds import Rounds
+from hvdkit.errors import HvdkitError
+
+
+class BackwardFailed(HvdkitError):
+    """The backward pass of a rank has raised; the round that it was part of is void."""
+
+
+class GradientsChanged(HvdkitError):
+    """Some ranks changed reduced gradients before others had taken part in the reduction."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """What ranks tell about one optimizer: this rank's numbers, or their sums over the ranks.
+
+    Attributes:
+        present: the rank has the optimizer.
+        in_pass: its backward pass has reached the optimizer, whose buckets it sends.
+        late: it is at the optimizer's step, and has missed a round or has more to reduce.
+        busy: a backward pass in another thread is adding to the gradients.
+        new: it is late, with gradients that are not reduced.
+        changed: gradients have been changed after a round of this step.
+        written: it is late, has been in no round of this step, and gradients are not as the last
+            step left them.
+        failed: the backward pass has raised.
+        moved: parameters have another dtype or device than the buckets.
+        sparse: there is a sparse gradient in a dense bucket.
+        unagreed: the ranks have not agreed on the buckets yet.
+        digest: of the place and the gradients needed.
+        squares: of `digest`.
+    """
+
+    present: int = 0
+    in_pass: int = 0
+    late: int = 0
+    busy: int = 0
+    new: int = 0
+    changed: int = 0
+    written: int = 0
+    failed: int = 0
+    moved: int = 0
+    sparse: int = 0
+    unagreed: int = 0
+    digest: int = 0
+    squares: int = 0
+
+    def is_void(self, count: int) -> bool:
+        """Return whether the round of `count` ranks, whose sums these are, cannot be used."""
+        return (
+            self.present < count
+            or count * self.squares != self.digest * self.digest
+            or self.failed > 0
+            or self.busy > 0
+            or 0 < self.moved < count
+            or 0 < self.unagreed < count
+        )
+
+    @property
+    def numbers(self) -> list[int]:
+        """The values of all attributes, in order."""
+        return [getattr(self, name) for name in _FIELDS]
+
+
+_FIELDS = [each.name for each in fields(_Slot)]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What this rank has entered with.
+
+    Attributes:
+        passed: optimizers that its backward pass has reached, in order of creation.
+        failed: those of them whose pass has raised.
+        late: the optimizer at whose step it is.
+        held: optimizers whose parameters have moved, so that their buckets do not fit.
+        header: waits for the header.
+    """
+
+    passed: Sequence[Rounds]
+    failed: Sequence[Rounds]
+    late: Rounds | None
+    held: Sequence[Rounds]
+    header: Callable[[], list[int]]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What all ranks know of a header.
+
+    Attributes:
+        count: ranks that have not joined.
+        slots: of each optimizer that a rank is in a pass or at the step of, in order of creation;
+            None instead of one that this rank does not have.
+    """
+
+    count: int
+    slots: Sequence[tuple[Rounds | None, _Slot]]
+
+    @property
+    def in_pass(self) -> list[tuple[Rounds | None, _Slot]]:
+        """The slots of optimizers that a rank is in a pass of."""
+        return [(rounds, slot) for rounds, slot in self.slots if slot.in_pass]
+
+    def is_void(self, slots: Iterable[tuple[Rounds | None, _Slot]]) -> bool:
+        """Return whether one of the rounds cannot be used."""
+        return any(slot.is_void(self.count) for _, slot in slots)
+
+
+_lock = threading.RLock()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let one thread at a time enter rounds: headers of several could not be told apart."""
+    with _lock:
+        yield
+
+
+class Coordinator:
+    """Keeps the optimizers of one process set in step with those of the other ranks.
+
+    Args:
+        collectives: of the process set.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._optimizers: list[weakref.ref[Rounds]] = []
+        self._entry: _Entry | None = None
+        # What cannot be used if the current call fails.
+        self._involved: list[Rounds] = []
+
+    def add(self, rounds: Rounds) -> None:
+        """Add an optimizer. Every rank adds the same ones in the same order.
+
+        Ranks tell optimizers apart by their places from the end of that order: a rank that has
+        started later, in an elastic job, does not know the first ones.
+        """
+        while self._optimizers and self._optimizers[0]() is None:
+            del self._optimizers[0]
+        self._optimizers.append(weakref.ref(rounds))
+
+    def send(self, passed: Sequence[Rounds], failed: Sequence[Rounds] = ()) -> None:
+        """Enter the rounds of a backward pass, and start all that they take; then call `wait`.
+
+        Args:
+            passed: the optimizers that the pass has reached, in order of creation.
+            failed: those of them whose pass has raised; their gradients are not to be used.
+        """
+        self._involved = list(passed)
+        if not self._collectives.alone:
+            with self._invalidating():
+                self._start(passed, failed, None)
+
+    def wait(self) -> None:
+        """Complete the rounds that `send` has entered; afterwards all gradients are final.
+
+        Raises:
+            PassesDiffer: on every rank, when ranks are in different steps or rounds.
+            BackwardFailed: on every rank, when the pass of a rank has raised.
+            RanksDisagree: on every rank, when they are to reduce different things.
+            GradientsChanged: on every rank, see there.
+        """
+        if self._collectives.alone:
+            for rounds in self._involved:
+                rounds.reduce_alone()
+            return
+        with self._invalidating():
+            entry, known = self._finish()
+            self._run(entry, known)
+
+    def catch_up(self, rounds: Rounds) -> None:
+        """Make all gradients of an optimizer final, whatever passes this rank has made.
+
+        A collective where this rank has taken part in no round since the last step, where another
+        rank came late to a round of this step, or where gradients have been added to since.
+        Otherwise nothing happens.
+
+        Raises:
+            PassesDiffer, BackwardFailed, RanksDisagree, GradientsChanged: see `wait`.
+        """
+        if self._collectives.alone:
+            # Without a window gradients are left as the framework makes them.
+            if rounds.in_windows and rounds.gradients.has_new(assigned=False):
+                rounds.reduce_alone()
+            return
+        rounds.renew()
+        if not rounds.gradients.exist():
+            # The script has removed them since the last round, which so was not for this step.
+            rounds.caught_up = False
+        if rounds.caught_up and not rounds.latecomers and not rounds.new:
+            return
+        with self._invalidating():
+            self._enter_late(rounds)
+        rounds.latecomers = False
+        rounds.caught_up = True
+
+    def enter_rounds_of_others(self, rounds: Rounds) -> None:
+        """Take part in the rounds of ranks that are in a backward pass, until none is.
+
+        A collective: every rank calls it for the same optimizer.
+
+        Raises:
+            PassesDiffer, BackwardFailed, RanksDisagree, GradientsChanged: see `wait`.
+        """
+        if not self._collectives.alone:
+            rounds.renew()
+            with self._invalidating():
+                self._enter_late(rounds, only_rounds_of_others=True)
+
+    # --- rounds ---------------------------------------------------------------------------------
+
+    def _enter_late(self, rounds: Rounds, only_rounds_of_others: bool = False) -> None:
+        """Enter rounds outside of a backward pass, until all ranks are here.
+
+        Args:
+            rounds: of the optimizer at whose step this rank is.
+            only_rounds_of_others: do not begin a round where no rank is in a backward pass.
+        """
+        while True:
+            self._involved = [rounds]
+            self._start((), (), rounds)
+            entry, known = self._finish()
+            if known.in_pass:
+                # The others do not wait here yet: they may make another pass.
+                self._run(entry, known)
+                continue
+            ((own, slot),) = known.slots if len(known.slots) == 1 else ((None, _Slot()),)
+            if own is not rounds or slot.is_void(known.count):
+                self._fail(entry, known)
+            # No rank has made a pass since its last step, and gradients are not as that left them.
+            written = bool(slot.written) and not slot.new and not rounds.gradients.are_equal()
+            if written and slot.written < known.count:
+                self._raise_changed([rounds], slot.written, known.count)
+            if written:
+                rounds.gradients.count_changed_as_new()
+            if (slot.new or written) and not only_rounds_of_others:
+                rounds.begin()
+                if slot.unagreed:
+                    rounds.agree()
+                if not slot.moved:
+                    rounds.send()
+                rounds.complete(bool(slot.moved), bool(slot.sparse))
+            if rounds.latecomers and slot.changed:
+                self._raise_changed([rounds], slot.changed, known.count)
+            return
+
+    def _run(self, entry: _Entry, known: _Known) -> None:
+        """Complete the rounds of all optimizers that a rank is in a pass of.
+
+        An error in one round does not keep the others from completing: ranks wait for those, too.
+        """
+        if known.is_void(known.in_pass):
+            self._fail(entry, known)
+        errors: list[Exception] = []
+        running: list[tuple[Rounds, _Slot]] = []
+        for rounds, slot in known.in_pass:
+            assert rounds is not None
+            if rounds not in self._involved:
+                self._involved.append(rounds)
+            try:
+                if rounds not in entry.passed:
+                    rounds.begin()
+                if slot.unagreed:
+                    rounds.agree()
+                if not slot.moved:
+                    rounds.send()
+                running.append((rounds, slot))
+            except Exception as error:
+                rounds.gradients.invalidate(str(error))
+                errors.append(error)
+        for rounds, slot in running:
+            try:
+                rounds.complete(bool(slot.moved), bool(slot.sparse))
+            except Exception as error:
+                rounds.gradients.invalidate(str(error))
+                errors.append(error)
+        changed = 0
+        # A rank at its step takes part without knowing whether more passes follow.
+        late = any(slot.late for _, slot in known.slots)
+        for rounds, slot in known.slots:
+            # Ranks that are neither in a pass nor late did not expect this round.
+            unexpected = slot.in_pass + slot.late < known.count
+            if slot.in_pass and rounds and (rounds.latecomers or unexpected):
+                changed = max(changed, slot.changed)
+            if rounds and late:
+                rounds.latecomers = True
+        if errors:
+            raise errors[0]
+        if changed:
+            self._raise_changed([each for each, _ in running], changed, known.count)
+
+    # --- headers and slots ----------------------------------------------------------------------
+
+    def _living(self) -> list[Rounds | None]:
+        """The optimizers, the newest first; None where one has been freed."""
+        return [reference() for reference in reversed(self._optimizers)]
+
+    def _start(
+        self, passed: Sequence[Rounds], failed: Sequence[Rounds], late: Rounds | None
+    ) -> None:
+        """Send the header, and the buckets of the optimizers that the pass has reached."""
+        for rounds in passed:
+            rounds.renew()
+        held = [rounds for rounds in passed if rounds.moved]
+        ordinary = late is None and not failed and not held
+        for rounds in passed:
+            rounds.begin()
+            ordinary = ordinary and rounds.agreed and not rounds.gradients.is_sparse()
+            ordinary = ordinary and not (rounds.latecomers and rounds.gradients.changed())
+        newest_first = self._living()
+        digests = [(newest_first.index(rounds), rounds.digest()) for rounds in passed]
+        digest = zlib.crc32(repr(digests).encode()) & 0xFFFFFF
+        length = len(newest_first)
+        values = [1, int(not ordinary), digest, digest * digest, length, length * length]
+        header = self._collectives.start_sum(values, "hvdkit.rounds.header")
+        self._entry = _Entry(passed, failed, late, held, header)
+        for rounds in passed:
+            if rounds.agreed and rounds not in held:
+                rounds.send()
+
+    def _finish(self) -> tuple[_Entry, _Known]:
+        """Wait for the header, and exchange slots where it is not an ordinary pass on all ranks."""
+        entry = self._entry
+        assert entry is not None
+        self._entry = None
+        try:
+            count, special, digest, squares, lengths, length_squares = entry.header()
+        except RuntimeError as error:
+            error.add_note(
+                f"This rank waited for all others to end a backward pass or to make a step. It is "
+                f"in {self._whereabouts(entry, self._entered(entry))}. Has another rank got fewer "
+                f"batches, or more? hvd.join() ends an uneven epoch."
+            )
+            raise
+        if not special and count * squares == digest * digest:
+            return entry, _Known(count, [(each, _ordinary(count)) for each in entry.passed])
+        newest_first = self._living()
+        if count * length_squares != lengths * lengths:
+            length = len(newest_first)
+            (longest,) = self._collectives.max([length], "hvdkit.rounds.optimizers")
+            newest_first += [None] * (longest - length)
+        own = [self._slot(entry, rounds).numbers for rounds in newest_first]
+        summed = self._collectives.sum([n for slot in own for n in slot], "hvdkit.rounds.slots")
+        slots = [
+            (rounds, _Slot(*summed[place * len(_FIELDS) : (place + 1) * len(_FIELDS)]))
+            for place, rounds in enumerate(newest_first)
+        ]
+        in_use = [(rounds, slot) for rounds, slot in slots if slot.in_pass or slot.late]
+        return entry, _Known(count, in_use[::-1])
+
+    def _slot(self, entry: _Entry, rounds: Rounds | None) -> _Slot:
+        """Return this rank's numbers for an optimizer."""
+        if rounds is None:
+            return _Slot()
+        rounds.renew()
+        gradients = rounds.gradients
+        passed, late = rounds in entry.passed, rounds is entry.late
+        digest = rounds.digest()
+        return _Slot(
+            present=1,
+            in_pass=int(passed),
+            late=int(late),
+            busy=int(not passed and gradients.is_busy()),
+            new=int(late and rounds.new),
+            changed=int(rounds.caught_up and gradients.changed()),
+            written=int(late and not rounds.caught_up and gradients.changed()),
+            failed=int(rounds in entry.failed),
+            moved=int(rounds in entry.held or (not passed and rounds.moved)),
+            sparse=int(gradients.is_sparse()),
+            unagreed=int(not rounds.agreed),
+            digest=digest,
+            squares=digest * digest,
+        )
+
+    # --- errors ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _invalidating(self) -> Iterator[None]:
+        """Where an exception ends this, gradients cannot be used."""
+        try:
+            yield
+        except BaseException as error:
+            for rounds in self._involved:
+                rounds.gradients.invalidate(str(error))
+            raise
+
+    def _entered(self, entry: _Entry) -> list[Rounds | None]:
+        """The optimizers that this rank has entered with."""
+        return [*entry.passed, *([entry.late] if entry.late else [])]
+
+    def _whereabouts(self, entry: _Entry, optimizers: Sequence[Rounds | None]) -> str:
+        """Return in words where this rank is with each of the optimizers."""
+        living = self._living()[::-1]
+        said = []
+        for rounds in optimizers:
+            if rounds is None:
+                said.append("an optimizer that this rank does not have")
+                continue
+            if rounds in entry.passed:
+                where = "in a backward pass"
+                if rounds in entry.failed:
+                    where += ", which raised"
+            elif rounds is entry.late:
+                where = "at its step"
+            else:
+                where = f"while in {'a pass' if entry.passed else 'the step'} of another optimizer"
+            label = f"optimizer {living.index(rounds)}: " if len(optimizers) > 1 else ""
+            said.append(label + rounds.explain(where))
+        return "; ".join(said)
+
+    def _fail(self, entry: _Entry, known: _Known) -> NoReturn:
+        """Raise the error of rounds that cannot be used, the same on every rank. A collective."""
+        for rounds, slot in known.in_pass:
+            # Ranks have sent their buckets, which must not stay in flight.
+            if rounds and slot.present == known.count and not slot.unagreed:
+                if rounds not in entry.passed and not slot.busy:
+                    rounds.begin()
+                rounds.abandon()
+        joined = len(self._collectives.ranks) - known.count
+        told: list[str] = []
+        if not joined:
+            own = self._whereabouts(entry, [rounds for rounds, _ in known.slots])
+            everyone = self._collectives.allgather(own.encode(), "hvdkit.rounds.who")
+            holders: dict[str, list[int]] = {}
+            for rank, said in zip(self._collectives.ranks, everyone, strict=True):
+                holders.setdefault(said.decode(), []).append(rank)
+            told = [
+                f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {said}"
+                for said, ranks in holders.items()
+            ]
+        who = ". ".join(told) or f"{joined} ranks have called join(), so who did what is not known"
+        failed = max(slot.failed for _, slot in known.slots)
+        if failed:
+            error: HvdkitError = BackwardFailed(
+                f"the backward pass raised on {failed} of {known.count} ranks, so no rank can use "
+                f"its gradients. {who}. Call optimizer.zero_grad() on every rank to go on."
+            )
+        elif any(slot.present < known.count for _, slot in known.slots):
+            error = PassesDiffer(
+                f"ranks have wrapped different numbers of optimizers. {who}. Call "
+                f"hvd.DistributedOptimizer on all ranks alike, then optimizer.zero_grad() to go on."
+            )
+        elif any(slot.busy for _, slot in known.slots):
+            error = PassesDiffer(
+                f"an optimizer has a round while a backward pass in another thread adds to its "
+                f"gradients. {who}. Train in one thread of each process."
+            )
+        else:
+            error = PassesDiffer(
+                f"ranks are not in the same step, or differ in the gradients that they need. "
+                f"{who}. Give all ranks the same number of batches (hvd.join() ends an uneven "
+                f"epoch), call step(), zero_grad() and requires_grad_() on all ranks alike, and "
+                f"then optimizer.zero_grad() to go on."
+            )
+        # Ranks that are in different steps may have different parameters.
+        self._reset([rounds for rounds, _ in known.slots], bool(failed), error)
+        raise error
+
+    def _raise_changed(self, optimizers: Sequence[Rounds], changed: int, count: int) -> NoReturn:
+        error = GradientsChanged(
+            f"on {changed} of {count} ranks gradients were changed after loss.backward(), and "
+            f"another rank made no backward pass, so that its gradients came too late for that "
+            f"change. Where a rank may skip the backward pass, call "
+            f"hvd.clip_grad_norm_(optimizer, ...) or optimizer.synchronize() on every rank before "
+            f"changing gradients. Call optimizer.zero_grad() to go on."
+        )
+        self._reset(optimizers, False, error)
+        raise error
+
+    def _reset(
+        self, optimizers: Iterable[Rounds | None], same_parameters: bool, error: HvdkitError
+    ) -> None:
+        for rounds in optimizers:
+            if rounds is not None:
+                rounds.reset(same_parameters, str(error))
+
+
+def _ordinary(count: int) -> _Slot:
+    """Return the slot of an optimizer that all ranks are in an ordinary pass of."""
+    return _Slot(present=count, in_pass=count)

@@ -1,0 +1,372 @@
+"""Several optimizers on simulated ranks: passes that reach different ones on different ranks."""
+
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from hvdkit.core.accumulation import PassesDiffer
+from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.compression import Float16, NoCompression
+from hvdkit.core.coordination import BackwardFailed, Coordinator, GradientsChanged
+from hvdkit.errors import HvdkitError
+from tests.core import simulated_ranks
+from tests.core.simulated_optimizer import SimulatedOptimizer
+from tests.core.simulated_ranks import SimulatedGroup, on_every_rank
+from tests.core.test_rounds import names_of, on_ranks
+
+PARAMETERS = 12  # of each optimizer, in 6 buckets: more than are started ahead
+
+
+class Script:
+    """The optimizers of one simulated rank, and passes that reach several of them."""
+
+    def __init__(self, collectives, count=2, **how):
+        self.collectives = collectives
+        self.coordinator = Coordinator(collectives)
+        self.optimizers = [self.add(**how) for _ in range(count)]
+
+    def add(self, **how):
+        return SimulatedOptimizer(self.collectives, PARAMETERS, coordinator=self.coordinator, **how)
+
+    def backward(self, reached, value, fails=False):
+        """Make a pass that reaches the optimizers with these numbers, if there are any."""
+        passed = [self.optimizers[number] for number in sorted(reached)]
+        passed = [each for each in passed if each.accumulate(value, fails=fails)]
+        if passed:
+            rounds = [each.rounds for each in passed]
+            self.coordinator.send(rounds, rounds if fails else ())
+            self.coordinator.wait()
+
+    def zero(self):
+        for optimizer in self.optimizers:
+            optimizer.zero()
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    @property
+    def values(self):
+        """The first parameter's gradient of each optimizer."""
+        return [optimizer.values[0] for optimizer in self.optimizers]
+
+
+FORMATS = {"none": NoCompression(), "fp16": Float16()}
+
+
+@pytest.mark.parametrize("wire_format", FORMATS)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_ranks_reach_different_optimizers_from_the_first_step_on(wire_format, passes):
+    def run(collectives):
+        script = Script(collectives, 3, average=False, format=FORMATS[wire_format])
+        seen = []
+        for _ in range(3):
+            script.zero()
+            for _ in range(passes):
+                script.backward({0, 1 + collectives.rank % 2}, 1.0)
+            seen.append(script.values)
+            script.step()
+        return seen
+
+    expected = [[3.0 * passes, 2.0 * passes, 1.0 * passes]] * 3
+    assert on_ranks(3, run) == [expected] * 3
+
+
+def test_an_ordinary_pass_costs_one_header_for_all_optimizers():
+    def run(collectives):
+        script = Script(collectives, 3)
+        seen = []
+        for _ in range(2):
+            script.zero()
+            seen.append(names_of(collectives, lambda: script.backward({0, 1, 2}, 1.0)))
+            seen.append(names_of(collectives, script.step))
+        return seen[2:]
+
+    assert on_ranks(2, run) == [[["header"], []]] * 2
+
+
+def test_each_rank_has_its_own_order_of_branches():
+    def run(collectives):
+        script = Script(collectives, 2, average=False)
+        script.zero()
+        script.backward({collectives.rank}, 1.0)
+        script.backward({1 - collectives.rank}, 10.0)
+        script.step()
+        return script.values
+
+    assert on_ranks(2, run) == [[11.0, 11.0]] * 2
+
+
+def test_a_rank_without_a_pass_beside_ranks_that_alternate():
+    """As GANs do it: pass, step, pass, step; one rank has no batch."""
+
+    def run(collectives):
+        script = Script(collectives, 2, average=False)
+        seen = []
+        for step in range(3):
+            script.zero()
+            for number, reached in enumerate(({0, 1}, {0, 1})):
+                if collectives.rank or step == 1:
+                    script.backward(reached, 1.0 + number)
+                script.optimizers[number].step()
+                seen.append(script.optimizers[number].values[0])
+        return seen
+
+    assert on_ranks(3, run) == [[2.0, 6.0, 3.0, 9.0, 2.0, 6.0]] * 3
+
+
+def test_an_optimizer_that_one_rank_has_freed():
+    def run(collectives):
+        script = Script(collectives, 1)
+        if collectives.rank:
+            del script.optimizers[0]
+            script.optimizers.append(script.add())
+        else:
+            script.optimizers.append(script.add())
+            del script.optimizers[0]
+        script.optimizers.append(script.add())
+        for reached in ({0}, {collectives.rank}, {0, 1}):
+            script.zero()
+            script.backward(reached, 1.0)
+            script.step()
+        return script.values
+
+    assert on_ranks(2, run) == [[1.0, 1.0]] * 2
+
+
+def test_a_rank_that_has_started_later_does_not_know_the_first_optimizers():
+    def run(collectives):
+        script = Script(collectives, 1)
+        if collectives.rank == 0:
+            script.optimizers = [script.add()]
+        script.backward({0}, 1.0)
+        return script.values
+
+    assert on_ranks(2, run) == [[1.0]] * 2
+
+
+def test_different_numbers_of_optimizers_are_an_error():
+    def run(collectives):
+        script = Script(collectives, 1 + collectives.rank)
+        with pytest.raises(PassesDiffer, match="different numbers of optimizers"):
+            script.backward({0}, 1.0)
+
+    on_ranks(2, run)
+
+
+def test_a_pass_that_raises_voids_what_it_has_reached():
+    def run(collectives):
+        script = Script(collectives, 3)
+        script.backward({0, 1, 2}, 1.0)
+        script.step()
+        script.zero()
+        reached, fails = ({0, 1}, False) if collectives.rank else ({0, 2}, True)
+        with pytest.raises(BackwardFailed, match="raised on 1 of 2 ranks"):
+            script.backward(reached, 1.0, fails)
+        script.zero()
+        script.backward({0, 1, 2}, 3.0)
+        return script.values
+
+    assert on_ranks(2, run) == [[3.0] * 3] * 2
+
+
+def test_an_error_of_one_optimizer_leaves_the_round_of_another():
+    def run(collectives):
+        script = Script(collectives, 1)
+        script.optimizers.append(script.add(bucket_bytes=32 + collectives.rank))
+        with pytest.raises(RanksDisagree, match="bucket_bytes"):
+            script.backward({0, 1}, 1.0 + collectives.rank)
+        return script.optimizers[0].values[0]
+
+    assert on_ranks(2, run) == [1.5] * 2
+
+
+def test_gradients_that_a_rank_has_changed_before_a_round_that_it_did_not_expect():
+    def run(collectives):
+        script = Script(collectives, 2)
+        script.backward({0, 1}, 1.0)
+        script.step()
+        script.zero()
+        script.backward({0, 1}, 1.0)
+        for p in script.optimizers[0].parameters:
+            p.gradient *= 0.5
+        with pytest.raises(GradientsChanged):
+            script.backward({0, 1} if collectives.rank else {1}, 1.0)
+        script.zero()
+        script.backward({0, 1}, 4.0)
+        return script.values
+
+    assert on_ranks(2, run) == [[4.0] * 2] * 2
+
+
+def test_steps_in_different_orders_are_an_error():
+    def run(collectives):
+        script = Script(collectives, 2)
+        script.backward({0, 1}, 1.0)
+        script.step()
+        with pytest.raises(PassesDiffer, match="optimizer 0: step 2, reduction 1, at its step"):
+            script.optimizers[collectives.rank].synchronize()
+
+    on_ranks(2, run)
+
+
+def test_passes_of_several_optimizers_beside_ranks_that_have_joined():
+    def run(collectives):
+        script = Script(collectives, 2, average=False)
+        for _ in range(2):
+            script.zero()
+            script.backward({collectives.rank - 1}, 1.0)
+            script.step()
+        return script.values
+
+    assert on_ranks(3, run, joined={0}) == [[1.0, 1.0]] * 2
+
+
+# --- drawn scripts ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One iteration of a drawn training loop.
+
+    Attributes:
+        program: of each rank: "pass", or the number of an optimizer to step, in order.
+        reached: for each pass, the optimizers that each rank's reaches.
+        idle: ranks that make no pass.
+        zero: all gradients are removed at its start.
+    """
+
+    program: tuple[object, ...]
+    reached: tuple[tuple[frozenset[int], ...], ...]
+    idle: frozenset[int]
+    zero: bool
+
+
+@st.composite
+def loops(draw):
+    """Draw the number of ranks and of optimizers, the wire format and some iterations."""
+    ranks, count = draw(st.integers(2, 4)), draw(st.integers(2, 3))
+    subsets = st.sets(st.integers(0, count - 1), min_size=1).map(frozenset)
+    iterations = []
+    for _ in range(draw(st.integers(1, 4))):
+        passes = draw(st.integers(1, 3))
+        early = draw(st.permutations(range(count)))[: draw(st.integers(0, count - 1))]
+        steps = [*early, *(number for number in range(count) if number not in early)]
+        program = ["pass"] * passes
+        for number in early:
+            program.insert(draw(st.integers(1, len(program))), number)
+        program += steps[len(early) :]
+        alike = draw(st.booleans())
+        reached = []
+        for _ in range(passes):
+            same = draw(subsets)
+            reached.append(tuple(same if alike else draw(subsets) for _ in range(ranks)))
+        idle = draw(st.one_of(st.just(set()), st.sets(st.integers(0, ranks - 1))))
+        iterations.append(
+            Iteration(tuple(program), tuple(reached), frozenset(idle), draw(st.booleans()))
+        )
+    return ranks, count, draw(st.sampled_from(sorted(FORMATS))), tuple(iterations)
+
+
+def amount(iteration, number, rank, optimizer):
+    """Return the gradient of a pass: small integers, whose sums are exact in float16."""
+    return float((5 * iteration + 3 * rank + 7 * number + 11 * optimizer) % 13 + 1)
+
+
+def play(collectives, count, wire_format, iterations):
+    """Return the gradients that each step has used, or the name of an error."""
+    script = Script(collectives, count, average=False, format=FORMATS[wire_format])
+    stepped = []
+    for at, iteration in enumerate(iterations):
+        if iteration.zero:
+            script.zero()
+        number = 0
+        for item in iteration.program:
+            if item != "pass":
+                script.optimizers[item].step()
+                stepped.append(script.optimizers[item].values)
+                continue
+            rank = collectives.rank
+            if rank not in iteration.idle:
+                # One value for all that a pass reaches would hide that two were mixed up.
+                passed = [script.optimizers[k] for k in sorted(iteration.reached[number][rank])]
+                for each in passed:
+                    k = script.optimizers.index(each)
+                    each.accumulate(amount(at, number, rank, k))
+                script.coordinator.send([each.rounds for each in passed])
+                script.coordinator.wait()
+            number += 1
+    for optimizer in script.optimizers:
+        optimizer.rounds.settle()
+    return stepped
+
+
+def in_one_process(ranks, count, iterations):
+    """Return the gradient that each step uses: the sum of all passes since the last zero."""
+    held = np.zeros(count)
+    stepped = []
+    for at, iteration in enumerate(iterations):
+        if iteration.zero:
+            held[:] = 0
+        number = 0
+        for item in iteration.program:
+            if item != "pass":
+                stepped.append([held[item]] * PARAMETERS)
+                continue
+            for rank in set(range(ranks)) - iteration.idle:
+                for k in iteration.reached[number][rank]:
+                    held[k] += amount(at, number, rank, k)
+            number += 1
+    return stepped
+
+
+def run_examples(examples, monkeypatch):
+    monkeypatch.setattr(simulated_ranks, "_PATIENCE", 3.0)
+    ends = {"right": 0, "error": 0}
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(loops())
+    def run(drawn):
+        ranks, count, wire_format, iterations = drawn
+        group = SimulatedGroup(ranks)
+        results = on_every_rank(
+            ranks, lambda each: play(each, count, wire_format, iterations), group
+        )
+        errors = {type(each) for each in results if isinstance(each, BaseException)}
+        if errors:
+            (error,) = errors
+            assert issubclass(error, HvdkitError), results
+            assert all(isinstance(each, BaseException) for each in results), results
+            # A rank without a pass cannot tell gradients of the last step from those of this one.
+            assert any(each.idle and not each.zero for each in iterations), drawn
+            ends["error"] += 1
+        else:
+            expected = in_one_process(ranks, count, iterations)
+            for stepped in results:
+                found = [[value or 0.0 for value in step] for step in stepped]
+                assert found == pytest.approx(np.array(expected))
+            ends["right"] += 1
+        assert group.in_flight == []
+
+    run()
+    return ends
+
+
+def test_drawn_loops_give_what_one_process_gets(monkeypatch):
+    ends = run_examples(200, monkeypatch)
+    assert ends["right"] > 150, ends
+
+
+@pytest.mark.long
+def test_many_drawn_loops(monkeypatch):
+    ends = run_examples(3000, monkeypatch)
+    assert ends["right"] > 2500, ends
