@@ -14,13 +14,14 @@ others when it reaches its step (`catch_up`).
 A rank that is still in user code cannot be told from a slow one: for it the stall limit applies.
 """
 
+import functools
 import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.collectives import Collectives
@@ -82,6 +83,10 @@ class _Slot:
             or 0 < self.unagreed < count
         )
 
+    def needs_agreement(self, count: int) -> bool:
+        """Return whether `count` ranks, whose sums these are, have to agree on the buckets now."""
+        return self.unagreed == count == self.present and self.failed == 0 and self.busy == 0
+
     @property
     def numbers(self) -> list[int]:
         """The values of all attributes, in order."""
@@ -128,10 +133,6 @@ class _Known:
         """The slots of optimizers that a rank is in a pass of."""
         return [(rounds, slot) for rounds, slot in self.slots if slot.in_pass]
 
-    def is_void(self, slots: Iterable[tuple[Rounds | None, _Slot]]) -> bool:
-        """Return whether one of the rounds cannot be used."""
-        return any(slot.is_void(self.count) for _, slot in slots)
-
 
 _lock = threading.RLock()
 
@@ -143,6 +144,15 @@ def one_thread() -> Iterator[None]:
         yield
 
 
+class Optimizer(Protocol):
+    """An optimizer of an adapter."""
+
+    @property
+    def rounds(self) -> Rounds:
+        """Its rounds."""
+        ...
+
+
 class Coordinator:
     """Keeps the optimizers of one process set in step with those of the other ranks.
 
@@ -152,20 +162,21 @@ class Coordinator:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._optimizers: list[weakref.ref[Rounds]] = []
+        self._optimizers: list[weakref.ref[Optimizer]] = []
         self._entry: _Entry | None = None
         # What cannot be used if the current call fails.
         self._involved: list[Rounds] = []
 
-    def add(self, rounds: Rounds) -> None:
-        """Add an optimizer. Every rank adds the same ones in the same order.
+    def add(self, optimizer: Optimizer) -> None:
+        """Add an optimizer, which may be freed later.
 
-        Ranks tell optimizers apart by their places from the end of that order: a rank that has
-        started later, in an elastic job, does not know the first ones.
+        Every rank adds the same ones in the same order. Ranks tell optimizers apart by their
+        places from the end of that order: a rank that has started later, in an elastic job, does
+        not know the first ones.
         """
         while self._optimizers and self._optimizers[0]() is None:
             del self._optimizers[0]
-        self._optimizers.append(weakref.ref(rounds))
+        self._optimizers.append(weakref.ref(optimizer))
 
     def send(self, passed: Sequence[Rounds], failed: Sequence[Rounds] = ()) -> None:
         """Enter the rounds of a backward pass, and start all that they take; then call `wait`.
@@ -191,6 +202,7 @@ class Coordinator:
         if self._collectives.alone:
             for rounds in self._involved:
                 rounds.reduce_alone()
+            self._involved.clear()
             return
         with self._invalidating():
             entry, known = self._finish()
@@ -212,8 +224,8 @@ class Coordinator:
                 rounds.reduce_alone()
             return
         rounds.renew()
-        if not rounds.gradients.exist():
-            # The script has removed them since the last round, which so was not for this step.
+        if rounds.gradients.removed():
+            # The round that left them was not for this step.
             rounds.caught_up = False
         if rounds.caught_up and not rounds.latecomers and not rounds.new:
             return
@@ -253,8 +265,11 @@ class Coordinator:
                 self._run(entry, known)
                 continue
             ((own, slot),) = known.slots if len(known.slots) == 1 else ((None, _Slot()),)
+            if own is rounds and slot.new and slot.needs_agreement(known.count):
+                # Names the first difference, if ranks are to reduce different things.
+                rounds.agree()
             if own is not rounds or slot.is_void(known.count):
-                self._fail(entry, known)
+                raise self._failure(entry, known)
             # No rank has made a pass since its last step, and gradients are not as that left them.
             written = bool(slot.written) and not slot.new and not rounds.gradients.are_equal()
             if written and slot.written < known.count:
@@ -263,7 +278,7 @@ class Coordinator:
                 rounds.gradients.count_changed_as_new()
             if (slot.new or written) and not only_rounds_of_others:
                 rounds.begin()
-                if slot.unagreed:
+                if not rounds.agreed:
                     rounds.agree()
                 if not slot.moved:
                     rounds.send()
@@ -277,31 +292,34 @@ class Coordinator:
 
         An error in one round does not keep the others from completing: ranks wait for those, too.
         """
-        if known.is_void(known.in_pass):
-            self._fail(entry, known)
-        errors: list[Exception] = []
-        running: list[tuple[Rounds, _Slot]] = []
+        errors: dict[Rounds | None, Exception] = {}
+
+        def attempt(rounds: Rounds, call: Callable[[], None]) -> None:
+            try:
+                call()
+            except Exception as error:
+                rounds.gradients.invalidate(str(error))
+                errors[rounds] = error
+
         for rounds, slot in known.in_pass:
-            assert rounds is not None
-            if rounds not in self._involved:
-                self._involved.append(rounds)
-            try:
-                if rounds not in entry.passed:
-                    rounds.begin()
-                if slot.unagreed:
-                    rounds.agree()
-                if not slot.moved:
-                    rounds.send()
-                running.append((rounds, slot))
-            except Exception as error:
-                rounds.gradients.invalidate(str(error))
-                errors.append(error)
+            if rounds and slot.needs_agreement(known.count):
+                attempt(rounds, rounds.agree)
+        left = [(rounds, slot) for rounds, slot in known.in_pass if rounds not in errors]
+        if any(slot.is_void(known.count) for _, slot in left):
+            failure = self._failure(entry, known)
+            raise next(iter(errors.values()), failure)
+        running = [(rounds, slot) for rounds, slot in left if rounds]
         for rounds, slot in running:
-            try:
-                rounds.complete(bool(slot.moved), bool(slot.sparse))
-            except Exception as error:
-                rounds.gradients.invalidate(str(error))
-                errors.append(error)
+            if rounds not in entry.passed:
+                rounds.begin()
+            if not slot.moved:
+                attempt(rounds, rounds.send)
+        for rounds, slot in running:
+            if rounds not in errors:
+                complete = functools.partial(
+                    rounds.complete, moved=bool(slot.moved), sparse=bool(slot.sparse)
+                )
+                attempt(rounds, complete)
         changed = 0
         # A rank at its step takes part without knowing whether more passes follow.
         late = any(slot.late for _, slot in known.slots)
@@ -313,13 +331,14 @@ class Coordinator:
             if rounds and late:
                 rounds.latecomers = True
         if errors:
-            raise errors[0]
+            self._involved.clear()
+            raise next(iter(errors.values()))
         if changed:
             self._raise_changed([each for each, _ in running], changed, known.count)
 
     # --- headers and slots ----------------------------------------------------------------------
 
-    def _living(self) -> list[Rounds | None]:
+    def _living(self) -> list[Optimizer | None]:
         """The optimizers, the newest first; None where one has been freed."""
         return [reference() for reference in reversed(self._optimizers)]
 
@@ -335,7 +354,7 @@ class Coordinator:
             rounds.begin()
             ordinary = ordinary and rounds.agreed and not rounds.gradients.is_sparse()
             ordinary = ordinary and not (rounds.latecomers and rounds.gradients.changed())
-        newest_first = self._living()
+        newest_first = [each and each.rounds for each in self._living()]
         digests = [(newest_first.index(rounds), rounds.digest()) for rounds in passed]
         digest = zlib.crc32(repr(digests).encode()) & 0xFFFFFF
         length = len(newest_first)
@@ -367,11 +386,14 @@ class Coordinator:
             length = len(newest_first)
             (longest,) = self._collectives.max([length], "hvdkit.rounds.optimizers")
             newest_first += [None] * (longest - length)
-        own = [self._slot(entry, rounds).numbers for rounds in newest_first]
+        own = [self._slot(entry, each.rounds if each else None).numbers for each in newest_first]
         summed = self._collectives.sum([n for slot in own for n in slot], "hvdkit.rounds.slots")
         slots = [
-            (rounds, _Slot(*summed[place * len(_FIELDS) : (place + 1) * len(_FIELDS)]))
-            for place, rounds in enumerate(newest_first)
+            (
+                each.rounds if each else None,
+                _Slot(*summed[k * len(_FIELDS) : (k + 1) * len(_FIELDS)]),
+            )
+            for k, each in enumerate(newest_first)
         ]
         in_use = [(rounds, slot) for rounds, slot in slots if slot.in_pass or slot.late]
         return entry, _Known(count, in_use[::-1])
@@ -388,7 +410,7 @@ class Coordinator:
             present=1,
             in_pass=int(passed),
             late=int(late),
-            busy=int(not passed and gradients.is_busy()),
+            busy=int(not (passed or late) and gradients.is_busy()),
             new=int(late and rounds.new),
             changed=int(rounds.caught_up and gradients.changed()),
             written=int(late and not rounds.caught_up and gradients.changed()),
@@ -410,7 +432,10 @@ class Coordinator:
         except BaseException as error:
             for rounds in self._involved:
                 rounds.gradients.invalidate(str(error))
+            self._involved.clear()
             raise
+        if self._entry is None:
+            self._involved.clear()
 
     def _entered(self, entry: _Entry) -> list[Rounds | None]:
         """The optimizers that this rank has entered with."""
@@ -418,7 +443,7 @@ class Coordinator:
 
     def _whereabouts(self, entry: _Entry, optimizers: Sequence[Rounds | None]) -> str:
         """Return in words where this rank is with each of the optimizers."""
-        living = self._living()[::-1]
+        living = [each and each.rounds for each in self._living()[::-1]]
         said = []
         for rounds in optimizers:
             if rounds is None:
@@ -436,8 +461,8 @@ class Coordinator:
             said.append(label + rounds.explain(where))
         return "; ".join(said)
 
-    def _fail(self, entry: _Entry, known: _Known) -> NoReturn:
-        """Raise the error of rounds that cannot be used, the same on every rank. A collective."""
+    def _failure(self, entry: _Entry, known: _Known) -> HvdkitError:
+        """Return the error of rounds that cannot be used, the same on every rank. A collective."""
         for rounds, slot in known.in_pass:
             # Ranks have sent their buckets, which must not stay in flight.
             if rounds and slot.present == known.count and not slot.unagreed:
@@ -482,7 +507,7 @@ class Coordinator:
             )
         # Ranks that are in different steps may have different parameters.
         self._reset([rounds for rounds, _ in known.slots], bool(failed), error)
-        raise error
+        return error
 
     def _raise_changed(self, optimizers: Sequence[Rounds], changed: int, count: int) -> NoReturn:
         error = GradientsChanged(

@@ -31,8 +31,8 @@ class LocalGradients(Protocol):
         """Return the signature in words."""
         ...
 
-    def exist(self) -> bool:
-        """Return whether there is any gradient."""
+    def removed(self) -> bool:
+        """Return whether the last round left gradients and the script has removed all of them."""
         ...
 
     def has_new(self, assigned: bool) -> bool:

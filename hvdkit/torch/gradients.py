@@ -282,6 +282,16 @@ class OptimizerGradients:
         """Return whether there is any gradient."""
         return any(p.grad is not None for p in self._parameters)
 
+    def removed(self) -> bool:
+        """Return whether the last round left gradients and the script has removed all of them."""
+        any_left = False
+        for p, left in zip(self._parameters, self._left, strict=True):
+            if left is not None:
+                if p.grad is not None:
+                    return False
+                any_left = True
+        return any_left
+
     def has_new(self, assigned: bool) -> bool:
         """Return whether a gradient has been added to that has not been reduced since."""
         if self._new or any(

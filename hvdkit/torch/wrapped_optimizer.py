@@ -123,7 +123,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if process_set not in _coordinators:
             _coordinators[process_set] = Coordinator(TorchCollectives(process_set))
         self.coordinator = _coordinators[process_set]
-        self.coordinator.add(self.rounds)
+        self.coordinator.add(self)
         _living.add(self)
 
     # --- the backward pass ----------------------------------------------------------------------

@@ -186,8 +186,13 @@ class SimulatedGradients:
         held.update(self._planned[number] for number in self._aside)
         return f"{needing} parameters need gradients, {len(held)} have one"
 
-    def exist(self) -> bool:
-        return any(p.gradient is not None for p in self._planned)
+    def removed(self) -> bool:
+        left = [
+            p
+            for p, (gradient, _) in zip(self._planned, self._left, strict=True)
+            if gradient is not None
+        ]
+        return bool(left) and all(p.gradient is None for p in left)
 
     def has_new(self, assigned: bool) -> bool:
         return bool(self._new) or any(
@@ -332,7 +337,7 @@ class SimulatedOptimizer:
             collectives, self.gradients, self.gradients.synchronizers, self.window, compare
         )
         self.coordinator = coordinator or Coordinator(collectives)
-        self.coordinator.add(self.rounds)
+        self.coordinator.add(self)
         self.stepped: list[list[Any]] = []
 
     def backward(
@@ -415,6 +420,7 @@ class SimulatedOptimizer:
         for p in self.parameters:
             p.gradient = None
         self.gradients.discard()
+        self.rounds.caught_up = False
 
     @property
     def dense(self) -> list[Any]:
