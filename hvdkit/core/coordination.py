@@ -309,9 +309,17 @@ class Coordinator:
             failure = self._failure(entry, known)
             raise next(iter(errors.values()), failure)
         running = [(rounds, slot) for rounds, slot in left if rounds]
+        changed = 0
+        # A rank at its step takes part without knowing whether more passes follow.
+        late = any(slot.late for _, slot in known.slots)
         for rounds, slot in running:
             if rounds not in entry.passed:
                 rounds.begin()
+            # Ranks that are neither in a pass nor late did not expect this round.
+            unexpected = slot.in_pass + slot.late < known.count
+            if slot.changed and (rounds.latecomers or unexpected):
+                equal = slot.changed == known.count and rounds.gradients.are_equal()
+                changed = max(changed, 0 if equal else slot.changed)
             if not slot.moved:
                 attempt(rounds, rounds.send)
         for rounds, slot in running:
@@ -320,14 +328,7 @@ class Coordinator:
                     rounds.complete, moved=bool(slot.moved), sparse=bool(slot.sparse)
                 )
                 attempt(rounds, complete)
-        changed = 0
-        # A rank at its step takes part without knowing whether more passes follow.
-        late = any(slot.late for _, slot in known.slots)
-        for rounds, slot in known.slots:
-            # Ranks that are neither in a pass nor late did not expect this round.
-            unexpected = slot.in_pass + slot.late < known.count
-            if slot.in_pass and rounds and (rounds.latecomers or unexpected):
-                changed = max(changed, slot.changed)
+        for rounds, _ in known.slots:
             if rounds and late:
                 rounds.latecomers = True
         if errors:

@@ -60,7 +60,7 @@ class LocalGradients(Protocol):
         ...
 
     def are_equal(self) -> bool:
-        """Return whether the gradients are the same bits on all ranks. A collective."""
+        """Return whether reduced gradients are the same bits on all ranks. A collective."""
         ...
 
     def count_changed_as_new(self) -> None:

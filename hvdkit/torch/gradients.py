@@ -319,8 +319,12 @@ class OptimizerGradients:
             self._changed = True
 
     def are_equal(self) -> bool:
-        """Return whether the gradients are the same bits on all ranks. A collective."""
-        own = digests([p.grad for p in self._parameters if p.grad is not None])
+        """Return whether reduced gradients are the same bits on all ranks. A collective."""
+        reduced = [
+            self._base.get(number, None if number in self._new else p.grad)
+            for number, p in enumerate(self._parameters)
+        ]
+        own = digests([gradient for gradient in reduced if gradient is not None])
         value = zlib.crc32(repr(own).encode()) & 0xFFFFFF
         count, total, squares = self._collectives.sum([1, value, value * value], "hvdkit.equal")
         return count * squares == total * total

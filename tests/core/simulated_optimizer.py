@@ -229,9 +229,13 @@ class SimulatedGradients:
         self._left = [(p.gradient, copied(p.gradient)) for p in self._planned]
 
     def are_equal(self) -> bool:
+        reduced = [
+            self._aside.get(number, None if number in self._new else p.gradient)
+            for number, p in enumerate(self._planned)
+        ]
         own = [
-            p.gradient.dense(p.shape) if isinstance(p.gradient, Rows) else p.gradient
-            for p in self._planned
+            each.dense(p.shape) if isinstance(each, Rows) else each
+            for p, each in zip(self._planned, reduced, strict=True)
         ]
         text = repr([None if each is None else each.tolist() for each in own])
         return len(set(self._collectives.allgather(text.encode(), "equal"))) == 1

@@ -184,22 +184,29 @@ def test_an_error_of_one_optimizer_leaves_the_round_of_another():
     assert on_ranks(2, run) == [1.5] * 2
 
 
-def test_gradients_that_a_rank_has_changed_before_a_round_that_it_did_not_expect():
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_gradients_that_have_been_changed_before_a_round_that_a_rank_did_not_expect(everywhere):
     def run(collectives):
         script = Script(collectives, 2)
         script.backward({0, 1}, 1.0)
         script.step()
         script.zero()
         script.backward({0, 1}, 1.0)
-        for p in script.optimizers[0].parameters:
-            p.gradient *= 0.5
+        if everywhere or collectives.rank == 0:
+            for p in script.optimizers[0].parameters:
+                p.gradient *= 0.5
+        reached = {0, 1} if collectives.rank else {1}
+        if everywhere:
+            script.backward(reached, 1.0)
+            return script.values
         with pytest.raises(GradientsChanged):
-            script.backward({0, 1} if collectives.rank else {1}, 1.0)
+            script.backward(reached, 1.0)
         script.zero()
         script.backward({0, 1}, 4.0)
         return script.values
 
-    assert on_ranks(2, run) == [[4.0] * 2] * 2
+    expected = [1.0, 2.0] if everywhere else [4.0, 4.0]
+    assert on_ranks(2, run) == [expected] * 2
 
 
 def test_steps_in_different_orders_are_an_error():

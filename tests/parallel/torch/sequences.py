@@ -12,6 +12,7 @@ Add an action: write a function and decorate it with `action`.
 import copy
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,11 @@ class Model(nn.Module):
         self.second = nn.Linear(5, 3)
         self.branch = nn.Linear(5, 3)
         self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def split(self) -> list[list[nn.Parameter]]:
+        """The parameters of each of several optimizers."""
+        parts = [[*self.first.parameters()], [*self.second.parameters()]]
+        return [*parts, [self.scale], [*self.branch.parameters()]]
 
     def forward(self, x: torch.Tensor, part: str = "all") -> torch.Tensor:
         hidden = self.first(x).tanh()
@@ -63,6 +69,8 @@ class Setting:
             then consist of `WINDOW_ACTIONS`.
         members: leave out rank 1: a process set of the others reduces. Sequences are then
             without `GLOBAL_ACTIONS`.
+        several: an optimizer for each part of the model. Sequences then consist of
+            `SEVERAL_ACTIONS`.
     """
 
     compression: str = "none"
@@ -73,6 +81,24 @@ class Setting:
     unused: bool = False
     window: str = ""
     members: bool = False
+    several: bool = False
+
+
+class Several:
+    """An optimizer for each child of the model, in the place of one. A pass may skip some."""
+
+    def __init__(self, optimizers: list[Any]) -> None:
+        self.optimizers = optimizers
+
+    def __iter__(self) -> Any:
+        return iter(self.optimizers)
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*args: Any, **options: Any) -> None:
+            for each in self.optimizers:
+                getattr(each, method)(*args, **options)
+
+        return call
 
 
 @dataclass
@@ -104,15 +130,29 @@ class World:
         if self.setting.compiled:
             self.run = torch.compile(self.model, backend=self.setting.compiled)
 
-    def make(self, model: nn.Module) -> torch.optim.Optimizer:
+    def make(self, model: Model) -> Any:
+        if self.setting.several:
+            return Several([self.make_one(part) for part in model.split()])
+        return self.make_one(list(model.parameters()))
+
+    def make_one(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         if self.setting.kind == "sgd":
-            return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        return torch.optim.AdamW(model.parameters(), lr=0.01)
+            return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+        return torch.optim.AdamW(parameters, lr=0.01)
 
     def wrap(self) -> Any:
+        if self.setting.several:
+            return Several([self.wrap_one(part) for part in self.model.split()])
+        return self.wrap_one(list(self.model.parameters()))
+
+    def wrap_one(self, parameters: list[nn.Parameter]) -> Any:
         return self.hvd.DistributedOptimizer(
-            self.make(self.model),
-            self.model.named_parameters(),
+            self.make_one(parameters),
+            [
+                (name, p)
+                for name, p in self.model.named_parameters()
+                if any(p is q for q in parameters)
+            ],
             compression=self.setting.compression,
             op=self.hvd.Average if self.setting.average else self.hvd.Sum,
             bucket_bytes=self.setting.bucket_bytes,
@@ -228,6 +268,30 @@ PASSES = 3
 
 Action = Callable[[World, int], None]
 ACTIONS: dict[str, Action] = {}
+#: With an optimizer for each part of the model.
+SEVERAL_ACTIONS = (
+    "plain_step",
+    "backward",
+    "step",
+    "step_with_some",
+    "zero_grad",
+    "zero_grad_in_place",
+    "zero_grad_of_the_model",
+    "clip_norm",
+    "clip_value",
+    "clip_with_hvd",
+    "scale_in_place",
+    "accumulate_without_sync",
+    "two_losses",
+    "retain_graph",
+    "grad_of_parameters",
+    "idle_rank",
+    "idle_rank_at_step",
+    "double_and_back",
+    "freeze",
+    "failing_backward",
+    "wrap_again",
+)
 WINDOW_ACTIONS = ("window_passes", "flush", "zero_grad_in_window", "read_in_window")
 #: Actions that all ranks of the job must take.
 GLOBAL_ACTIONS = ("joined_epoch", "load_on_one_rank", "pass_too_few", "wait_for_all")
@@ -246,7 +310,9 @@ def actions_for(setting: Setting) -> list[str]:
     """The names of the actions that go with a setting."""
     if setting.window:
         return list(WINDOW_ACTIONS)
-    left_out = {*WINDOW_ACTIONS, *(GLOBAL_ACTIONS if setting.members else ())}
+    if setting.several:
+        return list(SEVERAL_ACTIONS)
+    left_out = {"step_with_some", *WINDOW_ACTIONS, *(GLOBAL_ACTIONS if setting.members else ())}
     return sorted(set(ACTIONS) - left_out)
 
 
@@ -302,6 +368,24 @@ def step(world: World, number: int) -> None:
     world.optimizer.synchronize()
     world.check_gradients()
     world.step()
+
+
+@action
+def step_with_some(world: World, number: int) -> None:
+    """Alternate as a GAN does: an optimizer steps before the pass that others step after."""
+    world.zero()
+    world.backward(number)
+    early = number % len(world.optimizer.optimizers)
+    world.check_gradients()
+    world.optimizer.optimizers[early].step()
+    world.plain.optimizers[early].step()
+    world.backward(number + 1)
+    world.check_gradients()
+    for k, (own, plain) in enumerate(zip(world.optimizer, world.plain, strict=True)):
+        if k != early:
+            own.step()
+            plain.step()
+    world.check_parameters()
 
 
 @action
@@ -365,9 +449,14 @@ def replace_gradients(world: World, number: int) -> None:
 
 @action
 def accumulate_without_sync(world: World, number: int) -> None:
-    with world.hvd.no_sync(world.optimizer):
+    with ExitStack() as stack:
+        for each in world.optimizer if world.setting.several else [world.optimizer]:
+            stack.enter_context(world.hvd.no_sync(each))
         world.backward(number)
     world.backward(number + 1)
+    if world.setting.several:
+        # What the second pass of no rank has reached is reduced here.
+        world.optimizer.synchronize()
     world.check_gradients()
 
 

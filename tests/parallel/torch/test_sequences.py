@@ -28,12 +28,22 @@ _WINDOWS = st.builds(
     window=st.sampled_from(["mean", "sum"]),
 )
 _MEMBERS = st.builds(Setting, average=st.booleans(), members=st.just(True))
+_SEVERAL = st.builds(
+    Setting,
+    compression=st.sampled_from(["none", "fp16"]),
+    average=st.booleans(),
+    kind=st.sampled_from(["sgd", "adamw"]),
+    bucket_bytes=st.sampled_from([50, 10**7]),
+    unused=st.booleans(),
+    several=st.just(True),
+)
 
 #: Name -> settings, and the number of sequences in the short and in the long form.
 SEARCHES = {
     "plain": (_SETTINGS, 60, 1200),
     "windows": (_WINDOWS, 20, 200),
     "members": (_MEMBERS, 10, 100),
+    "several": (_SEVERAL, 40, 1200),
     "compiled": (_COMPILED, 3, 40),
 }
 
