@@ -87,11 +87,3 @@ class Backend(Protocol[Buffer, Handle]):
     def sparse_dims(self, i: int) -> int:
         """The sparse dimensions of parameter `i`'s gradient; 0 where it is dense or missing."""
         ...
-
-    def has_gradient(self, i: int) -> bool:
-        """Whether parameter `i` has a gradient on this rank."""
-        ...
-
-    def drop_gradient(self, i: int) -> None:
-        """Take parameter `i`'s gradient away."""
-        ...

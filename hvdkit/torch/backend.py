@@ -386,11 +386,3 @@ class TorchBackend:
             if sparse_dims and p.grad is not None and not p.grad.is_sparse:
                 p.grad = p.grad.to_sparse(sparse_dims)
         return self.has_sparse_in(plan)
-
-    def has_gradient(self, i: int) -> bool:
-        """Whether `.grad` is not None."""
-        return self._parameters[i].grad is not None
-
-    def drop_gradient(self, i: int) -> None:
-        """Set `.grad` to None."""
-        self._parameters[i].grad = None

@@ -198,12 +198,6 @@ class NumpyBackend:
     def sparse_dims(self, i: int) -> int:
         return int(isinstance(self.gradients[i], Rows))
 
-    def has_gradient(self, i: int) -> bool:
-        return self.gradients[i] is not None
-
-    def drop_gradient(self, i: int) -> None:
-        self.gradients[i] = None
-
 
 def _sum_in_place(buffers: list[np.ndarray]) -> list[np.ndarray]:
     total = ring_sum(buffers)

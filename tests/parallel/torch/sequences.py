@@ -259,6 +259,14 @@ class World:
         self.optimizer.zero_grad()
         self.plain.zero_grad()
 
+    def adopt_rank(self, rank: int) -> None:
+        """Make all ranks, and the reference, equal to one rank."""
+        self.hvd.broadcast_parameters(self.model.state_dict(), root_rank=rank)
+        self.hvd.broadcast_optimizer_state(self.optimizer, root_rank=rank)
+        self.reference.load_state_dict(self.model.state_dict())
+        self.plain.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        self.zero()
+
     def chosen_rank(self, number: int) -> int:
         return self.ranks[number % len(self.ranks)]
 
@@ -836,15 +844,3 @@ def expect(world: World, kind: type[Exception], call: Callable[[], Any]) -> None
     """Call what must raise on every rank, and go on from zero_grad."""
     expect_here(kind, call)
     world.zero()
-
-
-def _adopt_rank(self: World, rank: int) -> None:
-    """Make all ranks, and the reference, equal to one rank."""
-    self.hvd.broadcast_parameters(self.model.state_dict(), root_rank=rank)
-    self.hvd.broadcast_optimizer_state(self.optimizer, root_rank=rank)
-    self.reference.load_state_dict(self.model.state_dict())
-    self.plain.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
-    self.zero()
-
-
-World.adopt_rank = _adopt_rank  # type: ignore[attr-defined]
