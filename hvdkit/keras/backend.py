@@ -12,10 +12,15 @@ from typing import Any
 import keras
 import ml_dtypes
 import numpy as np
+from packaging.version import Version
 
 from hvdkit.core.agreement import check_agreement
 from hvdkit.core.bucketing import uncounted
+from hvdkit.engine.describe import EngineMissing
 from hvdkit.errors import HvdkitError, UsageError
+
+# Older ones lack `EpochIterator._enumerate_iterator`, which hvdkit.keras.resuming replaces.
+_FIRST_KERAS = "3.7"
 
 _COLLECTIVES = {"tensorflow": "TensorFlowCollectives", "torch": "TorchCollectives"}
 
@@ -26,6 +31,11 @@ def _backend_name() -> str:
         raise HvdkitError(
             f"this is Keras {version}, and hvdkit.keras needs Keras 3: pip install 'keras>=3', or "
             f"stay with horovod.keras, which is for Keras 2"
+        )
+    if Version(version) < Version(_FIRST_KERAS):
+        raise HvdkitError(
+            f"this is Keras {version}, and hvdkit.keras needs {_FIRST_KERAS} or newer: pip install "
+            f"'keras>={_FIRST_KERAS}'"
         )
     name: str = keras.backend.backend()
     if name not in _COLLECTIVES:
@@ -39,8 +49,20 @@ def _backend_name() -> str:
 #: The framework that Keras runs on: "tensorflow" or "torch".
 NAME = _backend_name()
 
+
+def _adapter() -> Any:
+    try:
+        return importlib.import_module(f"hvdkit.{NAME}")
+    except EngineMissing as error:
+        other = "torch" if NAME == "tensorflow" else "tensorflow"
+        raise EngineMissing(
+            f"Keras runs on its {NAME} backend, and so does hvdkit.keras. {error} If Keras is to "
+            f"run on {other}, set KERAS_BACKEND={other} before keras is imported."
+        ) from None
+
+
 #: hvdkit's adapter for that framework.
-hvd: Any = importlib.import_module(f"hvdkit.{NAME}")
+hvd: Any = _adapter()
 
 _new_collectives: Any = getattr(
     importlib.import_module(f"hvdkit.{NAME}.collectives"), _COLLECTIVES[NAME]
@@ -243,6 +265,19 @@ def reduce(reducer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> 
 def dense(gradient: Any) -> Any:
     """The gradient with all its rows, where it is one of some rows only."""
     return keras.ops.convert_to_tensor(gradient)
+
+
+def scaled(gradient: Any, factor: float) -> Any:
+    """Return the gradient times `factor`; None stays None, and rows stay rows."""
+    if gradient is None:
+        return None
+    if NAME == "tensorflow":
+        import tensorflow as tf
+
+        if isinstance(gradient, tf.IndexedSlices):
+            values = gradient.values * factor
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * factor
 
 
 def outside_of_graphs() -> AbstractContextManager[Any]:

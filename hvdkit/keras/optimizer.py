@@ -32,9 +32,9 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: int = hvd.Average,
+    *,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Any]] | None = None,
-    *,
     accumulation_steps: int = 1,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
@@ -71,6 +71,9 @@ def DistributedOptimizer(
         scale_local_gradients: divide what `PartialDistributedOptimizer` does not reduce by the
             number of ranks.
         bucket_bytes: the largest bucket of several gradients, in bytes.
+
+    Arguments after `op` are keyword-only: `horovod.keras` and `horovod.tensorflow.keras` have
+    different ones there.
 
     Returns:
         `optimizer` itself.
@@ -288,7 +291,7 @@ class Distribution:
         assert window is not None
         reduced = self._reduce(window.gradients(), window.variables)
         if scale != 1.0:
-            reduced = [g if g is None else g * scale for g in reduced]
+            reduced = [backend.scaled(g, scale) for g in reduced]
         type(optimizer).apply(optimizer, reduced, window.variables)
         # Last, because what has been reduced may lie in the same memory.
         window.clear()
@@ -339,7 +342,8 @@ class Distribution:
         )
         result = list(gradients)
         if self._local and self._scale_local:
-            result = [g if g is None else g / len(self.collectives.ranks) for g in result]
+            share = 1.0 / len(self.collectives.ranks)
+            result = [backend.scaled(g, share) for g in result]
         for k, gradient in zip(shared, reduced, strict=True):
             result[k] = gradient
         return result

@@ -74,10 +74,15 @@ from horovod.tensorflow import (
     vars_to_refs,
 )
 
+# Scripts that were written with Horovod's own tests as a model read these two as attributes.
+from horovod.tensorflow.util import _executing_eagerly as _executing_eagerly
+
 from hvdkit.checkpoint.manager import Stopped
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.errors import RESUMABLE
 from hvdkit.tensorflow import elastic
+from hvdkit.tensorflow import mpi_ops as mpi_ops
+from hvdkit.tensorflow import util as util
 from hvdkit.tensorflow.checkpoint import Checkpointer
 from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.data import shard

@@ -9,7 +9,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvdkit.core.collectives import is_alone
 from hvdkit.errors import UsageError
-from hvdkit.tensorflow.graphs import occurrence
+from hvdkit.tensorflow.graphs import place
 
 
 @keras.saving.register_keras_serializable(package="hvdkit")
@@ -59,7 +59,7 @@ def _moments_of_all(inputs: Any, mask: Any, axes: Sequence[int]) -> tuple[Any, A
         mask: of the shape of `inputs`, or None for all of them.
         axes: those to reduce over, all but one.
     """
-    name = f"hvdkit.sync_batch_norm.{occurrence(SyncBatchNormalization)}"
+    name = f"hvdkit.sync_batch_norm.{place(SyncBatchNormalization)}"
     # What Keras adds to the count under a mask, so that a batch without anything is not 0 / 0.
     spare = 0.0 if mask is None else keras.backend.epsilon()
     along_channels = [1 if axis in axes else -1 for axis in range(len(inputs.shape))]
@@ -96,7 +96,7 @@ def _moments_of_all(inputs: Any, mask: Any, axes: Sequence[int]) -> tuple[Any, A
             of_mean, of_variance = tf.unstack(
                 mpi_ops._allreduce(
                     tf.stack([of_mean, of_variance]),
-                    name=f"{name}.gradient.{occurrence((SyncBatchNormalization, name))}",
+                    name=f"{name}.gradient.{place((SyncBatchNormalization, name))}",
                     op=mpi_ops.Sum,
                     ignore_name_scope=True,
                 )

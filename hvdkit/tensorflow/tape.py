@@ -14,7 +14,7 @@ from hvdkit.core import bucketing
 from hvdkit.core.reduction import Reduction
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.compression import Compression, wire_format
-from hvdkit.tensorflow.graphs import occurrence
+from hvdkit.tensorflow.graphs import place
 from hvdkit.tensorflow.reducer import GradientReducer
 
 #: The gradients of variables, reduced.
@@ -88,7 +88,7 @@ def DistributedGradientTape(
             sparse_as_dense,
             process_set,
         )
-        return _reducer(*key, occurrence(key))(gradients, sources)
+        return _reducer(*key, place(key))(gradients, sources)
 
     cls = type(gradtape)
     wrapped_class: type[_DistributedTape] = type(
@@ -274,7 +274,7 @@ def _reducer(
     groups: tuple[tuple[int, ...], ...],
     sparse_as_dense: bool,
     process_set: mpi_ops.ProcessSet,
-    number: int,
+    where: str,
 ) -> GradientReducer:
     """One for each place in a graph, because two may be at work at the same time."""
     # Kept, because a training loop makes a tape for every step.
@@ -287,7 +287,7 @@ def _reducer(
         sparse_as_dense=sparse_as_dense,
     )
     reducer = GradientReducer(reduction, process_set, ["DistributedGradientTape"])
-    key = "; ".join([*reduction.describe(), f"ranks: {process_set.ranks}", f"place: {number}"])
+    key = "; ".join([*reduction.describe(), f"ranks: {process_set.ranks}", f"place: {where}"])
     # Two ways to say the same wire format make two reducers; only the first one's is kept then.
     if _reducers.setdefault(key, reducer) is reducer and key in _saved_states:
         reducer.adopt_state(_saved_states.pop(key))

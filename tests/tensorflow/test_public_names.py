@@ -46,7 +46,7 @@ DOCUMENTED = {
 }  # fmt: skip
 
 # Modules that horovod.tensorflow has imported for itself.
-NO_PART_OF_IT = {"mpi_ops", "os", "tf", "util", "version", "warnings"}
+NO_PART_OF_IT = {"os", "tf", "version", "warnings"}
 
 
 def both(module):
@@ -62,6 +62,7 @@ def test_everything_in_horovods_namespace_is_there(hvd):
     public = {name for name in dir(horovod.tensorflow) if not name.startswith("_")}
     assert not {name for name in public - NO_PART_OF_IT if not hasattr(hvd, name)}
     assert set(hvd.__all__) <= set(dir(hvd))
+    assert hvd._executing_eagerly()
 
 
 @pytest.mark.parametrize("module", MODULES)
