@@ -44,12 +44,10 @@ def _scaling(original: Any) -> Any:
     @functools.wraps(original)
     def __init__(self: Any, inner_optimizer: Any, *args: Any, **options: Any) -> None:
         original(self, inner_optimizer, *args, **options)
-        # It looks whether gradients are finite, and calls the inner optimizer only if they are.
-        # Where one rank overflows and another does not, one would wait in a collective for the
-        # other: so the gradients are reduced before it looks, and no longer in the inner one.
+        # It calls the inner optimizer only if gradients are finite, which may differ by rank.
         distribution = distribution_of(inner_optimizer)
         if distribution is not None:
-            distribution.move_to(self)
+            distribution.hook(self)
 
     __init__._hvdkit = True  # type: ignore[attr-defined]
     return __init__

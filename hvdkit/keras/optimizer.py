@@ -237,45 +237,41 @@ class Distribution:
         self._reducer: Any = None
         self._reducer_state: Any = None
         self._window: _Window | None = None
-        self._hook(optimizer)
+        self._applying = False
+        self.hook(optimizer)
 
-    def _hook(self, optimizer: Any) -> None:
+    def hook(self, optimizer: Any) -> None:
+        """Reduce gradients where `optimizer` applies them.
+
+        Args:
+            optimizer: the wrapped one, or one around it, such as a `LossScaleOptimizer`, which
+                decides by the gradients whether it calls the inner one, and must see reduced ones.
+                Where both are hooked, the one that is called first reduces.
+        """
         self._optimizer = optimizer
-        kind = type(optimizer)
 
         def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-            self._apply(list(grads), trainable_variables)
+            self._apply(optimizer, list(grads), trainable_variables)
 
-        apply.__doc__ = kind.apply.__doc__
+        apply.__doc__ = type(optimizer).apply.__doc__
         # Past Keras, which would look for variables in them.
         object.__setattr__(optimizer, "apply", apply)
         object.__setattr__(optimizer, _ATTRIBUTE, self)
-
-    def move_to(self, outer: Any) -> None:
-        """Reduce in `outer`, which wraps the optimizer that this is about, and no longer in that.
-
-        It decides by the gradients whether the inner one is called at all, and must see the
-        reduced ones.
-        """
-        for name in ("apply", _ATTRIBUTE):
-            object.__delattr__(self._optimizer, name)
-        self._hook(outer)
 
     def keep_local(self, variable: Any) -> None:
         """Do not reduce this variable's gradient."""
         self._local.add(id(variable))
 
-    def _apply(self, gradients: list[Any], given: Sequence[Any] | None) -> None:
-        optimizer = self._optimizer
+    def _apply(self, optimizer: Any, gradients: list[Any], given: Sequence[Any] | None) -> None:
         variables = optimizer._trainable_variables if given is None else list(given)
-        if not variables or len(gradients) != len(variables):
-            # Nothing, or Keras's to complain about.
+        if self._applying or not variables or len(gradients) != len(variables):
+            # Reduced already, or nothing, or Keras's to complain about.
             type(optimizer).apply(optimizer, gradients, given)
             return
+        self._optimizer = optimizer
         backend.check_no_strategy()
         if self.accumulation_steps == 1:
-            reduced = self._reduce(gradients, variables)
-            type(optimizer).apply(optimizer, reduced, variables)
+            self._apply_reduced(self._reduce(gradients, variables), variables)
             return
         if not optimizer.built:
             with backend.outside_of_graphs():
@@ -285,14 +281,22 @@ class Distribution:
         self._window.add(gradients, variables)
         keras.ops.cond(self._window.full, self._step, lambda: None)
 
+    def _apply_reduced(self, gradients: list[Any], variables: Sequence[Any]) -> None:
+        optimizer = self._optimizer
+        self._applying = True
+        try:
+            type(optimizer).apply(optimizer, gradients, variables)
+        finally:
+            self._applying = False
+
     def _step(self, scale: float = 1.0) -> None:
         """Apply what has been accumulated, times `scale`."""
-        window, optimizer = self._window, self._optimizer
+        window = self._window
         assert window is not None
         reduced = self._reduce(window.gradients(), window.variables)
         if scale != 1.0:
             reduced = [backend.scaled(g, scale) for g in reduced]
-        type(optimizer).apply(optimizer, reduced, window.variables)
+        self._apply_reduced(reduced, window.variables)
         # Last, because what has been reduced may lie in the same memory.
         window.clear()
 
