@@ -227,7 +227,15 @@ def _child(checkout):
 
 
 def _gone(pid):
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    """Return whether a process ends within some seconds: a killed one may wait for a core."""
+    try:
+        process = psutil.Process(pid)
+        process.wait(20)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.TimeoutExpired:
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def test_the_time_limit_ends_the_process_group_and_the_next_part_runs(checkout):

@@ -118,7 +118,12 @@ def test_a_failed_build_changes_nothing_and_says_why(engine, private_cache, tmp_
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    ("number", "status"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.long),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.long),
+    ],
 )
 def test_an_interrupted_build_leaves_nothing(engine, private_cache, tmp_path, number, status):
     before = scratch_folders()

@@ -38,6 +38,9 @@ REPOSITORY = Path(__file__).parents[2]
 #: Tests of what a script does, whatever the controller: two ranks show it, and time is short.
 _ONE_JOB = ("test_custom_format", "test_final_gradients", "test_migrating", "test_uses")
 
+#: Tests of what the engine does, for each controller. The others run so in their long form.
+_ENGINE = ("test_collectives", "test_engine", "test_exactness", "test_functions")
+
 START_SECONDS = 60.0
 TEST_SECONDS = 120.0
 # What the other ranks get once one has failed: they may well be in a collective that the failed
@@ -74,12 +77,16 @@ class Configuration:
         return {"KERAS_BACKEND": self.engine} if self.framework != self.engine else {}
 
 
-def configurations(path: Path) -> list[Configuration]:
+def configurations(path: Path, long: bool) -> list[Configuration]:
     """Return the jobs that the tests in `path` run in.
 
     Most have four ranks: with two, addition commutes and hides mistakes of order.
+
+    Args:
+        path: of the module of tests.
+        long: whether slow forms run, too.
     """
-    own = _configurations_of_folder(path)
+    own = _configurations_of_folder(path, long)
     jobs = os.environ.get("HVDKIT_TEST_JOBS")
     if not jobs:
         return own
@@ -97,34 +104,29 @@ def _parse_job(framework: str, job: str) -> Configuration:
     return Configuration(framework, controller, int(size))
 
 
-def _configurations_of_folder(path: Path) -> list[Configuration]:
+def _configurations_of_folder(path: Path, long: bool) -> list[Configuration]:
     parts = path.relative_to(REPOSITORY / "tests").parts
     if parts[0] != "parallel":
         frameworks = ["keras-tensorflow", "keras-torch"] if parts[0] == "keras" else [parts[0]]
         return [Configuration(framework, "gloo", 1) for framework in frameworks]
     framework = parts[1]
     if framework == "keras":
-        both = [
-            Configuration("keras-tensorflow", "gloo", 4),
-            Configuration("keras-torch", "gloo", 2),
-        ]
-        if path.stem != "test_exactness":
-            return both
-        # The controller is the engine's business, whose own tests are those of the adapters below.
-        return [
-            *both,
-            Configuration("keras-torch", "gloo", 4),
-            Configuration("keras-tensorflow", "mpi", 4),
-        ]
+        if path.stem != "test_exactness" and not long:
+            # Tracing a model takes the time of these tests, on each rank.
+            return [
+                Configuration("keras-tensorflow", "gloo", 2),
+                Configuration("keras-torch", "gloo", 2),
+            ]
+        jobs = [("keras-tensorflow", "gloo"), ("keras-torch", "gloo"), ("keras-tensorflow", "mpi")]
+        return [Configuration(adapter, controller, 4) for adapter, controller in jobs]
     if path.stem in _ONE_JOB:
         return [Configuration(framework, "gloo", 2)]
     if path.stem == "test_sequences":
         return [Configuration(framework, "gloo", 4), Configuration(framework, "gloo", 2)]
-    return [
-        Configuration(framework, "gloo", 4),
-        Configuration(framework, "mpi", 4),
-        Configuration(framework, "gloo", 2),
-    ]
+    jobs = [Configuration(framework, "gloo", 4)]
+    if long or path.stem in _ENGINE:
+        jobs += [Configuration(framework, "mpi", 4), Configuration(framework, "gloo", 2)]
+    return jobs
 
 
 def skip_where_unsupported(configuration: Configuration) -> None:
@@ -283,7 +285,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "rank_pool" in metafunc.fixturenames:
         metafunc.parametrize(
             "rank_pool",
-            configurations(metafunc.definition.path),
+            configurations(metafunc.definition.path, metafunc.config.getoption("--long")),
             ids=str,
             indirect=True,
             scope="session",

@@ -383,10 +383,14 @@ def gathered(content):
     return of_every_rank([each.hex() for each in content])
 
 
-# In one job with TensorFlow and four ranks, in the other with PyTorch and two.
-@pytest.mark.parametrize("kills", [3, pytest.param(25, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    ("framework", "wire", "ranks"), [("keras", "fp16", 4), ("keras-torch", "fp32", 2)]
+    ("framework", "wire", "ranks", "kills"),
+    [
+        ("keras", "fp16", 2, 1),
+        ("keras-torch", "fp32", 2, 1),
+        pytest.param("keras", "fp16", 4, 25, marks=pytest.mark.long),
+        pytest.param("keras-torch", "fp32", 2, 25, marks=pytest.mark.long),
+    ],
 )
 def test_a_job_killed_at_random_moments_ends_as_one_never_stopped(framework, wire, ranks, kills):
     done = run_plain(
