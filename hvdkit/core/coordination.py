@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.collectives import Collectives
@@ -95,9 +95,12 @@ class _Slot:
 
 _FIELDS = [each.name for each in fields(_Slot)]
 
+# More than an optimizer has synchronizers.
+_MANY = 1 << 30
+
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
     """What this rank has entered with.
 
     Attributes:
@@ -109,10 +112,10 @@ class _Entry:
     """
 
     passed: Sequence[Rounds]
-    failed: Sequence[Rounds]
-    late: Rounds | None
-    held: Sequence[Rounds]
-    header: Callable[[], list[int]]
+    failed: Sequence[Rounds] = ()
+    late: Rounds | None = None
+    held: Sequence[Rounds] = ()
+    header: Callable[[], list[int]] = list
 
 
 @dataclass(frozen=True)
@@ -163,9 +166,6 @@ class Coordinator:
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._entry: _Entry | None = None
-        # What cannot be used if the current call fails.
-        self._involved: list[Rounds] = []
 
     def add(self, optimizer: Optimizer) -> None:
         """Add an optimizer, which may be freed later.
@@ -178,19 +178,22 @@ class Coordinator:
             del self._optimizers[0]
         self._optimizers.append(weakref.ref(optimizer))
 
-    def send(self, passed: Sequence[Rounds], failed: Sequence[Rounds] = ()) -> None:
-        """Enter the rounds of a backward pass, and start all that they take; then call `wait`.
+    def send(self, passed: Sequence[Rounds], failed: Sequence[Rounds] = ()) -> Entry:
+        """Enter the rounds of a backward pass, and start all that they take.
 
         Args:
             passed: the optimizers that the pass has reached, in order of creation.
             failed: those of them whose pass has raised; their gradients are not to be used.
-        """
-        self._involved = list(passed)
-        if not self._collectives.alone:
-            with self._invalidating():
-                self._start(passed, failed, None)
 
-    def wait(self) -> None:
+        Returns:
+            What to give to `wait`.
+        """
+        if self._collectives.alone:
+            return Entry(passed)
+        with _invalidating(passed):
+            return self._start(passed, failed, None)
+
+    def wait(self, entry: Entry) -> None:
         """Complete the rounds that `send` has entered; afterwards all gradients are final.
 
         Raises:
@@ -200,13 +203,12 @@ class Coordinator:
             GradientsChanged: on every rank, see there.
         """
         if self._collectives.alone:
-            for rounds in self._involved:
+            for rounds in entry.passed:
                 rounds.reduce_alone()
-            self._involved.clear()
             return
-        with self._invalidating():
-            entry, known = self._finish()
-            self._run(entry, known)
+        with _invalidating(entry.passed):
+            known = self._finish(entry)
+        self._run(entry, known)
 
     def catch_up(self, rounds: Rounds) -> None:
         """Make all gradients of an optimizer final, whatever passes this rank has made.
@@ -227,9 +229,10 @@ class Coordinator:
         if rounds.gradients.removed():
             # The round that left them was not for this step.
             rounds.caught_up = False
-        if rounds.caught_up and not rounds.latecomers and not rounds.new:
+        settled = rounds.caught_up and not rounds.latecomers and not rounds.may_add
+        if settled and not rounds.new:
             return
-        with self._invalidating():
+        with _invalidating([rounds]):
             self._enter_late(rounds)
         rounds.latecomers = False
         rounds.caught_up = True
@@ -244,7 +247,7 @@ class Coordinator:
         """
         if not self._collectives.alone:
             rounds.renew()
-            with self._invalidating():
+            with _invalidating([rounds]):
                 self._enter_late(rounds, only_rounds_of_others=True)
 
     # --- rounds ---------------------------------------------------------------------------------
@@ -257,9 +260,8 @@ class Coordinator:
             only_rounds_of_others: do not begin a round where no rank is in a backward pass.
         """
         while True:
-            self._involved = [rounds]
-            self._start((), (), rounds)
-            entry, known = self._finish()
+            entry = self._start((), (), rounds)
+            known = self._finish(entry)
             if known.in_pass:
                 # The others do not wait here yet: they may make another pass.
                 self._run(entry, known)
@@ -287,7 +289,7 @@ class Coordinator:
                 self._raise_changed([rounds], slot.changed, known.count)
             return
 
-    def _run(self, entry: _Entry, known: _Known) -> None:
+    def _run(self, entry: Entry, known: _Known) -> None:
         """Complete the rounds of all optimizers that a rank is in a pass of.
 
         An error in one round does not keep the others from completing: ranks wait for those, too.
@@ -307,7 +309,7 @@ class Coordinator:
         left = [(rounds, slot) for rounds, slot in known.in_pass if rounds not in errors]
         if any(slot.is_void(known.count) for _, slot in left):
             failure = self._failure(entry, known)
-            raise next(iter(errors.values()), failure)
+            _raise_first({**errors, None: failure})
         running = [(rounds, slot) for rounds, slot in left if rounds]
         changed = 0
         # A rank at its step takes part without knowing whether more passes follow.
@@ -332,8 +334,7 @@ class Coordinator:
             if rounds and late:
                 rounds.latecomers = True
         if errors:
-            self._involved.clear()
-            raise next(iter(errors.values()))
+            _raise_first(errors)
         if changed:
             self._raise_changed([each for each, _ in running], changed, known.count)
 
@@ -345,7 +346,7 @@ class Coordinator:
 
     def _start(
         self, passed: Sequence[Rounds], failed: Sequence[Rounds], late: Rounds | None
-    ) -> None:
+    ) -> Entry:
         """Send the header, and the buckets of the optimizers that the pass has reached."""
         for rounds in passed:
             rounds.renew()
@@ -361,16 +362,13 @@ class Coordinator:
         length = len(newest_first)
         values = [1, int(not ordinary), digest, digest * digest, length, length * length]
         header = self._collectives.start_sum(values, "hvdkit.rounds.header")
-        self._entry = _Entry(passed, failed, late, held, header)
         for rounds in passed:
             if rounds.agreed and rounds not in held:
                 rounds.send()
+        return Entry(passed, failed, late, held, header)
 
-    def _finish(self) -> tuple[_Entry, _Known]:
+    def _finish(self, entry: Entry) -> _Known:
         """Wait for the header, and exchange slots where it is not an ordinary pass on all ranks."""
-        entry = self._entry
-        assert entry is not None
-        self._entry = None
         try:
             count, special, digest, squares, lengths, length_squares = entry.header()
         except RuntimeError as error:
@@ -381,7 +379,7 @@ class Coordinator:
             )
             raise
         if not special and count * squares == digest * digest:
-            return entry, _Known(count, [(each, _ordinary(count)) for each in entry.passed])
+            return _Known(count, [(each, _ordinary(count)) for each in entry.passed])
         newest_first = self._living()
         if count * length_squares != lengths * lengths:
             length = len(newest_first)
@@ -397,9 +395,9 @@ class Coordinator:
             for k, each in enumerate(newest_first)
         ]
         in_use = [(rounds, slot) for rounds, slot in slots if slot.in_pass or slot.late]
-        return entry, _Known(count, in_use[::-1])
+        return _Known(count, in_use[::-1])
 
-    def _slot(self, entry: _Entry, rounds: Rounds | None) -> _Slot:
+    def _slot(self, entry: Entry, rounds: Rounds | None) -> _Slot:
         """Return this rank's numbers for an optimizer."""
         if rounds is None:
             return _Slot()
@@ -425,24 +423,11 @@ class Coordinator:
 
     # --- errors ---------------------------------------------------------------------------------
 
-    @contextmanager
-    def _invalidating(self) -> Iterator[None]:
-        """Where an exception ends this, gradients cannot be used."""
-        try:
-            yield
-        except BaseException as error:
-            for rounds in self._involved:
-                rounds.gradients.invalidate(str(error))
-            self._involved.clear()
-            raise
-        if self._entry is None:
-            self._involved.clear()
-
-    def _entered(self, entry: _Entry) -> list[Rounds | None]:
+    def _entered(self, entry: Entry) -> list[Rounds | None]:
         """The optimizers that this rank has entered with."""
         return [*entry.passed, *([entry.late] if entry.late else [])]
 
-    def _whereabouts(self, entry: _Entry, optimizers: Sequence[Rounds | None]) -> str:
+    def _whereabouts(self, entry: Entry, optimizers: Sequence[Rounds | None]) -> str:
         """Return in words where this rank is with each of the optimizers."""
         living = [each and each.rounds for each in self._living()[::-1]]
         said = []
@@ -462,14 +447,18 @@ class Coordinator:
             said.append(label + rounds.explain(where))
         return "; ".join(said)
 
-    def _failure(self, entry: _Entry, known: _Known) -> HvdkitError:
+    def _failure(self, entry: Entry, known: _Known) -> HvdkitError:
         """Return the error of rounds that cannot be used, the same on every rank. A collective."""
-        for rounds, slot in known.in_pass:
-            # Ranks have sent their buckets, which must not stay in flight.
-            if rounds and slot.present == known.count and not slot.unagreed:
-                if rounds not in entry.passed and not slot.busy:
-                    rounds.begin()
-                rounds.abandon()
+        # Ranks have sent buckets, which must not stay in flight.
+        sent = [(r, slot) for r, slot in known.in_pass if r and slot.present == known.count]
+        plans = [rounds.plans_agreed for rounds, _ in sent]
+        if any(slot.unagreed for _, slot in sent):
+            fewest = self._collectives.max([_MANY - n for n in plans], "hvdkit.rounds.plans")
+            plans = [_MANY - n for n in fewest]
+        for (rounds, slot), agreed in zip(sent, plans, strict=True):
+            if rounds not in entry.passed and not slot.busy:
+                rounds.begin()
+            rounds.abandon(agreed)
         joined = len(self._collectives.ranks) - known.count
         told: list[str] = []
         if not joined:
@@ -527,6 +516,25 @@ class Coordinator:
         for rounds in optimizers:
             if rounds is not None:
                 rounds.reset(same_parameters, str(error))
+
+
+@contextmanager
+def _invalidating(optimizers: Iterable[Rounds]) -> Iterator[None]:
+    """Where an exception ends this, the gradients of these optimizers cannot be used."""
+    try:
+        yield
+    except BaseException as error:
+        for rounds in optimizers:
+            rounds.gradients.invalidate(str(error))
+        raise
+
+
+def _raise_first(errors: dict[Any, Exception]) -> NoReturn:
+    """Raise the first error, without a cycle that keeps this frame and its optimizers alive."""
+    try:
+        raise next(iter(errors.values()))
+    finally:
+        errors.clear()
 
 
 def _ordinary(count: int) -> _Slot:

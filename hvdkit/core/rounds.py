@@ -127,6 +127,8 @@ class Rounds:
     Attributes:
         gradients: as given.
         caught_up: whether this rank has taken part in a round since its last step.
+        may_add: whether the script may have added gradients since the last round that only a step
+            reduces, as it may under `no_sync`. On all ranks alike.
         latecomers: whether a rank has come to a round of this step without a pass, at a step of
             this optimizer or of another. All ranks then send a header at the step of this one.
     """
@@ -142,6 +144,7 @@ class Rounds:
         self.gradients = gradients
         self.caught_up = False
         self.latecomers = False
+        self.may_add = False
         self._collectives = collectives
         self._synchronizers = synchronizers
         self._window = window
@@ -177,8 +180,9 @@ class Rounds:
     def renew(self) -> None:
         """Count from 0 again where ranks have started Horovod again or come back from `join`."""
         if self._generation != self._collectives.generation:
-            # All ranks are here, whatever they counted before.
+            # All ranks are here, whatever they counted before, and some may be new.
             self._generation = self._collectives.generation
+            self._compared = False
             self._reset_place()
 
     def digest(self) -> int:
@@ -207,12 +211,12 @@ class Rounds:
             self.gradients.end_step()
         self._step += 1
         self._number = 0
-        self.caught_up = self.latecomers = False
+        self.caught_up = self.latecomers = self.may_add = False
 
     def _reset_place(self) -> None:
         self._used = None
         self._step = self._number = 0
-        self.caught_up = self.latecomers = False
+        self.caught_up = self.latecomers = self.may_add = False
 
     # --- a round --------------------------------------------------------------------------------
 
@@ -281,11 +285,27 @@ class Rounds:
         self.gradients.end_round()
         self._number += 1
         self.caught_up = True
+        self.may_add = False
 
-    def abandon(self) -> None:
-        """Wait for all buckets of a round that cannot be used. A collective."""
-        self.send()
-        self._wait()
+    @property
+    def plans_agreed(self) -> int:
+        """The number of synchronizers that the ranks have agreed on, before the first other one."""
+        agreed = [synchronizer.agreed for synchronizer in self._synchronizers]
+        return agreed.index(False) if False in agreed else len(agreed)
+
+    def abandon(self, plans: int) -> None:
+        """Wait for the buckets of a round that cannot be used. A collective.
+
+        Args:
+            plans: the number of synchronizers that all ranks have agreed on.
+        """
+        used, self._used = self._used, None
+        for synchronizer in self._synchronizers[:plans]:
+            synchronizer.send()
+        for synchronizer in self._synchronizers[:plans]:
+            synchronizer.wait()
+        if used:
+            used()
 
     def reset(self, same_parameters: bool, reason: str) -> None:
         """Begin anew after an error that all ranks have seen.

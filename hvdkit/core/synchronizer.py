@@ -302,8 +302,9 @@ class Synchronizer(Generic[Buffer, Handle]):
         reduction: _BucketReduction[Handle] = _BucketReduction(
             steps, f"{self._name}.{bucket.index}"
         )
-        self._round.reductions[bucket.index] = reduction
         self._advance(reduction, None)
+        # Not before: where packing has raised, the bucket has not been sent.
+        self._round.reductions[bucket.index] = reduction
 
     def _advance(self, reduction: _BucketReduction[Handle], answer: Any) -> None:
         """Give a bucket reduction its answer; start the collective that it asks for next."""

@@ -31,7 +31,7 @@ from hvdkit.keras.functions import (
 from hvdkit.keras.models import load_model, teach_keras
 from hvdkit.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, flush
 from hvdkit.keras.resuming import teach_epochs
-from hvdkit.keras.training import coordinate_fit
+from hvdkit.keras.training import coordinate_fit, local_fit
 
 Adasum = backend.hvd.Adasum
 Average = backend.hvd.Average
@@ -97,6 +97,7 @@ __all__ = [
     "init",
     "is_initialized",
     "load_model",
+    "local_fit",
     "local_rank",
     "local_size",
     "mpi_built",

@@ -6,6 +6,7 @@ imported. Models and optimizers that hvdkit has nothing to do with pass through 
 
 import functools
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,11 +16,14 @@ from keras.src.trainers.trainer import Trainer
 
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
-from hvdkit.keras.optimizer import DistributedOptimizer, distribution_of
+from hvdkit.keras.optimizer import DistributedOptimizer, Distribution, distribution_of
 
 log = logging.getLogger("hvdkit.keras")
 
 _said: set[str] = set()
+
+# Model -> how its optimizers reduced when its training function was traced.
+_traced_for: "weakref.WeakKeyDictionary[Any, list[Distribution]]" = weakref.WeakKeyDictionary()
 
 
 def teach_keras() -> None:
@@ -53,9 +57,30 @@ def _scaling(original: Any) -> Any:
     return __init__
 
 
+def distributions_of(model: Any) -> list[Distribution]:
+    """Return how the optimizers of a model reduce, that of `compile` first.
+
+    A model may have optimizers of its own as attributes, as a GAN has.
+    """
+    own = [getattr(model, "optimizer", None), *vars(model).values()]
+    found = [distribution_of(each) for each in own if isinstance(each, keras.optimizers.Optimizer)]
+    return list(dict.fromkeys(each for each in found if each is not None))
+
+
+def has_own_step(model: Any) -> bool:
+    """Return whether a model trains in a `train_step` of its own, not of Keras."""
+    module = getattr(type(model).train_step, "__module__", "")
+    return not module.startswith("keras.")
+
+
 def adapt(model: Any) -> None:
-    """Compile a model's steps without XLA, where they contain Horovod's operations."""
-    if distribution_of(model.optimizer) is None or backend.NAME != "tensorflow":
+    """Prepare a model whose steps contain Horovod's operations.
+
+    They are compiled without XLA. A function that was traced before an optimizer was wrapped is
+    traced again.
+    """
+    distributions = distributions_of(model)
+    if backend.NAME != "tensorflow" or not (distributions or has_own_step(model)):
         return
     if model.jit_compile:
         if "jit_compile" not in _said and backend.hvd.rank() == 0:
@@ -65,6 +90,10 @@ def adapt(model: Any) -> None:
             )
         _said.add("jit_compile")
         model.jit_compile = False
+        model.train_function = None
+    if _traced_for.get(model, distributions) != distributions:
+        model.train_function = None
+    _traced_for[model] = distributions
 
 
 def load_model(

@@ -1,14 +1,18 @@
 """What `model.fit` needs beyond the gradients, so that the ranks of a job act as one.
 
-This is the one place where hvdkit steps into `fit` and `evaluate`. Both talk to their callbacks
-through a `keras.callbacks.CallbackList`, made anew for every call, and the moments of that talk
-are the right ones: the list of a model whose optimizer `hvdkit.keras.DistributedOptimizer` has
-wrapped, in a job of several ranks, turns into a `_Coordinated` one when the model is put into it,
-and one that has something to follow it into a `_Followed` one. No other list, and but for the first
-step of an epoch (see `hvdkit.keras.resuming`) nothing else in Keras, is touched.
+This is the one place where hvdkit steps into `fit` and `evaluate`. Both call their callbacks
+through a `keras.callbacks.CallbackList`, made anew for every call. In a job of several ranks such a
+list becomes a `_Coordinated` one when the model is put into it, and one that has something to
+follow it a `_Followed` one. Nothing else in Keras is changed but the first step of an epoch (see
+`hvdkit.keras.resuming`).
 
-What a coordinated list does, in the order in which `fit` comes by:
+Every `fit` of such a job begins with one small collective, because only one rank may know that the
+ranks train together: it has a callback that asks for metrics of all ranks, for instance. Where no
+rank uses anything of hvdkit, `fit` is Keras's own. `local_fit` leaves out the collective, too.
 
+What a coordinated list does, in the order of the calls:
+
+- Ranks whose numbers of steps or epochs are known to differ raise an error.
 - Files and the progress bar are rank 0's: callbacks that write are left out on the other ranks.
   What `BackupAndRestore` restores goes from rank 0 to all of them.
 - A batch's loss that is not finite on one rank is so on all, where a `TerminateOnNaN` looks at it.
@@ -26,7 +30,10 @@ rank 0 alone. Give it a `MetricAverageCallback` on every rank to have its metric
 import functools
 import logging
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import keras
@@ -37,7 +44,7 @@ from hvdkit.keras import backend
 from hvdkit.keras.data import any_samplers, forget_reads, samplers_read
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.metrics import MetricState, flatten, reduce_logs
-from hvdkit.keras.optimizer import distribution_of
+from hvdkit.keras.models import adapt, distributions_of, has_own_step
 
 log = logging.getLogger("hvdkit.keras")
 
@@ -55,7 +62,29 @@ _WRITERS: tuple[type, ...] = tuple(
     if hasattr(keras.callbacks, name)
 )
 
+# Seconds after which a rank that waits for the others at the start of `fit` says so.
+_PATIENT_SECONDS = 10.0
+
+_local: ContextVar[bool] = ContextVar("hvdkit_local_fit", default=False)
+_said: set[str] = set()
+
 _BATCH_HOOKS = ("on_train_batch_begin", "on_batch_begin", "on_train_batch_end", "on_batch_end")
+
+
+@contextmanager
+def local_fit() -> Iterator[None]:
+    """Let `fit` within it train on this rank alone, without the other ranks.
+
+    Example:
+        if hvd.rank() == 0:
+            with hvd.local_fit():
+                teacher.fit(data)
+    """
+    token = _local.set(True)
+    try:
+        yield
+    finally:
+        _local.reset(token)
 
 
 class ReducesMetrics(keras.callbacks.Callback):
@@ -90,10 +119,13 @@ class FollowsFit(keras.callbacks.Callback):
 class _Coordination:
     """What the ranks of one `fit` agree on, and when."""
 
-    def __init__(self, model: Any, distribution: Any) -> None:
+    def __init__(self, model: Any, asked: bool) -> None:
         self.model = model
-        self.distribution = distribution
-        self.group = distribution.collectives if distribution else backend.collectives()
+        self.distributions = distributions_of(model)
+        #: Whether this rank knows that the ranks train together.
+        self.in_use = asked or bool(self.distributions) or has_own_step(model)
+        first = self.distributions[0] if self.distributions else None
+        self.group = first.collectives if first else backend.collectives()
         # Callbacks may differ between ranks, and these must not.
         self.watches_loss = False
         self.watches_stops = False
@@ -106,6 +138,66 @@ class _Coordination:
     def is_first(self) -> bool:
         """Whether this is the rank that speaks and writes for all."""
         return bool(backend.hvd.rank() == self.group.ranks[0])
+
+    def meet(self, params: Mapping[str, Any]) -> bool:
+        """Return whether the ranks train together. A collective.
+
+        Args:
+            params: of the callbacks: `steps` in an epoch, None where not known, and `epochs`.
+
+        Raises:
+            UsageError: on every rank, when the numbers of steps or epochs differ.
+        """
+        steps, epochs = params.get("steps"), int(params.get("epochs") or 0)
+        known = steps is not None
+        own = [int(steps or 0), epochs]
+        values = [1, int(self.in_use), int(known), *own, *(n * n for n in own)]
+        with self._saying_that_it_waits():
+            count, in_use, all_known, *sums = self.group.sum(values, "hvdkit.keras.fit")
+        if not in_use:
+            if self.is_first and "separate" not in _said:
+                log.warning(
+                    "fit trains a separate model on each of %d ranks, because nothing reduces "
+                    "their gradients. Compile the model with "
+                    "hvd.DistributedOptimizer(optimizer). If each rank is to have its own model, "
+                    "call fit within hvd.local_fit().",
+                    count,
+                )
+            _said.add("separate")
+            return False
+        differ = [count * sums[k + 2] != sums[k] ** 2 for k in range(2)]
+        if (differ[0] and all_known == count) or differ[1]:
+            mine = f"{steps} steps in each of {epochs} epochs"
+            everyone = self.group.allgather(mine.encode(), "hvdkit.keras.fit.who")
+            told = "; ".join(
+                f"rank {rank}: {said.decode()}"
+                for rank, said in zip(self.group.ranks, everyone, strict=True)
+            )
+            raise UsageError(
+                f"fit has different numbers of steps or epochs on the ranks ({told}), and would "
+                f"wait for ever for the batches that some do not have. Give all ranks as many "
+                f"batches: hvd.shard(data), or steps_per_epoch=."
+            )
+        return True
+
+    @contextmanager
+    def _saying_that_it_waits(self) -> Iterator[None]:
+        timer = threading.Timer(
+            _PATIENT_SECONDS,
+            log.warning,
+            (
+                "rank %d has waited for %.0f seconds in fit for other ranks: every rank calls fit. "
+                "To train on this rank alone, call fit within hvd.local_fit().",
+                backend.hvd.rank(),
+                _PATIENT_SECONDS,
+            ),
+        )
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def begin(self, callbacks: list[Any], restores: bool) -> None:
         """Agree on what to watch, and start where rank 0 does if that may have a backup."""
@@ -147,8 +239,9 @@ class _Coordination:
 
     def end_training_part(self) -> None:
         """Close the accumulation window, and keep the metrics, which validation will reset."""
-        if self.distribution and self.distribution.accumulation_steps > 1:
-            self.distribution.flush()
+        for distribution in self.distributions:
+            if distribution.accumulation_steps > 1:
+                distribution.flush()
         self._trained = self._metrics()
 
     def end_validation(self, logs: dict[str, Any]) -> None:
@@ -204,11 +297,18 @@ class _Coordinated:
     """Mixed into the class of a `CallbackList` whose `fit` is one of several ranks."""
 
     callbacks: list[Any]
+    params: dict[str, Any]
     _coordination: _Coordination
+    _own_class: type
     _restores = False
     _in_fit = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if not self._coordination.meet(self.params or {}):
+            self.__class__ = self._own_class
+            self.on_train_begin(logs)
+            return
+        self._leave_to_first_rank()
         if self._restores and not self._coordination.model.built:
             # Keras says so where the callback is, and it is on rank 0 only.
             raise UsageError(
@@ -218,6 +318,17 @@ class _Coordinated:
         super().on_train_begin(logs)  # type: ignore[misc]
         self._coordination.begin(self.callbacks, self._restores)
         self._in_fit = True
+
+    def _leave_to_first_rank(self) -> None:
+        """Drop the callbacks of other ranks that write files or a progress bar."""
+        if self._coordination.is_first:
+            return
+        self._progbar = None
+        self.callbacks = [
+            callback
+            for callback in self.callbacks
+            if not isinstance(callback, (*_WRITERS, ProgbarLogger))
+        ]
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         coordination = self._coordination
@@ -318,29 +429,27 @@ def _coordinated(cls: Any) -> type:
 
 
 def _coordinate(callback_list: Any, model: Any) -> None:
-    """Turn a callback list into a coordinated one, if its model is trained on several ranks."""
-    distribution = distribution_of(getattr(model, "optimizer", None))
-    asked = [c for c in callback_list.callbacks if isinstance(c, ReducesMetrics)]
-    if distribution is None and not asked:
+    """Turn a callback list into a coordinated one, in a job of several ranks."""
+    if _local.get() or not backend.hvd.is_initialized():
         return
-    coordination = _Coordination(model, distribution)
+    asked = [c for c in callback_list.callbacks if isinstance(c, ReducesMetrics)]
+    coordination = _Coordination(model, bool(asked))
     if coordination.group.alone:
         return
     for callback in asked:
         callback.coordinated = True
+    if coordination.in_use:
+        adapt(model)
+    kind: Any = type(callback_list)
     callback_list._restores = any(
         isinstance(c, keras.callbacks.BackupAndRestore) for c in callback_list.callbacks
     )
-    if not coordination.is_first:
-        callback_list._progbar = None
-        callback_list.callbacks = [
-            callback
-            for callback in callback_list.callbacks
-            if not isinstance(callback, (*_WRITERS, ProgbarLogger))
-        ]
     callback_list._coordination = coordination
-    kind: Any = type(callback_list)
+    callback_list._own_class = kind
     callback_list.__class__ = _coordinated(kind)
+    if coordination.in_use:
+        # Before the model is put into them, because some open their files then.
+        callback_list._leave_to_first_rank()
 
 
 def coordinate_fit() -> None:

@@ -26,10 +26,10 @@ def check_values(collectives: TorchCollectives, parameters: Mapping[str, torch.T
     check_agreement(
         collectives,
         [f"{name!r} has a value with digest {d:016x}" for name, d in pairs],
-        "the initial values of the parameters",
+        "the values of the parameters",
         "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first backward "
-        "pass, or, if ranks are to start from different values, pass check_parameters=False to "
-        "hvd.DistributedOptimizer.",
+        "pass, and with root_rank=last after last = hvd.join(). If ranks are to have different "
+        "values, pass check_parameters=False to hvd.DistributedOptimizer.",
     )
 
 

@@ -133,6 +133,7 @@ def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         UsageError: `optimizer` is not a `DistributedOptimizer`.
     """
     own = wrapped(optimizer)
+    own.rounds.may_add = True
     previous, own._muted = own._muted, True
     try:
         yield

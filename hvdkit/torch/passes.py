@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from horovod.torch.mpi_ops import ProcessSet
 
-from hvdkit.core.coordination import Coordinator, one_thread
+from hvdkit.core.coordination import Coordinator, Entry, one_thread
 from hvdkit.core.rounds import Rounds
 
 
@@ -88,34 +88,55 @@ def in_backward() -> bool:
 
 
 def end(listeners: Iterable[Listener]) -> None:
-    """End the pass that has reached these optimizers: reduce their gradients.
+    """End the pass that has reached these optimizers: reduce their gradients."""
+    errors: list[Exception] = []
+    passed = []
+    for listener in listeners:
+        try:
+            if listener.end_pass():
+                passed.append(listener)
+        except Exception as error:
+            errors.append(error)
+    reduce(passed, (), errors)
+
+
+def reduce(
+    passed: Iterable[Listener], failed: Iterable[Listener], errors: Iterable[Exception] = ()
+) -> None:
+    """Enter the rounds of optimizers whose pass has ended.
 
     Sends everything of all process sets, then waits for it, in an order that all ranks have. What
     fails in one process set does not keep the others from completing, because ranks wait for those,
     too.
+
+    Args:
+        passed: their pass has ended.
+        failed: their pass has raised.
+        errors: what has happened already; the first error is raised at the end.
     """
-    errors: list[Exception] = []
-    sent: dict[Coordinator, list[Rounds]] = {}
-    for listener in sorted(listeners, key=_order):
-        try:
-            if listener.end_pass():
-                sent.setdefault(listener.coordinator, []).append(listener.rounds)
-        except Exception as error:
-            errors.append(error)
+    raised = list(errors)
+    failed_rounds = [listener.rounds for listener in failed]
+    entered: dict[Coordinator, list[Rounds]] = {}
+    for listener in sorted([*passed, *failed], key=_order):
+        entered.setdefault(listener.coordinator, []).append(listener.rounds)
+    sent: list[tuple[Coordinator, Entry]] = []
     with one_thread():
-        for coordinator, passed in list(sent.items()):
+        for coordinator, rounds in entered.items():
             try:
-                coordinator.send(passed)
+                of_these = [each for each in rounds if each in failed_rounds]
+                sent.append((coordinator, coordinator.send(rounds, of_these)))
             except Exception as error:
-                errors.append(error)
-                del sent[coordinator]
-        for coordinator in sent:
+                raised.append(error)
+        for coordinator, entry in sent:
             try:
-                coordinator.wait()
+                coordinator.wait(entry)
             except Exception as error:
-                errors.append(error)
-    if errors:
-        raise errors[0]
+                raised.append(error)
+    try:
+        if raised:
+            raise raised[0]
+    finally:
+        raised.clear()  # an error would keep this frame alive, and its optimizers
 
 
 def _order(listener: Listener) -> tuple[int, int]:

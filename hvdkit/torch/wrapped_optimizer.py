@@ -34,9 +34,15 @@ log = logging.getLogger("hvdkit.torch")
 _hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _count = itertools.count()
 _living: "weakref.WeakSet[WrappedOptimizer]" = weakref.WeakSet()
-_coordinators: "weakref.WeakKeyDictionary[mpi_ops.ProcessSet, Coordinator]" = (
-    weakref.WeakKeyDictionary()
-)
+
+
+def _coordinator_of(process_set: mpi_ops.ProcessSet) -> Coordinator:
+    """Return the coordinator of a process set, which lives as long as that."""
+    found: Coordinator | None = getattr(process_set, "_hvdkit_coordinator", None)
+    if found is None:
+        found = Coordinator(TorchCollectives(process_set))
+        process_set._hvdkit_coordinator = found
+    return found
 
 
 def living() -> "list[WrappedOptimizer]":
@@ -120,9 +126,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             window,
             functools.partial(_check_values_of, me) if check_parameters else None,
         )
-        if process_set not in _coordinators:
-            _coordinators[process_set] = Coordinator(TorchCollectives(process_set))
-        self.coordinator = _coordinators[process_set]
+        self.coordinator = _coordinator_of(process_set)
         self.coordinator.add(self)
         _living.add(self)
 
@@ -199,12 +203,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """
         if self.running is None or passes.in_backward():
             return
-        task = self.running()
-        if task is None:
-            self._complete_interrupted_passes()
-        else:
-            # Its re-entrant checkpoints have ended, and nothing told when it ended itself.
-            passes.end([each for each in living() if each.running and each.running() is task])
+        self._complete_interrupted_passes()
 
     def _drop_pending_pass(self) -> None:
         """Complete a pass that has not reached its end, and whose gradients are not wanted."""
@@ -216,8 +215,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     @property
     def _interrupted(self) -> bool:
-        """Whether a backward pass has raised and has not been completed since."""
-        return self.running is not None and self.running() is None
+        """Whether a backward pass has raised and has not been completed since.
+
+        Outside of backward passes that includes a pass whose re-entrant checkpoints have ended,
+        where nothing told when it ended itself: whether it has raised is not known.
+        """
+        if self.running is None:
+            return False
+        return self.running() is None or not passes.in_backward()
 
     def _complete_interrupted_passes(self) -> None:
         """Take part in the rounds of passes that raised, so that the other ranks do not wait.
@@ -226,12 +231,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             BackwardFailed: on every rank.
         """
         interrupted = self._interrupted
-        mine = [each for each in living() if each.coordinator is self.coordinator]
-        failed = [each.rounds for each in mine if each._interrupted and each._end_interrupted()]
-        if failed:
-            with one_thread():
-                self.coordinator.send(failed, failed)
-                self.coordinator.wait()
+        passes.reduce((), [e for e in living() if e._interrupted and e._end_interrupted()])
         if interrupted and self._gradients.void:
             raise BackwardFailed(self._gradients.void)
 

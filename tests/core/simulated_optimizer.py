@@ -358,8 +358,8 @@ class SimulatedOptimizer:
             fails: the pass raises after half of its gradients.
         """
         if self.accumulate(values, muted, fails):
-            self.coordinator.send([self.rounds], [self.rounds] if fails else ())
-            self.coordinator.wait()
+            entry = self.coordinator.send([self.rounds], [self.rounds] if fails else ())
+            self.coordinator.wait(entry)
 
     def accumulate(
         self, values: float | Mapping[int, Any], muted: bool = False, fails: bool = False

@@ -37,8 +37,7 @@ class Script:
         passed = [each for each in passed if each.accumulate(value, fails=fails)]
         if passed:
             rounds = [each.rounds for each in passed]
-            self.coordinator.send(rounds, rounds if fails else ())
-            self.coordinator.wait()
+            self.coordinator.wait(self.coordinator.send(rounds, rounds if fails else ()))
 
     def zero(self):
         for optimizer in self.optimizers:
@@ -303,8 +302,8 @@ def play(collectives, count, wire_format, iterations):
                 for each in passed:
                     k = script.optimizers.index(each)
                     each.accumulate(amount(at, number, rank, k))
-                script.coordinator.send([each.rounds for each in passed])
-                script.coordinator.wait()
+                entry = script.coordinator.send([each.rounds for each in passed])
+                script.coordinator.wait(entry)
             number += 1
     for optimizer in script.optimizers:
         optimizer.rounds.settle()

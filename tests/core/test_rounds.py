@@ -568,7 +568,7 @@ def test_ranks_that_disagree_in_their_first_round_can_go_on_once_they_agree():
     assert on_ranks(2, run) == [True] * 2
 
 
-def test_a_comparison_is_made_once_when_the_ranks_have_agreed():
+def test_a_comparison_is_made_once_after_each_init_and_join():
     def run(collectives):
         made = []
         optimizer = SimulatedOptimizer(collectives, compare=lambda: made.append(1))

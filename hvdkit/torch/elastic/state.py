@@ -14,6 +14,7 @@ from horovod.torch.elastic.state import (
 )
 
 from hvdkit.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 __all__ = [
     "ModelStateHandler",
@@ -32,8 +33,23 @@ class _ModelHandler(horovod_state.ModelStateHandler):
 
 
 class _OptimizerHandler(horovod_state.OptimizerStateHandler):
+    """Also drops gradients: those of an interrupted step are not the same on all ranks."""
+
+    def restore(self) -> None:
+        super().restore()
+        _drop_gradients(self.value)
+
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
+        _drop_gradients(self.value)
+
+
+def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, WrappedOptimizer):
+        optimizer.begin_anew()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = None
 
 
 class TorchState(horovod_state.TorchState):

@@ -1,5 +1,7 @@
 """Ordinary uses of Keras that reviews have broken."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -87,3 +89,110 @@ def test_an_embedding_in_a_local_layer(hvd):
     assert changed.tolist() == [row == hvd.rank() for row in range(5)]
     kernel = keras.ops.convert_to_numpy(head.kernel)
     same_everywhere(kernel.tolist())
+
+
+# --- which ranks train together -----------------------------------------------------------------
+
+
+def test_different_numbers_of_steps_are_an_error_on_every_rank(hvd):
+    import keras
+
+    from hvdkit.errors import UsageError
+
+    model = classifier(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    x = np.zeros((16 + 4 * hvd.rank(), 3), "float32")
+    with pytest.raises(UsageError, match="rank 0: 4 steps in each of 1 epochs; rank 1: 5 steps"):
+        model.fit(x, x[:, :1], batch_size=4, verbose=0)
+
+
+def test_a_plain_optimizer_is_said_once_to_train_separate_models(hvd, caplog):
+    from hvdkit.keras import training
+
+    training._said.discard("separate")
+    model = classifier("sgd")
+    for _ in range(2):
+        fit(model, hvd.rank())
+    said = [r for r in caplog.records if "separate model on each of 2 ranks" in r.message]
+    assert len(said) == (hvd.rank() == 0)
+    assert all("hvd.DistributedOptimizer(optimizer)" in record.getMessage() for record in said)
+
+
+def test_one_rank_fits_a_model_of_its_own(hvd):
+    model = classifier("sgd")
+    if hvd.rank() == 0:
+        with hvd.local_fit():
+            fit(model, 0)
+    same_everywhere("the others did not wait")
+
+
+def test_an_optimizer_that_is_wrapped_after_a_fit(hvd):
+    import keras
+
+    optimizer = keras.optimizers.SGD(0.1)
+    model = classifier(optimizer)
+    with hvd.local_fit():
+        fit(model, 0)
+    hvd.DistributedOptimizer(optimizer)
+    fit(model, hvd.rank(), 1)
+    same_everywhere(weights_of(model))
+
+
+@pytest.mark.parametrize("kind", ["two optimizers", "tape"])
+def test_a_train_step_of_its_own_is_coordinated(hvd, kind, tmp_path):
+    """One rank writes; all stop together; metrics are those of all ranks."""
+    import keras
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inside = keras.layers.Dense(4)
+            self.outside = keras.layers.Dense(1, activation="sigmoid")
+
+        def call(self, x):
+            return self.outside(self.inside(x))
+
+        def train_step(self, *arguments):
+            x, y = arguments[-1]
+            variables = [self.inside.trainable_variables, self.outside.trainable_variables]
+            if keras.backend.backend() == "torch":
+                self.zero_grad()
+                loss = self.compute_loss(y=y, y_pred=self(x))
+                loss.backward()
+                gradients = [[v.value.grad for v in each] for each in variables]
+            else:
+                import tensorflow as tf
+
+                with tf.GradientTape() as tape:
+                    loss = self.compute_loss(y=y, y_pred=self(x))
+                if kind == "tape":
+                    from hvdkit.tensorflow import DistributedGradientTape
+
+                    tape = DistributedGradientTape(tape)
+                gradients = tape.gradient(loss, variables)
+            for optimizer, own, several in zip(self.own, gradients, variables, strict=True):
+                optimizer.apply(own, several)
+            return {"loss": loss}
+
+    class StopsOnOneRank(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = hvd.rank() == 1 and epoch == 1
+
+    if kind == "tape" and keras.backend.backend() == "torch":
+        pytest.skip("a tape is TensorFlow's")
+    keras.utils.set_random_seed(1)
+    model = Own()
+    model.build((None, 3))
+    optimizers = [keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.2)]
+    if kind == "two optimizers":
+        optimizers = [hvd.DistributedOptimizer(each) for each in optimizers]
+    model.own = optimizers
+    model.compile("sgd", loss="mse")
+    path = f"{tmp_path}/{hvd.rank()}.weights.h5"
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(path, save_weights_only=True),
+        StopsOnOneRank(),
+    ]
+    history = fit(model, hvd.rank(), epochs=5, callbacks=callbacks)
+    same_everywhere(weights_of(model))
+    assert len(same_everywhere(history.history["loss"])) == 2
+    assert os.path.exists(path) == (hvd.rank() == 0)

@@ -15,7 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.coordination import BackwardFailed
 from hvdkit.errors import HvdkitError, UsageError
 from tests.logs import recorded
 from tests.parallel.rank_pool import Configuration, start_ranks_of
@@ -700,7 +702,9 @@ def assert_models_stay_apart(hvd, model, optimizer):
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16"])
-def test_models_that_an_uneven_epoch_left_different_are_no_false_alarm(hvd, compression):
+def test_models_that_an_uneven_epoch_left_different_are_an_error_until_a_broadcast(
+    hvd, compression
+):
     """Rank 0 has no batch in the first epoch, so it was not there when values were compared."""
     model = small_model()
     optimizer = hvd.DistributedOptimizer(
@@ -710,13 +714,16 @@ def test_models_that_an_uneven_epoch_left_different_are_no_false_alarm(hvd, comp
         optimizer.zero_grad()
         loss_of(model, batch_of(hvd.rank(), step)).backward()
         optimizer.step()
-    hvd.join()
+    last = hvd.join()
     optimizer.zero_grad()
-    # Ranks hold different models now, which is the script's business.
+    with pytest.raises(RanksDisagree, match="root_rank=last") as caught:
+        loss_of(model, batch_of(hvd.rank(), 9)).backward()
+    assert_raised_on_all_ranks(hvd, caught)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+    optimizer.zero_grad()
     loss_of(model, batch_of(hvd.rank(), 9)).backward()
-    flat = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-    assert all(torch.equal(flat, other) for other in on_all_ranks(hvd, flat))
     optimizer.step()
+    assert_same_on_all_ranks(hvd, model)
 
 
 # Re-entrant checkpoints
@@ -1015,3 +1022,97 @@ def test_ranks_that_fail_in_different_places_and_start_horovod_again(compression
     ranks = start_ranks_of(Configuration("torch", "gloo", 2), command, env)
     for result in ranks.wait(60, 5.0):
         assert "trained" in result.output
+
+
+# --- what a review found ------------------------------------------------------------------------
+
+
+def linear_and_optimizer(hvd, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1, bias=False).to(DEVICE, torch.float64)
+    return model, hvd.DistributedOptimizer(sgd(model.parameters()), **options)
+
+
+def ones(batch=1):
+    return torch.ones(batch, 2, device=DEVICE, dtype=torch.float64)
+
+
+def test_restored_elastic_state_has_no_gradients_of_an_interrupted_step(hvd):
+    """In a loop that calls zero_grad after the step, they would be added to."""
+    model, optimizer = linear_and_optimizer(hvd)
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer)
+    state.save()
+    model(5 * ones()).sum().backward()
+    state.restore()
+    state.sync()
+    model(ones()).sum().backward()
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_a_pass_that_raises_after_a_reentrant_checkpoint(hvd):
+    """The graph lives on, and with it what was to tell that the outer pass has ended."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3)).to(DEVICE, torch.float64)
+    optimizer = hvd.DistributedOptimizer(sgd(layers.parameters()))
+    for step in range(3):
+        fails = step == 1 and hvd.rank() == 0
+        optimizer.zero_grad()
+        x = layers[0](ones())
+        # Made before the checkpoint, so its backward runs after that of the checkpoint.
+        side = layers[1](x)
+        if fails:
+            side = FailsLate.apply(side)
+        loss = (checkpoint(layers[2], x, use_reentrant=True) + side).sum()
+        if step == 1:
+            with pytest.raises(ZeroDivisionError if fails else BackwardFailed):
+                loss.backward()
+            continue
+        loss.backward()
+        optimizer.step()
+        assert_same_on_all_ranks(hvd, layers)
+
+
+class FailsLate(torch.autograd.Function):
+    """The identity, whose backward pass raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ZeroDivisionError
+
+
+def test_a_loss_of_one_rank_under_no_sync_after_the_reduced_pass(hvd):
+    model, optimizer = linear_and_optimizer(hvd, op=hvd.Sum)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(ones()).sum().backward()
+        with hvd.no_sync(optimizer):
+            if hvd.rank() == 0:
+                (10 * model(ones())).sum().backward()
+        optimizer.step()
+        assert model.weight.grad.tolist() == [[hvd.size() + 10.0] * 2]
+
+
+def test_a_parameter_group_that_comes_one_step_later_on_one_rank(hvd):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]).to(DEVICE, torch.float64)
+    extra = nn.Linear(8, 8).to(DEVICE, torch.float64)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), bucket_bytes=300)
+    x = torch.ones(1, 8, device=DEVICE, dtype=torch.float64)
+    for step in range(4):
+        optimizer.zero_grad()
+        if step == 1 + hvd.rank():
+            optimizer.add_param_group({"params": list(extra.parameters()), "lr": 0.1})
+        loss = extra(model(x)).sum()
+        if step == 1:
+            with pytest.raises(PassesDiffer):
+                loss.backward()
+            continue
+        loss.backward()
+        optimizer.step()
+    assert_same_on_all_ranks(hvd, nn.ModuleList([model, extra]))
+    # Buckets that stay in flight would end the job at the stall limit.
+    assert all(mpi_ops.poll(handle) for handle in list(mpi_ops._handle_map))
