@@ -196,14 +196,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return not self._muted_pass
 
     def _end_pending_pass(self) -> None:
-        """Complete a pass that has not reached its end, outside of backward passes.
+        """Complete passes that have raised, outside of backward passes.
+
+        Also those of other optimizers: their round may void gradients of this one.
 
         Raises:
             BackwardFailed: on every rank, because the pass has raised.
         """
-        if self.running is None or passes.in_backward():
-            return
-        self._complete_interrupted_passes()
+        if not passes.in_backward() and any(each._interrupted for each in _living):
+            self._complete_interrupted_passes()
 
     def _drop_pending_pass(self) -> None:
         """Complete a pass that has not reached its end, and whose gradients are not wanted."""

@@ -1,0 +1,239 @@
+"""Details that a trial with deliberate mistakes showed to be untested: one test for each."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.coordination import BackwardFailed
+from tests.parallel.torch.oracle import (
+    DEVICE,
+    assert_close,
+    assert_same_on_all_ranks,
+    batch_of,
+    loss_of,
+    sgd,
+    small_model,
+    whole_batch,
+)
+
+
+def wrapped(hvd, model, **options):
+    return hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
+
+
+def two_groups(model):
+    """An optimizer with the layers' weights in one group and their biases in another."""
+    weights = [p for name, p in model.named_parameters() if "weight" in name]
+    biases = [p for name, p in model.named_parameters() if "bias" in name]
+    return torch.optim.SGD([{"params": weights}, {"params": biases, "lr": 0.5}], lr=0.1)
+
+
+def test_nested_no_sync_ends_with_the_outer_one(hvd):
+    model, reference = small_model(), small_model()
+    optimizer = wrapped(hvd, model)
+    with hvd.no_sync(optimizer):
+        with hvd.no_sync(optimizer):
+            loss_of(model, batch_of(hvd.rank(), 0)).backward()
+        loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    for _ in range(2):
+        loss_of(reference, batch_of(hvd.rank(), 0)).backward()
+    # This rank's own.
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_clipping_takes_all_parameter_groups(hvd):
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(two_groups(model), model.named_parameters())
+    loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    loss_of(reference, whole_batch(hvd, 0)).backward()
+    norm = hvd.clip_grad_norm_(optimizer, 0.1)
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    torch.testing.assert_close(norm, expected)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_values_of_all_parameter_groups_are_compared(hvd):
+    model = small_model()
+    if hvd.rank() == 1:
+        with torch.no_grad():
+            model[2].bias.add_(1)
+    optimizer = hvd.DistributedOptimizer(two_groups(model), model.named_parameters())
+    with pytest.raises(RanksDisagree, match=r"'2\.bias' has a value"):
+        loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    assert optimizer is not None
+
+
+@pytest.mark.parametrize("none", [False, True])
+def test_alternating_optimizers_where_a_rank_has_no_batch(hvd, none):
+    """The second pass of an iteration reaches both, so gradients are left of it."""
+    nets, references = (nn.ModuleList([small_model(), small_model()]) for _ in range(2))
+    optimizers = [wrapped(hvd, each) for each in nets]
+    plain = [sgd(each.parameters()) for each in references]
+
+    def loss(models, rank, step):
+        return sum(loss_of(each, batch_of(rank, step)) for each in models)
+
+    for step in range(3):
+        for k in range(2):
+            optimizers[k].zero_grad(set_to_none=none)
+            plain[k].zero_grad(set_to_none=none)
+            busy = [rank for rank in range(hvd.size()) if step != 1 or rank]
+            if hvd.rank() in busy:
+                loss(nets, hvd.rank(), 2 * step + k).backward()
+            for rank in busy:
+                (loss(references, rank, 2 * step + k) / hvd.size()).backward()
+            optimizers[k].step()
+            plain[k].step()
+    assert_close(nets, references)
+
+
+class Raises(torch.autograd.Function):
+    """The identity, whose backward pass raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ZeroDivisionError
+
+
+def test_a_pass_that_raises_after_it_has_reached_two_optimizers(hvd):
+    torch.manual_seed(0)
+    first, second, third = (nn.Linear(5, 5).to(DEVICE, torch.float64) for _ in range(3))
+    optimizers = [wrapped(hvd, each) for each in (first, second, third)]
+    for step in range(4):
+        for each in optimizers:
+            each.zero_grad()
+        x = first(batch_of(hvd.rank(), step))
+        fails = step in (1, 2) and hvd.rank() == 0
+        loss = third(second(Raises.apply(x) if fails else x)).sum()
+        if step in (1, 2):
+            with pytest.raises(ZeroDivisionError if fails else BackwardFailed):
+                loss.backward()
+            continue
+        loss.backward()
+        for each in optimizers:
+            each.step()
+    assert_same_on_all_ranks(hvd, nn.ModuleList([first, second, third]))
+
+
+def test_autograd_grad_after_a_pass_without_communication(hvd):
+    model, reference = small_model(), small_model()
+    optimizer = wrapped(hvd, model)
+    for step in range(2):
+        # Gradients of the last step are left, and are reduced ones.
+        with hvd.no_sync(optimizer):
+            loss_of(model, batch_of(hvd.rank(), step)).backward()
+        torch.autograd.grad(loss_of(model, batch_of(hvd.rank(), 9)), list(model.parameters()))
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        for _ in range(2):
+            loss_of(reference, whole_batch(hvd, step)).backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("op", ["average", "sum"])
+def test_some_gradients_of_a_bucket_live_in_its_memory(hvd, op):
+    model, reference = small_model(), small_model()
+    optimizer = wrapped(hvd, model, op=hvd.Average if op == "average" else hvd.Sum)
+    factor = 1 if op == "average" else hvd.size()
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        reference.zero_grad()
+        for p in list(model.parameters())[::2]:
+            p.grad = None
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        (factor * loss_of(reference, whole_batch(hvd, step))).backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
+def test_a_parameter_that_is_frozen_later_gets_no_gradient(hvd, compression):
+    model = small_model()
+    optimizer = wrapped(hvd, model, compression=compression)
+    loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    model[2].weight.requires_grad_(False)
+    optimizer.zero_grad()
+    loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    assert model[2].weight.grad is None
+    assert model[2].bias.grad is not None
+
+
+def test_a_scheduler_of_the_plain_optimizer_after_loading(hvd):
+    model = small_model()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def test_join_drops_the_gradients_of_an_open_window(hvd):
+    model = small_model()
+    optimizer = wrapped(hvd, model, accumulation_steps=2)
+    for _ in range(1 + 2 * hvd.rank()):
+        loss_of(model, batch_of(hvd.rank(), 0)).backward()
+        optimizer.step()
+    last = hvd.join()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_broadcast_optimizer_state_fills_the_state_in_place(hvd):
+    """The plain optimizer and the wrapped one share it, and so may the script."""
+    model = small_model()
+    plain = torch.optim.AdamW(model.parameters())
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    state = optimizer.state
+    loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.state is plain.state is state
+    assert all(state[p] for p in model.parameters())
+
+
+def test_a_rank_that_is_given_to_a_sampler(hvd):
+    sampler = hvd.DistributedSampler(range(8), num_replicas=2, rank=0, shuffle=False)
+    assert list(sampler) == [0, 2, 4, 6]
+
+
+def test_the_optimizer_that_wraps_parameters_again_is_the_only_one_that_reduces(hvd):
+    model, reference = small_model(), small_model()
+    first = wrapped(hvd, model, op=hvd.Sum)
+    second = wrapped(hvd, model, op=hvd.Sum)
+    loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    (hvd.size() * loss_of(reference, whole_batch(hvd, 0))).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    assert first is not second
+
+
+def test_random_numbers_of_a_sampler_leave_those_of_the_script_alone(hvd):
+    def draws():
+        return random.random(), float(np.random.random()), float(torch.rand(1))
+
+    def seed():
+        random.seed(3)
+        np.random.seed(3)
+        torch.manual_seed(3)
+
+    seed()
+    expected = draws()
+    sampler = hvd.ResumableSampler(12, 2, seed=1)
+    iterator = iter(sampler)
+    seed()
+    next(iterator)
+    assert draws() == expected
