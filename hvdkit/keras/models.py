@@ -91,7 +91,7 @@ def adapt(model: Any) -> None:
         _said.add("jit_compile")
         model.jit_compile = False
         model.train_function = None
-    if _traced_for.get(model, distributions) != distributions:
+    if _traced_for.get(model, []) != distributions:
         model.train_function = None
     _traced_for[model] = distributions
 

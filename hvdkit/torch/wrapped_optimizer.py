@@ -203,7 +203,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         Raises:
             BackwardFailed: on every rank, because the pass has raised.
         """
-        if not passes.in_backward() and any(each._interrupted for each in _living):
+        if self._replaced or passes.in_backward():
+            return
+        if any(each._interrupted for each in _living):
             self._complete_interrupted_passes()
 
     def _drop_pending_pass(self) -> None:

@@ -87,7 +87,10 @@ class SimulatedGradients:
 
     Attributes:
         synchronizers: one for the parameters at the start, and one for each set of later ones.
+        void: why the gradients cannot be used.
     """
+
+    void = ""
 
     def __init__(
         self,
@@ -283,6 +286,7 @@ class SimulatedGradients:
         return False
 
     def invalidate(self, reason: str) -> None:
+        self.void = reason
         self._window.close()
         self.discard()
 

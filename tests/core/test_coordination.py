@@ -43,6 +43,12 @@ class Script:
         for optimizer in self.optimizers:
             optimizer.zero()
 
+    def remove(self):
+        """Remove gradients as a model does, of which its optimizers are not told."""
+        for optimizer in self.optimizers:
+            for p in optimizer.parameters:
+                p.gradient = None
+
     def step(self):
         for optimizer in self.optimizers:
             optimizer.step()
@@ -99,14 +105,15 @@ def test_each_rank_has_its_own_order_of_branches():
     assert on_ranks(2, run) == [[11.0, 11.0]] * 2
 
 
-def test_a_rank_without_a_pass_beside_ranks_that_alternate():
+@pytest.mark.parametrize("zero", [Script.zero, Script.remove])
+def test_a_rank_without_a_pass_beside_ranks_that_alternate(zero):
     """As GANs do it: pass, step, pass, step; one rank has no batch."""
 
     def run(collectives):
         script = Script(collectives, 2, average=False)
         seen = []
         for step in range(3):
-            script.zero()
+            zero(script)
             for number, reached in enumerate(({0, 1}, {0, 1})):
                 if collectives.rank or step == 1:
                     script.backward(reached, 1.0 + number)
@@ -170,6 +177,30 @@ def test_a_pass_that_raises_voids_what_it_has_reached():
         return script.values
 
     assert on_ranks(2, run) == [[3.0] * 3] * 2
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_engine_that_has_ended_voids_the_gradients(begun):
+    def run(collectives):
+        script = Script(collectives, 1)
+        script.backward({0}, 1.0)
+        script.step()
+
+        def start_sum(values, name):
+            def fail():
+                raise RuntimeError("a rank has died")
+
+            return fail if begun else fail()
+
+        collectives.start_sum = start_sum
+        for call in (lambda: script.backward({0}, 1.0), script.optimizers[0].synchronize):
+            script.zero()
+            script.optimizers[0].gradients.void = ""
+            with pytest.raises(RuntimeError):
+                call()
+            assert script.optimizers[0].gradients.void == "a rank has died"
+
+    on_ranks(1 + 1, run)
 
 
 def test_an_error_of_one_optimizer_leaves_the_round_of_another():

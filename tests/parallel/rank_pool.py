@@ -36,7 +36,13 @@ from hvdkit.ranks import RankGroup, start_gloo, start_mpi
 REPOSITORY = Path(__file__).parents[2]
 
 #: Tests of what a script does, whatever the controller: two ranks show it, and time is short.
-_ONE_JOB = ("test_custom_format", "test_details", "test_final_gradients", "test_migrating", "test_uses")
+_ONE_JOB = (
+    "test_custom_format",
+    "test_details",
+    "test_final_gradients",
+    "test_migrating",
+    "test_uses",
+)
 
 #: Tests of what the engine does, for each controller. The others run so in their long form.
 _ENGINE = ("test_collectives", "test_engine", "test_exactness", "test_functions")
