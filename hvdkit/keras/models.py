@@ -20,6 +20,8 @@ from hvdkit.keras.optimizer import DistributedOptimizer, Distribution, distribut
 
 log = logging.getLogger("hvdkit.keras")
 
+_OF_KERAS_2 = "experimental_run_tf_function"
+
 _said: set[str] = set()
 
 # Model -> how its optimizers reduced when its training function was traced.
@@ -37,6 +39,13 @@ def teach_keras() -> None:
 def _compiling(original: Any) -> Any:
     @functools.wraps(original)
     def compile(self: Any, *args: Any, **options: Any) -> None:
+        optimizer = args[0] if args else options.get("optimizer")
+        if _OF_KERAS_2 in options and distribution_of(optimizer) is not None:
+            # In the Keras scripts of Horovod's documentation.
+            del options[_OF_KERAS_2]
+            if _OF_KERAS_2 not in _said and backend.hvd.rank() == 0:
+                log.info("compile ignores %s, which Keras 3 does not have", _OF_KERAS_2)
+            _said.add(_OF_KERAS_2)
         original(self, *args, **options)
         adapt(self)
 

@@ -147,3 +147,13 @@ def test_methods_of_horovods_optimizer(hvd):
     assert optimizer.backward_passes_per_step == 1
     assert optimizer.op == hvd.Average
     assert optimizer.process_set is hvd.global_process_set
+
+
+def test_the_function_that_runs_a_function_on_several_ranks():
+    import horovod
+
+    import hvdkit
+
+    assert hvdkit.run is horovod.run
+    with pytest.raises(AttributeError, match="no attribute 'walk'"):
+        hvdkit.walk  # noqa: B018

@@ -74,6 +74,16 @@ def test_compiling_again_with_the_same_optimizer(hvd, order):
         keras.config.set_dtype_policy("float32")
 
 
+def test_an_argument_of_compile_in_every_script_for_horovod(hvd):
+    import keras
+
+    model = classifier("sgd")
+    own = {"loss": "mse", "experimental_run_tf_function": False}
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), **own)
+    with pytest.raises(TypeError, match="experimental_run_tf_function"):
+        model.compile("sgd", **own)
+
+
 def test_an_embedding_in_a_local_layer(hvd):
     import keras
 
