@@ -5,7 +5,7 @@ extension: on the TensorFlow backend hvdkit.tensorflow, on the PyTorch backend h
 """
 
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -278,6 +278,28 @@ def scaled(gradient: Any, factor: float) -> Any:
             values = gradient.values * factor
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return gradient * factor
+
+
+def scaling_of(variables: Sequence[Any]) -> Callable[[float], None]:
+    """Return a function that multiplies variables by its argument, in one call of the framework."""
+    values = [variable.value for variable in variables]
+    if NAME == "torch":
+        import torch
+
+        def scale(factor: float) -> None:
+            with torch.no_grad():
+                if values:
+                    torch._foreach_mul_(values, factor)
+
+        return scale
+    import tensorflow as tf
+
+    @tf.function(autograph=False)
+    def scale_all(factor: Any) -> None:
+        for value in values:
+            value.assign(value * tf.cast(factor, value.dtype))
+
+    return lambda factor: scale_all(tf.constant(factor, tf.float64))
 
 
 def outside_of_graphs() -> AbstractContextManager[Any]:

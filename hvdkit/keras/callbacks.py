@@ -5,6 +5,7 @@ stop and leaves files to rank 0 without any of them (see `hvdkit.keras.training`
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -169,6 +170,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self.current_epoch = 0
+        self._velocities: list[Any] = []
+        self._scale_velocities: Callable[[float], None] = backend.scaling_of([])
         if callable(multiplier):
             self.multiplier = multiplier
         else:
@@ -213,8 +216,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         old = _rate_of(optimizer)
         optimizer.learning_rate = rate
         if self.momentum_correction and old > 0 and rate != old:
-            for velocity in _velocities(optimizer):
-                velocity.assign(keras.ops.multiply(velocity, rate / old))
+            velocities = _velocities(optimizer)
+            if list(map(id, velocities)) != list(map(id, self._velocities)):
+                self._velocities = velocities
+                self._scale_velocities = backend.scaling_of(velocities)
+            self._scale_velocities(rate / old)
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
@@ -242,9 +248,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         """
 
         def multiplier(epoch: float) -> float:
-            # A step ahead, so that epochs end on round numbers.
+            # As far as the batches that are trained at once, so that epochs end on round numbers.
             assert self.steps_per_epoch is not None
-            epoch += 1.0 / self.steps_per_epoch
+            ahead = getattr(self.model, "steps_per_execution", 1) / self.steps_per_epoch
+            epoch = min(epoch + ahead, math.floor(epoch) + 1.0)
             size = backend.hvd.size()
             return float(1.0 / size * (epoch * (size - 1) / warmup_epochs + 1))
 

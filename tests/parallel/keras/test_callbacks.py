@@ -212,6 +212,25 @@ def test_momentum_is_corrected_as_the_rate_warms_up(hvd):
     assert weight != pytest.approx(uncorrected, rel=1e-3)
 
 
+@pytest.mark.parametrize("together", [2, 3, 5])
+def test_a_warm_up_ends_at_the_rate_where_several_batches_are_trained_at_once(hvd, together):
+    import keras
+
+    if keras.backend.backend() == "torch":
+        pytest.skip("Keras trains one batch at a time on PyTorch")
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.2)),
+        loss="mse",
+        steps_per_execution=together,
+    )
+    x = np.ones((4 * 6, 1), "float32")
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.2, warmup_epochs=2)
+    history = fit(hvd, model, data=(x, x), epochs=3, callbacks=[warmup]).history
+    half = 0.2 / hvd.size() * ((hvd.size() - 1) / 2 + 1)
+    assert history["lr"] == pytest.approx([half, 0.2, 0.2])
+
+
 def test_best_model_checkpoint_is_written_once(hvd):
     from hvdkit.errors import UsageError
 
