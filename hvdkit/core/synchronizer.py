@@ -111,7 +111,10 @@ class Synchronizer(Generic[Buffer, Handle]):
         self._channels: Sequence[Channel] = ()
         self._buckets: AgreedBuckets | None = None
         self._resumed: ReductionState | None = None
-        self._deferred: tuple[list[_BucketReduction[Handle]], Callable[[], list[int]]] | None = None
+        # Of which generation, which reductions wait, and for what.
+        self._deferred: (
+            tuple[int, list[_BucketReduction[Handle]], Callable[[], list[int]]] | None
+        ) = None
         self._begin_round()
 
     @property
@@ -258,8 +261,10 @@ class Synchronizer(Generic[Buffer, Handle]):
         """Wait for what the formats learn from the last round. Every rank has started it."""
         if self._deferred is None:
             return
-        waiting, result = self._deferred
+        generation, waiting, result = self._deferred
         self._deferred = None
+        if generation != self._collectives.generation:
+            return  # Horovod has ended since, and with it the collective
         for reduction, value in zip(waiting, result(), strict=True):
             self._advance(reduction, value)
 
@@ -368,7 +373,7 @@ class Synchronizer(Generic[Buffer, Handle]):
                 [request.value for request in asked], f"{self._name}.largest"
             )
             if all(request.deferred for request in asked):
-                self._deferred = waiting, result
+                self._deferred = self._collectives.generation, waiting, result
                 return
             for reduction, value in zip(waiting, result(), strict=True):
                 self._advance(reduction, value)

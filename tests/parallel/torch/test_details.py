@@ -221,7 +221,7 @@ def test_the_optimizer_that_wraps_parameters_again_is_the_only_one_that_reduces(
     assert first is not second
 
 
-def test_random_numbers_of_a_sampler_leave_those_of_the_script_alone(hvd):
+def test_random_numbers_of_a_seeded_data_set_leave_those_of_the_script_alone(hvd):
     def draws():
         return random.random(), float(np.random.random()), float(torch.rand(1))
 
@@ -233,7 +233,7 @@ def test_random_numbers_of_a_sampler_leave_those_of_the_script_alone(hvd):
     seed()
     expected = draws()
     sampler = hvd.ResumableSampler(12, 2, seed=1)
-    iterator = iter(sampler)
+    data = sampler.seeded(list(range(12)))
     seed()
-    next(iterator)
+    assert [data[index] for index in sampler]
     assert draws() == expected

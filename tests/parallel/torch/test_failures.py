@@ -90,6 +90,43 @@ for attempt in range(10):
     run(configuration, code, 50)
 
 
+def test_an_optimizer_of_before_horovod_started_again_does_not_disturb_join():
+    """Its wire format has a collective of its own that no step has waited for."""
+    code = """
+model = torch.nn.Linear(2, 1, bias=False)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), compression="fp16"
+)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+hvd.shutdown()
+hvd.init()
+print("joined", hvd.join(), flush=True)
+"""
+    for result in run(BOTH[0], code, 60, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="10"):
+        assert "joined" in result.output
+
+
+def test_ranks_that_have_planned_different_numbers_of_optimizers():
+    """In a process set of some of them; the names of the next plan are the same on all."""
+    code = """
+some = hvd.add_process_set([0, 1])
+for process_set in (some, hvd.global_process_set):
+    if process_set.included():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1, bias=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), process_set=process_set
+        )
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+print("trained", flush=True)
+"""
+    for result in run(BOTH[0], code, 60, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="10"):
+        assert "trained" in result.output
+
+
 def test_an_exception_on_one_rank_reaches_the_others():
     code = """
 if hvd.rank() == 1:
