@@ -153,7 +153,8 @@ class Rounds:
         self._generation: int | None = None
         self._step = 0
         self._number = 0
-        self._used: Callable[[], list[int]] | None = None
+        # For each synchronizer whose sum has started: waits for the ranks that use each parameter.
+        self._used: list[Callable[[], list[int]]] = []
 
     # --- where this rank is ---------------------------------------------------------------------
 
@@ -214,7 +215,7 @@ class Rounds:
         self.caught_up = self.latecomers = self.may_add = False
 
     def _reset_place(self) -> None:
-        self._used = None
+        self._used = []
         self._step = self._number = 0
         self.caught_up = self.latecomers = self.may_add = False
 
@@ -255,11 +256,7 @@ class Rounds:
 
     def send(self) -> None:
         """Start the buckets that have not started. The ranks have agreed before."""
-        if self._used is None and (used := self.gradients.used()):
-            name = f"{self._synchronizers[0].name}.used"
-            self._used = self._collectives.start_sum(used, name)
-        for synchronizer in self._synchronizers:
-            synchronizer.send()
+        self._send(len(self._synchronizers))
 
     def complete(self, moved: bool, sparse: bool) -> None:
         """Wait for all buckets; afterwards every gradient is final. A collective.
@@ -273,7 +270,7 @@ class Rounds:
             for synchronizer in self._synchronizers:
                 synchronizer.agree()
             self.send()
-        used = self._wait()
+        used = self._wait(len(self._synchronizers))
         known = len(self._synchronizers)
         if self.gradients.adopt():
             for synchronizer in self._synchronizers[known:]:
@@ -299,13 +296,8 @@ class Rounds:
         Args:
             plans: the number of synchronizers that all ranks have agreed on.
         """
-        used, self._used = self._used, None
-        for synchronizer in self._synchronizers[:plans]:
-            synchronizer.send()
-        for synchronizer in self._synchronizers[:plans]:
-            synchronizer.wait()
-        if used:
-            used()
+        self._send(plans)
+        self._wait(plans)
 
     def reset(self, same_parameters: bool, reason: str) -> None:
         """Begin anew after an error that all ranks have seen.
@@ -332,9 +324,21 @@ class Rounds:
         for synchronizer in self._synchronizers:
             synchronizer.settle()
 
-    def _wait(self) -> list[int]:
-        """Wait for all buckets; return how many ranks have used each parameter, if asked."""
-        used, self._used = self._used, None
-        for synchronizer in self._synchronizers:
+    def _send(self, plans: int) -> None:
+        """Start what has not started of the first synchronizers."""
+        used = self.gradients.used()
+        start = 0
+        for k, synchronizer in enumerate(self._synchronizers[:plans]):
+            end = start + len(synchronizer.specs)
+            if used and k == len(self._used):
+                name = f"{synchronizer.name}.used"
+                self._used.append(self._collectives.start_sum(used[start:end], name))
+            synchronizer.send()
+            start = end
+
+    def _wait(self, plans: int) -> list[int]:
+        """Wait for the first synchronizers; return the ranks that use each parameter, if asked."""
+        used, self._used = self._used, []
+        for synchronizer in self._synchronizers[:plans]:
             synchronizer.wait()
-        return used() if used else []
+        return [count for result in used[:plans] for count in result()]
