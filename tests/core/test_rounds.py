@@ -578,7 +578,7 @@ def test_a_comparison_is_made_once_after_each_init_and_join():
         train(optimizer, 1.0)
         return made
 
-    assert on_ranks(2, run) == [[1]] * 2
+    assert on_ranks(2, run) == [[1, 1]] * 2
 
 
 def test_a_comparison_that_fails_is_repeated_in_the_next_round():
