@@ -18,9 +18,9 @@ import functools
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, Protocol
 
 from hvdkit.core.accumulation import PassesDiffer
@@ -108,6 +108,8 @@ class Entry:
         failed: those of them whose pass has raised.
         late: the optimizer at whose step it is.
         held: optimizers whose parameters have moved, so that their buckets do not fit.
+        digests: of the optimizers in `passed`, from before their buckets were sent: packing gives
+            a parameter that the pass has not reached a gradient of zeros.
         header: waits for the header.
     """
 
@@ -115,6 +117,7 @@ class Entry:
     failed: Sequence[Rounds] = ()
     late: Rounds | None = None
     held: Sequence[Rounds] = ()
+    digests: Mapping[Rounds, int] = field(default_factory=dict)
     header: Callable[[], list[int]] = list
 
 
@@ -357,15 +360,16 @@ class Coordinator:
             ordinary = ordinary and rounds.agreed and not rounds.gradients.is_sparse()
             ordinary = ordinary and not (rounds.latecomers and rounds.gradients.changed())
         newest_first = [each and each.rounds for each in self._living()]
-        digests = [(newest_first.index(rounds), rounds.digest()) for rounds in passed]
-        digest = zlib.crc32(repr(digests).encode()) & 0xFFFFFF
+        digests = {rounds: rounds.digest() for rounds in passed}
+        places = [(newest_first.index(rounds), digest) for rounds, digest in digests.items()]
+        digest = zlib.crc32(repr(places).encode()) & 0xFFFFFF
         length = len(newest_first)
         values = [1, int(not ordinary), digest, digest * digest, length, length * length]
         header = self._collectives.start_sum(values, "hvdkit.rounds.header")
         for rounds in passed:
             if rounds.agreed and rounds not in held:
                 rounds.send()
-        return Entry(passed, failed, late, held, header)
+        return Entry(passed, failed, late, held, digests, header)
 
     def _finish(self, entry: Entry) -> _Known:
         """Wait for the header, and exchange slots where it is not an ordinary pass on all ranks."""
@@ -404,7 +408,7 @@ class Coordinator:
         rounds.renew()
         gradients = rounds.gradients
         passed, late = rounds in entry.passed, rounds is entry.late
-        digest = rounds.digest()
+        digest = entry.digests[rounds] if passed else rounds.digest()
         return _Slot(
             present=1,
             in_pass=int(passed),

@@ -656,6 +656,32 @@ def test_several_optimizers_in_one_backward_pass(hvd, unused, op):
         assert_close(model, reference)
 
 
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_passes_beside_an_idle_rank_that_reach_different_layers(hvd, find_unused):
+    """Two passes do not reach a layer, which has no gradient until the third."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(5, 2) for name in ("trunk", "first", "second")})
+    model.to(DEVICE, torch.float64)
+    reference = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()), find_unused_parameters=find_unused
+    )
+    plain = sgd(reference.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        others = [rank for rank in range(hvd.size()) if rank != step % hvd.size()]
+        for k, layer in enumerate(("first", "first", "second")):
+            for rank in others:
+                x = batch_of(rank, 3 * step + k)
+                for m in [reference, model] if rank == hvd.rank() else [reference]:
+                    loss = (m["trunk"](x) + m[layer](x)).square().mean()
+                    (loss / hvd.size() if m is reference else loss).backward()
+        optimizer.step()
+        plain.step()
+        assert_close(model, reference)
+
+
 # A forgotten broadcast
 
 
