@@ -39,7 +39,7 @@ class GradientsChanged(HvdkitError):
 
 @dataclass(frozen=True)
 class _Slot:
-    """What ranks tell about one optimizer: this rank's numbers, or their sums over the ranks.
+    """State of one optimizer: the numbers of this rank, or their sums over the ranks.
 
     Attributes:
         present: the rank has the optimizer.
@@ -101,7 +101,7 @@ _MANY = 1 << 30
 
 @dataclass(frozen=True)
 class Entry:
-    """What this rank has entered with.
+    """Optimizers that this rank has entered rounds with.
 
     Attributes:
         passed: optimizers that its backward pass has reached, in order of creation.
@@ -216,8 +216,8 @@ class Coordinator:
     def catch_up(self, rounds: Rounds) -> None:
         """Make all gradients of an optimizer final, whatever passes this rank has made.
 
-        A collective where this rank has taken part in no round since the last step, where another
-        rank came late to a round of this step, or where gradients have been added to since.
+        A collective in three cases: this rank has taken part in no round since the last step,
+        another rank has come late to a round of this step, or gradients have been added to since.
         Otherwise nothing happens.
 
         Raises:
@@ -269,7 +269,7 @@ class Coordinator:
                 # The others do not wait here yet: they may make another pass.
                 self._run(entry, known)
                 continue
-            ((own, slot),) = known.slots if len(known.slots) == 1 else ((None, _Slot()),)
+            own, slot = known.slots[0] if len(known.slots) == 1 else (None, _Slot())
             if own is rounds and slot.new and slot.needs_agreement(known.count):
                 # Names the first difference, if ranks are to reduce different things.
                 rounds.agree()
@@ -383,7 +383,8 @@ class Coordinator:
             )
             raise
         if not special and count * squares == digest * digest:
-            return _Known(count, [(each, _ordinary(count)) for each in entry.passed])
+            everyone = _Slot(present=count, in_pass=count)
+            return _Known(count, [(each, everyone) for each in entry.passed])
         newest_first = self._living()
         if count * length_squares != lengths * lengths:
             length = len(newest_first)
@@ -524,7 +525,7 @@ class Coordinator:
 
 @contextmanager
 def _invalidating(optimizers: Iterable[Rounds]) -> Iterator[None]:
-    """Where an exception ends this, the gradients of these optimizers cannot be used."""
+    """Invalidate the gradients of these optimizers if an exception ends the block."""
     try:
         yield
     except BaseException as error:
@@ -539,8 +540,3 @@ def _raise_first(errors: dict[Any, Exception]) -> NoReturn:
         raise next(iter(errors.values()))
     finally:
         errors.clear()
-
-
-def _ordinary(count: int) -> _Slot:
-    """Return the slot of an optimizer that all ranks are in an ordinary pass of."""
-    return _Slot(present=count, in_pass=count)

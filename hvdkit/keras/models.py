@@ -1,4 +1,4 @@
-"""What hvdkit does when a model is compiled or loaded, or a loss is scaled.
+"""Handling of optimizers in compiled and loaded models, and of loss scaling.
 
 Keras has no hook for either, so two methods of it are wrapped here, once, when hvdkit.keras is
 imported. Models and optimizers that hvdkit has nothing to do with pass through unchanged.

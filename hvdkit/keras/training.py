@@ -1,4 +1,4 @@
-"""What `model.fit` needs beyond the gradients, so that the ranks of a job act as one.
+"""Coordination of `model.fit` and `evaluate` between ranks, beyond the gradients.
 
 This is the one place where hvdkit steps into `fit` and `evaluate`. Both call their callbacks
 through a `keras.callbacks.CallbackList`, made anew for every call. In a job of several ranks such a
@@ -117,7 +117,7 @@ class FollowsFit(keras.callbacks.Callback):
 
 
 class _Coordination:
-    """What the ranks of one `fit` agree on, and when."""
+    """Decisions that the ranks of one `fit` make together."""
 
     def __init__(self, model: Any, asked: bool) -> None:
         self.model = model

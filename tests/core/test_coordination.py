@@ -107,7 +107,7 @@ def test_each_rank_has_its_own_order_of_branches():
 
 @pytest.mark.parametrize("zero", [Script.zero, Script.remove])
 def test_a_rank_without_a_pass_beside_ranks_that_alternate(zero):
-    """As GANs do it: pass, step, pass, step; one rank has no batch."""
+    """Alternate pass and step of two optimizers, like a GAN; one rank has no batch."""
 
     def run(collectives):
         script = Script(collectives, 2, average=False)

@@ -79,7 +79,7 @@ class Configuration:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its ranks need in their environment."""
+        """Environment variables that its ranks need."""
         return {"KERAS_BACKEND": self.engine} if self.framework != self.engine else {}
 
 

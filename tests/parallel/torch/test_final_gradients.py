@@ -1042,7 +1042,7 @@ print("trained", flush=True)
 
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_ranks_that_fail_in_different_places_and_start_horovod_again(compression):
-    """What elastic training does after each failure: shutdown, init, restore, sync."""
+    """Shut down, init, restore and sync, as elastic training does after each failure."""
     command = [sys.executable, "-c", RESTARTED, compression]
     env = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20"}
     ranks = start_ranks_of(Configuration("torch", "gloo", 2), command, env)
