@@ -18,9 +18,9 @@ import functools
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn, Protocol
 
 from hvdkit.core.accumulation import PassesDiffer
@@ -108,8 +108,6 @@ class Entry:
         failed: those of them whose pass has raised.
         late: the optimizer at whose step it is.
         held: optimizers whose parameters have moved, so that their buckets do not fit.
-        digests: of the optimizers in `passed`, from before their buckets were sent: packing gives
-            a parameter that the pass has not reached a gradient of zeros.
         header: waits for the header.
     """
 
@@ -117,7 +115,6 @@ class Entry:
     failed: Sequence[Rounds] = ()
     late: Rounds | None = None
     held: Sequence[Rounds] = ()
-    digests: Mapping[Rounds, int] = field(default_factory=dict)
     header: Callable[[], list[int]] = list
 
 
@@ -323,7 +320,8 @@ class Coordinator:
             # Ranks that are neither in a pass nor late did not expect this round.
             unexpected = slot.in_pass + slot.late < known.count
             if slot.changed and (rounds.latecomers or unexpected):
-                equal = slot.changed == known.count and rounds.gradients.are_equal()
+                everywhere = slot.changed == known.count or not rounds.latecomers
+                equal = everywhere and rounds.gradients.are_equal()
                 changed = max(changed, 0 if equal else slot.changed)
             if not slot.moved:
                 attempt(rounds, rounds.send)
@@ -360,16 +358,15 @@ class Coordinator:
             ordinary = ordinary and rounds.agreed and not rounds.gradients.is_sparse()
             ordinary = ordinary and not (rounds.latecomers and rounds.gradients.changed())
         newest_first = [each and each.rounds for each in self._living()]
-        digests = {rounds: rounds.digest() for rounds in passed}
-        places = [(newest_first.index(rounds), digest) for rounds, digest in digests.items()]
-        digest = zlib.crc32(repr(places).encode()) & 0xFFFFFF
+        digests = [(newest_first.index(rounds), rounds.digest()) for rounds in passed]
+        digest = zlib.crc32(repr(digests).encode()) & 0xFFFFFF
         length = len(newest_first)
         values = [1, int(not ordinary), digest, digest * digest, length, length * length]
         header = self._collectives.start_sum(values, "hvdkit.rounds.header")
         for rounds in passed:
             if rounds.agreed and rounds not in held:
                 rounds.send()
-        return Entry(passed, failed, late, held, digests, header)
+        return Entry(passed, failed, late, held, header)
 
     def _finish(self, entry: Entry) -> _Known:
         """Wait for the header, and exchange slots where it is not an ordinary pass on all ranks."""
@@ -409,7 +406,7 @@ class Coordinator:
         rounds.renew()
         gradients = rounds.gradients
         passed, late = rounds in entry.passed, rounds is entry.late
-        digest = entry.digests[rounds] if passed else rounds.digest()
+        digest = rounds.digest()
         return _Slot(
             present=1,
             in_pass=int(passed),

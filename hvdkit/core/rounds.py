@@ -70,6 +70,9 @@ class LocalGradients(Protocol):
     def begin_round(self, assigned: bool) -> None:
         """Leave in each gradient only what has been added since its last reduction.
 
+        Until `end_round` the other methods see only that and what is kept apart, and not the zeros
+        that packing gives to parameters without a gradient.
+
         Args:
             assigned: a gradient that the user has assigned is to be reduced; otherwise it stands
                 for one that has been reduced.

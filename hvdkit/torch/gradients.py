@@ -100,6 +100,8 @@ class OptimizerGradients:
         self._new: set[int] = set()
         # Number -> the reduced part, while the gradient holds only the new part.
         self._base: dict[int, torch.Tensor] = {}
+        # All reduced parts are bases. Packing gives parameters without a gradient zeros.
+        self._in_round = False
         # Of the current pass: parameters that were about to get a gradient, and that got one.
         self._expected: set[int] = set()
         self._arrived: set[int] = set()
@@ -258,7 +260,8 @@ class OptimizerGradients:
             for number, p in enumerate(self._parameters)
             if number in self._base
             or (
-                number not in self._new
+                not self._in_round
+                and number not in self._new
                 and (gradient := p.grad) is not None
                 and self._is_reduced(number, gradient, assigned)
             )
@@ -270,13 +273,19 @@ class OptimizerGradients:
         everything = self._all()
         frozen = [self._name_of(p) for p in everything if not p.requires_grad]
         names = ", ".join(frozen[:_SHOWN]) + (", ..." if len(frozen) > _SHOWN else "")
-        with_base = {self._parameters[number] for number in self._base}
-        held = sum(p.grad is not None or p in with_base for p in everything)
+        planned = sum(map(self._has_gradient, range(len(self._parameters))))
+        held = planned + sum(p.grad is not None for p in everything if p not in self._numbers)
         return (
             f"{len(everything) - len(frozen)} of {len(everything)} parameters need gradients"
             + (f" (not: {names})" if frozen else "")
             + f", {held} have one"
         )
+
+    def _has_gradient(self, number: int) -> bool:
+        if number in self._base:
+            return True
+        packed = self._in_round and number not in self._new
+        return not packed and self._parameters[number].grad is not None
 
     def exist(self) -> bool:
         """Return whether there is any gradient."""
@@ -321,7 +330,7 @@ class OptimizerGradients:
     def are_equal(self) -> bool:
         """Return whether reduced gradients are the same bits on all ranks. A collective."""
         reduced = [
-            self._base.get(number, None if number in self._new else p.grad)
+            self._base.get(number, None if self._in_round or number in self._new else p.grad)
             for number, p in enumerate(self._parameters)
         ]
         own = digests([gradient for gradient in reduced if gradient is not None])
@@ -356,6 +365,7 @@ class OptimizerGradients:
                 p.grad = None
             else:
                 self._new.add(number)
+        self._in_round = True
 
     @torch.no_grad()
     def end_round(self) -> None:
@@ -374,6 +384,7 @@ class OptimizerGradients:
                     p.grad = p.grad.to_sparse(1)
         self._base.clear()
         self._new.clear()
+        self._in_round = False
         self._left = [_left(p.grad) for p in self._parameters]
         self._changed = False
         self.unused = True
@@ -420,6 +431,7 @@ class OptimizerGradients:
         """Forget bases and new parts."""
         self._base.clear()
         self._new.clear()
+        self._in_round = False
         self._expected.clear()
         self._arrived.clear()
         self._unplanned_arrived = False
@@ -430,10 +442,7 @@ class OptimizerGradients:
         """Return 1 for each planned parameter with a gradient, else 0; nothing if nobody asks."""
         if not self._reduction.find_unused:
             return ()
-        return [
-            int(p.grad is not None or number in self._base)
-            for number, p in enumerate(self._parameters)
-        ]
+        return [int(self._has_gradient(number)) for number in range(len(self._parameters))]
 
     def drop_unused(self, used: Sequence[int]) -> None:
         """Remove the gradients whose entry is 0."""

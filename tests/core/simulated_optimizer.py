@@ -112,6 +112,7 @@ class SimulatedGradients:
         self._left: list[tuple[Any, Any]] = []
         self._new: set[int] = set()
         self._aside: dict[int, Any] = {}
+        self._in_round = False
         self.adopt()
 
     def adopt(self) -> bool:
@@ -176,7 +177,8 @@ class SimulatedGradients:
             for number, p in enumerate(self._planned)
             if number in self._aside
             or (
-                number not in self._new
+                not self._in_round
+                and number not in self._new
                 and p.gradient is not None
                 and self._is_reduced(number, assigned)
             )
@@ -222,6 +224,7 @@ class SimulatedGradients:
                 self._set_aside(number)
             else:
                 self._new.add(number)
+        self._in_round = True
 
     def end_round(self) -> None:
         for number, before in self._aside.items():
@@ -229,11 +232,12 @@ class SimulatedGradients:
             p.gradient = before if p.gradient is None else added(p.gradient, before, p.shape)
         self._aside.clear()
         self._new.clear()
+        self._in_round = False
         self._left = [(p.gradient, copied(p.gradient)) for p in self._planned]
 
     def are_equal(self) -> bool:
         reduced = [
-            self._aside.get(number, None if number in self._new else p.gradient)
+            self._aside.get(number, None if self._in_round or number in self._new else p.gradient)
             for number, p in enumerate(self._planned)
         ]
         own = [
@@ -294,6 +298,7 @@ class SimulatedGradients:
         """Forget what has been kept apart and added."""
         self._aside.clear()
         self._new.clear()
+        self._in_round = False
         self._left = [(None, None)] * len(self._planned)
 
     def used(self) -> Sequence[int]:

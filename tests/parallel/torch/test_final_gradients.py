@@ -682,6 +682,35 @@ def test_passes_beside_an_idle_rank_that_reach_different_layers(hvd, find_unused
         assert_close(model, reference)
 
 
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_other_memory_before_a_pass_that_reaches_an_optimizer_on_some_ranks(hvd, find_unused):
+    """The gradients are the same numbers; the pass leaves one of the optimizer's layers out."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(5, 2) for name in ("trunk", "first", "second")})
+    model.to(DEVICE, torch.float64)
+    reference = copy.deepcopy(model)
+    optimizers = [
+        hvd.DistributedOptimizer(sgd(part.parameters()), find_unused_parameters=find_unused)
+        for part in (model["trunk"], nn.ModuleList([model["first"], model["second"]]))
+    ]
+
+    def loss(m, rank, k):
+        x = batch_of(rank, k)
+        return m["trunk"](x) + (m["first"](x) if k == 0 or rank else 0)
+
+    for k in range(2):
+        loss(model, hvd.rank(), k).square().mean().backward()
+        for rank in range(hvd.size()):
+            (loss(reference, rank, k).square().mean() / hvd.size()).backward()
+        assert_gradients_close(hvd, model, reference)
+        if hvd.rank() == 0:
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad = p.grad.clone()
+    hvd.clip_grad_norm_(optimizers, 1e9)
+    assert_gradients_close(hvd, model, reference)
+
+
 # A forgotten broadcast
 
 
