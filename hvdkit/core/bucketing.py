@@ -185,8 +185,9 @@ def plan(
     Args:
         specs: in the order of the forward pass, the same on every rank.
         bucket_bytes: no bucket of several parameters is larger.
-        order: the parameters in the order in which their gradients become ready. Default:
-            reversed, because a backward pass reaches the last layer first.
+        order: the parameters in the order in which their gradients become ready; those left out
+            are in no bucket. Default: all, reversed, because a backward pass reaches the last
+            layer first.
         groups: parameters that share a bucket with each other and with no one else, whatever
             its size.
         sparse_dims: of parameters with sparse gradients, the number of their sparse dimensions.

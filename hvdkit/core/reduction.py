@@ -9,6 +9,9 @@ from hvdkit.core.bucketing import BucketPlan, ParameterSpec
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.compression import Channel, SparseRows, WireFormat
 
+#: In the place of a number of sparse dimensions: the rank has no gradient.
+ABSENT = -1
+
 # Two models alike (a GAN's twins) have equal digests, and both may have buckets in flight. Their
 # names must differ, so every plan gets a number when its ranks agree.
 _next_number = 0
@@ -114,7 +117,8 @@ def agree_on_buckets(
         specs: of the gradients.
         reduction: what to do with them.
         window: passes of an accumulation window.
-        sparse_dims: for each gradient, its sparse dimensions on this rank, or 0.
+        sparse_dims: for each gradient, its sparse dimensions on this rank, 0 where it is dense, or
+            `ABSENT`. A gradient that is absent on all ranks is in no bucket.
         order: asks for the order in which gradients become ready, when the rest agrees; a
             collective, too. Default: see `bucketing.plan`.
         context: further lines that must be the same on every rank, for the errors' sake first.
@@ -135,20 +139,22 @@ def agree_on_buckets(
     check_agreement(collectives, lines, "what the optimizer reduces")
     # Ranks may have made different numbers of other optimizers; the largest count is free on all
     # of them.
-    number, *sparse = collectives.max([_next_number, *sparse_dims], "hvdkit.agreement.number")
+    number, *dims = collectives.max([_next_number, *sparse_dims], "hvdkit.agreement.number")
     _next_number = number + 1
     if resumed is not None and resumed.order:
         agreed_order: Sequence[int] | None = resumed.order
     else:
         agreed_order = order() if order else None
+    absent = {i for i, number_of_dims in enumerate(dims) if number_of_dims == ABSENT}
+    ready = agreed_order if agreed_order is not None else range(len(specs) - 1, -1, -1)
     plan = bucketing.plan(
         specs,
         reduction.bucket_bytes,
-        order=agreed_order,
+        order=[i for i in ready if i not in absent],
         groups=[[i] for i in range(len(specs))]
         if reduction.format.tensor_by_tensor
         else reduction.groups,
-        sparse_dims={i: dims for i, dims in enumerate(sparse) if dims},
+        sparse_dims={i: count for i, count in enumerate(dims) if count > 0},
     )
     channels = [
         SparseRows() if bucket.sparse_dims else reduction.format.channel(bucket.dtype)

@@ -19,6 +19,8 @@ from hvdkit.tensorflow.variables import tf_variables
 _PACK_BYTES = 16_000_000
 # Variables are sent as bytes, and MPI counts elements in 32 bits: 1 GiB at a time is safe.
 _CHUNK_BYTES = 1 << 30
+# The name of a `keras.random.SeedGenerator`'s state.
+_SEED = "seed_generator_state"
 
 
 @tf.autograph.experimental.do_not_convert
@@ -31,6 +33,9 @@ def broadcast_variables(
     """Copy rank `root_rank`'s variables into those of every other rank.
 
     May be called in a `tf.function`. On ranks outside the process set nothing happens.
+
+    The states of Keras's seed generators, which `model.variables` contains, are left as they are:
+    with equal ones all ranks would drop the same units in Dropout.
 
     Args:
         variables: `model.variables`, `optimizer.variables` or any list of `tf.Variable` and
@@ -51,13 +56,14 @@ def broadcast_variables(
             "broadcast_variables() was called in a tf.Graph that a session would run: call it "
             "eagerly or in a tf.function"
         )
-    own = tf_variables(variables)
-    for i, variable in enumerate(own):
+    given = tf_variables(variables)
+    for i, variable in enumerate(given):
         if variable.dtype in (tf.string, tf.resource, tf.variant):
             raise UsageError(
                 f"variables[{i}], {variable.name!r}, is of {variable.dtype.name}: expected numbers "
                 f"or bools; send other things with broadcast_object()"
             )
+    own = [variable for variable in given if _plain_name(variable).split("/")[-1] != _SEED]
     collectives = TensorFlowCollectives(process_set)
     _check_root(root_rank, process_set)
     if collectives.alone:

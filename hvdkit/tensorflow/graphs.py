@@ -1,13 +1,19 @@
-"""Names for collectives that a graph carries out side by side: every rank must find the same."""
+"""Traced functions: the same names of collectives on every rank, and new traces after `init`."""
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Hashable
-from weakref import WeakKeyDictionary
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import tensorflow as tf
 
 _asked: WeakKeyDictionary[tf.Graph, Counter[Hashable]] = WeakKeyDictionary()
+
+_Function: Any = type(tf.function(lambda: None))
+_to_trace_again: WeakSet[Any] = WeakSet()
 
 
 def place(key: Hashable) -> str:
@@ -30,6 +36,32 @@ def place(key: Hashable) -> str:
         names.append(re.sub(r"(_\d+)+$", "", graph.name))
         graph = outer
     return "/".join(reversed(names))
+
+
+def trace_again_after_init() -> None:
+    """Let `forget_traces` forget the traces of all `tf.function`s around this call.
+
+    For what a graph contains that depends on the number of ranks, or on what they have agreed on.
+    In an elastic job both change, and a rank that has just started must trace together with the
+    others. Does nothing outside of a graph.
+    """
+    if tf.executing_eagerly():
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("polymorphic_function.py"):
+            function = frame.f_locals.get("self")
+            if isinstance(function, _Function):
+                _to_trace_again.add(function)
+        frame = frame.f_back
+
+
+def forget_traces() -> None:
+    """Let the functions that `trace_again_after_init` has recorded be traced at their next call."""
+    for function in list(_to_trace_again):
+        # Not public: a tf.function has no method for it.
+        function._function_cache.clear()
+    _to_trace_again.clear()
 
 
 def _is_function(graph: tf.Graph | None) -> bool:

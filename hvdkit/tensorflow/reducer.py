@@ -25,17 +25,23 @@ from hvdkit.core.compression import (
     Travel,
 )
 from hvdkit.core.numbers import Number
-from hvdkit.core.reduction import AgreedBuckets, Reduction, agree_on_buckets
+from hvdkit.core.reduction import ABSENT, AgreedBuckets, Reduction, agree_on_buckets
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.tensorflow.backend import GraphMemory, GraphNumbers, Wire, number, peak
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
+from hvdkit.tensorflow.graphs import trace_again_after_init
 
 
 class GradientReducer:
     """Reduces gradients over the ranks of a process set, eagerly or in a graph.
 
-    What the ranks mean to reduce is compared once for each set of gradients, when it is traced for
-    the first time, which is a collective; a graph that is traced again takes what was agreed on.
+    The ranks compare what they are to reduce once for each sequence of variables, when they reduce
+    it for the first time, which is a collective. A graph that is traced again takes what was agreed
+    on.
+
+    Ranks may have gradients of different variables. A rank contributes zeros for those that it does
+    not have. In a graph, variables of which no rank had a gradient at that comparison are left out.
+    Eagerly all variables are reduced, because every step may use others.
 
     Args:
         reduction: what to do with the gradients.
@@ -55,7 +61,7 @@ class GradientReducer:
         self._passes = passes
         self._context = tuple(context)
         self._collectives = TensorFlowCollectives(process_set)
-        self._plans: dict[tuple[Any, ...], _Plan] = {}
+        self._plans: dict[tuple[Any, ...], list[_Plan]] = {}
         self._saved: dict[str, list[list[int]]] = {}
 
     def state(self) -> dict[str, list[list[int]]]:
@@ -63,9 +69,7 @@ class GradientReducer:
 
         The same on every rank. Without it sums round differently from there on.
         """
-        generation = self._collectives.generation
-        plans = [plan for key, plan in self._plans.items() if key[0] == generation]
-        return self._saved | {plan.digest: plan.state() for plan in plans}
+        return self._saved | {plan.digest: plan.state() for plan in self._valid_plans()}
 
     def adopt_state(self, state: Mapping[str, list[list[int]]]) -> None:
         """Go on with what `state()` gave, maybe in another process. No collective.
@@ -73,9 +77,16 @@ class GradientReducer:
         For gradients that have not been reduced yet it counts as soon as they are.
         """
         self._saved = dict(state)
-        for key, plan in self._plans.items():
-            if key[0] == self._collectives.generation and plan.digest in self._saved:
+        for plan in self._valid_plans():
+            if plan.digest in self._saved:
                 plan.adopt_state(self._saved.pop(plan.digest))
+
+    def _valid_plans(self) -> list["_Plan"]:
+        """The plans that the ranks have agreed on since the last `init` and `join`."""
+        generation = self._collectives.generation
+        return [
+            plan for key, plans in self._plans.items() if key[0] == generation for plan in plans
+        ]
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -86,10 +97,10 @@ class GradientReducer:
             variables: what they are the gradients of: `tf.Variable`, `keras.Variable` or tensors.
 
         Returns:
-            As many, in the same order; None stays None.
+            As many, in the same order; None where no rank has a gradient.
 
         Raises:
-            RanksDisagree: on every rank, when they mean to reduce different things.
+            RanksDisagree: on every rank, when they are to reduce different things.
             UsageError: inside a function that XLA is to compile.
         """
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
@@ -97,50 +108,57 @@ class GradientReducer:
                 "gradients are to be reduced in a function with jit_compile=True, and Horovod's "
                 "operations cannot be compiled by XLA: use tf.function without jit_compile"
             )
+        trace_again_after_init()
         if self._collectives.alone:
             return [_times(gradient, 1.0 / self._passes) for gradient in gradients]
-        held = [k for k, gradient in enumerate(gradients) if gradient is not None]
-        present = [self._prepared(gradients[k], variables[k]) for k in held]
-        specs = _specs(present, [variables[k] for k in held])
-        sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in present]
-        reduced = self._plan_of(specs, sparse).reduce(*present)
+        places = [k for k, g in enumerate(gradients) if g is not None or _may_have(variables[k])]
+        prepared = [self._prepared(gradients[k], variables[k]) for k in places]
+        specs = _specs(prepared, [variables[k] for k in places])
+        reduced = self._plan_of(specs, prepared).reduce(prepared)
         result: list[Any] = [None] * len(gradients)
-        for k, gradient in zip(held, reduced, strict=True):
+        for k, gradient in zip(places, reduced, strict=True):
             result[k] = gradient
         return result
 
     def _prepared(self, gradient: Any, variable: Any) -> Any:
+        if gradient is None:
+            return None
         if not isinstance(gradient, tf.IndexedSlices):
             return tf.convert_to_tensor(gradient)
         shape = tf.convert_to_tensor(variable.shape, tf.int64)
         gradient = tf.IndexedSlices(gradient.values, tf.cast(gradient.indices, tf.int64), shape)
         return tf.convert_to_tensor(gradient) if self._reduction.sparse_as_dense else gradient
 
-    def _plan_of(self, specs: Sequence[ParameterSpec], sparse: Sequence[bool]) -> "_Plan":
-        generation = self._collectives.generation
-        key = (generation, tuple(specs), tuple(sparse))
-        if key not in self._plans:
-            agreed = agree_on_buckets(
-                self._collectives,
-                specs,
-                self._reduction,
-                self._passes,
-                [int(is_sparse) for is_sparse in sparse],
-                context=[
-                    *self._context,
-                    *(f"gradient {i} is sparse" for i, s in enumerate(sparse) if s),
-                ],
-            )
-            ranks = len(self._collectives.ranks)
-            total = 1.0 / self._passes / (ranks if self._reduction.average else 1)
-            division = Division(total, self._reduction.predivide, ranks)
-            saved = self._saved.pop(agreed.plan.digest, [[]] * len(agreed.channels))
-            for channel, numbers in zip(agreed.channels, saved, strict=True):
-                # Those of another wire format are of no use to this one.
-                if len(numbers) == len(channel.state):
-                    channel.state = tuple(numbers)
-            self._plans[key] = _Plan(agreed, division, self._collectives.process_set)
-        return self._plans[key]
+    def _plan_of(self, specs: Sequence[ParameterSpec], gradients: Sequence[Any]) -> "_Plan":
+        """Return the plan for these gradients; make it in agreement with the other ranks."""
+        eager = tf.executing_eagerly()
+        plans = self._plans.setdefault((self._collectives.generation, eager, tuple(specs)), [])
+        for plan in plans:
+            if plan.has_places_for(gradients):
+                return plan
+        agreed = agree_on_buckets(
+            self._collectives,
+            specs,
+            self._reduction,
+            self._passes,
+            [
+                int(isinstance(gradient, tf.IndexedSlices))
+                if eager or gradient is not None
+                else ABSENT
+                for gradient in gradients
+            ],
+            context=self._context,
+        )
+        ranks = len(self._collectives.ranks)
+        total = 1.0 / self._passes / (ranks if self._reduction.average else 1)
+        division = Division(total, self._reduction.predivide, ranks)
+        saved = self._saved.pop(agreed.plan.digest, [[]] * len(agreed.channels))
+        for channel, numbers in zip(agreed.channels, saved, strict=True):
+            # Those of another wire format are of no use to this one.
+            if len(numbers) == len(channel.state):
+                channel.state = tuple(numbers)
+        plans.append(_Plan(agreed, division, self._collectives.process_set, eager))
+        return plans[-1]
 
 
 def _specs(gradients: Sequence[Any], variables: Sequence[Any]) -> list[ParameterSpec]:
@@ -154,9 +172,15 @@ def _specs(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Parameter
                 f"the gradient of {name!r} has shape {shape}: a bucket needs to know its size "
                 f"when the graph is traced. Give the variable a shape."
             )
-        dtype = gradient.dtype
+        dtype = tf.as_dtype(variable.dtype) if gradient is None else gradient.dtype
         specs.append(ParameterSpec(name, shape, dtype.name, dtype.size, ""))
     return specs
+
+
+def _may_have(variable: Any) -> bool:
+    """Return whether `variable` may have a gradient that a bucket can hold."""
+    dtype = tf.as_dtype(variable.dtype)
+    return (dtype.is_floating or dtype.is_complex) and None not in tuple(variable.shape)
 
 
 def name_of(variable: Any) -> str:
@@ -166,14 +190,29 @@ def name_of(variable: Any) -> str:
 
 
 class _Plan:
-    """The buckets of one set of gradients, and the ops that reduce them."""
+    """The buckets of one sequence of variables, and the ops that reduce their gradients.
+
+    Args:
+        agreed: the buckets.
+        division: of the sums.
+        process_set: the ranks to reduce over.
+        eager: run eagerly, where each step tells which gradients any rank has.
+    """
 
     def __init__(
-        self, agreed: AgreedBuckets, division: Division, process_set: mpi_ops.ProcessSet
+        self,
+        agreed: AgreedBuckets,
+        division: Division,
+        process_set: mpi_ops.ProcessSet,
+        eager: bool,
     ) -> None:
         self._agreed = agreed
         self._division = division
         self._process_set = process_set
+        self._eager = eager
+        buckets = agreed.plan.buckets
+        self._planned = sorted(i for bucket in buckets for i in bucket.parameters)
+        self._sparse = {i for bucket in buckets if bucket.sparse_dims for i in bucket.parameters}
         with tf.init_scope():
             self._states = [
                 tf.Variable(channel.state, dtype=tf.int32, trainable=False)
@@ -181,7 +220,8 @@ class _Plan:
                 else None
                 for channel in agreed.channels
             ]
-        self._traced = tf.function(self._reduce, autograph=False)
+        # The rows of a sparse gradient are others in every step.
+        self._traced = tf.function(self._reduce_counted, autograph=False, reduce_retracing=True)
 
     @property
     def digest(self) -> str:
@@ -198,12 +238,53 @@ class _Plan:
             if variable is not None and len(numbers) == variable.shape[0]:
                 variable.assign(numbers)
 
-    def reduce(self, *gradients: Any) -> list[Any]:
-        """This rank's gradients -> those of all."""
-        # A graph that is being traced takes the ops as they are.
-        return list((self._traced if tf.executing_eagerly() else self._reduce)(*gradients))
+    def has_places_for(self, gradients: Sequence[Any]) -> bool:
+        """Return whether there is a bucket for every gradient that is not None."""
+        return {i for i, g in enumerate(gradients) if g is not None} <= set(self._planned)
 
-    def _reduce(self, *gradients: Any) -> list[Any]:
+    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return the reduced gradients; None where no rank has one.
+
+        Args:
+            gradients: of this rank; None where it has none.
+        """
+        given = {i: self._as_planned(i, gradients[i]) for i in self._planned}
+        if not self._eager:
+            reduced = self._reduce(given)
+        else:
+            has = tf.constant([int(gradient is not None) for gradient in gradients], tf.int32)
+            reduced, ranks = self._traced(given, has)
+            if any(gradient is None for gradient in gradients):
+                ranks = ranks.numpy()
+                reduced = {i: gradient for i, gradient in reduced.items() if ranks[i]}
+        return [reduced.get(i) for i in range(len(gradients))]
+
+    def _as_planned(self, i: int, gradient: Any) -> Any:
+        """Return a gradient as the bucket needs it: zeros if there is none, sparse or dense."""
+        spec = self._agreed.plan.specs[i]
+        if i not in self._sparse:
+            if gradient is None:
+                return tf.zeros(spec.shape, spec.dtype)
+            return tf.convert_to_tensor(gradient)
+        if isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        if gradient is None:
+            gradient = tf.zeros([0, *spec.shape[1:]], spec.dtype)
+        indices = tf.range(tf.shape(gradient, tf.int64)[0])
+        return tf.IndexedSlices(gradient, indices, tf.constant(spec.shape, tf.int64))
+
+    def _reduce_counted(self, gradients: Mapping[int, Any], has: tf.Tensor) -> Any:
+        """Reduce, and count for each variable the ranks that have its gradient."""
+        ranks = mpi_ops._allreduce(
+            has,
+            name=f"{self._agreed.name}.used",
+            op=mpi_ops.Sum,
+            ignore_name_scope=True,
+            process_set=self._process_set,
+        )
+        return self._reduce(gradients), ranks
+
+    def _reduce(self, gradients: Mapping[int, Any]) -> dict[int, Any]:
         plan = self._agreed.plan
         memories = [
             GraphMemory(bucket, plan.specs, [gradients[i] for i in bucket.parameters])
@@ -222,12 +303,11 @@ class _Plan:
                 )
             ]
             self._run(journeys)
-        reduced = {
+        return {
             i: gradient
             for bucket, memory in zip(plan.buckets, memories, strict=True)
             for i, gradient in zip(bucket.parameters, memory.gradients(), strict=True)
         }
-        return [reduced[i] for i in range(len(gradients))]
 
     @contextmanager
     def _symbolic_states(self) -> Iterator[None]:

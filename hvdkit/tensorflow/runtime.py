@@ -1,5 +1,6 @@
 """Starting and ending Horovod in a TensorFlow process."""
 
+import functools
 from typing import Any
 
 import tensorflow as tf
@@ -7,6 +8,7 @@ import tensorflow as tf
 from hvdkit.core.runtime import Runtime, loading
 from hvdkit.engine.describe import require
 from hvdkit.tensorflow.devices import use_own_gpu
+from hvdkit.tensorflow.graphs import forget_traces
 
 engine = require("tensorflow")
 
@@ -17,8 +19,17 @@ with loading(
 
 _runtime = Runtime("tensorflow", tf.__version__, engine, mpi_ops, use_own_gpu)
 
-init = _runtime.init
 shutdown = _runtime.shutdown
+
+
+@functools.wraps(_runtime.init)
+def init(*args: Any, **kwargs: Any) -> None:
+    """Initialise Horovod; see `hvdkit.core.runtime.Runtime.init`.
+
+    Functions that reduce gradients are traced again after it: the ranks may be others.
+    """
+    _runtime.init(*args, **kwargs)
+    forget_traces()
 
 
 def generation() -> int:

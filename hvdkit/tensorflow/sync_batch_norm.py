@@ -9,7 +9,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvdkit.core.collectives import is_alone
 from hvdkit.errors import UsageError
-from hvdkit.tensorflow.graphs import place
+from hvdkit.tensorflow.graphs import place, trace_again_after_init
 
 
 @keras.saving.register_keras_serializable(package="hvdkit")
@@ -43,6 +43,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     @tf.autograph.experimental.do_not_convert
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        trace_again_after_init()
         if is_alone(mpi_ops.global_process_set):
             return super()._moments(inputs, mask)
         if mask is not None:

@@ -198,7 +198,7 @@ class _DistributedTape(tf.GradientTape):
         shared = {
             _identity(source): k
             for k, source in enumerate(flat)
-            if gradients[k] is not None and _identity(source) not in self._local_sources
+            if _identity(source) not in self._local_sources
         }
         places = list(shared.values())
         if places:
@@ -298,11 +298,13 @@ def _adasum(gradients: Sequence[Any], compression: Any, sparse_as_dense: bool) -
     if isinstance(compression, str):
         compression = getattr(Compression, compression)
     if sparse_as_dense:
-        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        gradients = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
     if mpi_ops.size() == 1:
         return list(gradients)
     return [
-        horovod.allreduce(gradient, compression=compression, op=mpi_ops.Adasum)
+        None
+        if gradient is None
+        else horovod.allreduce(gradient, compression=compression, op=mpi_ops.Adasum)
         for gradient in gradients
     ]
 

@@ -23,6 +23,9 @@ class GradientReducer:
     Nothing is reduced while a backward pass runs: `DistributedOptimizer`, whose hooks see each
     gradient when it arrives, is faster where it can be used.
 
+    Ranks may have gradients of different parameters. A rank contributes zeros for those that it
+    does not have.
+
     Args:
         reduction: what to do with the gradients.
         process_set: the ranks to reduce over; on others gradients stay as they are.
@@ -73,32 +76,37 @@ class GradientReducer:
 
         Args:
             gradients: of the parameters; None where there is none.
-            parameters: leaf tensors. Afterwards a reduced gradient is its parameter's `grad`.
+            parameters: leaf tensors that need gradients. Afterwards a reduced gradient is its
+                parameter's `grad`.
             names: of the parameters, for errors.
 
         Returns:
-            As many, in the same order; None stays None.
+            As many, in the same order; None where no rank has a gradient.
 
         Raises:
-            RanksDisagree: on every rank, when they mean to reduce different things.
+            RanksDisagree: on every rank, when they are to reduce different things.
         """
-        held = [k for k, gradient in enumerate(gradients) if gradient is not None]
-        key = tuple(id(parameters[k]) for k in held)
+        key = tuple(map(id, parameters))
         if key not in self._synchronizers:
-            self._synchronizers[key] = self._synchronizer(
-                [parameters[k] for k in held], unique_names([names[k] for k in held])
-            )
+            self._synchronizers[key] = self._synchronizer(list(parameters), unique_names(names))
         synchronizer, own = self._synchronizers[key]
-        for parameter, k in zip(own, held, strict=True):
-            parameter.grad = gradients[k]
+        for parameter, gradient in zip(own, gradients, strict=True):
+            parameter.grad = gradient
         # As a backward pass would deliver them.
         for i in reversed(range(len(own))):
-            synchronizer.mark_ready(i)
-        synchronizer.synchronize()
-        result: list[torch.Tensor | None] = [None] * len(gradients)
-        for parameter, k in zip(own, held, strict=True):
-            result[k] = parameter.grad
-        return result
+            if gradients[i] is not None:
+                synchronizer.mark_ready(i)
+        if not synchronizer.agreed:
+            synchronizer.agree()
+        used = self._collectives.start_sum(
+            [int(gradient is not None) for gradient in gradients], f"{synchronizer.name}.used"
+        )
+        synchronizer.send()
+        synchronizer.wait()
+        for parameter, ranks in zip(own, used(), strict=True):
+            if not ranks:
+                parameter.grad = None
+        return [parameter.grad for parameter in own]
 
     def _synchronizer(self, parameters: list[torch.Tensor], names: Sequence[str]) -> _Held:
         specs = [spec(name, p) for name, p in zip(names, parameters, strict=True)]

@@ -102,6 +102,48 @@ def test_an_embedding_in_a_local_layer(hvd):
     same_everywhere(kernel.tolist())
 
 
+def test_a_layer_that_a_rank_uses_in_some_batches(hvd):
+    """The data decide, in a model that runs eagerly; in one process a mask does the same."""
+    import keras
+
+    class Branching(keras.Model):
+        def __init__(self, masked):
+            super().__init__()
+            self.masked = masked
+            self.trunk, self.branch = keras.layers.Dense(1), keras.layers.Dense(1)
+            for layer in (self.trunk, self.branch):
+                layer.build((None, 3))
+
+        def call(self, x):
+            if self.masked:
+                return self.trunk(x) + keras.ops.where(x[:, :1] > 0, self.branch(x), 0.0)
+            if isinstance(x, keras.KerasTensor) or float(x[0, 0]) < 0:
+                return self.trunk(x)
+            return self.trunk(x) + self.branch(x)
+
+    def trained(optimizer, x, masked):
+        keras.utils.set_random_seed(1)
+        model = Branching(masked)
+        model.compile(optimizer, loss="mse", run_eagerly=True)
+        y = x.sum(axis=-1, keepdims=True)
+        for row in zip(x, y, strict=True):
+            model.train_on_batch(*row)
+        return [keras.ops.convert_to_numpy(v) for v in model.trainable_variables]
+
+    size = hvd.size()
+    x = np.random.default_rng(1).normal(size=(8, size, 3)).astype("float32")
+    # In the first step no rank uses the branch, later at least one.
+    uses = (np.arange(8)[:, None] + np.arange(size)) % 3 > 0
+    uses[0] = False
+    x[:, :, 0] = np.abs(x[:, :, 0]) * np.where(uses, 1, -1)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+    own = trained(optimizer, x[:, hvd.rank() : hvd.rank() + 1], masked=False)
+    expected = trained(keras.optimizers.SGD(0.1, momentum=0.9), x, masked=True)
+    for value, wanted in zip(own, expected, strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-5)
+    same_everywhere([value.tobytes().hex() for value in own])
+
+
 # --- which ranks train together -----------------------------------------------------------------
 
 

@@ -1,9 +1,12 @@
 """States of an elastic job: saved, restored, brought to all ranks."""
 
+import sys
+
 import numpy as np
 import pytest
 
 from hvdkit.errors import UsageError
+from tests.parallel.rank_pool import Configuration, start_ranks_of
 from tests.parallel.tensorflow.oracle import assert_same_on_all_ranks
 
 
@@ -76,3 +79,67 @@ def test_a_model_that_is_not_built(hvd):
 
     with pytest.raises(UsageError, match="the model is not built"):
         hvd.elastic.TensorFlowKerasState(keras.Sequential([keras.layers.Dense(1)]))
+
+
+OTHER_RANKS = """
+import os
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvdkit.keras as hvd
+import hvdkit.tensorflow as tape_hvd
+
+job = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
+first = job["HOROVOD_RANK"] == "0"
+weight = tf.Variable([1.0, 2.0])
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+hvd.init()
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), lambda _, y: y)
+hvd.shutdown()
+
+
+@tf.function
+def step(x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(weight * x)
+    return tape_hvd.DistributedGradientTape(tape).gradient(loss, weight)
+
+
+def train(alone):
+    if alone:
+        for name in job:
+            os.environ.pop(name, None)
+    else:
+        os.environ.update(job)
+    hvd.init()
+    x = np.full((1, 2), hvd.rank() + 1.0, "float32")
+    kernel = model.layers[0].kernel
+    for _ in range(2):
+        kernel.assign(tf.ones((2, 1)))
+        model.fit(x, x, verbose=0)
+        print("gradients", hvd.size(), step(x[0]).numpy()[0], 1 - kernel.numpy()[0, 0], flush=True)
+    hvd.shutdown()
+
+
+if first:
+    train(alone=True)
+train(alone=False)
+if first:
+    train(alone=True)
+"""
+
+
+def test_functions_are_traced_again_for_other_ranks():
+    """A job of one rank grows to two and shrinks again; the second rank has no trace yet."""
+    env = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20"}
+    command = [sys.executable, "-c", OTHER_RANKS]
+    ranks = start_ranks_of(Configuration("tensorflow", "gloo", 2), command, env)
+    found = [
+        [line.split()[1:] for line in result.output.splitlines() if line.startswith("gradients")]
+        for result in ranks.wait(100, 5.0)
+    ]
+    alone, together = [["1", "1.0", "1.0"]] * 2, [["2", "1.5", "1.5"]] * 2
+    assert found == [[*alone, *together, *alone], together]

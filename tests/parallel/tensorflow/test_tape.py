@@ -267,6 +267,80 @@ def test_a_gradient_that_does_not_exist(hvd, where):
     assert_close([*result[:2], *result[3:]], [*expected, expected[0]])
 
 
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_ranks_use_different_variables(hvd, where, compression):
+    """A table that some ranks use is sparse, also on a rank that has not used it."""
+    import tensorflow as tf
+
+    variables = variables_of()
+    branch, table, unused = (
+        tf.Variable(numbers(k, *shape)) for k, shape in enumerate([(INPUTS, 1), (9, 1), (4,)])
+    )
+    sources = [*variables, branch, table, unused]
+
+    def loss(rank, step, x, rows):
+        value = loss_of(variables, x)
+        if (rank + step) % 2:
+            value += tf.reduce_mean(tf.sin(x @ branch))
+        if (rank + step) % 3 == 0:
+            value += tf.reduce_sum(tf.gather(table, rows) ** 2)
+        return value
+
+    def train_step(step, x, rows):
+        with tf.GradientTape() as tape:
+            value = loss(hvd.rank(), step, x, rows)
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        return tape.gradient(value, sources)
+
+    def input_of(rank, step):
+        # Of other rows in every step, and of other numbers of rows.
+        return tf.constant(data_of(rank, step)), tf.constant(
+            [0, 3, 3, step][: 1 + (rank + step) % 4]
+        )
+
+    run = tf.function(train_step) if where == "graph" else train_step
+    for step in range(4):
+        branches = step if where == "eager" else 0
+        *result, of_unused = run(branches, *input_of(hvd.rank(), step))
+        assert of_unused is None
+        each = [
+            plain_gradients(
+                lambda r=r, s=step, b=branches: loss(r, b, *input_of(r, s)), sources[:-1]
+            )
+            for r in range(hvd.size())
+        ]
+        for k, gradient in enumerate(result):
+            there = [tf.convert_to_tensor(gs[k]).numpy() for gs in each if gs[k] is not None]
+            if not there:
+                assert gradient is None, k
+                continue
+            expected = np.sum(there, axis=0) / hvd.size()
+            gradient = tf.convert_to_tensor(gradient)
+            tolerance = 1e-12 if compression == "none" else 2**-9
+            assert_close([gradient], [expected], tolerance)
+            assert_same_on_all_ranks(hvd, [gradient])
+
+
+def test_a_rank_without_any_gradient(hvd):
+    import tensorflow as tf
+
+    variables = variables_of()
+    for step in range(3):
+        with tf.GradientTape() as tape:
+            value = loss_of(variables, data_of(hvd.rank(), step))
+            if hvd.rank() == step % hvd.size():
+                value = tf.constant(1.0)
+        gradients = hvd.DistributedGradientTape(tape).gradient(value, variables)
+        ranks = [r for r in range(hvd.size()) if r != step % hvd.size()]
+        each = [
+            plain_gradients(lambda r=r, s=step: loss_of(variables, data_of(r, s)), variables)
+            for r in ranks
+        ]
+        expected = [sum(g.numpy() for g in gs) / hvd.size() for gs in zip(*each, strict=True)]
+        assert_close(gradients, expected)
+
+
 def test_two_tapes_and_twin_models_in_one_graph(hvd):
     # A GAN's step: both are of the same shapes and names, and their reductions at work together.
     import tensorflow as tf
