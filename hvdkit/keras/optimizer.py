@@ -41,6 +41,7 @@ def DistributedOptimizer(
     process_set: Any = hvd.global_process_set,
     scale_local_gradients: bool = True,
     bucket_bytes: int = bucketing.BUCKET_BYTES,
+    check_parameters: bool = True,
 ) -> Any:
     """Make `optimizer` apply the gradients of all ranks.
 
@@ -71,6 +72,8 @@ def DistributedOptimizer(
         scale_local_gradients: divide what `PartialDistributedOptimizer` does not reduce by the
             number of ranks.
         bucket_bytes: the largest bucket of several gradients, in bytes.
+        check_parameters: compare the variables' values between ranks after the first batch of each
+            `fit`, and raise on every rank if they differ.
 
     Arguments after `op` are keyword-only: `horovod.keras` and `horovod.tensorflow.keras` have
     different ones there.
@@ -108,6 +111,7 @@ def DistributedOptimizer(
         accumulation_steps=passes,
         averaged=averaged,
         scale_local_gradients=scale_local_gradients,
+        check_parameters=check_parameters,
     )
     return optimizer
 
@@ -213,6 +217,7 @@ class Distribution:
         process_set: the ranks that it reduces over.
         collectives: core's, of these ranks.
         accumulation_steps: batches per update.
+        check_parameters: `fit` compares the variables' values between ranks.
     """
 
     def __init__(
@@ -225,7 +230,9 @@ class Distribution:
         accumulation_steps: int,
         averaged: bool,
         scale_local_gradients: bool,
+        check_parameters: bool,
     ) -> None:
+        self.check_parameters = check_parameters
         self.process_set = process_set
         self.collectives = backend.collectives(process_set)
         self.accumulation_steps = accumulation_steps
@@ -317,8 +324,17 @@ class Distribution:
     @property
     def local_variables(self) -> list[Any]:
         """The trainable variables that each rank has for itself."""
+        return [v for v in self._variables if id(v) in self._local]
+
+    @property
+    def shared_variables(self) -> list[Any]:
+        """The trainable variables whose gradients are reduced; none before the first batch."""
+        return [v for v in self._variables if id(v) not in self._local]
+
+    @property
+    def _variables(self) -> list[Any]:
         optimizer = getattr(self._optimizer, "inner_optimizer", self._optimizer)
-        return [v for v in optimizer._trainable_variables if id(v) in self._local]
+        return list(optimizer._trainable_variables)
 
     def reduction_state(self) -> Any:
         """What must be the same for sums to be the same once more; for a checkpoint."""

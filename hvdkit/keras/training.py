@@ -13,6 +13,7 @@ rank uses anything of hvdkit, `fit` is Keras's own. `local_fit` leaves out the c
 What a coordinated list does, in the order of the calls:
 
 - Ranks whose numbers of steps or epochs are known to differ raise an error.
+- After the first batch the ranks compare the values of the variables that they train together.
 - Files and the progress bar are rank 0's: callbacks that write are left out on the other ranks.
   What `BackupAndRestore` restores goes from rank 0 to all of them.
 - A batch's loss that is not finite on one rank is so on all, where a `TerminateOnNaN` looks at it.
@@ -45,6 +46,7 @@ from hvdkit.keras.data import any_samplers, forget_reads, samplers_read
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.metrics import MetricState, flatten, reduce_logs
 from hvdkit.keras.models import adapt, distributions_of, has_own_step
+from hvdkit.keras.values import check_values
 
 log = logging.getLogger("hvdkit.keras")
 
@@ -130,6 +132,7 @@ class _Coordination:
         self.watches_loss = False
         self.watches_stops = False
         self._stop_held = False
+        self._compares_values = False
         self._trained: MetricState | None = None
         self._validated: set[str] = set()
         self._averaged: set[str] = set()
@@ -205,15 +208,38 @@ class _Coordination:
         acts = any(map(_acts_on_batches, callbacks))
         restores = restores and self.is_first
         restored = (self.model._initial_epoch or 0) if restores else 0
+        compares = bool(self._distributions_to_compare)
         counts = self.group.sum(
-            [int(terminates), int(acts), int(restores), restored], "hvdkit.keras.begin"
+            [int(terminates), int(acts), int(restores), restored, int(compares), 1],
+            "hvdkit.keras.begin",
         )
         self.watches_loss, self.watches_stops = bool(counts[0]), bool(counts[1])
+        self._compares_values = counts[4] == counts[5]
         if counts[2]:
             broadcast_model(self.model, self.group.ranks[0], self.group.process_set)
             if counts[3]:
                 # What `fit` starts from, once its callbacks have begun.
                 self.model._initial_epoch = counts[3]
+
+    @property
+    def _distributions_to_compare(self) -> list[Any]:
+        same = [
+            d for d in self.distributions if list(d.collectives.ranks) == list(self.group.ranks)
+        ]
+        return [d for d in same if d.check_parameters]
+
+    def compare_values(self) -> None:
+        """Compare the shared variables between ranks, once in a `fit`. A collective.
+
+        After the first batch, because a callback may broadcast after it, as Horovod's does.
+
+        Raises:
+            RanksDisagree: on every rank, see `check_values`.
+        """
+        if self._compares_values:
+            self._compares_values = False
+            found = [v for d in self._distributions_to_compare for v in d.shared_variables]
+            check_values(self.group, found)
 
     def agree_on_loss(self, logs: dict[str, Any] | None) -> tuple[dict[str, Any] | None, bool]:
         """A batch's logs, with a loss that is not finite where it is not on one rank."""
@@ -336,6 +362,7 @@ class _Coordinated:
         if coordination.watches_loss:
             logs, broken = coordination.agree_on_loss(logs)
         super().on_train_batch_end(batch, logs)  # type: ignore[misc]
+        coordination.compare_values()
         if coordination.watches_stops or broken:
             if self._async_train:  # type: ignore[attr-defined]
                 self._flush_futures()  # type: ignore[attr-defined]

@@ -158,6 +158,52 @@ def test_different_numbers_of_steps_are_an_error_on_every_rank(hvd):
         model.fit(x, x[:, :1], batch_size=4, verbose=0)
 
 
+@pytest.mark.parametrize("broadcast", ["forgotten", "by a callback", "not wanted"])
+def test_ranks_that_start_with_different_values(hvd, broadcast):
+    import keras
+
+    from hvdkit.core.agreement import RanksDisagree
+
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), check_parameters=broadcast != "not wanted"
+    )
+    model = classifier(optimizer, seed=hvd.rank())
+    if broadcast == "forgotten":
+        with pytest.raises(RanksDisagree, match=r"of 'sequential[_0-9]*/dense[_0-9]*/kernel'"):
+            fit(model, hvd.rank())
+        hvd.broadcast_model(model, root_rank=0)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    fit(model, hvd.rank(), callbacks=callbacks if broadcast == "by a callback" else [])
+    if broadcast != "not wanted":
+        same_everywhere(weights_of(model))
+
+
+def test_values_that_differ_by_rounding_are_equal(hvd):
+    """Processors of different kinds round differently."""
+    import keras
+
+    from hvdkit.core.agreement import RanksDisagree
+    from hvdkit.keras import backend
+    from hvdkit.keras.values import check_values
+
+    random = np.random.default_rng(1)
+    values = random.normal(size=(7, 5)).astype("float32")
+    near = values + hvd.rank() * 1e-6 * random.normal(size=values.shape)
+    few = values.copy()
+    few[0] += hvd.rank()
+    group = backend.collectives()
+    empty = keras.Variable(np.zeros((0, 3)))
+    for value, equal in ((values, True), (near, True), (few, False)):
+        variables = [keras.Variable(values), empty, keras.Variable(value)]
+        if equal:
+            check_values(group, variables)
+            continue
+        with pytest.raises(
+            RanksDisagree, match=r"rank 0: [-.\d]+, [-.\d]+, [-.\d]+, \.\.\.; rank 1"
+        ):
+            check_values(group, variables)
+
+
 def test_a_plain_optimizer_is_said_once_to_train_separate_models(hvd):
     from hvdkit.keras import training
 

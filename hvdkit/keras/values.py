@@ -1,0 +1,85 @@
+"""Compare the values of variables between ranks, after the first batch of a `fit`.
+
+Mean gradients keep equal models equal, and different ones different: a forgotten broadcast trains
+one model per rank without any error.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import xxhash
+
+from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.collectives import Collectives
+from hvdkit.keras import backend
+
+# Relative to the largest element of a variable. Ranks on processors of different kinds may round a
+# step differently, by about 1e-7; other initial values differ by about 1.
+_TOLERANCE = 1e-4
+# MPI counts in 32 bits.
+_CHUNK_BYTES = 1 << 30
+# Elements of a variable that an error shows.
+_SHOWN = 3
+
+
+def check_values(group: Collectives, variables: Sequence[Any]) -> None:
+    """Raise if a variable has another value on some rank. A collective.
+
+    Args:
+        group: of the ranks to compare.
+        variables: `keras.Variable`s, the same ones in the same order on every rank.
+
+    Raises:
+        RanksDisagree: on every rank, naming the first variable that differs. Values that differ no
+            more than by rounding are equal.
+    """
+    content = xxhash.xxh64()
+    for variable in variables:
+        content.update(backend.read(variable).tobytes())
+    # Few enough bits that the sum of squares over 30,000 ranks fits into 64.
+    digest = content.intdigest() & 0xFFFFFF
+    count, total, squares = group.sum([1, digest, digest * digest], "hvdkit.keras.values")
+    if count * squares == total * total:
+        return
+    differ = group.max(
+        [int(_differs(group, variable)) for variable in variables], "hvdkit.keras.values.differ"
+    )
+    if not any(differ):
+        return
+    variable = variables[differ.index(1)]
+    everyones = group.allgather(_told(variable).encode(), "hvdkit.keras.values.told")
+    told = "; ".join(
+        f"rank {rank}: {value.decode()}" for rank, value in zip(group.ranks, everyones, strict=True)
+    )
+    raise RanksDisagree(
+        f"ranks have different values of {variable.path!r} after the first batch ({told}), and "
+        f"reduced gradients keep them different. Give fit a "
+        f"hvd.callbacks.BroadcastGlobalVariablesCallback(0), or call "
+        f"hvd.broadcast_model(model, root_rank=0) before it. If ranks are to have different "
+        f"values, pass check_parameters=False to hvd.DistributedOptimizer."
+    )
+
+
+def _differs(group: Collectives, variable: Any) -> bool:
+    """Return whether a variable is not that of the first rank. A collective."""
+    own = _values(variable)
+    first = own.copy()
+    if not own.size:
+        return False
+    for part in np.array_split(first, -(-first.nbytes // _CHUNK_BYTES)):
+        group.broadcast_into(part.view(np.uint8), group.ranks[0], "hvdkit.keras.values.first")
+    return bool(np.max(np.abs(own - first)) > _TOLERANCE * np.max(np.abs(first)))
+
+
+def _told(variable: Any) -> str:
+    values = _values(variable)
+    shown = ", ".join(f"{value:.6g}" for value in values[:_SHOWN])
+    return f"{shown}, ..." if len(values) > _SHOWN else shown
+
+
+def _values(variable: Any) -> np.ndarray:
+    """Return the elements of a variable, of one dimension; float64."""
+    values = keras.ops.convert_to_numpy(variable)
+    return np.asarray(values).reshape(-1).astype(np.float64)
