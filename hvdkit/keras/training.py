@@ -19,7 +19,8 @@ What a coordinated list does, in the order of the calls:
 - A batch's loss that is not finite on one rank is so on all, where a `TerminateOnNaN` looks at it.
 - A callback that stops training on one rank stops it on all, after the same batch if it is one
   that acts on batches, and otherwise at the end of the epoch.
-- Before validation, or at the end of an epoch without it, an open accumulation window is closed.
+- Before validation, or at the end of an epoch without it, an open accumulation window is closed,
+  and moving statistics of `BatchNormalization` are averaged.
 - The metrics, those of validation too, are reduced over all ranks before any callback reads them.
 - A `FollowsFit`, which saves checkpoints, comes after all that; also on a single rank.
 - The epochs of a `ResumableSampler` are counted, whatever the model.
@@ -46,6 +47,7 @@ from hvdkit.keras.data import any_samplers, forget_reads, samplers_read
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.metrics import MetricState, flatten, reduce_logs
 from hvdkit.keras.models import adapt, distributions_of, has_own_step
+from hvdkit.keras.statistics import average_statistics
 from hvdkit.keras.values import check_values
 
 log = logging.getLogger("hvdkit.keras")
@@ -264,10 +266,16 @@ class _Coordination:
         self.model.stop_training = False
 
     def end_training_part(self) -> None:
-        """Close the accumulation window, and keep the metrics, which validation will reset."""
+        """Complete what the training batches of an epoch have left open.
+
+        Closes the accumulation window, averages moving statistics, and keeps the metrics, which
+        validation resets.
+        """
         for distribution in self.distributions:
             if distribution.accumulation_steps > 1:
                 distribution.flush()
+        local = {id(v) for d in self.distributions for v in d.local_variables}
+        average_statistics(self.model, self.group, local)
         self._trained = self._metrics()
 
     def end_validation(self, logs: dict[str, Any]) -> None:

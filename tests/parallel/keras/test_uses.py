@@ -178,6 +178,49 @@ def test_ranks_that_start_with_different_values(hvd, broadcast):
         same_everywhere(weights_of(model))
 
 
+@pytest.mark.parametrize("validation", [False, True])
+def test_moving_statistics_are_averaged(hvd, validation):
+    """Those of a local layer are each rank's."""
+    import keras
+
+    keras.utils.set_random_seed(1)
+    shared, local = (keras.layers.BatchNormalization(momentum=0.5) for _ in range(2))
+    inputs = keras.Input((2,))
+    hidden = keras.layers.Concatenate()([shared(inputs), local(inputs)])
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=local)
+    model.compile(optimizer, loss="mse")
+    x = np.random.default_rng(1).normal(size=(hvd.size(), 2, 8, 2)) + np.arange(2)
+    x[0] *= 3
+    own = x[hvd.rank()].reshape(-1, 2)
+    data = {"validation_data": (own, own[:, :1])} if validation else {}
+    seen = []
+    look = keras.callbacks.LambdaCallback(
+        on_test_begin=lambda logs: seen.append(shared.moving_mean.numpy().tolist())
+    )
+    model.fit(
+        own, own[:, :1], batch_size=8, epochs=2, verbose=0, shuffle=False, callbacks=[look], **data
+    )
+
+    def moved(start, batches):
+        for _ in range(2):
+            for batch in batches:
+                start = 0.5 * start + 0.5 * batch
+        return start
+
+    def value_of(variable):
+        return keras.ops.convert_to_numpy(variable)
+
+    means, variances = x.mean(axis=2), x.var(axis=2)
+    for layer, of in ((shared, slice(None)), (local, slice(hvd.rank(), hvd.rank() + 1))):
+        mean = moved(np.zeros(2), means[of].mean(axis=0))
+        variance = moved(np.ones(2), variances[of].mean(axis=0))
+        np.testing.assert_allclose(value_of(layer.moving_mean), mean, rtol=1e-4)
+        np.testing.assert_allclose(value_of(layer.moving_variance), variance, rtol=1e-4)
+    same_everywhere(value_of(shared.moving_mean).tolist())
+    assert len(same_everywhere(seen)) == (2 if validation else 0)
+
+
 def test_values_that_differ_by_rounding_are_equal(hvd):
     """Processors of different kinds round differently."""
     import keras

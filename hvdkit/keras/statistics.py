@@ -1,0 +1,36 @@
+"""Moving statistics of `BatchNormalization`: each rank's are of its own batches, until averaged."""
+
+from collections.abc import Collection
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdkit.keras import backend
+
+
+def average_statistics(model: Any, group: Any, local: Collection[int]) -> None:
+    """Make the moving means and variances the averages over ranks. A collective.
+
+    Nothing happens where ranks have different numbers of them.
+
+    Args:
+        model: its layers, those of models in it, too.
+        group: `backend.collectives` of the ranks.
+        local: ids of variables that each rank has for itself; layers that have one are left out.
+    """
+    variables = [
+        variable
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.built
+        if not any(id(v) in local for v in layer.trainable_variables)
+        for variable in (layer.moving_mean, layer.moving_variance)
+    ]
+    values = [np.asarray(keras.ops.convert_to_numpy(v), np.float64) for v in variables]
+    size = sum(value.size for value in values)
+    ranks, total, squares = group.sum([1, size, size * size], "hvdkit.keras.statistics.size")
+    if ranks * squares != total * total or not size:
+        return
+    sums = backend.sum_arrays(values, "hvdkit.keras.statistics", group.process_set)
+    for variable, value in zip(variables, sums, strict=True):
+        variable.assign(value / ranks)

@@ -1,0 +1,45 @@
+"""Random sequences of what Keras users do; see sequences.py."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.parallel.keras.sequences import ACTIONS, Setting, run_sequence
+
+_STEPS = st.lists(
+    st.tuples(st.sampled_from(sorted(ACTIONS)), st.integers(0, 10**6)), min_size=1, max_size=8
+)
+_SETTINGS = st.builds(
+    Setting,
+    compression=st.sampled_from(["none", "none", "fp16", "bf16"]),
+    kind=st.sampled_from(["sgd", "adam"]),
+    passes=st.sampled_from([1, 1, 3]),
+    step=st.sampled_from(["keras", "own"]),
+)
+#: The number of sequences in the short and in the long form.
+_SHORT, _LONG = 6, 500
+
+
+def sequence(hvd, setting, actions, folder):
+    run_sequence(hvd, Setting(**setting), actions, Path(folder))
+
+
+def test_sequences_of_user_actions(rank_pool, request, tmp_path):
+    @settings(
+        max_examples=_LONG if request.config.getoption("--long") else _SHORT,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        print_blob=False,
+        phases=[Phase.explicit, Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(_SETTINGS, _STEPS)
+    def run(setting, actions):
+        rank_pool.start()
+        parameters = {"setting": asdict(setting), "actions": actions, "folder": str(tmp_path)}
+        rank_pool.run(__name__, "sequence", parameters)
+
+    run()
