@@ -117,11 +117,12 @@ def _configurations_of_folder(path: Path, long: bool) -> list[Configuration]:
         return [Configuration(framework, "gloo", 1) for framework in frameworks]
     framework = parts[1]
     if framework == "keras":
-        if path.stem != "test_exactness" and not long:
+        if not long:
             # Tracing a model takes the time of these tests, on each rank.
+            size = 4 if path.stem == "test_exactness" else 2
             return [
-                Configuration("keras-tensorflow", "gloo", 2),
-                Configuration("keras-torch", "gloo", 2),
+                Configuration("keras-tensorflow", "gloo", size),
+                Configuration("keras-torch", "gloo", size),
             ]
         jobs = [("keras-tensorflow", "gloo"), ("keras-torch", "gloo"), ("keras-tensorflow", "mpi")]
         return [Configuration(adapter, controller, 4) for adapter, controller in jobs]

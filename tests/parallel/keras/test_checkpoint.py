@@ -387,7 +387,6 @@ def gathered(content):
     ("framework", "wire", "ranks", "kills"),
     [
         ("keras", "fp16", 2, 1),
-        ("keras-torch", "fp32", 2, 1),
         pytest.param("keras", "fp16", 4, 25, marks=pytest.mark.long),
         pytest.param("keras-torch", "fp32", 2, 25, marks=pytest.mark.long),
     ],

@@ -19,7 +19,7 @@ _SETTINGS = st.builds(
     step=st.sampled_from(["keras", "own"]),
 )
 #: The number of sequences in the short and in the long form.
-_SHORT, _LONG = 6, 500
+_SHORT, _LONG = 5, 500
 
 
 def sequence(hvd, setting, actions, folder):

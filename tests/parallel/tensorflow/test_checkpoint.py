@@ -174,7 +174,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(hvd):
 # The examples as a user runs them: all ranks killed, started again, and compared with a run that
 # was not.
 @pytest.mark.parametrize(
-    ("name", "framework"), [("tensorflow_digits", "tensorflow"), ("keras_digits", "keras-torch")]
+    ("name", "framework"),
+    [
+        ("tensorflow_digits", "tensorflow"),
+        pytest.param("keras_digits", "keras-torch", marks=pytest.mark.long),
+    ],
 )
 def test_digits_go_on_after_a_kill(name, framework, tmp_path):
     two = Configuration(framework, "gloo", 2)

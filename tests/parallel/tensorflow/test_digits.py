@@ -34,6 +34,7 @@ def test_two_ranks_learn_digits_in_a_few_epochs(name, framework):
     assert accuracy(name, Configuration(framework, "gloo", 2), "--epochs", "6") > 0.9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tensorflow_digits", "keras_digits"])
 def test_the_same_seed_gives_the_same_accuracy(name):
     two = Configuration("tensorflow", "gloo", 2)
@@ -50,8 +51,10 @@ def test_accuracy_is_the_same_on_one_two_and_four_ranks(name, framework):
     assert max(found.values()) - min(found.values()) <= 0.015, found
 
 
-@pytest.mark.parametrize("name", ["tensorflow_digits", "keras_digits"])
-@pytest.mark.parametrize("arguments", [["--epochs", "0"], ["--batch-size", "100000"]])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("tensorflow_digits", ["--epochs", "0"]), ("keras_digits", ["--batch-size", "100000"])],
+)
 def test_impossible_arguments_are_refused(name, arguments):
     done = run_plain(sys.executable, example(name), *arguments)
     assert done.returncode == 2
