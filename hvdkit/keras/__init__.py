@@ -30,6 +30,7 @@ from hvdkit.keras.functions import (
 )
 from hvdkit.keras.models import load_model, teach_keras
 from hvdkit.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, flush
+from hvdkit.keras.prediction import predict
 from hvdkit.keras.resuming import teach_epochs
 from hvdkit.keras.training import coordinate_fit, local_fit
 
@@ -104,6 +105,7 @@ __all__ = [
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
+    "predict",
     "rank",
     "reducescatter",
     "remove_process_set",

@@ -144,6 +144,58 @@ def test_a_layer_that_a_rank_uses_in_some_batches(hvd):
     same_everywhere([value.tobytes().hex() for value in own])
 
 
+@pytest.mark.parametrize("rows", [1, 3, 17])
+def test_all_ranks_predict(hvd, rows):
+    import keras
+
+    keras.utils.set_random_seed(1)
+    inputs = {"a": keras.Input((2,), name="a"), "b": keras.Input((3,), name="b")}
+    both = keras.layers.Concatenate()([inputs["a"], inputs["b"]])
+    outputs = {"one": keras.layers.Dense(1)(both), "two": keras.layers.Dense(2)(both)}
+    model = keras.Model(inputs, outputs)
+    random = np.random.default_rng(1)
+    x = {name: random.normal(size=(rows, size)) for name, size in (("a", 2), ("b", 3))}
+    expected = model.predict(x, verbose=0)
+    found = hvd.predict(model, x, batch_size=2, verbose=0)
+    for name, value in expected.items():
+        assert found[name].shape == value.shape
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", ["rows of a rank", "rows of an array", "no rows", "the model"])
+def test_what_ranks_cannot_predict(hvd, wrong):
+    import keras
+
+    from hvdkit.errors import HvdkitError
+
+    class Fails(keras.layers.Layer):
+        def call(self, x):
+            if hvd.rank() == 1:
+                raise ValueError("deliberate")
+            return x
+
+    layer = Fails() if wrong == "the model" else keras.layers.Dense(1)
+    model = keras.Sequential([layer])
+    x, words = (
+        np.zeros((4, 2)),
+        {
+            "rows of a rank": "ranks disagree about the data of predict.* 4 rows.* 5 rows",
+            "rows of an array": r"have \[4, 5\] rows: expected one number",
+            "no rows": r"have \[0\] rows",
+            "the model": "(?s)raised on 1 ranks. rank 1: .*deliberate",
+        },
+    )
+    if wrong == "rows of a rank":
+        x = np.zeros((4 + hvd.rank(), 2))
+    elif wrong == "rows of an array":
+        x = [x, np.zeros((5, 2))]
+    elif wrong == "no rows":
+        x = x[:0]
+    with pytest.raises(HvdkitError, match=words[wrong]):
+        hvd.predict(model, x, verbose=0)
+    same_everywhere("still in step")
+
+
 # --- which ranks train together -----------------------------------------------------------------
 
 
