@@ -138,7 +138,7 @@ def PartialDistributedOptimizer(
     distribution = distribution_of(wrapped)
     assert distribution is not None
     for layer in layers:
-        for variable in layer.trainable_variables:
+        for variable in layer.variables:
             distribution.keep_local(variable)
     return wrapped
 
@@ -266,8 +266,12 @@ class Distribution:
         object.__setattr__(optimizer, _ATTRIBUTE, self)
 
     def keep_local(self, variable: Any) -> None:
-        """Do not reduce this variable's gradient."""
+        """Leave a variable to each rank: its gradient, or its moving statistics."""
         self._local.add(id(variable))
+
+    def is_local(self, variable: Any) -> bool:
+        """Return whether each rank has the variable for itself."""
+        return id(variable) in self._local
 
     def _apply(self, optimizer: Any, gradients: list[Any], given: Sequence[Any] | None) -> None:
         variables = optimizer._trainable_variables if given is None else list(given)

@@ -1,6 +1,6 @@
 """Moving statistics of `BatchNormalization`: each rank's are of its own batches, until averaged."""
 
-from collections.abc import Collection
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -9,7 +9,7 @@ import numpy as np
 from hvdkit.keras import backend
 
 
-def average_statistics(model: Any, group: Any, local: Collection[int]) -> None:
+def average_statistics(model: Any, group: Any, is_local: Callable[[Any], bool]) -> None:
     """Make the moving means and variances the averages over ranks. A collective.
 
     Nothing happens where ranks have different numbers of them.
@@ -17,14 +17,14 @@ def average_statistics(model: Any, group: Any, local: Collection[int]) -> None:
     Args:
         model: its layers, those of models in it, too.
         group: `backend.collectives` of the ranks.
-        local: ids of variables that each rank has for itself; layers that have one are left out.
+        is_local: tells whether each rank has a variable for itself; it is left out then.
     """
     variables = [
         variable
         for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.built
-        if not any(id(v) in local for v in layer.trainable_variables)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.built and layer.trainable
         for variable in (layer.moving_mean, layer.moving_variance)
+        if not is_local(variable)
     ]
     values = [np.asarray(keras.ops.convert_to_numpy(v), np.float64) for v in variables]
     size = sum(value.size for value in values)

@@ -135,6 +135,7 @@ class _Coordination:
         self.watches_stops = False
         self._stop_held = False
         self._compares_values = False
+        self._trains_one_model = False
         self._trained: MetricState | None = None
         self._validated: set[str] = set()
         self._averaged: set[str] = set()
@@ -210,13 +211,12 @@ class _Coordination:
         acts = any(map(_acts_on_batches, callbacks))
         restores = restores and self.is_first
         restored = (self.model._initial_epoch or 0) if restores else 0
-        compares = bool(self._distributions_to_compare)
-        counts = self.group.sum(
-            [int(terminates), int(acts), int(restores), restored, int(compares), 1],
-            "hvdkit.keras.begin",
-        )
+        reducing = self._distributions_of_group
+        compares = any(d.check_parameters for d in reducing)
+        own = [terminates, acts, restores, restored, compares, bool(reducing), True]
+        counts = self.group.sum([int(value) for value in own], "hvdkit.keras.begin")
         self.watches_loss, self.watches_stops = bool(counts[0]), bool(counts[1])
-        self._compares_values = counts[4] == counts[5]
+        self._compares_values, self._trains_one_model = (n == counts[6] for n in counts[4:6])
         if counts[2]:
             broadcast_model(self.model, self.group.ranks[0], self.group.process_set)
             if counts[3]:
@@ -224,11 +224,10 @@ class _Coordination:
                 self.model._initial_epoch = counts[3]
 
     @property
-    def _distributions_to_compare(self) -> list[Any]:
-        same = [
-            d for d in self.distributions if list(d.collectives.ranks) == list(self.group.ranks)
-        ]
-        return [d for d in same if d.check_parameters]
+    def _distributions_of_group(self) -> list[Any]:
+        """Those that reduce over the ranks which are coordinated."""
+        ranks = list(self.group.ranks)
+        return [d for d in self.distributions if list(d.collectives.ranks) == ranks]
 
     def compare_values(self) -> None:
         """Compare the shared variables between ranks, once in a `fit`. A collective.
@@ -240,8 +239,8 @@ class _Coordination:
         """
         if self._compares_values:
             self._compares_values = False
-            found = [v for d in self._distributions_to_compare for v in d.shared_variables]
-            check_values(self.group, found)
+            checked = [d for d in self._distributions_of_group if d.check_parameters]
+            check_values(self.group, [v for d in checked for v in d.shared_variables])
 
     def agree_on_loss(self, logs: dict[str, Any] | None) -> tuple[dict[str, Any] | None, bool]:
         """A batch's logs, with a loss that is not finite where it is not on one rank."""
@@ -274,8 +273,10 @@ class _Coordination:
         for distribution in self.distributions:
             if distribution.accumulation_steps > 1:
                 distribution.flush()
-        local = {id(v) for d in self.distributions for v in d.local_variables}
-        average_statistics(self.model, self.group, local)
+        if self._trains_one_model:
+            average_statistics(
+                self.model, self.group, lambda v: any(d.is_local(v) for d in self.distributions)
+            )
         self._trained = self._metrics()
 
     def end_validation(self, logs: dict[str, Any]) -> None:

@@ -70,7 +70,11 @@ def _differs(group: Collectives, variable: Any) -> bool:
         return False
     for part in np.array_split(first, -(-first.nbytes // _CHUNK_BYTES)):
         group.broadcast_into(part.view(np.uint8), group.ranks[0], "hvdkit.keras.values.first")
-    return bool(np.max(np.abs(own - first)) > _TOLERANCE * np.max(np.abs(first)))
+    finite = np.isfinite(first)
+    if np.any(finite != np.isfinite(own)):
+        return True
+    apart, largest = np.abs(own - first)[finite], np.abs(first[finite])
+    return bool(np.max(apart, initial=0.0) > _TOLERANCE * np.max(largest, initial=0.0))
 
 
 def _told(variable: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
 
 _asked: WeakKeyDictionary[tf.Graph, Counter[Hashable]] = WeakKeyDictionary()
 
@@ -36,6 +37,22 @@ def place(key: Hashable) -> str:
         names.append(re.sub(r"(_\d+)+$", "", graph.name))
         graph = outer
     return "/".join(reversed(names))
+
+
+def new_variable(value: Any) -> tf.Variable:
+    """Return a new int32 variable that outlives the graph that is being traced, if any.
+
+    Args:
+        value: its first value: a number, or several.
+    """
+
+    def create(_: Any, **arguments: Any) -> Any:
+        return resource_variable_ops.ResourceVariable(**arguments)
+
+    # A tf.function creates variables in its first trace only, and refuses even those that
+    # init_scope takes out of the graph. The outer creator does not ask it.
+    with tf.init_scope(), tf.variable_creator_scope(create):
+        return tf.Variable(value, dtype=tf.int32, trainable=False)
 
 
 def trace_again_after_init() -> None:

@@ -29,7 +29,7 @@ from hvdkit.core.reduction import ABSENT, AgreedBuckets, Reduction, agree_on_buc
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.tensorflow.backend import GraphMemory, GraphNumbers, Wire, number, peak
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
-from hvdkit.tensorflow.graphs import trace_again_after_init
+from hvdkit.tensorflow.graphs import new_variable, trace_again_after_init
 
 
 class GradientReducer:
@@ -40,8 +40,9 @@ class GradientReducer:
     on.
 
     Ranks may have gradients of different variables. A rank contributes zeros for those that it does
-    not have. In a graph, variables of which no rank had a gradient at that comparison are left out.
-    Eagerly all variables are reduced, because every step may use others.
+    not have. Eagerly all variables are reduced, because every step may use others. In a graph the
+    ranks compare once for each set of gradients that a trace has, and leave out variables of which
+    no rank has one. All ranks must come to a new set in the same call.
 
     Args:
         reduction: what to do with the gradients.
@@ -61,7 +62,7 @@ class GradientReducer:
         self._passes = passes
         self._context = tuple(context)
         self._collectives = TensorFlowCollectives(process_set)
-        self._plans: dict[tuple[Any, ...], list[_Plan]] = {}
+        self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._saved: dict[str, list[list[int]]] = {}
 
     def state(self) -> dict[str, list[list[int]]]:
@@ -84,9 +85,7 @@ class GradientReducer:
     def _valid_plans(self) -> list["_Plan"]:
         """The plans that the ranks have agreed on since the last `init` and `join`."""
         generation = self._collectives.generation
-        return [
-            plan for key, plans in self._plans.items() if key[0] == generation for plan in plans
-        ]
+        return [plan for key, plan in self._plans.items() if key[0] == generation]
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -132,10 +131,10 @@ class GradientReducer:
     def _plan_of(self, specs: Sequence[ParameterSpec], gradients: Sequence[Any]) -> "_Plan":
         """Return the plan for these gradients; make it in agreement with the other ranks."""
         eager = tf.executing_eagerly()
-        plans = self._plans.setdefault((self._collectives.generation, eager, tuple(specs)), [])
-        for plan in plans:
-            if plan.has_places_for(gradients):
-                return plan
+        absent = () if eager else tuple(gradient is None for gradient in gradients)
+        key = (self._collectives.generation, eager, absent, tuple(specs))
+        if key in self._plans:
+            return self._plans[key]
         agreed = agree_on_buckets(
             self._collectives,
             specs,
@@ -157,8 +156,8 @@ class GradientReducer:
             # Those of another wire format are of no use to this one.
             if len(numbers) == len(channel.state):
                 channel.state = tuple(numbers)
-        plans.append(_Plan(agreed, division, self._collectives.process_set, eager))
-        return plans[-1]
+        self._plans[key] = _Plan(agreed, division, self._collectives.process_set, eager)
+        return self._plans[key]
 
 
 def _specs(gradients: Sequence[Any], variables: Sequence[Any]) -> list[ParameterSpec]:
@@ -180,7 +179,8 @@ def _specs(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Parameter
 def _may_have(variable: Any) -> bool:
     """Return whether `variable` may have a gradient that a bucket can hold."""
     dtype = tf.as_dtype(variable.dtype)
-    return (dtype.is_floating or dtype.is_complex) and None not in tuple(variable.shape)
+    known = tf.TensorShape(variable.shape).is_fully_defined()
+    return bool(known and (dtype.is_floating or dtype.is_complex))
 
 
 def name_of(variable: Any) -> str:
@@ -213,13 +213,10 @@ class _Plan:
         buckets = agreed.plan.buckets
         self._planned = sorted(i for bucket in buckets for i in bucket.parameters)
         self._sparse = {i for bucket in buckets if bucket.sparse_dims for i in bucket.parameters}
-        with tf.init_scope():
-            self._states = [
-                tf.Variable(channel.state, dtype=tf.int32, trainable=False)
-                if channel.state
-                else None
-                for channel in agreed.channels
-            ]
+        self._states = [
+            new_variable(channel.state) if channel.state else None for channel in agreed.channels
+        ]
+        self._zero = new_variable(0)
         # The rows of a sparse gradient are others in every step.
         self._traced = tf.function(self._reduce_counted, autograph=False, reduce_retracing=True)
 
@@ -237,10 +234,6 @@ class _Plan:
         for variable, numbers in zip(self._states, state, strict=True):
             if variable is not None and len(numbers) == variable.shape[0]:
                 variable.assign(numbers)
-
-    def has_places_for(self, gradients: Sequence[Any]) -> bool:
-        """Return whether there is a bucket for every gradient that is not None."""
-        return {i for i, g in enumerate(gradients) if g is not None} <= set(self._planned)
 
     def reduce(self, gradients: Sequence[Any]) -> list[Any]:
         """Return the reduced gradients; None where no rank has one.
@@ -264,14 +257,23 @@ class _Plan:
         spec = self._agreed.plan.specs[i]
         if i not in self._sparse:
             if gradient is None:
-                return tf.zeros(spec.shape, spec.dtype)
+                return self._zeros(spec.shape, spec.dtype)
             return tf.convert_to_tensor(gradient)
         if isinstance(gradient, tf.IndexedSlices):
             return gradient
         if gradient is None:
-            gradient = tf.zeros([0, *spec.shape[1:]], spec.dtype)
+            rows = self._zero.read_value()
+            gradient = self._zeros(tf.stack([rows, *spec.shape[1:]]), spec.dtype)
         indices = tf.range(tf.shape(gradient, tf.int64)[0])
         return tf.IndexedSlices(gradient, indices, tf.constant(spec.shape, tf.int64))
+
+    def _zeros(self, shape: Any, dtype: str) -> Any:
+        """Return zeros that TensorFlow does not know when it optimizes a graph.
+
+        It runs a collective of constants once, while it optimizes, and never again. The other
+        ranks would wait for this one in each step.
+        """
+        return tf.fill(shape, tf.cast(self._zero.read_value(), dtype))
 
     def _reduce_counted(self, gradients: Mapping[int, Any], has: tf.Tensor) -> Any:
         """Reduce, and count for each variable the ranks that have its gradient."""

@@ -236,10 +236,13 @@ def test_moving_statistics_are_averaged(hvd, validation):
     import keras
 
     keras.utils.set_random_seed(1)
-    shared, local = (keras.layers.BatchNormalization(momentum=0.5) for _ in range(2))
+    shared, frozen = (keras.layers.BatchNormalization(momentum=0.5) for _ in range(2))
+    local = keras.layers.BatchNormalization(momentum=0.5, scale=False, center=False)
     inputs = keras.Input((2,))
-    hidden = keras.layers.Concatenate()([shared(inputs), local(inputs)])
+    hidden = keras.layers.Concatenate()([layer(inputs) for layer in (shared, local, frozen)])
     model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    frozen.trainable = False
+    frozen.moving_mean.assign(np.full(2, 1.0 + hvd.rank()))
     optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=local)
     model.compile(optimizer, loss="mse")
     x = np.random.default_rng(1).normal(size=(hvd.size(), 2, 8, 2)) + np.arange(2)
@@ -270,7 +273,28 @@ def test_moving_statistics_are_averaged(hvd, validation):
         np.testing.assert_allclose(value_of(layer.moving_mean), mean, rtol=1e-4)
         np.testing.assert_allclose(value_of(layer.moving_variance), variance, rtol=1e-4)
     same_everywhere(value_of(shared.moving_mean).tolist())
+    assert value_of(frozen.moving_mean).tolist() == [1.0 + hvd.rank()] * 2
     assert len(same_everywhere(seen)) == (2 if validation else 0)
+
+
+def test_statistics_of_separate_models_stay_separate(hvd):
+    """A callback asks for metrics of all ranks, and nothing reduces gradients."""
+    import keras
+
+    keras.utils.set_random_seed(1)
+    layer = keras.layers.BatchNormalization(momentum=0.5)
+    model = keras.Sequential([keras.Input((2,)), layer, keras.layers.Dense(1)])
+    model.compile("sgd", loss="mse")
+    x = np.full((4, 2), 1.0 + hvd.rank())
+    model.fit(
+        x,
+        x[:, :1],
+        batch_size=4,
+        verbose=0,
+        callbacks=[hvd.callbacks.MetricAverageCallback()],
+    )
+    mean = keras.ops.convert_to_numpy(layer.moving_mean)
+    np.testing.assert_allclose(mean, 0.5 * (1.0 + hvd.rank()))
 
 
 def test_values_that_differ_by_rounding_are_equal(hvd):
@@ -286,9 +310,14 @@ def test_values_that_differ_by_rounding_are_equal(hvd):
     near = values + hvd.rank() * 1e-6 * random.normal(size=values.shape)
     few = values.copy()
     few[0] += hvd.rank()
+    broken = values.copy()
+    broken[0, 0] = np.nan if hvd.rank() else np.inf
+    lost = values.copy()
+    lost[0, 0] = np.nan if hvd.rank() else 1.0
     group = backend.collectives()
     empty = keras.Variable(np.zeros((0, 3)))
-    for value, equal in ((values, True), (near, True), (few, False)):
+    cases = ((values, True), (near, True), (few, False), (broken, True), (lost, False))
+    for value, equal in cases:
         variables = [keras.Variable(values), empty, keras.Variable(value)]
         if equal:
             check_values(group, variables)

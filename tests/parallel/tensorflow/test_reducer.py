@@ -129,7 +129,7 @@ def test_the_state_of_float16_is_cores(hvd):
         ]
         function(tf.constant(every[hvd.rank()], tf.float32))
         simulated.step(every)
-        ((plan,),) = reduce._plans.values()
+        (plan,) = reduce._plans.values()
         (state,) = plan._states
         assert tuple(state.numpy().tolist()) == simulated.channels[0].state, f"step {step}"
 

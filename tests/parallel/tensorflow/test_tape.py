@@ -322,6 +322,61 @@ def test_ranks_use_different_variables(hvd, where, compression):
             assert_same_on_all_ranks(hvd, [gradient])
 
 
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_a_bucket_that_a_rank_has_no_gradient_for(hvd, kind):
+    """In a graph that is traced once: no collective may be taken for a constant."""
+    import tensorflow as tf
+
+    weight, other = tf.Variable(tf.ones(3)), tf.Variable(tf.ones((5, 2)))
+
+    @tf.function
+    def step(x, rows):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * weight) * x
+            if hvd.rank() == 1:
+                used = tf.gather(other, rows) if kind == "sparse" else other
+                loss += tf.reduce_sum(used * used) * x
+        tape = hvd.DistributedGradientTape(tape, bucket_bytes=8)
+        return tape.gradient(loss, [weight, other])
+
+    for x in (1.0, 2.0, 3.0):
+        of_weight, of_other = step(tf.constant(x), tf.constant([1, 4]))
+        np.testing.assert_allclose(of_weight.numpy(), np.full(3, 2 * x))
+        expected = np.full((5, 2), 2 * x / hvd.size())
+        if kind == "sparse":
+            expected[[0, 2, 3]] = 0
+        np.testing.assert_allclose(tf.convert_to_tensor(of_other).numpy(), expected)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_each_rank_has_its_own_order_of_tasks(hvd, where, compression):
+    """Each has a head. A variable of unknown shape has no gradient."""
+    import tensorflow as tf
+
+    shared = tf.Variable(numbers(1, 3))
+    heads = [tf.Variable(numbers(2 + k, 3)) for k in range(hvd.size() + 1)]
+    unknown = tf.Variable(1.0, shape=tf.TensorShape(None))
+
+    def gradients(task):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(shared * heads[task])
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        found = tape.gradient(loss, [shared, *heads, unknown])
+        return {k: g for k, g in enumerate(found) if g is not None}
+
+    step = tf.function(gradients) if where == "graph" else gradients
+    for turn in (0, 1, 0):
+        tasks = [rank + turn for rank in range(hvd.size())]
+        found = step(tasks[hvd.rank()])
+        assert sorted(found) == [0, *(1 + task for task in tasks)]
+        mean = np.mean([heads[task].numpy() for task in tasks], axis=0)
+        bound = 1e-12 if compression == "none" else 2**-9
+        assert_close([found[0]], [mean], bound)
+        for task in tasks:
+            assert_close([found[1 + task]], [shared.numpy() / hvd.size()], bound)
+
+
 def test_a_rank_without_any_gradient(hvd):
     import tensorflow as tf
 
