@@ -22,12 +22,17 @@ class InFlight:
 class SimulatedGroup:
     """What the collectives of `size` simulated ranks share.
 
+    Args:
+        size: how many there are.
+        first: the global rank of the first, in a process set that does not begin at rank 0.
+
     Attributes:
         held: while true, collectives that have been begun do not end.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, first: int = 0) -> None:
         self.size = size
+        self.first = first
         self.lock = threading.Lock()
         self.slots: dict[tuple[str, int], dict[int, Any]] = {}
         self.arrived = threading.Condition(self.lock)
@@ -107,7 +112,7 @@ class SimulatedCollectives:
 
     @property
     def ranks(self) -> Sequence[int]:
-        return range(self.group.size)
+        return range(self.group.first, self.group.first + self.group.size)
 
     def exchange(self, value: Any, name: str) -> list[Any]:
         self.names.append(name)

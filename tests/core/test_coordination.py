@@ -239,6 +239,15 @@ def test_gradients_that_have_been_changed_before_a_round_that_a_rank_did_not_exp
     assert on_ranks(2, run) == [expected] * 2
 
 
+def test_errors_name_the_global_ranks_of_a_process_set():
+    def run(collectives):
+        script = Script(collectives, 1)
+        with pytest.raises(BackwardFailed, match=r"rank 3: step 1.*rank 4: .* which raised"):
+            script.backward({0}, 1.0, fails=collectives.rank == 1)
+
+    assert on_every_rank(2, run, SimulatedGroup(2, first=3)) == [None] * 2
+
+
 def test_steps_in_different_orders_are_an_error():
     def run(collectives):
         script = Script(collectives, 2)

@@ -911,6 +911,23 @@ def test_a_state_of_other_gradients_is_ignored():
     on_ranks(3, run)
 
 
+def test_a_state_is_resumed_after_rounds_have_been_made():
+    def run(collectives):
+        before, backend = make(collectives)
+        step(before, backend, 1.0, WILD)
+        state = before.state
+        after, other = make(collectives)
+        step(after, other, 1.0, [0, 1, 2, 3])
+        planned = members(after)
+        after.resume(state)
+        step(after, other, 1.0, [0, 1, 2, 3])
+        return planned, members(after), members(before), after.state == before.state
+
+    for planned, resumed, expected, same in on_ranks(2, run):
+        assert planned != resumed == expected
+        assert same
+
+
 def test_a_state_may_be_resumed_on_other_devices():
     def run(collectives):
         before, backend = make(collectives, wire_format=Float16())

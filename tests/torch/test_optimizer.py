@@ -1,12 +1,18 @@
 """Arguments of DistributedOptimizer, and what it does in a job of one rank."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from hvdkit.core.compression import Float16
+from hvdkit.core.reduction import Reduction
 from hvdkit.errors import UsageError
+from hvdkit.torch import passes
+from hvdkit.torch.digests import digests
+from hvdkit.torch.reducer import GradientReducer
 
 
 def sgd(model):
@@ -99,3 +105,73 @@ def test_lbfgs_state_is_refused(hvd):
 def test_a_single_tensor_is_not_a_collection_of_parameters(hvd):
     with pytest.raises(UsageError, match="params is a tensor"):
         hvd.broadcast_parameters(torch.ones(3), root_rank=0)
+
+
+def test_one_norm_of_several_optimizers_waits_for_the_window_of_each(hvd):
+    model = nn.Linear(3, 2)
+    one = hvd.DistributedOptimizer(torch.optim.SGD([model.weight], lr=0.1))
+    other = hvd.DistributedOptimizer(torch.optim.SGD([model.bias], lr=0.1), accumulation_steps=2)
+    model(torch.ones(4, 3)).sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    assert hvd.clip_grad_norm_([one, other], 1e-6) is None
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+    model(torch.ones(4, 3)).sum().backward()
+    assert hvd.clip_grad_norm_([one, other], 1e-6) > 1
+
+
+def test_process_sets_are_entered_in_one_order():
+    """In which gradients arrive differs between ranks, and they would wait for each other."""
+    entered = []
+
+    class Recorder:
+        def __init__(self, name):
+            self.name = name
+
+        def send(self, rounds, failed):
+            entered.append((self.name, rounds))
+
+        def wait(self, entry):
+            entered.append((self.name, "wait"))
+
+    sets = {identity: Recorder(f"set {identity}") for identity in (0, 1)}
+
+    def listener(identity, number):
+        return SimpleNamespace(
+            coordinator=sets[identity],
+            process_set=SimpleNamespace(process_set_id=identity),
+            number=number,
+            rounds=f"rounds {number}",
+        )
+
+    passes.reduce([listener(1, 3), listener(0, 2), listener(1, 1), listener(0, 4)], ())
+    assert entered == [
+        ("set 0", ["rounds 2", "rounds 4"]),
+        ("set 1", ["rounds 1", "rounds 3"]),
+        ("set 0", "wait"),
+        ("set 1", "wait"),
+    ]
+
+
+def test_the_digest_of_a_sparse_tensor_is_that_of_its_values():
+    sparse = torch.sparse_coo_tensor([[1]], [2.0], (3,)).coalesce()
+    assert digests([sparse]) == digests([sparse.to_dense()])
+    assert digests([sparse]) != digests([torch.zeros(3)])
+
+
+def test_a_reducers_state_has_what_it_has_not_reduced_yet(hvd):
+    def reduce(reducer, *names):
+        for name in names:
+            p = nn.Parameter(torch.zeros(3))
+            parameters.append(p)
+            reducer([torch.ones(3)], [p], [name])
+
+    parameters = []  # their ids tell sets apart
+    reducer = GradientReducer(Reduction(Float16()))
+    reduce(reducer, "a", "b")
+    state = reducer.state()
+    assert len(state) == 2
+    resumed = GradientReducer(Reduction(Float16()))
+    resumed.adopt_state(state)
+    assert resumed.state() == state
+    reduce(resumed, "a")
+    assert len(resumed.state()) == 2
