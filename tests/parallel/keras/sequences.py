@@ -24,7 +24,7 @@ TOLERANCE = {"none": 1e-6, "fp16": 2e-3, "bf16": 2e-2}
 
 @dataclass(frozen=True)
 class Setting:
-    """How the model is trained.
+    """The arguments of the wrapped optimizer, and the kind of training step.
 
     Attributes:
         compression: the wire format.
