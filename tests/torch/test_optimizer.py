@@ -10,9 +10,6 @@ from torch import nn
 from hvdkit.core.compression import Float16
 from hvdkit.core.reduction import Reduction
 from hvdkit.errors import UsageError
-from hvdkit.torch import passes
-from hvdkit.torch.digests import digests
-from hvdkit.torch.reducer import GradientReducer
 
 
 def sgd(model):
@@ -119,8 +116,10 @@ def test_one_norm_of_several_optimizers_waits_for_the_window_of_each(hvd):
     assert hvd.clip_grad_norm_([one, other], 1e-6) > 1
 
 
-def test_process_sets_are_entered_in_one_order():
-    """In which gradients arrive differs between ranks, and they would wait for each other."""
+def test_process_sets_are_entered_in_one_order(hvd):
+    """The order in which gradients arrive differs between ranks, which then wait for each other."""
+    from hvdkit.torch import passes
+
     entered = []
 
     class Recorder:
@@ -152,13 +151,17 @@ def test_process_sets_are_entered_in_one_order():
     ]
 
 
-def test_the_digest_of_a_sparse_tensor_is_that_of_its_values():
+def test_the_digest_of_a_sparse_tensor_is_that_of_its_values(hvd):
+    from hvdkit.torch.digests import digests
+
     sparse = torch.sparse_coo_tensor([[1]], [2.0], (3,)).coalesce()
     assert digests([sparse]) == digests([sparse.to_dense()])
     assert digests([sparse]) != digests([torch.zeros(3)])
 
 
 def test_a_reducers_state_has_what_it_has_not_reduced_yet(hvd):
+    from hvdkit.torch.reducer import GradientReducer
+
     def reduce(reducer, *names):
         for name in names:
             p = nn.Parameter(torch.zeros(3))
