@@ -229,10 +229,14 @@ class _Coordination:
         ranks = list(self.group.ranks)
         return [d for d in self.distributions if list(d.collectives.ranks) == ranks]
 
-    def compare_values(self) -> None:
+    def compare_values(self, callbacks: Sequence[Any]) -> None:
         """Compare the shared variables between ranks, once in a `fit`. A collective.
 
         After the first batch, because a callback may broadcast after it, as Horovod's does.
+
+        Args:
+            callbacks: of the `fit`. Variables that one of them on any rank leaves to each rank are
+                not compared.
 
         Raises:
             RanksDisagree: on every rank, see `check_values`.
@@ -240,7 +244,14 @@ class _Coordination:
         if self._compares_values:
             self._compares_values = False
             checked = [d for d in self._distributions_of_group if d.check_parameters]
-            check_values(self.group, [v for d in checked for v in d.shared_variables])
+            shared = [v for d in checked for v in d.shared_variables]
+            local = {id(v) for c in callbacks for v in getattr(c, "_local_variables", ())}
+            is_local = self.group.max(
+                [int(id(v) in local or id(v.value) in local) for v in shared], "hvdkit.keras.local"
+            )
+            check_values(
+                self.group, [v for v, left in zip(shared, is_local, strict=True) if not left]
+            )
 
     def agree_on_loss(self, logs: dict[str, Any] | None) -> tuple[dict[str, Any] | None, bool]:
         """A batch's logs, with a loss that is not finite where it is not on one rank."""
@@ -371,7 +382,7 @@ class _Coordinated:
         if coordination.watches_loss:
             logs, broken = coordination.agree_on_loss(logs)
         super().on_train_batch_end(batch, logs)  # type: ignore[misc]
-        coordination.compare_values()
+        coordination.compare_values(self.callbacks)
         if coordination.watches_stops or broken:
             if self._async_train:  # type: ignore[attr-defined]
                 self._flush_futures()  # type: ignore[attr-defined]
