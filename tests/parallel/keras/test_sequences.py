@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.parallel.keras.sequences import ACTIONS, Setting, run_sequence
@@ -18,17 +19,17 @@ _SETTINGS = st.builds(
     passes=st.sampled_from([1, 1, 3]),
     step=st.sampled_from(["keras", "own"]),
 )
-#: The number of sequences in the short and in the long form.
-_SHORT, _LONG = 5, 500
+_SEQUENCES = 500
 
 
 def sequence(hvd, setting, actions, folder):
     run_sequence(hvd, Setting(**setting), actions, Path(folder))
 
 
-def test_sequences_of_user_actions(rank_pool, request, tmp_path):
+@pytest.mark.long
+def test_sequences_of_user_actions(rank_pool, tmp_path):
     @settings(
-        max_examples=_LONG if request.config.getoption("--long") else _SHORT,
+        max_examples=_SEQUENCES,
         deadline=None,
         derandomize=True,
         database=None,
