@@ -75,7 +75,12 @@ def leave_lease(folder, **changes):
     lease = dataclasses.asdict(lock.Lease.own())
     lease.update({"host": "elsewhere", "machine": "another", "token": "abc", **changes})
     folder.mkdir(exist_ok=True)
-    (folder / lock.LEASE_FILE).write_text(json.dumps(lease))
+    # As a writer does: a reader never finds the file cut short.
+    descriptor = os.open(folder / lock.LEASE_FILE, os.O_WRONLY | os.O_CREAT)
+    try:
+        os.pwrite(descriptor, json.dumps(lease).ljust(lock._MAX_LEASE_BYTES).encode(), 0)
+    finally:
+        os.close(descriptor)
 
 
 def test_a_second_writer_in_this_process(tmp_path):
