@@ -15,6 +15,7 @@ from tensorflow.python.ops import control_flow_util
 
 from hvdkit.core.bucketing import ParameterSpec, uncounted, unique_names
 from hvdkit.core.compression import (
+    Channel,
     Choose,
     Division,
     Gather,
@@ -63,6 +64,8 @@ class GradientReducer:
         self._context = tuple(context)
         self._collectives = TensorFlowCollectives(process_set)
         self._plans: dict[tuple[Any, ...], _Plan] = {}
+        # By generation and digest: several plans may be of the same buckets.
+        self._states: dict[tuple[int, str], _States] = {}
         self._saved: dict[str, list[list[int]]] = {}
 
     def state(self) -> dict[str, list[list[int]]]:
@@ -70,7 +73,7 @@ class GradientReducer:
 
         The same on every rank. Without it sums round differently from there on.
         """
-        return self._saved | {plan.digest: plan.state() for plan in self._valid_plans()}
+        return self._saved | {digest: s.numbers() for digest, s in self._valid_states().items()}
 
     def adopt_state(self, state: Mapping[str, list[list[int]]]) -> None:
         """Go on with what `state()` gave, maybe in another process. No collective.
@@ -78,14 +81,17 @@ class GradientReducer:
         For gradients that have not been reduced yet it counts as soon as they are.
         """
         self._saved = dict(state)
-        for plan in self._valid_plans():
-            if plan.digest in self._saved:
-                plan.adopt_state(self._saved.pop(plan.digest))
+        for digest, states in self._valid_states().items():
+            if digest in self._saved:
+                states.assign(self._saved.pop(digest))
 
-    def _valid_plans(self) -> list["_Plan"]:
-        """The plans that the ranks have agreed on since the last `init` and `join`."""
+    def _valid_states(self) -> dict[str, "_States"]:
+        """Return, by digest, those of plans that ranks agreed on since the last `init` and `join`.
+
+        A rank that has just started has learned nothing, and the states of all ranks are equal.
+        """
         generation = self._collectives.generation
-        return [plan for key, plan in self._plans.items() if key[0] == generation]
+        return {digest: s for (of, digest), s in self._states.items() if of == generation}
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -151,13 +157,17 @@ class GradientReducer:
         ranks = len(self._collectives.ranks)
         total = 1.0 / self._passes / (ranks if self._reduction.average else 1)
         division = Division(total, self._reduction.predivide, ranks)
-        saved = self._saved.pop(agreed.plan.digest, [[]] * len(agreed.channels))
-        for channel, numbers in zip(agreed.channels, saved, strict=True):
-            # Those of another wire format are of no use to this one.
-            if len(numbers) == len(channel.state):
-                channel.state = tuple(numbers)
-        self._plans[key] = _Plan(agreed, division, self._collectives.process_set, eager)
+        states = self._states_of(agreed)
+        self._plans[key] = _Plan(agreed, division, states, self._collectives.process_set, eager)
         return self._plans[key]
+
+    def _states_of(self, agreed: AgreedBuckets) -> "_States":
+        """Return those of earlier plans of the same buckets, of a checkpoint, or new ones."""
+        digest = agreed.plan.digest
+        key = (self._collectives.generation, digest)
+        if key not in self._states:
+            self._states[key] = _States(agreed.channels, self._saved.pop(digest, None))
+        return self._states[key]
 
 
 def _specs(gradients: Sequence[Any], variables: Sequence[Any]) -> list[ParameterSpec]:
@@ -189,12 +199,47 @@ def name_of(variable: Any) -> str:
     return uncounted(name)
 
 
+class _States:
+    """What the wire formats of some buckets have learned, in variables that graphs read and write.
+
+    Attributes:
+        variables: one for each bucket; None where its wire format learns nothing.
+    """
+
+    def __init__(self, channels: Sequence[Channel], saved: Sequence[Sequence[int]] | None) -> None:
+        """
+        Args:
+            channels: of the buckets, as new.
+            saved: what `numbers` returned, to go on with.
+        """
+        initial: list[Sequence[int]] = [channel.state for channel in channels]
+        if saved is not None:
+            initial = list(map(_fitting, initial, saved))
+        self.variables = [new_variable(numbers) if numbers else None for numbers in initial]
+
+    def numbers(self) -> list[list[int]]:
+        """Return each bucket's, empty where its wire format learns nothing."""
+        return [[] if v is None else [int(n) for n in v.numpy()] for v in self.variables]
+
+    def assign(self, numbers: Sequence[Sequence[int]]) -> None:
+        """Go on with what `numbers` returned. Outside of graphs only."""
+        for variable, own, saved in zip(self.variables, self.numbers(), numbers, strict=True):
+            if variable is not None:
+                variable.assign(_fitting(own, saved))
+
+
+def _fitting(own: Sequence[int], saved: Sequence[int]) -> Sequence[int]:
+    """Return what was saved; `own` if that was of another wire format."""
+    return saved if len(saved) == len(own) else own
+
+
 class _Plan:
     """The buckets of one sequence of variables, and the ops that reduce their gradients.
 
     Args:
         agreed: the buckets.
         division: of the sums.
+        states: of the buckets' wire formats.
         process_set: the ranks to reduce over.
         eager: run eagerly, where each step tells which gradients any rank has.
     """
@@ -203,6 +248,7 @@ class _Plan:
         self,
         agreed: AgreedBuckets,
         division: Division,
+        states: _States,
         process_set: mpi_ops.ProcessSet,
         eager: bool,
     ) -> None:
@@ -213,27 +259,10 @@ class _Plan:
         buckets = agreed.plan.buckets
         self._planned = sorted(i for bucket in buckets for i in bucket.parameters)
         self._sparse = {i for bucket in buckets if bucket.sparse_dims for i in bucket.parameters}
-        self._states = [
-            new_variable(channel.state) if channel.state else None for channel in agreed.channels
-        ]
+        self._states = states.variables
         self._zero = new_variable(0)
         # The rows of a sparse gradient are others in every step.
         self._traced = tf.function(self._reduce_counted, autograph=False, reduce_retracing=True)
-
-    @property
-    def digest(self) -> str:
-        """Of the buckets and what is in them."""
-        return self._agreed.plan.digest
-
-    def state(self) -> list[list[int]]:
-        """Each bucket's, empty where its wire format learns nothing."""
-        return [[] if s is None else [int(n) for n in s.numpy()] for s in self._states]
-
-    def adopt_state(self, state: Sequence[Sequence[int]]) -> None:
-        """As `state` gave it; what is of another wire format is left."""
-        for variable, numbers in zip(self._states, state, strict=True):
-            if variable is not None and len(numbers) == variable.shape[0]:
-                variable.assign(numbers)
 
     def reduce(self, gradients: Sequence[Any]) -> list[Any]:
         """Return the reduced gradients; None where no rank has one.
@@ -277,13 +306,7 @@ class _Plan:
 
     def _reduce_counted(self, gradients: Mapping[int, Any], has: tf.Tensor) -> Any:
         """Reduce, and count for each variable the ranks that have its gradient."""
-        ranks = mpi_ops._allreduce(
-            has,
-            name=f"{self._agreed.name}.used",
-            op=mpi_ops.Sum,
-            ignore_name_scope=True,
-            process_set=self._process_set,
-        )
+        ranks = _allreduce(has, f"{self._agreed.name}.used", self._process_set)
         return self._reduce(gradients), ranks
 
     def _reduce(self, gradients: Mapping[int, Any]) -> dict[int, Any]:
@@ -333,13 +356,8 @@ class _Plan:
         rounds = 0
         while waiting := [k for k, value in enumerate(asked) if value is not None]:
             values = tf.stack([tf.cast(asked[k], tf.int32) for k in waiting])
-            largest = mpi_ops._allreduce(
-                values,
-                name=f"{self._agreed.name}.largest.{rounds}",
-                op=mpi_ops.Max,
-                ignore_name_scope=True,
-                process_set=self._process_set,
-            )
+            name = f"{self._agreed.name}.largest.{rounds}"
+            largest = _allreduce(values, name, self._process_set, op=mpi_ops.Max)
             for k, answer in zip(waiting, tf.unstack(largest), strict=True):
                 asked[k] = journeys[k].run(answer)
             rounds += 1
@@ -422,19 +440,22 @@ class _Journey:
         if tensor.dtype == tf.float64:
             # Horovod's factor is an attribute of the op, and those have float32's precision.
             tensor, factor = _times(tensor, factor), 1.0
-        return mpi_ops._allreduce(
-            tensor,
-            name=self._next_name(),
-            op=mpi_ops.Sum,
-            prescale_factor=factor,
-            ignore_name_scope=True,
-            process_set=self._process_set,
-        )
+        return _allreduce(tensor, self._next_name(), self._process_set, prescale_factor=factor)
 
     def _gather(self, part: tf.Tensor) -> tf.Tensor:
         return mpi_ops.allgather(
             part, name=self._next_name(), ignore_name_scope=True, process_set=self._process_set
         )
+
+
+def _allreduce(
+    tensor: tf.Tensor, name: str, process_set: mpi_ops.ProcessSet, **options: Any
+) -> tf.Tensor:
+    """Return the sum over the ranks, under this name wherever the op is traced."""
+    how = {"op": mpi_ops.Sum, **options}
+    return mpi_ops._allreduce(
+        tensor, name=name, ignore_name_scope=True, process_set=process_set, **how
+    )
 
 
 def _times(gradient: Any, factor: float) -> Any:

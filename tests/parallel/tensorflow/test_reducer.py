@@ -129,9 +129,39 @@ def test_the_state_of_float16_is_cores(hvd):
         ]
         function(tf.constant(every[hvd.rank()], tf.float32))
         simulated.step(every)
-        (plan,) = reduce._plans.values()
-        (state,) = plan._states
-        assert tuple(state.numpy().tolist()) == simulated.channels[0].state, f"step {step}"
+        ((state,),) = reduce.state().values()
+        assert tuple(state) == simulated.channels[0].state, f"step {step}"
+
+
+@pytest.mark.parametrize("saved_after", [1, 3, 5])
+def test_a_checkpoint_goes_on_with_the_same_bytes_eagerly_and_in_graphs(hvd, saved_after):
+    """As in `fit`, which reduces in a graph, and eagerly where `flush` ends a window."""
+    import tensorflow as tf
+
+    from hvdkit.tensorflow.reducer import GradientReducer
+
+    variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+
+    def start(state=None):
+        reduce = GradientReducer(Reduction(Float16(), bucket_bytes=4000))
+        if state is not None:
+            reduce.adopt_state(state)
+        return reduce, tf.function(lambda *gradients: reduce(gradients, variables))
+
+    def run(reduce, function, steps):
+        for step in steps:
+            # The scales grow again, in each step by another factor.
+            own = [tf.constant(g) for g in gradients_of(hvd.rank(), step, 1e8 / 50.0**step)]
+            reduced = function(*own) if step % 3 else reduce(own, variables)
+            yield b"".join(gradient.numpy().tobytes() for gradient in reduced)
+
+    reduce, function = start()
+    list(run(reduce, function, range(saved_after)))
+    state = reduce.state()
+    expected = list(run(reduce, function, range(saved_after, 8)))
+    resumed, function = start(state)
+    assert list(run(resumed, function, range(saved_after, 8))) == expected
+    assert resumed.state() == reduce.state()
 
 
 def test_float64_keeps_its_precision(hvd):
