@@ -16,6 +16,21 @@ def digest(lines: Sequence[str]) -> bytes:
     return hashlib.sha256("\n".join(lines).encode()).digest()
 
 
+def texts_by_rank(collectives: Collectives, text: str, name: str) -> str:
+    """Return the text of every rank, for an error. A collective.
+
+    Args:
+        collectives: of the ranks.
+        text: of this rank.
+        name: of the collective.
+    """
+    everyones = collectives.allgather(text.encode(), name)
+    return "; ".join(
+        f"rank {rank}: {data.decode()}"
+        for rank, data in zip(collectives.ranks, everyones, strict=True)
+    )
+
+
 _ADVICE = "Every rank must build the same model and use the same settings."
 
 

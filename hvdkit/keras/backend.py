@@ -5,7 +5,7 @@ extension: on the TensorFlow backend hvdkit.tensorflow, on the PyTorch backend h
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -180,6 +180,11 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: A
                 batch, np.split(received, np.cumsum(sizes)[:-1]), strict=True
             ):
                 write(variable, content)
+
+
+def is_among(variable: Any, identities: Collection[int]) -> bool:
+    """Return whether `identities` has the id of a `keras.Variable`, or of what it holds."""
+    return id(variable) in identities or id(variable.value) in identities
 
 
 def _batches(variables: Sequence[Any]) -> Iterator[list[Any]]:

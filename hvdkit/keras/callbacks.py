@@ -20,7 +20,7 @@ from hvdkit.keras.checkpoint import Checkpoint
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.metrics import additive
 from hvdkit.keras.optimizer import distribution_of
-from hvdkit.keras.training import ReducesMetrics
+from hvdkit.keras.training import LeavesVariables, ReducesMetrics
 
 __all__ = [
     "BestModelCheckpoint",
@@ -35,7 +35,7 @@ __all__ = [
 log = logging.getLogger("hvdkit.keras")
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+class BroadcastGlobalVariablesCallback(LeavesVariables):
     """Starts every rank from the weights and the optimizer state of one.
 
     At the beginning of training where the model has been built on every rank, and otherwise after
@@ -62,11 +62,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             local_variables = []
         elif not isinstance(local_variables, Iterable) or hasattr(local_variables, "assign"):
             local_variables = [local_variables]
-        self._local_variables = list(local_variables)
+        self.local_variables = list(local_variables)
 
     def register_local_var(self, var: Any) -> None:
         """Leave a variable as it is on each rank."""
-        self._local_variables.append(var)
+        self.local_variables.append(var)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         if self.broadcast_done:
@@ -81,7 +81,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def _broadcast(self) -> None:
-        broadcast_model(self.model, self.root_rank, self._process_set(), self._local_variables)
+        broadcast_model(self.model, self.root_rank, self._process_set(), self.local_variables)
         self.broadcast_done = True
 
     def _process_set(self) -> Any:

@@ -101,13 +101,12 @@ def broadcast_model(
     optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
-    # A variable may be given as Keras's or as the framework's.
     left_out = {id(variable) for variable in local_variables}
     backend.broadcast_variables(
         [
             variable
             for variable in [*model.weights, *(optimizer.variables if optimizer else [])]
-            if not left_out & {id(variable), id(variable.value)}
+            if not backend.is_among(variable, left_out)
         ],
         root_rank,
         process_set,

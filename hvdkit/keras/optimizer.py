@@ -328,12 +328,12 @@ class Distribution:
     @property
     def local_variables(self) -> list[Any]:
         """The trainable variables that each rank has for itself."""
-        return [v for v in self._variables if id(v) in self._local]
+        return [v for v in self._variables if self.is_local(v)]
 
     @property
     def shared_variables(self) -> list[Any]:
         """The trainable variables whose gradients are reduced; none before the first batch."""
-        return [v for v in self._variables if id(v) not in self._local]
+        return [v for v in self._variables if not self.is_local(v)]
 
     @property
     def _variables(self) -> list[Any]:
@@ -360,7 +360,7 @@ class Distribution:
             )
             if self._reducer_state is not None:
                 self._reducer.adopt_state(self._reducer_state)
-        shared = [k for k, v in enumerate(variables) if id(v) not in self._local]
+        shared = [k for k, v in enumerate(variables) if not self.is_local(v)]
         reduced = backend.reduce(
             self._reducer, [gradients[k] for k in shared], [variables[k] for k in shared]
         )
@@ -373,7 +373,7 @@ class Distribution:
         return result
 
     def _group_indices(self, variables: Sequence[Any]) -> list[list[int]]:
-        shared = [v for v in variables if id(v) not in self._local]
+        shared = [v for v in variables if not self.is_local(v)]
         if isinstance(self._groups, int):
             return bucketing.even_groups(len(shared), self._groups)
         index = {id(v): i for i, v in enumerate(shared)}

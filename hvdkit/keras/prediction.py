@@ -59,16 +59,15 @@ def predict(
     ranks = list(group.ranks)
     place = ranks.index(group.rank)
     start, end = (rows * k // len(ranks) for k in (place, place + 1))
-    own, error = None, ""
+    own = None
+    cause: Exception | None = None
     try:
         if start < end:
             part = keras.tree.map_structure(lambda array: array[start:end], x)
             own = model.predict(part, batch_size=batch_size, **options)
     except Exception as raised:
-        error = f"{type(raised).__name__}: {raised}"
-        cause: Exception | None = raised
-    else:
-        cause = None
+        cause = raised
+    error = f"{type(cause).__name__}: {cause}" if cause else ""
     gathered = [
         pickle.loads(data)
         for data in group.allgather(pickle.dumps((error, own)), "hvdkit.keras.predict")

@@ -41,6 +41,7 @@ from typing import Any
 import keras
 from keras.callbacks import CallbackList, ProgbarLogger
 
+from hvdkit.core.agreement import texts_by_rank
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.data import any_samplers, forget_reads, samplers_read
@@ -96,6 +97,16 @@ class ReducesMetrics(keras.callbacks.Callback):
 
     #: Whether `fit` sees to it, so that the callback itself has nothing to do.
     coordinated = False
+
+
+class LeavesVariables(keras.callbacks.Callback):
+    """A callback that leaves some variables to each rank.
+
+    Attributes:
+        local_variables: these, each as a `keras.Variable` or as the framework's.
+    """
+
+    local_variables: list[Any]
 
 
 class FollowsFit(keras.callbacks.Callback):
@@ -174,11 +185,7 @@ class _Coordination:
         differ = [count * sums[k + 2] != sums[k] ** 2 for k in range(2)]
         if (differ[0] and all_known == count) or differ[1]:
             mine = f"{steps} steps in each of {epochs} epochs"
-            everyone = self.group.allgather(mine.encode(), "hvdkit.keras.fit.who")
-            told = "; ".join(
-                f"rank {rank}: {said.decode()}"
-                for rank, said in zip(self.group.ranks, everyone, strict=True)
-            )
+            told = texts_by_rank(self.group, mine, "hvdkit.keras.fit.who")
             raise UsageError(
                 f"fit has different numbers of steps or epochs on the ranks ({told}), and would "
                 f"wait for ever for the batches that some do not have. Give all ranks as many "
@@ -245,9 +252,10 @@ class _Coordination:
             self._compares_values = False
             checked = [d for d in self._distributions_of_group if d.check_parameters]
             shared = [v for d in checked for v in d.shared_variables]
-            local = {id(v) for c in callbacks for v in getattr(c, "_local_variables", ())}
+            leaving = [c for c in callbacks if isinstance(c, LeavesVariables)]
+            local = {id(v) for c in leaving for v in c.local_variables}
             is_local = self.group.max(
-                [int(id(v) in local or id(v.value) in local) for v in shared], "hvdkit.keras.local"
+                [int(backend.is_among(v, local)) for v in shared], "hvdkit.keras.local"
             )
             check_values(
                 self.group, [v for v, left in zip(shared, is_local, strict=True) if not left]

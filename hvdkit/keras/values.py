@@ -11,15 +11,13 @@ import keras
 import numpy as np
 import xxhash
 
-from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.agreement import RanksDisagree, texts_by_rank
 from hvdkit.core.collectives import Collectives
 from hvdkit.keras import backend
 
 # Relative to the largest element of a variable. Ranks on processors of different kinds may round a
 # step differently, by about 1e-7; other initial values differ by about 1.
 _TOLERANCE = 1e-4
-# MPI counts in 32 bits.
-_CHUNK_BYTES = 1 << 30
 # Elements of a variable that an error shows.
 _SHOWN = 3
 
@@ -49,10 +47,7 @@ def check_values(group: Collectives, variables: Sequence[Any]) -> None:
     if not any(differ):
         return
     variable = variables[differ.index(1)]
-    everyones = group.allgather(_told(variable).encode(), "hvdkit.keras.values.told")
-    told = "; ".join(
-        f"rank {rank}: {value.decode()}" for rank, value in zip(group.ranks, everyones, strict=True)
-    )
+    told = texts_by_rank(group, _first_elements(variable), "hvdkit.keras.values.told")
     raise RanksDisagree(
         f"ranks have different values of {variable.path!r} after the first batch ({told}), and "
         f"reduced gradients keep them different. Give fit a "
@@ -65,19 +60,19 @@ def check_values(group: Collectives, variables: Sequence[Any]) -> None:
 def _differs(group: Collectives, variable: Any) -> bool:
     """Return whether a variable is not that of the first rank. A collective."""
     own = _values(variable)
-    first = own.copy()
     if not own.size:
         return False
-    for part in np.array_split(first, -(-first.nbytes // _CHUNK_BYTES)):
-        group.broadcast_into(part.view(np.uint8), group.ranks[0], "hvdkit.keras.values.first")
+    data = group.broadcast(own.tobytes(), group.ranks[0], "hvdkit.keras.values.first")
+    first = np.frombuffer(data, own.dtype)
     finite = np.isfinite(first)
     if np.any(finite != np.isfinite(own)):
         return True
-    apart, largest = np.abs(own - first)[finite], np.abs(first[finite])
-    return bool(np.max(apart, initial=0.0) > _TOLERANCE * np.max(largest, initial=0.0))
+    own, first = own[finite], first[finite]
+    largest = np.max(np.abs(first), initial=0.0)
+    return bool(np.max(np.abs(own - first), initial=0.0) > _TOLERANCE * largest)
 
 
-def _told(variable: Any) -> str:
+def _first_elements(variable: Any) -> str:
     values = _values(variable)
     shown = ", ".join(f"{value:.6g}" for value in values[:_SHOWN])
     return f"{shown}, ..." if len(values) > _SHOWN else shown
