@@ -218,6 +218,7 @@ class Distribution:
         collectives: core's, of these ranks.
         accumulation_steps: batches per update.
         check_parameters: `fit` compares the variables' values between ranks.
+        in_fit: whether a `fit` of several ranks has begun that has not ended, unless with an error.
     """
 
     def __init__(
@@ -233,6 +234,7 @@ class Distribution:
         check_parameters: bool,
     ) -> None:
         self.check_parameters = check_parameters
+        self.in_fit = False
         self.process_set = process_set
         self.collectives = backend.collectives(process_set)
         self.accumulation_steps = accumulation_steps
@@ -319,6 +321,11 @@ class Distribution:
             return False
         self._step(self.accumulation_steps / passes if self._averaged else 1.0)
         return True
+
+    def discard(self) -> None:
+        """Forget what has been accumulated since the last update. No collective."""
+        if self._window is not None:
+            self._window.clear()
 
     @property
     def window_open(self) -> bool:

@@ -213,22 +213,35 @@ class _Coordination:
             timer.cancel()
 
     def begin(self, callbacks: list[Any], restores: bool) -> None:
-        """Agree on what to watch, and start where rank 0 does if that may have a backup."""
+        """Agree on what to watch, and start where rank 0 does if that may have a backup.
+
+        What a `fit` that ended with an error has left in an accumulation window is forgotten.
+        """
         terminates = any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks)
         acts = any(map(_acts_on_batches, callbacks))
         restores = restores and self.is_first
         restored = (self.model._initial_epoch or 0) if restores else 0
         reducing = self._distributions_of_group
         compares = any(d.check_parameters for d in reducing)
-        own = [terminates, acts, restores, restored, compares, bool(reducing), True]
+        left_open = any(d.in_fit for d in self.distributions)
+        own = [terminates, acts, restores, restored, compares, bool(reducing), True, left_open]
         counts = self.group.sum([int(value) for value in own], "hvdkit.keras.begin")
         self.watches_loss, self.watches_stops = bool(counts[0]), bool(counts[1])
         self._compares_values, self._trains_one_model = (n == counts[6] for n in counts[4:6])
+        for distribution in self.distributions:
+            if counts[7]:
+                distribution.discard()
+            distribution.in_fit = True
         if counts[2]:
             broadcast_model(self.model, self.group.ranks[0], self.group.process_set)
             if counts[3]:
                 # What `fit` starts from, once its callbacks have begun.
                 self.model._initial_epoch = counts[3]
+
+    def end(self) -> None:
+        """End it without an error. No collective."""
+        for distribution in self.distributions:
+            distribution.in_fit = False
 
     @property
     def _distributions_of_group(self) -> list[Any]:
@@ -237,9 +250,10 @@ class _Coordination:
         return [d for d in self.distributions if list(d.collectives.ranks) == ranks]
 
     def compare_values(self, callbacks: Sequence[Any]) -> None:
-        """Compare the shared variables between ranks, once in a `fit`. A collective.
+        """Compare the shared variables and the frozen ones between ranks, once in a `fit`.
 
-        After the first batch, because a callback may broadcast after it, as Horovod's does.
+        A collective. After the first batch, because a callback may broadcast after it, as Horovod's
+        does.
 
         Args:
             callbacks: of the `fit`. Variables that one of them on any rank leaves to each rank are
@@ -252,6 +266,7 @@ class _Coordination:
             self._compares_values = False
             checked = [d for d in self._distributions_of_group if d.check_parameters]
             shared = [v for d in checked for v in d.shared_variables]
+            shared += self._frozen_variables()
             leaving = [c for c in callbacks if isinstance(c, LeavesVariables)]
             local = {id(v) for c in leaving for v in c.local_variables}
             is_local = self.group.max(
@@ -260,6 +275,21 @@ class _Coordination:
             check_values(
                 self.group, [v for v, left in zip(shared, is_local, strict=True) if not left]
             )
+
+    def _frozen_variables(self) -> list[Any]:
+        """Return those of layers with `trainable=False`, but statistics. A collective.
+
+        None where ranks have different numbers of them.
+        """
+        frozen = [
+            variable
+            for layer in self.model._flatten_layers()
+            for variable in layer._trainable_variables
+            if not variable.trainable and not any(d.is_local(variable) for d in self.distributions)
+        ]
+        count = len(frozen)
+        ranks, total, squares = self.group.sum([1, count, count * count], "hvdkit.keras.frozen")
+        return frozen if ranks * squares == total * total else []
 
     def agree_on_loss(self, logs: dict[str, Any] | None) -> tuple[dict[str, Any] | None, bool]:
         """A batch's logs, with a loss that is not finite where it is not on one rank."""
@@ -421,6 +451,7 @@ class _Coordinated:
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._in_fit = False
+        self._coordination.end()
         super().on_train_end(logs)  # type: ignore[misc]
 
 

@@ -168,8 +168,8 @@ class World:
         if not self.reference.optimizer.built and self.model.optimizer.built:
             self.reference.optimizer.build(self.reference.trainable_variables)
         for variable, reference in zip(
-            [*self.model.trainable_variables, *self.model.optimizer.variables],
-            [*self.reference.trainable_variables, *self.reference.optimizer.variables],
+            [*self.model.weights, *self.model.optimizer.variables],
+            [*self.reference.weights, *self.reference.optimizer.variables],
             strict=True,
         ):
             reference.assign(keras.ops.convert_to_numpy(variable))

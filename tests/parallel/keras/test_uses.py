@@ -230,6 +230,51 @@ def test_ranks_that_start_with_different_values(hvd, broadcast):
         same_everywhere(weights_of(model))
 
 
+def test_a_frozen_layer_that_one_rank_has_loaded(hvd):
+    """Its gradients are not reduced, but those of all other layers are computed with it."""
+    import keras
+
+    from hvdkit.core.agreement import RanksDisagree
+
+    model = classifier(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    base = model.layers[0]
+    base.trainable = False
+    model.compile(model.optimizer, loss="mse")
+    if hvd.rank() == hvd.size() - 1:
+        base.set_weights([weights + 1 for weights in base.get_weights()])
+    with pytest.raises(RanksDisagree, match=r"of 'sequential[_0-9]*/dense[_0-9]*/kernel'"):
+        fit(model, hvd.rank())
+    hvd.broadcast_model(model, root_rank=0)
+    fit(model, hvd.rank())
+    same_everywhere(weights_of(model))
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_an_error_in_fit_leaves_nothing_in_the_accumulation_window(hvd, alike):
+    """Ranks may have accumulated different numbers of batches when they left `fit`."""
+    import keras
+
+    def windowed():
+        return classifier(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), accumulation_steps=4))
+
+    def broken_batches():
+        x, y = samples(hvd.rank())
+        for _ in range(2 if alike else 2 + hvd.rank() % 2):
+            yield x[:4], y[:4]
+        raise InterruptedError
+
+    expected = windowed()
+    fit(expected, hvd.rank())
+    model = windowed()
+    start = model.get_weights()
+    # TensorFlow has an error of its own for it.
+    with pytest.raises(Exception, match="InterruptedError|^$"):
+        model.fit(broken_batches(), steps_per_epoch=9, verbose=0)
+    model.set_weights(start)
+    fit(model, hvd.rank())
+    assert same_everywhere(weights_of(model)) == weights_of(expected)
+
+
 @pytest.mark.parametrize("validation", [False, True])
 def test_moving_statistics_are_averaged(hvd, validation):
     """Those of a local layer are each rank's."""
