@@ -19,7 +19,7 @@ from hvdkit.checkpoint.manager import Stopped
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.errors import RESUMABLE
 from hvdkit.keras import callbacks, elastic
-from hvdkit.keras.data import ResumableSampler, shard
+from hvdkit.keras.data import ResumableSampler
 from hvdkit.keras.functions import (
     allgather,
     allreduce,
@@ -32,6 +32,7 @@ from hvdkit.keras.models import load_model, teach_keras
 from hvdkit.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, flush
 from hvdkit.keras.prediction import predict
 from hvdkit.keras.resuming import teach_epochs
+from hvdkit.keras.sharding import shard
 from hvdkit.keras.training import coordinate_fit, local_fit
 
 Adasum = backend.hvd.Adasum

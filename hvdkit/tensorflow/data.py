@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -14,6 +13,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvdkit.core.agreement import check_agreement
 from hvdkit.core.collectives import Collectives
+from hvdkit.core.sharding import Division
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 
@@ -135,7 +135,7 @@ def shard(
         )
     division = Division(count, size, tail == "pad")
     if rank == 0:
-        _tell(division)
+        division.log_tail()
     if reader is None:
         share = share_of_examples(dataset, division, rank, first)
     else:
@@ -147,33 +147,6 @@ def shard(
     if batch_size is not None:
         share = share.batch(batch_size).prefetch(tf.data.AUTOTUNE)
     return share
-
-
-@dataclass(frozen=True)
-class Division:
-    """How many of `count` elements each of `size` ranks gets."""
-
-    count: int
-    size: int
-    padded: bool
-
-    @property
-    def per_rank(self) -> int:
-        """What every rank has in the end."""
-        return -(-self.count // self.size) if self.padded else self.count // self.size
-
-    @property
-    def used(self) -> int:
-        """How many of the elements somebody has."""
-        return self.count if self.padded else self.per_rank * self.size
-
-    def of_rank(self, rank: int) -> int:
-        """How many elements of its own `rank` has, which may be one less than `per_rank`."""
-        return self.used // self.size + (rank < self.used % self.size)
-
-    def before_rank(self, rank: int) -> int:
-        """How many elements the ranks before `rank` have."""
-        return self.used // self.size * rank + min(rank, self.used % self.size)
 
 
 def share_of_examples(
@@ -378,22 +351,3 @@ def _count_together(
             "hvd.shard counted %d elements in %d files in %.1f s", sum(counts), len(names), seconds
         )
     return counts
-
-
-def _tell(division: Division) -> None:
-    """Say what becomes of the elements that cannot be divided."""
-    count, size = division.count, division.size
-    if division.used < count:
-        log.warning(
-            "hvd.shard leaves out %d of %d elements, which %d ranks cannot share evenly; "
-            "tail='pad' keeps them",
-            count - division.used,
-            count,
-            size,
-        )
-    elif division.per_rank * size > count:
-        log.info(
-            "hvd.shard gives %d of %d ranks a repeated element with sample weight 0",
-            division.per_rank * size - count,
-            size,
-        )

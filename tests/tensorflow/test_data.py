@@ -25,7 +25,8 @@ def numbered(count):
 
 
 def all_shares(count, size, padded):
-    from hvdkit.tensorflow.data import Division, share_of_examples
+    from hvdkit.core.sharding import Division
+    from hvdkit.tensorflow.data import share_of_examples
 
     dataset = numbered(count)
     division = Division(count, size, padded)
@@ -75,7 +76,8 @@ def test_a_step_of_all_ranks_is_a_step_of_one_process(hvd, count, size):
 def test_ranges_of_files_hold_each_element_once(hvd, tmp_path, counts, size, tail):
     import tensorflow as tf
 
-    from hvdkit.tensorflow.data import Division, share_of_files
+    from hvdkit.core.sharding import Division
+    from hvdkit.tensorflow.data import share_of_files
 
     names = [str(tmp_path / f"part-{i}") for i in range(len(counts))]
     numbers = iter(range(sum(counts)))
@@ -116,7 +118,8 @@ def test_without_a_batch_size_the_share_goes_on_as_any_dataset(hvd):
 def test_a_weight_that_elements_have_is_kept(hvd):
     import tensorflow as tf
 
-    from hvdkit.tensorflow.data import Division, share_of_examples
+    from hvdkit.core.sharding import Division
+    from hvdkit.tensorflow.data import share_of_examples
 
     def with_weight(x, y):
         return {"a": x, "b": x}, y, tf.stack([x, x + 1])
@@ -133,7 +136,8 @@ def test_a_weight_that_elements_have_is_kept(hvd):
 def test_elements_of_any_length_and_kind_can_be_padded(hvd):
     import tensorflow as tf
 
-    from hvdkit.tensorflow.data import Division, share_of_examples
+    from hvdkit.core.sharding import Division
+    from hvdkit.tensorflow.data import share_of_examples
 
     rows = tf.ragged.constant([[1, 2], [3], [4, 5, 6]])
     dataset = tf.data.Dataset.from_tensor_slices((rows, ["a", "b", "c"]))
@@ -147,7 +151,8 @@ def test_elements_of_any_length_and_kind_can_be_padded(hvd):
 
 def test_a_shuffle_before_it_begins_as_many_epochs_on_every_rank(hvd):
     """The repeated element must not come from an iteration that other ranks do not begin."""
-    from hvdkit.tensorflow.data import Division, share_of_examples
+    from hvdkit.core.sharding import Division
+    from hvdkit.tensorflow.data import share_of_examples
 
     shares = []
     for rank in range(2):
@@ -264,11 +269,11 @@ def test_what_cannot_be_sharded_is_refused(hvd, wrong, message):
 
 
 def test_what_is_left_out_is_said_once(hvd):
-    from hvdkit.tensorflow.data import Division, _tell
+    from hvdkit.core.sharding import Division
 
-    with recorded("hvdkit.tensorflow") as records:
-        _tell(Division(50, 4, padded=False))
-        _tell(Division(48, 4, padded=False))
+    with recorded("hvdkit.data") as records:
+        Division(50, 4, padded=False).log_tail()
+        Division(48, 4, padded=False).log_tail()
     (record,) = records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("hvd.shard leaves out 2 of 50 elements")

@@ -1,0 +1,334 @@
+"""Each rank's share of the data of `fit`, whatever kind `fit` takes."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdkit.core.agreement import check_agreement
+from hvdkit.core.sharding import Division
+from hvdkit.errors import UsageError
+from hvdkit.keras import backend
+from hvdkit.keras.data import ResumableSampler
+
+#: How many rows the ranks compare: with one alone, two shuffles may well begin alike.
+_COMPARED = 8
+
+_SUBJECT = "the data to shard"
+_ADVICE = (
+    "hvd.shard takes the same data in the same order on every rank: shuffle and augment after it, "
+    "or with the same seed on all ranks."
+)
+
+
+def shard(
+    data: Any,
+    batch_size: int | None = None,
+    *,
+    shuffle: bool | int = False,
+    seed: int | None = None,
+    tail: str = "drop",
+    reader: Any = None,
+    process_set: Any = None,
+) -> Any:
+    """Return this rank's share of the data; every rank has as many steps.
+
+    A collective: every rank calls it with the same data, in the same order.
+
+        x, y = hvd.shard((x, y))  # NumPy arrays: rows r, r + n, r + 2n, ... for rank r of n
+        model.fit(x, y, batch_size=32)
+
+        model.fit(hvd.shard(batches))  # a keras.utils.PyDataset: batches r, r + n, r + 2n, ...
+
+        model.fit(hvd.shard(loader))  # a torch DataLoader, with the PyTorch backend
+
+        model.fit(hvd.shard(examples, batch_size=32, shuffle=True))  # a tf.data.Dataset
+
+    A `tf.data.Dataset`, or names of files with a `reader`, are for the TensorFlow backend: see
+    `hvdkit.tensorflow.shard`.
+
+    A `DataLoader` gets a `ResumableSampler`, which shuffles where the loader does, and gives its
+    batch size to each rank; it must be a map-style dataset without a sampler of its own. Its
+    `drop_last` decides what becomes of the tail. `hvd.callbacks.Checkpoint` takes the sampler:
+    `data=loader.sampler`.
+
+    The rows of a `PyDataset`'s batches count equally only if its batches are equally large: with
+    a smaller last batch, drop that, or accept that its rows count more.
+
+    Args:
+        data: an array of shape [rows, ...], or a list, tuple or dict of such; a
+            `keras.utils.PyDataset`; a `torch.utils.data.DataLoader`; a `tf.data.Dataset`.
+        batch_size: of a `tf.data.Dataset` only. `fit` has it for arrays.
+        shuffle: of a `tf.data.Dataset` only. `fit` has it for arrays.
+        seed: of the order in which a `DataLoader` or a `tf.data.Dataset` is shuffled. None: 0 for a
+            `DataLoader`, another order in each run for a dataset.
+        tail: for the up to n - 1 rows or batches that n ranks cannot share evenly: "drop" them, or
+            "pad": some ranks repeat one with sample weight 0. Data are then (x, y) or (x, y,
+            sample_weight), and the result is (x, y, sample_weight).
+        reader: makes a `tf.data.Dataset` of a file's name.
+        process_set: the ranks that share the data; default: all.
+
+    Returns:
+        The same kind of data: arrays in the same structure, a `PyDataset`, a `DataLoader`, a
+        `tf.data.Dataset`.
+
+    Raises:
+        UsageError: on every rank: the data are of another kind, infinite, or fewer than ranks; an
+            argument is not as above.
+        RanksDisagree: on every rank: the data are not the same on all of them.
+    """
+    process_set = backend.hvd.global_process_set if process_set is None else process_set
+    if backend.NAME == "tensorflow" and (reader is not None or _is_of(data, "tensorflow")):
+        options = {"shuffle": shuffle, "seed": seed, "tail": tail, "reader": reader}
+        return backend.hvd.shard(data, batch_size, process_set=process_set, **options)
+    if not process_set.included():
+        raise UsageError(
+            f"rank {backend.hvd.rank()} is not in the process set whose ranks share the data; "
+            f"expected a call on ranks {process_set.ranks} only"
+        )
+    if tail not in ("drop", "pad"):
+        raise UsageError(f"tail is {tail!r}: expected 'drop' or 'pad'")
+    if batch_size is not None or shuffle or reader is not None:
+        raise UsageError(
+            f"batch_size, shuffle and reader are for a tf.data.Dataset, and the data are of type "
+            f"{type(data).__name__}: fit batches and shuffles arrays, a PyDataset and a DataLoader "
+            f"do so themselves"
+        )
+    group = backend.collectives(process_set)
+    if isinstance(data, keras.utils.PyDataset):
+        return _share_of_batches(data, group, tail == "pad")
+    if _is_of(data, "torch") and hasattr(data, "batch_sampler"):
+        return _share_of_loader(data, group, seed, process_set)
+    return _share_of_arrays(data, group, tail == "pad")
+
+
+def _is_of(data: Any, framework: str) -> bool:
+    """Return whether `data` is a dataset of a framework, which need not be imported for that."""
+    kinds = {"tensorflow": "DatasetV2", "torch": "DataLoader"}
+    return any(
+        c.__name__ == kinds[framework] and c.__module__.split(".")[0] == framework
+        for c in type(data).__mro__
+    )
+
+
+def _agree(group: Any, problem: str, lines: Sequence[str]) -> None:
+    """Raise, on every rank, if there is a problem on one, or the ranks' data differ."""
+    check_agreement(group, [problem, *lines], _SUBJECT, _ADVICE)
+    if problem:
+        raise UsageError(problem)
+
+
+def _divide(group: Any, count: int, padded: bool, elements: str) -> tuple[Division, int]:
+    """Return the division of `count` elements, and which part of it is this rank's."""
+    ranks = list(group.ranks)
+    division = Division(count, len(ranks), padded)
+    place = ranks.index(group.rank)
+    if place == 0:
+        division.log_tail(elements)
+    return division, place
+
+
+def _too_few(count: int, elements: str, group: Any) -> str:
+    ranks = len(group.ranks)
+    return (
+        f"the data have {count} {elements} for {ranks} ranks: expected at least one each"
+        if count < ranks
+        else ""
+    )
+
+
+# --- arrays -------------------------------------------------------------------------------------
+
+
+def _share_of_arrays(data: Any, group: Any, padded: bool) -> Any:
+    arrays = [array for array in keras.tree.flatten(data) if array is not None]
+    counts = sorted({int(a.shape[0]) for a in arrays if len(getattr(a, "shape", ())) > 0})
+    problem = ""
+    if not arrays or any(len(getattr(array, "shape", ())) == 0 for array in arrays):
+        problem = (
+            f"the data are of type {type(data).__name__}: expected arrays of shape [rows, ...], a "
+            f"keras.utils.PyDataset, a tf.data.Dataset on the TensorFlow backend, or a torch "
+            f"DataLoader on the PyTorch backend"
+        )
+    elif len(counts) > 1:
+        problem = f"the arrays have {counts} rows: expected the same number"
+    else:
+        problem = _too_few(counts[0], "rows", group) or (_unweightable(data) if padded else "")
+    _agree(group, problem, [] if problem else [*map(_described, arrays), _digest(arrays)])
+    division, place = _divide(group, counts[0], padded, "rows")
+    own = np.arange(place, division.used, division.size)
+    missing = division.per_rank - len(own)
+    if not padded:
+        rows = slice(place, division.used, division.size)
+        return keras.tree.map_structure(lambda a: _rows(a, rows), data)
+    weights = np.concatenate([np.ones(len(own), "float32"), np.zeros(missing, "float32")])
+    numbers = np.concatenate([own, np.zeros(missing, own.dtype)])
+    x, y, *given = keras.tree.map_structure(lambda a: _rows(a, numbers), tuple(data))
+    if given and given[0] is not None:
+        return x, y, keras.tree.map_structure(lambda w: _scaled_rows(w, weights), given[0])
+    return x, y, weights
+
+
+def _rows(array: Any, rows: Any) -> Any:
+    if array is None:
+        return None
+    # Of pandas, which would take the numbers for columns.
+    found = getattr(array, "iloc", array)
+    if isinstance(rows, slice) or isinstance(array, np.ndarray) or found is not array:
+        return found[rows]
+    return keras.ops.take(array, rows, axis=0)
+
+
+def _scaled_rows(array: Any, weights: np.ndarray) -> np.ndarray:
+    array = keras.ops.convert_to_numpy(array)
+    return array * weights.reshape(-1, *[1] * (array.ndim - 1)).astype(array.dtype)
+
+
+def _described(array: Any) -> str:
+    return f"array of shape {tuple(array.shape)}, {getattr(array, 'dtype', 'of several dtypes')}"
+
+
+def _digest(arrays: Sequence[Any]) -> str:
+    """Return a digest of the first rows, in words."""
+    content = hashlib.sha256()
+    for array in arrays:
+        first = _rows(array, slice(0, _COMPARED))
+        if not hasattr(first, "iloc"):
+            first = keras.ops.convert_to_numpy(first)
+        first = np.asarray(first)
+        content.update(repr(first.tolist()).encode() if first.dtype.hasobject else first.tobytes())
+    return f"first rows with digest {content.hexdigest()[:16]}"
+
+
+def _unweightable(data: Any) -> str:
+    """Return why data like this cannot carry sample weights; empty where they can."""
+    if isinstance(data, tuple | list) and len(data) in (2, 3):
+        return ""
+    return (
+        f"with tail='pad' data must be (x, y) or (x, y, sample_weight), and are of type "
+        f"{type(data).__name__}: make them such, or use tail='drop'"
+    )
+
+
+# --- batches ------------------------------------------------------------------------------------
+
+
+class ShareOfBatches(keras.utils.PyDataset):
+    """Every n-th batch of a `PyDataset`.
+
+    Args:
+        dataset: which has the batches.
+        division: of these.
+        place: which part of the division it is.
+    """
+
+    def __init__(self, dataset: Any, division: Division, place: int) -> None:
+        super().__init__(
+            workers=dataset.workers,
+            use_multiprocessing=dataset.use_multiprocessing,
+            max_queue_size=dataset.max_queue_size,
+        )
+        self._dataset = dataset
+        self._division = division
+        self._place = place
+
+    def __len__(self) -> int:
+        return self._division.per_rank
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a batch; the last one may be repeated, with sample weights 0."""
+        repeated = index >= self._division.of_rank(self._place)
+        batch = self._dataset[0 if repeated else index * self._division.size + self._place]
+        if not self._division.padded:
+            return batch
+        x, y, *weights = batch
+        if not weights or weights[0] is None:
+            rows = keras.tree.flatten(x)[0].shape[0]
+            weights = [np.ones(rows, "float32")]
+        if repeated:
+            weights = [keras.tree.map_structure(np.zeros_like, weights[0])]
+        return x, y, weights[0]
+
+    def on_epoch_begin(self) -> None:
+        """Tell the dataset."""
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Tell the dataset, which may shuffle its batches."""
+        self._dataset.on_epoch_end()
+
+
+def _share_of_batches(dataset: Any, group: Any, padded: bool) -> ShareOfBatches:
+    count, problem = 0, ""
+    try:
+        batches = dataset.num_batches
+        if batches is None:
+            problem = "the PyDataset is infinite: give it a __len__, or pass steps_per_epoch to fit"
+        else:
+            count = int(batches)
+            problem = _too_few(count, "batches", group)
+        if padded and not problem:
+            problem = _unweightable(dataset[0])
+    except Exception as error:
+        # The user's own code: whatever it is, the other ranks must learn of it.
+        problem = f"the PyDataset cannot be read: {type(error).__name__}: {error}"
+    _agree(group, problem, [f"{count} batches"])
+    return ShareOfBatches(dataset, *_divide(group, count, padded, "batches"))
+
+
+# --- a DataLoader -------------------------------------------------------------------------------
+
+_LOADER_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+
+
+def _share_of_loader(loader: Any, group: Any, seed: int | None, process_set: Any) -> Any:
+    if backend.NAME != "torch":
+        raise UsageError(
+            "hvd.shard takes a torch DataLoader where Keras runs on PyTorch (KERAS_BACKEND=torch); "
+            "here it runs on TensorFlow: give it a tf.data.Dataset, a PyDataset or arrays"
+        )
+    from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+    shuffled = type(loader.sampler) is RandomSampler
+    count = 0
+    if isinstance(loader.dataset, IterableDataset):
+        problem = (
+            "the DataLoader has an IterableDataset, whose samples have no numbers: let its "
+            "__iter__ give each rank its part"
+        )
+    elif loader.batch_size is None or not (shuffled or type(loader.sampler) is SequentialSampler):
+        problem = (
+            f"the DataLoader has a sampler of its own ({type(loader.sampler).__name__}): expected "
+            f"one that was made with batch_size= and shuffle=. Let yours give each rank its part"
+        )
+    elif shuffled and (loader.sampler.replacement or len(loader.sampler) != len(loader.dataset)):
+        problem = "the DataLoader draws with replacement, or not all samples: expected shuffle=True"
+    else:
+        count = len(loader.dataset)
+        problem = _too_few(count, "samples", group)
+    settings = f"batch_size={loader.batch_size}, shuffle={shuffled}, seed={seed or 0}"
+    _agree(group, problem, [f"{count} samples", settings, f"drop_last={loader.drop_last}"])
+    sampler = ResumableSampler(
+        loader.dataset,
+        loader.batch_size,
+        shuffle=shuffled,
+        seed=seed or 0,
+        drop_last=loader.drop_last,
+        process_set=process_set,
+    )
+    options = {name: getattr(loader, name) for name in _LOADER_OPTIONS if hasattr(loader, name)}
+    return DataLoader(loader.dataset, loader.batch_size, sampler=sampler, **options)
