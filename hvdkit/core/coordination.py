@@ -320,8 +320,8 @@ class Coordinator:
             # Ranks that are neither in a pass nor late did not expect this round.
             unexpected = slot.in_pass + slot.late < known.count
             if slot.changed and (rounds.latecomers or unexpected):
-                everywhere = slot.changed == known.count or not rounds.latecomers
-                equal = everywhere and rounds.gradients.are_equal()
+                comparable = slot.changed == known.count or not rounds.latecomers
+                equal = comparable and rounds.gradients.are_equal()
                 changed = max(changed, 0 if equal else slot.changed)
             if not slot.moved:
                 attempt(rounds, rounds.send)

@@ -1,4 +1,4 @@
-"""What is to happen to gradients, and the buckets that all ranks agree to do it in."""
+"""The settings of a reduction, and the buckets of gradients that all ranks agree on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _next_number = 0
 
 @dataclass(frozen=True)
 class Reduction:
-    """What is to happen to gradients; the same on every rank.
+    """The settings of a reduction of gradients; the same on every rank.
 
     Attributes:
         format: what they travel as.

@@ -1,10 +1,10 @@
 """Coordination of `model.fit` and `evaluate` between ranks, beyond the gradients.
 
-This is the one place where hvdkit steps into `fit` and `evaluate`. Both call their callbacks
-through a `keras.callbacks.CallbackList`, made anew for every call. In a job of several ranks such a
-list becomes a `_Coordinated` one when the model is put into it, and one that has something to
-follow it a `_Followed` one. Nothing else in Keras is changed but the first step of an epoch (see
-`hvdkit.keras.resuming`).
+This is the one place where hvdkit steps into `fit` and `evaluate`. Both make a
+`keras.callbacks.CallbackList` in each call, and call their callbacks through it. In a job of
+several ranks such a list becomes a `_Coordinated` one when it is given the model. A list with a
+`FollowsFit`, or beside a `ResumableSampler`, becomes a `_Followed` one, also on a single rank.
+Nothing else in Keras is changed but the first step of an epoch (see `hvdkit.keras.resuming`).
 
 Every `fit` of such a job begins with one small collective, because only one rank may know that the
 ranks train together: it has a callback that asks for metrics of all ranks, for instance. Where no

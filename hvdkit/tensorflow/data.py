@@ -97,7 +97,7 @@ def shard(
             knows no such rule. With `reader`: the names of files that every rank can read.
         batch_size: examples per rank and step. None: the share is neither batched nor prefetched,
             because more is to come. The last batch may be smaller, and then is on all ranks alike.
-        shuffle: True to shuffle the whole share anew in each epoch, or the number of examples that
+        shuffle: True to shuffle the whole share in each epoch, or the number of examples that
             are held in memory to draw from. A rank always draws from its own share.
         seed: of that shuffle; the same on every rank is fine. None: another order in each run.
         tail: "drop" or "pad".

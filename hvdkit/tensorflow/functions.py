@@ -14,8 +14,8 @@ from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.variables import tf_variables
 
-# Small variables travel together up to this size: 16 MB, which a network needs longer for than
-# for the negotiation of a collective.
+# Small variables are broadcast together, up to so many bytes. Sending 16 MB takes a network longer
+# than negotiating a collective.
 _PACK_BYTES = 16_000_000
 # Variables are sent as bytes, and MPI counts elements in 32 bits: 1 GiB at a time is safe.
 _CHUNK_BYTES = 1 << 30

@@ -1,6 +1,5 @@
 """Starting and ending Horovod in a TensorFlow process."""
 
-import functools
 from typing import Any
 
 import tensorflow as tf
@@ -22,7 +21,6 @@ _runtime = Runtime("tensorflow", tf.__version__, engine, mpi_ops, use_own_gpu)
 shutdown = _runtime.shutdown
 
 
-@functools.wraps(_runtime.init)
 def init(*args: Any, **kwargs: Any) -> None:
     """Initialise Horovod; see `hvdkit.core.runtime.Runtime.init`.
 
