@@ -228,7 +228,7 @@ class Setting:
 
     def engine(self, contender: Contender) -> describe.Engine | None:
         """The engine that `contender` uses."""
-        if contender.optimizer == "ddp" or not contender.controller:
+        if contender.optimizer in ("ddp", "strategy") or not contender.controller:
             return None
         return self.engines["stock" if contender.optimizer == "stock" else "installed"]
 

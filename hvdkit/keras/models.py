@@ -85,24 +85,29 @@ def has_own_step(model: Any) -> bool:
 def adapt(model: Any) -> None:
     """Prepare a model whose steps contain Horovod's operations.
 
-    They are compiled without XLA. A function that was traced before an optimizer was wrapped is
-    traced again.
+    The training step is compiled without XLA; those of `evaluate` and `predict` stay as they are. A
+    function that was traced before an optimizer was wrapped is traced again.
     """
     distributions = distributions_of(model)
     if backend.NAME != "tensorflow" or not (distributions or has_own_step(model)):
         return
-    if model.jit_compile:
-        if "jit_compile" not in _said and backend.hvd.rank() == 0:
-            log.info(
-                "the training step is compiled without XLA (jit_compile=False), which cannot "
-                "compile Horovod's operations"
-            )
-        _said.add("jit_compile")
-        model.jit_compile = False
-        model.train_function = None
-    if _traced_for.get(model, []) != distributions:
+    if _traced_for.get(model) != distributions:
         model.train_function = None
     _traced_for[model] = distributions
+    if not model.jit_compile or model.train_function is not None:
+        return
+    if "jit_compile" not in _said and backend.hvd.rank() == 0:
+        log.info(
+            "the training step is compiled without XLA (jit_compile=False), which cannot compile "
+            "Horovod's operations"
+        )
+    _said.add("jit_compile")
+    model.jit_compile = False
+    try:
+        # `fit` takes this one.
+        model.make_train_function()
+    finally:
+        model.jit_compile = True
 
 
 def load_model(

@@ -103,10 +103,31 @@ def check_that_it_goes_on(hvd, loaded):
     assert oracle.same_everywhere(hvd, loaded.get_weights())
 
 
-def test_xla_is_left_out(hvd):
+def test_xla_is_left_out_of_training_alone(hvd):
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("TensorFlow's")
+    import tensorflow as tf
+    from tensorflow.python.ops import control_flow_util
+
+    traced = []
+
+    class Look(keras.layers.Layer):
+        def call(self, inputs, training=False):
+            graph = tf.compat.v1.get_default_graph()
+            traced.append((training, control_flow_util.GraphOrParentsInXlaContext(graph)))
+            return inputs
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1), Look()])
+    hvd.broadcast_model(model, 0)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
-    model = fitted(hvd, optimizer, jit_compile=keras.backend.backend() == "tensorflow")
-    assert not model.jit_compile
+    x = np.random.default_rng(hvd.rank()).normal(size=(8, 3))
+    for _ in range(2):
+        model.compile(optimizer, loss="mse", jit_compile=True)
+        traced.clear()
+        model.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0, validation_data=(x, x[:, :1]))
+        model.evaluate(x, x[:, :1], batch_size=4, verbose=0)
+        model.predict(x, batch_size=4, verbose=0)
+        assert set(traced) == {(True, False), (False, True)}
     assert oracle.same_everywhere(hvd, model.get_weights())
 
 

@@ -18,6 +18,7 @@ _SETTINGS = st.builds(
     kind=st.sampled_from(["sgd", "adam"]),
     passes=st.sampled_from([1, 1, 3]),
     step=st.sampled_from(["keras", "own"]),
+    model=st.sampled_from(["plain", "plain", "norm", "mixed"]),
 )
 _SEQUENCES = 500
 
