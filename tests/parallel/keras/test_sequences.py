@@ -4,7 +4,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.parallel.keras.sequences import ACTIONS, Setting, run_sequence
@@ -20,17 +19,17 @@ _SETTINGS = st.builds(
     step=st.sampled_from(["keras", "own"]),
     model=st.sampled_from(["plain", "plain", "norm", "mixed"]),
 )
-_SEQUENCES = 500
+#: In the short and in the long form. One takes some seconds, most of them for tracing.
+_SHORT, _LONG = 8, 500
 
 
 def sequence(hvd, setting, actions, folder):
     run_sequence(hvd, Setting(**setting), actions, Path(folder))
 
 
-@pytest.mark.long
-def test_sequences_of_user_actions(rank_pool, tmp_path):
+def test_sequences_of_user_actions(rank_pool, tmp_path, request):
     @settings(
-        max_examples=_SEQUENCES,
+        max_examples=_LONG if request.config.getoption("--long") else _SHORT,
         deadline=None,
         derandomize=True,
         database=None,
