@@ -182,6 +182,11 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: A
                 write(variable, content)
 
 
+def is_floating(variable: Any) -> bool:
+    """Return whether a `keras.Variable` has floating-point numbers."""
+    return "float" in keras.backend.standardize_dtype(variable.dtype)
+
+
 def is_among(variable: Any, identities: Collection[int]) -> bool:
     """Return whether `identities` has the id of a `keras.Variable`, or of what it holds."""
     return id(variable) in identities or id(variable.value) in identities

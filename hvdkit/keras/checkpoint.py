@@ -22,6 +22,7 @@ from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.data import samplers_read
+from hvdkit.keras.models import finalize
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.parts import (
     CallbackStates,
@@ -159,6 +160,7 @@ class Checkpoint(FollowsFit):
             # A second `fit` goes on with what it finds in memory.
             self._resume = False
             if self._manager.restore() is not None:
+                finalize(model)
                 self._go_on()
                 if self._verbose and backend.hvd.rank() == 0:
                     io_utils.print_msg(

@@ -7,6 +7,7 @@ import keras
 
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
+from hvdkit.keras.models import finalize
 
 hvd = backend.hvd
 
@@ -111,3 +112,4 @@ def broadcast_model(
         root_rank,
         process_set,
     )
+    finalize(model)

@@ -110,6 +110,29 @@ def adapt(model: Any) -> None:
         model.jit_compile = True
 
 
+def finalize(model: Any) -> None:
+    """Let the layers of a model look at new values of their variables.
+
+    On TensorFlow a `Normalization` computes constants from what it has been adapted to, and traced
+    functions keep these. Keras does the same when it loads a file.
+    """
+    layers = [
+        layer
+        for layer in getattr(model, "_flatten_layers", tuple)()
+        if callable(getattr(layer, "finalize_state", None)) and layer.built and layer.weights
+    ]
+    if not layers:
+        return
+    for layer in layers:
+        layer.finalize_state()
+    model.test_function = model.predict_function = None
+    if getattr(model, "train_function", None) is not None:
+        # Not only forgotten: `fit` may be running.
+        model.train_function = None
+        adapt(model)
+        model.make_train_function()
+
+
 def load_model(
     filepath: Any,
     custom_optimizers: Sequence[type] | None = None,

@@ -38,24 +38,29 @@ def predict(
         probabilities = hvd.predict(model, images, batch_size=64, verbose=0)
     """
     arrays = keras.tree.flatten(x)
-    if not arrays or any(not hasattr(array, "shape") for array in arrays):
-        raise UsageError(
+    shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
+    counts = sorted({int(shape[0]) for shape in shapes if shape})
+    problem = ""
+    if not arrays or not all(shapes):
+        problem = (
             f"x is a {type(x).__name__}: expected arrays. Give each rank its part of other data, "
             f"and call model.predict"
         )
-    counts = sorted({int(array.shape[0]) for array in arrays})
-    if len(counts) > 1 or not counts[0]:
-        raise UsageError(f"the arrays of x have {counts} rows: expected one number, at least 1")
-    rows = counts[0]
+    elif len(counts) > 1 or not counts[0]:
+        problem = f"the arrays of x have {counts} rows: expected one number, at least 1"
+    rows = counts[0] if counts else 0
     group = backend.collectives(process_set)
+    if not group.alone:
+        check_agreement(
+            group,
+            [problem or "no problem", f"{rows} rows", f"{len(arrays)} arrays"],
+            "the data of predict",
+            "Give every rank all rows; predict takes a part of them on each.",
+        )
+    if problem:
+        raise UsageError(problem)
     if group.alone:
         return model.predict(x, batch_size=batch_size, **options)
-    check_agreement(
-        group,
-        [f"{rows} rows", f"{len(arrays)} arrays"],
-        "the data of predict",
-        "Give every rank all rows; predict takes a part of them on each.",
-    )
     ranks = list(group.ranks)
     place = ranks.index(group.rank)
     start, end = (rows * k // len(ranks) for k in (place, place + 1))

@@ -1,17 +1,20 @@
-"""Each rank's share of the data of `fit`, whatever kind `fit` takes."""
+"""Each rank's share of the data of `fit`: of arrays, of batches, of a `DataLoader`."""
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from hvdkit.core.agreement import check_agreement
+from hvdkit.core.agreement import RanksDisagree, check_agreement
 from hvdkit.core.sharding import Division
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.data import ResumableSampler
+
+log = logging.getLogger("hvdkit.keras")
 
 #: How many rows the ranks compare: with one alone, two shuffles may well begin alike.
 _COMPARED = 8
@@ -19,7 +22,7 @@ _COMPARED = 8
 _SUBJECT = "the data to shard"
 _ADVICE = (
     "hvd.shard takes the same data in the same order on every rank: shuffle and augment after it, "
-    "or with the same seed on all ranks."
+    "or with the same seed everywhere."
 )
 
 
@@ -49,13 +52,20 @@ def shard(
     A `tf.data.Dataset`, or names of files with a `reader`, are for the TensorFlow backend: see
     `hvdkit.tensorflow.shard`.
 
-    A `DataLoader` gets a `ResumableSampler`, which shuffles where the loader does, and gives its
-    batch size to each rank; it must be a map-style dataset without a sampler of its own. Its
-    `drop_last` decides what becomes of the tail. `hvd.callbacks.Checkpoint` takes the sampler:
-    `data=loader.sampler`.
+    Of arrays the ranks compare shapes, dtypes and the first rows, and of other data the length. A
+    `PyDataset` that shuffles, also in `on_epoch_end`, needs the same seed on every rank: otherwise
+    some rows are used twice in an epoch, and others not at all. Where the targets of the first
+    batch differ, rank 0 logs a warning.
 
-    The rows of a `PyDataset`'s batches count equally only if its batches are equally large: with
-    a smaller last batch, drop that, or accept that its rows count more.
+    A `DataLoader` gets a `ResumableSampler`, which shuffles where the loader does, and gives its
+    batch size to each rank. Its dataset has a length, and it has no sampler of its own. `fit`
+    counts the epochs; in a loop of your own, iterate `loader.sampler.batches(loader)`.
+    `hvd.callbacks.Checkpoint` takes the sampler: `data=loader.sampler`. With `drop_last` samples
+    that do not fill a batch on every rank are left out; without it the last batches are smaller,
+    and a rank that would have none repeats one sample.
+
+    The mean over ranks is one of batches: where one rank's last batch is smaller, its rows count
+    more. That may be so for a `PyDataset`, and for a `DataLoader` without `drop_last`.
 
     Args:
         data: an array of shape [rows, ...], or a list, tuple or dict of such; a
@@ -66,7 +76,7 @@ def shard(
             `DataLoader`, another order in each run for a dataset.
         tail: for the up to n - 1 rows or batches that n ranks cannot share evenly: "drop" them, or
             "pad": some ranks repeat one with sample weight 0. Data are then (x, y) or (x, y,
-            sample_weight), and the result is (x, y, sample_weight).
+            sample_weight), and the result is (x, y, sample_weight). Not for a `DataLoader`.
         reader: makes a `tf.data.Dataset` of a file's name.
         process_set: the ranks that share the data; default: all.
 
@@ -77,8 +87,10 @@ def shard(
     Raises:
         UsageError: on every rank: the data are of another kind, infinite, or fewer than ranks; an
             argument is not as above.
-        RanksDisagree: on every rank: the data are not the same on all of them.
+        RanksDisagree: on every rank: what they compare of the data, or an argument, differs.
     """
+    if not backend.hvd.is_initialized():
+        raise UsageError("Horovod is not initialised: call hvd.init() before this")
     process_set = backend.hvd.global_process_set if process_set is None else process_set
     if backend.NAME == "tensorflow" and (reader is not None or _is_of(data, "tensorflow")):
         options = {"shuffle": shuffle, "seed": seed, "tail": tail, "reader": reader}
@@ -88,20 +100,38 @@ def shard(
             f"rank {backend.hvd.rank()} is not in the process set whose ranks share the data; "
             f"expected a call on ranks {process_set.ranks} only"
         )
-    if tail not in ("drop", "pad"):
-        raise UsageError(f"tail is {tail!r}: expected 'drop' or 'pad'")
-    if batch_size is not None or shuffle or reader is not None:
-        raise UsageError(
-            f"batch_size, shuffle and reader are for a tf.data.Dataset, and the data are of type "
-            f"{type(data).__name__}: fit batches and shuffles arrays, a PyDataset and a DataLoader "
-            f"do so themselves"
-        )
     group = backend.collectives(process_set)
+    wrong = _wrong_arguments(data, batch_size, shuffle, tail, reader)
+    kind = type(data).__name__
+    _agree(group, wrong, [f"data of type {kind}, tail={tail!r}"])
     if isinstance(data, keras.utils.PyDataset):
         return _share_of_batches(data, group, tail == "pad")
-    if _is_of(data, "torch") and hasattr(data, "batch_sampler"):
+    if _is_of(data, "torch"):
         return _share_of_loader(data, group, seed, process_set)
     return _share_of_arrays(data, group, tail == "pad")
+
+
+def _wrong_arguments(data: Any, batch_size: Any, shuffle: Any, tail: Any, reader: Any) -> str:
+    """Return what is wrong with them where the data are no `tf.data.Dataset`; empty if nothing."""
+    if batch_size is not None and not isinstance(batch_size, int):
+        return (
+            f"batch_size is of type {type(batch_size).__name__}: to share several arrays, give "
+            f"them as one argument: hvd.shard((x, y))"
+        )
+    if batch_size is not None or shuffle or reader is not None:
+        return (
+            f"batch_size, shuffle and reader are for a tf.data.Dataset on the TensorFlow backend, "
+            f"and the data are of type {type(data).__name__}: fit batches and shuffles arrays, a "
+            f"PyDataset and a DataLoader do so themselves"
+        )
+    if tail not in ("drop", "pad"):
+        return f"tail is {tail!r}: expected 'drop' or 'pad'"
+    if tail == "pad" and _is_of(data, "torch"):
+        return (
+            "tail='pad' is not for a DataLoader, whose samples have no weights: its drop_last "
+            "decides about the last samples"
+        )
+    return ""
 
 
 def _is_of(data: Any, framework: str) -> bool:
@@ -113,11 +143,35 @@ def _is_of(data: Any, framework: str) -> bool:
     )
 
 
-def _agree(group: Any, problem: str, lines: Sequence[str]) -> None:
+def _agree(group: Any, problem: str, lines: Sequence[str], cause: Exception | None = None) -> None:
     """Raise, on every rank, if there is a problem on one, or the ranks' data differ."""
-    check_agreement(group, [problem, *lines], _SUBJECT, _ADVICE)
+    try:
+        check_agreement(group, [problem or "no problem", *lines], _SUBJECT, _ADVICE)
+    except RanksDisagree as error:
+        raise error from cause
     if problem:
-        raise UsageError(problem)
+        raise UsageError(problem) from cause
+
+
+def _warn_where_targets_differ(group: Any, batch: Any) -> None:
+    """Log a warning, on one rank, if the targets of an (x, y) differ. A collective."""
+    targets = keras.tree.flatten(batch[1]) if isinstance(batch, tuple | list) and batch[1:] else []
+    digest = int(hashlib.sha256(b"".join(map(_content, targets))).hexdigest()[:6], 16)
+    count, total, squares = group.sum([1, digest, digest * digest], "hvdkit.shard.targets")
+    if count * squares != total * total and group.rank == group.ranks[0]:
+        log.warning(
+            "hvd.shard: the first targets differ between ranks. Data that are shuffled need the "
+            "same seed on every rank, or some rows are used twice in an epoch and others never."
+        )
+
+
+def _content(array: Any) -> bytes:
+    if array is None:
+        return b""
+    if not hasattr(array, "iloc"):
+        array = keras.ops.convert_to_numpy(array)
+    array = np.asarray(array)
+    return repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
 
 
 def _divide(group: Any, count: int, padded: bool, elements: str) -> tuple[Division, int]:
@@ -149,14 +203,22 @@ def _share_of_arrays(data: Any, group: Any, padded: bool) -> Any:
     if not arrays or any(len(getattr(array, "shape", ())) == 0 for array in arrays):
         problem = (
             f"the data are of type {type(data).__name__}: expected arrays of shape [rows, ...], a "
-            f"keras.utils.PyDataset, a tf.data.Dataset on the TensorFlow backend, or a torch "
-            f"DataLoader on the PyTorch backend"
+            f"keras.utils.PyDataset, on the TensorFlow backend a tf.data.Dataset or names of files "
+            f"with reader=, or on the PyTorch backend a torch DataLoader"
         )
     elif len(counts) > 1:
         problem = f"the arrays have {counts} rows: expected the same number"
     else:
         problem = _too_few(counts[0], "rows", group) or (_unweightable(data) if padded else "")
-    _agree(group, problem, [] if problem else [*map(_described, arrays), _digest(arrays)])
+    digest, cause = "", None
+    if not problem:
+        try:
+            digest = _digest(arrays)
+        except Exception as error:
+            # Keras takes more kinds of arrays than can be sliced.
+            problem = f"rows cannot be taken from the data: {type(error).__name__}: {error}"
+            cause = error
+    _agree(group, problem, [] if problem else [*map(_described, arrays), digest], cause)
     division, place = _divide(group, counts[0], padded, "rows")
     own = np.arange(place, division.used, division.size)
     missing = division.per_rank - len(own)
@@ -194,11 +256,7 @@ def _digest(arrays: Sequence[Any]) -> str:
     """Return a digest of the first rows, in words."""
     content = hashlib.sha256()
     for array in arrays:
-        first = _rows(array, slice(0, _COMPARED))
-        if not hasattr(first, "iloc"):
-            first = keras.ops.convert_to_numpy(first)
-        first = np.asarray(first)
-        content.update(repr(first.tolist()).encode() if first.dtype.hasobject else first.tobytes())
+        content.update(_content(_rows(array, slice(0, _COMPARED))))
     return f"first rows with digest {content.hexdigest()[:16]}"
 
 
@@ -261,7 +319,7 @@ class ShareOfBatches(keras.utils.PyDataset):
 
 
 def _share_of_batches(dataset: Any, group: Any, padded: bool) -> ShareOfBatches:
-    count, problem = 0, ""
+    count, problem, first, cause = 0, "", None, None
     try:
         batches = dataset.num_batches
         if batches is None:
@@ -269,12 +327,15 @@ def _share_of_batches(dataset: Any, group: Any, padded: bool) -> ShareOfBatches:
         else:
             count = int(batches)
             problem = _too_few(count, "batches", group)
-        if padded and not problem:
-            problem = _unweightable(dataset[0])
+        if not problem:
+            first = dataset[0]
+            problem = _unweightable(first) if padded else ""
     except Exception as error:
         # The user's own code: whatever it is, the other ranks must learn of it.
         problem = f"the PyDataset cannot be read: {type(error).__name__}: {error}"
-    _agree(group, problem, [f"{count} batches"])
+        cause = error
+    _agree(group, problem, [f"{count} batches"], cause)
+    _warn_where_targets_differ(group, first)
     return ShareOfBatches(dataset, *_divide(group, count, padded, "batches"))
 
 
@@ -310,7 +371,12 @@ def _share_of_loader(loader: Any, group: Any, seed: int | None, process_set: Any
             "the DataLoader has an IterableDataset, whose samples have no numbers: let its "
             "__iter__ give each rank its part"
         )
-    elif loader.batch_size is None or not (shuffled or type(loader.sampler) is SequentialSampler):
+    elif loader.batch_size is None:
+        problem = (
+            "the DataLoader has no batch_size: expected one that was made with batch_size= and "
+            "shuffle=. Let a batch_sampler give each rank its part"
+        )
+    elif not (shuffled or type(loader.sampler) is SequentialSampler):
         problem = (
             f"the DataLoader has a sampler of its own ({type(loader.sampler).__name__}): expected "
             f"one that was made with batch_size= and shuffle=. Let yours give each rank its part"
@@ -321,7 +387,15 @@ def _share_of_loader(loader: Any, group: Any, seed: int | None, process_set: Any
         count = len(loader.dataset)
         problem = _too_few(count, "samples", group)
     settings = f"batch_size={loader.batch_size}, shuffle={shuffled}, seed={seed or 0}"
-    _agree(group, problem, [f"{count} samples", settings, f"drop_last={loader.drop_last}"])
+    first, cause = None, None
+    if not problem:
+        try:
+            first = loader.dataset[0]
+        except Exception as error:
+            problem = f"the dataset cannot be read: {type(error).__name__}: {error}"
+            cause = error
+    _agree(group, problem, [f"{count} samples", settings, f"drop_last={loader.drop_last}"], cause)
+    _warn_where_targets_differ(group, first)
     sampler = ResumableSampler(
         loader.dataset,
         loader.batch_size,

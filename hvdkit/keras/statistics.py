@@ -9,8 +9,20 @@ import numpy as np
 from hvdkit.keras import backend
 
 
+def statistics_of(model: Any) -> list[Any]:
+    """Return the statistics that batch normalisation in a model moves in training."""
+    return [
+        variable
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.built and layer.trainable
+        # With `renorm`, more than a mean and a variance.
+        for variable in layer._non_trainable_variables
+        if backend.is_floating(variable)
+    ]
+
+
 def average_statistics(model: Any, group: Any, is_local: Callable[[Any], bool]) -> None:
-    """Make the moving means and variances the averages over ranks. A collective.
+    """Make the statistics of batch normalisation the averages over ranks. A collective.
 
     Nothing happens where ranks have different numbers of them.
 
@@ -19,13 +31,7 @@ def average_statistics(model: Any, group: Any, is_local: Callable[[Any], bool]) 
         group: `backend.collectives` of the ranks.
         is_local: tells whether each rank has a variable for itself; it is left out then.
     """
-    variables = [
-        variable
-        for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.built and layer.trainable
-        for variable in (layer.moving_mean, layer.moving_variance)
-        if not is_local(variable)
-    ]
+    variables = [variable for variable in statistics_of(model) if not is_local(variable)]
     values = [np.asarray(keras.ops.convert_to_numpy(v), np.float64) for v in variables]
     size = sum(value.size for value in values)
     ranks, total, squares = group.sum([1, size, size * size], "hvdkit.keras.statistics.size")

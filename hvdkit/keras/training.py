@@ -13,7 +13,8 @@ rank uses anything of hvdkit, `fit` is Keras's own. `local_fit` leaves out the c
 What a coordinated list does, in the order of the calls:
 
 - Ranks whose numbers of steps or epochs are known to differ raise an error.
-- After the first batch the ranks compare the values of the variables that they train together.
+- After the first batch the ranks compare the values of the variables that they train together, and
+  of those that nothing changes.
 - Files and the progress bar are rank 0's: callbacks that write are left out on the other ranks.
   What `BackupAndRestore` restores goes from rank 0 to all of them.
 - A batch's loss that is not finite on one rank is so on all, where a `TerminateOnNaN` looks at it.
@@ -41,15 +42,16 @@ from typing import Any
 import keras
 from keras.callbacks import CallbackList, ProgbarLogger
 
-from hvdkit.core.agreement import texts_by_rank
+from hvdkit.core.agreement import check_agreement, texts_by_rank
+from hvdkit.core.bucketing import uncounted
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.data import any_samplers, forget_reads, samplers_read
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.metrics import MetricState, flatten, reduce_logs
 from hvdkit.keras.models import adapt, distributions_of, has_own_step
-from hvdkit.keras.statistics import average_statistics
-from hvdkit.keras.values import check_values
+from hvdkit.keras.statistics import average_statistics, statistics_of
+from hvdkit.keras.values import check_values, digest_of
 
 log = logging.getLogger("hvdkit.keras")
 
@@ -146,10 +148,17 @@ class _Coordination:
         self.watches_stops = False
         self._stop_held = False
         self._compares_values = False
+        # The id of a variable that no gradient changes -> digest of its value at the beginning.
+        self._before: dict[int, int] = {}
         self._trains_one_model = False
         self._trained: MetricState | None = None
         self._validated: set[str] = set()
         self._averaged: set[str] = set()
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether batches are accumulated, so that there may be something to end or to forget."""
+        return any(d.accumulation_steps > 1 for d in self.distributions)
 
     @property
     def is_first(self) -> bool:
@@ -228,6 +237,8 @@ class _Coordination:
         counts = self.group.sum([int(value) for value in own], "hvdkit.keras.begin")
         self.watches_loss, self.watches_stops = bool(counts[0]), bool(counts[1])
         self._compares_values, self._trains_one_model = (n == counts[6] for n in counts[4:6])
+        if self._compares_values:
+            self._before = {id(v): digest_of(v) for v in self._untrained_variables()}
         for distribution in self.distributions:
             if counts[7]:
                 distribution.discard()
@@ -250,46 +261,52 @@ class _Coordination:
         return [d for d in self.distributions if list(d.collectives.ranks) == ranks]
 
     def compare_values(self, callbacks: Sequence[Any]) -> None:
-        """Compare the shared variables and the frozen ones between ranks, once in a `fit`.
+        """Compare the model's variables between ranks, once in a `fit`. A collective.
 
-        A collective. After the first batch, because a callback may broadcast after it, as Horovod's
-        does.
+        After the first batch, because a callback may broadcast after it, as Horovod's does. Those
+        that are trained together are compared, and those that the batch has not changed on any
+        rank: frozen layers, or what a `Normalization` has been adapted to. What it has changed,
+        such as the counter of a layer, is each rank's own.
 
         Args:
             callbacks: of the `fit`. Variables that one of them on any rank leaves to each rank are
                 not compared.
 
         Raises:
-            RanksDisagree: on every rank, see `check_values`.
+            RanksDisagree: on every rank: ranks have different variables, or see `check_values`.
         """
         if self._compares_values:
             self._compares_values = False
             checked = [d for d in self._distributions_of_group if d.check_parameters]
             shared = [v for d in checked for v in d.shared_variables]
-            shared += self._frozen_variables()
+            trained = {id(variable) for variable in shared}
+            others = [v for v in self._untrained_variables() if id(v) not in trained]
+            check_agreement(
+                self.group,
+                [f"{uncounted(v.path)}, {v.dtype} {list(v.shape)}" for v in [*shared, *others]],
+                "the variables of the model",
+            )
             leaving = [c for c in callbacks if isinstance(c, LeavesVariables)]
             local = {id(v) for c in leaving for v in c.local_variables}
-            is_local = self.group.max(
-                [int(backend.is_among(v, local)) for v in shared], "hvdkit.keras.local"
-            )
-            check_values(
-                self.group, [v for v, left in zip(shared, is_local, strict=True) if not left]
-            )
+            left_out = [backend.is_among(v, local) for v in shared]
+            left_out += [
+                backend.is_among(v, local) or self._before.get(id(v)) != digest_of(v)
+                for v in others
+            ]
+            anywhere = self.group.max([int(left) for left in left_out], "hvdkit.keras.local")
+            compared = zip([*shared, *others], anywhere, strict=True)
+            check_values(self.group, [v for v, left in compared if not left])
+            self._before = {}
 
-    def _frozen_variables(self) -> list[Any]:
-        """Return those of layers with `trainable=False`, but statistics. A collective.
-
-        None where ranks have different numbers of them.
-        """
-        frozen = [
+    def _untrained_variables(self) -> list[Any]:
+        """Return those that no gradient changes, without seeds and moving statistics."""
+        moving = {id(variable) for variable in statistics_of(self.model)}
+        return [
             variable
-            for layer in self.model._flatten_layers()
-            for variable in layer._trainable_variables
-            if not variable.trainable and not any(d.is_local(variable) for d in self.distributions)
+            for variable in self.model.non_trainable_weights
+            if id(variable) not in moving
+            and not any(d.is_local(variable) for d in self.distributions)
         ]
-        count = len(frozen)
-        ranks, total, squares = self.group.sum([1, count, count * count], "hvdkit.keras.frozen")
-        return frozen if ranks * squares == total * total else []
 
     def agree_on_loss(self, logs: dict[str, Any] | None) -> tuple[dict[str, Any] | None, bool]:
         """A batch's logs, with a loss that is not finite where it is not on one rank."""
@@ -520,7 +537,7 @@ def _coordinate(callback_list: Any, model: Any) -> None:
         return
     asked = [c for c in callback_list.callbacks if isinstance(c, ReducesMetrics)]
     coordination = _Coordination(model, bool(asked))
-    if coordination.group.alone:
+    if coordination.group.alone and not coordination.has_windows:
         return
     for callback in asked:
         callback.coordinated = True

@@ -47,3 +47,12 @@ def test_lists_of_other_models_and_on_one_rank_stay_what_they_are(hvd):
     uncompiled = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     keras.callbacks.CallbackList([], model=uncompiled)
     assert uncompiled.predict(np.ones((2, 1)), verbose=0).shape == (2, 1)
+
+
+def test_a_window_ends_with_the_epoch_on_one_rank_as_on_several(hvd):
+    import keras
+
+    model = model_of(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), accumulation_steps=4))
+    x = np.ones((14, 1), "float32")
+    model.fit(x, x, batch_size=2, epochs=2, verbose=0)
+    assert int(model.optimizer.iterations) == 4

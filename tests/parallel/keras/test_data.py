@@ -5,6 +5,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from tests.logs import recorded
 from tests.parallel.keras.job import of_every_rank, same_everywhere
 
 COUNT = 13
@@ -198,7 +199,8 @@ def test_what_cannot_be_shared_out(hvd):
         ((x[:0], y[:0]), {}, "have 0 rows for . ranks"),
         (x, {"tail": "pad"}, r"must be \(x, y\)"),
         (x, {"tail": "keep"}, "tail is 'keep'"),
-        ((x, y), {"batch_size": 4}, "are for a tf.data.Dataset, and the data are of type tuple"),
+        ((x, y), {"batch_size": 4}, "for a tf.data.Dataset .* and the data are of type tuple"),
+        (x, {"batch_size": y}, r"as one argument: hvd.shard\(\(x, y\)\)"),
         (batches_of(x[:0], y, 2), {}, "have 0 batches for . ranks"),
     ]:
         with pytest.raises(UsageError, match=message):
@@ -209,6 +211,24 @@ def test_what_cannot_be_shared_out(hvd):
         loader = loader_of(x, y, sampler=RandomSampler(x, replacement=True))
         with pytest.raises(UsageError, match="draws with replacement"):
             hvd.shard(loader)
-    for other in (x[: COUNT - hvd.rank()], x + hvd.rank()):
+        with pytest.raises(UsageError, match="is not for a DataLoader"):
+            hvd.shard(loader_of(x, y), tail="pad")
+    tails = ["drop", "pad"]
+    for other, options in [
+        (x[: COUNT - hvd.rank()], {}),
+        (x + hvd.rank(), {}),
+        ((x, y), {"tail": tails[hvd.rank() % 2]}),
+        (x if hvd.rank() else [1], {}),
+        (batches_of(x, y, 1 if hvd.rank() else 2), {}),
+    ]:
         with pytest.raises(RanksDisagree, match="the same data in the same order on every rank"):
-            hvd.shard(other)
+            hvd.shard(other, **options)
+
+
+def test_a_data_set_that_one_rank_has_shuffled(hvd):
+    x, y = numbered()
+    order = np.random.default_rng(hvd.rank()).permutation(COUNT)
+    with recorded("hvdkit.keras") as records:
+        hvd.shard(batches_of(x[order], y[order], 2))
+    told = [record.getMessage() for record in records]
+    assert ["the first targets differ" in message for message in told] == [True] * (not hvd.rank())
