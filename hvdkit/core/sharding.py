@@ -1,4 +1,4 @@
-"""How the elements of a dataset are divided, so that every rank has as many."""
+"""Division of the elements of a dataset, so that every rank has as many."""
 
 import logging
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ _log = logging.getLogger("hvdkit.data")
 
 @dataclass(frozen=True)
 class Division:
-    """How many of `count` elements each of `size` ranks gets.
+    """Numbers of elements, of `count`, that `size` ranks get.
 
     Attributes:
         count: of all elements.
@@ -23,20 +23,20 @@ class Division:
 
     @property
     def per_rank(self) -> int:
-        """What every rank has in the end."""
+        """Number of elements that every rank has, repeated ones too."""
         return -(-self.count // self.size) if self.padded else self.count // self.size
 
     @property
     def used(self) -> int:
-        """How many of the elements some rank has."""
+        """Number of elements that are not left out."""
         return self.count if self.padded else self.per_rank * self.size
 
     def of_rank(self, rank: int) -> int:
-        """How many elements of its own `rank` has, which may be one less than `per_rank`."""
+        """Return the number of elements of `rank` without repeated ones."""
         return self.used // self.size + (rank < self.used % self.size)
 
     def before_rank(self, rank: int) -> int:
-        """How many elements the ranks before `rank` have."""
+        """Return the number of elements that the ranks before `rank` have."""
         return self.used // self.size * rank + min(rank, self.used % self.size)
 
     def log_tail(self, elements: str = "elements") -> None:

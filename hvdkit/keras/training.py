@@ -18,8 +18,8 @@ What a coordinated list does, in the order of the calls:
 - Files and the progress bar are rank 0's: callbacks that write are left out on the other ranks.
   What `BackupAndRestore` restores goes from rank 0 to all of them.
 - A batch's loss that is not finite on one rank is so on all, where a `TerminateOnNaN` looks at it.
-- A callback that stops training on one rank stops it on all, after the same batch if it is one
-  that acts on batches, and otherwise at the end of the epoch.
+- A callback that stops training on one rank stops it on all: after the same batch if it acts on
+  batches, and otherwise at the end of the epoch.
 - Before validation, or at the end of an epoch without it, an open accumulation window is closed,
   and moving statistics of `BatchNormalization` are averaged.
 - The metrics, those of validation too, are reduced over all ranks before any callback reads them.
@@ -124,7 +124,7 @@ class FollowsFit(keras.callbacks.Callback):
         """The batches of an epoch are about to be asked for."""
 
     def batch_ends(self, batch: int) -> None:
-        """So many batches of the epoch, less one, are trained."""
+        """The batch of this number, counted from 0 in each epoch, is trained."""
 
     def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
         """The epoch is done, with its validation, and `stop_training` has been agreed on."""
@@ -237,8 +237,6 @@ class _Coordination:
         counts = self.group.sum([int(value) for value in own], "hvdkit.keras.begin")
         self.watches_loss, self.watches_stops = bool(counts[0]), bool(counts[1])
         self._compares_values, self._trains_one_model = (n == counts[6] for n in counts[4:6])
-        if self._compares_values:
-            self._before = {id(v): digest_of(v) for v in self._untrained_variables()}
         for distribution in self.distributions:
             if counts[7]:
                 distribution.discard()
@@ -248,6 +246,8 @@ class _Coordination:
             if counts[3]:
                 # What `fit` starts from, once its callbacks have begun.
                 self.model._initial_epoch = counts[3]
+        if self._compares_values:
+            self._before = {id(v): digest_of(v) for v in self._untrained_variables()}
 
     def end(self) -> None:
         """End it without an error. No collective."""
