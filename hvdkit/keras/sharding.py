@@ -1,5 +1,6 @@
 """Each rank's share of the data of `fit`: of arrays, of batches, of a `DataLoader`."""
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Sequence
@@ -155,8 +156,12 @@ def _agree(group: Any, problem: str, lines: Sequence[str], cause: Exception | No
 
 def _warn_where_targets_differ(group: Any, batch: Any) -> None:
     """Log a warning, on one rank, if the targets of an (x, y) differ. A collective."""
-    targets = keras.tree.flatten(batch[1]) if isinstance(batch, tuple | list) and batch[1:] else []
-    digest = int(hashlib.sha256(b"".join(map(_content, targets))).hexdigest()[:6], 16)
+    content = b""
+    if isinstance(batch, tuple | list) and len(batch) > 1:
+        # Targets that are no arrays, such as a sample's before `collate_fn`, are not compared.
+        with contextlib.suppress(Exception):
+            content = b"".join(map(_content, keras.tree.flatten(batch[1])))
+    digest = int(hashlib.sha256(content).hexdigest()[:6], 16)
     count, total, squares = group.sum([1, digest, digest * digest], "hvdkit.shard.targets")
     if count * squares != total * total and group.rank == group.ranks[0]:
         log.warning(
