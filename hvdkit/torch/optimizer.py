@@ -67,7 +67,9 @@ def DistributedOptimizer(
             zeros.
         bucket_bytes: the largest bucket of several gradients.
         check_parameters: compare the parameters' values before the first reduction, and raise on
-            every rank if they differ: a forgotten `hvd.broadcast_parameters`.
+            every rank if they differ: a forgotten `hvd.broadcast_parameters`. Those of
+            `named_parameters` that are frozen are compared, too, whether the optimizer has them or
+            not.
 
     Raises:
         UsageError: the arguments do not fit together; nothing has been communicated.
@@ -93,7 +95,8 @@ def DistributedOptimizer(
             "op is hvd.Adasum, which Horovod implements over MPI only: start the job with mpirun, "
             "or use hvd.Average"
         )
-    names = _parameter_names(optimizer, named_parameters)
+    named = None if named_parameters is None else list(named_parameters)
+    names = _parameter_names(optimizer, named)
     if op == mpi_ops.Adasum:
         return _horovods_adasum(optimizer, names, compression, backward_passes_per_step)
     reduction = Reduction(
@@ -118,6 +121,7 @@ def DistributedOptimizer(
         _group_lists(groups or num_groups, names),
         process_set,
         check_parameters,
+        {name: p for name, p in named or () if p not in names and not p.requires_grad},
     )
     return result
 
@@ -221,7 +225,7 @@ def _check_arguments(
 
 def _parameter_names(
     optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+    named_parameters: Sequence[tuple[str, torch.nn.Parameter]] | None,
 ) -> dict[torch.nn.Parameter, str]:
     own = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is None:
@@ -230,8 +234,7 @@ def _parameter_names(
             for g, group in enumerate(optimizer.param_groups)
             for i, p in enumerate(group["params"])
         }
-    pairs = list(named_parameters)
-    for pair in pairs:
+    for pair in named_parameters:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise UsageError(
                 f"named_parameters has a {type(pair).__name__} in it: expected pairs (name, "
@@ -239,7 +242,7 @@ def _parameter_names(
             )
     holders: dict[str, torch.nn.Parameter] = {}
     names: dict[torch.nn.Parameter, str] = {}
-    for name, parameter in pairs:
+    for name, parameter in named_parameters:
         if name in holders:
             raise UsageError(f"named_parameters has the name {name!r} twice: names must be unique")
         holders[name] = parameter

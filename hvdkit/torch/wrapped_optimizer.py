@@ -76,6 +76,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         groups: list[list[torch.nn.Parameter]],
         process_set: mpi_ops.ProcessSet,
         check_parameters: bool,
+        frozen: dict[str, torch.nn.Parameter],
     ) -> None:
         # Not by __init__, which would drop state that has been loaded. `step` is in there when an
         # LR scheduler counts the plain optimizer's steps; ours must not be hidden by it.
@@ -91,6 +92,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._window = window
         self._should_synchronize = True
         self._check_parameters = check_parameters
+        # Of the model, and not of this optimizer.
+        self._frozen = frozen
         self._stepped: bool | torch.Tensor = False
         #: How many steps have been made.
         self.steps = 0
@@ -542,7 +545,8 @@ def _check_values_of(reference: _Reference) -> None:
     optimizer = reference()
     assert optimizer is not None
     parameters = _parameters_of(reference)
-    check_values(optimizer._collectives, {_name_of(reference, p): p for p in parameters})
+    named = {_name_of(reference, p): p for p in parameters} | optimizer._frozen
+    check_values(optimizer._collectives, named)
 
 
 def _report_to(reference: _Reference, parameter: torch.nn.Parameter, number: int | None) -> None:

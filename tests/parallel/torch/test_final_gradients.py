@@ -743,6 +743,20 @@ def test_a_forgotten_broadcast_is_an_error_in_the_first_pass(hvd, mended):
     assert_models_stay_apart(hvd, model, optimizer)
 
 
+def test_a_frozen_layer_that_one_rank_has_loaded_is_an_error_in_the_first_pass(hvd):
+    """The optimizer does not have it, but all gradients are computed with it."""
+    model = small_model()
+    model[2].requires_grad_(False)
+    if hvd.rank() == 1:
+        with torch.no_grad():
+            model[2].bias[3] += 1e-6
+    trained = [p for p in model.parameters() if p.requires_grad]
+    hvd.DistributedOptimizer(sgd(trained), model.named_parameters())
+    with pytest.raises(RanksDisagree, match="'2.bias' has a value") as caught:
+        loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    assert_raised_on_all_ranks(hvd, caught)
+
+
 def assert_models_stay_apart(hvd, model, optimizer):
     before = [on_all_ranks(hvd, p.detach().clone()) for p in model.parameters()]
     model.zero_grad()
