@@ -751,10 +751,14 @@ def test_a_frozen_layer_that_one_rank_has_loaded_is_an_error_in_the_first_pass(h
         with torch.no_grad():
             model[2].bias[3] += 1e-6
     trained = [p for p in model.parameters() if p.requires_grad]
-    hvd.DistributedOptimizer(sgd(trained), model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(sgd(trained), model.named_parameters())
     with pytest.raises(RanksDisagree, match="'2.bias' has a value") as caught:
         loss_of(model, batch_of(hvd.rank(), 0)).backward()
     assert_raised_on_all_ranks(hvd, caught)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer.zero_grad()
+    loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    assert model[2].bias.grad is None
 
 
 def assert_models_stay_apart(hvd, model, optimizer):
