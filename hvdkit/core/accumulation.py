@@ -5,6 +5,7 @@ before it add up on each rank by themselves. The counts of the ranks are equal a
 runs the same loop; they are compared in every reduction.
 """
 
+from hvdkit.core.agreement import texts_by_rank
 from hvdkit.core.collectives import Collectives
 from hvdkit.errors import HvdkitError, UsageError
 
@@ -71,11 +72,7 @@ def check_passes(collectives: Collectives, passes: int) -> None:
         return
     each = f"{len(collectives.ranks) - count} of them have called join()"
     if count == len(collectives.ranks):
-        gathered = collectives.allgather(str(passes).encode(), "hvdkit.passes.all")
-        each = ", ".join(
-            f"rank {rank}: {data.decode()}"
-            for rank, data in zip(collectives.ranks, gathered, strict=True)
-        )
+        each = ", ".join(texts_by_rank(collectives, str(passes), "hvdkit.passes.all"))
     raise PassesDiffer(
         f"ranks have accumulated different numbers of backward passes ({each}). Give all ranks the "
         f"same number of batches: drop the rest, or let hvd.join() end the epoch."

@@ -16,8 +16,8 @@ def digest(lines: Sequence[str]) -> bytes:
     return hashlib.sha256("\n".join(lines).encode()).digest()
 
 
-def texts_by_rank(collectives: Collectives, text: str, name: str) -> str:
-    """Return the text of every rank, for an error. A collective.
+def texts_by_rank(collectives: Collectives, text: str, name: str) -> list[str]:
+    """Return "rank R: TEXT" for every rank, for an error. A collective.
 
     Args:
         collectives: of the ranks.
@@ -25,10 +25,22 @@ def texts_by_rank(collectives: Collectives, text: str, name: str) -> str:
         name: of the collective.
     """
     everyones = collectives.allgather(text.encode(), name)
-    return "; ".join(
+    return [
         f"rank {rank}: {data.decode()}"
         for rank, data in zip(collectives.ranks, everyones, strict=True)
-    )
+    ]
+
+
+def are_equal(collectives: Collectives, number: int, name: str) -> bool:
+    """Return whether a number is the same on all ranks. A collective.
+
+    Args:
+        collectives: of the ranks.
+        number: of this rank, at most 24 bits: over 30,000 ranks the sum of squares fits into 64.
+        name: of the collective.
+    """
+    count, total, squares = collectives.sum([1, number, number * number], name)
+    return count * squares == total * total
 
 
 _ADVICE = "Every rank must build the same model and use the same settings."

@@ -157,7 +157,7 @@ class Checkpoint(FollowsFit):
         self._open(model)
         assert self._manager is not None
         if self._resume:
-            # A second `fit` goes on with what it finds in memory.
+            # A second `fit` continues from what is in memory.
             self._resume = False
             if self._manager.restore() is not None:
                 finalize(model)

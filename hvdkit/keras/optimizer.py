@@ -211,14 +211,14 @@ def _check_optimizer(optimizer: Any, passes: int) -> None:
 
 
 class Distribution:
-    """How an optimizer reduces and accumulates gradients.
+    """Reduces and accumulates the gradients of an optimizer.
 
     Attributes:
         process_set: the ranks that it reduces over.
         collectives: core's, of these ranks.
         accumulation_steps: batches per update.
         check_parameters: `fit` compares the variables' values between ranks.
-        in_fit: whether a `fit` of several ranks has begun that has not ended, unless with an error.
+        in_fit: whether a coordinated `fit` has begun, and has not ended without an error.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class Distribution:
         window.clear()
 
     def flush(self) -> bool:
-        """As the function `flush`."""
+        """Apply what has been accumulated; see the function `flush`."""
         passes = int(self._window.passes) if self._window else 0
         check_passes(self.collectives, passes)
         if not passes:

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdkit.core.agreement import RanksDisagree, check_agreement
+from hvdkit.core.agreement import RanksDisagree, are_equal, check_agreement
 from hvdkit.core.sharding import Division
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
@@ -162,8 +162,7 @@ def _warn_where_targets_differ(group: Any, batch: Any) -> None:
         with contextlib.suppress(Exception):
             content = b"".join(map(_content, keras.tree.flatten(batch[1])))
     digest = int(hashlib.sha256(content).hexdigest()[:6], 16)
-    count, total, squares = group.sum([1, digest, digest * digest], "hvdkit.shard.targets")
-    if count * squares != total * total and group.rank == group.ranks[0]:
+    if not are_equal(group, digest, "hvdkit.shard.targets") and group.rank == group.ranks[0]:
         log.warning(
             "hvd.shard: the first targets differ between ranks. Data that are shuffled need the "
             "same seed on every rank, or some rows are used twice in an epoch and others never."
@@ -203,9 +202,10 @@ def _too_few(count: int, elements: str, group: Any) -> str:
 
 def _share_of_arrays(data: Any, group: Any, padded: bool) -> Any:
     arrays = [array for array in keras.tree.flatten(data) if array is not None]
-    counts = sorted({int(a.shape[0]) for a in arrays if len(getattr(a, "shape", ())) > 0})
+    shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
+    counts = sorted({int(shape[0]) for shape in shapes if shape})
     problem = ""
-    if not arrays or any(len(getattr(array, "shape", ())) == 0 for array in arrays):
+    if not arrays or not all(shapes):
         problem = (
             f"the data are of type {type(data).__name__}: expected arrays of shape [rows, ...], a "
             f"keras.utils.PyDataset, on the TensorFlow backend a tf.data.Dataset or names of files "

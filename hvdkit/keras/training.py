@@ -2,9 +2,10 @@
 
 This is the one place where hvdkit steps into `fit` and `evaluate`. Both make a
 `keras.callbacks.CallbackList` in each call, and call their callbacks through it. In a job of
-several ranks such a list becomes a `_Coordinated` one when it is given the model. A list with a
-`FollowsFit`, or beside a `ResumableSampler`, becomes a `_Followed` one, also on a single rank.
-Nothing else in Keras is changed but the first step of an epoch (see `hvdkit.keras.resuming`).
+several ranks such a list becomes a `_Coordinated` one when it is given the model; on a single rank
+only with `accumulation_steps`, to end the window. A list with a `FollowsFit`, or beside a
+`ResumableSampler`, becomes a `_Followed` one, also on a single rank. Nothing else in Keras is
+changed but the first step of an epoch (see `hvdkit.keras.resuming`).
 
 Every `fit` of such a job begins with one small collective, because only one rank may know that the
 ranks train together: it has a callback that asks for metrics of all ranks, for instance. Where no
@@ -194,7 +195,7 @@ class _Coordination:
         differ = [count * sums[k + 2] != sums[k] ** 2 for k in range(2)]
         if (differ[0] and all_known == count) or differ[1]:
             mine = f"{steps} steps in each of {epochs} epochs"
-            told = texts_by_rank(self.group, mine, "hvdkit.keras.fit.who")
+            told = "; ".join(texts_by_rank(self.group, mine, "hvdkit.keras.fit.who"))
             raise UsageError(
                 f"fit has different numbers of steps or epochs on the ranks ({told}), and would "
                 f"wait for ever for the batches that some do not have. Give all ranks as many "
@@ -281,21 +282,23 @@ class _Coordination:
             shared = [v for d in checked for v in d.shared_variables]
             trained = {id(variable) for variable in shared}
             others = [v for v in self._untrained_variables() if id(v) not in trained]
+            variables = [*shared, *others]
             check_agreement(
                 self.group,
-                [f"{uncounted(v.path)}, {v.dtype} {list(v.shape)}" for v in [*shared, *others]],
+                [f"{uncounted(v.path)}, {v.dtype} {list(v.shape)}" for v in variables],
                 "the variables of the model",
             )
             leaving = [c for c in callbacks if isinstance(c, LeavesVariables)]
             local = {id(v) for c in leaving for v in c.local_variables}
-            left_out = [backend.is_among(v, local) for v in shared]
-            left_out += [
-                backend.is_among(v, local) or self._before.get(id(v)) != digest_of(v)
-                for v in others
+            digests = [digest_of(v) for v in variables]
+            left_out = [
+                backend.is_among(v, local)
+                or (id(v) not in trained and self._before.get(id(v)) != digest)
+                for v, digest in zip(variables, digests, strict=True)
             ]
             anywhere = self.group.max([int(left) for left in left_out], "hvdkit.keras.local")
-            compared = zip([*shared, *others], anywhere, strict=True)
-            check_values(self.group, [v for v, left in compared if not left])
+            compared = zip(variables, digests, anywhere, strict=True)
+            check_values(self.group, [(v, digest) for v, digest, left in compared if not left])
             self._before = {}
 
     def _untrained_variables(self) -> list[Any]:

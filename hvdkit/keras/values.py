@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import xxhash
 
-from hvdkit.core.agreement import RanksDisagree, texts_by_rank
+from hvdkit.core.agreement import RanksDisagree, are_equal, texts_by_rank
 from hvdkit.core.collectives import Collectives
 from hvdkit.keras import backend
 
@@ -22,30 +22,29 @@ _TOLERANCE = 1e-4
 _SHOWN = 3
 
 
-def check_values(group: Collectives, variables: Sequence[Any]) -> None:
+def check_values(group: Collectives, values: Sequence[tuple[Any, int]]) -> None:
     """Raise if a variable has another value on some rank. A collective.
 
     Args:
         group: of the ranks to compare.
-        variables: `keras.Variable`s, the same ones in the same order on every rank.
+        values: `keras.Variable`s, the same ones in the same order on every rank, each with its
+            `digest_of`.
 
     Raises:
         RanksDisagree: on every rank, naming the first variable that differs. Values that differ no
             more than by rounding are equal.
     """
-    digests = ",".join(str(digest_of(variable)) for variable in variables)
-    # Few enough bits that the sum of squares over 30,000 ranks fits into 64.
+    digests = ",".join(str(digest) for _, digest in values)
     digest = xxhash.xxh64_intdigest(digests.encode()) & 0xFFFFFF
-    count, total, squares = group.sum([1, digest, digest * digest], "hvdkit.keras.values")
-    if count * squares == total * total:
+    if are_equal(group, digest, "hvdkit.keras.values"):
         return
     differ = group.max(
-        [int(_differs(group, variable)) for variable in variables], "hvdkit.keras.values.differ"
+        [int(_differs(group, variable)) for variable, _ in values], "hvdkit.keras.values.differ"
     )
     if not any(differ):
         return
-    variable = variables[differ.index(1)]
-    told = texts_by_rank(group, _first_elements(variable), "hvdkit.keras.values.told")
+    variable, _ = values[differ.index(1)]
+    told = "; ".join(texts_by_rank(group, _first_elements(variable), "hvdkit.keras.values.told"))
     raise RanksDisagree(
         f"ranks have different values of {variable.path!r} after the first batch ({told}), and "
         f"nothing makes them equal from then on. Give fit a "

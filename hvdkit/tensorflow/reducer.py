@@ -69,14 +69,14 @@ class GradientReducer:
         self._saved: dict[str, list[list[int]]] = {}
 
     def state(self) -> dict[str, list[list[int]]]:
-        """What the wire formats have learned: for each set of gradients, that of each bucket.
+        """Return the states of the wire formats: for each set of gradients, that of each bucket.
 
         The same on every rank. Without it sums round differently from there on.
         """
         return self._saved | {digest: s.numbers() for digest, s in self._valid_states().items()}
 
     def adopt_state(self, state: Mapping[str, list[list[int]]]) -> None:
-        """Go on with what `state()` gave, maybe in another process. No collective.
+        """Continue from what `state()` gave, maybe in another process. No collective.
 
         For gradients that have not been reduced yet it counts as soon as they are.
         """
@@ -194,13 +194,13 @@ def _may_have(variable: Any) -> bool:
 
 
 def name_of(variable: Any) -> str:
-    """What a variable is called in errors, and compared by."""
+    """Return the name of a variable in errors and comparisons."""
     name: str = getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor"
     return uncounted(name)
 
 
 class _States:
-    """What the wire formats of some buckets have learned, in variables that graphs read and write.
+    """The states of the wire formats of some buckets, in variables that graphs read and write.
 
     Attributes:
         variables: one for each bucket; None where its wire format learns nothing.
@@ -210,7 +210,7 @@ class _States:
         """
         Args:
             channels: of the buckets, as new.
-            saved: what `numbers` returned, to go on with.
+            saved: what `numbers` returned; the states begin there.
         """
         initial: list[Sequence[int]] = [channel.state for channel in channels]
         if saved is not None:
@@ -222,7 +222,7 @@ class _States:
         return [[] if v is None else [int(n) for n in v.numpy()] for v in self.variables]
 
     def assign(self, numbers: Sequence[Sequence[int]]) -> None:
-        """Go on with what `numbers` returned. Outside of graphs only."""
+        """Continue from what `numbers` returned. Outside of graphs only."""
         for variable, own, saved in zip(self.variables, self.numbers(), numbers, strict=True):
             if variable is not None:
                 variable.assign(_fitting(own, saved))

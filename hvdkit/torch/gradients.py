@@ -16,6 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdkit.core.accumulation import Window
+from hvdkit.core.agreement import are_equal
 from hvdkit.core.reduction import Reduction
 from hvdkit.core.synchronizer import Synchronizer
 from hvdkit.errors import HvdkitError
@@ -335,8 +336,7 @@ class OptimizerGradients:
         ]
         own = digests([gradient for gradient in reduced if gradient is not None])
         value = zlib.crc32(repr(own).encode()) & 0xFFFFFF
-        count, total, squares = self._collectives.sum([1, value, value * value], "hvdkit.equal")
-        return count * squares == total * total
+        return are_equal(self._collectives, value, "hvdkit.equal")
 
     def count_changed_as_new(self) -> None:
         """Take gradients that the script has written in place for new ones."""

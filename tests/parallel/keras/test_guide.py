@@ -26,7 +26,7 @@ NEEDS = {"tf.data": "tensorflow", "DataLoader": "torch"}
 
 
 def script_names(hvd):
-    """What a reader of the guides has already."""
+    """Return the names that the scripts of the guides' readers have already."""
     import keras
 
     def build_model():

@@ -135,7 +135,7 @@ def test_the_state_of_float16_is_cores(hvd):
 
 @pytest.mark.parametrize("saved_after", [1, 3, 5])
 def test_a_checkpoint_goes_on_with_the_same_bytes_eagerly_and_in_graphs(hvd, saved_after):
-    """As in `fit`, which reduces in a graph, and eagerly where `flush` ends a window."""
+    """`fit` does both: it reduces in a graph, and eagerly where `flush` ends a window."""
     import tensorflow as tf
 
     from hvdkit.tensorflow.reducer import GradientReducer
