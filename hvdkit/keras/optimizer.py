@@ -6,7 +6,8 @@ an instance of its own class with its own configuration; only this one method of
 replaced. What is saved therefore opens without hvdkit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -247,6 +248,7 @@ class Distribution:
         self._reducer_state: Any = None
         self._window: _Window | None = None
         self._applying = False
+        self._model_in_step: Any = None
         self.hook(optimizer)
 
     def hook(self, optimizer: Any) -> None:
@@ -262,9 +264,14 @@ class Distribution:
         def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
             self._apply(optimizer, list(grads), trainable_variables)
 
-        apply.__doc__ = type(optimizer).apply.__doc__
-        # Past Keras, which would look for variables in them.
-        object.__setattr__(optimizer, "apply", apply)
+        def scale_loss(loss: Any) -> Any:
+            self._expect_gradients()
+            return type(optimizer).scale_loss(optimizer, loss)
+
+        for method in (apply, scale_loss):
+            method.__doc__ = getattr(type(optimizer), method.__name__).__doc__
+            # Past Keras, which would look for variables in them.
+            object.__setattr__(optimizer, method.__name__, method)
         object.__setattr__(optimizer, _ATTRIBUTE, self)
 
     def keep_local(self, variable: Any) -> None:
@@ -274,6 +281,29 @@ class Distribution:
     def is_local(self, variable: Any) -> bool:
         """Return whether each rank has the variable for itself."""
         return id(variable) in self._local
+
+    @contextmanager
+    def in_step_of(self, model: Any) -> Iterator[None]:
+        """Within it, gradients are applied as the backward pass after `scale_loss` leaves them.
+
+        Args:
+            model: the gradients are those of its trainable variables.
+        """
+        self._model_in_step = model
+        try:
+            yield
+        finally:
+            self._model_in_step = None
+
+    def _expect_gradients(self) -> None:
+        if self._model_in_step is not None and self.accumulation_steps == 1:
+            variables = self._shared(self._model_in_step.trainable_weights)
+            backend.expect(self._get_reducer(variables), variables)
+
+    def end_interrupted(self) -> None:
+        """Complete a reduction that a backward pass has begun which raised; see `expect`."""
+        if self._reducer is not None:
+            backend.end_interrupted(self._reducer)
 
     def _apply(self, optimizer: Any, gradients: list[Any], given: Sequence[Any] | None) -> None:
         variables = optimizer._trainable_variables if given is None else list(given)
@@ -357,30 +387,39 @@ class Distribution:
         if self._reducer is not None and state is not None:
             self._reducer.adopt_state(state)
 
-    def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def _shared(self, variables: Sequence[Any]) -> list[Any]:
+        return [v for v in variables if not self.is_local(v)]
+
+    def _get_reducer(self, shared: Sequence[Any]) -> Any:
+        """Return the reducer; the first call decides on the groups.
+
+        Args:
+            shared: the variables whose gradients it reduces.
+        """
         if self._reducer is None:
             self._reducer = backend.GradientReducer(
-                replace(self._reduction, groups=self._group_indices(variables)),
+                replace(self._reduction, groups=self._group_indices(shared)),
                 self.process_set,
                 context=[f"optimizer: {type(self._optimizer).__name__}"],
                 passes=self.accumulation_steps if self._averaged else 1,
             )
             if self._reducer_state is not None:
                 self._reducer.adopt_state(self._reducer_state)
-        shared = [k for k, v in enumerate(variables) if not self.is_local(v)]
-        reduced = backend.reduce(
-            self._reducer, [gradients[k] for k in shared], [variables[k] for k in shared]
-        )
+        return self._reducer
+
+    def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        shared = self._shared(variables)
+        places = [k for k, v in enumerate(variables) if not self.is_local(v)]
+        reduced = backend.reduce(self._get_reducer(shared), [gradients[k] for k in places], shared)
         result = list(gradients)
         if self._local and self._scale_local:
             share = 1.0 / len(self.collectives.ranks)
             result = [backend.scaled(g, share) for g in result]
-        for k, gradient in zip(shared, reduced, strict=True):
+        for k, gradient in zip(places, reduced, strict=True):
             result[k] = gradient
         return result
 
-    def _group_indices(self, variables: Sequence[Any]) -> list[list[int]]:
-        shared = [v for v in variables if not self.is_local(v)]
+    def _group_indices(self, shared: Sequence[Any]) -> list[list[int]]:
         if isinstance(self._groups, int):
             return bucketing.even_groups(len(shared), self._groups)
         index = {id(v): i for i, v in enumerate(shared)}

@@ -174,7 +174,11 @@ class _Coordination:
 
         Raises:
             UsageError: on every rank, when the numbers of steps or epochs differ.
+            BackwardFailed: on every rank, when an earlier `fit` has raised on some ranks, and the
+                others are still in it.
         """
+        for distribution in self.distributions:
+            distribution.end_interrupted()
         steps, epochs = params.get("steps"), int(params.get("epochs") or 0)
         known = steps is not None
         own = [int(steps or 0), epochs]

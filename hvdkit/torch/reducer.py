@@ -1,5 +1,11 @@
-"""Gradients that are there already, reduced over all ranks: for loops that hand them over."""
+"""Gradients that a loop hands over, as Keras does, reduced over all ranks.
 
+`DistributedOptimizer` gets gradients from hooks alone. Here the loop hands over those that it
+applies. Where it announces them before its backward pass, buckets are sent during that pass.
+"""
+
+import functools
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -9,19 +15,90 @@ from horovod.torch import mpi_ops
 
 from hvdkit.core.accumulation import Window
 from hvdkit.core.bucketing import unique_names
+from hvdkit.core.coordination import BackwardFailed
 from hvdkit.core.reduction import Reduction, ReductionState
 from hvdkit.core.synchronizer import Synchronizer
+from hvdkit.errors import HvdkitError
 from hvdkit.torch.backend import TorchBackend, spec
 from hvdkit.torch.collectives import TorchCollectives
 
-_Held = tuple[Synchronizer[torch.Tensor, Any], list[torch.Tensor]]
+
+class _Parameters:
+    """Parameters that are reduced together.
+
+    Args:
+        parameters: leaf tensors that need gradients.
+        synchronizer: of these parameters.
+
+    Attributes:
+        overlaps: whether buckets can be sent during backward passes.
+        expected_in: the generation of the collectives in which the gradients of a backward pass
+            were expected that have not been applied; None where none are.
+    """
+
+    def __init__(
+        self, parameters: list[torch.Tensor], synchronizer: Synchronizer[torch.Tensor, Any]
+    ) -> None:
+        self.parameters = parameters
+        self.synchronizer = synchronizer
+        self.overlaps = True
+        self.expected_in: int | None = None
+        self._hooked = False
+        self._arrived: set[int] = set()
+
+    def expect(self, generation: int) -> None:
+        """Take gradients as the next backward pass accumulates them. Not a collective."""
+        self.expected_in = generation
+        self._arrived.clear()
+        if self._hooked:
+            return
+        self._hooked = True
+        # Not a strong reference: what a tensor's hook refers to cannot be collected with it.
+        me = weakref.ref(self)
+        for i, parameter in enumerate(self.parameters):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(functools.partial(_accumulated, me, i))
+
+    def accumulated(self, i: int) -> None:
+        """Record that parameter `i` has got a gradient in a backward pass."""
+        if self.expected_in is None:
+            return
+        if i in self._arrived:
+            # In several re-entrant checkpoints, each of which adds to it.
+            self.overlaps = False
+        self._arrived.add(i)
+        self.synchronizer.mark_ready(i)
+
+    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients that are to be reduced now, as far as they have not been sent.
+
+        Raises:
+            HvdkitError: a gradient is not the one that the backward pass has left.
+        """
+        for i, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
+            if i in self._arrived and gradient is not parameter.grad:
+                raise HvdkitError(
+                    f"the gradient of {self.synchronizer.specs[i].name!r} was replaced between "
+                    f"backward() and the optimizer's apply(), after it had been sent to the other "
+                    f"ranks. Change gradients in a train_step of your own"
+                )
+            parameter.grad = gradient
+        # As a backward pass would deliver them.
+        for i in reversed(range(len(gradients))):
+            if gradients[i] is not None and i not in self._arrived:
+                self.synchronizer.mark_ready(i)
+        self.expected_in = None
+        self._arrived.clear()
+
+
+def _accumulated(reference: "weakref.ref[_Parameters]", i: int, _: torch.Tensor) -> None:
+    parameters = reference()
+    if parameters is not None:
+        parameters.accumulated(i)
 
 
 class GradientReducer:
     """Reduces gradients over the ranks of a process set.
-
-    Nothing is reduced while a backward pass runs: `DistributedOptimizer`, whose hooks see each
-    gradient when it arrives, is faster where it can be used.
 
     Ranks may have gradients of different parameters. A rank contributes zeros for those that it
     does not have.
@@ -44,7 +121,9 @@ class GradientReducer:
         self._window = Window(passes)
         self._context = tuple(context)
         self._collectives = TorchCollectives(process_set)
-        self._synchronizers: dict[tuple[int, ...], _Held] = {}
+        # The ids of parameters -> these, which it keeps alive.
+        self._known: dict[tuple[int, ...], _Parameters] = {}
+        self._expecting: _Parameters | None = None
         self._resumed: list[ReductionState] = []
 
     def state(self) -> list[dict[str, Any]]:
@@ -52,7 +131,7 @@ class GradientReducer:
 
         The same on every rank.
         """
-        found = [synchronizer.state for synchronizer, _ in self._synchronizers.values()]
+        found = [known.synchronizer.state for known in self._known.values()]
         return [asdict(state) for state in [*found, *self._resumed] if state is not None]
 
     def adopt_state(self, state: Sequence[Mapping[str, Any]]) -> None:
@@ -61,8 +140,44 @@ class GradientReducer:
         For gradients that have not been reduced yet it counts as soon as they are.
         """
         self._resumed = [ReductionState(**each) for each in state]
-        for synchronizer, _ in self._synchronizers.values():
-            synchronizer.resume(self._resumed.pop(0) if self._resumed else None)
+        for known in self._known.values():
+            known.synchronizer.resume(self._resumed.pop(0) if self._resumed else None)
+
+    def expect(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        """Send full buckets during the backward pass that follows.
+
+        Between that pass and the next call, which must be about the same parameters, nothing may
+        change their gradients. Has no effect on what is reduced, so ranks need not call it alike.
+
+        Args:
+            parameters: as in that call.
+            names: as in that call.
+
+        Raises:
+            BackwardFailed: see `end_interrupted`.
+        """
+        self.end_interrupted()
+        if self._collectives.alone:
+            return
+        known = self._parameters(parameters, names)
+        if known.overlaps:
+            self._expecting = known
+            known.expect(self._collectives.generation)
+
+    def end_interrupted(self) -> None:
+        """Complete the reduction of a backward pass that has raised. A collective in that case.
+
+        Ranks whose pass has not raised wait for it in their call.
+
+        Raises:
+            BackwardFailed: on every rank, where the pass of others has not raised.
+        """
+        interrupted, self._expecting = self._expecting, None
+        if interrupted is None:
+            return
+        generation, interrupted.expected_in = interrupted.expected_in, None
+        if generation == self._collectives.generation:
+            self._reduce(interrupted, None)
 
     # A compiled step leaves its graph here: collectives are no part of it.
     @torch.compiler.disable
@@ -85,36 +200,63 @@ class GradientReducer:
 
         Raises:
             RanksDisagree: on every rank, when they are to reduce different things.
+            BackwardFailed: on every rank, when the backward pass has raised on some only.
         """
-        key = tuple(map(id, parameters))
-        if key not in self._synchronizers:
-            self._synchronizers[key] = self._synchronizer(list(parameters), unique_names(names))
-        synchronizer, own = self._synchronizers[key]
-        for parameter, gradient in zip(own, gradients, strict=True):
-            parameter.grad = gradient
-        # As a backward pass would deliver them.
-        for i in reversed(range(len(own))):
-            if gradients[i] is not None:
-                synchronizer.mark_ready(i)
+        known = self._parameters(parameters, names)
+        if self._expecting is not known:
+            self.end_interrupted()
+        known.take(gradients)
+        self._expecting = None
+        self._reduce(known, gradients)
+        return [parameter.grad for parameter in known.parameters]
+
+    def _reduce(self, known: _Parameters, gradients: Sequence[torch.Tensor | None] | None) -> None:
+        """Reduce, and leave the results in the parameters' `grad`. A collective.
+
+        Args:
+            known: the parameters.
+            gradients: None where the backward pass has raised.
+
+        Raises:
+            BackwardFailed: on every rank, when the backward pass has raised on some only.
+        """
+        synchronizer = known.synchronizer
         if not synchronizer.agreed:
             synchronizer.agree()
-        used = self._collectives.start_sum(
-            [int(gradient is not None) for gradient in gradients], f"{synchronizer.name}.used"
-        )
+        failed = gradients is None
+        given = gradients or [None] * len(known.parameters)
+        values = [*(int(gradient is not None) for gradient in given), int(failed)]
+        started = self._collectives.start_sum(values, f"{synchronizer.name}.used")
         synchronizer.send()
         synchronizer.wait()
-        for parameter, ranks in zip(own, used(), strict=True):
+        *used, failures = started()
+        count = len(self._collectives.ranks)
+        if 0 < failures < count:
+            raise BackwardFailed(
+                f"the backward pass raised on {failures} of {count} ranks"
+                + (", this rank among them" if failed else "")
+                + ", so no rank can use its gradients, and none of them has made this step"
+            )
+        for parameter, ranks in zip(known.parameters, used, strict=True):
             if not ranks:
                 parameter.grad = None
-        return [parameter.grad for parameter in own]
 
-    def _synchronizer(self, parameters: list[torch.Tensor], names: Sequence[str]) -> _Held:
-        specs = [spec(name, p) for name, p in zip(names, parameters, strict=True)]
-        backend = TorchBackend(parameters, self._collectives)
-        synchronizer = Synchronizer(
-            specs, backend, self._collectives, self._reduction, self._window, self._context
-        )
-        if self._resumed:
-            # In the order in which they came up before; where it is of others, it is dropped.
-            synchronizer.resume(self._resumed.pop(0))
-        return synchronizer, parameters
+    def _parameters(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> _Parameters:
+        key = tuple(map(id, parameters))
+        if key not in self._known:
+            unique = unique_names(names)
+            specs = [spec(name, p) for name, p in zip(unique, parameters, strict=True)]
+            own = list(parameters)
+            synchronizer = Synchronizer(
+                specs,
+                TorchBackend(own, self._collectives),
+                self._collectives,
+                self._reduction,
+                self._window,
+                self._context,
+            )
+            if self._resumed:
+                # In the order in which they came up before; where it is of others, it is dropped.
+                synchronizer.resume(self._resumed.pop(0))
+            self._known[key] = _Parameters(own, synchronizer)
+        return self._known[key]
