@@ -12,10 +12,10 @@ from types import FrameType
 from hvdkit.errors import RESUMABLE
 from hvdkit.launch.agents import Agents
 from hvdkit.launch.connection import Connection
+from hvdkit.launch.failures import Failures, tail_of
 from hvdkit.launch.messages import LOST_SECONDS, Message, as_bytes
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
-from hvdkit.processes import ending_text
 
 _POLL_SECONDS = 0.1
 # For the ranks' last words between SIGTERM and SIGKILL, when the user wants it to end now.
@@ -47,7 +47,7 @@ class Outcome:
     """How a job ended.
 
     Attributes:
-        status: its exit status: the first failing rank's, 128 + n for a signal.
+        status: its exit status: that of the rank that failed first of all, 128 + n for a signal.
         report: what to say about it; empty after a success.
     """
 
@@ -84,7 +84,7 @@ class Job:
         self._say = say
         self._began = time.monotonic()
         self._ends: dict[int, int] = {}
-        self._failed: list[int] = []
+        self._failures = Failures(self._ranks)
         self._problem = ""
         self._ended_by_us = 0
         self._gone: set[Connection] = set()
@@ -131,12 +131,10 @@ class Job:
         self._ends[rank] = status
         if status == 0 or self._ending:
             return
-        self._failed.append(rank)
+        self._failures.add(rank, status, self._output.tail(rank))
         if status == RESUMABLE:
             # The others are saving too: nobody may disturb them.
             self._be_patient()
-        else:
-            self._end(self._limits.end)
 
     @property
     def _ending(self) -> bool:
@@ -166,11 +164,11 @@ class Job:
         now = time.monotonic()
         if not self._all_up:
             self._look_for_ranks(now)
+        if now > self._failures.deadline and not self._ending and self._left():
+            self._end(self._limits.end)
         if now > self._stop_deadline:
-            left = [rank for rank in range(self._plan.size) if rank not in self._ends]
-            self._problem = (
-                f"{self._ranks(left)} did not stop within {self._limits.stop:g} s (--stop-grace)"
-            )
+            left = self._ranks(self._left())
+            self._problem = f"{left} did not stop within {self._limits.stop:g} s (--stop-grace)"
             self._end(self._limits.end)
         if now > self._end_deadline:
             silent = [c for c in self._agents.connections if c not in self._gone]
@@ -185,6 +183,10 @@ class Job:
                 )
             )
             self._gone.update(silent)
+
+    def _left(self) -> list[int]:
+        """The ranks that have not ended."""
+        return [rank for rank in range(self._plan.size) if rank not in self._ends]
 
     def _look_for_ranks(self, now: float) -> None:
         up = self._registered()
@@ -205,7 +207,7 @@ class Job:
             self._fail(
                 f"{' and '.join(parts)} within {self._limits.start:g} s of the first rank "
                 "(--start-timeout); does the script call hvd.init() on every rank?"
-                + "".join(self._tail(rank) for rank in missing[:1])
+                + "".join(f"\n{tail_of(r, self._output.tail(r))}" for r in missing[:1])
             )
 
     # Signals
@@ -258,36 +260,28 @@ class Job:
         more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
         return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
-    def _tail(self, rank: int) -> str:
-        lines = self._output.tail(rank)
-        if not lines:
-            return f"\nRank {rank} wrote nothing."
-        return "\n".join([f"\nRank {rank}'s last lines:", *(f"  {line}" for line in lines)])
-
     def _outcome(self) -> Outcome:
-        if self._failed:
+        if self._failures:
             return self._failure()
-        if self._problem:
-            return Outcome(1, self._problem)
-        if self._stopped_by is not None and any(self._ends.values()):
-            return Outcome(128 + self._stopped_by, f"ended by {self._stopped_by.name}")
-        return Outcome(0)
+        # The ranks of an orderly stop may end as they like, or have to be killed.
+        stopped = self._stopped_by is not None and (self._problem or any(self._ends.values()))
+        if stopped:
+            assert self._stopped_by is not None
+            report = f"ended by {self._stopped_by.name}"
+            return Outcome(128 + self._stopped_by, self._with_problem(report))
+        return Outcome(1, self._problem) if self._problem else Outcome(0)
 
     def _failure(self) -> Outcome:
-        worse = [rank for rank in self._failed if self._ends[rank] != RESUMABLE]
-        if not worse:
+        if self._failures.resumable:
             report = f"stopped, and can go on: start it again (exit status {RESUMABLE})"
-            return Outcome(RESUMABLE, "\n".join(filter(None, [report, self._problem])))
-        first = worse[0]
-        status = self._ends[first]
+            return Outcome(RESUMABLE, self._with_problem(report))
+        status = self._failures.cause.status
         code = 128 - status if status < 0 else status
         if self._stopped_by is not None and -status in (self._stopped_by, signal.SIGTERM):
-            return Outcome(code, f"ended by {self._stopped_by.name}")
-        left = self._ended_by_us
-        rest = f"; the {left} that still ran {_was(left)} ended" if left else ""
-        report = f"{self._ranks([first])} failed: {ending_text(status)}{rest}.{self._tail(first)}"
-        return Outcome(code, "\n".join(filter(None, [report, self._problem])))
+            return Outcome(code, self._with_problem(f"ended by {self._stopped_by.name}"))
+        finished = [rank for rank, ended in self._ends.items() if ended == 0]
+        report = self._failures.report(self._ended_by_us, finished)
+        return Outcome(code, self._with_problem(report))
 
-
-def _was(count: int) -> str:
-    return "was" if count == 1 else "were"
+    def _with_problem(self, report: str) -> str:
+        return "\n".join(filter(None, [report, self._problem]))

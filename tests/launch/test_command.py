@@ -107,6 +107,57 @@ def test_the_exit_status_is_that_of_the_rank_that_failed(code, status, expected)
     assert expected in done.stderr
 
 
+@pytest.mark.parametrize("seconds", [0.3, 2.0])
+def test_the_rank_that_others_have_lost_is_blamed(seconds):
+    """It ends after them, because it still has something to do."""
+    lost = "horovod.common.exceptions.HorovodInternalError: Horovod has been shut down"
+    code = (
+        f"rank == 2 or sys.exit({lost!r});"
+        f"time.sleep({seconds}); print('ValueError: bad data', file=sys.stderr); sys.exit(7)"
+    )
+    done = run("-np", "4", *python(code))
+    assert done.returncode == 7
+    report = done.stderr[done.stderr.index("hvdkit run:") :]
+    assert report.startswith(
+        "hvdkit run: rank 2 on localhost failed: exit status 7; 3 ranks failed"
+    )
+    assert "ValueError: bad data" in report
+    assert "HorovodInternalError" not in report
+
+
+def test_a_real_job_blames_the_rank_that_raised():
+    engine = installed()
+    if engine is None or "torch" not in engine.frameworks:
+        pytest.skip("no Horovod for torch here: run `hvdkit build`")
+    code = (
+        "import torch, hvdkit.torch as hvd; hvd.init(); hvd.allreduce(torch.ones(1));"
+        "raise_(ValueError('bad data')) if rank == 1 else hvd.allreduce(torch.ones(1))"
+    )
+    raising = "\ndef raise_(error): raise error\n"
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = run("-np", "4", sys.executable, "-c", RANK + raising + code, env=env)
+    assert done.returncode == 1
+    report = done.stderr[done.stderr.index("hvdkit run:") :]
+    assert report.startswith("hvdkit run: rank 1 on localhost failed: exit status 1")
+    assert "ValueError: bad data" in report
+
+
+def test_ranks_that_do_not_heed_ctrl_c_end_with_its_status():
+    code = "signal.signal(2, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    job = subprocess.Popen(
+        command("-np", "2", "--stop-grace", "1", *python(code)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert job.stdout
+    assert {job.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
+    job.send_signal(signal.SIGINT)
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == 130, said
+    assert "did not stop within 1 s (--stop-grace)" in said
+
+
 def test_a_rank_that_stops_for_good_does_not_disturb_one_that_is_saving():
     code = "time.sleep(0 if rank else 2); print('saved', rank); sys.exit(75)"
     done = run("-np", "2", *python(code))

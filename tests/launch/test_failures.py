@@ -1,0 +1,65 @@
+"""Which failure is the cause of the others."""
+
+import pytest
+
+from hvdkit.errors import RESUMABLE
+from hvdkit.launch.failures import Failures
+
+LOST = ("Traceback (most recent call last):", "HorovodInternalError: Horovod has been shut down.")
+RESET = ("Traceback (most recent call last):", "ConnectionResetError: Connection reset by peer")
+BAD = ("HorovodInternalError is caught", "Traceback (most recent call last):", "ValueError: bad")
+
+
+def failures(*ends):
+    found = Failures(lambda ranks: f"rank {', '.join(map(str, ranks))}")
+    for rank, status, tail in ends:
+        found.add(rank, status, tail)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ends", "cause"),
+    [
+        ([(0, 1, LOST), (1, 1, BAD)], 1),
+        ([(0, 1, LOST), (1, -9, ())], 1),
+        # Its own connection to a store, while the others name Horovod.
+        ([(0, 1, LOST), (1, 1, RESET)], 1),
+        ([(0, 1, RESET), (1, 1, BAD)], 1),
+        ([(1, 1, BAD), (0, 1, BAD)], 1),
+        ([(0, RESUMABLE, ()), (1, 1, LOST)], 1),
+        ([(1, 1, LOST), (0, 1, LOST)], 1),
+    ],
+)
+def test_the_cause(ends, cause):
+    assert failures(*ends).cause.rank == cause
+
+
+def test_each_kind_of_failure_is_shown_once():
+    found = failures(
+        (0, 1, LOST),
+        (1, 1, ["RuntimeError: rank 1 has 3 rows"]),
+        (2, 1, ["RuntimeError: rank 2 has 4 rows"]),
+        (3, 2, ["no disk"]),
+    )
+    report = found.report(ended=1, finished=[])
+    assert report.startswith(
+        "rank 1 failed: exit status 1; 1 rank failed after it, because a peer was lost; the 1 that "
+        "still ran was ended."
+    )
+    assert "rank 3 failed, too: exit status 2." in report
+    assert "1 rank more failed like rank 1." in report
+    assert "rank 2 has" not in report
+    assert "HorovodInternalError" not in report
+
+
+def test_a_rank_that_has_left_in_good_order_is_named():
+    report = failures((0, 1, LOST), (1, 1, LOST)).report(ended=0, finished=[2])
+    assert "Each rank that failed had lost a peer, and none said why." in report
+    assert "rank 2 had ended without an error" in report
+
+
+def test_others_get_more_time_while_the_cause_is_unknown():
+    lost = failures((0, 1, LOST)).deadline
+    known = failures((0, 1, BAD)).deadline
+    assert lost > known
+    assert failures((0, RESUMABLE, ())).deadline == float("inf")
