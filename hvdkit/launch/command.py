@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -194,13 +193,8 @@ def run(options: argparse.Namespace) -> int:
         print(describe())
         return 0
     shown = range(plan.size) if options.all_output else None
-    try:
-        with Output(plan.size, shown, options.output_dir) as output:
-            outcome = carry_out(output, _say)
-    except BrokenPipeError:
-        # Whoever read our output has enough. Python would complain once more while it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    with Output(plan.size, shown, options.output_dir, say=_say) as output:
+        outcome = carry_out(output, _say)
     if outcome.report:
         _say(outcome.report)
     return outcome.status

@@ -164,6 +164,9 @@ class Job:
         now = time.monotonic()
         if not self._all_up:
             self._look_for_ranks(now)
+        if self._output.reader_gone and self._stopped_by is None:
+            # As the end of a pipe ends other programs, but the ranks may save.
+            self._stop(signal.SIGPIPE)
         if now > self._failures.deadline and not self._ending and self._left():
             self._end(self._limits.end)
         if now > self._stop_deadline:
@@ -232,13 +235,18 @@ class Job:
             self._end(_NOW_SECONDS)
             self._say("ending all ranks now")
             return
+        again = "; again: at once" if number == signal.SIGINT else ""
         if self._stopped_by is None:
-            self._stopped_by = signal.Signals(number)
-            again = "; again: at once" if number == signal.SIGINT else ""
-            self._say(f"{self._stopped_by.name}: asking all ranks to stop{again}")
+            self._say(f"{signal.Signals(number).name}: asking all ranks to stop{again}")
+        self._stop(number)
+
+    def _stop(self, number: int) -> None:
+        """Ask all ranks for an orderly stop."""
+        self._stopped_by = self._stopped_by or signal.Signals(number)
         self._be_patient()
-        # The terminal is gone, but not the job's chance to save.
-        passed_on = signal.SIGTERM if number == signal.SIGHUP else number
+        # The terminal or the reader is gone, but not the job's chance to save.
+        gone = number in (signal.SIGHUP, signal.SIGPIPE)
+        passed_on = signal.SIGTERM if gone else number
         for connection in self._agents.connections:
             connection.send("signal", number=passed_on)
 
@@ -267,8 +275,7 @@ class Job:
         stopped = self._stopped_by is not None and (self._problem or any(self._ends.values()))
         if stopped:
             assert self._stopped_by is not None
-            report = f"ended by {self._stopped_by.name}"
-            return Outcome(128 + self._stopped_by, self._with_problem(report))
+            return self._ended_by(self._stopped_by, 128 + self._stopped_by)
         return Outcome(1, self._problem) if self._problem else Outcome(0)
 
     def _failure(self) -> Outcome:
@@ -278,10 +285,16 @@ class Job:
         status = self._failures.cause.status
         code = 128 - status if status < 0 else status
         if self._stopped_by is not None and -status in (self._stopped_by, signal.SIGTERM):
-            return Outcome(code, self._with_problem(f"ended by {self._stopped_by.name}"))
+            return self._ended_by(self._stopped_by, code)
         finished = [rank for rank, ended in self._ends.items() if ended == 0]
         report = self._failures.report(self._ended_by_us, finished)
         return Outcome(code, self._with_problem(report))
+
+    def _ended_by(self, number: signal.Signals, code: int) -> Outcome:
+        if number == signal.SIGPIPE:
+            # As other programs end whose reader has had enough.
+            return Outcome(128 + number, self._problem)
+        return Outcome(code, self._with_problem(f"ended by {number.name}"))
 
     def _with_problem(self, report: str) -> str:
         return "\n".join(filter(None, [report, self._problem]))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
+import os
 import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from hvdkit.errors import UsageError
 
@@ -24,8 +27,15 @@ _CLEAR = b"\r\x1b[2K"
 _DRAW_SECONDS = 0.2
 
 
+def _ignore(text: str) -> None:
+    pass
+
+
 class Output:
     """Shows what the ranks write. A context manager.
+
+    A file or stream that cannot be written to any more (a full disk, a reader that has gone) is
+    given up with one warning. The ranks go on.
 
     Args:
         size: the number of ranks.
@@ -34,6 +44,10 @@ class Output:
             are continued.
         stdout: where ranks' standard output goes, default this process's.
         stderr: likewise.
+        say: tells the user something at once.
+
+    Attributes:
+        reader_gone: whether nobody reads standard output any more, as after `| head`.
 
     Raises:
         UsageError: the directory cannot be written to.
@@ -46,7 +60,10 @@ class Output:
         directory: Path | None = None,
         stdout: IO[bytes] | None = None,
         stderr: IO[bytes] | None = None,
+        say: Callable[[str], None] = _ignore,
     ) -> None:
+        self.reader_gone = False
+        self._say = say
         if shown is None:
             shown = range(size) if size <= SHOWN_RANKS else (0,)
         self._shown = frozenset(shown)
@@ -58,7 +75,10 @@ class Output:
         self._unfinished: dict[tuple[int, str], bytes] = {}
         self._tails: list[deque[str]] = [deque(maxlen=TAIL_LINES) for _ in range(size)]
         self._status = _StatusLine(self._streams["stderr"])
-        self._files: list[IO[bytes]] = []
+        # None instead of a file that has been given up.
+        self._files: list[IO[bytes] | None] = []
+        self._directory = directory
+        self._warned_of_files = False
         if directory is not None:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -82,13 +102,12 @@ class Output:
 
     def close(self) -> None:
         self._status.clear()
-        for file in self._files:
+        for file in filter(None, self._files):
             file.close()
 
     def write(self, rank: int, stream: str, data: bytes) -> None:
         """Take a piece of what `rank` wrote to `stream` ("stdout" or "stderr")."""
-        if self._files:
-            self._files[rank].write(data)
+        self._keep(rank, data)
         *lines, rest = (self._unfinished.pop((rank, stream), b"") + data).split(b"\n")
         if len(rest) > _LONGEST_LINE:
             # A progress bar that never ends its line is only its last state.
@@ -119,15 +138,58 @@ class Output:
         if visible and rank in self._shown:
             self._status.clear()
             prefix = b"[%*d] " % (self._width, rank)
+            out = self._streams[stream]
             try:
-                out = self._streams[stream]
                 out.write(b"".join(prefix + line + b"\n" for line in visible))
                 out.flush()
             except OSError as error:
-                if error.errno != errno.EIO:
-                    raise
-                # The terminal is gone; the ranks, and their files, go on.
-                self._shown = frozenset()
+                self._give_up(stream, error)
+
+    def _keep(self, rank: int, data: bytes) -> None:
+        """Write a piece of what `rank` wrote into its file."""
+        file = self._files[rank] if self._files else None
+        if file is None:
+            return
+        try:
+            # Unbuffered: a part may be written where the disk is full.
+            while data := data[file.write(data) :]:
+                pass
+        except OSError as error:
+            self._files[rank] = None
+            with contextlib.suppress(OSError):
+                file.close()
+            if not self._warned_of_files:
+                self._warned_of_files = True
+                self._say(
+                    f"--output-dir {self._directory}: {error.strerror}. From here on the output "
+                    f"of rank {rank}, and of others whose files cannot be written, is not kept"
+                )
+
+    def _give_up(self, stream: str, error: OSError) -> None:
+        """Write nothing to a stream any more."""
+        out = self._streams[stream]
+        self._streams[stream] = _Nowhere()
+        with contextlib.suppress(OSError, ValueError):
+            # What it has in its buffer is written again when Python ends.
+            descriptor = out.fileno()
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+        if error.errno == errno.EPIPE and stream == "stdout":
+            self.reader_gone = True
+        elif error.errno not in (errno.EPIPE, errno.EIO):
+            # The latter is a terminal that is gone.
+            names = {"stdout": "standard output", "stderr": "standard error"}
+            self._say(
+                f"{names[stream]}: {error.strerror}. What ranks write to it is not shown any more"
+            )
+
+
+class _Nowhere(io.BytesIO):
+    """A stream that forgets what is written to it."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
 
 
 def _visible(line: bytes) -> bytes:

@@ -198,6 +198,59 @@ def test_a_hangup_that_is_ignored_stays_ignored():
         job.stdout.close()
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_ranks_may_save_when_the_reader_of_their_output_has_gone(tmp_path, asked):
+    """As `tee` goes with Ctrl-C; the next line then finds no reader."""
+    code = (
+        "signal.signal(15, lambda *_: None); signal.signal(2, lambda *_: None);"
+        "print('up', flush=True); signal.pause();"
+        "print('saving', flush=True); time.sleep(11); open(f'saved.{rank}', 'w'); sys.exit(75)"
+    )
+    job = subprocess.Popen(
+        command("-np", "2", *python(code if asked else code.replace("signal.pause();", ""))),
+        stdout=subprocess.PIPE,
+        cwd=tmp_path,
+    )
+    try:
+        lines = {job.stdout.readline() for _ in range(2)}
+        assert lines == {b"[0] up\n", b"[1] up\n"} or not asked
+        job.stdout.close()
+        if asked:
+            job.send_signal(signal.SIGINT)
+        assert job.wait(timeout=40) == 75
+    finally:
+        job.kill()
+        job.wait(timeout=20)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved.0", "saved.1"]
+
+
+@pytest.mark.parametrize("sink", ["file", "stdout"])
+def test_a_full_disk_does_not_end_the_job(tmp_path, sink):
+    code = "print('x' * 100_000, flush=True); time.sleep(0.5); print('done', file=sys.stderr)"
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    for rank in range(2):
+        (logs / f"rank.{rank}.log").symlink_to("/dev/full")
+    chosen = ("--output-dir", str(logs)) if sink == "file" else ()
+    stdout = subprocess.PIPE if sink == "file" else open("/dev/full", "wb")  # noqa: SIM115
+    done = subprocess.run(
+        command("-np", "2", *chosen, *python(code)),
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if sink == "stdout":
+        stdout.close()
+    assert done.returncode == 0, done.stderr
+    assert {"[0] done", "[1] done"} <= set(done.stderr.splitlines())
+    assert done.stderr.count("No space left on device") == 1
+    assert "Traceback" not in done.stderr
+    if sink == "file":
+        assert done.stdout.count("x" * 100_000) == 2
+
+
 def test_a_reader_that_has_enough_ends_the_job():
     job = subprocess.Popen(
         command("-np", "2", "yes"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
