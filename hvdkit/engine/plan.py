@@ -183,7 +183,7 @@ class Plan:
             if name in _PASSED_ON or not name.startswith(("HOROVOD_", "CMAKE_", "MAKEFLAGS"))
         }
         environment |= self.settings()
-        environment["PYTHONPATH"] = str(tools)
+        environment["PYTHONPATH"] = toolchain.python_path(tools)
         if self.cmake.path is None:
             environment["HOROVOD_CMAKE"] = str(tools / "cmake/data/bin/cmake")
         first = [str(tools / "bin")]

@@ -8,7 +8,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from hvdkit.engine import cache
+from hvdkit.engine import cache, toolchain
 from hvdkit.engine.fixes import HOROVOD_VERSION
 from hvdkit.errors import HvdkitError, UsageError
 
@@ -71,7 +71,7 @@ def _download(into: Path, tools: Path) -> Path:
     try:
         answer = subprocess.run(
             [*command, "--requirement", str(requirements)],
-            env=os.environ | {"PYTHONPATH": str(tools)},
+            env=os.environ | {"PYTHONPATH": toolchain.python_path(tools)},
             cwd=into,
             capture_output=True,
             text=True,

@@ -148,3 +148,11 @@ def _first_line(command: Sequence[str]) -> str | None:
         return None
     lines = answer.stdout.strip().splitlines()
     return lines[0].strip() if answer.returncode == 0 and lines else None
+
+
+def python_path(first: Path) -> str:
+    """Return a PYTHONPATH with the folder `first` before what this process's has.
+
+    Environment modules make a framework known by PYTHONPATH.
+    """
+    return os.pathsep.join([str(first), *filter(None, [os.environ.get("PYTHONPATH")])])

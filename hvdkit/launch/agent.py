@@ -29,7 +29,7 @@ import hvdkit
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import messages
 from hvdkit.launch.messages import Message
-from hvdkit.launch.network import own_interfaces
+from hvdkit.launch.network import own_interfaces, reached_address
 from hvdkit.processes import ProcessGroup, without_place
 
 #: Seconds between SIGTERM and SIGKILL when nobody is there to say.
@@ -296,14 +296,17 @@ def facts(task: Mapping[str, Any]) -> dict[str, Any]:
     """What the launcher has to know of this host before it starts anything."""
     # "client-address client-port own-address own-port"
     connection = os.environ.get("SSH_CONNECTION", "").split()
+    interfaces = own_interfaces()
     return {
         "hvdkit": hvdkit.__version__,
         "python": ".".join(map(str, sys.version_info[:3])),
         "hostname": socket.gethostname(),
         "cores": usable_cores(),
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "interfaces": [asdict(interface) for interface in own_interfaces()],
-        "reached_at": connection[2] if len(connection) == 4 else None,
+        "interfaces": [asdict(interface) for interface in interfaces],
+        "reached_at": (
+            reached_address(connection[2], interfaces) if len(connection) == 4 else None
+        ),
         "problems": problems(task["command"], task["directory"], task["path"], task["files"]),
     }
 

@@ -172,6 +172,8 @@ def let_in(
             if (arrival := door.accept()) is not None:
                 rank, line = arrival
                 come[rank] = SocketConnection(plan.places[rank].host, line, agents.events)
+                # From now on it is told that the launcher is there.
+                agents.connections.append(come[rank])
     finally:
-        agents.connections += [come[rank] for rank in sorted(come)]
+        agents.connections[:] = [come[rank] for rank in sorted(come)]
     return [come[rank] for rank in sorted(come)]

@@ -23,6 +23,8 @@ from hvdkit.launch.ssh import Ssh
 
 _AGENT = ["-m", "hvdkit.launch.agent"]
 _STDERR_LINES = 50
+#: Where Python finds modules, and the linker libraries.
+_PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")
 
 
 @dataclass(frozen=True)
@@ -209,10 +211,19 @@ class SocketConnection(Connection):
 
 
 def agent_command(host: Host, local: bool, ssh: Ssh, python: str) -> list[str]:
-    """What starts the agent of `host`: with `python`, or here with the launcher's own."""
+    """Return the command that starts the agent on `host`.
+
+    Args:
+        host: its host.
+        local: whether that is this machine, where it runs under the launcher's own Python.
+        ssh: how other hosts are reached.
+        python: the Python that runs it on another host. It finds its modules and libraries as this
+            one does, where environment modules tell so in variables.
+    """
     if local:
         return own_agent()
-    return ssh.command(host, [python, *_AGENT])
+    paths = [f"{name}={os.environ[name]}" for name in _PATHS if os.environ.get(name)]
+    return ssh.command(host, [*(["env", *paths] if paths else []), python, *_AGENT])
 
 
 def own_agent(arguments: Sequence[str] = ()) -> list[str]:

@@ -13,8 +13,54 @@ from hvdkit.errors import UsageError
 from hvdkit.launch.plan import Place
 from hvdkit.processes import MARK, without_place
 
-#: What the ranks on other hosts need of this process's environment, besides _PREFIXES.
-_NAMES = {
+#: What belongs to one host or to one login, and has its own value on another host. An allocation's
+#: variables are read here, and would mislead there.
+_OF_HOST = {
+    "_",
+    "COLORTERM",
+    "COLUMNS",
+    "CUDA_VISIBLE_DEVICES",
+    "DISPLAY",
+    "HOME",
+    "HOST",
+    "HOSTNAME",
+    "LINES",
+    "LOGNAME",
+    "LS_COLORS",
+    "MAIL",
+    "OLDPWD",
+    "PS1",
+    "PWD",
+    "SHELL",
+    "SHLVL",
+    "STY",
+    "TEMP",
+    "TERM",
+    "TMP",
+    "TMPDIR",
+    "USER",
+    "WAYLAND_DISPLAY",
+    "WINDOWID",
+    "XAUTHORITY",
+}
+_PREFIXES_OF_HOST = (
+    "BASH_",
+    "DBUS_",
+    "GPG_",
+    "LC_TERMINAL",
+    "LSB_",
+    "PBS_",
+    "SGE_",
+    "SLURM_",
+    "SSH_",
+    "TERM_",
+    "TMUX",
+    "VSCODE_",
+    "XDG_",
+)
+
+#: What training is known to read: shown by a dry run, with values.
+_KNOWN = {
     "PATH",
     "PYTHONPATH",
     "PYTHONHASHSEED",
@@ -27,7 +73,7 @@ _NAMES = {
     "LC_ALL",
     "TZ",
 }
-_PREFIXES = (
+_KNOWN_PREFIXES = (
     "CONDA_",
     "CUBLAS_",
     "FI_",
@@ -48,8 +94,10 @@ _PREFIXES = (
     "XLA_",
 )
 
-# `HF_TOKEN` and `HOROVOD_SECRET_KEY` begin as others do that are needed.
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH", re.IGNORECASE)
+# But not an InfiniBand partition (UCX_IB_PKEY), TOKENIZERS_PARALLELISM or GIT_AUTHOR_NAME.
+_SECRET = re.compile(
+    r"TOKEN(?!IZER)|(?<!_IB_P)KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH(?!OR(_|$))", re.IGNORECASE
+)
 
 # Horovod's Gloo waits this long for a peer, also in mid-training.
 _GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
@@ -57,13 +105,33 @@ _GLOO_DEFAULT_SECONDS = 30
 
 
 def forwarded(env: Mapping[str, str]) -> dict[str, str]:
-    """What of `env` goes to ranks on other hosts: what training needs, and no secret."""
+    """Return what of `env` goes to ranks on other hosts, so that all ranks have the same.
+
+    All but secrets and what belongs to this host.
+    """
+    return {name: value for name, value in _common(env).items() if not _SECRET.search(name)}
+
+
+def withheld(env: Mapping[str, str]) -> list[str]:
+    """Return the names in `env` whose values the user may miss on other hosts."""
+    secrets = [name for name in _common(env) if _SECRET.search(name)]
+    return sorted([*secrets, *({"CUDA_VISIBLE_DEVICES"} & env.keys())])
+
+
+def known(env: Mapping[str, str]) -> dict[str, str]:
+    """Return what of `forwarded(env)` training is known to read."""
+    return {
+        name: value
+        for name, value in forwarded(env).items()
+        if name in _KNOWN or name.startswith(_KNOWN_PREFIXES)
+    }
+
+
+def _common(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in without_place(env).items()
-        if (name in _NAMES or name.startswith(_PREFIXES))
-        and name != MARK
-        and not _SECRET.search(name)
+        if name not in _OF_HOST and not name.startswith(_PREFIXES_OF_HOST) and name != MARK
     }
 
 

@@ -54,6 +54,7 @@ def run(plan: Plan, settings: Settings, output: Output, say: Callable[[str], Non
     Raises:
         HvdkitError: it could not be started.
     """
+    prepare.warn_of_withheld(plan, settings, say)
     with Agents() as agents:
         facts = prepare.ask_hosts(agents, plan, settings)
         interfaces, address = prepare.choose_network(plan, facts, settings)
@@ -117,13 +118,14 @@ def by_hand(
     lines = ["", "To start the same ranks by hand:", f"  {shlex.join(rendezvous)} &"]
     places = place_variables(plan, address, port)
     ranks = prepare.rank_messages(plan, facts, settings, interfaces, places)
-    # What the user forwards by name may be a secret: it is not shown.
-    hidden = environment.explicit(os.environ, settings.variables)
+    # What the user forwards by name may be a secret, and so may what nobody knows.
+    asked = environment.explicit(os.environ, settings.variables)
+    hidden = {*asked, *environment.forwarded(os.environ)} - environment.known(os.environ).keys()
     for host in plan.hosts:
         for rank in ranks[host]:
             shown = {k: v for k, v in (rank["defaults"] | rank["env"]).items() if k not in hidden}
             words = ["env", *(f"{name}={value}" for name, value in sorted(shown.items()))]
             lines.append(f"  {on_host(host, [*words, *plan.command])} &")
-    if hidden:
-        lines.append(f"  (and with {', '.join(sorted(hidden))}, from -x)")
+    if asked:
+        lines.append(f"  (and with {', '.join(sorted(asked))}, from -x)")
     return lines

@@ -165,6 +165,7 @@ def run(
     Raises:
         HvdkitError: it could not be started.
     """
+    prepare.warn_of_withheld(plan, settings, say)
     with Agents() as agents:
         facts = prepare.ask_hosts(agents, plan, settings)
         interfaces, address = prepare.choose_network(plan, facts, settings)
@@ -216,7 +217,7 @@ def describe(plan: Plan, settings: Settings, mpirun: Mpirun, extra: Sequence[str
     with Agents() as agents:
         facts = prepare.ask_hosts(agents, plan, settings)
     interfaces, _ = prepare.choose_network(plan, facts, settings)
-    names = environment.forwarded(os.environ) | environment.explicit(os.environ, settings.variables)
+    names = environment.known(os.environ) | environment.explicit(os.environ, settings.variables)
     command = mpirun_command(
         mpirun,
         plan,

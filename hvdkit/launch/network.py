@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv4Interface, IPv4Network
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, ip_address
 
 import psutil
 
@@ -64,6 +64,31 @@ def own_interfaces() -> list[Interface]:
     return found
 
 
+def reached_address(address: str, own: Sequence[Interface]) -> str | None:
+    """Return the IPv4 address of the interface that this machine was reached at.
+
+    Args:
+        address: where it was reached, IPv4 or IPv6.
+        own: its interfaces.
+
+    Returns:
+        None where that interface has no IPv4 address.
+    """
+    parsed = ip_address(address.partition("%")[0])
+    if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped is not None:
+        parsed = parsed.ipv4_mapped
+    if isinstance(parsed, IPv4Address):
+        return str(parsed)
+    reached = {
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        for entry in addresses
+        if entry.family == socket.AF_INET6
+        and IPv6Address(entry.address.partition("%")[0]) == parsed
+    }
+    return next((interface.address for interface in own if interface.name in reached), None)
+
+
 def source_address(target: str) -> str | None:
     """The address of this machine that packets to `target` leave from; None without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -105,6 +130,13 @@ def choose_interfaces(
         UsageError: `network` is none of these, or a host has no such interface.
         HvdkitError: nothing connects the hosts.
     """
+    without = [name for name, host in hosts.items() if not host.interfaces]
+    if without:
+        raise HvdkitError(
+            f"no IPv4 address that others could reach on {', '.join(without)}: Horovod's ranks "
+            f"find each other over IPv4 alone. Give the hosts IPv4 addresses, if need be private "
+            f"ones, on the network that they share"
+        )
     if network is not None:
         return _as_told(hosts, network)
     shared = _shared_networks(hosts)

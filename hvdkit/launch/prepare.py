@@ -19,6 +19,7 @@ from hvdkit.launch.network import HostNetwork, Interface
 from hvdkit.launch.plan import Place, Plan
 from hvdkit.launch.ssh import Ssh
 
+_SHOWN_NAMES = 8
 _INTERPRETERS = ("python", "bash", "sh")
 
 
@@ -149,6 +150,18 @@ def rank_messages(
             for place in plan.on(host)
         ]
     return ranks
+
+
+def warn_of_withheld(plan: Plan, settings: Settings, say: Callable[[str], None]) -> None:
+    """Name the variables that ranks on other hosts do not get, if there are such ranks."""
+    given = environment.explicit(os.environ, settings.variables)
+    names = [name for name in environment.withheld(os.environ) if name not in given]
+    if names and not all(local_hosts(plan).values()):
+        shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
+        say(
+            f"not sent to other hosts: {shown}. They look like secrets, or belong to this host; "
+            f"-x NAME sends one"
+        )
 
 
 def _nccl(interface: Interface) -> dict[str, str]:

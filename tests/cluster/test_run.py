@@ -83,7 +83,7 @@ def test_hosts_may_have_different_numbers_of_ranks(launches):
     ]
 
 
-def test_what_is_needed_is_forwarded_and_secrets_are_not(launches):
+def test_all_hosts_have_the_same_environment_without_secrets(launches):
     names = "('NCCL_DEBUG', 'HF_TOKEN', 'HOROVOD_SECRET_KEY', 'MINE', 'WANDB_API_KEY', 'OTHER')"
     done = launches.run(
         *("-H", "host1:1", "-x", "MINE=a b'c", "-x", "WANDB_API_KEY"),
@@ -94,7 +94,10 @@ def test_what_is_needed_is_forwarded_and_secrets_are_not(launches):
         WANDB_API_KEY="wanted",
         OTHER="other",
     )
-    assert done.stdout == "[0] WARN|None|None|a b'c|wanted|None\n"
+    assert done.stdout == "[0] WARN|None|None|a b'c|wanted|other\n"
+    (warning,) = (line for line in done.stderr.splitlines() if "not sent to other hosts" in line)
+    assert "HF_TOKEN, HOROVOD_SECRET_KEY" in warning
+    assert "WANDB_API_KEY" not in warning
 
 
 def test_no_command_line_shows_the_environment(launches):

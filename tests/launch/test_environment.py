@@ -10,7 +10,7 @@ def place(local_rank=0, slots=2):
     return make_plan(["x"], "/", [Host("a", slots)], slots).places[local_rank]
 
 
-def test_what_training_needs_is_forwarded():
+def test_ranks_on_other_hosts_get_what_those_here_have():
     wanted = {
         "PATH": "/bin",
         "PYTHONPATH": "/lib",
@@ -22,23 +22,41 @@ def test_what_training_needs_is_forwarded():
         "KERAS_BACKEND": "torch",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "OMP_NUM_THREADS": "4",
+        "LR": "0.1",
+        "UCX_IB_PKEY": "0x8001",
+        "NCCL_IB_PKEY": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "GIT_AUTHOR_NAME": "me",
     }
     unwanted = {
         "HOME": "/root",
         "SSH_AUTH_SOCK": "/x",
         "DISPLAY": ":0",
         "CUDA_VISIBLE_DEVICES": "0",
+        "SLURM_PROCID": "0",
+        "TMPDIR": "/scratch/1",
     }
     assert environment.forwarded(wanted | unwanted) == wanted
+    assert environment.withheld(wanted | unwanted) == ["CUDA_VISIBLE_DEVICES"]
+    assert "LR" not in environment.known(wanted)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["HF_TOKEN", "HOROVOD_SECRET_KEY", "HVDKIT_PASSWORD", "TF_CREDENTIALS", "NCCL_API_KEY"],
+    [
+        "HF_TOKEN",
+        "HOROVOD_SECRET_KEY",
+        "HVDKIT_PASSWORD",
+        "TF_CREDENTIALS",
+        "NCCL_API_KEY",
+        "AUTHORIZATION",
+        "PRIVATE_PKEY",
+    ],
 )
 def test_secrets_are_not_forwarded_unless_asked_for(name):
     env = {name: "x"}
     assert environment.forwarded(env) == {}
+    assert environment.withheld(env) == [name]
     assert environment.explicit(env, [name]) == env
 
 

@@ -1,3 +1,7 @@
+import socket
+from types import SimpleNamespace
+
+import psutil
 import pytest
 
 from hvdkit.errors import HvdkitError, UsageError
@@ -6,6 +10,7 @@ from hvdkit.launch.network import (
     Interface,
     choose_interfaces,
     own_interfaces,
+    reached_address,
     rendezvous_address,
 )
 
@@ -41,6 +46,29 @@ def test_of_several_subnets_the_one_that_ssh_came_over():
 
 def test_of_several_subnets_else_the_fastest():
     assert names(SLOW) == {"a": "ib0", "b": "ib0"}
+
+
+def test_where_ssh_came_over_ipv6(monkeypatch):
+    def entry(address, family=socket.AF_INET6):
+        return SimpleNamespace(family=family, address=address)
+
+    entries = {
+        "eth0": [entry("10.0.0.2", socket.AF_INET), entry("fd00::2"), entry("fe80::1%eth0")],
+        "eth1": [entry("fd01::2")],
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
+    own = [Interface("eth0", "10.0.0.2", 24)]
+    assert reached_address("fd00::2", own) == "10.0.0.2"
+    assert reached_address("fe80::1%eth0", own) == "10.0.0.2"
+    assert reached_address("::ffff:10.0.0.2", own) == "10.0.0.2"
+    assert reached_address("10.0.0.2", own) == "10.0.0.2"
+    assert reached_address("fd01::2", own) is None
+
+
+def test_a_host_without_ipv4_is_named():
+    hosts = {"a": host(Interface("eth0", "10.0.0.1", 24)), "b": HostNetwork([], None)}
+    with pytest.raises(HvdkitError, match="no IPv4 address that others could reach on b: Horovod"):
+        choose_interfaces(hosts)
 
 
 def test_the_users_choice_by_subnet_name_or_host():
