@@ -5,21 +5,31 @@ protocol, which Horovod's C++ `HTTPStore` defines: GET, PUT and DELETE of /scope
 """
 
 import signal
+import socket
 import sys
 import threading
+import time
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 #: Where each rank of a job puts its address first of all, under its rank.
 _GLOBAL_SCOPE = "/global/"
+
+#: Bytes. A rank's value has an address of some 140 bytes for every other rank.
+_LARGEST_VALUE = 64_000_000
+#: Seconds from the begin to the end of a request.
+_REQUEST_SECONDS = 60.0
+_MOST_CONNECTIONS = 4096
 
 
 class _KeyValueHandler(BaseHTTPRequestHandler):
     """GET, PUT and DELETE of /scope/key, as Horovod's C++ HTTPStore asks for them."""
 
-    timeout = 10  # seconds a client may take over one request before its connection is dropped
+    timeout = 10  # seconds without a byte after which a connection is dropped
     server: "_KeyValueServer"
 
     def do_GET(self) -> None:
@@ -28,7 +38,16 @@ class _KeyValueHandler(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.NOT_FOUND if value is None else HTTPStatus.OK, value or b"")
 
     def do_PUT(self) -> None:
-        value = self.rfile.read(int(self.headers["Content-Length"]))
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit()):
+            self._answer(HTTPStatus.LENGTH_REQUIRED)
+            return
+        if int(length) > _LARGEST_VALUE:
+            self._answer(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            return
+        value = self.rfile.read(int(length))
+        if len(value) < int(length):
+            return  # the client has gone amid its value
         with self.server.lock:
             self.server.values[self.path] = value
             self.server.seen.add(self.path)
@@ -52,6 +71,8 @@ class _KeyValueHandler(BaseHTTPRequestHandler):
 
 
 class _KeyValueServer(ThreadingHTTPServer):
+    """Serves ranks, and bounds what a stranger can take: connections, their length, memory."""
+
     daemon_threads = False  # server_close then joins the handlers: no thread is left behind
     request_queue_size = 1024  # all ranks of a job connect at once
 
@@ -59,7 +80,41 @@ class _KeyValueServer(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.values: dict[str, bytes] = {}
         self.seen: set[str] = set()
+        # Of each open connection, when it began.
+        self._open: dict[Any, float] = {}
         super().__init__((address, port), _KeyValueHandler)
+
+    def server_bind(self) -> None:
+        """Bind, without asking a name server for this machine's name as HTTPServer does."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self.lock:
+            full = len(self._open) >= _MOST_CONNECTIONS
+            if not full:
+                self._open[request] = time.monotonic()
+        if full:
+            super().shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self.lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Cut connections that have taken too long, which a client keeps alive byte by byte."""
+        oldest = time.monotonic() - _REQUEST_SECONDS
+        with self.lock:
+            late = [request for request, began in self._open.items() if began < oldest]
+        for request in late:
+            with suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a client that has gone is its own affair."""
 
 
 class RendezvousServer:
@@ -91,7 +146,7 @@ class RendezvousServer:
         with self._server.lock:
             paths = set(self._server.seen)
         keys = (path.removeprefix(_GLOBAL_SCOPE) for path in paths)
-        return {int(key) for key in keys if key.isdigit()}
+        return {int(key) for key in keys if key.isascii() and key.isdigit()}
 
     def close(self) -> None:
         """Stop serving and free the port. May be called again."""

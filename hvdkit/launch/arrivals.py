@@ -6,6 +6,7 @@ It is told where the door is and what opens it; each agent comes in by itself, a
 from __future__ import annotations
 
 import hmac
+import queue
 import secrets
 import socket
 import subprocess
@@ -23,6 +24,8 @@ from hvdkit.processes import ProcessGroup
 
 _TOKEN_SECONDS = 5.0
 _ACCEPT_SECONDS = 0.2
+# So many lines that are not of this job may be open at once.
+_STRANGERS = 64
 # A launcher ends by itself once its ranks have; it gets this long.
 _END_SECONDS = 10.0
 
@@ -40,9 +43,14 @@ class Door:
 
     def __init__(self, address: str, size: int) -> None:
         self._token = secrets.token_hex(16)
+        self._size = size
         self._listener = socket.create_server((address, 0), backlog=size)
-        self._listener.settimeout(_ACCEPT_SECONDS)
         self.at: tuple[str, int] = (address, self._listener.getsockname()[1])
+        self._accepted: queue.Queue[tuple[int, socket.socket]] = queue.Queue()
+        # Strangers that keep a line open are not waited for, and only so many are let speak.
+        self._speaking = threading.BoundedSemaphore(size + _STRANGERS)
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
 
     def variables(self) -> dict[str, str]:
         """What an agent must find in its environment."""
@@ -54,28 +62,53 @@ class Door:
     def accept(self) -> tuple[int, socket.socket] | None:
         """The next agent's rank and its line; None where nobody has come for a moment."""
         try:
-            line, _ = self._listener.accept()
-        except TimeoutError:
+            return self._accepted.get(timeout=_ACCEPT_SECONDS)
+        except queue.Empty:
             return None
-        line.settimeout(_TOKEN_SECONDS)
-        try:
-            token, _, rank = _first_line(line).partition(" ")
-            if hmac.compare_digest(token.encode(), self._token.encode()) and rank.isdigit():
-                line.settimeout(None)
-                _notice_silence(line)
-                return int(rank), line
-        except OSError:
-            pass  # it is treated as what it is: nobody of ours
-        line.close()
-        return None
 
     def close(self) -> None:
+        """Let nobody in any more."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
+        self._thread.join()
+        while not self._accepted.empty():
+            self._accepted.get()[1].close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                line, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            if not self._speaking.acquire(blocking=False):
+                line.close()
+                continue
+            threading.Thread(target=self._let_in, args=(line,), daemon=True).start()
+
+    def _let_in(self, line: socket.socket) -> None:
+        """Take a line whose first words are this job's token and a rank; close any other."""
+        try:
+            token, _, rank = _first_line(line).partition(" ")
+            known = hmac.compare_digest(token.encode(), self._token.encode())
+            if known and rank.isascii() and rank.isdigit() and int(rank) < self._size:
+                line.settimeout(None)
+                _notice_silence(line)
+                self._accepted.put((int(rank), line))
+                return
+        except OSError:
+            pass  # it is treated as what it is: nobody of ours
+        finally:
+            self._speaking.release()
+        line.close()
 
 
 def _first_line(line: socket.socket) -> str:
+    """Read until the end of a line, for a few seconds in all."""
+    deadline = time.monotonic() + _TOKEN_SECONDS
     said = b""
     while not said.endswith(b"\n") and len(said) < 100:
+        line.settimeout(max(0.001, deadline - time.monotonic()))
         byte = line.recv(1)
         if not byte:
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import shutil
 import socket
@@ -20,6 +21,8 @@ PACKAGES = ("hvdkit", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras
 
 _CONNECT_SECONDS = 5.0
 _GPU_SECONDS = 20
+# A connection that says nothing for so long is dropped.
+_SILENT_SECONDS = 60.0
 _CHUNK = bytes(1 << 20)
 
 
@@ -75,17 +78,39 @@ def clock() -> float:
     return time.time()
 
 
+# Those that `listen` has opened.
+_listeners: list[socket.socket] = []
+
+
 def listen(address: str) -> int:
-    """Take connections at `address` from now on, and read what comes. Returns the port."""
+    """Take connections at `address` until `stop_listening`, and read what comes.
+
+    Returns:
+        The port.
+    """
     server = socket.create_server((address, 0), backlog=1024)
+    _listeners.append(server)
     threading.Thread(target=_serve, args=(server,), daemon=True).start()
     port: int = server.getsockname()[1]
     return port
 
 
+def stop_listening() -> None:
+    """Take no connections any more."""
+    while _listeners:
+        server = _listeners.pop()
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        server.close()
+
+
 def _serve(server: socket.socket) -> None:
     while True:
-        line, _ = server.accept()
+        try:
+            line, _ = server.accept()
+        except OSError:
+            return  # closed
+        line.settimeout(_SILENT_SECONDS)
         threading.Thread(target=_drain, args=(line,), daemon=True).start()
 
 
@@ -131,5 +156,6 @@ def send(address: str, port: int, seconds: float) -> float:
 
 #: What an agent can be asked, by name.
 QUESTIONS: Mapping[str, Callable[..., Any]] = {
-    question.__name__: question for question in (examine, clock, listen, connect, send)
+    question.__name__: question
+    for question in (examine, clock, listen, stop_listening, connect, send)
 }

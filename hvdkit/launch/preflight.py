@@ -230,7 +230,14 @@ def _connections(
     addresses = {host: interface.address for host, interface in interfaces.items()}
     ports = asked.each("listen", {host: {"address": addresses[host]} for host in asked.hosts})
     targets = {host.name: (addresses[host], ports[host]) for host in asked.hosts}
-    targets[_LAUNCHER] = door
+    ways = _ways(asked, targets | {_LAUNCHER: door})
+    yield ways
+    if bandwidth and len(asked.hosts) > 1 and ways.status == OK:
+        yield _bandwidth(asked, targets)
+    asked.all("stop_listening", {})
+
+
+def _ways(asked: _Asked, targets: Mapping[str, tuple[str, int]]) -> Finding:
     answers = asked.each(
         "connect",
         {
@@ -247,20 +254,22 @@ def _connections(
     tried = sum(map(len, answers.values()))
     if failures:
         more = f" and {len(failures) - _NAMED_HOSTS} more" if len(failures) > _NAMED_HOSTS else ""
-        yield Finding(
+        return Finding(
             "TCP",
             ERROR,
             f"{len(failures)} of {tried} ways fail: {'; '.join(failures[:_NAMED_HOSTS])}{more}",
             "open all TCP ports between the hosts in their firewalls, or choose another --network",
         )
-        return
-    yield Finding("TCP", OK, f"every host reaches every other and the launcher ({tried} ways)")
-    if bandwidth and len(asked.hosts) > 1:
-        first, second = asked.hosts[:2]
-        way = {"address": addresses[second], "port": ports[second], "seconds": _BANDWIDTH_SECONDS}
-        speed = asked.each("send", {first: way})[first]
-        text = f"{8 * speed / 1e9:.2f} Gbit/s from {first.name} to {second.name}, one connection"
-        yield Finding("bandwidth", OK, text)
+    return Finding("TCP", OK, f"every host reaches every other and the launcher ({tried} ways)")
+
+
+def _bandwidth(asked: _Asked, targets: Mapping[str, tuple[str, int]]) -> Finding:
+    first, second = asked.hosts[:2]
+    address, port = targets[second.name]
+    way = {"address": address, "port": port, "seconds": _BANDWIDTH_SECONDS}
+    speed = asked.each("send", {first: way})[first]
+    text = f"{8 * speed / 1e9:.2f} Gbit/s from {first.name} to {second.name}, one connection"
+    return Finding("bandwidth", OK, text)
 
 
 def _own_names(found: Mapping[Host, Mapping[str, Any]]) -> Finding:

@@ -50,6 +50,15 @@ class Host:
     namespace: str
     interface: str = INTERFACE
 
+    @property
+    def address6(self) -> str:
+        """An IPv6 address of its own on the same network."""
+        return "fd68:7664::" + self.address.rpartition(".")[2]
+
+    def has_address6(self) -> bool:
+        """Return whether it has that address: this machine may be without IPv6."""
+        return self.address6 in _quietly("-n", self.namespace, "-6", "address", "show")
+
     def processes(self) -> set[int]:
         """The ids of the processes that run on this host."""
         return {int(pid) for pid in _quietly("netns", "pids", self.namespace).split()}
@@ -134,6 +143,10 @@ def hosts(
                 host.interface,
             )
             _ip("-n", host.namespace, *address)
+            # At once, without a search for others that have it; where this machine has no IPv6,
+            # hosts have none.
+            second = ("add", f"{host.address6}/64", "dev", host.interface, "nodad")
+            _quietly("-n", host.namespace, "address", *second)
             for interface in ("lo", host.interface):
                 _ip("-n", host.namespace, "link", "set", interface, "up")
         yield Cluster(str(network[1]), made)

@@ -18,6 +18,7 @@ _SERVER = """\
 HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/authorized_keys
 ListenAddress {address}
+{second}
 PidFile none
 PermitRootLogin prohibit-password
 PasswordAuthentication no
@@ -81,8 +82,11 @@ def ssh_servers(
             authorized[host.name] = own / "authorized_keys"
             shutil.copy(folder / "client_key.pub", authorized[host.name])
             key = (own / "host_key.pub").read_text().rsplit(" ", 1)[0]
-            known.append(f"{host.name},{host.address} {key}\n")
-            (own / "sshd_config").write_text(_SERVER.format(folder=own, address=host.address))
+            known.append(f"{host.name},{host.address},{host.address6} {key}\n")
+            second = f"ListenAddress {host.address6}" if host.has_address6() else ""
+            (own / "sshd_config").write_text(
+                _SERVER.format(folder=own, address=host.address, second=second)
+            )
             commands = (before or {}).get(host.name, ())
             script = "; ".join(["set -e", *commands, f'exec {_SSHD} -D -e -f "$0"'])
             servers.append(

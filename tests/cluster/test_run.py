@@ -44,6 +44,16 @@ def test_ranks_on_hosts_with_other_interface_names_reduce(launches):
     assert sorted(done.stdout.splitlines()) == ["[0] place 0 0 1 0 2", "[1] place 1 0 1 1 2"]
 
 
+def test_a_host_that_ssh_reaches_over_ipv6(launches):
+    skip_where_unsupported(Configuration("torch", "gloo", 2))
+    host = launches.cluster.hosts[1]
+    if not host.has_address6():
+        pytest.skip("this machine has no IPv6")
+    done = launches.run("-H", f"host0:1,[{host.address6}]:1", sys.executable, "-c", REDUCE)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] place 0 0 1 0 2", "[1] place 1 0 1 1 2"]
+
+
 def test_four_hosts(make_hosts, tmp_path):
     skip_where_unsupported(Configuration("torch", "gloo", 4))
     missing = ssh_servers.missing()

@@ -1,4 +1,5 @@
 import socket
+import time
 
 import pytest
 
@@ -29,6 +30,18 @@ def knock(door, said):
 
 def test_who_has_the_token_comes_in(door):
     assert knock(door, f"{token(door)} 1\n".encode()) == 1
+
+
+def test_who_says_nothing_is_not_waited_for(door):
+    with socket.create_connection(door.at, timeout=5) as silent:
+        silent.sendall(token(door).encode())  # and no more
+        began = time.monotonic()
+        assert knock(door, f"{token(door)} 0\n".encode()) == 0
+        assert time.monotonic() - began < 2
+
+
+def test_a_rank_that_the_job_does_not_have(door):
+    assert knock(door, f"{token(door)} 2\n".encode()) is None
 
 
 @pytest.mark.parametrize("said", [b"", b"wrong 1\n", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 500])

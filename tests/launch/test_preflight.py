@@ -32,6 +32,9 @@ class Answers:
     def each(self, question, arguments):
         return dict.fromkeys(arguments, self._answers[question])
 
+    def all(self, question, arguments):
+        return self.each(question, dict.fromkeys(self.hosts, arguments))
+
 
 def test_what_all_hosts_agree_on_is_one_short_line():
     (found,) = preflight._versions({host: facts() for host in HOSTS})
@@ -102,7 +105,8 @@ def test_gpus_are_counted_by_kind():
 
 def test_ways_that_are_blocked():
     interfaces = {h: Interface("eth0", f"10.0.0.{n}", 24) for n, h in enumerate(HOSTS[:2])}
-    answers = Answers(listen=1, connect={"node00": "no answer", "the launcher": ""})
+    connect = {"node00": "no answer", "the launcher": ""}
+    answers = Answers(listen=1, connect=connect, stop_listening=None)
     (finding,) = preflight._connections(answers, interfaces, ("10.0.0.0", 2), bandwidth=False)
     assert finding.status == ERROR
     assert "node01 to node00 (10.0.0.0): no answer" in finding.found
@@ -113,6 +117,7 @@ def test_a_host_knows_what_it_can_connect_to():
     # In a process of its own: an agent listens until it ends.
     code = """
 import socket
+import threading
 from hvdkit.launch import inspection
 
 port = inspection.listen("127.0.0.1")
@@ -120,11 +125,19 @@ with socket.create_server(("127.0.0.1", 0)) as unused:
     closed = unused.getsockname()[1]
 print(inspection.connect({"open": ("127.0.0.1", port), "shut": ("127.0.0.1", closed)}))
 print(inspection.send("127.0.0.1", port, 0.1) > 1e6)
+inspection.stop_listening()
+print(inspection.connect({"open": ("127.0.0.1", port)}))
+print(threading.active_count())
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
     )
-    assert done.stdout == "{'open': '', 'shut': 'Connection refused'}\nTrue\n"
+    assert done.stdout.splitlines() == [
+        "{'open': '', 'shut': 'Connection refused'}",
+        "True",
+        "{'open': 'Connection refused'}",
+        "1",
+    ]
 
 
 def test_a_host_examines_itself(tmp_path):
