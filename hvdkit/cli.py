@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 import hvdkit
-from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.errors import RESUMABLE, HvdkitError, UsageError
 
 if TYPE_CHECKING:
     from hvdkit.checkpoint.reading import OpenCheckpoint
@@ -30,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ending = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, _end) for number in ending}
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
     except UsageError as error:
         print(f"hvdkit {options.verb}: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -40,7 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _Ended as ended:
         (number,) = ended.args
         print(f"hvdkit {options.verb}: {number.name}; {options.when_ended}", file=sys.stderr)
-        return 128 + int(number)
+        # A batch system's signals; Ctrl-C is not meant to be made up for.
+        by_system = number in (signal.SIGTERM, signal.SIGUSR1)
+        return RESUMABLE if options.may_start_again and by_system else 128 + int(number)
+    except BrokenPipeError:
+        # Whoever read the output has enough. Python would complain once more while it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -67,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Horovod-based ring-allreduce training on today's PyTorch and TensorFlow.",
     )
     parser.add_argument("--version", action="version", version=f"hvdkit {hvdkit.__version__}")
-    parser.set_defaults(when_ended="what is cached and installed is whole.")
+    parser.set_defaults(when_ended="what is cached and installed is whole.", may_start_again=False)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     _add_build(verbs)
     _add_doctor(verbs)
@@ -210,8 +219,8 @@ def _add_run(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
     verb = _add_verb(verbs, "run", command.HELP, command.EXAMPLE)
     command.add_arguments(verb)
-    # Once they run, `run` itself takes the signals.
-    verb.set_defaults(run=command.run, when_ended="no rank runs.")
+    # Once they run, `run` itself takes the signals. Before, nothing is lost.
+    verb.set_defaults(run=command.run, when_ended="no rank runs.", may_start_again=True)
 
 
 def _add_checkpoint(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

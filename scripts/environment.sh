@@ -30,3 +30,19 @@ install_hvdkit() {
     fi
     export PATH="$venv/bin:$PATH"
 }
+
+# Before gigabytes are downloaded: what the engine's build needs of the system, unless an engine that
+# was built before may do.
+check_build_tools() {
+    local cache="${HVDKIT_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/hvdkit}" header compiler
+    [ -z "$(ls "$cache/wheels" 2>/dev/null)" ] || return 0
+    for compiler in ${CXX:-c++ g++ clang++}; do
+        command -v "$compiler" >/dev/null && break
+        compiler=
+    done
+    [ -n "$compiler" ] || fail "the engine's build needs a C++ compiler, and there is no ${CXX:-c++, g++ or clang++} \
+here; on Debian and Ubuntu: apt-get install g++ python3-dev"
+    header="$("${PYTHON:-python3}" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h"
+    [ -f "$header" ] || fail "the engine's build needs Python's headers, and there is no $header; \
+on Debian and Ubuntu: apt-get install python3-dev"
+}

@@ -1,3 +1,4 @@
+import signal
 import subprocess
 import sys
 
@@ -54,3 +55,15 @@ def test_list_fixes_names_all_of_them():
     for fix in fixes.FIXES:
         assert f"{fix.name} (" in answer.stdout
         assert fix.source in answer.stdout
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    job = subprocess.Popen(
+        [sys.executable, "-m", "hvdkit", "doctor", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    job.stdout.close()
+    assert job.stderr.read() == b""
+    assert job.wait(timeout=60) == 128 + signal.SIGPIPE
+    job.stderr.close()

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
@@ -22,6 +23,7 @@ from hvdkit.launch.ssh import Ssh
 _QUEUED = 1000
 #: An agent whose launcher hangs up gives its ranks ten seconds.
 _CLOSE_SECONDS = 15.0
+_EXPLAINING = 64
 
 
 class Agents:
@@ -113,9 +115,10 @@ class Agents:
                 facts[connection] = message
             elif connection not in facts:
                 problems[connection] = message.get("reason") or connection.explain()
-        for connection in self.connections:
-            if connection not in facts and connection not in problems:
-                why = connection.explain()
+        silent = [c for c in self.connections if c not in facts and c not in problems]
+        # Each of them waits a moment for its last words.
+        with ThreadPoolExecutor(max_workers=_EXPLAINING) as pool:
+            for connection, why in zip(silent, pool.map(_explain, silent), strict=True):
                 problems[connection] = f"did not come up within {timeout:g} s: {why}"
         return facts, problems
 
@@ -123,6 +126,10 @@ class Agents:
         while not self._stop.wait(messages.ALIVE_SECONDS):
             for connection in list(self.connections):
                 connection.send("alive")
+
+
+def _explain(connection: Connection) -> str:
+    return connection.explain()
 
 
 def _report(problems: Mapping[Connection, str], size: int) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ EXAMPLE = """\
   hvdkit run -np 2 python train.py
   hvdkit run -np 8 -H host1:4,host2:4 python train.py --epochs 10
   hvdkit run --hostfile hosts.txt --output-dir logs/ -x WANDB_API_KEY python train.py
+  hvdkit run -np 2 train.py                        # the same as python train.py
   hvdkit run -np 2 --dry-run python train.py       # what would be done"""
 
 
@@ -221,6 +223,7 @@ def _allocation(options: argparse.Namespace) -> allocation.Allocation | None:
 
 def _plan(options: argparse.Namespace, given: allocation.Allocation | None) -> Plan:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    command = _with_python(command, options.python)
     where = list(given.hosts) if given is not None else _hosts(options)
     if given is not None and options.num_proc is not None:
         allocation.check_size(given, options.num_proc)
@@ -230,6 +233,16 @@ def _plan(options: argparse.Namespace, given: allocation.Allocation | None) -> P
         where = [hosts.local_host(options.num_proc)]
     size = hosts.total_slots(where) if options.num_proc is None else options.num_proc
     return make_plan(command, _directory(), where, size)
+
+
+def _with_python(command: list[str], python: str) -> list[str]:
+    """Return the command, with Python before a script that cannot be run by itself."""
+    program = command[0] if command else ""
+    if not program.endswith(".py") or shutil.which(program) is not None:
+        return command
+    if not Path(program).is_file():
+        raise UsageError(f"there is no file {program} in {_directory()}; expected a script to run")
+    return [python, *command]
 
 
 def _directory() -> str:

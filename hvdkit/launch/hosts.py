@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import queue
 import re
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +20,10 @@ from hvdkit.errors import UsageError
 # A name or an address, perhaps with a user for ssh. Never one that begins with a dash: ssh would
 # take it for an option.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\])")
+
+
+_NAME_SECONDS = 10.0
+_NAMES_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,38 @@ def is_local(
     if addresses and all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in addresses):
         return True
     return bool(addresses & own())
+
+
+def are_local(
+    hosts: Sequence[Host],
+    *,
+    timeout: float = _NAME_SECONDS,
+    look_up: Callable[[Host], bool] = is_local,
+) -> dict[Host, bool]:
+    """Return which of `hosts` are this machine, all looked up at once.
+
+    A host that no name server has told of after `timeout` seconds counts as another one: ssh may
+    know it.
+    """
+    found: dict[Host, bool] = {}
+    waiting: queue.SimpleQueue[Host] = queue.SimpleQueue()
+    for host in hosts:
+        waiting.put(host)
+
+    def work() -> None:
+        with suppress(queue.Empty):
+            while True:
+                host = waiting.get_nowait()
+                found[host] = look_up(host)
+
+    # Daemons, because nothing ends a name server's silence before its own time.
+    threads = [threading.Thread(target=work, daemon=True) for _ in hosts[:_NAMES_AT_ONCE]]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return {host: found.get(host, False) for host in hosts}
 
 
 def local_host(slots: int) -> Host:

@@ -6,13 +6,14 @@ So the ranks' output, their ends and an orderly stop are the same as over Gloo, 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hvdkit.engine.toolchain import which
-from hvdkit.errors import HvdkitError
+from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch import environment, network, preflight, prepare
 from hvdkit.launch.agents import Agents
 from hvdkit.launch.arrivals import Door, Starter, let_in
@@ -86,6 +87,12 @@ def _slots(plan: Plan) -> str:
 
 def _ssh_arguments(ssh: Ssh) -> str:
     # Both MPIs split at blanks, and know no quotes.
+    for option in ssh.options():
+        if re.search(r"\s", option):
+            raise UsageError(
+                f"{option!r} is an argument for ssh with a blank in it, which mpirun cannot pass "
+                f"on. Write it into ~/.ssh/config, or use --launcher gloo"
+            )
     return " ".join(ssh.options())
 
 

@@ -15,7 +15,7 @@ from hvdkit.findings import ERROR, OK, WARNING, Finding
 from hvdkit.launch import prepare
 from hvdkit.launch.agents import Agents
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.network import Interface
+from hvdkit.launch.network import LOOPBACK, Interface
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.prepare import Settings
 from hvdkit.rendezvous import RendezvousServer
@@ -213,6 +213,8 @@ def _network(interfaces: Mapping[Host, Interface]) -> Finding:
 
 
 def _mtu(interfaces: Mapping[Host, Interface]) -> Finding:
+    if all(interface is LOOPBACK for interface in interfaces.values()):
+        return Finding("MTU", OK, "no network is used on one machine")
     values = {host: str(interface.mtu) for host, interface in interfaces.items()}
     if len(set(values.values())) == 1:
         return Finding("MTU", OK, _grouped(values))

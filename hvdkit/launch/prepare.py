@@ -4,7 +4,6 @@ give each rank its environment.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from hvdkit.launch import environment, network
 from hvdkit.launch.agents import Agents
-from hvdkit.launch.hosts import Host, is_local
+from hvdkit.launch.hosts import Host, are_local
 from hvdkit.launch.job import Limits
 from hvdkit.launch.messages import Message
 from hvdkit.launch.network import HostNetwork, Interface
@@ -46,13 +45,15 @@ class Settings:
     preflight: bool = True
 
 
-#: Asked once per host: a name server may take its time.
-_is_local = functools.cache(is_local)
+# Asked once per host.
+_known_hosts: dict[Host, bool] = {}
 
 
 def local_hosts(plan: Plan) -> dict[Host, bool]:
-    """The plan's hosts, and whether each is this machine."""
-    return {host: _is_local(host) for host in plan.hosts}
+    """Return the plan's hosts, and whether each is this machine."""
+    hosts = plan.hosts
+    _known_hosts.update(are_local([host for host in hosts if host not in _known_hosts]))
+    return {host: _known_hosts[host] for host in hosts}
 
 
 def ask_hosts(agents: Agents, plan: Plan, settings: Settings) -> dict[Host, Message]:

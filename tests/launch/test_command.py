@@ -86,6 +86,38 @@ def test_options_of_the_command_are_its_own():
     assert done.stdout == "[0] ['-np', '3', '--help']\n"
 
 
+def test_a_script_alone_is_run_with_python(tmp_path):
+    (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])")
+    assert run("-np", "1", "train.py", "-x", cwd=tmp_path).stdout == "[0] ['-x']\n"
+    missing = run("-np", "1", "gone.py", cwd=tmp_path)
+    assert missing.returncode == 2
+    assert f"there is no file gone.py in {tmp_path}" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+)
+def test_a_batch_system_may_put_back_what_has_not_begun(tmp_path, number, status):
+    """An ssh that does not answer keeps the job from its start."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\necho asked >&2; touch "$0.asked"; exec sleep 60\n')
+    ssh.chmod(0o755)
+    job = subprocess.Popen(
+        command("-H", "203.0.113.1:1", "true"),
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "ssh.asked").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    job.send_signal(number)
+    _, said = job.communicate(timeout=30)
+    assert job.returncode == status, said
+    assert "no rank runs" in said
+
+
 def test_standard_output_and_error_stay_apart():
     done = run("-np", "1", *python("print('out'); print('err', file=sys.stderr)"))
     assert (done.stdout, done.stderr) == ("[0] out\n", "[0] err\n")
@@ -202,12 +234,12 @@ def test_a_hangup_that_is_ignored_stays_ignored():
 def test_ranks_may_save_when_the_reader_of_their_output_has_gone(tmp_path, asked):
     """As `tee` goes with Ctrl-C; the next line then finds no reader."""
     code = (
-        "signal.signal(15, lambda *_: None); signal.signal(2, lambda *_: None);"
-        "print('up', flush=True); signal.pause();"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {2, 15});"
+        "print('up', flush=True); signal.sigwait({2, 15});"
         "print('saving', flush=True); time.sleep(11); open(f'saved.{rank}', 'w'); sys.exit(75)"
     )
     job = subprocess.Popen(
-        command("-np", "2", *python(code if asked else code.replace("signal.pause();", ""))),
+        command("-np", "2", *python(code if asked else code.replace("signal.sigwait({2, 15});", ""))),
         stdout=subprocess.PIPE,
         cwd=tmp_path,
     )

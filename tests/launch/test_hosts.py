@@ -1,9 +1,10 @@
+import time
 from pathlib import Path
 
 import pytest
 
 from hvdkit.errors import UsageError
-from hvdkit.launch.hosts import Host, is_local, parse_hosts, read_hostfile
+from hvdkit.launch.hosts import Host, are_local, is_local, parse_hosts, read_hostfile
 
 
 def test_hosts_with_and_without_slots():
@@ -77,3 +78,16 @@ def test_a_hostfile_that_does_not_exist():
 def test_whether_a_host_is_this_machine(name, addresses, expected):
     found = is_local(Host(name, 1), own=lambda: {"10.0.0.1"}, resolve=lambda name: addresses)
     assert found is expected
+
+
+def test_names_are_looked_up_at_once_and_for_so_long_only():
+    def look_up(host):
+        time.sleep(0.2 if host.name != "silent" else 5)
+        return host.name == "here"
+
+    hosts = [Host(name, 1) for name in ("here", *(f"there{n}" for n in range(20)), "silent")]
+    began = time.monotonic()
+    found = are_local(hosts, timeout=1, look_up=look_up)
+    assert time.monotonic() - began < 2
+    assert [host.name for host, local in found.items() if local] == ["here"]
+    assert list(found) == hosts

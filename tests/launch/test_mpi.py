@@ -1,6 +1,6 @@
 import pytest
 
-from hvdkit.errors import HvdkitError
+from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch import mpi
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.network import LOOPBACK, Interface
@@ -69,3 +69,9 @@ def test_an_mpi_that_is_not_there(monkeypatch):
         mpi.find()
     with pytest.raises(HvdkitError, match="there is no /no/mpirun here"):
         mpi.find("/no/mpirun")
+
+
+def test_an_argument_for_ssh_with_a_blank_is_refused():
+    ssh = Ssh(arguments=["-oProxyCommand=nc %h %p"])
+    with pytest.raises(UsageError, match=r"ProxyCommand=nc %h %p.*~/.ssh/config"):
+        words(Mpirun("/mpi/bin/mpirun", True, 5), TWO_HOSTS, ssh=ssh)

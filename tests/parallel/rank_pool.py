@@ -246,6 +246,7 @@ class RankPool:
         if not waiting and kinds == {"skipped"}:
             pytest.skip(answers[0][1])
         report = self._report(answers, sorted(waiting.values()))
+        report = f"{report}\n{module}.{function}(hvd, **{parameters})"
         # A collective may be half done: the next test gets fresh ranks.
         self.stop()
         pytest.fail(report, pytrace=False)

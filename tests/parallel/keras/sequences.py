@@ -195,7 +195,10 @@ class World:
     def set_weights(self, number: int) -> None:
         """Give the model other weights, the same for equal numbers."""
         random = np.random.default_rng(number)
-        self.model.set_weights([random.normal(size=w.shape) for w in self.model.get_weights()])
+        values = [random.normal(size=w.shape) for w in self.model.weights]
+        # A negative variance would make every evaluation NaN.
+        named = zip(self.model.weights, values, strict=True)
+        self.model.set_weights([abs(v) if "variance" in w.path else v for w, v in named])
 
     def chosen(self, number: int) -> bool:
         """Whether this is the rank that the number chooses."""
