@@ -6,10 +6,14 @@ is whole or not there; what an interrupted build leaves behind is no entry.
 
 from __future__ import annotations
 
+import grp
 import hashlib
 import json
+import logging
 import os
+import pwd
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,11 +24,62 @@ import platformdirs
 
 from hvdkit.errors import HvdkitError
 
+log = logging.getLogger("hvdkit.engine")
+
 
 def folder() -> Path:
-    """hvdkit's cache folder: $HVDKIT_CACHE_DIR, else the user's (`~/.cache/hvdkit`)."""
+    """Return the folder that new things go to.
+
+    $HVDKIT_CACHE_DIR, unless somebody else has made it and this user may only read it; else the
+    user's (`~/.cache/hvdkit`).
+    """
+    given = _given()
+    if given is None or (given.is_dir() and not os.access(given, os.W_OK | os.X_OK)):
+        return platformdirs.user_cache_path("hvdkit")
+    return given
+
+
+def _given() -> Path | None:
     chosen = os.environ.get("HVDKIT_CACHE_DIR")
-    return Path(chosen).absolute() if chosen else platformdirs.user_cache_path("hvdkit")
+    return Path(chosen).absolute() if chosen else None
+
+
+def _untrusted(path: Path) -> str:
+    """Return why somebody else may have put something else there; empty where nobody can have.
+
+    Looks at the owner and the mode of the file and of every folder above it. What is installed from
+    it runs as this user.
+    """
+    path = path.resolve()
+    for part in (path, *path.parents):
+        found = part.stat()
+        if found.st_uid not in (0, os.geteuid()):
+            return f"{part} belongs to user {_user_name(found.st_uid)}"
+        if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
+            continue  # nobody else can replace what is in it
+        if found.st_mode & stat.S_IWOTH:
+            return f"everybody may write to {part}"
+        if found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid):
+            return f"its group may write to {part}"
+    return ""
+
+
+def _user_name(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
+
+
+def _is_private(group: int) -> bool:
+    """Return whether only this user is in a group, as where every user has a group of its own."""
+    try:
+        found = grp.getgrgid(group)
+        own = pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    primary = [user.pw_name for user in pwd.getpwall() if user.pw_gid == group]
+    return {*found.gr_mem, *primary} <= {own.pw_name}
 
 
 def make(path: Path) -> Path:
@@ -56,13 +111,34 @@ def sha256(path: Path) -> str:
 
 
 def lookup(key: str) -> Path | None:
-    """The proven wheel stored under `key`; None where there is none, or it was damaged since."""
-    entry = folder() / "wheels" / key
+    """Return the proven wheel stored under `key`, in $HVDKIT_CACHE_DIR or the user's folder.
+
+    None where there is none, where it was damaged, or where another user may have replaced it,
+    which is said in a warning.
+    """
+    places = [_given(), platformdirs.user_cache_path("hvdkit")]
+    for place in dict.fromkeys(filter(None, places[:1] if places[0] == folder() else places)):
+        wheel = _lookup(place / "wheels" / key)
+        if wheel is not None:
+            return wheel
+    return None
+
+
+def _lookup(entry: Path) -> Path | None:
     try:
         stored = json.loads((entry / "entry.json").read_text(encoding="utf-8"))
-        wheel = entry / stored["wheel"]
+        wheel = entry / Path(stored["wheel"]).name
+        for path in (entry / "entry.json", wheel):
+            if reason := _untrusted(path):
+                log.warning(
+                    "the engine in %s is not used, because %s. Make it belong to you or to root, "
+                    "and writable for no one else; or let it be built anew.",
+                    entry,
+                    reason,
+                )
+                return None
         return wheel if sha256(wheel) == stored["sha256"] else None
-    except (FileNotFoundError, NotADirectoryError, KeyError, ValueError):
+    except (OSError, KeyError, TypeError, ValueError):
         return None
 
 
@@ -71,6 +147,8 @@ def store(key: str, wheel: Path, ingredients: Mapping[str, Any]) -> Path:
     wheels = folder() / "wheels"
     entry = wheels / key
     with staging(wheels) as new:
+        # What mkdtemp made is closed to others, who may share the cache.
+        new.chmod(0o755)
         shutil.copy2(wheel, new / wheel.name)
         content = {
             "wheel": wheel.name,

@@ -1,3 +1,8 @@
+import os
+import subprocess
+import sys
+
+import platformdirs
 import pytest
 
 from hvdkit.engine import cache
@@ -62,3 +67,83 @@ def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HVDKIT_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(HvdkitError, match="set HVDKIT_CACHE_DIR"):
         cache.make(cache.folder() / "wheels")
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+#: "nobody", a user without files.
+OTHER = 65534
+# Before the other user takes over, who may not see this Python's files.
+_IMPORTS = "import os; from pathlib import Path; from hvdkit.engine import cache"
+
+
+def as_other(code, home, cache):
+    """Run as another user; return what it prints, and its warnings."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{_IMPORTS}; os.setgid({OTHER}); os.setuid({OTHER}); {code}"],
+        env=os.environ | {"HOME": str(home), "HVDKIT_CACHE_DIR": str(cache), "XDG_CACHE_HOME": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+@pytest.fixture
+def everyones(tmp_path_factory):
+    """A folder that other users can get into, and a home of another user."""
+    for parent in (tmp_path_factory.getbasetemp(), *tmp_path_factory.getbasetemp().parents[:1]):
+        parent.chmod(0o755)
+    folder = tmp_path_factory.mktemp("everyones")
+    folder.chmod(0o755)
+    home = folder / "home"
+    home.mkdir()
+    os.chown(home, OTHER, OTHER)
+    return folder
+
+
+@needs_root
+def test_a_second_user_of_a_shared_cache(everyones, monkeypatch):
+    """Takes what root has put there, and keeps its own elsewhere."""
+    cache_folder = everyones / "cache"
+    monkeypatch.setenv("HVDKIT_CACHE_DIR", str(cache_folder))
+    wheel = everyones / "horovod-0.28.1-py3-none-any.whl"
+    wheel.write_bytes(b"first")
+    kept = cache.store("k", wheel, {})
+    code = (
+        "print(cache.lookup('k'), cache.lookup('new'),"
+        f"cache.store('new', Path({str(wheel)!r}), {{}}), cache.lookup('new') is not None)"
+    )
+    out, said = as_other(code, everyones / "home", cache_folder)
+    own = everyones / "home" / ".cache" / "hvdkit" / "wheels" / "new" / wheel.name
+    assert out == f"{kept} None {own} True"
+    assert said == ""
+
+
+@needs_root
+@pytest.mark.parametrize("planted", ["file", "folder", "open folder"])
+def test_what_another_user_may_have_planted_is_not_used(everyones, wheel, caplog, planted):
+    kept = cache.store("k", wheel, {})
+    if planted == "open folder":
+        kept.parent.parent.chmod(0o777)
+    else:
+        os.chown(kept if planted == "file" else kept.parent, OTHER, OTHER)
+    assert cache.lookup("k") is None
+    (said,) = caplog.messages
+    assert "is not used, because" in said
+    assert str(kept if planted == "file" else kept.parent.parent) in said
+
+
+def test_a_group_of_ones_own_may_write(wheel, monkeypatch):
+    kept = cache.store("k", wheel, {})
+    kept.parent.chmod(0o775)
+    monkeypatch.setattr(cache, "_is_private", lambda group: True)
+    assert cache.lookup("k") == kept
+    monkeypatch.setattr(cache, "_is_private", lambda group: False)
+    assert cache.lookup("k") is None
+
+
+def test_without_a_given_folder_it_is_the_users(monkeypatch):
+    monkeypatch.delenv("HVDKIT_CACHE_DIR", raising=False)
+    assert cache.folder() == platformdirs.user_cache_path("hvdkit")
