@@ -164,7 +164,7 @@ def agree_on_buckets(
         for channel, state in zip(channels, resumed.channels, strict=True):
             if len(state) == len(channel.state):
                 channel.state = state
-    # The engine never fuses names that begin with "hvdkit.", because buckets are large already.
-    prefix = "fused.hvdkit" if reduction.format.tensor_by_tensor else "hvdkit"
+    # The engine never fuses names with "hvdkit." in them, because buckets are large already.
+    prefix = "hvdkit_tensors" if reduction.format.tensor_by_tensor else "hvdkit"
     name = f"{prefix}.{plan.digest[:16]}.{number}"
     return AgreedBuckets(plan, name, channels, gradients, agreed_order)

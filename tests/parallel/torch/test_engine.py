@@ -324,6 +324,37 @@ def test_hvdkit_names_are_never_fused(tmp_path):
     assert not {name for name in copied if "hvdkit" in name}
 
 
+COMPRESSOR = """
+import torch
+import hvdkit.torch as hvd
+
+class Compressor:
+    @staticmethod
+    def compress(tensor):
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor, context):
+        return tensor
+
+hvd.init()
+model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), Compressor,
+    check_parameters=False)
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+hvd.shutdown()
+"""
+
+
+def test_tensors_of_a_compressor_of_the_users_are_fused(tmp_path):
+    copied = tensors_copied_by(COMPRESSOR, tmp_path)
+    assert len({name for name in copied if "hvdkit_tensors" in name}) == 8
+
+
 # 4 s of 100 and of 20 ms each; without the fix of 20 and of 1 ms.
 @pytest.mark.parametrize(("cycle_time", "most"), [("20", 80), ("1", 500)])
 def test_an_idle_rank_wakes_up_seldom(tmp_path, cycle_time, most):
