@@ -396,7 +396,11 @@ def check_memory(jobs: "Sequence[Job]") -> None:
 
 def check_agreement(jobs: "Sequence[Job]") -> None:
     """Raise where a contender's first reduced gradients are not those of the others."""
-    norms = {j.contender.name: j.norms for j in jobs if j.contender.controller}
+    norms = {
+        j.contender.name: j.norms
+        for j in jobs
+        if j.contender.controller and not any(map(math.isnan, j.norms))
+    }
     if not norms:
         return
     expected = next(iter(norms.values()))[0]

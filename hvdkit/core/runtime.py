@@ -23,6 +23,11 @@ _SIZE_VARIABLES = (
     "SLURM_STEP_NUM_TASKS",
 )
 
+# What torchrun tells the processes that it starts, and nobody else.
+_TORCHRUN = frozenset(
+    {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+)
+
 # The module of each framework that loads Horovod's extension for it.
 _EXTENSIONS = {"torch": "horovod.torch.mpi_ops", "tensorflow": "horovod.tensorflow.mpi_ops"}
 
@@ -131,6 +136,8 @@ class Runtime:
         horovod: the framework's `mpi_ops`.
         use_own_gpu: told the local rank, makes that GPU this process's; only called where several
             ranks share a host.
+        meet_under_torchrun: returns Horovod's variables for this rank's place; called where
+            torchrun started several ranks.
     """
 
     def __init__(
@@ -140,12 +147,14 @@ class Runtime:
         engine: Engine,
         horovod: Horovod,
         use_own_gpu: Callable[[int], None],
+        meet_under_torchrun: Callable[[], Mapping[str, str]],
     ) -> None:
         self._framework = framework
         self._version = version
         self._engine = engine
         self._horovod = horovod
         self._use_own_gpu = use_own_gpu
+        self._meet_under_torchrun = meet_under_torchrun
         self._generation = 0
         self._announced = False
 
@@ -163,7 +172,8 @@ class Runtime:
 
         Beyond that, a collective that not all ranks enter ends the job after half an hour instead
         of never (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS and its relatives, where set, win), and a
-        plain `python script.py` is a job of one rank that needs neither MPI nor a network. Of
+        plain `python script.py` is a job of one rank that needs neither MPI nor a network. Ranks
+        that torchrun started find each other through its store. Of
         several ranks on a host, each works on the GPU of its local rank, unless the script chooses.
 
         Raises:
@@ -173,7 +183,17 @@ class Runtime:
         limit_stalls(os.environ)
         # Ranks given as `comm` are the user's choice, and may well be a part of those started.
         whole_world = not (args or kwargs.get("comm"))
-        processes = processes_started_for_mpi(os.environ)
+        by_torchrun = ranks_started_by_torchrun(os.environ)
+        if whole_world and by_torchrun > 1:
+            if not horovod.gloo_built():
+                raise HvdkitError(
+                    f"{by_torchrun} ranks were started by torchrun, and Horovod "
+                    f"{self._engine.version} here has no Gloo to connect them. Run `hvdkit build "
+                    f"--controllers gloo,mpi`, or start the script with mpirun."
+                )
+            # They stay, for `init` after `shutdown`.
+            os.environ.update(self._meet_under_torchrun())
+        processes = 1 if by_torchrun == 1 else processes_started_for_mpi(os.environ)
         if processes > 1 and not horovod.mpi_built():
             raise HvdkitError(
                 f"{processes} processes were started by mpirun or srun, and Horovod "
@@ -258,6 +278,17 @@ def _integer(environ: Mapping[str, str], name: str) -> int | None:
         return int(text)
     except ValueError:
         raise UsageError(f"{name} is {text!r}: expected a whole number") from None
+
+
+def ranks_started_by_torchrun(environ: Mapping[str, str]) -> int:
+    """Return how many ranks torchrun started, this one included; 0 where it did not.
+
+    Horovod's own variables win, because `hvdkit run` sets those of torchrun as well. These win over
+    those of MPI and Slurm, because `srun torchrun` starts one torchrun on each node.
+    """
+    if "HOROVOD_SIZE" in environ or "HOROVOD_RANK" in environ:
+        return 0
+    return (_integer(environ, "WORLD_SIZE") or 0) if environ.keys() >= _TORCHRUN else 0
 
 
 def processes_started_for_mpi(environ: Mapping[str, str]) -> int:

@@ -1,11 +1,12 @@
 """Starting and ending Horovod in a TensorFlow process."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
 from hvdkit.core.runtime import Runtime, loading
 from hvdkit.engine.describe import require
+from hvdkit.errors import HvdkitError
 from hvdkit.tensorflow.devices import use_own_gpu
 from hvdkit.tensorflow.graphs import forget_traces
 
@@ -16,7 +17,15 @@ with loading(
 ):
     from horovod.tensorflow import mpi_ops
 
-_runtime = Runtime("tensorflow", tf.__version__, engine, mpi_ops, use_own_gpu)
+
+def _refuse_torchrun() -> NoReturn:
+    raise HvdkitError(
+        "torchrun has started several ranks, and only ranks with PyTorch can find each other "
+        "through it: start this script with `hvdkit run`, horovodrun, mpirun or srun"
+    )
+
+
+_runtime = Runtime("tensorflow", tf.__version__, engine, mpi_ops, use_own_gpu, _refuse_torchrun)
 
 shutdown = _runtime.shutdown
 

@@ -1,17 +1,27 @@
 """Starting and ending Horovod in a PyTorch process."""
 
+from collections.abc import Mapping
+
 import torch
 
 from hvdkit.core.runtime import Runtime, loading
 from hvdkit.engine.describe import require
 from hvdkit.torch.devices import use_own_gpu
 
+
+def _meet_under_torchrun() -> Mapping[str, str]:
+    # Imports what other launches have no need of.
+    from hvdkit.torch import torchrun
+
+    return torchrun.horovod_variables()
+
+
 engine = require("torch")
 
 with loading("torch", torch.__version__, engine):
     from horovod.torch import mpi_ops
 
-_runtime = Runtime("torch", torch.__version__, engine, mpi_ops, use_own_gpu)
+_runtime = Runtime("torch", torch.__version__, engine, mpi_ops, use_own_gpu, _meet_under_torchrun)
 
 init = _runtime.init
 shutdown = _runtime.shutdown

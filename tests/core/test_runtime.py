@@ -54,7 +54,10 @@ class SimulatedHorovod:
 
 
 def runtime_of(horovod, version="2.13.0", engine=OURS, use_own_gpu=lambda local_rank: None):
-    return Runtime("torch", version, engine, horovod, use_own_gpu)
+    def meet_under_torchrun():
+        return {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
+
+    return Runtime("torch", version, engine, horovod, use_own_gpu, meet_under_torchrun)
 
 
 @pytest.fixture
@@ -222,3 +225,38 @@ def test_one_extension_per_process(monkeypatch):
     ):
         entered = True
     assert not entered
+
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "x",
+    "RANK": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+}
+
+
+def test_ranks_of_torchrun_get_their_place_before_horovod_starts(monkeypatch):
+    for name, value in {**TORCHRUN, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("HOROVOD_RANK", "HOROVOD_SIZE"):
+        # So that they are removed again.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    runtime_of(SimulatedHorovod(size=2)).init()
+    assert (os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"]) == ("1", "2")
+
+
+def test_torchrun_needs_gloo(monkeypatch):
+    for name, value in {**TORCHRUN, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        HvdkitError, match="2 ranks were started by torchrun, and Horovod .* no Gloo"
+    ):
+        runtime_of(SimulatedHorovod(size=2, gloo=False)).init()
+
+
+def test_one_rank_of_torchrun_on_each_of_several_slurm_tasks(monkeypatch):
+    for name, value in {**TORCHRUN, "WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    runtime_of(SimulatedHorovod(size=1, mpi=False)).init()

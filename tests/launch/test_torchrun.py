@@ -1,0 +1,152 @@
+"""Ranks that torchrun starts, on this machine. tests/cluster has several hosts."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from hvdkit.core.runtime import ranks_started_by_torchrun
+from tests.parallel.rank_pool import Configuration, skip_where_unsupported
+
+SECONDS = 100
+
+REDUCE = """
+import os
+import torch
+import torch.distributed as dist
+import hvdkit.torch as hvd
+
+for _ in range(2):  # a second start finds the same rendezvous
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+    place = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_size()
+    hvd.shutdown()
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print("place", *place, "and", int(total.item()), flush=True)
+dist.destroy_process_group()
+"""
+
+RESTARTED = """
+import os
+import sys
+import torch
+import hvdkit.torch as hvd
+
+hvd.init()
+hvd.allreduce(torch.ones(1))
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and hvd.rank() == 1:
+    os._exit(1)
+print("reduced", hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), flush=True)
+"""
+
+ABSENT = """
+from datetime import timedelta
+import os
+from hvdkit.errors import HvdkitError
+from hvdkit.torch import torchrun
+
+if os.environ["RANK"] == "0":
+    try:
+        torchrun.horovod_variables(timedelta(seconds=2))
+    except HvdkitError as error:
+        print(error, flush=True)
+"""
+
+
+def torchrun(*arguments):
+    return [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
+
+
+def run(program, tmp_path, *arguments):
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    done = subprocess.run(
+        torchrun(*arguments, script),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.fixture
+def engine():
+    skip_where_unsupported(Configuration("torch", "gloo", 2))
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.mark.parametrize("rendezvous", ["standalone", "static"])
+def test_ranks_of_torchrun_reduce(engine, tmp_path, port, rendezvous):
+    how = ["--standalone"] if rendezvous == "standalone" else ["--master-port", port]
+    lines = run(REDUCE, tmp_path, *how, "--nproc-per-node", 2)
+    assert sorted(lines) == ["place 0 2 0 2 1 and 2", "place 1 2 1 2 1 and 2"]
+
+
+def test_ranks_that_torchrun_starts_again_find_each_other(engine, tmp_path):
+    how = ["--standalone", "--nproc-per-node", 2, "--max-restarts", 1]
+    assert run(RESTARTED, tmp_path, *how) == ["reduced 2.0"] * 2
+
+
+def test_a_rank_that_does_not_come_is_named(engine, tmp_path):
+    (line,) = run(ABSENT, tmp_path, "--standalone", "--nproc-per-node", 2)
+    assert line.startswith("rank 1 did not come to hvd.init() within 2 s")
+
+
+def test_one_rank_of_torchrun_needs_nobody(engine, tmp_path):
+    program = "import hvdkit.torch as hvd; hvd.init(); print(hvd.size(), flush=True)"
+    assert run(program, tmp_path, "--standalone", "--nproc-per-node", 1) == ["1"]
+
+
+def test_tensorflow_under_torchrun_is_refused(tmp_path):
+    skip_where_unsupported(Configuration("tensorflow", "gloo", 2))
+    program = """
+import hvdkit.tensorflow as hvd
+from hvdkit.errors import HvdkitError
+try:
+    hvd.init()
+except HvdkitError as error:
+    print(error, flush=True)
+"""
+    lines = run(program, tmp_path, "--standalone", "--nproc-per-node", 2)
+    assert len(lines) == 2
+    assert all("start this script with `hvdkit run`" in line for line in lines)
+
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "ranks"),
+    [
+        ({}, 4),
+        ({"SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_SIZE": "2"}, 4),
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, 0),
+    ],
+)
+def test_whose_variables_win(more, ranks):
+    assert ranks_started_by_torchrun(TORCHRUN | more) == ranks
+
+
+@pytest.mark.parametrize("missing", sorted(TORCHRUN))
+def test_variables_that_a_script_sets_for_torch_are_not_torchrun(missing):
+    environ = {name: value for name, value in TORCHRUN.items() if name != missing}
+    assert ranks_started_by_torchrun(environ) == 0
