@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import hvdkit
 from hvdkit.errors import HvdkitError
@@ -121,6 +121,24 @@ class Agents:
             for connection, why in zip(silent, pool.map(_explain, silent), strict=True):
                 problems[connection] = f"did not come up within {timeout:g} s: {why}"
         return facts, problems
+
+    def answer(
+        self, connection: Connection, question: str, arguments: Mapping[str, Any], timeout: float
+    ) -> Any:
+        """Ask one agent one of `inspection.QUESTIONS`, while no other is asked anything.
+
+        Raises:
+            HvdkitError: it does not answer.
+        """
+        connection.send("ask", question=question, arguments=dict(arguments))
+        deadline = time.monotonic() + timeout
+        while (event := self.next(max(0.0, deadline - time.monotonic()))) is not None:
+            if event.message["kind"] == "answer":
+                return event.message["answer"]
+            if event.message["kind"] in ("lost", "failed"):
+                why = event.message.get("reason") or event.connection.explain()
+                raise HvdkitError(f"{event.connection.host.name}: {why}")
+        raise HvdkitError(f"{connection.host.name} did not answer within {timeout:g} s")
 
     def _beat(self) -> None:
         while not self._stop.wait(messages.ALIVE_SECONDS):

@@ -1,11 +1,17 @@
-"""A Slurm allocation: the nodes, tasks and CPUs that a job has, as Slurm's variables tell it."""
+"""What a batch system has given a job, as its variables tell.
+
+Slurm starts the ranks itself, with srun, so `read` finds nodes, tasks and CPUs. `batch_hosts` finds
+the hosts and slots of PBS, LSF and SGE; ranks are started there over ssh, or by an MPI.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hvdkit.errors import UsageError
 from hvdkit.launch.hosts import Host, total_slots
@@ -154,3 +160,53 @@ def check_size(given: Allocation, size: int) -> None:
             f"-np is {size}, and the {what} has {tasks} tasks ({shown}{more}). Lower -np, or ask "
             f"Slurm for more: --ntasks={size}; on this node alone: --launcher gloo"
         )
+
+
+def batch_hosts(env: Mapping[str, str]) -> tuple[str, list[Host]] | None:
+    """Return the hosts of a PBS, LSF or SGE job, and the name of the variable that tells them.
+
+    None outside of such a job. A host's slots are the ranks that it has room for.
+
+    Raises:
+        UsageError: the variable or its file is not understood.
+    """
+    for name, parse in _BATCH_SYSTEMS.items():
+        if env.get(name):
+            try:
+                slots = parse(env[name])
+            except (OSError, ValueError) as error:
+                raise UsageError(f"{name}={env[name]} is not understood: {error}") from error
+            if slots:
+                return name, [Host(host, count) for host, count in slots.items()]
+    return None
+
+
+def _pbs(path: str) -> dict[str, int]:
+    """PBS, Torque: a file with a host in each line, as often as it has slots."""
+    return dict(Counter(Path(path).read_text(encoding="utf-8").split()))
+
+
+def _lsf(text: str) -> dict[str, int]:
+    """LSF: `host1 4 host2 4`; the first may be a launch node with a slot of its own."""
+    words = text.split()
+    slots: Counter[str] = Counter()
+    for name, count in zip(words[::2], words[1::2], strict=True):
+        slots[name] += int(count)
+    return dict(slots)
+
+
+def _sge(path: str) -> dict[str, int]:
+    """SGE: a file of lines `host slots queue processors`."""
+    slots: Counter[str] = Counter()
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        if line.strip():
+            name, count, *_ = line.split()
+            slots[name] += int(count)
+    return dict(slots)
+
+
+_BATCH_SYSTEMS: Mapping[str, Callable[[str], dict[str, int]]] = {
+    "PBS_NODEFILE": _pbs,
+    "LSB_MCPU_HOSTS": _lsf,
+    "PE_HOSTFILE": _sge,
+}

@@ -9,32 +9,49 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdkit.engine.describe import installed
 from hvdkit.errors import UsageError
 from hvdkit.findings import Finding
-from hvdkit.launch import allocation, gloo, hosts, mpi, preflight, slurm
+from hvdkit.launch import (
+    allocation,
+    environment,
+    gloo,
+    hosts,
+    inspection,
+    mpi,
+    preflight,
+    slurm,
+)
 from hvdkit.launch.job import Limits
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan, make_plan
 from hvdkit.launch.prepare import Settings
 from hvdkit.launch.ssh import Ssh
 
+_SHOWN_HOSTS = 8
+
 HELP = "start the ranks of a job, on this machine or on several, and watch them"
 EXAMPLE = """\
   hvdkit run -np 2 python train.py
   hvdkit run -np 8 -H host1:4,host2:4 python train.py --epochs 10
   hvdkit run --hostfile hosts.txt --output-dir logs/ -x WANDB_API_KEY python train.py
-  hvdkit run -np 2 train.py                        # the same as python train.py
+  hvdkit run train.py                              # a rank for each GPU; as python train.py
   hvdkit run -np 2 --dry-run python train.py       # what would be done"""
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """The arguments of `hvdkit run`."""
     verb.add_argument(
-        "-np", "--num-proc", type=int, metavar="N", help="number of ranks (default: all slots)"
+        "-np",
+        "--num-proc",
+        type=_count,
+        metavar="N",
+        help="number of ranks (default, and `auto`: all slots of the hosts or the allocation; else "
+        "one for each GPU here, or one)",
     )
     verb.add_argument(
         "--launcher",
@@ -75,13 +92,27 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         default=[],
         dest="variables",
         metavar="NAME[=VALUE]",
-        help="forward this variable too; names like *TOKEN* and *KEY* are not otherwise",
+        help="forward this variable too; names like *TOKEN* and *KEY* are not otherwise; 'WANDB_*' "
+        "is all that begin so",
+    )
+    ranks.add_argument(
+        "--env-file",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="lines NAME=VALUE or NAME, as for -x",
     )
     ranks.add_argument(
         "--pin-gpus",
         action="store_true",
         help="CUDA_VISIBLE_DEVICES with one GPU per rank, for programs that take a GPU before "
         "hvd.init() gives them theirs",
+    )
+    ranks.add_argument(
+        "--no-torch-env",
+        action="store_true",
+        help="without RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the others that torchrun sets",
     )
     output = verb.add_argument_group("output")
     output.add_argument(
@@ -176,10 +207,11 @@ def run(options: argparse.Namespace) -> int:
     plan = _plan(options, given)
     settings = _settings(
         options,
-        variables=options.variables,
+        variables=[*_from_files(options.env_file), *options.variables],
         pin_gpus=options.pin_gpus,
         limits=Limits(options.start_timeout, options.stop_grace),
         preflight=not options.no_preflight,
+        torch_env=not options.no_torch_env,
     )
     if given is not None:
         describe = functools.partial(slurm.describe, plan, settings, given, options.mpi, _say)
@@ -227,12 +259,38 @@ def _plan(options: argparse.Namespace, given: allocation.Allocation | None) -> P
     where = list(given.hosts) if given is not None else _hosts(options)
     if given is not None and options.num_proc is not None:
         allocation.check_size(given, options.num_proc)
+    if where is None and (found := allocation.batch_hosts(os.environ)) is not None:
+        variable, where = found
+        shown = ", ".join(f"{host.name}:{host.slots}" for host in where[:_SHOWN_HOSTS])
+        more = ", ..." if len(where) > _SHOWN_HOSTS else ""
+        _say(f"the hosts of {variable}: {shown}{more}")
     if where is None:
-        if options.num_proc is None:
-            raise UsageError("how many ranks? Give -np N, or hosts with slots: -H host1:4,host2:4")
-        where = [hosts.local_host(options.num_proc)]
+        where = [hosts.local_host(options.num_proc or _ranks_here())]
     size = hosts.total_slots(where) if options.num_proc is None else options.num_proc
     return make_plan(command, _directory(), where, size)
+
+
+def _count(text: str) -> int | None:
+    """Return the number of `-np`; None for `auto`."""
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; expected one, or auto") from None
+
+
+def _ranks_here() -> int:
+    """One rank for each GPU that this process may use, else one."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = len(inspection.gpus()) if visible is None else len([d for d in visible.split(",") if d])
+    one = "1 rank, because there is no GPU here; -np N starts N"
+    _say(f"{gpus} rank{'s' if gpus > 1 else ''}, one for each GPU" if gpus else one)
+    return max(1, gpus)
+
+
+def _from_files(paths: Sequence[Path]) -> list[str]:
+    return [line for path in paths for line in environment.read_file(path)]
 
 
 def _with_python(command: list[str], python: str) -> list[str]:

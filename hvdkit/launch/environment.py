@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from hvdkit.errors import UsageError
-from hvdkit.launch.plan import Place
+from hvdkit.launch.plan import Place, Plan
 from hvdkit.processes import MARK, without_place
 
 #: What belongs to one host or to one login, and has its own value on another host. An allocation's
@@ -136,14 +137,20 @@ def _common(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def explicit(env: Mapping[str, str], extra: Sequence[str]) -> dict[str, str]:
-    """The variables of `-x NAME` (its value here) and `-x NAME=VALUE`.
+    """The variables of `-x NAME` (its value here), `-x 'PREFIX_*'` and `-x NAME=VALUE`.
 
     Raises:
         UsageError: a name is none, or is not set here.
     """
-    chosen = {}
+    chosen: dict[str, str] = {}
     for text in extra:
         name, equals, value = text.partition("=")
+        if not equals and name.endswith("*"):
+            found = {key: env[key] for key in env if key.startswith(name[:-1])}
+            if not found:
+                raise UsageError(f"-x {name}: no variable here begins so")
+            chosen |= found
+            continue
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise UsageError(f"-x {text}: {name!r} is not the name of a variable")
         if not equals and name not in env:
@@ -167,6 +174,49 @@ def defaults(place: Place, cores: int, start_timeout: float) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         # A rank that is up waits for the last one at least as long as the launcher does.
         _GLOO_TIMEOUT: str(max(_GLOO_DEFAULT_SECONDS, round(start_timeout) + 5)),
+    }
+
+
+def read_file(path: Path) -> list[str]:
+    """Return the lines of an `--env-file`, each as an argument of `-x`.
+
+    As Docker has it: `NAME=VALUE` as it stands, or `NAME`, whose value is the one here. Lines that
+    begin with `#` are comments.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"--env-file {path}: {reason}") from error
+    stripped = [line.strip() for line in lines]
+    return [line for line in stripped if line and not line.startswith("#")]
+
+
+def torch_variables(plan: Plan, place: Place, address: str, port: int) -> dict[str, str]:
+    """Return what torchrun tells a rank, for libraries that look for it.
+
+    Lightning, Accelerate and `torch.distributed.init_process_group()` find the ranks by it.
+
+    Args:
+        plan: the job.
+        place: the rank's.
+        address: rank 0's host, where the others reach it.
+        port: free on that host.
+    """
+    node = str(plan.node(place.host))
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(plan.size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": str(len(plan.hosts)),
+        "NODE_RANK": node,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
     }
 
 

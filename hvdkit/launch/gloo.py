@@ -62,7 +62,8 @@ def run(plan: Plan, settings: Settings, output: Output, say: Callable[[str], Non
             door = (address, server.port)
             preflight.before_start(agents, interfaces, plan, settings, door, say)
             places = place_variables(plan, *door)
-            ranks = prepare.rank_messages(plan, facts, settings, interfaces, places)
+            master = prepare.master(agents, plan, interfaces, settings)
+            ranks = prepare.rank_messages(plan, facts, settings, interfaces, places, master)
             for connection in agents.connections:
                 connection.send("start", ranks=ranks[connection.host])
             return Job(plan, agents, output, settings.limits, server.registered, say).run()
@@ -117,7 +118,11 @@ def by_hand(
     rendezvous = [sys.executable, "-m", "hvdkit.rendezvous", address, str(port)]
     lines = ["", "To start the same ranks by hand:", f"  {shlex.join(rendezvous)} &"]
     places = place_variables(plan, address, port)
-    ranks = prepare.rank_messages(plan, facts, settings, interfaces, places)
+    with RendezvousServer(address) as server:
+        master = (interfaces[plan.places[0].host].address, server.port)
+    ranks = prepare.rank_messages(
+        plan, facts, settings, interfaces, places, master if settings.torch_env else None
+    )
     # What the user forwards by name may be a secret, and so may what nobody knows.
     asked = environment.explicit(os.environ, settings.variables)
     hidden = {*asked, *environment.forwarded(os.environ)} - environment.known(os.environ).keys()

@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from hvdkit.launch.network import free_port
+
 #: The packages that all hosts must have in the same version.
 PACKAGES = ("hvdkit", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "numpy")
 
@@ -40,7 +42,7 @@ def examine(directory: str) -> dict[str, Any]:
         "shared_memory": _free("/dev/shm"),
         "disk": _free(directory),
         "memory": psutil.virtual_memory().available,
-        "gpus": _gpus(),
+        "gpus": gpus(),
     }
 
 
@@ -59,7 +61,7 @@ def _free(path: str) -> int | None:
         return None
 
 
-def _gpus() -> list[str]:
+def gpus() -> list[str]:
     """Each GPU's name and its driver's version."""
     if shutil.which("nvidia-smi") is None:
         return []
@@ -157,5 +159,5 @@ def send(address: str, port: int, seconds: float) -> float:
 #: What an agent can be asked, by name.
 QUESTIONS: Mapping[str, Callable[..., Any]] = {
     question.__name__: question
-    for question in (examine, clock, listen, stop_listening, connect, send)
+    for question in (examine, clock, listen, stop_listening, connect, send, free_port)
 }

@@ -194,7 +194,13 @@ def run(
         with Agents() as agents:
             let_in(agents, door, running, plan, settings.limits.start)
             agents.contact(prepare.task(plan), settings.limits.start)
-            ranks = _rank_messages(plan, facts, settings, interfaces)
+            ranks = _rank_messages(
+                plan,
+                facts,
+                settings,
+                interfaces,
+                prepare.master(agents, plan, interfaces, settings),
+            )
             for rank, connection in enumerate(agents.connections):
                 connection.send("start", ranks=[ranks[rank]])
             everyone = set(range(plan.size))
@@ -209,9 +215,10 @@ def _rank_messages(
     facts: Mapping[Host, Message],
     settings: Settings,
     interfaces: Mapping[Host, Interface],
+    master: tuple[str, int] | None,
 ) -> list[Message]:
     """As over Gloo, but for the place, which MPI tells a rank."""
-    ranks = prepare.rank_messages(plan, facts, settings, interfaces, lambda *_: CONTROLLER)
+    ranks = prepare.rank_messages(plan, facts, settings, interfaces, lambda *_: CONTROLLER, master)
     return [message for host in plan.hosts for message in ranks[host]]
 
 

@@ -89,6 +89,13 @@ def reached_address(address: str, own: Sequence[Interface]) -> str | None:
     return next((interface.address for interface in own if interface.name in reached), None)
 
 
+def free_port(address: str) -> int:
+    """Return a port that is free at an address of this machine now."""
+    with socket.create_server((address, 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
 def source_address(target: str) -> str | None:
     """The address of this machine that packets to `target` leave from; None without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from hvdkit.errors import UsageError
 from hvdkit.launch.hosts import Host, total_slots
@@ -51,11 +53,26 @@ class Plan:
     @property
     def hosts(self) -> list[Host]:
         """The hosts that have ranks, in the order of ranks."""
-        return list(dict.fromkeys(place.host for place in self.places))
+        return list(self._by_host)
 
     def on(self, host: Host) -> list[Place]:
         """The places on `host`, in the order of ranks."""
-        return [place for place in self.places if place.host == host]
+        return self._by_host.get(host, [])
+
+    def node(self, host: Host) -> int:
+        """Return the place of `host` among `hosts`."""
+        return self._nodes[host]
+
+    @cached_property
+    def _nodes(self) -> dict[Host, int]:
+        return {host: number for number, host in enumerate(self._by_host)}
+
+    @cached_property
+    def _by_host(self) -> dict[Host, list[Place]]:
+        found: dict[Host, list[Place]] = {}
+        for place in self.places:
+            found.setdefault(place.host, []).append(place)
+        return found
 
 
 def make_plan(command: Sequence[str], directory: str, hosts: Sequence[Host], size: int) -> Plan:
@@ -80,8 +97,11 @@ def make_plan(command: Sequence[str], directory: str, hosts: Sequence[Host], siz
         if count := min(host.slots, left):
             counts.append((host, count))
             left -= count
+    # For each local rank, the number of hosts that have one.
+    across = Counter(local_rank for _, count in counts for local_rank in range(count))
+    before: Counter[int] = Counter()
     places: list[Place] = []
-    for number, (host, count) in enumerate(counts):
+    for host, count in counts:
         for local_rank in range(count):
             places.append(
                 Place(
@@ -89,8 +109,9 @@ def make_plan(command: Sequence[str], directory: str, hosts: Sequence[Host], siz
                     host=host,
                     local_rank=local_rank,
                     local_size=count,
-                    cross_rank=sum(local_rank < before for _, before in counts[:number]),
-                    cross_size=sum(local_rank < other for _, other in counts),
+                    cross_rank=before[local_rank],
+                    cross_size=across[local_rank],
                 )
             )
+            before[local_rank] += 1
     return Plan(list(command), directory, places)

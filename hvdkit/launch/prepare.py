@@ -34,6 +34,7 @@ class Settings:
         pin_gpus: give each rank one GPU in CUDA_VISIBLE_DEVICES.
         limits: of time.
         preflight: examine several hosts before ranks are started there.
+        torch_env: give ranks the variables that torchrun gives.
     """
 
     ssh: Ssh
@@ -43,6 +44,7 @@ class Settings:
     pin_gpus: bool = False
     limits: Limits = field(default_factory=Limits)
     preflight: bool = True
+    torch_env: bool = True
 
 
 # Asked once per host.
@@ -120,6 +122,7 @@ def rank_messages(
     settings: Settings,
     interfaces: Mapping[Host, Interface],
     place_variables: Callable[[Place, Interface], Mapping[str, str]],
+    master: tuple[str, int] | None = None,
 ) -> dict[Host, list[Message]]:
     """By host, each rank's number and environment, as the `start` message carries them.
 
@@ -129,6 +132,8 @@ def rank_messages(
         settings: the user's choices.
         interfaces: by host, what its ranks talk over.
         place_variables: what tells a rank its place.
+        master: the address of rank 0's host and a port that is free there, for
+            `environment.torch_variables`; None to leave these out.
     """
     variables = environment.explicit(os.environ, settings.variables)
     forwarded = environment.forwarded(os.environ)
@@ -143,6 +148,7 @@ def rank_messages(
             {
                 "rank": place.rank,
                 "env": base
+                | (environment.torch_variables(plan, place, *master) if master else {})
                 | dict(place_variables(place, interface))
                 | (environment.pinned_gpu(place, found["gpus"]) if settings.pin_gpus else {}),
                 "defaults": optional
@@ -151,6 +157,26 @@ def rank_messages(
             for place in plan.on(host)
         ]
     return ranks
+
+
+def master(
+    agents: Agents, plan: Plan, interfaces: Mapping[Host, Interface], settings: Settings
+) -> tuple[str, int] | None:
+    """Return an address and a free port of rank 0's host; None where they are not wanted.
+
+    Raises:
+        HvdkitError: the host does not answer.
+    """
+    if not settings.torch_env:
+        return None
+    host = plan.places[0].host
+    address = interfaces[host].address
+    if interfaces[host] is network.LOOPBACK:
+        return address, network.free_port(address)
+    connection = next(each for each in agents.connections if each.host == host)
+    arguments = {"address": address}
+    port = agents.answer(connection, "free_port", arguments, settings.limits.start)
+    return address, int(port)
 
 
 def warn_of_withheld(plan: Plan, settings: Settings, say: Callable[[str], None]) -> None:

@@ -246,7 +246,8 @@ def _send_start(
     settings: Settings,
     places: Callable[[Place, Interface], Mapping[str, str]],
 ) -> None:
-    ranks = prepare.rank_messages(plan, up.facts, settings, up.interfaces, places)
+    master = prepare.master(up.agents, plan, up.interfaces, settings)
+    ranks = prepare.rank_messages(plan, up.facts, settings, up.interfaces, places, master)
     by_number = {message["rank"]: message for host in plan.hosts for message in ranks[host]}
     for number, connection in enumerate(up.agents.connections):
         connection.send("start", ranks=[by_number[number]])

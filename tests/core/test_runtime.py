@@ -236,7 +236,7 @@ TORCHRUN = {
 }
 
 
-def test_ranks_of_torchrun_get_their_place_before_horovod_starts(monkeypatch):
+def test_ranks_of_torchrun_get_their_place_before_horovod_starts(no_launcher, monkeypatch):
     for name, value in {**TORCHRUN, "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     for name in ("HOROVOD_RANK", "HOROVOD_SIZE"):
@@ -247,7 +247,7 @@ def test_ranks_of_torchrun_get_their_place_before_horovod_starts(monkeypatch):
     assert (os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"]) == ("1", "2")
 
 
-def test_torchrun_needs_gloo(monkeypatch):
+def test_torchrun_needs_gloo(no_launcher, monkeypatch):
     for name, value in {**TORCHRUN, "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(
@@ -256,7 +256,7 @@ def test_torchrun_needs_gloo(monkeypatch):
         runtime_of(SimulatedHorovod(size=2, gloo=False)).init()
 
 
-def test_one_rank_of_torchrun_on_each_of_several_slurm_tasks(monkeypatch):
+def test_one_rank_of_torchrun_on_each_of_several_slurm_tasks(no_launcher, monkeypatch):
     for name, value in {**TORCHRUN, "WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"}.items():
         monkeypatch.setenv(name, value)
     runtime_of(SimulatedHorovod(size=1, mpi=False)).init()

@@ -91,3 +91,38 @@ def test_what_is_no_allocation(env, expected):
 def test_more_ranks_than_tasks():
     with pytest.raises(UsageError, match=r"-np is 8.* has 7 tasks \(a1:2, .*--ntasks=8"):
         allocation.check_size(allocation.read(ENV), 8)
+
+
+# As the systems' manuals describe the formats; LSF with a launch node.
+PBS = "cn0101.cluster\ncn0101.cluster\ncn0102.cluster\ncn0102.cluster\n"
+LSF = "batch3 1 h41n08 42 h41n09 42"
+SGE = """node17.local 4 gpu.q@node17.local UNDEFINED
+node18.local 2 gpu.q@node18.local UNDEFINED
+"""
+
+
+def test_the_hosts_of_other_batch_systems(tmp_path):
+    for name, text in (("pbs", PBS), ("sge", SGE)):
+        (tmp_path / name).write_text(text)
+    assert allocation.batch_hosts({"PBS_NODEFILE": str(tmp_path / "pbs")}) == (
+        "PBS_NODEFILE",
+        [Host("cn0101.cluster", 2), Host("cn0102.cluster", 2)],
+    )
+    assert allocation.batch_hosts({"LSB_MCPU_HOSTS": LSF}) == (
+        "LSB_MCPU_HOSTS",
+        [Host("batch3", 1), Host("h41n08", 42), Host("h41n09", 42)],
+    )
+    assert allocation.batch_hosts({"PE_HOSTFILE": str(tmp_path / "sge")}) == (
+        "PE_HOSTFILE",
+        [Host("node17.local", 4), Host("node18.local", 2)],
+    )
+    assert allocation.batch_hosts({"SLURM_JOB_ID": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("PBS_NODEFILE", "/gone"), ("LSB_MCPU_HOSTS", "a 1 b"), ("LSB_MCPU_HOSTS", "a x")],
+)
+def test_hosts_that_are_not_understood(name, value):
+    with pytest.raises(UsageError, match=f"{name}={value} is not understood"):
+        allocation.batch_hosts({name: value})

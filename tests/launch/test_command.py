@@ -10,6 +10,7 @@ import pytest
 
 from hvdkit.engine.describe import installed
 from hvdkit.engine.toolchain import which
+from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 
 RANK = "import os, signal, sys, time; rank = int(os.environ['HOROVOD_RANK']);"
 
@@ -84,6 +85,74 @@ def test_the_ranks_run_where_the_launcher_does_with_its_environment(tmp_path):
 def test_options_of_the_command_are_its_own():
     done = run("-np", "1", "--", *python("print(sys.argv[1:])"), "-np", "3", "--help")
     assert done.stdout == "[0] ['-np', '3', '--help']\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "visible", "ranks", "said"),
+    [
+        ((), "4,7", 2, "2 ranks, one for each GPU"),
+        (("-np", "auto"), "4,7", 2, "2 ranks, one for each GPU"),
+        ((), "", 1, "1 rank, because there is no GPU here; -np N starts N"),
+        (("-np", "3"), "4,7", 3, ""),
+        (("-H", "localhost:2"), "4", 2, ""),
+    ],
+)
+def test_the_number_of_ranks(arguments, visible, ranks, said):
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
+    done = run(*arguments, *python("print(rank)"), env=env)
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {rank}" for rank in range(ranks)]
+    assert done.stderr == (f"hvdkit run: {said}\n" if said else "")
+
+
+def test_the_hosts_of_a_batch_system_are_taken(tmp_path):
+    nodes = tmp_path / "nodes"
+    nodes.write_text("localhost\nlocalhost\n")
+    done = run(*python("print(rank)"), env=os.environ | {"PBS_NODEFILE": str(nodes)})
+    assert sorted(done.stdout.splitlines()) == ["[0] 0", "[1] 1"]
+    assert done.stderr == "hvdkit run: the hosts of PBS_NODEFILE: localhost:2\n"
+
+
+TORCH_ENV = """
+import os
+import torch
+import torch.distributed as dist
+import hvdkit.torch as hvd
+
+hvd.init()
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK")
+print(dist.get_rank() == hvd.rank(), dist.get_world_size(), total.item(),
+      hvd.allreduce(total, op=hvd.Sum).item(), *(os.environ[name] for name in names))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
+def test_torch_distributed_works_beside_horovod(launcher):
+    skip_where_unsupported(Configuration("torch", launcher, 2))
+    env = os.environ | {"OMP_NUM_THREADS": "1", "RANK": "5", "WORLD_SIZE": "9"}
+    how = ("--launcher", launcher, "-np", "2")
+    done = run(*how, sys.executable, "-c", TORCH_ENV, env=env)
+    assert sorted(done.stdout.splitlines()) == [
+        f"[{rank}] True 2 2.0 4.0 {rank} 2 0 1 0" for rank in range(2)
+    ], done.stderr
+
+
+def test_torchs_variables_can_be_left_out():
+    names = "('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR', 'MASTER_PORT')"
+    code = python(f"print([name for name in {names} if name in os.environ])")
+    assert run("-np", "1", "--no-torch-env", *code).stdout == "[0] []\n"
+    assert run("-np", "1", *code).stdout.count("'") == 10
+
+
+def test_variables_from_a_file_and_by_their_beginning(tmp_path):
+    (tmp_path / "env").write_text("# comment\n\nA=x y\nB\nMY_1=other\n")
+    how = ("--env-file", str(tmp_path / "env"), "-x", "MY_*")
+    code = python("print(*map(os.environ.get, ('A', 'B', 'MY_1')), sep='|')")
+    done = run("-np", "1", *how, *code, env=os.environ | {"B": "here", "MY_1": "mine"})
+    assert done.stdout == "[0] x y|here|mine\n", done.stderr
 
 
 def test_a_script_alone_is_run_with_python(tmp_path):
@@ -303,7 +372,9 @@ def test_a_reader_that_has_enough_ends_the_job():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["true"], "how many ranks?"),
+        (["-np", "many", "true"], "'many' is no number; expected one, or auto"),
+        (["-np", "1", "--env-file", "/nonexistent", "true"], "--env-file /nonexistent: No such"),
+        (["-np", "1", "-x", "NOT_HERE_*", "true"], "-x NOT_HERE_*: no variable here begins so"),
         (["-np", "2"], "there is no command to run"),
         (["-np", "0", "true"], "-np is 0"),
         (["-np", "3", "-H", "localhost:2", "true"], "the hosts have 2 slots"),

@@ -1,3 +1,5 @@
+from random import Random
+
 import pytest
 
 from hvdkit.errors import UsageError
@@ -59,3 +61,17 @@ def test_it_is_the_plan_that_horovod_makes():
 def test_what_cannot_be_planned(command, size, expected):
     with pytest.raises(UsageError, match=expected):
         make_plan(command, "/", [Host("a", 1), Host("b", 2)], size)
+
+
+def test_places_are_horovods_on_any_hosts():
+    random = Random(1)
+    for _ in range(50):
+        counts = [random.randint(1, 5) for _ in range(random.randint(1, 12))]
+        hosts = [Host(f"h{number}", count) for number, count in enumerate(counts)]
+        plan = make_plan(["x"], "/", hosts, sum(counts))
+        for p in plan.places:
+            with_one = [number for number, count in enumerate(counts) if count > p.local_rank]
+            node = hosts.index(p.host)
+            assert (p.cross_rank, p.cross_size) == (with_one.index(node), len(with_one))
+            assert plan.node(p.host) == node
+        assert [place for host in plan.hosts for place in plan.on(host)] == plan.places
