@@ -306,7 +306,8 @@ def test_a_signal_before_any_rank_was_started(launches, start, number):
     out, err = job.communicate(timeout=30)
     assert out == ""
     assert err == f"hvdkit run: {number.name}; no rank runs.\n"
-    assert job.returncode == 128 + number
+    # What a batch system ends so may go back into its queue: nothing is lost.
+    assert job.returncode == (128 + number if number == signal.SIGINT else 75)
 
 
 def test_a_rank_that_never_comes_up_is_named(launches):

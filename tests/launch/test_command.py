@@ -163,30 +163,6 @@ def test_a_script_alone_is_run_with_python(tmp_path):
     assert f"there is no file gone.py in {tmp_path}" in missing.stderr
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
-)
-def test_a_batch_system_may_put_back_what_has_not_begun(tmp_path, number, status):
-    """An ssh that does not answer keeps the job from its start."""
-    ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\necho asked >&2; touch "$0.asked"; exec sleep 60\n')
-    ssh.chmod(0o755)
-    job = subprocess.Popen(
-        command("-H", "203.0.113.1:1", "true"),
-        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "ssh.asked").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    job.send_signal(number)
-    _, said = job.communicate(timeout=30)
-    assert job.returncode == status, said
-    assert "no rank runs" in said
-
-
 def test_standard_output_and_error_stay_apart():
     done = run("-np", "1", *python("print('out'); print('err', file=sys.stderr)"))
     assert (done.stdout, done.stderr) == ("[0] out\n", "[0] err\n")
