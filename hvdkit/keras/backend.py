@@ -26,7 +26,13 @@ _COLLECTIVES = {"tensorflow": "TensorFlowCollectives", "torch": "TorchCollective
 
 
 def _backend_name() -> str:
-    version = getattr(keras, "__version__", "unknown")
+    version = getattr(keras, "__version__", "")
+    if not version:
+        found = ", ".join(getattr(keras, "__path__", [])) or keras.__name__
+        raise HvdkitError(
+            f"what is imported as keras is {found}, which is not Keras: rename the folder of "
+            f"that name, or install Keras"
+        )
     if version.split(".")[0] in ("1", "2"):
         raise HvdkitError(
             f"this is Keras {version}, and hvdkit.keras needs Keras 3: pip install 'keras>=3', or "
