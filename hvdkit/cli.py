@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -26,30 +28,39 @@ EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. Returns the exit status: 0, 1 (it failed) or 2 (the arguments are wrong)."""
-    options = _parser().parse_args(arguments)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell: >&-
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     # What is ignored (nohup, a shell's background) stays ignored.
     ending = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, _end) for number in ending}
+    told = Namespace(verb="", when_ended="nothing was begun.", may_start_again=False)
     try:
+        told = options = _parser().parse_args(arguments)
         status = int(options.run(options))
         sys.stdout.flush()
         return status
     except UsageError as error:
-        print(f"hvdkit {options.verb}: {error}", file=sys.stderr)
+        print(f"hvdkit {told.verb}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except HvdkitError as error:
-        print(f"hvdkit {options.verb}: {error}", file=sys.stderr)
+        print(f"hvdkit {told.verb}: {error}", file=sys.stderr)
         return EXIT_FAILURE
     except _Ended as ended:
         (number,) = ended.args
-        print(f"hvdkit {options.verb}: {number.name}; {options.when_ended}", file=sys.stderr)
+        print(f"hvdkit {told.verb}: {number.name}; {told.when_ended}", file=sys.stderr)
         # A batch system's signals; Ctrl-C is not meant to be made up for.
         by_system = number in (signal.SIGTERM, signal.SIGUSR1)
-        return RESUMABLE if options.may_start_again and by_system else 128 + int(number)
-    except BrokenPipeError:
-        # Whoever read the output has enough. Python would complain once more while it ends.
+        return RESUMABLE if told.may_start_again and by_system else 128 + int(number)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        # Python would complain once more while it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        if error.errno == errno.EPIPE:
+            return 128 + signal.SIGPIPE  # whoever read the output has enough
+        print(f"hvdkit {told.verb}: cannot write the output: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILURE
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -22,7 +22,14 @@ from hvdkit.errors import HvdkitError
 MARK = "HVDKIT_RANK_GROUP"
 
 # What tells a process its place in a job. A job must not inherit it from the one it is started by.
-_PLACE_PREFIXES = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMI_", "PMIX_")
+_PLACE_PREFIXES = (
+    "OMPI_COMM_WORLD_",
+    "OMPI_UNIVERSE_",
+    "PMI_",
+    "PMIX_",
+    "ROLE_",
+    "TORCHELASTIC_",
+)
 _PLACE_VARIABLES = {
     "HOROVOD_RANK",
     "HOROVOD_SIZE",
@@ -36,6 +43,15 @@ _PLACE_VARIABLES = {
     "HOROVOD_GLOO_IFACE",
     "HOROVOD_GLOO_RENDEZVOUS_ADDR",
     "HOROVOD_GLOO_RENDEZVOUS_PORT",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
 }
 
 _PR_SET_PDEATHSIG = 1
@@ -87,6 +103,9 @@ class ProcessGroup:
                 preexec_fn=_die_with_parent if dies_with_us else None,
                 pass_fds=pass_fds,
             )
+        except ValueError as error:
+            # A NUL in an argument or a variable.
+            raise HvdkitError(f"cannot start {os.fspath(command[0])!r}: {error}") from error
         except OSError as error:
             reason = error.strerror or error
             what = error.filename if error.filename == cwd and cwd is not None else command[0]

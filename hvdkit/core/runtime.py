@@ -184,7 +184,7 @@ class Runtime:
         # Ranks given as `comm` are the user's choice, and may well be a part of those started.
         whole_world = not (args or kwargs.get("comm"))
         by_torchrun = ranks_started_by_torchrun(os.environ)
-        if whole_world and by_torchrun > 1:
+        if by_torchrun > 1:
             if not horovod.gloo_built():
                 raise HvdkitError(
                     f"{by_torchrun} ranks were started by torchrun, and Horovod "
@@ -285,10 +285,20 @@ def ranks_started_by_torchrun(environ: Mapping[str, str]) -> int:
 
     Horovod's own variables win, because `hvdkit run` sets those of torchrun as well. These win over
     those of MPI and Slurm, because `srun torchrun` starts one torchrun on each node.
+
+    Raises:
+        HvdkitError: torchrun was started by a rank of another job.
     """
-    if "HOROVOD_SIZE" in environ or "HOROVOD_RANK" in environ:
-        return 0
-    return (_integer(environ, "WORLD_SIZE") or 0) if environ.keys() >= _TORCHRUN else 0
+    started = (_integer(environ, "WORLD_SIZE") or 0) if environ.keys() >= _TORCHRUN else 0
+    if "HOROVOD_SIZE" not in environ and "HOROVOD_RANK" not in environ:
+        return started
+    outer = _integer(environ, "HOROVOD_SIZE")
+    if started and outer is not None and started != outer:
+        raise HvdkitError(
+            f"torchrun has started {started} ranks inside a rank of a job of {outer} "
+            f"(HOROVOD_SIZE): start the script with torchrun alone, or without it"
+        )
+    return 0
 
 
 def processes_started_for_mpi(environ: Mapping[str, str]) -> int:

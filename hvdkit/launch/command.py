@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import math
 import os
 import shlex
 import shutil
@@ -128,7 +129,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--stop-grace",
-        type=float,
+        type=_seconds,
         default=Limits.stop,
         metavar="S",
         help="seconds for ranks to stop in order after Ctrl-C, SIGTERM or SIGUSR1 "
@@ -168,7 +169,7 @@ def _add_host_arguments(verb: argparse.ArgumentParser) -> None:
     )
     network.add_argument(
         "--start-timeout",
-        type=float,
+        type=_seconds,
         default=Limits.start,
         metavar="S",
         help="seconds for hosts to answer, and for ranks to follow the first one "
@@ -265,7 +266,8 @@ def _plan(options: argparse.Namespace, given: allocation.Allocation | None) -> P
         more = ", ..." if len(where) > _SHOWN_HOSTS else ""
         _say(f"the hosts of {variable}: {shown}{more}")
     if where is None:
-        where = [hosts.local_host(options.num_proc or _ranks_here())]
+        slots = _ranks_here() if options.num_proc is None else max(1, options.num_proc)
+        where = [hosts.local_host(slots)]
     size = hosts.total_slots(where) if options.num_proc is None else options.num_proc
     return make_plan(command, _directory(), where, size)
 
@@ -278,6 +280,17 @@ def _count(text: str) -> int | None:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no number; expected one, or auto") from None
+
+
+def _seconds(text: str) -> float:
+    """Return a number of seconds above 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, above 0")
+    return seconds
 
 
 def _ranks_here() -> int:
@@ -296,11 +309,16 @@ def _from_files(paths: Sequence[Path]) -> list[str]:
 def _with_python(command: list[str], python: str) -> list[str]:
     """Return the command, with Python before a script that cannot be run by itself."""
     program = command[0] if command else ""
-    if not program.endswith(".py") or shutil.which(program) is not None:
+    if not program.endswith(".py"):
         return command
-    if not Path(program).is_file():
+    script = Path(program)
+    if not script.is_file():
+        if shutil.which(program) is not None:
+            return command
         raise UsageError(f"there is no file {program} in {_directory()}; expected a script to run")
-    return [python, *command]
+    with script.open("rb") as file:
+        runs_itself = "/" in program and os.access(script, os.X_OK) and file.read(2) == b"#!"
+    return command if runs_itself else [python, *command]
 
 
 def _directory() -> str:

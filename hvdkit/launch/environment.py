@@ -100,6 +100,8 @@ _SECRET = re.compile(
     r"TOKEN(?!IZER)|(?<!_IB_P)KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH(?!OR(_|$))", re.IGNORECASE
 )
 
+_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+
 # Horovod's Gloo waits this long for a peer, also in mid-training.
 _GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 _GLOO_DEFAULT_SECONDS = 30
@@ -151,8 +153,8 @@ def explicit(env: Mapping[str, str], extra: Sequence[str]) -> dict[str, str]:
                 raise UsageError(f"-x {name}: no variable here begins so")
             chosen |= found
             continue
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UsageError(f"-x {text}: {name!r} is not the name of a variable")
+        if not re.fullmatch(_NAME, name):
+            raise UsageError(f"-x {name}: {name!r} is not the name of a variable")
         if not equals and name not in env:
             raise UsageError(f"-x {name}: it is not set here; set it, or give -x {name}=VALUE")
         chosen[name] = value if equals else env[name]
@@ -187,12 +189,20 @@ def read_file(path: Path) -> list[str]:
         UsageError: the file cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UsageError(f"--env-file {path}: {reason}") from error
-    stripped = [line.strip() for line in lines]
-    return [line for line in stripped if line and not line.startswith("#")]
+    found = []
+    for number, text in enumerate(lines, 1):
+        line = text.removesuffix("\r")
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        # What it says may be a secret, and is not shown.
+        if "\0" in line or not re.fullmatch(_NAME, line.partition("=")[0]):
+            raise UsageError(f"--env-file {path}, line {number}: expected NAME=VALUE or NAME")
+        found.append(line)
+    return found
 
 
 def torch_variables(plan: Plan, place: Place, address: str, port: int) -> dict[str, str]:
@@ -205,6 +215,8 @@ def torch_variables(plan: Plan, place: Place, address: str, port: int) -> dict[s
         place: the rank's.
         address: rank 0's host, where the others reach it.
         port: free on that host.
+
+    The user's own MASTER_ADDR and MASTER_PORT (`-x`) win; see `prepare.rank_messages`.
     """
     node = str(plan.node(place.host))
     return {

@@ -16,21 +16,23 @@ from dataclasses import dataclass
 from hvdkit.errors import RESUMABLE
 from hvdkit.processes import ending_text
 
-#: Seconds that other ranks get to fail by themselves once a failure is known that may be the cause.
-_SETTLE_SECONDS = 0.5
-#: The same, from the first failure on, while all failures tell of a lost peer.
-_CAUSE_SECONDS = 5.0
+#: Seconds that other ranks get to fail by themselves, by how far the failure tells its own cause:
+#: it does, it may (an exit status alone), it tells of connections, it tells of a lost peer.
+_WAITS = (0.5, 2.0, 5.0, 5.0)
+_KNOWN, _SILENT, _CONNECTION, _LOST = range(4)
 
 #: Tails of so many failures are shown, each of which ends with another line.
 _SHOWN = 3
 
-# Horovod's own words, and those of systems below it. The second may also come from a rank's own
+# Horovod's own words, and those of systems below it, which may also come from a rank's own
 # connections, such as to a store.
-_LOST_PEER = re.compile(r"HorovodInternalError|Horovod has been shut down")
-_LOST_CONNECTION = re.compile(
+_SHUT_DOWN = re.compile(r"Horovod has been shut down")
+_INTERNAL = re.compile(r"HorovodInternalError")
+_BROKEN = re.compile(
     r"Connection (?:closed|reset) by peer|ncclRemoteError|remote process exited|Broken pipe"
 )
 _TRACEBACK = "Traceback (most recent call last)"
+_CHAINED = re.compile(r"direct cause of the following|During handling of the above")
 _NUMBER = re.compile(r"\d+")
 
 
@@ -49,12 +51,19 @@ class Failure:
     tail: Sequence[str]
 
     @property
-    def of_peer(self) -> int:
-        """How surely the rank failed because another one did: 0 not, 1 perhaps, 2 surely."""
+    def doubt(self) -> int:
+        """How much speaks for another rank as the cause, from `_KNOWN` to `_LOST`."""
         lines = list(self.tail)
         starts = [i for i, line in enumerate(lines) if _TRACEBACK in line]
+        while len(starts) > 1 and _CHAINED.search("\n".join(lines[starts[-2] : starts[-1]])):
+            starts.pop()  # an exception that another one has led to
         text = "\n".join(lines[starts[-1] :] if starts else lines)
-        return 2 if _LOST_PEER.search(text) else int(bool(_LOST_CONNECTION.search(text)))
+        broken = _BROKEN.search(text)
+        if _SHUT_DOWN.search(text) or (broken and _INTERNAL.search(text)):
+            return _LOST
+        if broken:
+            return _CONNECTION
+        return _KNOWN if starts or self.status < 0 else _SILENT
 
     @property
     def last_line(self) -> str:
@@ -73,8 +82,7 @@ class Failures:
     def __init__(self, describe: Callable[[list[int]], str]) -> None:
         self._describe = describe
         self._found: list[Failure] = []
-        self._first_at = float("inf")
-        self._cause_at = float("inf")
+        self._deadline = float("inf")
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -84,15 +92,12 @@ class Failures:
         failure = Failure(rank, status, tail)
         self._found.append(failure)
         if status != RESUMABLE:
-            now = time.monotonic()
-            self._first_at = min(self._first_at, now)
-            if not failure.of_peer:
-                self._cause_at = min(self._cause_at, now)
+            self._deadline = min(self._deadline, time.monotonic() + _WAITS[failure.doubt])
 
     @property
     def deadline(self) -> float:
         """When the ranks that are left are to be ended; infinite while none has failed."""
-        return min(self._cause_at + _SETTLE_SECONDS, self._first_at + _CAUSE_SECONDS)
+        return self._deadline
 
     @property
     def resumable(self) -> bool:
@@ -106,7 +111,7 @@ class Failures:
 
     def _ordered(self) -> list[Failure]:
         worse = [failure for failure in self._found if failure.status != RESUMABLE]
-        return sorted(worse, key=lambda failure: failure.of_peer)
+        return sorted(worse, key=lambda failure: failure.doubt)
 
     def report(self, ended: int, finished: Sequence[int]) -> str:
         """Return what the user is told.
@@ -117,17 +122,18 @@ class Failures:
         """
         first, *others = self._ordered()
         told = [f"{self._describe([first.rank])} failed: {ending_text(first.status)}"]
-        after = [failure.rank for failure in others if failure.of_peer > first.of_peer]
+        after = [each for each in others if each.doubt == _LOST and first.doubt < _LOST]
         if after:
             told.append(f"{_count(len(after))} failed after it, because a peer was lost")
         if ended:
             told.append(f"the {ended} that still ran {'was' if ended == 1 else 'were'} ended")
         lines = ["; ".join(told) + "."]
-        if first.of_peer:
-            lines.append(_without_cause(self._describe, finished))
+        if first.doubt == _LOST:
+            stopped = [each.rank for each in self._found if each.status == RESUMABLE]
+            lines.append(_without_cause(self._describe, finished, stopped))
         lines.append(tail_of(first.rank, first.tail))
         shown = {first.last_line}
-        alike = [failure for failure in others if failure.of_peer == first.of_peer]
+        alike = [each for each in others if each.doubt < _LOST or first.doubt == _LOST]
         for failure in alike:
             if failure.last_line not in shown and len(shown) < _SHOWN:
                 shown.add(failure.last_line)
@@ -140,11 +146,15 @@ class Failures:
         return "\n".join(lines)
 
 
-def _without_cause(describe: Callable[[list[int]], str], finished: Sequence[int]) -> str:
+def _without_cause(
+    describe: Callable[[list[int]], str], finished: Sequence[int], stopped: Sequence[int]
+) -> str:
     """Say what may have happened where every failure tells of a lost peer."""
     told = "Each rank that failed had lost a peer, and none said why."
     if finished:
         told += f" {describe(list(finished))} had ended without an error: with fewer batches?"
+    if stopped:
+        told += f" {describe(list(stopped))} had stopped in order (exit status {RESUMABLE})."
     return told
 
 

@@ -169,7 +169,7 @@ class Job:
             self._stop(signal.SIGPIPE)
         if now > self._failures.deadline and not self._ending and self._left():
             self._end(self._limits.end)
-        if now > self._stop_deadline:
+        if now > self._stop_deadline and self._left():
             left = self._ranks(self._left())
             self._problem = f"{left} did not stop within {self._limits.stop:g} s (--stop-grace)"
             self._end(self._limits.end)

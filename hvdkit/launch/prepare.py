@@ -19,6 +19,7 @@ from hvdkit.launch.plan import Place, Plan
 from hvdkit.launch.ssh import Ssh
 
 _SHOWN_NAMES = 8
+_CHOSEN_MASTER = ("MASTER_ADDR", "MASTER_PORT")
 _INTERPRETERS = ("python", "bash", "sh")
 
 
@@ -149,6 +150,7 @@ def rank_messages(
                 "rank": place.rank,
                 "env": base
                 | (environment.torch_variables(plan, place, *master) if master else {})
+                | {name: variables[name] for name in _CHOSEN_MASTER if name in variables}
                 | dict(place_variables(place, interface))
                 | (environment.pinned_gpu(place, found["gpus"]) if settings.pin_gpus else {}),
                 "defaults": optional

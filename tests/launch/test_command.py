@@ -1,6 +1,7 @@
 """`hvdkit run` on this machine, as a user runs it."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -155,7 +156,47 @@ def test_variables_from_a_file_and_by_their_beginning(tmp_path):
     assert done.stdout == "[0] x y|here|mine\n", done.stderr
 
 
+def test_a_line_that_is_no_variable_is_not_shown(tmp_path):
+    (tmp_path / "env").write_text("\ufeffA=1\n\nmy-token=hunter2\n")
+    done = run("-np", "1", "--env-file", str(tmp_path / "env"), "true")
+    assert done.returncode == 2
+    assert f"--env-file {tmp_path}/env, line 3: expected NAME=VALUE or NAME" in done.stderr
+    assert "hunter2" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_closed_streams(closed):
+    number = {"stdout": 1, "stderr": 2}[closed]
+    line = shlex.join(command("-np", "2", *python("print('out'); print('err', file=sys.stderr)")))
+    done = subprocess.run(
+        ["bash", "-c", f"{line} {number}>&-"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    other = {"stdout": done.stderr, "stderr": done.stdout}[closed]
+    word = {"stdout": "err", "stderr": "out"}[closed]
+    assert sorted(other.splitlines()) == [f"[0] {word}", f"[1] {word}"]
+
+
+def test_a_port_for_torch_may_be_chosen():
+    code = python("print(os.environ['MASTER_PORT'])")
+    assert run("-np", "1", "-x", "MASTER_PORT=29512", *code).stdout == "[0] 29512\n"
+
+
+def test_a_helper_that_is_left_is_not_a_rank_that_did_not_stop():
+    left = "(trap '' TERM; sleep 4; sleep 4) & exit 75"
+    done = run("--stop-grace", "1", "-np", "1", "bash", "-c", left)
+    assert done.returncode == 75
+    assert "did not stop" not in done.stderr
+
+
 def test_a_script_alone_is_run_with_python(tmp_path):
+    (tmp_path / "executable.py").write_text("print('run')")
+    (tmp_path / "executable.py").chmod(0o755)
+    assert run("-np", "1", "./executable.py", cwd=tmp_path).stdout == "[0] run\n"
     (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])")
     assert run("-np", "1", "train.py", "-x", cwd=tmp_path).stdout == "[0] ['-x']\n"
     missing = run("-np", "1", "gone.py", cwd=tmp_path)
@@ -348,6 +389,9 @@ def test_a_reader_that_has_enough_ends_the_job():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["-np", "0", "true"], "-np is 0; expected at least 1"),
+        (["--start-timeout", "inf", "true"], "'inf': expected seconds, above 0"),
+        (["--stop-grace", "-1", "true"], "'-1': expected seconds, above 0"),
         (["-np", "many", "true"], "'many' is no number; expected one, or auto"),
         (["-np", "1", "--env-file", "/nonexistent", "true"], "--env-file /nonexistent: No such"),
         (["-np", "1", "-x", "NOT_HERE_*", "true"], "-x NOT_HERE_*: no variable here begins so"),

@@ -7,6 +7,16 @@ from hvdkit.launch.failures import Failures
 
 LOST = ("Traceback (most recent call last):", "HorovodInternalError: Horovod has been shut down.")
 RESET = ("Traceback (most recent call last):", "ConnectionResetError: Connection reset by peer")
+CHAINED = (
+    *LOST,
+    "The above exception was the direct cause of the following exception:",
+    "Traceback (most recent call last):",
+    "RuntimeError: step 7 failed",
+)
+MISMATCH = (
+    "Traceback (most recent call last):",
+    "HorovodInternalError: Mismatched ALLREDUCE shapes",
+)
 BAD = ("HorovodInternalError is caught", "Traceback (most recent call last):", "ValueError: bad")
 
 
@@ -28,6 +38,11 @@ def failures(*ends):
         ([(1, 1, BAD), (0, 1, BAD)], 1),
         ([(0, RESUMABLE, ()), (1, 1, LOST)], 1),
         ([(1, 1, LOST), (0, 1, LOST)], 1),
+        ([(0, 1, CHAINED), (1, 1, BAD)], 1),
+        # It has caught the error, and ends in its own words.
+        ([(0, 4, ["giving up"]), (1, 1, BAD)], 1),
+        ([(0, 4, ["giving up"]), (1, 1, LOST)], 0),
+        ([(0, 1, LOST), (1, 1, MISMATCH)], 1),
     ],
 )
 def test_the_cause(ends, cause):
@@ -37,8 +52,8 @@ def test_the_cause(ends, cause):
 def test_each_kind_of_failure_is_shown_once():
     found = failures(
         (0, 1, LOST),
-        (1, 1, ["RuntimeError: rank 1 has 3 rows"]),
-        (2, 1, ["RuntimeError: rank 2 has 4 rows"]),
+        (1, 1, [LOST[0], "RuntimeError: rank 1 has 3 rows"]),
+        (2, 1, [LOST[0], "RuntimeError: rank 2 has 4 rows"]),
         (3, 2, ["no disk"]),
     )
     report = found.report(ended=1, finished=[])
@@ -58,8 +73,20 @@ def test_a_rank_that_has_left_in_good_order_is_named():
     assert "rank 2 had ended without an error" in report
 
 
+def test_an_error_that_all_ranks_raise_is_their_own():
+    report = failures((0, 1, MISMATCH), (1, 1, MISMATCH)).report(ended=0, finished=[])
+    assert "lost a peer" not in report
+    assert "1 rank more failed like rank 0." in report
+
+
+def test_a_rank_that_has_stopped_to_be_resumed_is_named():
+    report = failures((1, RESUMABLE, ()), (0, 1, LOST)).report(ended=0, finished=[])
+    assert "rank 1 had stopped in order (exit status 75)." in report
+
+
 def test_others_get_more_time_while_the_cause_is_unknown():
     lost = failures((0, 1, LOST)).deadline
+    silent = failures((0, 1, ["no disk"])).deadline
     known = failures((0, 1, BAD)).deadline
-    assert lost > known
+    assert lost > silent > known
     assert failures((0, RESUMABLE, ())).deadline == float("inf")

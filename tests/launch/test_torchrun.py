@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from hvdkit.core.runtime import ranks_started_by_torchrun
+from hvdkit.errors import HvdkitError
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 
 SECONDS = 100
@@ -94,6 +95,23 @@ def test_ranks_of_torchrun_reduce(engine, tmp_path, port, rendezvous):
     assert sorted(lines) == ["place 0 2 0 2 1 and 2", "place 1 2 1 2 1 and 2"]
 
 
+def test_init_with_a_list_of_ranks(engine, tmp_path):
+    program = "import hvdkit.torch as hvd; hvd.init([0, 1]); print(hvd.size(), flush=True)"
+    assert run(program, tmp_path, "--standalone", "--nproc-per-node", 2) == ["2", "2"]
+
+
+def test_a_job_that_a_rank_of_torchrun_starts(engine, tmp_path):
+    """It has places of its own, and none of the outer job."""
+    (tmp_path / "inner.py").write_text(REDUCE)
+    program = f"""
+import subprocess, sys
+inner = [sys.executable, "-m", "hvdkit", "run", "-np", "2", {str(tmp_path / "inner.py")!r}]
+sys.exit(subprocess.run(inner, timeout=60).returncode)
+"""
+    lines = run(program, tmp_path, "--standalone", "--nproc-per-node", 1)
+    assert sorted(lines) == ["[0] place 0 2 0 2 1 and 2", "[1] place 1 2 1 2 1 and 2"]
+
+
 def test_ranks_that_torchrun_starts_again_find_each_other(engine, tmp_path):
     how = ["--standalone", "--nproc-per-node", 2, "--max-restarts", 1]
     assert run(RESTARTED, tmp_path, *how) == ["reduced 2.0"] * 2
@@ -139,11 +157,18 @@ TORCHRUN = {
     [
         ({}, 4),
         ({"SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_SIZE": "2"}, 4),
-        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, 0),
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "4"}, 0),
     ],
 )
 def test_whose_variables_win(more, ranks):
     assert ranks_started_by_torchrun(TORCHRUN | more) == ranks
+
+
+def test_torchrun_inside_a_rank_of_another_job():
+    with pytest.raises(
+        HvdkitError, match="torchrun has started 4 ranks inside a rank of a job of 2"
+    ):
+        ranks_started_by_torchrun(TORCHRUN | {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"})
 
 
 @pytest.mark.parametrize("missing", sorted(TORCHRUN))
