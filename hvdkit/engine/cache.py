@@ -30,8 +30,7 @@ log = logging.getLogger("hvdkit.engine")
 def folder() -> Path:
     """Return the folder that new things go to.
 
-    $HVDKIT_CACHE_DIR, unless somebody else has made it and this user may only read it; else the
-    user's (`~/.cache/hvdkit`).
+    $HVDKIT_CACHE_DIR, unless this user may only read it; else the user's (`~/.cache/hvdkit`).
     """
     given = _given()
     if given is None or (given.is_dir() and not os.access(given, os.W_OK | os.X_OK)):
@@ -45,10 +44,10 @@ def _given() -> Path | None:
 
 
 def _untrusted(path: Path) -> str:
-    """Return why somebody else may have put something else there; empty where nobody can have.
+    """Return how another user may have replaced a file; empty where no other user can.
 
-    Looks at the owner and the mode of the file and of every folder above it. What is installed from
-    it runs as this user.
+    Checks the owner and the mode of the file and of every folder above it. An engine that is
+    installed from it runs with the rights of this user.
     """
     path = path.resolve()
     for part in (path, *path.parents):
@@ -56,7 +55,7 @@ def _untrusted(path: Path) -> str:
         if found.st_uid not in (0, os.geteuid()):
             return f"{part} belongs to user {_user_name(found.st_uid)}"
         if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
-            continue  # nobody else can replace what is in it
+            continue  # others may add files, and not replace them
         if found.st_mode & stat.S_IWOTH:
             return f"everybody may write to {part}"
         if found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid):

@@ -1,7 +1,7 @@
 """The environment of the ranks: what is forwarded to other hosts, and what each rank is given.
 
-It travels on an agent's standard input, never on a command line, which other users of a host can
-read.
+Agents receive it on their standard input, and not on a command line, which other users of a host
+can read.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def explicit(env: Mapping[str, str], extra: Sequence[str]) -> dict[str, str]:
 
 
 def defaults(place: Place, cores: int, start_timeout: float) -> dict[str, str]:
-    """What a rank is given where neither the user nor its host's environment sets it.
+    """Return variables for a rank that neither the user nor its host's environment sets.
 
     Args:
         place: the rank's place.

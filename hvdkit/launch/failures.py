@@ -52,7 +52,7 @@ class Failure:
 
     @property
     def doubt(self) -> int:
-        """How much speaks for another rank as the cause, from `_KNOWN` to `_LOST`."""
+        """The likelihood that another rank is the cause, from `_KNOWN` (low) to `_LOST`."""
         lines = list(self.tail)
         starts = [i for i, line in enumerate(lines) if _TRACEBACK in line]
         while len(starts) > 1 and _CHAINED.search("\n".join(lines[starts[-2] : starts[-1]])):

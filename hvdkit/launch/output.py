@@ -1,4 +1,4 @@
-"""What the ranks write: shown with each line's rank, kept in files, and its end remembered."""
+"""Output of the ranks: shown with each line's rank, kept in files, its last lines remembered."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class _Nowhere(io.BytesIO):
 
 
 def _visible(line: bytes) -> bytes:
-    """What a terminal shows of a line in the end: carriage returns begin it anew."""
+    """Return the part of a line that a terminal shows in the end, after its carriage returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 

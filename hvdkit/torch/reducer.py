@@ -127,15 +127,15 @@ class GradientReducer:
         self._resumed: list[ReductionState] = []
 
     def state(self) -> list[dict[str, Any]]:
-        """What must be the same for sums to be the same once more, for each set of gradients.
+        """Return the state needed to resume with bit-identical sums, for each set of gradients.
 
-        The same on every rank.
+        It is the same on every rank.
         """
         found = [known.synchronizer.state for known in self._known.values()]
         return [asdict(state) for state in [*found, *self._resumed] if state is not None]
 
     def adopt_state(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with what `state()` gave, maybe in another process. No collective.
+        """Restore a state returned by `state()`, maybe of another process. Not a collective.
 
         For gradients that have not been reduced yet it counts as soon as they are.
         """
