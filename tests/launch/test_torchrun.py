@@ -13,6 +13,8 @@ from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 
 SECONDS = 100
 
+# What a rank prints is one write: torchrun lets ranks write unbuffered into one pipe.
+
 REDUCE = """
 import os
 import torch
@@ -27,7 +29,7 @@ for _ in range(2):  # a second start finds the same rendezvous
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
-print("place", *place, "and", int(total.item()), flush=True)
+print(" ".join(map(str, ("place", *place, "and", int(total.item())))) + "\\n", end="")
 dist.destroy_process_group()
 """
 
@@ -41,7 +43,7 @@ hvd.init()
 hvd.allreduce(torch.ones(1))
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and hvd.rank() == 1:
     os._exit(1)
-print("reduced", hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), flush=True)
+print(f"reduced {hvd.allreduce(torch.ones(1), op=hvd.Sum).item()}\\n", end="")
 """
 
 ABSENT = """
@@ -54,7 +56,7 @@ if os.environ["RANK"] == "0":
     try:
         torchrun.horovod_variables(timedelta(seconds=2))
     except HvdkitError as error:
-        print(error, flush=True)
+        print(f"{error}\\n", end="")
 """
 
 
@@ -96,7 +98,7 @@ def test_ranks_of_torchrun_reduce(engine, tmp_path, port, rendezvous):
 
 
 def test_init_with_a_list_of_ranks(engine, tmp_path):
-    program = "import hvdkit.torch as hvd; hvd.init([0, 1]); print(hvd.size(), flush=True)"
+    program = "import hvdkit.torch as hvd; hvd.init([0, 1]); print(f'{hvd.size()}\\n', end='')"
     assert run(program, tmp_path, "--standalone", "--nproc-per-node", 2) == ["2", "2"]
 
 
@@ -123,7 +125,7 @@ def test_a_rank_that_does_not_come_is_named(engine, tmp_path):
 
 
 def test_one_rank_of_torchrun_needs_nobody(engine, tmp_path):
-    program = "import hvdkit.torch as hvd; hvd.init(); print(hvd.size(), flush=True)"
+    program = "import hvdkit.torch as hvd; hvd.init(); print(f'{hvd.size()}\\n', end='')"
     assert run(program, tmp_path, "--standalone", "--nproc-per-node", 1) == ["1"]
 
 
@@ -135,7 +137,7 @@ from hvdkit.errors import HvdkitError
 try:
     hvd.init()
 except HvdkitError as error:
-    print(error, flush=True)
+    print(f"{error}\\n", end="")
 """
     lines = run(program, tmp_path, "--standalone", "--nproc-per-node", 2)
     assert len(lines) == 2
