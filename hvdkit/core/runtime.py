@@ -23,7 +23,7 @@ _SIZE_VARIABLES = (
     "SLURM_STEP_NUM_TASKS",
 )
 
-# What torchrun tells the processes that it starts, and nobody else.
+# Variables that only processes started by torchrun have all of.
 _TORCHRUN = frozenset(
     {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 )
@@ -173,8 +173,8 @@ class Runtime:
         Beyond that, a collective that not all ranks enter ends the job after half an hour instead
         of never (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS and its relatives, where set, win), and a
         plain `python script.py` is a job of one rank that needs neither MPI nor a network. Ranks
-        that torchrun started find each other through its store. Of
-        several ranks on a host, each works on the GPU of its local rank, unless the script chooses.
+        that torchrun started find each other through its store. Of several ranks on a host, each
+        works on the GPU of its local rank, unless the script chooses.
 
         Raises:
             HvdkitError: a launcher started several processes, and they did not become one job.

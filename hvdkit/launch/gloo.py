@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from hvdkit.launch import environment, preflight, prepare
+from hvdkit.launch import environment, network, preflight, prepare
 from hvdkit.launch.agents import Agents
 from hvdkit.launch.connection import agent_command
 from hvdkit.launch.hosts import Host
@@ -113,13 +113,11 @@ def by_hand(
         address: this machine's, for the rendezvous.
         on_host: the command that runs these words on that host.
     """
-    with RendezvousServer(address) as server:
-        port = server.port  # free again in a moment, like any that a person would choose
+    port = network.free_port(address)
     rendezvous = [sys.executable, "-m", "hvdkit.rendezvous", address, str(port)]
     lines = ["", "To start the same ranks by hand:", f"  {shlex.join(rendezvous)} &"]
     places = place_variables(plan, address, port)
-    with RendezvousServer(address) as server:
-        master = (interfaces[plan.places[0].host].address, server.port)
+    master = (interfaces[plan.places[0].host].address, network.free_port(address))
     ranks = prepare.rank_messages(
         plan, facts, settings, interfaces, places, master if settings.torch_env else None
     )

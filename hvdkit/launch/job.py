@@ -272,9 +272,7 @@ class Job:
         if self._failures:
             return self._failure()
         # The ranks of an orderly stop may end as they like, or have to be killed.
-        stopped = self._stopped_by is not None and (self._problem or any(self._ends.values()))
-        if stopped:
-            assert self._stopped_by is not None
+        if self._stopped_by is not None and (self._problem or any(self._ends.values())):
             return self._ended_by(self._stopped_by, 128 + self._stopped_by)
         return Outcome(1, self._problem) if self._problem else Outcome(0)
 

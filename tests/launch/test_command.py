@@ -31,9 +31,7 @@ def python(code):
 
 
 def test_ranks_reduce():
-    engine = installed()
-    if engine is None or "torch" not in engine.frameworks:
-        pytest.skip("no Horovod for torch here: run `hvdkit build`")
+    skip_where_unsupported(Configuration("torch", "gloo", 2))
     code = (
         "import torch, hvdkit.torch as hvd; hvd.init();"
         "print(float(hvd.allreduce(torch.tensor(rank + 1.0), op=hvd.Sum)))"
@@ -244,9 +242,7 @@ def test_the_rank_that_others_have_lost_is_blamed(seconds):
 
 
 def test_a_real_job_blames_the_rank_that_raised():
-    engine = installed()
-    if engine is None or "torch" not in engine.frameworks:
-        pytest.skip("no Horovod for torch here: run `hvdkit build`")
+    skip_where_unsupported(Configuration("torch", "gloo", 4))
     code = (
         "import torch, hvdkit.torch as hvd; hvd.init(); hvd.allreduce(torch.ones(1));"
         "raise_(ValueError('bad data')) if rank == 1 else hvd.allreduce(torch.ones(1))"
