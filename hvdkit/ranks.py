@@ -312,7 +312,10 @@ def start_gloo(
             [
                 RankCommand(
                     command,
-                    base | gloo_environment(rank, size, server.address, server.port, interface),
+                    base
+                    | gloo_environment(
+                        rank, size, server.address, server.port, interface, key=server.key
+                    ),
                 )
                 for rank in range(size)
             ],

@@ -1,9 +1,15 @@
-"""How the Gloo ranks of one job find each other: a small key-value server.
+"""The HTTP server through which the Gloo ranks of one job find each other.
 
-Horovod's launcher has one of its own, in a package that loads much else; this one speaks the same
-protocol, which Horovod's C++ `HTTPStore` defines: GET, PUT and DELETE of /scope/key.
+Ranks with hvdkit's engine exchange their addresses mesh by mesh (`hvdkit.mesh`), and show the job's
+key. Other engines use the protocol of Horovod's C++ `HTTPStore`: GET, PUT and DELETE of /scope/key.
+What they store there is kept apart, so a stranger cannot lead ranks that have the key astray.
 """
 
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
 import signal
 import socket
 import sys
@@ -15,24 +21,35 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
-#: Where each rank of a job puts its address first of all, under its rank.
-_GLOBAL_SCOPE = "/global/"
+from hvdkit.mesh import GLOBAL_SCOPE, Incomplete, Meshes, Place
+
+#: Has the job's key, in the environment of its ranks.
+KEY = "HVDKIT_RENDEZVOUS_KEY"
+
+# Followed by size.attempt.rank.scope.
+_MESH_PREFIX = "/mesh/"
 
 #: Bytes. A rank's value has an address of some 140 bytes for every other rank.
 _LARGEST_VALUE = 64_000_000
+#: Bytes of all values together that are stored without the key.
+_LARGEST_STORE = 1_000_000_000
 #: Seconds from the begin to the end of a request.
 _REQUEST_SECONDS = 60.0
 _MOST_CONNECTIONS = 4096
 
 
-class _KeyValueHandler(BaseHTTPRequestHandler):
-    """GET, PUT and DELETE of /scope/key, as Horovod's C++ HTTPStore asks for them."""
+class _Handler(BaseHTTPRequestHandler):
+    """Answers to ranks: /mesh/size.attempt.rank.scope to those that have the key, /scope/key to all."""
 
     timeout = 10  # seconds without a byte after which a connection is dropped
-    server: "_KeyValueServer"
+    server: _Server
 
     def do_GET(self) -> None:
+        if self._is_of_mesh():
+            self._get_of_mesh()
+            return
         with self.server.lock:
             value = self.server.values.get(self.path)
         self._answer(HTTPStatus.NOT_FOUND if value is None else HTTPStatus.OK, value or b"")
@@ -48,10 +65,10 @@ class _KeyValueHandler(BaseHTTPRequestHandler):
         value = self.rfile.read(int(length))
         if len(value) < int(length):
             return  # the client has gone amid its value
-        with self.server.lock:
-            self.server.values[self.path] = value
-            self.server.seen.add(self.path)
-        self._answer(HTTPStatus.OK)
+        if self._is_of_mesh():
+            self._put_of_mesh(value)
+        else:
+            self._answer(self.server.store(self.path, value))
 
     def do_DELETE(self) -> None:
         # Each rank deletes its own key once all have connected, so that a later init on the same
@@ -60,29 +77,83 @@ class _KeyValueHandler(BaseHTTPRequestHandler):
             self.server.values.pop(self.path, None)
         self._answer(HTTPStatus.OK)
 
+    def _is_of_mesh(self) -> bool:
+        return self.server.key is not None and self.path.startswith(_MESH_PREFIX)
+
+    def _put_of_mesh(self, value: bytes) -> None:
+        place = self._place()
+        if place is None:
+            return
+        try:
+            self.server.meshes.put(place, value)
+        except ValueError as error:
+            self._answer(HTTPStatus.BAD_REQUEST, str(error).encode())
+        else:
+            self._answer(HTTPStatus.OK)
+
+    def _get_of_mesh(self) -> None:
+        place = self._place()
+        if place is None:
+            return
+        milliseconds = urlsplit(self.path).query
+        seconds = int(milliseconds) / 1000 if _is_number(milliseconds) else 0.0
+        self.server.allow(self.connection, seconds + _REQUEST_SECONDS)
+        try:
+            addresses = self.server.meshes.get(place, seconds)
+        except LookupError:
+            self._answer(HTTPStatus.GONE, b"the server does not know this rank's addresses")
+        except Incomplete as error:
+            self._answer(HTTPStatus.REQUEST_TIMEOUT, str(error).encode())
+        else:
+            self._answer(HTTPStatus.OK, addresses)
+            self.server.meshes.left(place)
+
+    def _place(self) -> Place | None:
+        """Return the place that the path names, for one who has the key; else answer."""
+        given = self.headers.get("Authorization", "").encode(errors="replace")
+        if not hmac.compare_digest(given, f"Bearer {self.server.key}".encode()):
+            self._answer(HTTPStatus.FORBIDDEN, f"this is not the job's key ({KEY})".encode())
+            return None
+        named = urlsplit(self.path).path.removeprefix(_MESH_PREFIX)
+        size, attempt, rank, scope = (named.split(".", 3) + [""] * 3)[:4]
+        if not (_is_number(size) and _is_number(rank) and int(size) > 1 and attempt and scope):
+            self._answer(HTTPStatus.BAD_REQUEST)
+            return None
+        return Place(scope, int(size), int(rank), attempt)
+
     def _answer(self, status: HTTPStatus, body: bytes = b"") -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
+    def send_response(self, code: int, message: str | None = None) -> None:
+        """Send the status alone, without a date and the server's name."""
+        self.send_response_only(code, message)
+
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing: ranks poll for keys, a line each time would drown their own output."""
 
 
-class _KeyValueServer(ThreadingHTTPServer):
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
+class _Server(ThreadingHTTPServer):
     """Serves ranks, and bounds what a stranger can take: connections, their length, memory."""
 
     daemon_threads = False  # server_close then joins the handlers: no thread is left behind
-    request_queue_size = 1024  # all ranks of a job connect at once
+    request_queue_size = 4096  # all ranks of a job connect at once
 
-    def __init__(self, address: str, port: int) -> None:
+    def __init__(self, address: str, port: int, key: str | None) -> None:
         self.lock = threading.Lock()
+        self.key = key
+        self.meshes = Meshes()
         self.values: dict[str, bytes] = {}
         self.seen: set[str] = set()
-        # Of each open connection, when it began.
+        # Of each open connection, when it is cut.
         self._open: dict[Any, float] = {}
-        super().__init__((address, port), _KeyValueHandler)
+        super().__init__((address, port), _Handler)
 
     def server_bind(self) -> None:
         """Bind, without asking a name server for this machine's name as HTTPServer does."""
@@ -93,7 +164,7 @@ class _KeyValueServer(ThreadingHTTPServer):
         with self.lock:
             full = len(self._open) >= _MOST_CONNECTIONS
             if not full:
-                self._open[request] = time.monotonic()
+                self._open[request] = time.monotonic() + _REQUEST_SECONDS
         if full:
             super().shutdown_request(request)
         else:
@@ -106,32 +177,54 @@ class _KeyValueServer(ThreadingHTTPServer):
 
     def service_actions(self) -> None:
         """Cut connections that have taken too long, which a client keeps alive byte by byte."""
-        oldest = time.monotonic() - _REQUEST_SECONDS
+        now = time.monotonic()
         with self.lock:
-            late = [request for request, began in self._open.items() if began < oldest]
+            late = [request for request, end in self._open.items() if end < now]
         for request in late:
             with suppress(OSError):
                 request.shutdown(socket.SHUT_RDWR)
+
+    def allow(self, request: Any, seconds: float) -> None:
+        """Let a connection stay open for so long from now on."""
+        with self.lock:
+            self._open[request] = time.monotonic() + seconds
+
+    def store(self, path: str, value: bytes) -> HTTPStatus:
+        """Keep a value of one who does not show the key."""
+        with self.lock:
+            others = sum(len(kept) for at, kept in self.values.items() if at != path)
+            if others + len(value) > _LARGEST_STORE:
+                return HTTPStatus.INSUFFICIENT_STORAGE
+            self.values[path] = value
+            self.seen.add(path)
+        return HTTPStatus.OK
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: a client that has gone is its own affair."""
 
 
 class RendezvousServer:
-    """The key-value server through which the Gloo ranks of one job find each other.
+    """The server through which the Gloo ranks of one job find each other.
 
     Args:
         address: the address of this machine to listen on; ranks must be able to reach it.
         port: where to listen; 0 takes a free one.
+        key: what ranks show for the quick exchange; default a new one, None where there is none.
+
+    Attributes:
+        address: where it listens.
+        port: likewise.
+        key: the key of the job, for `gloo_environment`.
 
     Example:
         with RendezvousServer("10.0.0.1") as server:
             print(server.port)
     """
 
-    def __init__(self, address: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, address: str = "127.0.0.1", port: int = 0, key: str | None = "") -> None:
         self.address = address
-        self._server = _KeyValueServer(address, port)
+        self.key = secrets.token_hex(16) if key == "" else key
+        self._server = _Server(address, port, self.key)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever,
@@ -142,15 +235,20 @@ class RendezvousServer:
         self._thread.start()
 
     def registered(self) -> set[int]:
-        """The ranks that have come to the job's first meeting."""
+        """Return the ranks that have come to the job's first mesh."""
+        return self._server.meshes.registered() | self.without_key()
+
+    def without_key(self) -> set[int]:
+        """Return the ranks among them whose engine cannot show the key."""
+        prefix = f"/{GLOBAL_SCOPE}/"
         with self._server.lock:
-            paths = set(self._server.seen)
-        keys = (path.removeprefix(_GLOBAL_SCOPE) for path in paths)
-        return {int(key) for key in keys if key.isascii() and key.isdigit()}
+            keys = [path.removeprefix(prefix) for path in self._server.seen]
+        return {int(key) for key in keys if _is_number(key)}
 
     def close(self) -> None:
         """Stop serving and free the port. May be called again."""
         if self._thread.is_alive():
+            self._server.meshes.close()
             self._server.shutdown()
             self._thread.join()
             self._server.server_close()
@@ -178,12 +276,14 @@ def gloo_environment(
     local_size: int | None = None,
     cross_rank: int = 0,
     cross_size: int = 1,
+    key: str | None = None,
 ) -> dict[str, str]:
-    """The variables that tell a process its place in a Gloo job of `size` ranks.
+    """Return the variables that tell a process its place in a Gloo job of `size` ranks.
 
-    Without `local_rank` and `local_size` all ranks are taken to be on one host.
+    Without `local_rank` and `local_size` all ranks are taken to be on one host. `key` is the
+    server's.
     """
-    return {
+    place = {
         "HOROVOD_RANK": str(rank),
         "HOROVOD_SIZE": str(size),
         "HOROVOD_LOCAL_RANK": str(rank if local_rank is None else local_rank),
@@ -197,12 +297,16 @@ def gloo_environment(
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous_address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(rendezvous_port),
     }
+    return place if key is None else place | {KEY: key}
 
 
 def main() -> None:
-    """`python -m hvdkit.rendezvous ADDRESS PORT`: serve ranks that are started by hand."""
+    """`python -m hvdkit.rendezvous ADDRESS PORT`: serve ranks that are started by hand.
+
+    They show a key where the environment has one (HVDKIT_RENDEZVOUS_KEY).
+    """
     address, port = sys.argv[1:]
-    with RendezvousServer(address, int(port)):
+    with RendezvousServer(address, int(port), os.environ.get(KEY)):
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
 
 

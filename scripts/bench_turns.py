@@ -515,7 +515,9 @@ class Job:
                         "cross_rank": i,
                         "cross_size": HOSTS,
                     }
-                gloo = gloo_environment(rank, self._size, server.address, server.port, **place)
+                gloo = gloo_environment(
+                    rank, self._size, server.address, server.port, key=server.key, **place
+                )
                 gloo["GLOO_SOCKET_IFNAME"] = gloo["HOROVOD_GLOO_IFACE"]
                 commands.append(RankCommand(command, self._environment | gloo))
             self._group = start_ranks(commands, on_stop=[server.close])

@@ -1,17 +1,30 @@
 import http.client
+import os
+import resource
 import socket
+import subprocess
+import sys
 import time
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from hvdkit import rendezvous
+from hvdkit.engine.describe import installed
+from hvdkit.engine.toolchain import find_compiler
+from hvdkit.processes import without_place
+from hvdkit.ranks import RankCommand, start_ranks
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
+DRIVER = Path(__file__).parent / "engine" / "mesh_rendezvous_driver.cc"
 
-def request(server, method, path, body=None):
+
+def request(server, method, path, body=None, key=None):
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     connection = http.client.HTTPConnection(server.address, server.port, timeout=5)
     try:
-        connection.request(method, path, body)
+        connection.request(method, path, body, headers)
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:
@@ -108,3 +121,233 @@ def test_gloo_environment_of_a_rank_on_the_second_of_two_hosts():
     assert env["HOROVOD_HOSTNAME"] == "b"
     assert env["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.0.0.1"
     assert env["HOROVOD_CONTROLLER"] == "gloo"
+    assert rendezvous.KEY not in env
+    assert gloo_environment(0, 1, "10.0.0.1", 99, key="secret")[rendezvous.KEY] == "secret"
+
+
+# The exchange mesh by mesh
+
+
+def test_two_ranks_exchange_addresses():
+    with RendezvousServer() as server:
+        for rank, value in ((0, b"of 0"), (1, b"of 1")):
+            path = f"/mesh/2.abc.{rank}.global"
+            assert request(server, "PUT", path, value, server.key) == (200, b"")
+        assert server.registered() == {0, 1}
+        assert server.without_key() == set()
+        for rank, value in ((0, b"of 1"), (1, b"of 0")):
+            path = f"/mesh/2.abc.{rank}.global?1000"
+            assert request(server, "GET", path, key=server.key) == (200, value)
+
+
+@pytest.mark.parametrize("key", [None, "", "0" * 32, "\xff"])
+def test_one_without_the_key_cannot_join_a_mesh(key):
+    with RendezvousServer() as server:
+        status, said = request(server, "PUT", "/mesh/2.abc.0.global", b"mine", key)
+        assert (status, said) == (403, b"this is not the job's key (HVDKIT_RENDEZVOUS_KEY)")
+        assert server.registered() == set()
+        # Nor with the protocol that everybody may use.
+        assert request(server, "PUT", "/global/0", b"mine") == (200, b"")
+        assert server.without_key() == {0}
+        request(server, "PUT", "/mesh/2.abc.1.global", b"of 1", server.key)
+        status, said = request(server, "GET", "/mesh/2.abc.1.global?10", key=server.key)
+        assert status == 408
+        assert said.startswith(b"rank 0 of 2 did not come to the mesh 'global' within 0.01 s")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("PUT", "/mesh/", 400),
+        ("PUT", "/mesh/2.abc.0", 400),
+        ("PUT", "/mesh/1.abc.0.global", 400),
+        ("PUT", "/mesh/2.abc.2.global", 400),
+        ("PUT", "/mesh/2.abc.-1.global", 400),
+        ("PUT", "/mesh/99999999999.abc.1.global", 400),
+        ("GET", "/mesh/2.abc.0.global?1", 410),
+        ("GET", "/mesh/2.abc.0.global?soon", 410),
+    ],
+)
+def test_bad_requests_for_a_mesh(method, path, status):
+    with RendezvousServer() as server:
+        assert request(server, method, path, b"x", server.key)[0] == status
+
+
+def test_a_rank_may_wait_longer_than_a_request_takes(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_REQUEST_SECONDS", 0.3)
+    with RendezvousServer() as server:
+        request(server, "PUT", "/mesh/2.abc.0.global", b"x", server.key)
+        assert request(server, "GET", "/mesh/2.abc.0.global?1500", key=server.key)[0] == 408
+
+
+def test_strangers_cannot_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_LARGEST_STORE", 100)
+    with RendezvousServer() as server:
+        assert request(server, "PUT", "/a/0", b"x" * 90) == (200, b"")
+        assert request(server, "PUT", "/a/0", b"y" * 90) == (200, b"")
+        assert request(server, "PUT", "/a/1", b"x" * 20)[0] == 507
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    """The engine's client for many ranks at once, without the engine."""
+    program = tmp_path_factory.mktemp("driver") / "driver"
+    flags = ("-O2", "-std=c++17", "-pthread", "-Wall", "-Wextra", "-Werror")
+    subprocess.run([find_compiler().path, *flags, str(DRIVER), "-o", str(program)], check=True)
+    return str(program)
+
+
+def play(driver, server, size, first, last, seconds=30, key=None):
+    where = [server.address, str(server.port), key or server.key, "global"]
+    return subprocess.Popen(
+        [driver, *where, *map(str, (size, first, last, seconds))],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("size", [2, 200, pytest.param(1024, marks=pytest.mark.long)])
+def test_many_ranks_get_the_right_addresses(driver, size):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 2 * size + 100)), hard))
+    try:
+        with RendezvousServer() as server:
+            middle = size // 2
+            parts = [
+                play(driver, server, size, first, last)
+                for first, last in ((0, middle), (middle, size))
+            ]
+            assert [part.communicate(timeout=60)[1] for part in parts] == ["", ""]
+            assert [part.returncode for part in parts] == [0, 0]
+            assert server.registered() == set(range(size))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_client_says_what_is_wrong(driver):
+    with RendezvousServer() as server:
+        late = play(driver, server, 4, 1, 3, seconds=1)
+        other = play(driver, server, 4, 0, 1, key="another")
+        assert "rank 0: rendezvous at 127.0.0.1" in (said := other.communicate(timeout=20)[1])
+        assert "this is not the job's key" in said
+        said = late.communicate(timeout=20)[1].splitlines()
+        assert len(said) == 2
+        # The second to give up misses the first one, too.
+        assert any("ranks 0, 3 of 4 did not come to the mesh 'global'" in line for line in said)
+    gone = play(driver, server, 4, 0, 1, seconds=1)
+    assert "Connection refused" in gone.communicate(timeout=20)[1]
+
+
+def test_the_client_waits_for_a_server_that_comes_late(driver):
+    with RendezvousServer() as server:
+        pass
+    ranks = play(driver, server, 2, 0, 2)
+    time.sleep(0.5)
+    with RendezvousServer(port=server.port, key=server.key):
+        assert ranks.communicate(timeout=20)[1] == ""
+    assert ranks.returncode == 0
+
+
+# With the engine
+
+
+def needs_the_engine():
+    engine = installed()
+    if engine is None or "gloo" not in (engine.controllers or ()):
+        pytest.skip("no engine with Gloo here: hvdkit build")
+
+
+def start(server, code, size=2, hosts=1, **variables):
+    """Ranks that run `code`, as if on several hosts."""
+    per_host = size // hosts
+    base = without_place(os.environ) | {"OMP_NUM_THREADS": "1"}
+    commands = []
+    for rank in range(size):
+        place = gloo_environment(
+            rank,
+            size,
+            server.address,
+            server.port,
+            hostname=f"host{rank // per_host}",
+            local_rank=rank % per_host,
+            local_size=per_host,
+            cross_rank=rank // per_host,
+            cross_size=hosts,
+            key=server.key,
+        )
+        commands.append(RankCommand([sys.executable, "-c", code], base | place | variables))
+    return start_ranks(commands)
+
+
+RANK_THAT_ENTERS = """
+import psutil, torch
+import horovod.torch as hvd
+for _ in range(2):
+    hvd.init()
+    peers = [c for c in psutil.Process().net_connections("tcp") if c.status == "ESTABLISHED"]
+    total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum)
+    print(hvd.size(), hvd.local_rank(), hvd.cross_rank(), int(total), len(peers), flush=True)
+    hvd.shutdown()
+"""
+
+
+def test_each_rank_asks_twice_per_mesh(monkeypatch):
+    needs_the_engine()
+    asked = Counter()
+    answer = rendezvous._Handler.send_response
+
+    def counted(self, code, message=None):
+        asked[self.command, self.path.partition("?")[0].rpartition(".")[2], int(code)] += 1
+        answer(self, code, message)
+
+    monkeypatch.setattr(rendezvous._Handler, "send_response", counted)
+    with RendezvousServer() as server:
+        group = start(server, RANK_THAT_ENTERS, size=4, hosts=2)
+        results = group.wait(timeout=120)
+    for rank, result in enumerate(results):
+        # Connected with three in the mesh of all, and one each in those of host and local rank.
+        assert result.output.splitlines()[-2:] == [f"4 {rank % 2} {rank // 2} 10 5"] * 2
+    scopes = ("global", "local_host0", "local_host1", "cross_0", "cross_1")
+    ranks = dict.fromkeys(scopes, 2) | {"global": 4}
+    assert asked == {
+        (method, scope, 200): 2 * ranks[scope] for method in ("GET", "PUT") for scope in scopes
+    }
+
+
+RANK_THAT_WAITS = """
+import horovod.torch as hvd
+try:
+    hvd.init()
+except Exception as error:
+    print(type(error).__name__, flush=True)
+"""
+
+
+def test_a_rank_that_waits_in_vain_raises():
+    needs_the_engine()
+    with RendezvousServer() as server:
+        base = without_place(os.environ) | {"HOROVOD_GLOO_TIMEOUT_SECONDS": "1"}
+        env = base | gloo_environment(0, 2, server.address, server.port, key=server.key)
+        done = subprocess.run(
+            [sys.executable, "-c", RANK_THAT_WAITS],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "ValueError"
+    assert "rank 1 of 2 did not come to the mesh 'global' within" in done.stderr
+
+
+@pytest.mark.parametrize("key", [None, "of our own job"], ids=["other server", "other key"])
+def test_ranks_of_an_engine_without_this_exchange(key):
+    """They ask as Horovod does, where the server does not know the exchange or they no key."""
+    needs_the_engine()
+    inherited = {} if key is not None else {rendezvous.KEY: "of an outer job"}
+    with RendezvousServer(key=key) as server:
+        server.key = None  # not given to the ranks
+        results = start(server, RANK_THAT_ENTERS, **inherited).wait(timeout=120)
+        assert [r.output.splitlines()[-1].split()[3] for r in results] == ["3", "3"]
+        assert server.without_key() == server.registered() == {0, 1}

@@ -20,7 +20,7 @@ from hvdkit.errors import HvdkitError
 HOROVOD_VERSION = "0.28.1"
 
 #: Part of the version of what we build (`0.28.1+hvdkit.N`). Raise it whenever the table changes.
-REVISION = 5
+REVISION = 6
 
 _UPSTREAM = "https://github.com/horovod/horovod"
 
@@ -374,6 +374,88 @@ FIXES: tuple[Fix, ...] = (
                 "  device_attr.ai_family = AF_UNSPEC;\n"
                 "  auto dev = CreateDevice(device_attr);\n\n"
                 "  global_ctx = global_context.ctx;\n",
+            ),
+        ),
+    ),
+    Fix(
+        name="gloo-mesh-rendezvous",
+        repairs="each rank asks the rendezvous for the addresses of all others, mesh by mesh: N² "
+        "requests, and values of N addresses sent N times (docs/running.md has figures). With "
+        "hvdkit's server it takes two requests per rank and mesh, and strangers are kept out",
+        source="measured; gloo/rendezvous/context.cc",
+        proof="tests/test_rendezvous.py::test_each_rank_asks_twice_per_mesh",
+        adds={
+            "horovod/common/gloo/mesh_rendezvous.h": "mesh_rendezvous.h",
+            "horovod/common/gloo/mesh_context.h": "mesh_context.h",
+        },
+        edits=(
+            Edit(
+                "horovod/common/gloo/gloo_context.cc",
+                '#include "memory_store.h"\n',
+                '#include "memory_store.h"\n#include "mesh_context.h"\n',
+            ),
+            Edit(
+                "horovod/common/gloo/gloo_context.cc",
+                "  std::unique_ptr<GlooStore> store;\n",
+                '  const char* key = std::getenv("HVDKIT_RENDEZVOUS_KEY");\n'
+                "  if (server_addr_env != nullptr && key != nullptr) {\n"
+                "    auto mesh = std::make_shared<hvdkit::MeshContext>(rank, size, timeout);\n"
+                "    if (mesh->connect(server_addr_env, server_port, key, prefix, dev)) {\n"
+                "      gloo::BarrierOptions opts(mesh);\n"
+                "      opts.setTimeout(timeout);\n"
+                "      gloo::barrier(opts);\n"
+                "      return mesh;\n"
+                "    }\n"
+                "  }\n"
+                "  std::unique_ptr<GlooStore> store;\n",
+            ),
+        ),
+    ),
+    Fix(
+        name="gloo-one-global-mesh",
+        repairs="the global process set connects all ranks a second time, though they are "
+        "connected: twice the time, the sockets and the ports",
+        source="reading GlooContext::InitializeForProcessSet",
+        proof="tests/test_rendezvous.py::test_each_rank_asks_twice_per_mesh",
+        edits=(
+            Edit(
+                "horovod/common/gloo/gloo_context.cc",
+                "  std::vector<int> ranks;\n  if (registered_ranks.empty()) {\n",
+                "  if (registered_ranks.empty()) {\n"
+                "    // The global process set.\n"
+                "    ctx = global_context.ctx;\n"
+                "    local_ctx = global_context.local_ctx;\n"
+                "    cross_ctx = global_context.cross_ctx;\n"
+                "    return;\n"
+                "  }\n\n"
+                "  std::vector<int> ranks;\n  if (registered_ranks.empty()) {\n",
+            ),
+        ),
+    ),
+    Fix(
+        name="gloo-failed-start",
+        repairs="a rank that cannot connect with the others aborts, with a core dump, instead of "
+        "raising in hvd.init()",
+        source="reading BackgroundThreadLoop, which starts Gloo outside of its try block",
+        proof="tests/test_rendezvous.py::test_a_rank_that_waits_in_vain_raises",
+        edits=(
+            Edit(
+                "horovod/common/operations.cc",
+                "    global_gloo_context.Initialize(ParseGlooIface());\n",
+                "    try {\n"
+                "      global_gloo_context.Initialize(ParseGlooIface());\n"
+                "    } catch (const std::exception& ex) {\n"
+                '      LOG(ERROR) << "Horovod could not be initialized: " << ex.what();\n'
+                "      global_gloo_context.Finalize();\n"
+                "      state.initialization_failed = true;\n"
+                "      return;\n"
+                "    }\n",
+            ),
+            Edit(
+                "horovod/common/operations.cc",
+                "    // Reset initialization flag\n",
+                "    // Reset initialization flag\n"
+                "    horovod_global.initialization_failed = false;\n",
             ),
         ),
     ),

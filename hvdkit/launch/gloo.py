@@ -19,11 +19,21 @@ from hvdkit.launch.plan import Place, Plan
 from hvdkit.launch.prepare import Settings
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
+#: Ranks, from which on an engine without hvdkit's rendezvous takes many seconds to start.
+SLOW_SIZE = 32
+
 
 def place_variables(
-    plan: Plan, address: str, port: int
+    plan: Plan, address: str, port: int, key: str | None = None
 ) -> Callable[[Place, Interface], dict[str, str]]:
-    """What tells a rank its place in a job whose rendezvous is at `address` and `port`."""
+    """Return a function that gives a rank the variables for its place.
+
+    Args:
+        plan: the job.
+        address: where its rendezvous is.
+        port: likewise.
+        key: what the ranks show there.
+    """
 
     def variables(place: Place, interface: Interface) -> dict[str, str]:
         return gloo_environment(
@@ -37,9 +47,33 @@ def place_variables(
             place.local_size,
             place.cross_rank,
             place.cross_size,
+            key,
         )
 
     return variables
+
+
+def registered(
+    server: RendezvousServer, size: int, say: Callable[[str], None]
+) -> Callable[[], set[int]]:
+    """Return a function that gives the ranks that have come to the rendezvous.
+
+    The function warns once of an engine that is slow to start at this size.
+    """
+    warned = False
+
+    def ranks() -> set[int]:
+        nonlocal warned
+        old = server.without_key()
+        if old and size >= SLOW_SIZE and not warned:
+            warned = True
+            say(
+                f"the engine of rank {min(old)} asks for the addresses of {size} ranks one by one, "
+                f"which takes long: build a newer one there with `hvdkit build`"
+            )
+        return server.registered()
+
+    return ranks
 
 
 def run(plan: Plan, settings: Settings, output: Output, say: Callable[[str], None]) -> Outcome:
@@ -61,12 +95,13 @@ def run(plan: Plan, settings: Settings, output: Output, say: Callable[[str], Non
         with RendezvousServer(address) as server:
             door = (address, server.port)
             preflight.before_start(agents, interfaces, plan, settings, door, say)
-            places = place_variables(plan, *door)
+            places = place_variables(plan, *door, server.key)
             master = prepare.master(agents, plan, interfaces, settings)
             ranks = prepare.rank_messages(plan, facts, settings, interfaces, places, master)
             for connection in agents.connections:
                 connection.send("start", ranks=ranks[connection.host])
-            return Job(plan, agents, output, settings.limits, server.registered, say).run()
+            come = registered(server, plan.size, say)
+            return Job(plan, agents, output, settings.limits, come, say).run()
 
 
 def describe(plan: Plan, settings: Settings) -> str:

@@ -21,8 +21,11 @@ from hvdkit.errors import UsageError
 TAIL_LINES = 20
 #: In a larger job than this one only rank 0 is shown.
 SHOWN_RANKS = 16
+#: Bytes. A longer line is shown as several.
+LONGEST_LINE = 1 << 20
 
-_LONGEST_LINE = 65536
+_LONGEST_BAR = 65536
+_LONGEST_TAIL_LINE = 4096
 _CLEAR = b"\r\x1b[2K"
 _DRAW_SECONDS = 0.2
 
@@ -109,10 +112,12 @@ class Output:
         """Take a piece of what `rank` wrote to `stream` ("stdout" or "stderr")."""
         self._keep(rank, data)
         *lines, rest = (self._unfinished.pop((rank, stream), b"") + data).split(b"\n")
-        if len(rest) > _LONGEST_LINE:
+        if len(rest) > _LONGEST_BAR:
             # A progress bar that never ends its line is only its last state.
-            rest = _visible(rest)[-_LONGEST_LINE:]
-        if rest:
+            rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
+        if len(rest) > LONGEST_LINE:
+            lines.append(rest)
+        elif rest:
             self._unfinished[rank, stream] = rest
         self._show(rank, stream, lines)
 
@@ -134,7 +139,7 @@ class Output:
 
     def _show(self, rank: int, stream: str, lines: list[bytes]) -> None:
         visible = [_visible(line) for line in lines]
-        self._tails[rank].extend(map(_decoded, visible))
+        self._tails[rank].extend(_decoded(line[:_LONGEST_TAIL_LINE]) for line in visible)
         if visible and rank in self._shown:
             self._status.clear()
             prefix = b"[%*d] " % (self._width, rank)

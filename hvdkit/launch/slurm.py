@@ -228,9 +228,10 @@ def run(
             _send_start(up, plan, settings, lambda *_: variables)
             return Job(plan, up.agents, output, settings.limits, lambda: everyone, say).run()
         with RendezvousServer(up.address) as server:
-            places = gloo.place_variables(plan, up.address, server.port)
+            places = gloo.place_variables(plan, up.address, server.port, server.key)
             _send_start(up, plan, settings, places)
-            return Job(plan, up.agents, output, settings.limits, server.registered, say).run()
+            come = gloo.registered(server, plan.size, say)
+            return Job(plan, up.agents, output, settings.limits, come, say).run()
 
 
 def _open_mpi_network(interfaces: Mapping[Host, Interface]) -> dict[str, str]:

@@ -130,6 +130,7 @@ def _places(hosts: list[dict[str, Any]]) -> list[dict[str, str]]:
                 sizes[node],
                 across.index(node),
                 len(across),
+                server.key,
             )
         )
     return places

@@ -50,6 +50,19 @@ def test_a_bar_that_never_ends_its_line_does_not_fill_the_memory(streams):
         assert sum(map(len, output._unfinished.values())) < 100_000
 
 
+def test_nothing_of_a_long_line_is_lost(streams):
+    text = bytes(range(97, 123)) * 100_000
+    with Output(1, **streams) as output:
+        for begin in range(0, len(text), 60_000):
+            output.write(0, "stdout", text[begin : begin + 60_000])
+        output.write(0, "stdout", b"\n")
+        assert sum(map(len, output.tail(0))) < 100_000
+    lines = streams["stdout"].getvalue().splitlines()
+    assert b"".join(line.removeprefix(b"[0] ") for line in lines) == text
+    assert len(lines) == 3
+    assert all(line.startswith(b"[0] ") for line in lines)
+
+
 def test_only_the_first_rank_of_a_large_job_is_shown(streams):
     with Output(17, **streams) as output:
         output.write(0, "stdout", b"mine\n")
