@@ -41,7 +41,7 @@ _MOST_CONNECTIONS = 4096
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers to ranks: /mesh/size.attempt.rank.scope to those that have the key, /scope/key to all."""
+    """Answers to ranks: /mesh/… to those that have the key, /scope/key to all."""
 
     timeout = 10  # seconds without a byte after which a connection is dropped
     server: _Server

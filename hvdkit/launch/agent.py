@@ -27,7 +27,7 @@ from typing import Any
 
 import hvdkit
 from hvdkit.errors import HvdkitError
-from hvdkit.launch import messages
+from hvdkit.launch import messages, open_files
 from hvdkit.launch.messages import Message
 from hvdkit.launch.network import own_interfaces, reached_address
 from hvdkit.processes import ProcessGroup, without_place
@@ -182,6 +182,7 @@ class Agent:
                 self._answer(message["question"], message["arguments"])
             case "start":
                 try:
+                    open_files.allow(message["open_files"])
                     for rank in message["ranks"]:
                         self._start(rank)
                 except HvdkitError as error:

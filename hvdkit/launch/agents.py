@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import queue
+import random
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -24,6 +26,11 @@ _QUEUED = 1000
 #: An agent whose launcher hangs up gives its ranks ten seconds.
 _CLOSE_SECONDS = 15.0
 _EXPLAINING = 64
+#: So many ssh processes may be about to connect at the same time, but each for so long at most.
+_CONNECTING = 64
+_CONNECTING_SECONDS = 15.0
+#: After so many seconds an agent whose host refused for a moment is started again.
+_AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 class Agents:
@@ -67,7 +74,15 @@ class Agents:
             python: the Python that runs the agents there.
         """
         for host, local in hosts.items():
+            self._wait_for_room()
             self.connections.append(ProcessConnection(host, local, ssh, python, self.events))
+
+    def _wait_for_room(self) -> None:
+        deadline = time.monotonic() + _CONNECTING_SECONDS
+        while time.monotonic() < deadline:
+            if sum(not (c.greeted or c.ended) for c in self.connections) < _CONNECTING:
+                return
+            time.sleep(0.01)
 
     def next(self, timeout: float) -> Event | None:
         """What an agent says next; None where none says anything for `timeout` seconds."""
@@ -106,14 +121,21 @@ class Agents:
         for connection in self.connections:
             connection.send("task", **task)
         deadline = time.monotonic() + timeout
+        refused = _Refused()
         while len(facts) + len(problems) < len(self.connections):
-            event = self.next(max(0.0, deadline - time.monotonic()))
-            if event is None:
+            event = self.next(max(0.0, min(deadline, refused.due()) - time.monotonic()))
+            for connection in refused.take_due():
+                again = connection.again()
+                again.send("task", **task)
+                self.connections[self.connections.index(connection)] = again
+            if event is None and time.monotonic() >= deadline:
                 break
+            if event is None:
+                continue
             connection, message = event.connection, event.message
             if message["kind"] == "hello":
                 facts[connection] = message
-            elif connection not in facts:
+            elif connection not in facts and not refused.add(connection):
                 problems[connection] = message.get("reason") or connection.explain()
         silent = [c for c in self.connections if c not in facts and c not in problems]
         # Each of them waits a moment for its last words.
@@ -144,6 +166,36 @@ class Agents:
         while not self._stop.wait(messages.ALIVE_SECONDS):
             for connection in list(self.connections):
                 connection.send("alive")
+
+
+class _Refused:
+    """Agents whose hosts refused for a moment: which of them to start again, and when."""
+
+    def __init__(self) -> None:
+        self._tries: Counter[Host] = Counter()
+        self._waiting: list[tuple[float, Connection]] = []
+
+    def add(self, connection: Connection) -> bool:
+        """Take an agent that could not be started; return whether to try it again."""
+        tried = self._tries[connection.host]
+        if tried == len(_AGAIN_SECONDS) or not connection.refused_for_now():
+            return False
+        self._tries[connection.host] += 1
+        # Not all at the same time again.
+        seconds = _AGAIN_SECONDS[tried] * random.uniform(0.5, 1.5)
+        self._waiting.append((time.monotonic() + seconds, connection))
+        return True
+
+    def due(self) -> float:
+        """Return when the next one is to be started; infinite where there is none."""
+        return min((at for at, _ in self._waiting), default=float("inf"))
+
+    def take_due(self) -> list[Connection]:
+        """Return those that are to be started now, and forget them."""
+        now = time.monotonic()
+        found = [connection for at, connection in self._waiting if at <= now]
+        self._waiting = [(at, connection) for at, connection in self._waiting if at > now]
+        return found
 
 
 def _explain(connection: Connection) -> str:

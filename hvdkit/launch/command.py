@@ -24,6 +24,7 @@ from hvdkit.launch import (
     hosts,
     inspection,
     mpi,
+    open_files,
     preflight,
     slurm,
 )
@@ -227,12 +228,23 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(describe())
         return 0
+    _allow_files(plan)
     shown = range(plan.size) if options.all_output else None
     with Output(plan.size, shown, options.output_dir, say=_say) as output:
         outcome = carry_out(output, _say)
     if outcome.report:
         _say(outcome.report)
     return outcome.status
+
+
+def _allow_files(plan: Plan) -> None:
+    """Raise the limit on open files as far as the job needs."""
+    needed = open_files.of_launcher(plan.size, len(plan.hosts))
+    if (limit := open_files.allow(needed)) < needed:
+        _say(
+            f"this process may open {limit:,} files, and may need {needed:,} for a job of "
+            f"{plan.size} ranks; raise the limit (`ulimit -Hn`) if it fails"
+        )
 
 
 def _allocation(options: argparse.Namespace) -> allocation.Allocation | None:

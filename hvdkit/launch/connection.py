@@ -44,11 +44,13 @@ class Connection:
     Attributes:
         host: the agent's host.
         greeted: whether the agent has spoken.
+        ended: whether its line has ended.
     """
 
     def __init__(self, host: Host, orders: int, reports: IO[bytes], events: Events) -> None:
         self.host = host
         self.greeted = False
+        self.ended = False
         self._orders = orders
         self._reports = reports
         self._events = events
@@ -80,6 +82,14 @@ class Connection:
         """Why the agent is not there, and what to do."""
         raise NotImplementedError
 
+    def refused_for_now(self) -> bool:
+        """Return whether the agent could not be started, and may be a moment later."""
+        return False
+
+    def again(self) -> Connection:
+        """Close this line, start the agent again, and return the line to it."""
+        raise NotImplementedError
+
     def _end_orders(self) -> None:
         raise NotImplementedError
 
@@ -90,6 +100,7 @@ class Connection:
                 if self.greeted and line.endswith(b"\n"):
                     self._put(messages.decode(line))
                 self.greeted = self.greeted or line == messages.GREETING
+        self.ended = True
         self._put({"kind": "lost"})
 
     def _put(self, message: Message) -> None:
@@ -136,15 +147,30 @@ class ProcessConnection(Connection):
         self._listener.start()
         super().__init__(host, self._process.stdin.fileno(), self._process.stdout, events)
 
-    def explain(self) -> str:
+    def _last_words(self) -> tuple[int | None, str]:
+        """Return the status of the process and what it wrote last, once both are there."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1)
-        self._listener.join(timeout=1)  # what it said last
-        status, said = self._process.poll(), "\n".join(self._said)
+        self._listener.join(timeout=1)
+        return self._process.poll(), "\n".join(self._said)
+
+    def explain(self) -> str:
+        status, said = self._last_words()
         if self._local:
             last = self._said[-1] if self._said else "it said nothing"
             return f"its agent ended with status {status}: {last}"
         return self._ssh.explain(self.host, status, said, self._python)
+
+    def refused_for_now(self) -> bool:
+        if self._local or self.greeted:
+            return False
+        status, said = self._last_words()
+        return self._ssh.refused_for_now(status, said)
+
+    def again(self) -> Connection:
+        self.hang_up()
+        self.close(timeout=1)
+        return ProcessConnection(self.host, self._local, self._ssh, self._python, self._events)
 
     def close(self, timeout: float) -> None:
         try:

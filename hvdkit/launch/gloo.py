@@ -92,6 +92,7 @@ def run(plan: Plan, settings: Settings, output: Output, say: Callable[[str], Non
     with Agents() as agents:
         facts = prepare.ask_hosts(agents, plan, settings)
         interfaces, address = prepare.choose_network(plan, facts, settings)
+        prepare.warn_of_faster_network(plan, facts, interfaces, settings, say)
         with RendezvousServer(address) as server:
             door = (address, server.port)
             preflight.before_start(agents, interfaces, plan, settings, door, say)
@@ -99,7 +100,7 @@ def run(plan: Plan, settings: Settings, output: Output, say: Callable[[str], Non
             master = prepare.master(agents, plan, interfaces, settings)
             ranks = prepare.rank_messages(plan, facts, settings, interfaces, places, master)
             for connection in agents.connections:
-                connection.send("start", ranks=ranks[connection.host])
+                prepare.start(connection, plan, ranks[connection.host])
             come = registered(server, plan.size, say)
             return Job(plan, agents, output, settings.limits, come, say).run()
 

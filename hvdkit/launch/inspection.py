@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from hvdkit.launch import open_files
 from hvdkit.launch.network import free_port
 
 #: The packages that all hosts must have in the same version.
@@ -43,6 +44,7 @@ def examine(directory: str) -> dict[str, Any]:
         "disk": _free(directory),
         "memory": psutil.virtual_memory().available,
         "gpus": gpus(),
+        "open_files": open_files.largest(),
     }
 
 

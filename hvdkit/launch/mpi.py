@@ -176,6 +176,7 @@ def run(
     with Agents() as agents:
         facts = prepare.ask_hosts(agents, plan, settings)
         interfaces, address = prepare.choose_network(plan, facts, settings)
+        prepare.warn_of_faster_network(plan, facts, interfaces, settings, say)
         door = Door(address, plan.size)
         preflight.before_start(agents, interfaces, plan, settings, door.at, say)
     command = mpirun_command(
@@ -202,7 +203,7 @@ def run(
                 prepare.master(agents, plan, interfaces, settings),
             )
             for rank, connection in enumerate(agents.connections):
-                connection.send("start", ranks=[ranks[rank]])
+                prepare.start(connection, plan, [ranks[rank]])
             everyone = set(range(plan.size))
             return Job(plan, agents, output, settings.limits, lambda: everyone, say).run()
     finally:

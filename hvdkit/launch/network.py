@@ -153,6 +153,26 @@ def choose_interfaces(
     return _reached(hosts)
 
 
+def faster_network(
+    hosts: Mapping[str, HostNetwork], chosen: Mapping[str, Interface]
+) -> tuple[IPv4Network, int, int] | None:
+    """Return a subnet that all hosts are on and that is faster than the chosen one.
+
+    Args:
+        hosts: by name, what each says of its network.
+        chosen: by name, the interface that its ranks use.
+
+    Returns:
+        The subnet, its speed and that of the chosen one, in Mbit/s; None where there is none, or
+        speeds are unknown.
+    """
+    speed = min(interface.speed for interface in chosen.values())
+    best = max(_shared_networks(hosts), key=lambda net: _slowest(hosts, net), default=None)
+    if best is None or speed == 0 or _slowest(hosts, best) <= speed:
+        return None
+    return best, _slowest(hosts, best), speed
+
+
 def _as_told(hosts: Mapping[str, HostNetwork], network: str) -> dict[str, Interface]:
     try:
         subnet: IPv4Network | None = IPv4Network(network, strict=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdkit.errors import HvdkitError
 from hvdkit.findings import ERROR, OK, WARNING, Finding
-from hvdkit.launch import prepare
+from hvdkit.launch import open_files, prepare
 from hvdkit.launch.agents import Agents
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.network import LOOPBACK, Interface
@@ -29,6 +29,8 @@ _SKEW_SECONDS = 2.0
 
 _BANDWIDTH_SECONDS = 2.0
 _NAMED_HOSTS = 4
+#: Of more hosts than these, each tries to reach one less.
+_TRIED_HOSTS = 32
 
 #: What the launcher is called among the hosts.
 _LAUNCHER = "the launcher"
@@ -57,7 +59,7 @@ def before_start(
     """
     if not settings.preflight or len(interfaces) < 2:
         return
-    findings = check(agents, interfaces, plan.directory, door, settings.limits.start)
+    findings = check(agents, interfaces, plan, door, settings.limits.start)
     for finding in findings:
         if finding.status == WARNING:
             say(f"{finding.name}: {finding.found}; {finding.advice}")
@@ -96,16 +98,14 @@ def examine(plan: Plan, settings: Settings, bandwidth: bool = False) -> list[Fin
             interfaces, address = prepare.choose_network(plan, by_host, settings)
             with RendezvousServer(address) as server:
                 door = (address, server.port)
-                findings += check(
-                    agents, interfaces, plan.directory, door, settings.limits.start, bandwidth
-                )
+                findings += check(agents, interfaces, plan, door, settings.limits.start, bandwidth)
     return findings
 
 
 def check(
     agents: Agents,
     interfaces: Mapping[Host, Interface],
-    directory: str,
+    plan: Plan,
     door: tuple[str, int],
     timeout: float,
     bandwidth: bool = False,
@@ -115,7 +115,7 @@ def check(
     Args:
         agents: they have been contacted.
         interfaces: by host, what its ranks would talk over.
-        directory: where they would run.
+        plan: how many ranks would run, and where.
         door: an address and port of this machine that they have to reach.
         timeout: seconds that the hosts may take for each question.
         bandwidth: also measure how fast the first two talk to each other.
@@ -125,7 +125,7 @@ def check(
     """
     asked = _Asked(agents, timeout)
     skews = _skews(asked)
-    found = asked.all("examine", {"directory": directory})
+    found = asked.all("examine", {"directory": plan.directory})
     return [
         *_versions(found),
         _network(interfaces),
@@ -135,7 +135,8 @@ def check(
         _clocks(skews),
         _amount(found, "shared_memory", "/dev/shm", _SHM_BYTES, "mount a larger tmpfs there"),
         _amount(found, "memory", "free memory", _MEMORY_BYTES, "see what else runs there"),
-        _amount(found, "disk", "free disk", _DISK_BYTES, f"make room under {directory}"),
+        _amount(found, "disk", "free disk", _DISK_BYTES, f"make room under {plan.directory}"),
+        _open_files(found, plan.size),
         _gpus(found),
     ]
 
@@ -243,8 +244,8 @@ def _ways(asked: _Asked, targets: Mapping[str, tuple[str, int]]) -> Finding:
     answers = asked.each(
         "connect",
         {
-            host: {"targets": {name: to for name, to in targets.items() if name != host.name}}
-            for host in asked.hosts
+            host: {"targets": {name: targets[name] for name in names}}
+            for host, names in _tried(asked.hosts).items()
         },
     )
     failures = [
@@ -262,7 +263,24 @@ def _ways(asked: _Asked, targets: Mapping[str, tuple[str, int]]) -> Finding:
             f"{len(failures)} of {tried} ways fail: {'; '.join(failures[:_NAMED_HOSTS])}{more}",
             "open all TCP ports between the hosts in their firewalls, or choose another --network",
         )
-    return Finding("TCP", OK, f"every host reaches every other and the launcher ({tried} ways)")
+    others = f"{_TRIED_HOSTS - 1} others" if len(asked.hosts) > _TRIED_HOSTS else "every other"
+    return Finding("TCP", OK, f"every host reaches {others} and the launcher ({tried} ways)")
+
+
+def _tried(hosts: Sequence[Host]) -> dict[Host, list[str]]:
+    """Return, by host, the names of those that it tries to reach.
+
+    In a large job that is not every other host but a part of them, near and far in the list.
+    """
+    count = len(hosts)
+    if count <= _TRIED_HOSTS:
+        steps = list(range(1, count))
+    else:
+        steps = [max(i, round(count ** (i / _TRIED_HOSTS))) for i in range(1, _TRIED_HOSTS)]
+    return {
+        host: [*(hosts[(at + step) % count].name for step in steps), _LAUNCHER]
+        for at, host in enumerate(hosts)
+    }
 
 
 def _bandwidth(asked: _Asked, targets: Mapping[str, tuple[str, int]]) -> Finding:
@@ -336,6 +354,21 @@ def _amount(
         return Finding(name, OK, text)
     few = [host for host, amount in known.items() if amount < least]
     return Finding(name, WARNING, f"{text}; less than {least / 1e9:g} GB on {_named(few)}", advice)
+
+
+def _open_files(found: Mapping[Host, Mapping[str, Any]], size: int) -> Finding:
+    needed = open_files.of_rank(size)
+    least = min(facts["open_files"] for facts in found.values())
+    few = [host for host, facts in found.items() if facts["open_files"] < needed]
+    text = f"each of {size} ranks may need {needed:,}, for connections with the others"
+    if not few:
+        return Finding("open files", OK, text)
+    return Finding(
+        "open files",
+        WARNING,
+        f"{text}; the limit is {least:,} on {_named(few)}",
+        "raise it there (`ulimit -Hn`, /etc/security/limits.conf, LimitNOFILE of the ssh server)",
+    )
 
 
 def _gpus(found: Mapping[Host, Mapping[str, Any]]) -> Finding:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdkit.launch import environment, network
+from hvdkit.launch import environment, network, open_files
 from hvdkit.launch.agents import Agents
+from hvdkit.launch.connection import Connection
 from hvdkit.launch.hosts import Host, are_local
 from hvdkit.launch.job import Limits
 from hvdkit.launch.messages import Message
@@ -105,10 +106,34 @@ def choose_network(
     local = local_hosts(plan)
     if all(local.values()) and settings.network is None:
         return dict.fromkeys(facts, network.LOOPBACK), network.LOOPBACK.address
-    networks = {host.name: _network_of(found, local[host]) for host, found in facts.items()}
-    chosen = network.choose_interfaces(networks, settings.network)
+    chosen = network.choose_interfaces(_networks(facts, local), settings.network)
     address = network.rendezvous_address(chosen, network.own_interfaces())
     return {host: chosen[host.name] for host in facts}, address
+
+
+def warn_of_faster_network(
+    plan: Plan,
+    facts: Mapping[Host, Message],
+    interfaces: Mapping[Host, Interface],
+    settings: Settings,
+    say: Callable[[str], None],
+) -> None:
+    """Say so where the hosts share a faster network than the one that ssh uses."""
+    local = local_hosts(plan)
+    if settings.network is not None or all(local.values()):
+        return
+    chosen = {host.name: interface for host, interface in interfaces.items()}
+    if (found := network.faster_network(_networks(facts, local), chosen)) is not None:
+        faster, its_speed, speed = found
+        here = next(iter(chosen.values())).network
+        say(
+            f"the ranks talk over {here} ({speed / 1000:g} Gbit/s), which ssh uses; the hosts are "
+            f"on {faster} ({its_speed / 1000:g} Gbit/s), too: --network {faster}"
+        )
+
+
+def _networks(facts: Mapping[Host, Message], local: Mapping[Host, bool]) -> dict[str, HostNetwork]:
+    return {host.name: _network_of(found, local[host]) for host, found in facts.items()}
 
 
 def _network_of(facts: Message, local: bool) -> HostNetwork:
@@ -159,6 +184,11 @@ def rank_messages(
             for place in plan.on(host)
         ]
     return ranks
+
+
+def start(connection: Connection, plan: Plan, ranks: Sequence[Message]) -> None:
+    """Let an agent start these ranks of `plan`."""
+    connection.send("start", ranks=ranks, open_files=open_files.of_rank(plan.size))
 
 
 def master(

@@ -132,6 +132,7 @@ def _started(
                     for host, speaker in first.items()
                 }
                 interfaces, address = prepare.choose_network(plan, facts, settings)
+                prepare.warn_of_faster_network(plan, facts, interfaces, settings, say)
                 preflight.before_start(agents, interfaces, plan, settings, door.at, say)
             finally:
                 agents.connections = [*everyone]
@@ -251,7 +252,7 @@ def _send_start(
     ranks = prepare.rank_messages(plan, up.facts, settings, up.interfaces, places, master)
     by_number = {message["rank"]: message for host in plan.hosts for message in ranks[host]}
     for number, connection in enumerate(up.agents.connections):
-        connection.send("start", ranks=[by_number[number]])
+        prepare.start(connection, plan, [by_number[number]])
 
 
 def describe(

@@ -21,6 +21,10 @@ _CONNECT_SECONDS = 10
 _SILENT_SECONDS = 10
 
 _PYTHON_MISSING = (126, 127)
+_DROPPED = (
+    "kex_exchange_identification|Connection (closed|reset) by|Not allowed at this time"
+    "|exceeded MaxStartups"
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,17 @@ class Ssh:
         # `exec`, so that no shell stands between; `cd`, so that nothing that lies in the home
         # directory is imported. Both mean the same in sh, bash, zsh, csh and fish.
         return ["ssh", *self.options(), name, f"cd / && exec {shlex.join(command)}"]
+
+    def refused_for_now(self, status: int | None, said: str) -> bool:
+        """Return whether a server, or one on the way, had too many connections in that moment.
+
+        sshd drops new ones while more than 10 have not logged in yet (MaxStartups).
+
+        Args:
+            status: ssh's exit status; None while it is still running.
+            said: what ssh wrote to standard error.
+        """
+        return status == FAILED and re.search(_DROPPED, said) is not None
 
     def by_hand(self, program: str, host: Host) -> str:
         """`program` (ssh, ssh-copy-id) for `host` as a user would type it."""
@@ -118,6 +133,11 @@ class Ssh:
                 r"timed out|No route to host|Network is unreachable",
                 f"it cannot be reached on port {port}; is it up, and does a firewall let ssh "
                 f"through? Try `{login} true`",
+            ),
+            (
+                _DROPPED,
+                "an ssh server closed the connection at once, several times. Is it overloaded "
+                "(MaxStartups in its sshd_config), or does it refuse this address?",
             ),
             (
                 r"Identity file \S+ not accessible",

@@ -20,6 +20,7 @@ AuthorizedKeysFile {folder}/authorized_keys
 ListenAddress {address}
 {second}
 PidFile none
+{settings}
 PermitRootLogin prohibit-password
 PasswordAuthentication no
 KbdInteractiveAuthentication no
@@ -60,7 +61,10 @@ class Access:
 
 @contextlib.contextmanager
 def ssh_servers(
-    cluster: Cluster, folder: Path, before: dict[str, Sequence[str]] | None = None
+    cluster: Cluster,
+    folder: Path,
+    before: dict[str, Sequence[str]] | None = None,
+    settings: dict[str, str] | None = None,
 ) -> Iterator[Access]:
     """Start an ssh server on each host, which the others reach by name without being asked.
 
@@ -69,6 +73,7 @@ def ssh_servers(
         folder: where keys and settings go.
         before: by host, shell commands to run there first; mounts that they make are seen by
             what runs there over ssh, and nowhere else.
+        settings: by host, lines for its server's configuration.
     """
     _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "client_key"))
     Path("/run/sshd").mkdir(exist_ok=True)
@@ -85,7 +90,12 @@ def ssh_servers(
             known.append(f"{host.name},{host.address},{host.address6} {key}\n")
             second = f"ListenAddress {host.address6}" if host.has_address6() else ""
             (own / "sshd_config").write_text(
-                _SERVER.format(folder=own, address=host.address, second=second)
+                _SERVER.format(
+                    folder=own,
+                    address=host.address,
+                    second=second,
+                    settings=(settings or {}).get(host.name, ""),
+                )
             )
             commands = (before or {}).get(host.name, ())
             script = "; ".join(["set -e", *commands, f'exec {_SSHD} -D -e -f "$0"'])

@@ -65,7 +65,8 @@ def test_four_hosts(make_hosts, tmp_path):
     )
     with (
         make_hosts(4, interfaces=("eth0", "ens3", "lan", "enp1s0")) as cluster,
-        ssh_servers.ssh_servers(cluster, tmp_path) as access,
+        # The last host drops connections beside the one that is logging in.
+        ssh_servers.ssh_servers(cluster, tmp_path, settings={"host3": "MaxStartups 1"}) as access,
     ):
         # Started on the first host, which has no rank itself.
         hosts = "host3:1,host2:1,host1:1"
@@ -77,6 +78,14 @@ def test_four_hosts(make_hosts, tmp_path):
         )
         assert done.returncode == 0, done.stderr
         assert sorted(done.stdout.splitlines()) == [f"[{r}] {r} {r} 4.0" for r in range(4)]
+        # All through the last one, which has to refuse some of these connections.
+        names = [name for host in cluster.hosts[1:3] for name in (host.name, host.address)]
+        done = Launches(cluster, access, tmp_path).run(
+            "-H", ",".join(names), "--ssh-arg=-Jhost3", "hostname"
+        )
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) == 4
+        assert "MaxStartups" in (tmp_path / "host3" / "log").read_text()
 
 
 def test_hosts_may_have_different_numbers_of_ranks(launches):

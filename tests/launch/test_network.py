@@ -9,6 +9,7 @@ from hvdkit.launch.network import (
     HostNetwork,
     Interface,
     choose_interfaces,
+    faster_network,
     own_interfaces,
     reached_address,
     rendezvous_address,
@@ -103,6 +104,26 @@ def test_hosts_that_nothing_connects():
     with pytest.raises(HvdkitError, match="no network connects the hosts") as caught:
         choose_interfaces({"a": host(), "b": host()})
     assert "--network" in str(caught.value)
+
+
+def test_a_faster_network_than_the_one_that_ssh_uses():
+    def both(n, slow, fast):
+        interfaces = (
+            Interface("eth0", f"10.0.0.{n}", 24, slow),
+            Interface("ib0", f"10.9.0.{n}", 24, fast),
+        )
+        return host(*interfaces, reached_at=f"10.0.0.{n}")
+
+    hosts = {"a": both(1, 1000, 100_000), "b": both(2, 1000, 40_000)}
+    chosen = choose_interfaces(hosts)
+    assert {interface.name for interface in chosen.values()} == {"eth0"}
+    faster, its_speed, speed = faster_network(hosts, chosen)
+    assert (str(faster), its_speed, speed) == ("10.9.0.0/24", 40_000, 1000)
+    # On one host it is slower; or nobody knows how fast eth0 is.
+    hosts = {"a": both(1, 1000, 100_000), "b": both(2, 1000, 100)}
+    assert faster_network(hosts, choose_interfaces(hosts)) is None
+    hosts = {"a": both(1, 0, 100_000), "b": both(2, 1000, 100_000)}
+    assert faster_network(hosts, choose_interfaces(hosts)) is None
 
 
 def test_the_rendezvous_is_on_the_ranks_network():

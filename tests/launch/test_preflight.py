@@ -19,6 +19,7 @@ def facts(**changed):
         "memory": 8e9,
         "disk": 8e9,
         "gpus": ["H100, 570.1"] * 8,
+        "open_files": 1 << 20,
     } | changed
 
 
@@ -111,6 +112,29 @@ def test_ways_that_are_blocked():
     assert finding.status == ERROR
     assert "node01 to node00 (10.0.0.0): no answer" in finding.found
     assert "firewall" in finding.advice
+
+
+@pytest.mark.parametrize("count", [1, 2, 32, 33, 1000])
+def test_hosts_try_to_reach_each_other_in_both_directions_of_the_list(count):
+    hosts = [Host(f"node{n}", 1) for n in range(count)]
+    tried = preflight._tried(hosts)
+    reached = dict.fromkeys((host.name for host in hosts), 0)
+    for host, names in tried.items():
+        assert names[-1] == "the launcher"
+        assert len(set(names)) == len(names) == min(count, 32)
+        assert host.name not in names
+        for name in names[:-1]:
+            reached[name] += 1
+    assert set(reached.values()) == {min(count, 32) - 1}
+
+
+def test_a_limit_on_open_files_that_a_large_job_exceeds():
+    found = {host: facts() for host in HOSTS} | {HOSTS[3]: facts(open_files=4096)}
+    assert preflight._open_files(found, 1000).status == OK
+    finding = preflight._open_files(found, 2000)
+    assert finding.status == WARNING
+    assert "each of 2000 ranks may need 7,024" in finding.found
+    assert "the limit is 4,096 on node03" in finding.found
 
 
 def test_a_host_knows_what_it_can_connect_to():

@@ -84,6 +84,8 @@ def test_runs_under_plain_horovodrun(controller):
     done = run_plain(
         *(horovodrun, f"--{controller}", "-np", "2", sys.executable, EXAMPLE, "--epochs", "2"),
         PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        # Of a job that it is started in, whose rendezvous it does not use.
+        HVDKIT_RENDEZVOUS_KEY="0123",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"2 ranks(.|\n)*accuracy=0\.\d{4}", done.stdout)
