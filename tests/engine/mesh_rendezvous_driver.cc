@@ -4,7 +4,8 @@
 //   mesh_rendezvous_driver HOST PORT KEY SCOPE SIZE FIRST LAST SECONDS
 //
 // Plays the ranks from FIRST to before LAST. The address at which rank a listens for rank b is
-// made of both, so that each rank can tell whether it got the right ones.
+// made of both, so that each rank can tell whether it got the right ones. With KEY `-` the ranks
+// make the requests of Horovod's own client instead, for comparison.
 
 #include "../../hvdkit/engine/sources/mesh_rendezvous.h"
 
@@ -20,6 +21,35 @@ std::vector<char> address(int at, int of) {
   std::vector<char> bytes(kWidth, '\0');
   std::snprintf(bytes.data(), bytes.size(), "%d listens for %d", at, of);
   return bytes;
+}
+
+// Asks for all values of all other ranks, one after the other, as gloo/rendezvous/context.cc does.
+bool one_by_one(const std::string& host, int port, const std::string& scope, int rank, int size,
+                const std::vector<char>& own, std::chrono::milliseconds timeout) {
+  const auto deadline = hvdkit::HttpRequest::Clock::now() + timeout;
+  auto request = [&](const std::string& method, const std::string& key,
+                     const std::vector<char>& body = {}) {
+    hvdkit::HttpRequest one(host, port, deadline);
+    return one.perform(method, "/" + scope + "/" + key, "", body.data(), body.size());
+  };
+  request("PUT", "rank_" + std::to_string(rank), {'h'});
+  for (int other = 0; other < rank; ++other) {
+    request("GET", "rank_" + std::to_string(other));
+  }
+  request("PUT", std::to_string(rank), own);
+  bool right = true;
+  for (int other = 0; other < size; ++other) {
+    if (other != rank) {
+      while (request("GET", std::to_string(other)).status != 200) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      }
+      const std::string all = request("GET", std::to_string(other)).body;
+      const size_t at = (rank - (rank > other)) * kWidth;
+      const auto expected = address(other, rank);
+      right = right && all.substr(at, kWidth) == std::string(expected.begin(), expected.end());
+    }
+  }
+  return right;
 }
 
 }  // namespace
@@ -41,6 +71,10 @@ int main(int, char** argv) {
         }
       }
       try {
+        if (key == "-") {
+          wrong += !one_by_one(host, port, scope, rank, size, own, timeout);
+          return;
+        }
         hvdkit::MeshRendezvous rendezvous(host, port, key, scope, rank, size);
         std::vector<std::vector<char>> theirs;
         bool right = rendezvous.exchange(own, timeout, theirs) &&

@@ -1,0 +1,46 @@
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import resource, subprocess, sys
+from hvdkit.launch import open_files
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
+print(open_files.largest(), open_files.allow(int(sys.argv[1])))
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+subprocess.run(["sh", "-c", "ulimit -n"])
+"""
+
+
+@pytest.mark.parametrize(("needed", "soft"), [(50, 100), (150, 150), (1000, 200)])
+def test_the_soft_limit_is_raised_as_far_as_needed(needed, soft):
+    done = subprocess.run(
+        [sys.executable, "-uc", CODE, str(needed)],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [f"200 {soft}", f"({soft}, 200)", str(soft)]
+
+
+def test_ranks_may_open_more_files_than_the_shell_that_starts_them():
+    run = [sys.executable, "-m", "hvdkit", "run", "-np", "2", "sh", "-c", "ulimit -n"]
+    done = subprocess.run(
+        ["prlimit", "--nofile=256:5000", *run],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["[0] 1030", "[1] 1030"]
+    done = subprocess.run(
+        ["prlimit", "--nofile=200:200", *run],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["[0] 200", "[1] 200"]
+    assert "this process may open 200 files, and may need 264" in done.stderr
