@@ -199,7 +199,7 @@ def _build(options: argparse.Namespace) -> int:
 
 
 def _add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from hvdkit.launch import command
+    from hvdkit.launch import arguments
 
     verb = _add_verb(
         verbs,
@@ -208,7 +208,7 @@ def _add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "  hvdkit doctor\n  hvdkit doctor --json\n  hvdkit doctor --hosts host1,host2 --bandwidth",
     )
     verb.add_argument("--json", action="store_true", help="machine-readable output")
-    command.add_doctor_arguments(verb)
+    arguments.add_doctor_arguments(verb)
     verb.set_defaults(run=_doctor)
 
 
@@ -226,10 +226,10 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _add_run(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from hvdkit.launch import command
+    from hvdkit.launch import arguments, command
 
-    verb = _add_verb(verbs, "run", command.HELP, command.EXAMPLE)
-    command.add_arguments(verb)
+    verb = _add_verb(verbs, "run", arguments.HELP, arguments.EXAMPLE)
+    arguments.add_arguments(verb)
     # Once they run, `run` itself takes the signals. Before, nothing is lost.
     verb.set_defaults(run=command.run, when_ended="no rank runs.", may_start_again=True)
 

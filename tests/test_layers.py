@@ -16,6 +16,7 @@ FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod"}
 FLOORS = {
     "errors": 0,
     "findings": 0,
+    "mesh": 0,
     "processes": 0,
     "ranks": 0,
     "rendezvous": 0,
@@ -32,10 +33,12 @@ FLOORS = {
     "cli": 3,
 }
 ALLOWED = {
+    ("mesh", "errors"),
     ("processes", "errors"),
     ("ranks", "errors"),
     ("ranks", "processes"),
     ("ranks", "rendezvous"),
+    ("rendezvous", "mesh"),
     ("checkpoint", "core"),
     ("cli", "bench"),
     ("launch", "engine"),

@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,7 @@ from hvdkit.errors import HvdkitError
 from hvdkit.launch import messages, open_files
 from hvdkit.launch.messages import Message
 from hvdkit.launch.network import own_interfaces, reached_address
+from hvdkit.launch.output import Output
 from hvdkit.processes import ProcessGroup, without_place
 
 #: Seconds between SIGTERM and SIGKILL when nobody is there to say.
@@ -65,10 +67,27 @@ class Agent:
         orders: what the launcher says is read from here.
         reports: what it is told is written here.
         placed: the ranks' place in the job stands in this process's environment already.
+        own: what takes precedence over the launcher's `task` here, where a user started this agent
+            by himself. It then also tells the launcher of signals, and waits for the outcome.
+        echo: given the job's size, returns where the ranks' output is shown here too.
+
+    Attributes:
+        outcome: how the job ended, as the launcher says; None where it does not.
     """
 
-    def __init__(self, orders: int, reports: int, placed: bool = False) -> None:
+    def __init__(
+        self,
+        orders: int,
+        reports: int,
+        placed: bool = False,
+        own: Message | None = None,
+        echo: Callable[[int], Output] | None = None,
+    ) -> None:
+        self.outcome: Message | None = None
         self._placed = placed
+        self._own = own
+        self._make_echo = echo
+        self._echo: Output | None = None
         self._orders = orders
         self._reports = reports
         os.set_blocking(orders, False)
@@ -96,6 +115,8 @@ class Agent:
         self._selector.register(self._signals, selectors.EVENT_READ)
         try:
             while not self._finished():
+                self._step()
+            while self._own is not None and self.outcome is None and not self._launcher_gone:
                 self._step()
         finally:
             # Whatever went wrong up there: nothing of the job stays.
@@ -143,7 +164,11 @@ class Agent:
             self._ending = self._group.ending(grace)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        if self._task.get("passes_signals_on") and self._ranks and number != signal.SIGHUP:
+        if self._own is not None and self._ranks:
+            self._send("signal", number=number)
+        elif self._own is not None:
+            self._end(0)
+        elif self._task.get("passes_signals_on") and self._ranks and number != signal.SIGHUP:
             # A batch system may send it to the ranks' places and not to the launcher.
             self._pass_on(number)
         elif number in (signal.SIGTERM, signal.SIGHUP):
@@ -176,13 +201,21 @@ class Agent:
     def _obey(self, message: Message) -> None:
         match message["kind"]:
             case "task":
-                self._task = message
-                self._send("hello", **facts(message))
+                self._task = message | (self._own or {})
+                found = facts(self._task)
+                if message["command"] != self._task["command"]:
+                    found["problems"].append(
+                        f"its command is `{shlex.join(self._task['command'])}`, that of node 0 is "
+                        f"`{shlex.join(message['command'])}`; give every node the same"
+                    )
+                self._send("hello", **found)
             case "ask":
                 self._answer(message["question"], message["arguments"])
             case "start":
+                open_files.allow(open_files.of_rank(message["size"]))
+                if self._make_echo is not None:
+                    self._echo = self._make_echo(message["size"])
                 try:
-                    open_files.allow(message["open_files"])
                     for rank in message["ranks"]:
                         self._start(rank)
                 except HvdkitError as error:
@@ -193,6 +226,8 @@ class Agent:
             case "end":
                 # Even when it is under way: the user may have lost patience.
                 self._ending = self._group.ending(message["grace"])
+            case "outcome":
+                self.outcome = self.outcome or message
 
     def _answer(self, question: str, arguments: Mapping[str, Any]) -> None:
         from hvdkit.launch import inspection  # what a start without questions need not load
@@ -251,6 +286,8 @@ class Agent:
                 self._selector.unregister(pipe)
             del rank.pipes[pipe]
             return False
+        if self._echo is not None:
+            self._echo.write(rank.rank, rank.pipes[pipe], data)
         text = messages.as_text(data)
         self._send("output", rank=rank.rank, stream=rank.pipes[pipe], text=text)
         return True
@@ -263,6 +300,8 @@ class Agent:
             for pipe in list(rank.pipes):
                 while self._forward(pipe, rank):
                     pass
+            if self._echo is not None:
+                self._echo.finish(rank.rank)
             self._send("ended", rank=rank.rank, status=rank.process.returncode)
         if self._ranks and all(rank.reported for rank in self._ranks):
             # Their own helpers may still be there.

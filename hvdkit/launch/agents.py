@@ -134,7 +134,8 @@ class Agents:
                 continue
             connection, message = event.connection, event.message
             if message["kind"] == "hello":
-                facts[connection] = message
+                reached_at = connection.peer or message["reached_at"]
+                facts[connection] = message | {"reached_at": reached_at}
             elif connection not in facts and not refused.add(connection):
                 problems[connection] = message.get("reason") or connection.explain()
         silent = [c for c in self.connections if c not in facts and c not in problems]

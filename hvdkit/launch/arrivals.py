@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Generic, TypeVar
 
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import messages
@@ -23,15 +24,84 @@ from hvdkit.launch.plan import Plan
 from hvdkit.processes import ProcessGroup
 
 _TOKEN_SECONDS = 5.0
+_TOKEN_BYTES = 100
 _ACCEPT_SECONDS = 0.2
 # So many lines that are not of this job may be open at once.
 _STRANGERS = 64
 # A launcher ends by itself once its ranks have; it gets this long.
 _END_SECONDS = 10.0
 
+Member = TypeVar("Member")
 
-class Door:
-    """Where those agents come in: the ones of this job, and nobody else.
+
+class Listener(Generic[Member]):
+    """Accepts connections of this job's agents, and of nobody else.
+
+    Args:
+        server: where they connect.
+        size: how many there are.
+        admit: given a connection, talks with the other side and returns who it is; None where it
+            is not of this job. It must not take longer than some seconds. An OSError counts as
+            None.
+    """
+
+    def __init__(
+        self, server: socket.socket, size: int, admit: Callable[[socket.socket], Member | None]
+    ) -> None:
+        self._server = server
+        self._admit = admit
+        self._accepted: queue.Queue[tuple[Member, socket.socket]] = queue.Queue()
+        # Strangers that keep a line open are not waited for, and only so many are let speak.
+        self._speaking = threading.BoundedSemaphore(size + _STRANGERS)
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def accept(self) -> tuple[Member, socket.socket] | None:
+        """Return the next agent and its line; None where nobody has come for a moment."""
+        try:
+            return self._accepted.get(timeout=_ACCEPT_SECONDS)
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._server.close()
+        self._thread.join()
+        while not self._accepted.empty():
+            self._accepted.get()[1].close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                line, _ = self._server.accept()
+            except OSError:
+                return  # closed
+            if not self._speaking.acquire(blocking=False):
+                line.close()
+                continue
+            threading.Thread(target=self._let_in, args=(line,), daemon=True).start()
+
+    def _let_in(self, line: socket.socket) -> None:
+        member = None
+        try:
+            member = self._admit(line)
+            if member is not None:
+                line.settimeout(None)
+                notice_silence(line)
+        except OSError:
+            member = None  # it is treated as what it is: nobody of ours
+        finally:
+            self._speaking.release()
+        if member is None:
+            line.close()
+        else:
+            self._accepted.put((member, line))
+
+
+class Door(Listener[int]):
+    """Where the agents of ranks connect. They show a token and say their rank.
 
     Args:
         address: this machine's, at which they reach it.
@@ -44,13 +114,9 @@ class Door:
     def __init__(self, address: str, size: int) -> None:
         self._token = secrets.token_hex(16)
         self._size = size
-        self._listener = socket.create_server((address, 0), backlog=size)
-        self.at: tuple[str, int] = (address, self._listener.getsockname()[1])
-        self._accepted: queue.Queue[tuple[int, socket.socket]] = queue.Queue()
-        # Strangers that keep a line open are not waited for, and only so many are let speak.
-        self._speaking = threading.BoundedSemaphore(size + _STRANGERS)
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-        self._thread.start()
+        server = socket.create_server((address, 0), backlog=size)
+        self.at: tuple[str, int] = (address, server.getsockname()[1])
+        super().__init__(server, size, self._rank)
 
     def variables(self) -> dict[str, str]:
         """What an agent must find in its environment."""
@@ -59,55 +125,23 @@ class Door:
             messages.TOKEN_VARIABLE: self._token,
         }
 
-    def accept(self) -> tuple[int, socket.socket] | None:
-        """The next agent's rank and its line; None where nobody has come for a moment."""
-        try:
-            return self._accepted.get(timeout=_ACCEPT_SECONDS)
-        except queue.Empty:
-            return None
-
-    def close(self) -> None:
-        """Let nobody in any more."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._listener.close()
-        self._thread.join()
-        while not self._accepted.empty():
-            self._accepted.get()[1].close()
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                line, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            if not self._speaking.acquire(blocking=False):
-                line.close()
-                continue
-            threading.Thread(target=self._let_in, args=(line,), daemon=True).start()
-
-    def _let_in(self, line: socket.socket) -> None:
-        """Take a line whose first words are this job's token and a rank; close any other."""
-        try:
-            token, _, rank = _first_line(line).partition(" ")
-            known = hmac.compare_digest(token.encode(), self._token.encode())
-            if known and rank.isascii() and rank.isdigit() and int(rank) < self._size:
-                line.settimeout(None)
-                _notice_silence(line)
-                self._accepted.put((int(rank), line))
-                return
-        except OSError:
-            pass  # it is treated as what it is: nobody of ours
-        finally:
-            self._speaking.release()
-        line.close()
+    def _rank(self, line: socket.socket) -> int | None:
+        token, _, rank = read_line(line, _TOKEN_BYTES).partition(" ")
+        known = hmac.compare_digest(token.encode(), self._token.encode())
+        fits = rank.isascii() and rank.isdigit() and int(rank) < self._size
+        return int(rank) if known and fits else None
 
 
-def _first_line(line: socket.socket) -> str:
-    """Read until the end of a line, for a few seconds in all."""
+def read_line(line: socket.socket, most: int) -> str:
+    """Read until the end of a line, for a few seconds in all.
+
+    Args:
+        line: where from.
+        most: bytes; what is longer is cut.
+    """
     deadline = time.monotonic() + _TOKEN_SECONDS
     said = b""
-    while not said.endswith(b"\n") and len(said) < 100:
+    while not said.endswith(b"\n") and len(said) < most:
         line.settimeout(max(0.001, deadline - time.monotonic()))
         byte = line.recv(1)
         if not byte:
@@ -116,7 +150,7 @@ def _first_line(line: socket.socket) -> str:
     return said.decode(errors="replace").rstrip("\n")
 
 
-def _notice_silence(line: socket.socket) -> None:
+def notice_silence(line: socket.socket) -> None:
     """Let the system find out within 40 seconds that the other host is gone."""
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (

@@ -1,16 +1,14 @@
-"""`hvdkit run`: its arguments, and what it does with them."""
+"""`hvdkit run`: from its arguments to a job."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import functools
-import math
 import os
 import shlex
 import shutil
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,159 +21,21 @@ from hvdkit.launch import (
     gloo,
     hosts,
     inspection,
+    joining,
+    membership,
     mpi,
+    nodes,
     open_files,
     preflight,
     slurm,
 )
-from hvdkit.launch.job import Limits
+from hvdkit.launch.job import Limits, Outcome
 from hvdkit.launch.output import Output
-from hvdkit.launch.plan import Plan, make_plan
+from hvdkit.launch.plan import Plan, check_command, make_plan
 from hvdkit.launch.prepare import Settings
 from hvdkit.launch.ssh import Ssh
 
 _SHOWN_HOSTS = 8
-
-HELP = "start the ranks of a job, on this machine or on several, and watch them"
-EXAMPLE = """\
-  hvdkit run -np 2 python train.py
-  hvdkit run -np 8 -H host1:4,host2:4 python train.py --epochs 10
-  hvdkit run --hostfile hosts.txt --output-dir logs/ -x WANDB_API_KEY python train.py
-  hvdkit run train.py                              # a rank for each GPU; as python train.py
-  hvdkit run -np 2 --dry-run python train.py       # what would be done"""
-
-
-def add_arguments(verb: argparse.ArgumentParser) -> None:
-    """The arguments of `hvdkit run`."""
-    verb.add_argument(
-        "-np",
-        "--num-proc",
-        type=_count,
-        metavar="N",
-        help="number of ranks (default, and `auto`: all slots of the hosts or the allocation; else "
-        "one for each GPU here, or one)",
-    )
-    verb.add_argument(
-        "--launcher",
-        choices=["auto", "gloo", "mpi", "slurm"],
-        default="auto",
-        help="(default: slurm inside an allocation, else gloo, unless Horovod has only MPI)",
-    )
-    verb.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the plan and the commands; hosts are asked, nothing is started",
-    )
-    _add_host_arguments(verb)
-    verb.add_argument(
-        "--no-preflight",
-        action="store_true",
-        help="start on several hosts without examining them first (`hvdkit doctor --hosts`)",
-    )
-    mpi_group = verb.add_argument_group("MPI")
-    mpi_group.add_argument(
-        "--mpirun",
-        metavar="FILE",
-        help="of the MPI that Horovod was built with (default: this environment's, or on PATH)",
-    )
-    mpi_group.add_argument(
-        "--mpi-args", default="", metavar="ARGS", help="more for mpirun, e.g. '--report-bindings'"
-    )
-    slurm_group = verb.add_argument_group("Slurm")
-    slurm_group.add_argument(
-        "--mpi",
-        metavar="KIND",
-        help="ranks over MPI, with srun --mpi=KIND: pmix, pmi2 (default: over Gloo)",
-    )
-    ranks = verb.add_argument_group("the ranks' environment")
-    ranks.add_argument(
-        "-x",
-        action="append",
-        default=[],
-        dest="variables",
-        metavar="NAME[=VALUE]",
-        help="forward this variable too; names like *TOKEN* and *KEY* are not otherwise; 'WANDB_*' "
-        "is all that begin so",
-    )
-    ranks.add_argument(
-        "--env-file",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="lines NAME=VALUE or NAME, as for -x",
-    )
-    ranks.add_argument(
-        "--pin-gpus",
-        action="store_true",
-        help="CUDA_VISIBLE_DEVICES with one GPU per rank, for programs that take a GPU before "
-        "hvd.init() gives them theirs",
-    )
-    ranks.add_argument(
-        "--no-torch-env",
-        action="store_true",
-        help="without RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the others that torchrun sets",
-    )
-    output = verb.add_argument_group("output")
-    output.add_argument(
-        "--all-output",
-        action="store_true",
-        help="show all ranks of a job of more than 16, not only rank 0",
-    )
-    output.add_argument(
-        "--output-dir",
-        type=Path,
-        metavar="DIR",
-        help="also append each rank's output to DIR/rank.N.log",
-    )
-    verb.add_argument(
-        "--stop-grace",
-        type=_seconds,
-        default=Limits.stop,
-        metavar="S",
-        help="seconds for ranks to stop in order after Ctrl-C, SIGTERM or SIGUSR1 "
-        f"(default: {Limits.stop:g})",
-    )
-    verb.add_argument("command", nargs=argparse.REMAINDER, help="what every rank runs")
-
-
-def add_doctor_arguments(verb: argparse.ArgumentParser) -> None:
-    """The arguments of `hvdkit doctor` that are about several hosts."""
-    _add_host_arguments(verb)
-    verb.add_argument(
-        "--bandwidth", action="store_true", help="measure it between the first two hosts"
-    )
-
-
-def _add_host_arguments(verb: argparse.ArgumentParser) -> None:
-    where = verb.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", metavar="H:N,…", help="hosts and their slots")
-    where.add_argument(
-        "--hostfile", type=Path, metavar="FILE", help="the same from a file: `host slots=4` lines"
-    )
-    network = verb.add_argument_group("other hosts")
-    network.add_argument("-p", "--ssh-port", type=int, metavar="PORT")
-    network.add_argument("-i", "--ssh-identity", metavar="FILE", help="the private key")
-    network.add_argument(
-        "--ssh-arg", action="append", default=[], metavar="ARG", help="e.g. --ssh-arg=-Jgateway"
-    )
-    network.add_argument(
-        "--python", default=sys.executable, metavar="FILE", help="the Python there (default: ours)"
-    )
-    network.add_argument(
-        "--network",
-        metavar="NET",
-        help="what ranks talk over: 10.0.0.0/8, eth1 or host1=eth0,host2=ens3 "
-        "(default: the subnet that all hosts are on)",
-    )
-    network.add_argument(
-        "--start-timeout",
-        type=_seconds,
-        default=Limits.start,
-        metavar="S",
-        help="seconds for hosts to answer, and for ranks to follow the first one "
-        f"(default: {Limits.start:g})",
-    )
 
 
 def examine(options: argparse.Namespace) -> list[Finding]:
@@ -195,7 +55,10 @@ def _settings(options: argparse.Namespace, **others: Any) -> Settings:
         ssh=Ssh(options.ssh_port, options.ssh_identity, options.ssh_arg),
         python=options.python,
         network=options.network,
-        **({"limits": Limits(options.start_timeout)} | others),
+        limits=Limits(
+            options.start_timeout or Limits.start, vars(options).get("stop_grace", Limits.stop)
+        ),
+        **others,
     )
 
 
@@ -205,16 +68,19 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         HvdkitError: the job could not be started.
     """
-    given = _allocation(options)
-    plan = _plan(options, given)
     settings = _settings(
         options,
         variables=[*_from_files(options.env_file), *options.variables],
         pin_gpus=options.pin_gpus,
-        limits=Limits(options.start_timeout, options.stop_grace),
         preflight=not options.no_preflight,
         torch_env=not options.no_torch_env,
+        own_environments=options.nodes is not None,
     )
+    if options.nodes is not None:
+        return _run_as_node(options, settings)
+    _check_for_nodes(options)
+    given = _allocation(options)
+    plan = _plan(options, given)
     if given is not None:
         describe = functools.partial(slurm.describe, plan, settings, given, options.mpi, _say)
         carry_out = functools.partial(slurm.run, plan, settings, given, options.mpi)
@@ -228,6 +94,14 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(describe())
         return 0
+    return _watch(plan, options, carry_out)
+
+
+def _watch(
+    plan: Plan,
+    options: argparse.Namespace,
+    carry_out: Callable[[Output, Callable[[str], None]], Outcome],
+) -> int:
     _allow_files(plan)
     shown = range(plan.size) if options.all_output else None
     with Output(plan.size, shown, options.output_dir, say=_say) as output:
@@ -235,6 +109,83 @@ def run(options: argparse.Namespace) -> int:
     if outcome.report:
         _say(outcome.report)
     return outcome.status
+
+
+def _run_as_node(options: argparse.Namespace, settings: Settings) -> int:
+    """Carry out `hvdkit run --nodes`."""
+    command = _command(options)
+    check_command(command)
+    mine = _membership(options)
+    if options.dry_run:
+        role = "listens" if mine.node == 0 else "joins node 0"
+        ranks = f"{mine.slots} rank{'s' if mine.slots > 1 else ''}"
+        print(
+            f"node {mine.node} of {mine.nodes}: {role} at {mine}\n"
+            f"then runs {ranks}, in {_directory()}: {shlex.join(command)}"
+        )
+        return 0
+    if mine.node > 0:
+        return joining.join(mine, command, _directory(), _say)
+
+    with nodes.Nodes(mine, _say) as gathered:
+        plan = make_plan(command, _directory(), gathered.hosts, hosts.total_slots(gathered.hosts))
+
+        def carry_out(output: Output, say: Callable[[str], None]) -> Outcome:
+            outcome = gloo.run_with(gathered.agents, plan, settings, output, say)
+            gathered.tell(outcome)
+            return outcome
+
+        return _watch(plan, options, carry_out)
+
+
+def _membership(options: argparse.Namespace) -> membership.Membership:
+    """Return what the options say of this node.
+
+    Raises:
+        UsageError: they contradict each other, or something is missing.
+    """
+    count = options.nodes
+    if count < 1:
+        raise UsageError(f"--nodes is {count}; expected at least 1")
+    others = {
+        "-H": options.hosts,
+        "--hostfile": options.hostfile,
+        "--mpi": options.mpi,
+        "--launcher": None if options.launcher in ("auto", "gloo") else options.launcher,
+    }
+    if given := [name for name, value in others.items() if value is not None]:
+        raise UsageError(f"{given[0]} does not go with --nodes: there the nodes come by themselves")
+    if options.rdzv is None and options.rdzv_file is None:
+        raise UsageError(f"--nodes {count}: where do they meet? Give --rdzv or --rdzv-file")
+    size = options.num_proc
+    if size is not None and (size < 1 or size % count):
+        raise UsageError(
+            f"-np is {size}; with --nodes {count} it is the number of all ranks, and each node has "
+            f"as many: expected a multiple of {count}"
+        )
+    node = membership.node_rank(options.node_rank, count, os.environ)
+    key = membership.read_key(options.key_file, os.environ, may_lack=options.rdzv_file is not None)
+    return membership.Membership(
+        nodes=count,
+        node=node,
+        slots=_ranks_here() if size is None else size // count,
+        address=None if options.rdzv is None else membership.parse_address(options.rdzv),
+        file=options.rdzv_file,
+        key=key,
+        timeout=options.start_timeout or membership.START_SECONDS,
+    )
+
+
+def _check_for_nodes(options: argparse.Namespace) -> None:
+    """Refuse what says something about nodes, without `--nodes`."""
+    others = {
+        "--node-rank": options.node_rank,
+        "--rdzv": options.rdzv,
+        "--rdzv-file": options.rdzv_file,
+        "--key-file": options.key_file,
+    }
+    if given := [name for name, value in others.items() if value is not None]:
+        raise UsageError(f"{given[0]} needs --nodes N, the number of nodes")
 
 
 def _allow_files(plan: Plan) -> None:
@@ -267,8 +218,7 @@ def _allocation(options: argparse.Namespace) -> allocation.Allocation | None:
 
 
 def _plan(options: argparse.Namespace, given: allocation.Allocation | None) -> Plan:
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    command = _with_python(command, options.python)
+    command = _command(options)
     where = list(given.hosts) if given is not None else _hosts(options)
     if given is not None and options.num_proc is not None:
         allocation.check_size(given, options.num_proc)
@@ -284,25 +234,9 @@ def _plan(options: argparse.Namespace, given: allocation.Allocation | None) -> P
     return make_plan(command, _directory(), where, size)
 
 
-def _count(text: str) -> int | None:
-    """Return the number of `-np`; None for `auto`."""
-    if text == "auto":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; expected one, or auto") from None
-
-
-def _seconds(text: str) -> float:
-    """Return a number of seconds above 0."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, above 0")
-    return seconds
+def _command(options: argparse.Namespace) -> list[str]:
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    return _with_python(command, options.python)
 
 
 def _ranks_here() -> int:

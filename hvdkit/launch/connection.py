@@ -45,7 +45,10 @@ class Connection:
         host: the agent's host.
         greeted: whether the agent has spoken.
         ended: whether its line has ended.
+        peer: the address that it connects from; None where it does not connect by itself.
     """
+
+    peer: str | None = None
 
     def __init__(self, host: Host, orders: int, reports: IO[bytes], events: Events) -> None:
         self.host = host
@@ -211,13 +214,11 @@ class SocketConnection(Connection):
         line: the socket that it speaks through.
         events: where what it says is put.
 
-    Attributes:
-        peer: the address that it comes from.
     """
 
     def __init__(self, host: Host, line: socket.socket, events: Events) -> None:
         self._socket = line
-        self.peer = str(line.getpeername()[0])
+        self.peer = str(line.getpeername()[0]).removeprefix("::ffff:")
         super().__init__(host, line.fileno(), line.makefile("rb"), events)
 
     def explain(self) -> str:

@@ -90,19 +90,31 @@ def run(plan: Plan, settings: Settings, output: Output, say: Callable[[str], Non
     """
     prepare.warn_of_withheld(plan, settings, say)
     with Agents() as agents:
-        facts = prepare.ask_hosts(agents, plan, settings)
-        interfaces, address = prepare.choose_network(plan, facts, settings)
-        prepare.warn_of_faster_network(plan, facts, interfaces, settings, say)
-        with RendezvousServer(address) as server:
-            door = (address, server.port)
-            preflight.before_start(agents, interfaces, plan, settings, door, say)
-            places = place_variables(plan, *door, server.key)
-            master = prepare.master(agents, plan, interfaces, settings)
-            ranks = prepare.rank_messages(plan, facts, settings, interfaces, places, master)
-            for connection in agents.connections:
-                prepare.start(connection, plan, ranks[connection.host])
-            come = registered(server, plan.size, say)
-            return Job(plan, agents, output, settings.limits, come, say).run()
+        agents.dial(prepare.local_hosts(plan), settings.ssh, settings.python)
+        return run_with(agents, plan, settings, output, say)
+
+
+def run_with(
+    agents: Agents,
+    plan: Plan,
+    settings: Settings,
+    output: Output,
+    say: Callable[[str], None],
+) -> Outcome:
+    """As `run`, with agents that are there, one on each host of the plan."""
+    facts = prepare.contact(agents, plan, settings)
+    interfaces, address = prepare.choose_network(plan, facts, settings)
+    prepare.warn_of_faster_network(plan, facts, interfaces, settings, say)
+    with RendezvousServer(address) as server:
+        door = (address, server.port)
+        preflight.before_start(agents, interfaces, plan, settings, door, say)
+        places = place_variables(plan, *door, server.key)
+        master = prepare.master(agents, plan, interfaces, settings)
+        ranks = prepare.rank_messages(plan, facts, settings, interfaces, places, master)
+        for connection in agents.connections:
+            prepare.start(connection, plan, ranks[connection.host])
+        come = registered(server, plan.size, say)
+        return Job(plan, agents, output, settings.limits, come, say).run()
 
 
 def describe(plan: Plan, settings: Settings) -> str:

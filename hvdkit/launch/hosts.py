@@ -33,10 +33,12 @@ class Host:
     Attributes:
         name: as the user wrote it: a name or an address, perhaps with `user@` for ssh.
         slots: the number of ranks that it takes.
+        local: whether it is this machine; None where nobody knows yet.
     """
 
     name: str
     slots: int
+    local: bool | None = None
 
     @property
     def address(self) -> str:

@@ -5,11 +5,12 @@ To the agent:
     task    {command, directory, path,       the first message: what is going to be run; and
              files, passes_signals_on}       whether the agent's own signals are for its ranks
     ask     {question, arguments}            answer one of `inspection.QUESTIONS`
-    start   {ranks: [{rank, env, defaults}], start them; each may have so many files open
-             open_files}
+    start   {ranks: [{rank, env, defaults}], start them; the number of the job's ranks
+             size}
     signal  {number}                         pass a signal on to the ranks
     end     {grace}                          end every process: SIGTERM, seconds, SIGKILL
     alive   {}                               the launcher is still there
+    outcome {status, report}                 how the job ended, for agents of `nodes`
 
 From the agent:
 
@@ -17,6 +18,7 @@ From the agent:
     answer  {answer}                         to a question
     output  {rank, stream, text}             a piece of what a rank wrote
     ended   {rank, status}                   negative for a signal
+    signal  {number}                         somebody on its host wants the job to stop
     failed  {reason}                         the agent cannot go on
     done    {}                               no process of the job is left on this host
 

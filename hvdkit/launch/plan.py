@@ -75,14 +75,23 @@ class Plan:
         return found
 
 
+def check_command(command: Sequence[str]) -> None:
+    """Refuse to run nothing.
+
+    Raises:
+        UsageError: there is nothing to run.
+    """
+    if not command:
+        raise UsageError("there is no command to run; expected e.g. `hvdkit run -np 2 python x.py`")
+
+
 def make_plan(command: Sequence[str], directory: str, hosts: Sequence[Host], size: int) -> Plan:
     """Fill the hosts one after the other, each up to its slots, as horovodrun does.
 
     Raises:
         UsageError: there are fewer slots than ranks, or there is nothing to run.
     """
-    if not command:
-        raise UsageError("there is no command to run; expected e.g. `hvdkit run -np 2 python x.py`")
+    check_command(command)
     if size < 1:
         raise UsageError(f"-np is {size}; expected at least 1")
     if total_slots(hosts) < size:

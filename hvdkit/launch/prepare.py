@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdkit.launch import environment, network, open_files
+from hvdkit.launch import environment, network
 from hvdkit.launch.agents import Agents
 from hvdkit.launch.connection import Connection
 from hvdkit.launch.hosts import Host, are_local
@@ -37,6 +37,8 @@ class Settings:
         limits: of time.
         preflight: examine several hosts before ranks are started there.
         torch_env: give ranks the variables that torchrun gives.
+        own_environments: each host's ranks have the environment of the agent there, not that of
+            the launcher.
     """
 
     ssh: Ssh
@@ -47,6 +49,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     preflight: bool = True
     torch_env: bool = True
+    own_environments: bool = False
 
 
 # Asked once per host.
@@ -55,9 +58,10 @@ _known_hosts: dict[Host, bool] = {}
 
 def local_hosts(plan: Plan) -> dict[Host, bool]:
     """Return the plan's hosts, and whether each is this machine."""
-    hosts = plan.hosts
-    _known_hosts.update(are_local([host for host in hosts if host not in _known_hosts]))
-    return {host: _known_hosts[host] for host in hosts}
+    known = {host: host.local for host in plan.hosts if host.local is not None}
+    unknown = [host for host in plan.hosts if host.local is None]
+    _known_hosts.update(are_local([host for host in unknown if host not in _known_hosts]))
+    return {host: known.get(host, _known_hosts.get(host, False)) for host in plan.hosts}
 
 
 def ask_hosts(agents: Agents, plan: Plan, settings: Settings) -> dict[Host, Message]:
@@ -67,6 +71,11 @@ def ask_hosts(agents: Agents, plan: Plan, settings: Settings) -> dict[Host, Mess
         HvdkitError: a host cannot take part.
     """
     agents.dial(local_hosts(plan), settings.ssh, settings.python)
+    return contact(agents, plan, settings)
+
+
+def contact(agents: Agents, plan: Plan, settings: Settings) -> dict[Host, Message]:
+    """As `ask_hosts`, with agents that are there."""
     facts = agents.contact(task(plan), settings.limits.start)
     return {connection.host: found for connection, found in facts.items()}
 
@@ -167,7 +176,8 @@ def rank_messages(
     ranks = {}
     for host, found in facts.items():
         # The ranks here inherit everything anyway.
-        base = variables if local[host] else forwarded | variables
+        inherited = local[host] or settings.own_environments
+        base = variables if inherited else forwarded | variables
         interface = interfaces[host]
         optional = {} if interface is network.LOOPBACK else _nccl(interface)
         ranks[host] = [
@@ -188,7 +198,7 @@ def rank_messages(
 
 def start(connection: Connection, plan: Plan, ranks: Sequence[Message]) -> None:
     """Let an agent start these ranks of `plan`."""
-    connection.send("start", ranks=ranks, open_files=open_files.of_rank(plan.size))
+    connection.send("start", ranks=ranks, size=plan.size)
 
 
 def master(
@@ -215,7 +225,7 @@ def warn_of_withheld(plan: Plan, settings: Settings, say: Callable[[str], None])
     """Name the variables that ranks on other hosts do not get, if there are such ranks."""
     given = environment.explicit(os.environ, settings.variables)
     names = [name for name in environment.withheld(os.environ) if name not in given]
-    if names and not all(local_hosts(plan).values()):
+    if names and not (settings.own_environments or all(local_hosts(plan).values())):
         shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
         say(
             f"not sent to other hosts: {shown}. They look like secrets, or belong to this host; "

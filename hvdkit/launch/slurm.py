@@ -128,7 +128,7 @@ def _started(
             try:
                 answers = agents.contact(prepare.task(plan), settings.limits.start)
                 facts = {
-                    host: _facts(answers[speaker], host, plan, given, speaker.peer)
+                    host: _facts(answers[speaker], host, plan, given)
                     for host, speaker in first.items()
                 }
                 interfaces, address = prepare.choose_network(plan, facts, settings)
@@ -144,14 +144,14 @@ def _started(
         running.end()
 
 
-def _facts(found: Message, host: Host, plan: Plan, given: Allocation, peer: str) -> Message:
+def _facts(found: Message, host: Host, plan: Plan, given: Allocation) -> Message:
     """What an agent says of its host, as one agent for the whole host would say it."""
     ranks = len(plan.on(host))
     # An agent that is bound sees its own CPUs, another all of the machine's.
     each = min(
         found["cores"], max(1, given.cpus[host] // ranks), given.cpus_per_task or sys.maxsize
     )
-    return found | {"cores": each * ranks, "reached_at": peer}
+    return found | {"cores": each * ranks}
 
 
 def _own_address(plan: Plan) -> str:

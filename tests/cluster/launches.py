@@ -43,8 +43,8 @@ class Watched:
         """Gives `start`; at the end what it has started is killed, and nothing may be left."""
         started = []
 
-        def begin(*arguments):
-            started.append(self.start(*arguments))
+        def begin(*arguments, **options):
+            started.append(self.start(*arguments, **options))
             return started[-1]
 
         yield begin

@@ -1,0 +1,192 @@
+"""The arguments of `hvdkit run`, and those of `hvdkit doctor` about several hosts."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+from hvdkit.launch.job import Limits
+from hvdkit.launch.membership import START_SECONDS
+
+HELP = "start the ranks of a job, on this machine or on several, and watch them"
+EXAMPLE = """\
+  hvdkit run -np 2 python train.py
+  hvdkit run -np 8 -H host1:4,host2:4 python train.py --epochs 10
+  hvdkit run --hostfile hosts.txt --output-dir logs/ -x WANDB_API_KEY python train.py
+  hvdkit run train.py                              # a rank for each GPU; as python train.py
+  hvdkit run -np 2 --dry-run python train.py       # what would be done"""
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """The arguments of `hvdkit run`."""
+    verb.add_argument(
+        "-np",
+        "--num-proc",
+        type=_count,
+        metavar="N",
+        help="number of ranks (default, and `auto`: all slots of the hosts or the allocation; else "
+        "one for each GPU here, or one)",
+    )
+    verb.add_argument(
+        "--launcher",
+        choices=["auto", "gloo", "mpi", "slurm"],
+        default="auto",
+        help="(default: slurm inside an allocation, else gloo, unless Horovod has only MPI)",
+    )
+    verb.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the plan and the commands; hosts are asked, nothing is started",
+    )
+    _add_host_arguments(verb)
+    verb.add_argument(
+        "--no-preflight",
+        action="store_true",
+        help="start on several hosts without examining them first (`hvdkit doctor --hosts`)",
+    )
+    nodes_group = verb.add_argument_group("nodes without ssh: the same command on each")
+    nodes_group.add_argument("--nodes", type=int, metavar="N", help="how many there are")
+    nodes_group.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="R",
+        help="which of them this is, from 0 (default: what Kubernetes' indexed Jobs, SkyPilot or "
+        "Slurm say)",
+    )
+    meeting = nodes_group.add_mutually_exclusive_group()
+    meeting.add_argument("--rdzv", metavar="HOST:PORT", help="where node 0 listens")
+    meeting.add_argument(
+        "--rdzv-file", type=Path, metavar="FILE", help="where node 0 writes that, on a shared disk"
+    )
+    nodes_group.add_argument(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help="has the job's key, the same on every node (default: $HVDKIT_JOB_KEY)",
+    )
+    mpi_group = verb.add_argument_group("MPI")
+    mpi_group.add_argument(
+        "--mpirun",
+        metavar="FILE",
+        help="of the MPI that Horovod was built with (default: this environment's, or on PATH)",
+    )
+    mpi_group.add_argument(
+        "--mpi-args", default="", metavar="ARGS", help="more for mpirun, e.g. '--report-bindings'"
+    )
+    slurm_group = verb.add_argument_group("Slurm")
+    slurm_group.add_argument(
+        "--mpi",
+        metavar="KIND",
+        help="ranks over MPI, with srun --mpi=KIND: pmix, pmi2 (default: over Gloo)",
+    )
+    ranks = verb.add_argument_group("the ranks' environment")
+    ranks.add_argument(
+        "-x",
+        action="append",
+        default=[],
+        dest="variables",
+        metavar="NAME[=VALUE]",
+        help="forward this variable too; names like *TOKEN* and *KEY* are not otherwise; 'WANDB_*' "
+        "is all that begin so",
+    )
+    ranks.add_argument(
+        "--env-file",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="lines NAME=VALUE or NAME, as for -x",
+    )
+    ranks.add_argument(
+        "--pin-gpus",
+        action="store_true",
+        help="CUDA_VISIBLE_DEVICES with one GPU per rank, for programs that take a GPU before "
+        "hvd.init() gives them theirs",
+    )
+    ranks.add_argument(
+        "--no-torch-env",
+        action="store_true",
+        help="without RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the others that torchrun sets",
+    )
+    output = verb.add_argument_group("output")
+    output.add_argument(
+        "--all-output",
+        action="store_true",
+        help="show all ranks of a job of more than 16, not only rank 0",
+    )
+    output.add_argument(
+        "--output-dir",
+        type=Path,
+        metavar="DIR",
+        help="also append each rank's output to DIR/rank.N.log",
+    )
+    verb.add_argument(
+        "--stop-grace",
+        type=_seconds,
+        default=Limits.stop,
+        metavar="S",
+        help="seconds for ranks to stop in order after Ctrl-C, SIGTERM or SIGUSR1 "
+        f"(default: {Limits.stop:g})",
+    )
+    verb.add_argument("command", nargs=argparse.REMAINDER, help="what every rank runs")
+
+
+def add_doctor_arguments(verb: argparse.ArgumentParser) -> None:
+    """The arguments of `hvdkit doctor` that are about several hosts."""
+    _add_host_arguments(verb)
+    verb.add_argument(
+        "--bandwidth", action="store_true", help="measure it between the first two hosts"
+    )
+
+
+def _add_host_arguments(verb: argparse.ArgumentParser) -> None:
+    where = verb.add_mutually_exclusive_group()
+    where.add_argument("-H", "--hosts", metavar="H:N,…", help="hosts and their slots")
+    where.add_argument(
+        "--hostfile", type=Path, metavar="FILE", help="the same from a file: `host slots=4` lines"
+    )
+    network = verb.add_argument_group("other hosts")
+    network.add_argument("-p", "--ssh-port", type=int, metavar="PORT")
+    network.add_argument("-i", "--ssh-identity", metavar="FILE", help="the private key")
+    network.add_argument(
+        "--ssh-arg", action="append", default=[], metavar="ARG", help="e.g. --ssh-arg=-Jgateway"
+    )
+    network.add_argument(
+        "--python", default=sys.executable, metavar="FILE", help="the Python there (default: ours)"
+    )
+    network.add_argument(
+        "--network",
+        metavar="NET",
+        help="what ranks talk over: 10.0.0.0/8, eth1 or host1=eth0,host2=ens3 "
+        "(default: the subnet that all hosts are on)",
+    )
+    network.add_argument(
+        "--start-timeout",
+        type=_seconds,
+        metavar="S",
+        help="seconds for hosts to answer, and for ranks to follow the first one "
+        f"(default: {Limits.start:g}; for --nodes to come: {START_SECONDS:g})",
+    )
+
+
+def _count(text: str) -> int | None:
+    """Return the number of `-np`; None for `auto`."""
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; expected one, or auto") from None
+
+
+def _seconds(text: str) -> float:
+    """Return a number of seconds above 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, above 0")
+    return seconds

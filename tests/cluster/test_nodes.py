@@ -1,0 +1,238 @@
+"""`hvdkit run --nodes`: nodes that come together by themselves, on hosts without ssh."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.cluster.launches import Watched, python
+from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
+
+PORT = 29400
+KEY = "0123456789abcdef"
+
+REDUCE = """
+import os
+import torch
+import hvdkit.torch as hvd
+
+hvd.init()
+total = int(hvd.allreduce(torch.ones(()), op=hvd.Sum))
+place = hvd.rank(), hvd.local_rank(), hvd.cross_rank()
+print(*place, total, os.environ["OWN"], os.environ.get("HVDKIT_JOB_KEY"), flush=True)
+"""
+SAVING = """
+def stop(*_):
+    print("saved", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+class Nodes(Watched):
+    """Starts `hvdkit run --nodes` on hosts of the cluster."""
+
+    def start(self, node, *arguments, nodes=2, size=None, key=KEY, rank=None, meeting=None):
+        """On the host `node`, by default as the node of that number."""
+        place = ("--nodes", str(nodes), "--node-rank", str(node if rank is None else rank))
+        place += ("-np", str(size or nodes))
+        if meeting is None:
+            meeting = ("--rdzv", f"{self.cluster.hosts[0].address}:{PORT}")
+        run = [sys.executable, "-m", "hvdkit", "run", *place, *meeting]
+        variables = {name: value for name, value in os.environ.items() if name != "HVDKIT_JOB_KEY"}
+        return subprocess.Popen(
+            self.cluster.hosts[node].command([*run, *arguments]),
+            env=variables | ({"HVDKIT_JOB_KEY": key} if key else {}) | {"OWN": f"own{node}"},
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
+@pytest.fixture(scope="module")
+def cluster(make_hosts):
+    with make_hosts(2, interfaces=("eth0", "ens3")) as cluster:
+        yield Nodes(cluster)
+
+
+@pytest.fixture
+def start(cluster):
+    with cluster.starting() as begin:
+        yield begin
+
+
+def end(job, timeout=60):
+    """Return the job's status, and what it wrote."""
+    stdout, stderr = job.communicate(timeout=timeout)
+    return job.returncode, stdout, stderr
+
+
+def wait_for(job, line):
+    for found in iter(job.stdout.readline, ""):
+        if found.rstrip("\n") == line:
+            return
+    raise AssertionError(f"ended without {line!r}: {job.stderr.read()}")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_same_command_on_each_node(start, first):
+    skip_where_unsupported(Configuration("torch", "gloo", 4))
+    command = (sys.executable, "-c", REDUCE)
+    jobs = {first: start(first, *command, size=4)}
+    time.sleep(0.5)
+    jobs[1 - first] = start(1 - first, *command, size=4)
+    lines = [f"[{rank}] {rank} {rank % 2} {rank // 2} 4 own{rank // 2} None" for rank in range(4)]
+    status, stdout, stderr = end(jobs[0])
+    assert (status, sorted(stdout.splitlines())) == (0, lines), stderr
+    status, stdout, stderr = end(jobs[1])
+    assert (status, sorted(stdout.splitlines()), stderr) == (0, lines[2:], "")
+
+
+def test_a_file_says_where_and_needs_no_key(start, tmp_path):
+    file = tmp_path / "job"
+    # What a job before has left there.
+    file.write_text('{"addresses": ["10.255.255.250"], "port": 9, "key": "old"}')
+    meeting = ("--rdzv-file", str(file))
+    second = start(1, "hostname", key=None, meeting=meeting)
+    time.sleep(0.5)
+    first = start(0, "hostname", key=None, meeting=meeting)
+    status, stdout, stderr = end(first)
+    assert (status, sorted(stdout.splitlines())) == (0, ["[0] host0", "[1] host1"]), stderr
+    assert end(second)[:2] == (0, "[1] host1\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_fails_ends_the_job_on_all_nodes(start):
+    command = python("time.sleep(60) if rank == 0 else sys.exit('bad sample')")
+    first, second = start(0, *command), start(1, *command)
+    status, _, stderr = end(first)
+    assert status == 1
+    assert "rank 1 on host1 failed: exit status 1" in stderr
+    status, _, stderr = end(second)
+    assert status == 1
+    assert "the job ended with status 1: rank 1 on host1 failed" in stderr
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_signal_on_any_node_lets_all_ranks_save(start, node):
+    command = python(SAVING)
+    jobs = [start(0, *command), start(1, *command)]
+    wait_for(jobs[1], "[1] up")
+    wait_for(jobs[0], "[0] up")
+    jobs[node].send_signal(signal.SIGTERM)
+    ends = [end(job) for job in jobs]
+    assert [status for status, _, _ in ends] == [75, 75], ends
+    assert "[0] saved" in ends[0][1]
+    assert ends[1][1].count("saved") == 1
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_is_killed_ends_the_job(start, cluster, node):
+    command = python("print('up', flush=True); time.sleep(60)")
+    jobs = [start(0, *command), start(1, *command)]
+    wait_for(jobs[1], "[1] up")
+    wait_for(jobs[0], "[0] up")
+    jobs[node].kill()
+    status, _, stderr = end(jobs[1 - node])
+    assert status == 1
+    assert ("node 0 is gone" if node == 0 else "lost host1") in stderr
+    jobs[node].wait(timeout=20)
+    cluster.check_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("changed", "told", "seen"),
+    [
+        ({"key": "f" * 16}, "its key is another one", "host1 (node 1): its key is another one"),
+        ({"nodes": 3}, "it says --nodes 3, node 0 says --nodes 2", "it says --nodes 3"),
+    ],
+)
+def test_a_node_that_does_not_fit_is_told_so(start, changed, told, seen):
+    first = start(0, "--start-timeout", "3", "true")
+    status, _, stderr = end(start(1, "true", **changed))
+    assert (status, told in stderr) == (1, True), stderr
+    status, _, stderr = end(first)
+    assert status == 1
+    assert "node 1 of 2 did not come to --rdzv" in stderr
+    assert seen in stderr
+
+
+def test_two_nodes_with_the_same_number(start):
+    both = [start(1, "true", nodes=3) for _ in range(2)]
+    first = start(0, "--start-timeout", "6", "true", nodes=3)
+    ends = [end(job) for job in both]
+    assert [status for status, _, _ in ends] == [1, 1]
+    said = sorted((stderr for _, _, stderr in ends), key=lambda text: "the job ended" in text)
+    assert "there is a node 1 already; give each its own --node-rank" in said[0], said
+    assert "the job ended with status 1: node 2 of 3 did not come" in said[1], said
+    assert "node 2 of 3 did not come" in end(first)[2]
+
+
+def test_a_node_may_come_again_before_all_have_come(start):
+    lost = start(1, "true", nodes=3)
+    time.sleep(1)
+    first = start(0, "sh", "-c", "echo $OWN", nodes=3)
+    time.sleep(1.5)
+    lost.kill()
+    lost.wait(timeout=10)
+    others = [start(1, "sh", "-c", "echo $OWN", nodes=3, rank=rank) for rank in (2, 1)]
+    status, stdout, stderr = end(first)
+    assert (status, len(stdout.splitlines())) == (0, 3), stderr
+    assert [end(job)[0] for job in others] == [0, 0]
+
+
+def test_nodes_with_different_commands(start):
+    first, second = start(0, "true"), start(1, "false")
+    assert "host1: its command is `false`, that of node 0 is `true`" in end(first)[2]
+    assert end(second)[0] == 1
+
+
+def test_strangers_are_not_waited_for(start, cluster):
+    first = start(0, "true")
+    address = cluster.cluster.hosts[0].address, PORT
+    code = (
+        "import socket, sys, time\n"
+        "def line():\n"
+        "    while True:\n"
+        "        try:\n"
+        f"            return socket.create_connection({address}, timeout=5)\n"
+        "        except ConnectionRefusedError:\n"
+        "            time.sleep(0.1)\n"
+        "lines = [line() for _ in range(3)]\n"
+        "lines[1].sendall(b'[' * 9000 + b'\\n')\n"
+        "lines[2].sendall(b'{\"node\": 1}\\n')\n"
+        "print('up', flush=True); time.sleep(30)"
+    )
+    stranger = subprocess.Popen(
+        cluster.cluster.hosts[1].command([sys.executable, "-c", code]), stdout=subprocess.PIPE
+    )
+    try:
+        assert stranger.stdout.readline() == b"up\n"
+        second = start(1, "true")
+        assert (end(first), end(second)) == ((0, "", ""), (0, "", ""))
+    finally:
+        stranger.kill()
+        stranger.communicate(timeout=10)
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        run = [sys.executable, "-m", "hvdkit", "run", "--nodes", "2", "--node-rank", "0"]
+        done = subprocess.run(
+            [*run, "--rdzv", f"localhost:{port}", "true"],
+            env=os.environ | {"HVDKIT_JOB_KEY": KEY},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert f"this node cannot listen on port {port}: Address already in use" in done.stderr
