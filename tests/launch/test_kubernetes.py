@@ -24,7 +24,8 @@ LARGE = [
     *SMALL,
     *("--name", "large", "--namespace", "research", "--workers", "16", "--gpus-per-worker", "8"),
     *("--cpus", "64", "--memory", "512Gi", "--shared-memory", "64Gi", "--checkpoints", "my-claim"),
-    *("--retries", "5"),
+    *("--retries", "5", "--queue", "gold", "--rdma", "rdma/hca=1"),
+    *("--node-selector", "pool=h100", "--toleration", "nvidia.com/gpu:NoSchedule"),
 ]
 JOBS = pytest.mark.parametrize("arguments", [SMALL, LARGE], ids=["small", "large"])
 
@@ -178,6 +179,40 @@ def test_shared_memory_and_checkpoints_are_volumes(generate):
     assert set(volumes) == set(mounts.values())
 
 
+def test_workers_go_to_the_nodes_that_were_asked_for(generate):
+    nodes = ("--node-selector", "example.com/pool=h100", "--node-selector", "spot=")
+    pod = pods(yaml.safe_load(generate(*SMALL, *nodes, "--rdma", "rdma/hca_a=2")))
+    assert pod["Worker"]["spec"]["nodeSelector"] == {"example.com/pool": "h100", "spot": ""}
+    resources = pod["Worker"]["spec"]["containers"][0]["resources"]
+    assert resources["requests"]["rdma/hca_a"] == resources["limits"]["rdma/hca_a"] == "2"
+    # The launcher has no ranks: it leaves such nodes to those that have.
+    assert "nodeSelector" not in pod["Launcher"]["spec"]
+    assert "rdma/hca_a" not in pod["Launcher"]["spec"]["containers"][0]["resources"]["limits"]
+
+
+@pytest.mark.parametrize(
+    ("given", "toleration"),
+    [
+        ("nvidia.com/gpu", {"operator": "Exists"}),
+        ("nvidia.com/gpu:NoExecute", {"operator": "Exists", "effect": "NoExecute"}),
+        ("nvidia.com/gpu=yes", {"operator": "Equal", "value": "yes"}),
+        (
+            "nvidia.com/gpu=yes:NoSchedule",
+            {"operator": "Equal", "value": "yes", "effect": "NoSchedule"},
+        ),
+        ("nvidia.com/gpu=", {"operator": "Equal", "value": ""}),
+    ],
+)
+def test_workers_tolerate_taints(generate, given, toleration):
+    job = yaml.safe_load(generate(*SMALL, "--toleration", given, "--toleration", "other"))
+    found = pods(job)["Worker"]["spec"]["tolerations"]
+    assert found == [
+        {"key": "nvidia.com/gpu"} | toleration,
+        {"key": "other", "operator": "Exists"},
+    ]
+    assert "tolerations" not in pods(job)["Launcher"]["spec"]
+
+
 def test_a_job_that_saved_and_stopped_is_started_again(generate):
     job = yaml.safe_load(generate(*LARGE))
     assert job["spec"]["runPolicy"]["backoffLimit"] == 5
@@ -226,6 +261,19 @@ def test_the_job_is_called_like_its_script(generate, script, name):
     ("arguments", "said"),
     [
         (["--workers", "0"], "--workers is 0"),
+        (["--queue", "Gold"], "--queue is 'Gold'"),
+        (["--rdma", "hca=1"], "--rdma is 'hca=1'. Expected RESOURCE=N"),
+        (["--rdma", "rdma/hca"], "--rdma is 'rdma/hca'. Expected"),
+        (["--rdma", "rdma/hca=0"], "N at least 1"),
+        (["--node-selector", "zone"], "--node-selector is 'zone'. Expected KEY=VALUE"),
+        (["--node-selector", "zone=a b"], "--node-selector is 'zone=a b'"),
+        (
+            ["--node-selector", "zone=a", "--node-selector", "zone=b"],
+            "--node-selector gives zone twice: 'a' and 'b'",
+        ),
+        (["--toleration", "gpu:Never"], "with EFFECT one of NoSchedule"),
+        (["--toleration", "=true"], "--toleration is '=true'"),
+        (["--key-secret", "mine"], "choose --kind job or jobset"),
         (["--memory", "much"], "--memory is 'much'"),
         (["--name", "Big_Job"], "--name is 'Big_Job'"),
         (["--name", "x" * 60], "63 are allowed"),

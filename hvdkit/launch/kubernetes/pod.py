@@ -1,0 +1,184 @@
+"""The parts of a pod that all kinds of Kubernetes jobs share: rights, resources, volumes, nodes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from hvdkit.errors import UsageError
+from hvdkit.launch.job import Limits
+from hvdkit.launch.kubernetes.commented_yaml import Comments
+
+#: Where the images of `docker/` expect checkpoints.
+CHECKPOINTS = "/checkpoints"
+
+#: Seconds for all pods to start: nodes first pull an image of several GB.
+START_SECONDS = 300
+
+#: Likewise for the pods of a Job, which Kubernetes replaces up to 10 minutes after others.
+JOB_START_SECONDS = 660
+
+#: Seconds that `hvdkit run` needs to end after its ranks have ended.
+_SPARE_SECONDS = 30
+
+#: The user of the images of `docker/`, which has no rights.
+_USER_ID = 1000
+
+#: The settings that `restricted`, the strictest pod security standard of Kubernetes, requires.
+_POD_SECURITY = {
+    "runAsNonRoot": True,
+    "runAsUser": _USER_ID,
+    "runAsGroup": _USER_ID,
+    "fsGroup": _USER_ID,
+    "fsGroupChangePolicy": "OnRootMismatch",
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+_CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+# Kubernetes' syntax of labels, taints and extended resources.
+_WORD = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_DOMAIN = rf"{_WORD}(\.{_WORD})*"
+_LABEL = r"[A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?"
+_KEY = rf"(?P<key>({_DOMAIN}/)?{_LABEL})"
+_VALUE = rf"(?P<value>({_LABEL})?)"
+_NODE_LABEL = re.compile(f"{_KEY}={_VALUE}")
+_TOLERATION = re.compile(f"{_KEY}(={_VALUE})?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?")
+_DEVICES = re.compile(rf"(?P<resource>{_DOMAIN}/{_LABEL})=(?P<count>[1-9][0-9]*)")
+
+
+def pod(container: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the spec of a pod with one container, without rights that it does not need."""
+    confined = {**container, "securityContext": _CONTAINER_SECURITY}
+    return {"securityContext": _POD_SECURITY, "containers": [confined]}
+
+
+def rank_pod(options: argparse.Namespace, container: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the spec of a pod with ranks: its nodes, resources, shared memory and checkpoints.
+
+    Raises:
+        UsageError: --rdma, --node-selector or --toleration is malformed.
+    """
+    resources = {"cpu": options.cpus, "memory": options.memory}
+    if options.gpus_per_worker is not None:
+        # Kubernetes accepts numbers and text; the other amounts are text.
+        resources["nvidia.com/gpu"] = str(options.gpus_per_worker)
+    resources |= _devices(options.rdma)
+    mounts, volumes = _volumes(options)
+    amounts = {"resources": requested(resources), "volumeMounts": mounts}
+    return {**_nodes(options), **pod({**container, **amounts}), "volumes": volumes}
+
+
+def requested(amounts: Mapping[str, str]) -> dict[str, Any]:
+    """Return a container's `resources` that reserve the amounts and limit it to them."""
+    return {"requests": dict(amounts), "limits": dict(amounts)}
+
+
+def grace() -> dict[str, int]:
+    """Return the field that gives ranks the time to save after SIGTERM."""
+    return {"terminationGracePeriodSeconds": round(Limits.stop) + _SPARE_SECONDS}
+
+
+GRACE_COMMENT = (
+    "SIGTERM makes the ranks save and stop. They have --stop-grace seconds; the rest of this time "
+    "is for the end of `hvdkit run`."
+)
+
+
+def rank_pod_comments(options: argparse.Namespace) -> Comments:
+    """Return the comments on what `rank_pod` adds."""
+    resources = (
+        "Requests equal limits, so that no other pod takes what a rank needs: the slowest rank "
+        "sets the pace of all."
+    )
+    if options.rdma is not None:
+        resources += (
+            " RDMA needs an unlimited `ulimit -l`, set in the nodes' container runtime. The "
+            "capability IPC_LOCK has no effect for a user other than root."
+        )
+    volumes = (
+        "Ranks of one pod share buffers in /dev/shm; the default is 64 MB. It counts as memory."
+    )
+    if options.checkpoints is not None and options.workers > 1:
+        volumes += " Every worker mounts the checkpoints' claim, so it must be ReadWriteMany."
+    return {("containers", 0, "resources"): resources, ("volumes",): volumes}
+
+
+def resume_comment(options: argparse.Namespace) -> str:
+    """Return the sentence that says where a job that is started again begins."""
+    if options.checkpoints is None:
+        return "Without a volume for checkpoints (--checkpoints CLAIM) the job begins anew."
+    command = shlex.join(options.command)
+    return f"`{command}` has to resume from what it finds in {CHECKPOINTS}."
+
+
+def _volumes(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the mounts of the container, and the volumes of the pod."""
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    memory = {"medium": "Memory", "sizeLimit": options.shared_memory}
+    volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": memory}]
+    if options.checkpoints is not None:
+        mounts.append({"name": "checkpoints", "mountPath": CHECKPOINTS})
+        claim = {"claimName": options.checkpoints}
+        volumes.append({"name": "checkpoints", "persistentVolumeClaim": claim})
+    return mounts, volumes
+
+
+def _nodes(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields that choose the nodes of a pod."""
+    fields: dict[str, Any] = {}
+    if options.node_selector:
+        fields["nodeSelector"] = _node_labels(options.node_selector)
+    if options.toleration:
+        fields["tolerations"] = [_toleration(text) for text in options.toleration]
+    return fields
+
+
+def _node_labels(texts: list[str]) -> dict[str, str]:
+    expected = "KEY=VALUE. `kubectl get nodes --show-labels` lists the labels of nodes"
+    labels: dict[str, str] = {}
+    for text in texts:
+        given = _parse(_NODE_LABEL, "--node-selector", text, expected)
+        key, value = given["key"], given["value"]
+        if labels.get(key, value) != value:
+            raise UsageError(
+                f"--node-selector gives {key} twice: {labels[key]!r} and {value!r}. A node has "
+                "one value for a label; leave one of them out"
+            )
+        labels[key] = value
+    return labels
+
+
+def _toleration(text: str) -> dict[str, str]:
+    expected = (
+        "KEY, KEY=VALUE, KEY:EFFECT or KEY=VALUE:EFFECT, with EFFECT one of NoSchedule, "
+        "PreferNoSchedule, NoExecute. `kubectl describe node` lists the taints of a node"
+    )
+    given = _parse(_TOLERATION, "--toleration", text, expected)
+    toleration = {"key": given["key"]}
+    if given["value"] is None:
+        toleration["operator"] = "Exists"
+    else:
+        toleration |= {"operator": "Equal", "value": given["value"]}
+    # Without an effect, Kubernetes tolerates all effects of the taint.
+    return toleration if given["effect"] is None else {**toleration, "effect": given["effect"]}
+
+
+def _devices(text: str | None) -> dict[str, str]:
+    if text is None:
+        return {}
+    expected = (
+        "RESOURCE=N with N at least 1, e.g. rdma/hca=1. `kubectl describe node` lists the "
+        "resources of a node under Allocatable"
+    )
+    given = _parse(_DEVICES, "--rdma", text, expected)
+    return {given["resource"]: given["count"]}
+
+
+def _parse(pattern: re.Pattern[str], option: str, text: str, expected: str) -> re.Match[str]:
+    match = pattern.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{option} is {text!r}. Expected {expected}")
+    return match
