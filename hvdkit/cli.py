@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     told = Namespace(verb="", when_ended="nothing was begun.", may_start_again=False)
     try:
         told = options = _parser().parse_args(arguments)
+        options.words = list(sys.argv[1:] if arguments is None else arguments)[1:]
         status = int(options.run(options))
         sys.stdout.flush()
         return status
@@ -231,7 +232,9 @@ def _add_run(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     verb = _add_verb(verbs, "run", arguments.HELP, arguments.EXAMPLE)
     arguments.add_arguments(verb)
     # Once they run, `run` itself takes the signals. Before, nothing is lost.
-    verb.set_defaults(run=command.run, when_ended="no rank runs.", may_start_again=True)
+    verb.set_defaults(
+        run=command.run, parser=verb, when_ended="no rank runs.", may_start_again=True
+    )
 
 
 def _add_checkpoint(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -130,6 +130,19 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         help="seconds for ranks to stop in order after Ctrl-C, SIGTERM or SIGUSR1 "
         f"(default: {Limits.stop:g})",
     )
+    files = verb.add_argument_group("these arguments in a file")
+    files.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="read arguments from FILE (TOML: num-proc = 8); the command line wins",
+    )
+    files.add_argument(
+        "--write-config",
+        type=Path,
+        metavar="FILE",
+        help="write these arguments to FILE, and start nothing",
+    )
     verb.add_argument("command", nargs=argparse.REMAINDER, help="what every rank runs")
 
 

@@ -27,6 +27,7 @@ from hvdkit.launch import (
     nodes,
     open_files,
     preflight,
+    run_file,
     slurm,
 )
 from hvdkit.launch.job import Limits, Outcome
@@ -68,6 +69,11 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         HvdkitError: the job could not be started.
     """
+    if options.config is not None:
+        options = run_file.combined(options.config, options.parser, options.words)
+    if options.write_config is not None:
+        run_file.write(options.write_config, options, options.parser)
+        return 0
     settings = _settings(
         options,
         variables=[*_from_files(options.env_file), *options.variables],

@@ -1,0 +1,153 @@
+"""The arguments of `hvdkit run` in a file (`--config FILE`), in TOML.
+
+Keys are the long options without their dashes, and `command`:
+
+    num-proc = 8
+    hosts = "node0:4,node1:4"
+    x = ["WANDB_API_KEY"]
+    all-output = true
+    command = ["python", "train.py"]
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdkit.errors import HvdkitError, UsageError
+
+_COMMAND = "command"
+# They are about the file itself, or about this start alone.
+_NOT_IN_FILE = frozenset({"help", "config", "write-config", "dry-run"})
+
+
+def combined(path: Path, verb: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a file and of a command line, which wins.
+
+    Args:
+        path: the file.
+        verb: has the arguments of `hvdkit run`.
+        words: the command line after `run`.
+
+    Raises:
+        UsageError: there is no such file, it is not TOML, or a key or a value is none of `verb`'s.
+    """
+    found = _read(path, verb)
+    given = verb.parse_args(words)
+    for group in verb._mutually_exclusive_groups:
+        actions = group._group_actions
+        if any(getattr(given, action.dest) != action.default for action in actions):
+            for key in [key for action in actions for key in _keys(action.option_strings)]:
+                found.pop(key, None)
+    actions = _actions(verb)
+    from_file = [
+        word for key in found if key != _COMMAND for word in _words(actions[key], found[key])
+    ]
+    options = verb.parse_args([*from_file, *words])
+    options.command = options.command or list(found.get(_COMMAND, ()))
+    return options
+
+
+def _read(path: Path, verb: argparse.ArgumentParser) -> dict[str, Any]:
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path}: it is not TOML: {error}") from error
+    actions = _actions(verb)
+    for key, value in found.items():
+        if key != _COMMAND and key not in actions:
+            close = difflib.get_close_matches(key, [*actions, _COMMAND], 1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise UsageError(
+                f"--config {path}: {key} is no option of `hvdkit run`. Expected the long options "
+                f"without their dashes, and `command`.{hint}"
+            )
+        expected = _expected(actions.get(key))
+        if not _fits(value, expected):
+            raise UsageError(f"--config {path}: {key} is {value!r}; expected {expected}")
+    return found
+
+
+def write(path: Path, options: argparse.Namespace, verb: argparse.ArgumentParser) -> None:
+    """Write the options that are not as they are by default, and the command.
+
+    Raises:
+        HvdkitError: the file exists, or cannot be written.
+    """
+    lines = []
+    for key, action in _actions(verb).items():
+        value = getattr(options, action.dest)
+        if value != action.default:
+            lines.append(f"{key} = {_toml(value)}")
+    words = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if words:
+        lines.append(f"{_COMMAND} = {_toml(words)}")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+    except FileExistsError:
+        raise HvdkitError(
+            f"--write-config {path} exists; remove it, or choose another name"
+        ) from None
+    except OSError as error:
+        raise HvdkitError(f"--write-config {path}: {error.strerror}") from error
+
+
+def _actions(verb: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Return the options of `verb` by their keys."""
+    return {
+        key: action
+        for action in verb._actions
+        for key in _keys(action.option_strings)
+        if key not in _NOT_IN_FILE
+    }
+
+
+def _keys(strings: Sequence[str]) -> Iterator[str]:
+    """Return the long name of an option, or its short one where it has no other."""
+    if strings:
+        yield max(strings, key=len).lstrip("-")
+
+
+def _expected(action: argparse.Action | None) -> str:
+    if action is None:
+        return "a list of words"
+    if isinstance(action, argparse._AppendAction):
+        return "a list of texts"
+    return "true or false" if action.nargs == 0 else "a text or a number"
+
+
+def _fits(value: Any, expected: str) -> bool:
+    if expected == "true or false":
+        return isinstance(value, bool)
+    if expected == "a text or a number":
+        return isinstance(value, str | int | float) and not isinstance(value, bool)
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _words(action: argparse.Action, value: Any) -> list[str]:
+    name = max(action.option_strings, key=len)
+    if isinstance(value, bool):
+        return [name] if value else []
+    values = value if isinstance(value, list) else [value]
+    # With =, because a value may begin with a dash.
+    if name.startswith("--"):
+        return [f"{name}={each}" for each in values]
+    return [word for each in values for word in (name, str(each))]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, int | float):
+        return str(value)
+    return json.dumps(str(value), ensure_ascii=False)
