@@ -40,9 +40,9 @@ def combined(path: Path, verb: argparse.ArgumentParser, words: Sequence[str]) ->
     found = _read(path, verb)
     given = verb.parse_args(words)
     for group in verb._mutually_exclusive_groups:
-        actions = group._group_actions
-        if any(getattr(given, action.dest) != action.default for action in actions):
-            for key in [key for action in actions for key in _keys(action.option_strings)]:
+        rivals = group._group_actions
+        if any(getattr(given, rival.dest) != rival.default for rival in rivals):
+            for key in [key for rival in rivals for key in _keys(rival.option_strings)]:
                 found.pop(key, None)
     actions = _actions(verb)
     from_file = [
