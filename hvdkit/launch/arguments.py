@@ -120,7 +120,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "--output-dir",
         type=Path,
         metavar="DIR",
-        help="also append each rank's output to DIR/rank.N.log",
+        help="also keep each rank's output in a new folder of DIR, and the first failure",
     )
     verb.add_argument(
         "--stop-grace",

@@ -26,6 +26,7 @@ from hvdkit.launch import (
     mpi,
     nodes,
     open_files,
+    output_folder,
     preflight,
     run_file,
     slurm,
@@ -110,10 +111,13 @@ def _watch(
 ) -> int:
     _allow_files(plan)
     shown = range(plan.size) if options.all_output else None
-    with Output(plan.size, shown, options.output_dir, say=_say) as output:
+    folder = None if options.output_dir is None else output_folder.make(options.output_dir)
+    with Output(plan.size, shown, folder, say=_say) as output:
         outcome = carry_out(output, _say)
     if outcome.report:
         _say(outcome.report)
+    if folder is not None and outcome.failure is not None:
+        output_folder.write_error(folder, outcome.failure, plan, _say)
     return outcome.status
 
 

@@ -23,6 +23,8 @@ _KNOWN, _SILENT, _CONNECTION, _LOST = range(4)
 
 #: Tails of so many failures are shown, each of which ends with another line.
 _SHOWN = 3
+#: So many lines of each.
+_SHOWN_LINES = 20
 
 # Horovod's own words, and those of systems below it, which may also come from a rank's own
 # connections, such as to a store.
@@ -51,19 +53,36 @@ class Failure:
     tail: Sequence[str]
 
     @property
-    def doubt(self) -> int:
-        """The likelihood that another rank is the cause, from `_KNOWN` (low) to `_LOST`."""
+    def traceback(self) -> list[str]:
+        """The lines from the last traceback on; of chained ones, from the first. Empty if none."""
         lines = list(self.tail)
         starts = [i for i, line in enumerate(lines) if _TRACEBACK in line]
         while len(starts) > 1 and _CHAINED.search("\n".join(lines[starts[-2] : starts[-1]])):
             starts.pop()  # an exception that another one has led to
-        text = "\n".join(lines[starts[-1] :] if starts else lines)
+        return lines[starts[-1] :] if starts else []
+
+    @property
+    def exception(self) -> str | None:
+        """The line that names the exception, of chained ones the last; None without any."""
+        found = None
+        before = ""
+        for line in self.traceback:
+            # A traceback's own lines are indented, save for its first.
+            if before.startswith("  ") and line[:1].strip():
+                found = line
+            before = line
+        return found
+
+    @property
+    def doubt(self) -> int:
+        """The likelihood that another rank is the cause, from `_KNOWN` (low) to `_LOST`."""
+        text = "\n".join(self.traceback or self.tail)
         broken = _BROKEN.search(text)
         if _SHUT_DOWN.search(text) or (broken and _INTERNAL.search(text)):
             return _LOST
         if broken:
             return _CONNECTION
-        return _KNOWN if starts or self.status < 0 else _SILENT
+        return _KNOWN if self.traceback or self.status < 0 else _SILENT
 
     @property
     def last_line(self) -> str:
@@ -162,7 +181,8 @@ def tail_of(rank: int, tail: Sequence[str]) -> str:
     """Return the last lines of a rank, under a heading."""
     if not tail:
         return f"Rank {rank} wrote nothing."
-    return "\n".join([f"Rank {rank}'s last lines:", *(f"  {line}" for line in tail)])
+    shown = tail[-_SHOWN_LINES:]
+    return "\n".join([f"Rank {rank}'s last lines:", *(f"  {line}" for line in shown)])
 
 
 def _count(number: int) -> str:

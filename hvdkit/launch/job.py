@@ -12,7 +12,7 @@ from types import FrameType
 from hvdkit.errors import RESUMABLE
 from hvdkit.launch.agents import Agents
 from hvdkit.launch.connection import Connection
-from hvdkit.launch.failures import Failures, tail_of
+from hvdkit.launch.failures import Failure, Failures, tail_of
 from hvdkit.launch.messages import LOST_SECONDS, Message, as_bytes
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
@@ -49,10 +49,12 @@ class Outcome:
     Attributes:
         status: its exit status: that of the rank that failed first of all, 128 + n for a signal.
         report: what to say about it; empty after a success.
+        failure: of the rank that led to it; None where none did.
     """
 
     status: int
     report: str = ""
+    failure: Failure | None = None
 
 
 class Job:
@@ -283,13 +285,14 @@ class Job:
         if self._failures.resumable:
             report = f"stopped, and can go on: start it again (exit status {RESUMABLE})"
             return Outcome(RESUMABLE, self._with_problem(report))
-        status = self._failures.cause.status
+        cause = self._failures.cause
+        status = cause.status
         code = 128 - status if status < 0 else status
         if self._stopped_by is not None and -status in (self._stopped_by, signal.SIGTERM):
             return self._ended_by(self._stopped_by, code)
         finished = [rank for rank, ended in self._ends.items() if ended == 0]
         report = self._failures.report(self._ended_by_us, finished)
-        return Outcome(code, self._with_problem(report))
+        return Outcome(code, self._with_problem(report), cause)
 
     def _ended_by(self, number: signal.Signals, code: int) -> Outcome:
         if number == signal.SIGPIPE:

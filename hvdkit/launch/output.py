@@ -17,8 +17,8 @@ from typing import IO, Any, Self
 
 from hvdkit.errors import UsageError
 
-#: So many lines of a rank are shown again when it fails.
-TAIL_LINES = 20
+#: So many lines of a rank are remembered, for the report when it fails.
+TAIL_LINES = 100
 #: In a larger job than this one only rank 0 is shown.
 SHOWN_RANKS = 16
 #: Bytes. A longer line is shown as several.
@@ -43,8 +43,7 @@ class Output:
     Args:
         size: the number of ranks.
         shown: the ranks whose lines are shown; default all, or rank 0 of a large job.
-        directory: where each rank's output is also kept, in a file of its own; existing files
-            are continued.
+        directory: where each rank's output is also kept, in a file of its own.
         stdout: where ranks' standard output goes, default this process's.
         stderr: likewise.
         say: tells the user something at once.

@@ -79,9 +79,9 @@ def test_all_ranks_on_demand(streams):
 
 def test_the_end_of_what_a_rank_wrote_is_remembered(streams):
     with Output(1, **streams) as output:
-        output.write(0, "stdout", b"".join(b"line %d\n" % n for n in range(30)))
+        output.write(0, "stdout", b"".join(b"line %d\n" % n for n in range(110)))
         output.write(0, "stderr", b"\xff\n")
-        assert output.tail(0) == [*(f"line {n}" for n in range(11, 30)), "\ufffd"]
+        assert output.tail(0) == [*(f"line {n}" for n in range(11, 110)), "\ufffd"]
 
 
 def test_a_file_for_each_rank_byte_for_byte(streams, tmp_path):
