@@ -11,6 +11,7 @@ The engine's client is `hvdkit/engine/sources/mesh_rendezvous.h`.
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from hvdkit.errors import HvdkitError
 GLOBAL_SCOPE = "global"
 
 _SHOWN_RANKS = 16
+_KEPT_SECONDS = 60.0
 
 
 class Incomplete(HvdkitError):
@@ -47,6 +49,7 @@ class _Mesh:
     attempts: dict[int, str] = field(default_factory=dict)
     addresses: dict[int, bytes] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
+    done: float = float("inf")
     complete: threading.Event = field(default_factory=threading.Event)
 
 
@@ -76,13 +79,17 @@ class Meshes:
             ValueError: there is no such place, or not as many addresses.
         """
         others = place.size - 1
-        if not (0 <= place.rank <= others and addresses and len(addresses) % others == 0):
-            raise ValueError(f"rank {place.rank} of {place.size}: {len(addresses)} bytes")
+        fits = 0 <= place.rank <= others and addresses and len(addresses) % others == 0
+        wrong = ValueError(f"rank {place.rank} of {place.size}: {len(addresses)} bytes")
+        if not fits:
+            raise wrong
         name = place.scope, place.size
         with self._lock:
             if self._of(self._complete, place) is not None:
                 return  # a repeated request, whose answer was lost
             mesh = self._growing.setdefault(name, _Mesh())
+            if any(len(given) != len(addresses) for given in mesh.addresses.values()):
+                raise wrong
             mesh.attempts[place.rank] = place.attempt
             mesh.addresses[place.rank] = addresses
             if place.scope == GLOBAL_SCOPE:
@@ -110,6 +117,8 @@ class Meshes:
             with self._lock:
                 if self._closed or not mesh.complete.is_set():
                     missing = [rank for rank in range(place.size) if rank not in mesh.attempts]
+                    if self._closed:
+                        raise Incomplete("the rendezvous ends, because the job does")
                     if mesh.attempts.get(place.rank) == place.attempt:
                         # This rank gives up: nobody is to connect to it.
                         del mesh.attempts[place.rank], mesh.addresses[place.rank]
@@ -123,13 +132,20 @@ class Meshes:
         return bytes(column)
 
     def left(self, place: Place) -> None:
-        """The rank at `place` has got its answer. Once all have, their addresses are forgotten."""
+        """Note that the rank at `place` has been answered."""
         with self._lock:
             mesh = self._of(self._complete, place)
             if mesh is not None:
                 mesh.left.add(place.rank)
                 if len(mesh.left) == place.size:
-                    del self._complete[place.scope, place.size]
+                    mesh.done = time.monotonic()
+
+    def forget(self) -> None:
+        """Forget meshes whose ranks were all answered a minute ago."""
+        oldest = time.monotonic() - _KEPT_SECONDS
+        with self._lock:
+            for name in [name for name, mesh in self._complete.items() if mesh.done < oldest]:
+                del self._complete[name]
 
     def registered(self) -> set[int]:
         """Return the ranks that have joined the mesh of all ranks, now or before."""

@@ -73,6 +73,7 @@ class ProcessGroup:
         cwd: str | os.PathLike[str] | None = None,
         stdout: int | IO[bytes] | None = None,
         stderr: int | IO[bytes] | None = subprocess.STDOUT,
+        stdin: int = subprocess.DEVNULL,
         dies_with_us: bool = False,
         pass_fds: Sequence[int] = (),
     ) -> subprocess.Popen[bytes]:
@@ -84,6 +85,7 @@ class ProcessGroup:
             cwd: its working directory, default this process's.
             stdout: as `subprocess.Popen` takes it.
             stderr: as `subprocess.Popen` takes it.
+            stdin: as `subprocess.Popen` takes it.
             dies_with_us: let the kernel end it when this process is killed. Only where this
                 process has no other threads.
             pass_fds: open files that it inherits.
@@ -97,7 +99,7 @@ class ProcessGroup:
                 list(command),
                 env=dict(env) | {MARK: f"{outer}:{self._id}" if outer else self._id},
                 cwd=cwd,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
                 # The terminal's Ctrl-C is for this process, which then ends the others.

@@ -306,7 +306,7 @@ def start_gloo(
     """
     _check_size(size)
     base = without_place(os.environ if env is None else env)
-    server = RendezvousServer()
+    server = RendezvousServer(size=size)
     try:
         return start_ranks(
             [

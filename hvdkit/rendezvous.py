@@ -37,7 +37,11 @@ _LARGEST_VALUE = 64_000_000
 _LARGEST_STORE = 1_000_000_000
 #: Seconds from the begin to the end of a request.
 _REQUEST_SECONDS = 60.0
-_MOST_CONNECTIONS = 4096
+#: Seconds that a rank may wait for the others.
+_LONGEST_WAIT = 7 * 24 * 3600.0
+#: Connections at once, besides two for each rank.
+_OTHER_CONNECTIONS = 256
+_CUT_SECONDS = 5.0
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -62,28 +66,36 @@ class _Handler(BaseHTTPRequestHandler):
         if int(length) > _LARGEST_VALUE:
             self._answer(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
             return
-        value = self.rfile.read(int(length))
-        if len(value) < int(length):
-            return  # the client has gone amid its value
-        if self._is_of_mesh():
-            self._put_of_mesh(value)
-        else:
-            self._answer(self.server.store(self.path, value))
+        if not self._is_of_mesh():
+            self._store(int(length))
+        elif (place := self._place()) is not None:
+            value = self.rfile.read(int(length))
+            # Else the client has gone amid its value.
+            if len(value) == int(length):
+                self._put_of_mesh(place, value)
+
+    def _store(self, length: int) -> None:
+        """Keep the value of one who does not show the key, as far as there is room."""
+        if not self.server.reserve(len(self.path) + length):
+            self._answer(HTTPStatus.INSUFFICIENT_STORAGE)
+            return
+        value = self.rfile.read(length)
+        if len(value) < length:
+            self.server.release(len(self.path) + length)
+            return
+        self.server.store(self.path, value)
+        self._answer(HTTPStatus.OK)
 
     def do_DELETE(self) -> None:
         # Each rank deletes its own key once all have connected, so that a later init on the same
         # server cannot read the addresses of this one.
-        with self.server.lock:
-            self.server.values.pop(self.path, None)
+        self.server.remove(self.path)
         self._answer(HTTPStatus.OK)
 
     def _is_of_mesh(self) -> bool:
         return self.server.key is not None and self.path.startswith(_MESH_PREFIX)
 
-    def _put_of_mesh(self, value: bytes) -> None:
-        place = self._place()
-        if place is None:
-            return
+    def _put_of_mesh(self, place: Place, value: bytes) -> None:
         try:
             self.server.meshes.put(place, value)
         except ValueError as error:
@@ -96,7 +108,8 @@ class _Handler(BaseHTTPRequestHandler):
         if place is None:
             return
         milliseconds = urlsplit(self.path).query
-        seconds = int(milliseconds) / 1000 if _is_number(milliseconds) else 0.0
+        seconds = int(milliseconds) / 1000 if _is_number(milliseconds, 18) else 0.0
+        seconds = min(seconds, _LONGEST_WAIT)
         self.server.allow(self.connection, seconds + _REQUEST_SECONDS)
         try:
             addresses = self.server.meshes.get(place, seconds)
@@ -105,21 +118,30 @@ class _Handler(BaseHTTPRequestHandler):
         except Incomplete as error:
             self._answer(HTTPStatus.REQUEST_TIMEOUT, str(error).encode())
         else:
+            self.connection.settimeout(_REQUEST_SECONDS)
             self._answer(HTTPStatus.OK, addresses)
             self.server.meshes.left(place)
 
     def _place(self) -> Place | None:
         """Return the place that the path names, for one who has the key; else answer."""
-        given = self.headers.get("Authorization", "").encode(errors="replace")
+        given = self.headers.get("Authorization", "").encode("latin-1", errors="replace")
         if not hmac.compare_digest(given, f"Bearer {self.server.key}".encode()):
+            self._discard()
             self._answer(HTTPStatus.FORBIDDEN, f"this is not the job's key ({KEY})".encode())
             return None
         named = urlsplit(self.path).path.removeprefix(_MESH_PREFIX)
         size, attempt, rank, scope = (named.split(".", 3) + [""] * 3)[:4]
         if not (_is_number(size) and _is_number(rank) and int(size) > 1 and attempt and scope):
+            self._discard()
             self._answer(HTTPStatus.BAD_REQUEST)
             return None
         return Place(scope, int(size), int(rank), attempt)
+
+    def _discard(self) -> None:
+        """Read the body. A client that is still sending would not read the answer."""
+        left = int(self.headers.get("Content-Length", "0"))
+        while left > 0 and (piece := self.rfile.read(min(left, 1 << 16))):
+            left -= len(piece)
 
     def _answer(self, status: HTTPStatus, body: bytes = b"") -> None:
         self.send_response(status)
@@ -135,22 +157,24 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing: ranks poll for keys, a line each time would drown their own output."""
 
 
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 10
+def _is_number(text: str, digits: int = 9) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= digits
 
 
 class _Server(ThreadingHTTPServer):
     """Serves ranks, and bounds what a stranger can take: connections, their length, memory."""
 
-    daemon_threads = False  # server_close then joins the handlers: no thread is left behind
+    daemon_threads = True  # the process may end while ranks wait; `cut` ends them otherwise
     request_queue_size = 4096  # all ranks of a job connect at once
 
-    def __init__(self, address: str, port: int, key: str | None) -> None:
+    def __init__(self, address: str, port: int, key: str | None, size: int) -> None:
         self.lock = threading.Lock()
+        self._most = _OTHER_CONNECTIONS + 2 * size
+        self._stored = 0
         self.key = key
         self.meshes = Meshes()
         self.values: dict[str, bytes] = {}
-        self.seen: set[str] = set()
+        self.seen: set[int] = set()
         # Of each open connection, when it is cut.
         self._open: dict[Any, float] = {}
         super().__init__((address, port), _Handler)
@@ -162,7 +186,7 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self.lock:
-            full = len(self._open) >= _MOST_CONNECTIONS
+            full = len(self._open) >= self._most
             if not full:
                 self._open[request] = time.monotonic() + _REQUEST_SECONDS
         if full:
@@ -183,21 +207,54 @@ class _Server(ThreadingHTTPServer):
         for request in late:
             with suppress(OSError):
                 request.shutdown(socket.SHUT_RDWR)
+        self.meshes.forget()
+
+    def cut(self) -> None:
+        """End all connections, and wait a moment until their threads have ended."""
+        deadline = time.monotonic() + _CUT_SECONDS
+        while time.monotonic() < deadline:
+            with self.lock:
+                left = list(self._open)
+            if not left:
+                return
+            for request in left:
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
+            time.sleep(0.005)
 
     def allow(self, request: Any, seconds: float) -> None:
         """Let a connection stay open for so long from now on."""
         with self.lock:
             self._open[request] = time.monotonic() + seconds
 
-    def store(self, path: str, value: bytes) -> HTTPStatus:
-        """Keep a value of one who does not show the key."""
+    def reserve(self, length: int) -> bool:
+        """Make room for a value and its path; return whether there is any."""
         with self.lock:
-            others = sum(len(kept) for at, kept in self.values.items() if at != path)
-            if others + len(value) > _LARGEST_STORE:
-                return HTTPStatus.INSUFFICIENT_STORAGE
+            fits = self._stored + length <= _LARGEST_STORE
+            if fits:
+                self._stored += length
+        return fits
+
+    def release(self, length: int) -> None:
+        """Give back what was reserved."""
+        with self.lock:
+            self._stored -= length
+
+    def store(self, path: str, value: bytes) -> None:
+        """Keep a value for which room was reserved."""
+        self.remove(path)
+        rank = path.removeprefix(f"/{GLOBAL_SCOPE}/")
+        with self.lock:
             self.values[path] = value
-            self.seen.add(path)
-        return HTTPStatus.OK
+            if _is_number(rank, 6):
+                self.seen.add(int(rank))
+
+    def remove(self, path: str) -> None:
+        """Forget a value."""
+        with self.lock:
+            value = self.values.pop(path, None)
+            if value is not None:
+                self._stored -= len(path) + len(value)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: a client that has gone is its own affair."""
@@ -210,6 +267,7 @@ class RendezvousServer:
         address: the address of this machine to listen on; ranks must be able to reach it.
         port: where to listen; 0 takes a free one.
         key: what ranks show for the quick exchange; default a new one, None where there is none.
+        size: the number of the job's ranks, which bounds the number of connections.
 
     Attributes:
         address: where it listens.
@@ -221,10 +279,16 @@ class RendezvousServer:
             print(server.port)
     """
 
-    def __init__(self, address: str = "127.0.0.1", port: int = 0, key: str | None = "") -> None:
+    def __init__(
+        self,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        key: str | None = "",
+        size: int = 64,
+    ) -> None:
         self.address = address
         self.key = secrets.token_hex(16) if key == "" else key
-        self._server = _Server(address, port, self.key)
+        self._server = _Server(address, port, self.key, size)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever,
@@ -235,15 +299,13 @@ class RendezvousServer:
         self._thread.start()
 
     def registered(self) -> set[int]:
-        """Return the ranks that have come to the job's first mesh."""
-        return self._server.meshes.registered() | self.without_key()
+        """Return the ranks that have come to the job's first mesh, and have shown the key."""
+        return self._server.meshes.registered()
 
     def without_key(self) -> set[int]:
-        """Return the ranks among them whose engine cannot show the key."""
-        prefix = f"/{GLOBAL_SCOPE}/"
+        """Return the ranks that have come without the key, or strangers that say that they are."""
         with self._server.lock:
-            keys = [path.removeprefix(prefix) for path in self._server.seen]
-        return {int(key) for key in keys if _is_number(key)}
+            return set(self._server.seen)
 
     def close(self) -> None:
         """Stop serving and free the port. May be called again."""
@@ -251,6 +313,7 @@ class RendezvousServer:
             self._server.meshes.close()
             self._server.shutdown()
             self._thread.join()
+            self._server.cut()
             self._server.server_close()
 
     def __enter__(self) -> Self:
@@ -306,7 +369,7 @@ def main() -> None:
     They show a key where the environment has one (HVDKIT_RENDEZVOUS_KEY).
     """
     address, port = sys.argv[1:]
-    with RendezvousServer(address, int(port), os.environ.get(KEY)):
+    with RendezvousServer(address, int(port), os.environ.get(KEY), size=1024):
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
 
 

@@ -3,6 +3,7 @@ import time
 
 import pytest
 
+from hvdkit import mesh
 from hvdkit.mesh import Incomplete, Meshes, Place
 
 
@@ -83,13 +84,18 @@ def test_requests_may_be_repeated():
     assert [meshes.get(place, 0) for place in places(2) * 2] == [expected(0, 2), expected(1, 2)] * 2
 
 
-def test_what_all_have_got_is_forgotten():
+def test_what_all_have_got_is_forgotten_after_a_while(monkeypatch):
     meshes = Meshes()
     for place in places(2):
         meshes.put(place, addresses(place.rank, 2))
     for place in places(2):
         meshes.get(place, 0)
         meshes.left(place)
+    meshes.forget()
+    # An answer may have been lost on the way.
+    assert meshes.get(places(2)[0], 0) == expected(0, 2)
+    monkeypatch.setattr(mesh, "_KEPT_SECONDS", 0.0)
+    meshes.forget()
     with pytest.raises(LookupError):
         meshes.get(places(2)[0], 0)
     assert meshes.registered() == {0, 1}
@@ -117,12 +123,20 @@ def test_places_and_addresses_that_cannot_be(place, given):
         Meshes().put(place, given)
 
 
+def test_addresses_of_another_length_than_those_of_others():
+    meshes = Meshes()
+    first, last = places(2)
+    meshes.put(first, b"1234")
+    with pytest.raises(ValueError, match="rank 1 of 2: 3 bytes"):
+        meshes.put(last, b"123")
+
+
 def test_close_ends_all_waiting():
     meshes = Meshes()
     place = places(2)[0]
     meshes.put(place, addresses(0, 2))
     threading.Timer(0.2, meshes.close).start()
     began = time.monotonic()
-    with pytest.raises(Incomplete):
+    with pytest.raises(Incomplete, match="because the job does"):
         meshes.get(place, 30)
     assert time.monotonic() < began + 10

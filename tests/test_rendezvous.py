@@ -4,6 +4,7 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,10 @@ import pytest
 from hvdkit import rendezvous
 from hvdkit.engine.describe import installed
 from hvdkit.engine.toolchain import find_compiler
+from hvdkit.launch.gloo import place_variables
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.network import LOOPBACK
+from hvdkit.launch.plan import make_plan
 from hvdkit.processes import without_place
 from hvdkit.ranks import RankCommand, start_ranks
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
@@ -61,14 +66,16 @@ def raw(server, said):
         (b"\xff" * 70_000, b"414"),
         # Digits, but none that number ranks.
         (b"PUT /global/\xb2 HTTP/1.0\r\nContent-Length: 1\r\n\r\nx", b"200"),
+        (b"PUT /mesh/2.a.0.global HTTP/1.0\r\nContent-Length: 9\r\n\r\nhello", b"403"),
     ],
 )
 def test_strangers_do_not_disturb_the_ranks(said, status, capfd):
     with RendezvousServer() as server:
         assert status in raw(server, said).partition(b"\r\n")[0]
-        assert server.registered() == set()
+        assert server.without_key() == set()
         assert request(server, "PUT", "/global/0", b"address") == (200, b"")
-        assert server.registered() == {0}
+        assert server.without_key() == {0}
+        assert server.registered() == set()
     assert capfd.readouterr() == ("", "")
 
 
@@ -82,8 +89,8 @@ def test_a_connection_that_takes_too_long_is_cut(monkeypatch):
 
 
 def test_there_is_an_end_to_connections(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_MOST_CONNECTIONS", 2)
-    with RendezvousServer() as server:
+    monkeypatch.setattr(rendezvous, "_OTHER_CONNECTIONS", 0)
+    with RendezvousServer(size=1) as server:
         held = [socket.create_connection((server.address, server.port)) for _ in range(3)]
         held[2].settimeout(5)
         assert held[2].recv(1) == b""
@@ -181,11 +188,42 @@ def test_a_rank_may_wait_longer_than_a_request_takes(monkeypatch):
 
 
 def test_strangers_cannot_fill_the_memory(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_LARGEST_STORE", 100)
+    monkeypatch.setattr(rendezvous, "_LARGEST_STORE", 200)
     with RendezvousServer() as server:
         assert request(server, "PUT", "/a/0", b"x" * 90) == (200, b"")
         assert request(server, "PUT", "/a/0", b"y" * 90) == (200, b"")
-        assert request(server, "PUT", "/a/1", b"x" * 20)[0] == 507
+        assert request(server, "PUT", "/a/1", b"x" * 90) == (200, b"")
+        assert request(server, "PUT", "/a/2", b"x" * 20)[0] == 507
+        for number in range(60):  # paths take memory, too
+            status = request(server, "PUT", f"/a/{number}", b"")[0]
+        assert status == 507
+        for number in range(60):
+            request(server, "DELETE", f"/a/{number}")
+        assert request(server, "PUT", "/a/1", b"x" * 180) == (200, b"")
+
+
+def test_a_slow_client_does_not_keep_the_server_from_closing():
+    with RendezvousServer() as server:
+        line = socket.create_connection((server.address, server.port), timeout=5)
+        line.sendall(b"PUT /a/0 HTTP/1.0\r\nContent-Length: 1000\r\n\r\nx")
+        request(server, "PUT", "/mesh/2.abc.0.global", b"x", server.key)
+        waiting = socket.create_connection((server.address, server.port), timeout=5)
+        key = f"Authorization: Bearer {server.key}\r\n"
+        waiting.sendall(f"GET /mesh/2.abc.0.global?60000 HTTP/1.0\r\n{key}\r\n".encode())
+        time.sleep(0.3)
+        began = time.monotonic()
+    assert time.monotonic() < began + 3
+    assert not [t for t in threading.enumerate() if "process_request" in t.name]
+    line.close()
+    waiting.close()
+
+
+def test_a_very_long_wait_is_a_wait(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_LONGEST_WAIT", 0.1)
+    with RendezvousServer() as server:
+        request(server, "PUT", "/mesh/2.abc.0.global", b"x", server.key)
+        status, said = request(server, "GET", f"/mesh/2.abc.0.global?{10**15}", key=server.key)
+        assert (status, b"within 0.1 s" in said) == (408, True)
 
 
 @pytest.fixture(scope="module")
@@ -257,26 +295,14 @@ def needs_the_engine():
         pytest.skip("no engine with Gloo here: hvdkit build")
 
 
-def start(server, code, size=2, hosts=1, **variables):
-    """Ranks that run `code`, as if on several hosts."""
-    per_host = size // hosts
+def start(server, code, size=2, hosts=(2,), **variables):
+    """Ranks that run `code`, as if on hosts of which each has so many."""
+    plan = make_plan(["x"], "/", [Host(f"host{i}", slots) for i, slots in enumerate(hosts)], size)
     base = without_place(os.environ) | {"OMP_NUM_THREADS": "1"}
-    commands = []
-    for rank in range(size):
-        place = gloo_environment(
-            rank,
-            size,
-            server.address,
-            server.port,
-            hostname=f"host{rank // per_host}",
-            local_rank=rank % per_host,
-            local_size=per_host,
-            cross_rank=rank // per_host,
-            cross_size=hosts,
-            key=server.key,
-        )
-        commands.append(RankCommand([sys.executable, "-c", code], base | place | variables))
-    return start_ranks(commands)
+    places = place_variables(plan, server.address, server.port, server.key)
+    command = [sys.executable, "-c", code]
+    ranks = [base | places(place, LOOPBACK) | variables for place in plan.places]
+    return start_ranks([RankCommand(command, env) for env in ranks])
 
 
 RANK_THAT_ENTERS = """
@@ -302,7 +328,7 @@ def test_each_rank_asks_twice_per_mesh(monkeypatch):
 
     monkeypatch.setattr(rendezvous._Handler, "send_response", counted)
     with RendezvousServer() as server:
-        group = start(server, RANK_THAT_ENTERS, size=4, hosts=2)
+        group = start(server, RANK_THAT_ENTERS, size=4, hosts=(2, 2))
         results = group.wait(timeout=120)
     for rank, result in enumerate(results):
         # Connected with three in the mesh of all, and one each in those of host and local rank.
@@ -350,4 +376,31 @@ def test_ranks_of_an_engine_without_this_exchange(key):
         server.key = None  # not given to the ranks
         results = start(server, RANK_THAT_ENTERS, **inherited).wait(timeout=120)
         assert [r.output.splitlines()[-1].split()[3] for r in results] == ["3", "3"]
-        assert server.without_key() == server.registered() == {0, 1}
+        assert server.without_key() == {0, 1}
+        assert server.registered() == set()
+
+
+PROCESS_SETS = """
+import torch
+import horovod.torch as hvd
+some = hvd.ProcessSet([1, 3, 4, 5])
+hvd.init(process_sets=[some])
+total = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=some) if some.included() else [0]
+print("up", hvd.local_rank(), int(total[0]), flush=True)
+hvd.shutdown()
+"""
+
+
+def test_process_sets_on_hosts_of_different_sizes():
+    """Two groups of ranks with the same local rank in the set are two meshes."""
+    needs_the_engine()
+    with RendezvousServer() as server:
+        results = start(server, PROCESS_SETS, size=6, hosts=(2, 2, 1, 1)).wait(timeout=180)
+    assert [result.output.splitlines()[-1] for result in results] == [
+        "up 0 0",
+        "up 1 4",
+        "up 0 0",
+        "up 1 4",
+        "up 0 4",
+        "up 0 4",
+    ]

@@ -433,6 +433,23 @@ FIXES: tuple[Fix, ...] = (
         ),
     ),
     Fix(
+        name="gloo-process-set-scopes",
+        repairs="the ranks with the same local rank in a process set meet under a name that has "
+        "that local rank alone; where hosts have different numbers of ranks in the set, two groups "
+        "have the same name, and connect with each other's addresses",
+        source="measured: 6 ranks on hosts with 2, 2, 1 and 1, set [1, 3, 4, 5]",
+        proof="tests/test_rendezvous.py::test_process_sets_on_hosts_of_different_sizes",
+        edits=(
+            Edit(
+                "horovod/common/gloo/gloo_context.cc",
+                "                               std::to_string(local_rank) + process_set_suffix,\n",
+                "                               std::to_string(local_rank) + process_set_suffix +\n"
+                '                               "_" + std::to_string(\n'
+                "                                   global_context_cross_ranks.front()),\n",
+            ),
+        ),
+    ),
+    Fix(
         name="gloo-failed-start",
         repairs="a rank that cannot connect with the others aborts, with a core dump, instead of "
         "raising in hvd.init()",
@@ -441,14 +458,50 @@ FIXES: tuple[Fix, ...] = (
         edits=(
             Edit(
                 "horovod/common/operations.cc",
+                "void BackgroundThreadLoop(HorovodGlobalState& state) {\n#if HAVE_CCL\n",
+                "#if HAVE_GLOO\n"
+                "template <typename Step>\n"
+                "static bool HvdkitSucceeds(HorovodGlobalState& state, Step step) {\n"
+                "  try {\n"
+                "    step();\n"
+                "    return true;\n"
+                "  } catch (const std::exception& ex) {\n"
+                '    LOG(ERROR) << "Horovod could not be initialized: " << ex.what();\n'
+                "    global_gloo_context.Finalize();\n"
+                "    state.initialization_failed = true;\n"
+                "    return false;\n"
+                "  }\n"
+                "}\n"
+                "#endif // HAVE_GLOO\n\n"
+                "void BackgroundThreadLoop(HorovodGlobalState& state) {\n#if HAVE_CCL\n",
+            ),
+            Edit(
+                "horovod/common/operations.cc",
                 "    global_gloo_context.Initialize(ParseGlooIface());\n",
-                "    try {\n"
-                "      global_gloo_context.Initialize(ParseGlooIface());\n"
-                "    } catch (const std::exception& ex) {\n"
-                '      LOG(ERROR) << "Horovod could not be initialized: " << ex.what();\n'
-                "      global_gloo_context.Finalize();\n"
-                "      state.initialization_failed = true;\n"
+                "    if (!HvdkitSucceeds(\n"
+                "            state, [] { global_gloo_context.Initialize(ParseGlooIface()); })) {\n"
                 "      return;\n"
+                "    }\n",
+            ),
+            Edit(
+                "horovod/common/operations.cc",
+                "    state.process_set_table.Initialize(global_gloo_context);\n",
+                "    if (!HvdkitSucceeds(state, [&] {\n"
+                "          state.process_set_table.Initialize(global_gloo_context);\n"
+                "        })) {\n"
+                "      return;\n"
+                "    }\n",
+            ),
+            # Where ranks have failed to set up a process set, they do not agree on ending it.
+            Edit(
+                "horovod/common/operations.cc",
+                "    horovod_global.process_set_table.Finalize(global_gloo_context,\n"
+                "                                              SHUT_DOWN_ERROR);\n",
+                "    try {\n"
+                "      horovod_global.process_set_table.Finalize(global_gloo_context,\n"
+                "                                                SHUT_DOWN_ERROR);\n"
+                "    } catch (const std::exception& ex) {\n"
+                '      LOG(ERROR) << "Horovod could not end its process sets: " << ex.what();\n'
                 "    }\n",
             ),
             Edit(

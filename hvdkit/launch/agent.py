@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -55,9 +56,9 @@ class _Rank:
         self.reported = False
         self.pipes: dict[int, str] = {}
         for stream, pipe in zip(_STREAMS, (process.stdout, process.stderr), strict=True):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
-            self.pipes[pipe.fileno()] = stream
+            if pipe is not None:  # else it writes to the user's terminal
+                os.set_blocking(pipe.fileno(), False)
+                self.pipes[pipe.fileno()] = stream
 
 
 class Agent:
@@ -67,6 +68,8 @@ class Agent:
         orders: what the launcher says is read from here.
         reports: what it is told is written here.
         placed: the ranks' place in the job stands in this process's environment already.
+        terminal: the descriptors of the user's terminal (input, output, errors), for a rank that is
+            to have it.
         own: what takes precedence over the launcher's `task` here, where a user started this agent
             by himself. It then also tells the launcher of signals, and waits for the outcome.
         echo: given the job's size, returns where the ranks' output is shown here too.
@@ -80,11 +83,13 @@ class Agent:
         orders: int,
         reports: int,
         placed: bool = False,
+        terminal: Sequence[int] = (),
         own: Message | None = None,
         echo: Callable[[int], Output] | None = None,
     ) -> None:
         self.outcome: Message | None = None
         self._placed = placed
+        self._terminal = terminal
         self._own = own
         self._make_echo = echo
         self._echo: Output | None = None
@@ -240,12 +245,15 @@ class Agent:
 
     def _start(self, rank: Message) -> None:
         inherited = dict(os.environ) if self._placed else without_place(os.environ)
+        pipes = (subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE)
+        stdin, stdout, stderr = self._terminal if rank["terminal"] else pipes
         process = self._group.start(
             self._task["command"],
             rank["defaults"] | inherited | rank["env"],
             self._task["directory"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
             dies_with_us=True,
             # Hydra's ranks speak with it through a descriptor that they inherit.
             pass_fds=[int(os.environ["PMI_FD"])] if self._placed and "PMI_FD" in os.environ else [],
@@ -341,6 +349,7 @@ def facts(task: Mapping[str, Any]) -> dict[str, Any]:
         "hvdkit": hvdkit.__version__,
         "python": ".".join(map(str, sys.version_info[:3])),
         "hostname": socket.gethostname(),
+        "engine": engine_revision(),
         "cores": usable_cores(),
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "interfaces": [asdict(interface) for interface in interfaces],
@@ -349,6 +358,14 @@ def facts(task: Mapping[str, Any]) -> dict[str, Any]:
         ),
         "problems": problems(task["command"], task["directory"], task["path"], task["files"]),
     }
+
+
+def engine_revision() -> int:
+    """Return the revision of hvdkit's engine in this Python; 0 for another Horovod, or none."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        revision = metadata.version("horovod").partition("+hvdkit.")[2].partition(".")[0]
+        return int(revision) if revision.isdigit() else 0
+    return 0
 
 
 def problems(
@@ -398,7 +415,11 @@ def main() -> None:
     orders, reports = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    Agent(orders, reports).run()
+    terminal = os.environ.pop(messages.TERMINAL_VARIABLE, "")
+    descriptors = [int(text) for text in terminal.split(",") if text]
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)  # only the rank that is to have it gets it
+    Agent(orders, reports, terminal=descriptors).run()
 
 
 def _come_to(address: str, token: str) -> None:

@@ -65,22 +65,28 @@ class Agents:
         for connection in self.connections:
             connection.close(max(0.1, deadline - time.monotonic()))
 
-    def dial(self, hosts: Mapping[Host, bool], ssh: Ssh, python: str) -> None:
+    def dial(
+        self, hosts: Mapping[Host, bool], ssh: Ssh, python: str, terminal: Host | None = None
+    ) -> None:
         """Start an agent on each host.
 
         Args:
             hosts: the hosts, and whether each is this machine.
             ssh: how other hosts are reached.
             python: the Python that runs the agents there.
+            terminal: the one that gets this process's standard streams, for a rank.
         """
         for host, local in hosts.items():
             self._wait_for_room()
-            self.connections.append(ProcessConnection(host, local, ssh, python, self.events))
+            self.connections.append(
+                ProcessConnection(host, local, ssh, python, self.events, host == terminal)
+            )
 
     def _wait_for_room(self) -> None:
-        deadline = time.monotonic() + _CONNECTING_SECONDS
-        while time.monotonic() < deadline:
-            if sum(not (c.greeted or c.ended) for c in self.connections) < _CONNECTING:
+        while True:
+            recent = time.monotonic() - _CONNECTING_SECONDS
+            waiting = [c for c in self.connections if not (c.greeted or c.ended)]
+            if sum(connection.began > recent for connection in waiting) < _CONNECTING:
                 return
             time.sleep(0.01)
 

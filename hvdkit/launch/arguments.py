@@ -122,6 +122,13 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="also keep each rank's output in a new folder of DIR, and the first failure",
     )
+    output.add_argument(
+        "--debug-rank",
+        type=int,
+        metavar="R",
+        help="give rank R this terminal, for breakpoint() and input(); the others wait for it as "
+        "long as it takes",
+    )
     verb.add_argument(
         "--stop-grace",
         type=_seconds,

@@ -28,6 +28,7 @@ from hvdkit.launch import (
     open_files,
     output_folder,
     preflight,
+    prepare,
     run_file,
     slurm,
 )
@@ -81,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
         pin_gpus=options.pin_gpus,
         preflight=not options.no_preflight,
         torch_env=not options.no_torch_env,
+        debug_rank=options.debug_rank,
         own_environments=options.nodes is not None,
     )
     if options.nodes is not None:
@@ -88,6 +90,8 @@ def run(options: argparse.Namespace) -> int:
     _check_for_nodes(options)
     given = _allocation(options)
     plan = _plan(options, given)
+    if options.debug_rank is not None and (given is not None or _over_mpi(options.launcher)):
+        raise UsageError("--debug-rank is for ranks that `hvdkit run` starts: --launcher gloo")
     if given is not None:
         describe = functools.partial(slurm.describe, plan, settings, given, options.mpi, _say)
         carry_out = functools.partial(slurm.run, plan, settings, given, options.mpi)
@@ -96,6 +100,7 @@ def run(options: argparse.Namespace) -> int:
         describe = functools.partial(mpi.describe, plan, settings, *with_mpi)
         carry_out = functools.partial(mpi.run, plan, settings, *with_mpi)
     else:
+        _check_debug_rank(plan, settings)
         describe = functools.partial(gloo.describe, plan, settings)
         carry_out = functools.partial(gloo.run, plan, settings)
     if options.dry_run:
@@ -112,7 +117,7 @@ def _watch(
     _allow_files(plan)
     shown = range(plan.size) if options.all_output else None
     folder = None if options.output_dir is None else output_folder.make(options.output_dir)
-    with Output(plan.size, shown, folder, say=_say) as output:
+    with Output(plan.size, shown, folder, say=_say, progress=options.debug_rank is None) as output:
         outcome = carry_out(output, _say)
     if outcome.report:
         _say(outcome.report)
@@ -161,6 +166,7 @@ def _membership(options: argparse.Namespace) -> membership.Membership:
         "-H": options.hosts,
         "--hostfile": options.hostfile,
         "--mpi": options.mpi,
+        "--debug-rank": options.debug_rank,
         "--launcher": None if options.launcher in ("auto", "gloo") else options.launcher,
     }
     if given := [name for name, value in others.items() if value is not None]:
@@ -196,6 +202,20 @@ def _check_for_nodes(options: argparse.Namespace) -> None:
     }
     if given := [name for name, value in others.items() if value is not None]:
         raise UsageError(f"{given[0]} needs --nodes N, the number of nodes")
+
+
+def _check_debug_rank(plan: Plan, settings: Settings) -> None:
+    rank = settings.debug_rank
+    if rank is None:
+        return
+    if not 0 <= rank < plan.size:
+        raise UsageError(f"--debug-rank is {rank}; the ranks are 0 to {plan.size - 1}")
+    host = plan.places[rank].host
+    if not prepare.local_hosts(plan)[host]:
+        raise UsageError(
+            f"--debug-rank {rank} runs on {host.name}, and this terminal is on another host; start "
+            f"the job there, or choose a rank of this host"
+        )
 
 
 def _allow_files(plan: Plan) -> None:

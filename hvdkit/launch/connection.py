@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Connection:
         host: the agent's host.
         greeted: whether the agent has spoken.
         ended: whether its line has ended.
+        began: when the launcher opened it (`time.monotonic`).
         peer: the address that it connects from; None where it does not connect by itself.
     """
 
@@ -54,6 +56,7 @@ class Connection:
         self.host = host
         self.greeted = False
         self.ended = False
+        self.began = time.monotonic()
         self._orders = orders
         self._reports = reports
         self._events = events
@@ -123,17 +126,30 @@ class ProcessConnection(Connection):
         ssh: how other hosts are reached.
         python: the Python that runs it on another host.
         events: where what it says is put.
+        terminal: whether it gets this process's standard streams, for a rank.
     """
 
-    def __init__(self, host: Host, local: bool, ssh: Ssh, python: str, events: Events) -> None:
+    def __init__(
+        self,
+        host: Host,
+        local: bool,
+        ssh: Ssh,
+        python: str,
+        events: Events,
+        terminal: bool = False,
+    ) -> None:
         self._local = local
         self._ssh = ssh
         self._python = python
         self._said: deque[str] = deque(maxlen=_STDERR_LINES)
         command = agent_command(host, local, ssh, python)
+        streams = [os.dup(stream) for stream in range(3)] if terminal else []
+        shared = {messages.TERMINAL_VARIABLE: ",".join(map(str, streams))} if terminal else {}
         try:
             self._process = subprocess.Popen(
                 command,
+                env=os.environ | shared,
+                pass_fds=streams,
                 # What lies in the current directory must not be imported in the agent.
                 cwd="/",
                 stdin=subprocess.PIPE,
@@ -144,6 +160,9 @@ class ProcessConnection(Connection):
             )
         except OSError as error:
             raise HvdkitError(f"cannot start {command[0]!r}: {error.strerror}") from error
+        finally:
+            for stream in streams:
+                os.close(stream)
         assert self._process.stdin
         assert self._process.stdout
         self._listener = threading.Thread(target=self._listen, daemon=True)

@@ -161,6 +161,13 @@ def explicit(env: Mapping[str, str], extra: Sequence[str]) -> dict[str, str]:
     return chosen
 
 
+#: For ranks that wait while one is at a breakpoint.
+PATIENT: dict[str, str] = {
+    "HOROVOD_STALL_CHECK_DISABLE": "1",
+    _GLOO_TIMEOUT: str(7 * 24 * 3600),
+}
+
+
 def defaults(place: Place, cores: int, start_timeout: float) -> dict[str, str]:
     """Return variables for a rank that neither the user nor its host's environment sets.
 

@@ -21,6 +21,8 @@ from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
 #: Ranks, from which on an engine without hvdkit's rendezvous takes many seconds to start.
 SLOW_SIZE = 32
+#: The first revision of the engine that shows the rendezvous the job's key.
+KEY_REVISION = 6
 
 
 def place_variables(
@@ -54,24 +56,31 @@ def place_variables(
 
 
 def registered(
-    server: RendezvousServer, size: int, say: Callable[[str], None]
+    server: RendezvousServer,
+    size: int,
+    facts: Mapping[Host, Message],
+    say: Callable[[str], None],
 ) -> Callable[[], set[int]]:
     """Return a function that gives the ranks that have come to the rendezvous.
 
-    The function warns once of an engine that is slow to start at this size.
+    Where all hosts have an engine that shows the key, ranks without it are not counted: they may be
+    strangers. The function warns once of an engine that is slow to start at this size.
     """
     warned = False
+    have_key = all(found["engine"] >= KEY_REVISION for found in facts.values())
 
     def ranks() -> set[int]:
         nonlocal warned
-        old = server.without_key()
+        if have_key:
+            return server.registered()
+        old = server.without_key() & set(range(size))
         if old and size >= SLOW_SIZE and not warned:
             warned = True
             say(
                 f"the engine of rank {min(old)} asks for the addresses of {size} ranks one by one, "
                 f"which takes long: build a newer one there with `hvdkit build`"
             )
-        return server.registered()
+        return server.registered() | old
 
     return ranks
 
@@ -90,7 +99,7 @@ def run(plan: Plan, settings: Settings, output: Output, say: Callable[[str], Non
     """
     prepare.warn_of_withheld(plan, settings, say)
     with Agents() as agents:
-        agents.dial(prepare.local_hosts(plan), settings.ssh, settings.python)
+        prepare.dial(agents, plan, settings)
         return run_with(agents, plan, settings, output, say)
 
 
@@ -105,7 +114,7 @@ def run_with(
     facts = prepare.contact(agents, plan, settings)
     interfaces, address = prepare.choose_network(plan, facts, settings)
     prepare.warn_of_faster_network(plan, facts, interfaces, settings, say)
-    with RendezvousServer(address) as server:
+    with RendezvousServer(address, size=plan.size) as server:
         door = (address, server.port)
         preflight.before_start(agents, interfaces, plan, settings, door, say)
         places = place_variables(plan, *door, server.key)
@@ -113,8 +122,8 @@ def run_with(
         ranks = prepare.rank_messages(plan, facts, settings, interfaces, places, master)
         for connection in agents.connections:
             prepare.start(connection, plan, ranks[connection.host])
-        come = registered(server, plan.size, say)
-        return Job(plan, agents, output, settings.limits, come, say).run()
+        come = registered(server, plan.size, facts, say)
+        return Job(plan, agents, output, settings.rank_limits, come, say).run()
 
 
 def describe(plan: Plan, settings: Settings) -> str:

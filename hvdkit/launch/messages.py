@@ -5,8 +5,8 @@ To the agent:
     task    {command, directory, path,       the first message: what is going to be run; and
              files, passes_signals_on}       whether the agent's own signals are for its ranks
     ask     {question, arguments}            answer one of `inspection.QUESTIONS`
-    start   {ranks: [{rank, env, defaults}], start them; the number of the job's ranks
-             size}
+    start   {ranks: [{rank, env, defaults,   start them, one perhaps in the user's terminal; and
+             terminal}], size}               the number of the job's ranks
     signal  {number}                         pass a signal on to the ranks
     end     {grace}                          end every process: SIGTERM, seconds, SIGKILL
     alive   {}                               the launcher is still there
@@ -39,6 +39,8 @@ GREETING = b"hvdkit-agent 1\n"
 #: Where an agent that another launcher has started finds ours, and shows that it is of this job.
 ADDRESS_VARIABLE = "HVDKIT_LAUNCHER_ADDRESS"
 TOKEN_VARIABLE = "HVDKIT_LAUNCHER_TOKEN"
+#: Has the descriptors of the user's terminal (input, output, errors), for an agent on this machine.
+TERMINAL_VARIABLE = "HVDKIT_TERMINAL"
 
 #: Seconds between two `alive` messages, and after how many without any the launcher counts as gone.
 ALIVE_SECONDS = 5.0

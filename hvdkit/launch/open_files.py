@@ -6,10 +6,11 @@ A limit has a soft value, which counts, and a hard one, up to which a process ma
 from __future__ import annotations
 
 import resource
+from contextlib import suppress
 
 # For libraries, data files and worker processes.
 _OWN_OF_RANK = 1024
-_OWN_OF_LAUNCHER = 256
+_OWN_OF_LAUNCHER = 512
 
 
 def of_rank(size: int) -> int:
@@ -23,10 +24,10 @@ def of_rank(size: int) -> int:
 def of_launcher(size: int, hosts: int) -> int:
     """Return the descriptors that the launcher needs.
 
-    It has pipes to an agent on each host; and for each rank a file and a connection to the
+    It has pipes to an agent on each host; and for each rank a file and connections to the
     rendezvous.
     """
-    return _OWN_OF_LAUNCHER + 2 * size + 4 * hosts
+    return _OWN_OF_LAUNCHER + 3 * size + 4 * hosts
 
 
 def largest() -> int:
@@ -46,7 +47,9 @@ def allow(needed: int) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _number(soft) < needed:
         soft = min(needed, _number(hard))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        with suppress(OSError, ValueError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _number(soft)
 
 

@@ -47,6 +47,7 @@ class Output:
         stdout: where ranks' standard output goes, default this process's.
         stderr: likewise.
         say: tells the user something at once.
+        progress: whether `status` draws something.
 
     Attributes:
         reader_gone: whether nobody reads standard output any more, as after `| head`.
@@ -63,6 +64,7 @@ class Output:
         stdout: IO[bytes] | None = None,
         stderr: IO[bytes] | None = None,
         say: Callable[[str], None] = _ignore,
+        progress: bool = True,
     ) -> None:
         self.reader_gone = False
         self._say = say
@@ -76,7 +78,7 @@ class Output:
         }
         self._unfinished: dict[tuple[int, str], bytes] = {}
         self._tails: list[deque[str]] = [deque(maxlen=TAIL_LINES) for _ in range(size)]
-        self._status = _StatusLine(self._streams["stderr"])
+        self._status = _StatusLine(self._streams["stderr"] if progress else io.BytesIO())
         # None instead of a file that has been given up.
         self._files: list[IO[bytes] | None] = []
         self._directory = directory

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hvdkit.launch import environment, network
@@ -37,6 +37,8 @@ class Settings:
         limits: of time.
         preflight: examine several hosts before ranks are started there.
         torch_env: give ranks the variables that torchrun gives.
+        debug_rank: the rank that gets the user's terminal, while others wait for it without an end;
+            None for none.
         own_environments: each host's ranks have the environment of the agent there, not that of
             the launcher.
     """
@@ -50,6 +52,14 @@ class Settings:
     preflight: bool = True
     torch_env: bool = True
     own_environments: bool = False
+    debug_rank: int | None = None
+
+    @property
+    def rank_limits(self) -> Limits:
+        """The limits once ranks have been started."""
+        if self.debug_rank is None:
+            return self.limits
+        return replace(self.limits, start=float("inf"))
 
 
 # Asked once per host.
@@ -70,8 +80,15 @@ def ask_hosts(agents: Agents, plan: Plan, settings: Settings) -> dict[Host, Mess
     Raises:
         HvdkitError: a host cannot take part.
     """
-    agents.dial(local_hosts(plan), settings.ssh, settings.python)
+    dial(agents, plan, settings)
     return contact(agents, plan, settings)
+
+
+def dial(agents: Agents, plan: Plan, settings: Settings) -> None:
+    """Start an agent on each of the plan's hosts."""
+    rank = settings.debug_rank
+    terminal = None if rank is None else plan.places[rank].host
+    agents.dial(local_hosts(plan), settings.ssh, settings.python, terminal)
 
 
 def contact(agents: Agents, plan: Plan, settings: Settings) -> dict[Host, Message]:
@@ -183,13 +200,15 @@ def rank_messages(
         ranks[host] = [
             {
                 "rank": place.rank,
+                "terminal": place.rank == settings.debug_rank,
                 "env": base
                 | (environment.torch_variables(plan, place, *master) if master else {})
                 | {name: variables[name] for name in _CHOSEN_MASTER if name in variables}
                 | dict(place_variables(place, interface))
                 | (environment.pinned_gpu(place, found["gpus"]) if settings.pin_gpus else {}),
                 "defaults": optional
-                | environment.defaults(place, found["cores"], settings.limits.start),
+                | environment.defaults(place, found["cores"], settings.limits.start)
+                | (environment.PATIENT if settings.debug_rank is not None else {}),
             }
             for place in plan.on(host)
         ]

@@ -228,10 +228,10 @@ def run(
             variables = mpi.CONTROLLER | _open_mpi_network(up.interfaces)
             _send_start(up, plan, settings, lambda *_: variables)
             return Job(plan, up.agents, output, settings.limits, lambda: everyone, say).run()
-        with RendezvousServer(up.address) as server:
+        with RendezvousServer(up.address, size=plan.size) as server:
             places = gloo.place_variables(plan, up.address, server.port, server.key)
             _send_start(up, plan, settings, places)
-            come = gloo.registered(server, plan.size, say)
+            come = gloo.registered(server, plan.size, up.facts, say)
             return Job(plan, up.agents, output, settings.limits, come, say).run()
 
 

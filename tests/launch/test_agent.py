@@ -44,7 +44,8 @@ class Spoken:
     def start(self, *code, **defaults):
         self.send("task", command=[*RANK, *code], directory="/", path=None, files=[])
         assert self.hear("hello")["problems"] == []
-        self.send("start", ranks=[{"rank": 5, "env": {"GIVEN": "1"}, "defaults": defaults}], size=6)
+        rank = {"rank": 5, "env": {"GIVEN": "1"}, "defaults": defaults, "terminal": False}
+        self.send("start", ranks=[rank], size=6)
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_a_batch_systems_signal_is_for_the_rank(spoken, number):
     )
     task = {"command": [*RANK, code], "directory": "/", "path": None, "files": []}
     spoken.send("task", **task, passes_signals_on=True)
-    spoken.send("start", ranks=[{"rank": 5, "env": {}, "defaults": {}}], size=6)
+    spoken.send("start", ranks=[{"rank": 5, "env": {}, "defaults": {}, "terminal": False}], size=6)
     assert spoken.line() == "up\n"
     spoken.process.send_signal(number)
     assert spoken.hear("ended")["status"] == 75

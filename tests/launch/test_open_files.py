@@ -43,4 +43,4 @@ def test_ranks_may_open_more_files_than_the_shell_that_starts_them():
         check=True,
     )
     assert done.stdout.splitlines() == ["[0] 200", "[1] 200"]
-    assert "this process may open 200 files, and may need 264" in done.stderr
+    assert "this process may open 200 files, and may need 522" in done.stderr

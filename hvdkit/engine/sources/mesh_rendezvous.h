@@ -188,13 +188,9 @@ class MeshRendezvous {
   bool exchange(const std::vector<char>& own, std::chrono::milliseconds timeout,
                 std::vector<std::vector<char>>& theirs) {
     const auto deadline = Clock::now() + timeout;
-    auto answer = request("PUT", path_, own.data(), own.size(), deadline);
+    auto answer = put(own, deadline);
     if (answer.status == 200) {
-      const auto left =
-          std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
-      const std::string path = path_ + "?" + std::to_string(std::max<long long>(left, 0));
-      // The server says first that time is over, because it knows which ranks are missing.
-      answer = request("GET", path, nullptr, 0, deadline + std::chrono::seconds(10));
+      answer = get(deadline);
     }
     if (answer.status == 404 || answer.status == 405 || answer.status == 501) {
       return false;
@@ -216,13 +212,31 @@ class MeshRendezvous {
  private:
   using Clock = HttpRequest::Clock;
 
+  HttpRequest::Answer put(const std::vector<char>& own, Clock::time_point deadline) {
+    return repeated(deadline, [&] {
+      return HttpRequest(host_, port_, deadline)
+          .perform("PUT", path_, key_, own.data(), own.size());
+    });
+  }
+
+  HttpRequest::Answer get(Clock::time_point deadline) {
+    return repeated(deadline, [&] {
+      const auto left =
+          std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
+      const std::string path = path_ + "?" + std::to_string(std::max<long long>(left, 0));
+      // The server says first that time is over, because it knows which ranks are missing.
+      return HttpRequest(host_, port_, deadline + std::chrono::seconds(10))
+          .perform("GET", path, key_, nullptr, 0);
+    });
+  }
+
   // The requests may be repeated: the path has a number that only this attempt has.
-  HttpRequest::Answer request(const std::string& method, const std::string& path, const char* body,
-                              size_t length, Clock::time_point deadline) {
+  template <typename Request>
+  HttpRequest::Answer repeated(Clock::time_point deadline, Request request) {
     auto pause = std::chrono::milliseconds(50);
     for (;;) {
       try {
-        return HttpRequest(host_, port_, deadline).perform(method, path, key_, body, length);
+        return request();
       } catch (const std::runtime_error& error) {
         if (Clock::now() + pause >= deadline) {
           throw std::runtime_error(std::string("rendezvous: ") + error.what());
