@@ -75,6 +75,7 @@ class ProcessGroup:
         stderr: int | IO[bytes] | None = subprocess.STDOUT,
         stdin: int = subprocess.DEVNULL,
         dies_with_us: bool = False,
+        cpus: Sequence[int] = (),
         pass_fds: Sequence[int] = (),
     ) -> subprocess.Popen[bytes]:
         """Start `command` in a session of its own, with exactly the environment `env`.
@@ -88,12 +89,20 @@ class ProcessGroup:
             stdin: as `subprocess.Popen` takes it.
             dies_with_us: let the kernel end it when this process is killed. Only where this
                 process has no other threads.
+            cpus: the CPUs that it is bound to; empty for all. Likewise.
             pass_fds: open files that it inherits.
 
         Raises:
             HvdkitError: it cannot be started.
         """
         outer = os.environ.get(MARK)
+
+        def before() -> None:
+            if dies_with_us:
+                _die_with_parent()
+            if cpus:
+                os.sched_setaffinity(0, cpus)
+
         try:
             process = subprocess.Popen(
                 list(command),
@@ -104,7 +113,7 @@ class ProcessGroup:
                 stderr=stderr,
                 # The terminal's Ctrl-C is for this process, which then ends the others.
                 start_new_session=True,
-                preexec_fn=_die_with_parent if dies_with_us else None,
+                preexec_fn=before if dies_with_us or cpus else None,
                 pass_fds=pass_fds,
             )
         except ValueError as error:

@@ -29,7 +29,7 @@ from typing import Any
 
 import hvdkit
 from hvdkit.errors import HvdkitError
-from hvdkit.launch import messages, open_files
+from hvdkit.launch import binding, messages, open_files
 from hvdkit.launch.messages import Message
 from hvdkit.launch.network import own_interfaces, reached_address
 from hvdkit.launch.output import Output
@@ -255,6 +255,7 @@ class Agent:
             stdout=stdout,
             stderr=stderr,
             dies_with_us=True,
+            cpus=rank["cpus"],
             # Hydra's ranks speak with it through a descriptor that they inherit.
             pass_fds=[int(os.environ["PMI_FD"])] if self._placed and "PMI_FD" in os.environ else [],
         )
@@ -351,6 +352,7 @@ def facts(task: Mapping[str, Any]) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "engine": engine_revision(),
         "cores": usable_cores(),
+        "topology": binding.topology(),
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "interfaces": [asdict(interface) for interface in interfaces],
         "reached_at": (

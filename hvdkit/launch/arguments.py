@@ -106,6 +106,12 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "hvd.init() gives them theirs",
     )
     ranks.add_argument(
+        "--bind",
+        action="store_true",
+        help="bind each rank to cores of one NUMA node, which no other rank has (--dry-run shows "
+        "them)",
+    )
+    ranks.add_argument(
         "--no-torch-env",
         action="store_true",
         help="without RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the others that torchrun sets",

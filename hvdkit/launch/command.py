@@ -83,6 +83,7 @@ def run(options: argparse.Namespace) -> int:
         preflight=not options.no_preflight,
         torch_env=not options.no_torch_env,
         debug_rank=options.debug_rank,
+        bind=options.bind,
         own_environments=options.nodes is not None,
     )
     if options.nodes is not None:
@@ -90,6 +91,8 @@ def run(options: argparse.Namespace) -> int:
     _check_for_nodes(options)
     given = _allocation(options)
     plan = _plan(options, given)
+    if given is not None and options.bind:
+        raise UsageError("--bind is not for Slurm, which binds tasks itself: SLURM_CPU_BIND=cores")
     if options.debug_rank is not None and (given is not None or _over_mpi(options.launcher)):
         raise UsageError("--debug-rank is for ranks that `hvdkit run` starts: --launcher gloo")
     if given is not None:

@@ -137,7 +137,7 @@ def describe(plan: Plan, settings: Settings) -> str:
         facts = prepare.ask_hosts(agents, plan, settings)
     interfaces, address = prepare.choose_network(plan, facts, settings)
     lines = [f"{plan.size} ranks over Gloo, in {plan.directory}"]
-    lines += prepare.host_lines(plan, facts, interfaces)
+    lines += prepare.host_lines(plan, facts, interfaces, settings)
     lines += ["", "This starts the agents, which start the ranks:"]
     for host in plan.hosts:
         agent = agent_command(host, local[host], settings.ssh, settings.python)

@@ -250,7 +250,7 @@ def describe(plan: Plan, settings: Settings, mpirun: Mpirun, extra: Sequence[str
     return "\n".join(
         [
             f"{plan.size} ranks over MPI ({family}), in {plan.directory}",
-            *prepare.host_lines(plan, facts, interfaces),
+            *prepare.host_lines(plan, facts, interfaces, settings),
             "",
             "To start the same ranks by hand:",
             f"  {shlex.join(['env', *shown, *command])}",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hvdkit.launch import environment, network
+from hvdkit.launch import binding, environment, network
 from hvdkit.launch.agents import Agents
 from hvdkit.launch.connection import Connection
 from hvdkit.launch.hosts import Host, are_local
@@ -37,6 +37,7 @@ class Settings:
         limits: of time.
         preflight: examine several hosts before ranks are started there.
         torch_env: give ranks the variables that torchrun gives.
+        bind: bind each rank to cores of one NUMA node.
         debug_rank: the rank that gets the user's terminal, while others wait for it without an end;
             None for none.
         own_environments: each host's ranks have the environment of the agent there, not that of
@@ -53,6 +54,7 @@ class Settings:
     torch_env: bool = True
     own_environments: bool = False
     debug_rank: int | None = None
+    bind: bool = False
 
     @property
     def rank_limits(self) -> Limits:
@@ -192,6 +194,7 @@ def rank_messages(
     local = local_hosts(plan)
     ranks = {}
     for host, found in facts.items():
+        bound = bound_cpus(plan, host, found, settings)
         # The ranks here inherit everything anyway.
         inherited = local[host] or settings.own_environments
         base = variables if inherited else forwarded | variables
@@ -201,6 +204,7 @@ def rank_messages(
             {
                 "rank": place.rank,
                 "terminal": place.rank == settings.debug_rank,
+                "cpus": bound[place.local_rank],
                 "env": base
                 | (environment.torch_variables(plan, place, *master) if master else {})
                 | {name: variables[name] for name in _CHOSEN_MASTER if name in variables}
@@ -213,6 +217,12 @@ def rank_messages(
             for place in plan.on(host)
         ]
     return ranks
+
+
+def bound_cpus(plan: Plan, host: Host, facts: Message, settings: Settings) -> list[list[int]]:
+    """Return the CPUs that each rank of `host` is bound to; empty where it is not bound."""
+    count = len(plan.on(host))
+    return binding.assign(facts["topology"], count) if settings.bind else [[] for _ in range(count)]
 
 
 def start(connection: Connection, plan: Plan, ranks: Sequence[Message]) -> None:
@@ -257,7 +267,10 @@ def _nccl(interface: Interface) -> dict[str, str]:
 
 
 def host_lines(
-    plan: Plan, facts: Mapping[Host, Message], interfaces: Mapping[Host, Interface]
+    plan: Plan,
+    facts: Mapping[Host, Message],
+    interfaces: Mapping[Host, Interface],
+    settings: Settings,
 ) -> list[str]:
     """A line for each host: its ranks, and what it says of itself."""
     lines = []
@@ -268,4 +281,10 @@ def host_lines(
             f"  {host.name}: rank {numbers}; {interface.name} {interface.address}; "
             f"{found['cores']} cores, Python {found['python']}"
         )
+        if settings.bind:
+            cpus = bound_cpus(plan, host, found, settings)
+            lines += [
+                f"    rank {place.rank} on CPUs {binding.show_list(cpus[place.local_rank])}"
+                for place in plan.on(host)
+            ]
     return lines

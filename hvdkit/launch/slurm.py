@@ -272,7 +272,7 @@ def describe(
         pass
     over = "Gloo" if kind is None else f"MPI (srun --mpi={kind})"
     lines = [f"{plan.size} ranks over {over}, started by srun, in {plan.directory}"]
-    lines += prepare.host_lines(plan, up.facts, up.interfaces)
+    lines += prepare.host_lines(plan, up.facts, up.interfaces, settings)
     lines += ["", "This starts the agents, which start the ranks:", f"  {shlex.join(up.command)}"]
     if kind is not None:
         hidden = environment.explicit(os.environ, settings.variables)

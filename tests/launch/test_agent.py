@@ -13,6 +13,8 @@ import pytest
 from hvdkit.launch import agent, messages
 
 RANK = [sys.executable, "-c"]
+#: A rank without a terminal, on all CPUs.
+PLAIN = {"terminal": False, "cpus": []}
 
 
 class Spoken:
@@ -44,7 +46,7 @@ class Spoken:
     def start(self, *code, **defaults):
         self.send("task", command=[*RANK, *code], directory="/", path=None, files=[])
         assert self.hear("hello")["problems"] == []
-        rank = {"rank": 5, "env": {"GIVEN": "1"}, "defaults": defaults, "terminal": False}
+        rank = {"rank": 5, "env": {"GIVEN": "1"}, "defaults": defaults} | PLAIN
         self.send("start", ranks=[rank], size=6)
 
 
@@ -82,7 +84,7 @@ def test_a_batch_systems_signal_is_for_the_rank(spoken, number):
     )
     task = {"command": [*RANK, code], "directory": "/", "path": None, "files": []}
     spoken.send("task", **task, passes_signals_on=True)
-    spoken.send("start", ranks=[{"rank": 5, "env": {}, "defaults": {}, "terminal": False}], size=6)
+    spoken.send("start", ranks=[{"rank": 5, "env": {}, "defaults": {}} | PLAIN], size=6)
     assert spoken.line() == "up\n"
     spoken.process.send_signal(number)
     assert spoken.hear("ended")["status"] == 75
