@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import os
 import shlex
 import shutil
@@ -30,12 +29,16 @@ from hvdkit.launch import (
     preflight,
     prepare,
     run_file,
-    slurm,
 )
+from hvdkit.launch.allocation import Allocation
+from hvdkit.launch.gloo import Gloo
 from hvdkit.launch.job import Limits, Outcome
+from hvdkit.launch.launcher import Launcher
+from hvdkit.launch.mpi import Mpi
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan, check_command, make_plan
 from hvdkit.launch.prepare import Settings
+from hvdkit.launch.slurm import Slurm
 from hvdkit.launch.ssh import Ssh
 
 _SHOWN_HOSTS = 8
@@ -91,25 +94,26 @@ def run(options: argparse.Namespace) -> int:
     _check_for_nodes(options)
     given = _allocation(options)
     plan = _plan(options, given)
+    launcher = _launcher(plan, settings, options, given)
+    if options.dry_run:
+        print(launcher.describe(_say))
+        return 0
+    return _watch(plan, options, launcher.run)
+
+
+def _launcher(
+    plan: Plan, settings: Settings, options: argparse.Namespace, given: Allocation | None
+) -> Launcher:
     if given is not None and options.bind:
         raise UsageError("--bind is not for Slurm, which binds tasks itself: SLURM_CPU_BIND=cores")
     if options.debug_rank is not None and (given is not None or _over_mpi(options.launcher)):
         raise UsageError("--debug-rank is for ranks that `hvdkit run` starts: --launcher gloo")
     if given is not None:
-        describe = functools.partial(slurm.describe, plan, settings, given, options.mpi, _say)
-        carry_out = functools.partial(slurm.run, plan, settings, given, options.mpi)
-    elif _over_mpi(options.launcher):
-        with_mpi = mpi.find(options.mpirun), shlex.split(options.mpi_args)
-        describe = functools.partial(mpi.describe, plan, settings, *with_mpi)
-        carry_out = functools.partial(mpi.run, plan, settings, *with_mpi)
-    else:
-        _check_debug_rank(plan, settings)
-        describe = functools.partial(gloo.describe, plan, settings)
-        carry_out = functools.partial(gloo.run, plan, settings)
-    if options.dry_run:
-        print(describe())
-        return 0
-    return _watch(plan, options, carry_out)
+        return Slurm(plan, settings, given, options.mpi)
+    if _over_mpi(options.launcher):
+        return Mpi(plan, settings, mpi.find(options.mpirun), shlex.split(options.mpi_args))
+    _check_debug_rank(plan, settings)
+    return Gloo(plan, settings)
 
 
 def _watch(
@@ -231,7 +235,7 @@ def _allow_files(plan: Plan) -> None:
         )
 
 
-def _allocation(options: argparse.Namespace) -> allocation.Allocation | None:
+def _allocation(options: argparse.Namespace) -> Allocation | None:
     """The Slurm allocation that the job is to run in; None where it is none of Slurm's."""
     hosts_named = options.hosts is not None or options.hostfile is not None
     found = options.launcher == "auto" and not hosts_named and allocation.inside(os.environ)
@@ -250,7 +254,7 @@ def _allocation(options: argparse.Namespace) -> allocation.Allocation | None:
     return given
 
 
-def _plan(options: argparse.Namespace, given: allocation.Allocation | None) -> Plan:
+def _plan(options: argparse.Namespace, given: Allocation | None) -> Plan:
     command = _command(options)
     where = list(given.hosts) if given is not None else _hosts(options)
     if given is not None and options.num_proc is not None:

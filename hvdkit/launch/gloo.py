@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from hvdkit.launch import environment, network, preflight, prepare
 from hvdkit.launch.agents import Agents
@@ -85,22 +86,47 @@ def registered(
     return ranks
 
 
-def run(plan: Plan, settings: Settings, output: Output, say: Callable[[str], None]) -> Outcome:
-    """Start the ranks of `plan`, and watch them until they have ended.
+@dataclass(frozen=True)
+class Gloo:
+    """Starts ranks over Gloo: an agent on each host, over ssh where that is another machine.
 
-    Args:
+    Attributes:
         plan: the job.
         settings: how it is started.
-        output: where the ranks' output goes.
-        say: tells the user something at once.
-
-    Raises:
-        HvdkitError: it could not be started.
     """
-    prepare.warn_of_withheld(plan, settings, say)
-    with Agents() as agents:
-        prepare.dial(agents, plan, settings)
-        return run_with(agents, plan, settings, output, say)
+
+    plan: Plan
+    settings: Settings
+
+    def run(self, output: Output, say: Callable[[str], None]) -> Outcome:
+        """Start the ranks, and watch them until they have ended."""
+        prepare.warn_of_withheld(self.plan, self.settings, say)
+        with Agents() as agents:
+            prepare.dial(agents, self.plan, self.settings)
+            return run_with(agents, self.plan, self.settings, output, say)
+
+    def describe(self, say: Callable[[str], None]) -> str:  # noqa: ARG002
+        """Return the plan in words, and the commands that would carry it out."""
+        local = prepare.local_hosts(self.plan)
+        with Agents() as agents:
+            facts = prepare.ask_hosts(agents, self.plan, self.settings)
+        interfaces, address = prepare.choose_network(self.plan, facts, self.settings)
+        lines = [f"{self.plan.size} ranks over Gloo, in {self.plan.directory}"]
+        lines += prepare.host_lines(self.plan, facts, interfaces, self.settings)
+        lines += ["", "This starts the agents, which start the ranks:"]
+        for host in self.plan.hosts:
+            agent = agent_command(host, local[host], self.settings.ssh, self.settings.python)
+            lines.append(f"  {shlex.join(agent)}")
+
+        def on_host(host: Host, words: Sequence[str]) -> str:
+            line = f"cd {shlex.quote(self.plan.directory)} && {shlex.join(words)}"
+            if local[host]:
+                return line
+            return shlex.join(["ssh", *self.settings.ssh.options(), host.name, line])
+
+        return "\n".join(
+            [*lines, *by_hand(self.plan, self.settings, facts, interfaces, address, on_host)]
+        )
 
 
 def run_with(
@@ -110,7 +136,7 @@ def run_with(
     output: Output,
     say: Callable[[str], None],
 ) -> Outcome:
-    """As `run`, with agents that are there, one on each host of the plan."""
+    """Start and watch the ranks of `plan`, with an agent that is there on each of its hosts."""
     facts = prepare.contact(agents, plan, settings)
     interfaces, address = prepare.choose_network(plan, facts, settings)
     prepare.warn_of_faster_network(plan, facts, interfaces, settings, say)
@@ -124,32 +150,6 @@ def run_with(
             prepare.start(connection, plan, ranks[connection.host])
         come = registered(server, plan.size, facts, say)
         return Job(plan, agents, output, settings.rank_limits, come, say).run()
-
-
-def describe(plan: Plan, settings: Settings) -> str:
-    """The plan in words, and the commands that would carry it out. Asks the hosts, starts nothing.
-
-    Raises:
-        HvdkitError: a host cannot take part.
-    """
-    local = prepare.local_hosts(plan)
-    with Agents() as agents:
-        facts = prepare.ask_hosts(agents, plan, settings)
-    interfaces, address = prepare.choose_network(plan, facts, settings)
-    lines = [f"{plan.size} ranks over Gloo, in {plan.directory}"]
-    lines += prepare.host_lines(plan, facts, interfaces, settings)
-    lines += ["", "This starts the agents, which start the ranks:"]
-    for host in plan.hosts:
-        agent = agent_command(host, local[host], settings.ssh, settings.python)
-        lines.append(f"  {shlex.join(agent)}")
-
-    def on_host(host: Host, words: Sequence[str]) -> str:
-        line = f"cd {shlex.quote(plan.directory)} && {shlex.join(words)}"
-        if local[host]:
-            return line
-        return shlex.join(["ssh", *settings.ssh.options(), host.name, line])
-
-    return "\n".join([*lines, *by_hand(plan, settings, facts, interfaces, address, on_host)])
 
 
 def by_hand(

@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.engine.toolchain import which
@@ -151,64 +152,97 @@ def _hydra_environment(ssh: Ssh) -> dict[str, str]:
     return dict.fromkeys(names, _ssh_arguments(ssh))
 
 
-def run(
-    plan: Plan,
-    settings: Settings,
-    mpirun: Mpirun,
-    extra: Sequence[str],
-    output: Output,
-    say: Callable[[str], None],
-) -> Outcome:
-    """Start the ranks of `plan`, and watch them until they have ended.
+@dataclass(frozen=True)
+class Mpi:
+    """Starts ranks with an MPI's `mpirun`, which starts an agent for each.
 
-    Args:
+    Attributes:
         plan: the job.
         settings: how it is started.
-        mpirun: what starts it.
+        mpirun: what starts the ranks.
         extra: the user's own arguments for mpirun.
-        output: where the ranks' output goes.
-        say: tells the user something at once.
-
-    Raises:
-        HvdkitError: it could not be started.
     """
-    prepare.warn_of_withheld(plan, settings, say)
-    with Agents() as agents:
-        facts = prepare.ask_hosts(agents, plan, settings)
-        interfaces, address = prepare.choose_network(plan, facts, settings)
-        prepare.warn_of_faster_network(plan, facts, interfaces, settings, say)
-        door = Door(address, plan.size)
-        preflight.before_start(agents, interfaces, plan, settings, door.at, say)
-    command = mpirun_command(
-        mpirun,
-        plan,
-        own_agent(),
-        interfaces=interfaces,
-        variables=list(door.variables()),
-        ssh=settings.ssh,
-        directory="/",
-        extra=extra,
-    )
-    env = without_place(os.environ) | _hydra_environment(settings.ssh) | door.variables()
-    running = Starter("mpirun", command, env, say)
-    try:
+
+    plan: Plan
+    settings: Settings
+    mpirun: Mpirun
+    extra: Sequence[str]
+
+    def run(self, output: Output, say: Callable[[str], None]) -> Outcome:
+        """Start the ranks, and watch them until they have ended."""
+        prepare.warn_of_withheld(self.plan, self.settings, say)
         with Agents() as agents:
-            let_in(agents, door, running, plan, settings.limits.start)
-            agents.contact(prepare.task(plan), settings.limits.start)
-            ranks = _rank_messages(
-                plan,
-                facts,
-                settings,
-                interfaces,
-                prepare.master(agents, plan, interfaces, settings),
-            )
-            for rank, connection in enumerate(agents.connections):
-                prepare.start(connection, plan, [ranks[rank]])
-            everyone = set(range(plan.size))
-            return Job(plan, agents, output, settings.limits, lambda: everyone, say).run()
-    finally:
-        door.close()
-        running.end()
+            facts = prepare.ask_hosts(agents, self.plan, self.settings)
+            interfaces, address = prepare.choose_network(self.plan, facts, self.settings)
+            prepare.warn_of_faster_network(self.plan, facts, interfaces, self.settings, say)
+            door = Door(address, self.plan.size)
+            preflight.before_start(agents, interfaces, self.plan, self.settings, door.at, say)
+        command = mpirun_command(
+            self.mpirun,
+            self.plan,
+            own_agent(),
+            interfaces=interfaces,
+            variables=list(door.variables()),
+            ssh=self.settings.ssh,
+            directory="/",
+            extra=self.extra,
+        )
+        env = without_place(os.environ) | _hydra_environment(self.settings.ssh) | door.variables()
+        running = Starter("mpirun", command, env, say)
+        try:
+            with Agents() as agents:
+                let_in(agents, door, running, self.plan, self.settings.limits.start)
+                agents.contact(prepare.task(self.plan), self.settings.limits.start)
+                ranks = _rank_messages(
+                    self.plan,
+                    facts,
+                    self.settings,
+                    interfaces,
+                    prepare.master(agents, self.plan, interfaces, self.settings),
+                )
+                for rank, connection in enumerate(agents.connections):
+                    prepare.start(connection, self.plan, [ranks[rank]])
+                everyone = set(range(self.plan.size))
+                return Job(
+                    self.plan, agents, output, self.settings.limits, lambda: everyone, say
+                ).run()
+        finally:
+            door.close()
+            running.end()
+
+    def describe(self, say: Callable[[str], None]) -> str:  # noqa: ARG002
+        """Return the plan in words, and the command that would carry it out."""
+        with Agents() as agents:
+            facts = prepare.ask_hosts(agents, self.plan, self.settings)
+        interfaces, _ = prepare.choose_network(self.plan, facts, self.settings)
+        names = environment.known(os.environ) | environment.explicit(
+            os.environ, self.settings.variables
+        )
+        command = mpirun_command(
+            self.mpirun,
+            self.plan,
+            self.plan.command,
+            interfaces=interfaces,
+            variables=sorted(names | CONTROLLER),
+            ssh=self.settings.ssh,
+            directory=self.plan.directory,
+            extra=self.extra,
+        )
+        given = environment.explicit({}, [text for text in self.settings.variables if "=" in text])
+        shown = [f"{name}={value}" for name, value in sorted(CONTROLLER.items())]
+        shown += [f"{name}=…" for name in sorted(given)]
+        family = (
+            f"Open MPI {self.mpirun.major}" if self.mpirun.open_mpi else "Hydra (MPICH, Intel MPI)"
+        )
+        return "\n".join(
+            [
+                f"{self.plan.size} ranks over MPI ({family}), in {self.plan.directory}",
+                *prepare.host_lines(self.plan, facts, interfaces, self.settings),
+                "",
+                "To start the same ranks by hand:",
+                f"  {shlex.join(['env', *shown, *command])}",
+            ]
+        )
 
 
 def _rank_messages(
@@ -221,38 +255,3 @@ def _rank_messages(
     """As over Gloo, but for the place, which MPI tells a rank."""
     ranks = prepare.rank_messages(plan, facts, settings, interfaces, lambda *_: CONTROLLER, master)
     return [message for host in plan.hosts for message in ranks[host]]
-
-
-def describe(plan: Plan, settings: Settings, mpirun: Mpirun, extra: Sequence[str]) -> str:
-    """The plan in words, and the command that would carry it out. Asks the hosts, starts nothing.
-
-    Raises:
-        HvdkitError: a host cannot take part.
-    """
-    with Agents() as agents:
-        facts = prepare.ask_hosts(agents, plan, settings)
-    interfaces, _ = prepare.choose_network(plan, facts, settings)
-    names = environment.known(os.environ) | environment.explicit(os.environ, settings.variables)
-    command = mpirun_command(
-        mpirun,
-        plan,
-        plan.command,
-        interfaces=interfaces,
-        variables=sorted(names | CONTROLLER),
-        ssh=settings.ssh,
-        directory=plan.directory,
-        extra=extra,
-    )
-    given = environment.explicit({}, [text for text in settings.variables if "=" in text])
-    shown = [f"{name}={value}" for name, value in sorted(CONTROLLER.items())]
-    shown += [f"{name}=…" for name in sorted(given)]
-    family = f"Open MPI {mpirun.major}" if mpirun.open_mpi else "Hydra (MPICH, Intel MPI)"
-    return "\n".join(
-        [
-            f"{plan.size} ranks over MPI ({family}), in {plan.directory}",
-            *prepare.host_lines(plan, facts, interfaces, settings),
-            "",
-            "To start the same ranks by hand:",
-            f"  {shlex.join(['env', *shown, *command])}",
-        ]
-    )

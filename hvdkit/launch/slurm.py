@@ -200,39 +200,73 @@ def _settings(settings: Settings, given: Allocation) -> Settings:
     return replace(settings, pin_gpus=settings.pin_gpus and not given.pins_gpus)
 
 
-def run(
-    plan: Plan,
-    settings: Settings,
-    given: Allocation,
-    kind: str | None,
-    output: Output,
-    say: Callable[[str], None],
-) -> Outcome:
-    """Start the ranks of `plan`, and watch them until they have ended.
+@dataclass(frozen=True)
+class Slurm:
+    """Starts ranks with `srun` inside an allocation, which starts an agent for each.
 
-    Args:
+    Attributes:
         plan: the job.
         settings: how it is started.
         given: the allocation that it runs in.
         kind: srun's `--mpi` for ranks over MPI; None for Gloo.
-        output: where the ranks' output goes.
-        say: tells the user something at once.
-
-    Raises:
-        HvdkitError: it could not be started.
     """
-    settings = _settings(settings, given)
-    with _started(plan, given, settings, kind or "none", say) as up:
-        if kind is not None:
-            everyone = set(range(plan.size))
-            variables = mpi.CONTROLLER | _open_mpi_network(up.interfaces)
-            _send_start(up, plan, settings, lambda *_: variables)
-            return Job(plan, up.agents, output, settings.limits, lambda: everyone, say).run()
-        with RendezvousServer(up.address, size=plan.size) as server:
-            places = gloo.place_variables(plan, up.address, server.port, server.key)
-            _send_start(up, plan, settings, places)
-            come = gloo.registered(server, plan.size, up.facts, say)
-            return Job(plan, up.agents, output, settings.limits, come, say).run()
+
+    plan: Plan
+    settings: Settings
+    given: Allocation
+    kind: str | None
+
+    def run(self, output: Output, say: Callable[[str], None]) -> Outcome:
+        """Start the ranks, and watch them until they have ended."""
+        settings = _settings(self.settings, self.given)
+        with _started(self.plan, self.given, settings, self.kind or "none", say) as up:
+            if self.kind is not None:
+                everyone = set(range(self.plan.size))
+                variables = mpi.CONTROLLER | _open_mpi_network(up.interfaces)
+                _send_start(up, self.plan, settings, lambda *_: variables)
+                return Job(
+                    self.plan, up.agents, output, settings.limits, lambda: everyone, say
+                ).run()
+            with RendezvousServer(up.address, size=self.plan.size) as server:
+                places = gloo.place_variables(self.plan, up.address, server.port, server.key)
+                _send_start(up, self.plan, settings, places)
+                come = gloo.registered(server, self.plan.size, up.facts, say)
+                return Job(self.plan, up.agents, output, settings.limits, come, say).run()
+
+    def describe(self, say: Callable[[str], None]) -> str:
+        """Return the plan in words, and the commands that would carry it out. Starts agents."""
+        settings = _settings(self.settings, self.given)
+        with _started(self.plan, self.given, settings, self.kind or "none", say) as up:
+            pass
+        over = "Gloo" if self.kind is None else f"MPI (srun --mpi={self.kind})"
+        lines = [f"{self.plan.size} ranks over {over}, started by srun, in {self.plan.directory}"]
+        lines += prepare.host_lines(self.plan, up.facts, up.interfaces, settings)
+        lines += [
+            "",
+            "This starts the agents, which start the ranks:",
+            f"  {shlex.join(up.command)}",
+        ]
+        if self.kind is not None:
+            hidden = environment.explicit(os.environ, settings.variables)
+            told = mpi.CONTROLLER | _open_mpi_network(up.interfaces)
+            names = sorted({*_LOGIN, *environment.forwarded(os.environ), *hidden, *told})
+            command = srun_command(
+                self.plan, self.given, self.plan.command, names, self.kind, self.plan.directory
+            )
+            words = ["env", *(f"{name}={value}" for name, value in told.items())]
+            by_hand = [
+                "",
+                "To start the same ranks by hand:",
+                f"  {shlex.join([*words, *command])}",
+            ]
+            return "\n".join([*lines, *by_hand])
+
+        def on_host(host: Host, words: Sequence[str]) -> str:
+            srun = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap"]
+            return shlex.join([*srun, f"--chdir={self.plan.directory}", *words])
+
+        by_hand = gloo.by_hand(self.plan, settings, up.facts, up.interfaces, up.address, on_host)
+        return "\n".join([*lines, *by_hand])
 
 
 def _open_mpi_network(interfaces: Mapping[Host, Interface]) -> dict[str, str]:
@@ -253,39 +287,3 @@ def _send_start(
     by_number = {message["rank"]: message for host in plan.hosts for message in ranks[host]}
     for number, connection in enumerate(up.agents.connections):
         prepare.start(connection, plan, [by_number[number]])
-
-
-def describe(
-    plan: Plan,
-    settings: Settings,
-    given: Allocation,
-    kind: str | None,
-    say: Callable[[str], None],
-) -> str:
-    """The plan in words, and the commands that would carry it out. Asks the nodes, starts no rank.
-
-    Raises:
-        HvdkitError: a node cannot take part.
-    """
-    settings = _settings(settings, given)
-    with _started(plan, given, settings, kind or "none", say) as up:
-        pass
-    over = "Gloo" if kind is None else f"MPI (srun --mpi={kind})"
-    lines = [f"{plan.size} ranks over {over}, started by srun, in {plan.directory}"]
-    lines += prepare.host_lines(plan, up.facts, up.interfaces, settings)
-    lines += ["", "This starts the agents, which start the ranks:", f"  {shlex.join(up.command)}"]
-    if kind is not None:
-        hidden = environment.explicit(os.environ, settings.variables)
-        told = mpi.CONTROLLER | _open_mpi_network(up.interfaces)
-        names = sorted({*_LOGIN, *environment.forwarded(os.environ), *hidden, *told})
-        command = srun_command(plan, given, plan.command, names, kind, plan.directory)
-        words = ["env", *(f"{name}={value}" for name, value in told.items())]
-        by_hand = ["", "To start the same ranks by hand:", f"  {shlex.join([*words, *command])}"]
-        return "\n".join([*lines, *by_hand])
-
-    def on_host(host: Host, words: Sequence[str]) -> str:
-        srun = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap"]
-        return shlex.join([*srun, f"--chdir={plan.directory}", *words])
-
-    by_hand = gloo.by_hand(plan, settings, up.facts, up.interfaces, up.address, on_host)
-    return "\n".join([*lines, *by_hand])
