@@ -59,7 +59,7 @@ def test_threads_of_a_rank(cores, per_task, threads):
     given = allocation.read(env)
     plan = make_plan(["train"], "/data", given.hosts, 7)
     host = given.hosts[0]
-    facts = slurm._facts({"cores": cores, "gpus": None}, host, plan, given, "10.0.0.1")
+    facts = slurm._facts({"cores": cores, "gpus": None}, host, plan, given)
     settings = prepare.Settings(ssh=None, python="python")
     interfaces = {host: slurm.Interface("eth0", "10.0.0.1", 24)}
     ranks = prepare.rank_messages(plan, {host: facts}, settings, interfaces, lambda *_: {})
