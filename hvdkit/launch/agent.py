@@ -115,7 +115,9 @@ class Agent:
         signal.set_wakeup_fd(self._wakeup)
         signal.signal(signal.SIGCHLD, _do_nothing)
         for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+            # A user's own `nohup` counts.
+            if self._own is None or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
         self._selector.register(self._orders, selectors.EVENT_READ)
         self._selector.register(self._signals, selectors.EVENT_READ)
         try:
@@ -131,17 +133,21 @@ class Agent:
 
     def _step(self) -> None:
         self._watch_output()
-        for key, _ in self._selector.select(self._patience()):
+        ready = self._selector.select(self._patience())
+        if any(key.fd == self._orders for key, _ in ready):
+            self._receive()
+        # Now, because to show output may take as long as its reader likes.
+        if time.monotonic() > self._heard + messages.LOST_SECONDS:
+            self._lose_launcher()
+        for key, _ in ready:
             if key.fd == self._orders:
-                self._receive()
-            elif key.fd == self._signals:
+                continue
+            if key.fd == self._signals:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._signals, _READ_BYTES)
             elif key.fd != self._reports:
                 self._forward(key.fd, key.data)
         self._send_waiting()
-        if time.monotonic() > self._heard + messages.LOST_SECONDS:
-            self._lose_launcher()
         self._note_ends()
 
     def _patience(self) -> float:
@@ -169,10 +175,8 @@ class Agent:
             self._ending = self._group.ending(grace)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        if self._own is not None and self._ranks:
+        if self._own is not None:
             self._send("signal", number=number)
-        elif self._own is not None:
-            self._end(0)
         elif self._task.get("passes_signals_on") and self._ranks and number != signal.SIGHUP:
             # A batch system may send it to the ranks' places and not to the launcher.
             self._pass_on(number)
@@ -208,7 +212,7 @@ class Agent:
             case "task":
                 self._task = message | (self._own or {})
                 found = facts(self._task)
-                if message["command"] != self._task["command"]:
+                if not _same_command(message["command"], self._task["command"]):
                     found["problems"].append(
                         f"its command is `{shlex.join(self._task['command'])}`, that of node 0 is "
                         f"`{shlex.join(message['command'])}`; give every node the same"
@@ -339,6 +343,14 @@ class Agent:
         while self._waiting and time.monotonic() < deadline:
             self._send_waiting()
             time.sleep(0.005)
+
+
+def _same_command(first: Sequence[str], second: Sequence[str]) -> bool:
+    """Return whether two nodes run the same, perhaps with Pythons at different places."""
+    programs = [Path(command[0]).name for command in (first, second)]
+    if all(program.startswith("python") for program in programs):
+        return first[1:] == second[1:]
+    return first == second
 
 
 def facts(task: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import random
+import signal
 import sys
 import threading
 import time
@@ -91,11 +92,18 @@ class Agents:
             time.sleep(0.01)
 
     def next(self, timeout: float) -> Event | None:
-        """What an agent says next; None where none says anything for `timeout` seconds."""
+        """Return what an agent says next; None where none says anything for `timeout` seconds.
+
+        A signal that a node's user has sent there is as if it had been sent to this process.
+        """
         try:
-            return self.events.get(timeout=timeout)
+            event = self.events.get(timeout=timeout)
         except queue.Empty:
             return None
+        if event.message["kind"] == "signal":
+            signal.raise_signal(event.message["number"])
+            return None
+        return event
 
     def contact(self, task: Message, timeout: float) -> dict[Connection, Message]:
         """Tell every agent what is going to be run, and hear what its host is like.

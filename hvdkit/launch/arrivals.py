@@ -89,7 +89,7 @@ class Listener(Generic[Member]):
             member = self._admit(line)
             if member is not None:
                 line.settimeout(None)
-                notice_silence(line)
+                _notice_silence(line)
         except OSError:
             member = None  # it is treated as what it is: nobody of ours
         finally:
@@ -150,8 +150,12 @@ def read_line(line: socket.socket, most: int) -> str:
     return said.decode(errors="replace").rstrip("\n")
 
 
-def notice_silence(line: socket.socket) -> None:
-    """Let the system find out within 40 seconds that the other host is gone."""
+def _notice_silence(line: socket.socket) -> None:
+    """Let the system find out within 40 seconds that the other host is gone.
+
+    The launcher alone does so. An agent has output to send, which may wait for long because nobody
+    reads it, and TCP_USER_TIMEOUT would take that for a broken line.
+    """
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, 10),

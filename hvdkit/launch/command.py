@@ -195,6 +195,7 @@ def _membership(options: argparse.Namespace) -> membership.Membership:
         address=None if options.rdzv is None else membership.parse_address(options.rdzv),
         file=options.rdzv_file,
         key=key,
+        size=size,
         timeout=options.start_timeout or membership.START_SECONDS,
     )
 

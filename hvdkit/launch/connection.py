@@ -47,7 +47,8 @@ class Connection:
         greeted: whether the agent has spoken.
         ended: whether its line has ended.
         began: when the launcher opened it (`time.monotonic`).
-        peer: the address that it connects from; None where it does not connect by itself.
+        peer: the IPv4 address that it connects from; None where it does not connect by itself, or
+            over IPv6.
     """
 
     peer: str | None = None
@@ -237,7 +238,9 @@ class SocketConnection(Connection):
 
     def __init__(self, host: Host, line: socket.socket, events: Events) -> None:
         self._socket = line
-        self.peer = str(line.getpeername()[0]).removeprefix("::ffff:")
+        peer = str(line.getpeername()[0]).removeprefix("::ffff:")
+        # Ranks talk over IPv4.
+        self.peer = None if ":" in peer else peer
         super().__init__(host, line.fileno(), line.makefile("rb"), events)
 
     def explain(self) -> str:

@@ -119,9 +119,6 @@ class Job:
                 self._output.write(message["rank"], message["stream"], text)
             case "ended":
                 self._take_end(message["rank"], message["status"])
-            case "signal":
-                self._say(f"{host.name} got a signal")
-                self._on_signal(message["number"], None)
             case "failed":
                 self._fail(f"{host.name}: {message['reason']}")
             case "done":

@@ -30,6 +30,7 @@ class Membership:
         address: where node 0 listens: host and port; None where a file says so.
         file: where node 0 writes its address; None where the user has said it.
         key: the job's; empty where node 0 writes one into the file.
+        size: the number of all ranks, as the user said it; None where nobody has.
         timeout: seconds that nodes get to come.
     """
 
@@ -39,6 +40,7 @@ class Membership:
     address: tuple[str, int] | None
     file: Path | None
     key: bytes
+    size: int | None = None
     timeout: float = START_SECONDS
 
     def __str__(self) -> str:
@@ -60,7 +62,7 @@ def node_rank(given: int | None, nodes: int, env: Mapping[str, str]) -> int:
     """
     source, number = "--node-rank", given
     if number is None:
-        source = next((name for name in _RANK_VARIABLES if env.get(name, "").isdigit()), "")
+        source = next((name for name in _RANK_VARIABLES if _is_number(env.get(name, ""))), "")
         if not source:
             raise UsageError(
                 f"--nodes {nodes}: which of them is this? Give --node-rank, from 0 to {nodes - 1} "
@@ -70,6 +72,10 @@ def node_rank(given: int | None, nodes: int, env: Mapping[str, str]) -> int:
     if not 0 <= number < nodes:
         raise UsageError(f"{source} is {number}; with --nodes {nodes}, expected 0 to {nodes - 1}")
     return number
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def read_key(file: Path | None, env: Mapping[str, str], may_lack: bool) -> bytes:
@@ -109,6 +115,6 @@ def parse_address(text: str) -> tuple[str, int]:
     """
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+    if not (host and _is_number(port) and 0 < int(port) < 65536):
         raise UsageError(f"--rdzv {text}: expected HOST:PORT, such as node0:29400")
     return host, int(port)

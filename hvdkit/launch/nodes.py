@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -20,13 +21,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
-from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.errors import RESUMABLE, HvdkitError, UsageError
 from hvdkit.launch.agents import Agents
 from hvdkit.launch.arrivals import Listener
 from hvdkit.launch.connection import Connection, SocketConnection
-from hvdkit.launch.handshake import Gate, Member, member, reachable
+from hvdkit.launch.handshake import Gate, Member, is_node_0, member, reachable
 from hvdkit.launch.hosts import Host, own_addresses
 from hvdkit.launch.job import Outcome
+from hvdkit.launch.joining import QUIET_SECONDS, line_to, read_file
 from hvdkit.launch.membership import Membership
 from hvdkit.launch.ssh import Ssh
 
@@ -53,7 +55,7 @@ class Nodes:
             with _listening(self._mine) as (server, key):
                 come = self._gather(server, key)
         except BaseException as error:
-            self.close(Outcome(1, str(error)))
+            self.close(_outcome_of(error))
             raise
         self._make_hosts(come)
         return self
@@ -64,7 +66,7 @@ class Nodes:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close(Outcome(1, str(exc) if exc is not None else "node 0 ended the job"))
+        self.close(_outcome_of(exc))
 
     def tell(self, outcome: Outcome) -> None:
         """Tell the other nodes how the job ended."""
@@ -79,11 +81,15 @@ class Nodes:
     def _gather(self, server: socket.socket, key: bytes) -> dict[int, tuple[Member, Connection]]:
         mine = self._mine
         come: dict[int, tuple[Member, Connection]] = {}
-        gate = Gate(key, mine.nodes)
+        gate = Gate(mine, key)
         listener = Listener(server, mine.nodes, gate.admit)
         try:
             deadline = time.monotonic() + mine.timeout
+            said_at = time.monotonic() + QUIET_SECONDS
             while len(come) < mine.nodes - 1:
+                if time.monotonic() > said_at:
+                    said_at = float("inf")
+                    self._say(f"waiting at {mine} for {self._missing(come)}")
                 if time.monotonic() > deadline:
                     self._fail(come, gate.refused)
                 if (arrival := listener.accept()) is not None:
@@ -93,25 +99,29 @@ class Nodes:
                     come[node.number] = node, connection
                     self.agents.connections.append(connection)
                 while (event := self.agents.next(0)) is not None:
-                    # A node that is gone again; it may come back.
-                    (number,) = (n for n in come if come[n][1] is event.connection)
-                    self.agents.connections.remove(event.connection)
-                    event.connection.close(timeout=1)
-                    del come[number]
-                    gate.forget(number)
+                    if event.connection in self.agents.connections:
+                        # A node that is gone again; it may come back.
+                        (number,) = (n for n in come if come[n][1] is event.connection)
+                        self.agents.connections.remove(event.connection)
+                        event.connection.close(timeout=1)
+                        del come[number]
+                        gate.forget(number)
         finally:
             listener.close()
         return come
 
-    def _fail(self, come: Collection[int], wrong: Sequence[str]) -> NoReturn:
+    def _missing(self, come: Collection[int]) -> str:
         missing = [node for node in range(1, self._mine.nodes) if node not in come]
         shown = ", ".join(map(str, missing[:_SHOWN_NODES]))
         more = f" and {len(missing) - _SHOWN_NODES} more" if len(missing) > _SHOWN_NODES else ""
+        return f"node{'s' if len(missing) > 1 else ''} {shown}{more} of {self._mine.nodes}"
+
+    def _fail(self, come: Collection[int], wrong: Sequence[str]) -> NoReturn:
         refused = "".join(f"\n  refused: {each}" for each in wrong[:_SHOWN_NODES])
         raise HvdkitError(
-            f"node{'s' if len(missing) > 1 else ''} {shown}{more} of {self._mine.nodes} did not "
-            f"come to {self._mine} within {self._mine.timeout:g} s (--start-timeout). Does the "
-            f"same `hvdkit run` run there, and does a firewall let it through?{refused}"
+            f"{self._missing(come)} did not come to {self._mine} within {self._mine.timeout:g} s "
+            f"(--start-timeout). Does the same `hvdkit run` run there, and does a firewall let it "
+            f"through?{refused}"
         )
 
     def _make_hosts(self, come: Mapping[int, tuple[Member, Connection]]) -> None:
@@ -129,6 +139,26 @@ class Nodes:
         self.agents.connections = []
         self.agents.dial({self.hosts[0]: True}, Ssh(), sys.executable)
         self.agents.connections += others
+
+
+def _outcome_of(exc: BaseException | None) -> Outcome:
+    """Return what the other nodes are told where node 0 ends without an outcome of the job."""
+    if isinstance(exc, KeyboardInterrupt) and exc.args:
+        number = signal.Signals(exc.args[0])
+        by_system = number in (signal.SIGTERM, signal.SIGUSR1)
+        status = RESUMABLE if by_system else 128 + number
+        return Outcome(status, f"node 0 got {number.name} before any rank was started")
+    return Outcome(2 if isinstance(exc, UsageError) else 1, str(exc or "node 0 ended the job"))
+
+
+def _is_in_use(path: Path) -> bool:
+    """Return whether a node 0 listens where a file says."""
+    try:
+        addresses, _ = read_file(path)
+        with line_to(addresses, timeout=1.0) as line:
+            return is_node_0(line)
+    except (OSError, HvdkitError):
+        return False
 
 
 @contextmanager
@@ -157,18 +187,22 @@ def _listening(mine: Membership) -> Iterator[tuple[socket.socket, bytes]]:
             "port": server.getsockname()[1],
             "key": "" if mine.key else key.decode(),
         }
-        _write_privately(mine.file, json.dumps(where))
+        text = json.dumps(where)
+        _write_privately(mine.file, text)
         try:
             yield server, key
         finally:
             with suppress(OSError):
-                mine.file.unlink()
+                if mine.file.read_text() == text:
+                    mine.file.unlink()
 
 
 def _write_privately(path: Path, text: str) -> None:
     """Write a file that only this user can read, whole at once."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if _is_in_use(path):
+            raise UsageError(f"--rdzv-file {path}: another job's nodes meet there now")
         with suppress(FileNotFoundError):
             path.unlink()  # of a job before
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -10,6 +10,8 @@ from functools import cached_property
 from hvdkit.errors import UsageError
 from hvdkit.launch.hosts import Host, total_slots
 
+MOST_RANKS = 100_000
+
 
 @dataclass(frozen=True)
 class Place:
@@ -94,6 +96,8 @@ def make_plan(command: Sequence[str], directory: str, hosts: Sequence[Host], siz
     check_command(command)
     if size < 1:
         raise UsageError(f"-np is {size}; expected at least 1")
+    if size > MOST_RANKS:
+        raise UsageError(f"-np is {size}; expected at most {MOST_RANKS}")
     if total_slots(hosts) < size:
         given = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
         raise UsageError(

@@ -32,6 +32,8 @@ _NAMED_HOSTS = 4
 #: Of more hosts than these, each tries to reach one less.
 _TRIED_HOSTS = 32
 
+_HOSTNAMES = "hostnames"
+
 #: What the launcher is called among the hosts.
 _LAUNCHER = "the launcher"
 
@@ -61,7 +63,10 @@ def before_start(
         return
     findings = check(agents, interfaces, plan, door, settings.limits.start)
     for finding in findings:
-        if finding.status == WARNING:
+        # Without ssh there is no MPI, and names may be alike.
+        if finding.status == WARNING and not (
+            finding.name == _HOSTNAMES and settings.own_environments
+        ):
             say(f"{finding.name}: {finding.found}; {finding.advice}")
     errors = [finding for finding in findings if finding.status == ERROR]
     if errors:
@@ -299,7 +304,7 @@ def _own_names(found: Mapping[Host, Mapping[str, Any]]) -> Finding:
     ]
     if shared:
         return Finding(
-            "hostnames",
+            _HOSTNAMES,
             WARNING,
             f"several hosts call themselves the same: {'; '.join(shared)}",
             "give each its own (hostnamectl set-hostname): MPI takes them for one host, and stops",
@@ -307,7 +312,7 @@ def _own_names(found: Mapping[Host, Mapping[str, Any]]) -> Finding:
     nameless = [host for host, facts in found.items() if "error" in facts["own_name"]]
     if nameless:
         return Finding(
-            "hostnames",
+            _HOSTNAMES,
             WARNING,
             f"the own name does not resolve on {_named(nameless)}",
             "add it to /etc/hosts there: MPI and some libraries look it up",
@@ -318,7 +323,7 @@ def _own_names(found: Mapping[Host, Mapping[str, Any]]) -> Finding:
     text = "every host resolves its own name"
     if local:
         text += f"; to 127.x on {_named(local)}, which is fine: ranks use the network's addresses"
-    return Finding("hostnames", OK, text)
+    return Finding(_HOSTNAMES, OK, text)
 
 
 def _skews(asked: _Asked) -> dict[Host, float]:

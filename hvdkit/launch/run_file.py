@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -90,8 +91,13 @@ def write(path: Path, options: argparse.Namespace, verb: argparse.ArgumentParser
     if words:
         lines.append(f"{_COMMAND} = {_toml(words)}")
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write("".join(f"{line}\n" for line in lines))
+        data = "".join(f"{line}\n" for line in lines).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"--write-config {path}: an argument is not UTF-8: {error}") from error
+    try:
+        # -x NAME=VALUE may be a secret.
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
     except FileExistsError:
         raise HvdkitError(
             f"--write-config {path} exists; remove it, or choose another name"
@@ -150,4 +156,4 @@ def _toml(value: Any) -> str:
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, int | float):
         return str(value)
-    return json.dumps(str(value), ensure_ascii=False)
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -99,6 +99,7 @@ def test_a_file_says_where_and_needs_no_key(start, tmp_path):
     file = tmp_path / "job"
     # What a job before has left there.
     file.write_text('{"addresses": ["10.255.255.250"], "port": 9, "key": "old"}')
+    file.chmod(0o600)
     meeting = ("--rdzv-file", str(file))
     second = start(1, "hostname", key=None, meeting=meeting)
     time.sleep(0.5)
@@ -152,6 +153,7 @@ def test_a_node_that_is_killed_ends_the_job(start, cluster, node):
     [
         ({"key": "f" * 16}, "its key is another one", "host1 (node 1): its key is another one"),
         ({"nodes": 3}, "it says --nodes 3, node 0 says --nodes 2", "it says --nodes 3"),
+        ({"size": 4}, "it says -np 4, node 0 says -np 2", "it says -np 4"),
     ],
 )
 def test_a_node_that_does_not_fit_is_told_so(start, changed, told, seen):
@@ -190,8 +192,57 @@ def test_a_node_may_come_again_before_all_have_come(start):
 
 def test_nodes_with_different_commands(start):
     first, second = start(0, "true"), start(1, "false")
-    assert "host1: its command is `false`, that of node 0 is `true`" in end(first)[2]
-    assert end(second)[0] == 1
+    reason = "host1: its command is `false`, that of node 0 is `true`"
+    assert reason in end(first)[2]
+    status, _, stderr = end(second)
+    assert (status, reason in stderr) == (1, True), stderr
+
+
+@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGTERM, 75), (signal.SIGINT, 128 + signal.SIGINT)]
+)
+def test_a_signal_while_a_node_is_missing(start, node, number, expected):
+    jobs = [start(0, "true", nodes=3), start(1, "true", nodes=3)]
+    for line in iter(jobs[0].stderr.readline, ""):
+        if "waiting at" in line and "for node 2 of 3" in line:
+            break
+    jobs[node].send_signal(number)
+    ends = [end(job) for job in jobs]
+    assert [status for status, _, _ in ends] == [expected] * 2, ends
+    assert f"node 0 got {number.name} before any rank was started" in ends[1][2]
+
+
+def test_a_rendezvous_over_ipv6(start, cluster):
+    host = cluster.cluster.hosts[0]
+    if not host.has_address6():
+        pytest.skip("this machine has no IPv6")
+    meeting = ("--rdzv", f"[{host.address6}]:{PORT}")
+    jobs = [start(node, "hostname", meeting=meeting) for node in range(2)]
+    assert [end(job)[0] for job in jobs] == [0, 0]
+
+
+def test_a_file_of_another_job_is_not_taken(start, tmp_path):
+    meeting = ("--rdzv-file", str(tmp_path / "job"))
+    first = start(0, "true", key=None, meeting=meeting)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "job").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    status, _, stderr = end(start(0, "true", key=None, meeting=meeting))
+    assert (status, "another job's nodes meet there now" in stderr) == (2, True), stderr
+    status, _, stderr = end(start(1, "true", key=None, meeting=meeting, nodes=3))
+    assert (status, "node 0 says --nodes 2" in stderr) == (1, True), stderr
+    second = start(1, "true", key=None, meeting=meeting)
+    assert [end(first)[0], end(second)[0]] == [0, 0]
+
+
+def test_a_file_that_others_may_have_written(start, tmp_path):
+    file = tmp_path / "job"
+    file.write_text('{"addresses": ["127.0.0.1"], "port": 9, "key": "theirs"}')
+    file.chmod(0o644)
+    status, _, stderr = end(start(1, "true", key=None, meeting=("--rdzv-file", str(file))))
+    assert (status, "with mode 644; expected user 0 and mode 600" in stderr) == (1, True), stderr
 
 
 def test_strangers_are_not_waited_for(start, cluster):
@@ -205,7 +256,10 @@ def test_strangers_are_not_waited_for(start, cluster):
         f"            return socket.create_connection({address}, timeout=5)\n"
         "        except ConnectionRefusedError:\n"
         "            time.sleep(0.1)\n"
-        "lines = [line() for _ in range(3)]\n"
+        "lines = [line() for _ in range(5)]\n"
+        'end = b\', "node": 1, "nodes": 2, "hostname": "x", "slots": 1, "machine": "x"}\\n\'\n'
+        'lines[3].sendall(b\'{"nonce": "\\\\ud800", "proof": "\\\\ud800"\' + end[1:])\n'
+        'lines[4].sendall(b\'{"nonce": 1, "proof": 1e999, "node": 1e999}\\n\')\n'
         "lines[1].sendall(b'[' * 9000 + b'\\n')\n"
         "lines[2].sendall(b'{\"node\": 1}\\n')\n"
         "print('up', flush=True); time.sleep(30)"
@@ -216,7 +270,9 @@ def test_strangers_are_not_waited_for(start, cluster):
     try:
         assert stranger.stdout.readline() == b"up\n"
         second = start(1, "true")
-        assert (end(first), end(second)) == ((0, "", ""), (0, "", ""))
+        ends = end(first), end(second)
+        assert [status for status, _, _ in ends] == [0, 0]
+        assert "Traceback" not in ends[0][2]
     finally:
         stranger.kill()
         stranger.communicate(timeout=10)
