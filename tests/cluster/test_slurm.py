@@ -112,6 +112,19 @@ def test_the_place_that_pmi2_gives_is_kept(jobs):
     assert sorted(done.stdout.splitlines()) == [f"[{n}] 3 mpi {n}" for n in range(3)], done.stderr
 
 
+def test_nodes_that_srun_starts_come_together(jobs):
+    skip_where_unsupported(Configuration("torch", "gloo", 4))
+    hosts = jobs.cluster.hosts
+    nodes = ("run", "--nodes", "2", "--rdzv", f"{hosts[0].address}:29400", "-np", "4")
+    srun = ("srun", "--nodes=2", "--ntasks-per-node=1")
+    key = "0123456789abcdef"
+    done = jobs.run(*srun, *_HVDKIT, *nodes, sys.executable, "-c", REDUCE, HVDKIT_JOB_KEY=key)
+    assert done.returncode == 0, done.stderr
+    # Node 0 shows all ranks, the other node its own.
+    lines = [f"[{n}] place {n} {n % 2} 2 {n // 2} 2 sum 10.0" for n in range(4)]
+    assert sorted(done.stdout.splitlines()) == sorted([*lines, *lines[2:]])
+
+
 def test_ranks_are_told_what_they_need_and_no_secrets(jobs):
     names = "'MINE', 'OTHER_TOKEN', 'OMP_NUM_THREADS', 'HOME'"
     code = f"print(os.uname().nodename, os.getcwd(), *map(os.environ.get, [{names}]))"
