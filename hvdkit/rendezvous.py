@@ -75,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._put_of_mesh(place, value)
 
     def _store(self, length: int) -> None:
-        """Keep the value of one who does not show the key, as far as there is room."""
+        """Keep the value of one who does not show the key, within the memory for all."""
         if not self.server.reserve(len(self.path) + length):
             self._answer(HTTPStatus.INSUFFICIENT_STORAGE)
             return
@@ -228,7 +228,7 @@ class _Server(ThreadingHTTPServer):
             self._open[request] = time.monotonic() + seconds
 
     def reserve(self, length: int) -> bool:
-        """Make room for a value and its path; return whether there is any."""
+        """Reserve memory for a value and its path; return whether there is enough."""
         with self.lock:
             fits = self._stored + length <= _LARGEST_STORE
             if fits:
@@ -241,7 +241,7 @@ class _Server(ThreadingHTTPServer):
             self._stored -= length
 
     def store(self, path: str, value: bytes) -> None:
-        """Keep a value for which room was reserved."""
+        """Keep a value for which memory was reserved."""
         self.remove(path)
         rank = path.removeprefix(f"/{GLOBAL_SCOPE}/")
         with self.lock:

@@ -1,11 +1,11 @@
 """One host's part of a job: `python -m hvdkit.launch.agent`, started there by the launcher.
 
-It is told what to run on its standard input, starts its ranks, sends what they write upwards, and
-ends them when it is told to, when the launcher is gone (end of its input, or silence), or when it
-gets SIGTERM or SIGHUP. `messages` has the words that are spoken.
+An agent reads messages (`messages`) from its standard input, starts its ranks, and sends their
+output to the launcher. It ends the ranks when the launcher says so, when the launcher is gone (end
+of input, or silence), or on SIGTERM or SIGHUP.
 
-Where another launcher (mpirun, srun) starts the ranks, it starts an agent for each instead, which
-finds its way to ours through two variables, and leaves the place that it was given to its rank.
+Where mpirun or srun starts the ranks, it starts an agent in place of each. Two variables tell such
+an agent how to connect to our launcher. Its rank inherits the place that it was given.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Agent:
         return messages.ALIVE_SECONDS
 
     def _finished(self) -> bool:
-        """Go on with ending the processes; True once that is through."""
+        """Take the next step of ending the processes; return True after the last one."""
         if self._ending is None:
             return False
         try:
@@ -233,7 +233,7 @@ class Agent:
             case "signal":
                 self._pass_on(message["number"])
             case "end":
-                # Even when it is under way: the user may have lost patience.
+                # Even while it ends already: the new grace may be shorter.
                 self._ending = self._group.ending(message["grace"])
             case "outcome":
                 self.outcome = self.outcome or message
@@ -354,7 +354,7 @@ def _same_command(first: Sequence[str], second: Sequence[str]) -> bool:
 
 
 def facts(task: Mapping[str, Any]) -> dict[str, Any]:
-    """What the launcher has to know of this host before it starts anything."""
+    """Return the facts about this host that the launcher needs before it starts anything."""
     # "client-address client-port own-address own-port"
     connection = os.environ.get("SSH_CONNECTION", "").split()
     interfaces = own_interfaces()

@@ -129,7 +129,7 @@ class Agents:
     def ask(
         self, task: Message, timeout: float
     ) -> tuple[dict[Connection, Message], dict[Connection, str]]:
-        """As `contact`, but for the facts of the hosts that answer and why the others do not."""
+        """Return the facts of the agents that answer, and the reasons of those that do not."""
         facts: dict[Connection, Message] = {}
         problems: dict[Connection, str] = {}
         for connection in self.connections:

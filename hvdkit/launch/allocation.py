@@ -1,4 +1,4 @@
-"""What a batch system has given a job, as its variables tell.
+"""The allocation of a batch system, read from its variables.
 
 Slurm starts the ranks itself, with srun, so `read` finds nodes, tasks and CPUs. `batch_hosts` finds
 the hosts and slots of PBS, LSF and SGE; ranks are started there over ssh, or by an MPI.
@@ -22,7 +22,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class Allocation:
-    """What Slurm has given this job.
+    """An allocation of Slurm.
 
     Attributes:
         hosts: its nodes; slots are the tasks that it has on each.
@@ -165,7 +165,7 @@ def check_size(given: Allocation, size: int) -> None:
 def batch_hosts(env: Mapping[str, str]) -> tuple[str, list[Host]] | None:
     """Return the hosts of a PBS, LSF or SGE job, and the name of the variable that tells them.
 
-    None outside of such a job. A host's slots are the ranks that it has room for.
+    None outside of such a job. A host's slots are the number of ranks that it takes.
 
     Raises:
         UsageError: the variable or its file is not understood.

@@ -35,7 +35,7 @@ Member = TypeVar("Member")
 
 
 class Listener(Generic[Member]):
-    """Accepts connections of this job's agents, and of nobody else.
+    """Accepts connections of this job's agents only.
 
     Args:
         server: where they connect.
@@ -101,7 +101,7 @@ class Listener(Generic[Member]):
 
 
 class Door(Listener[int]):
-    """Where the agents of ranks connect. They show a token and say their rank.
+    """Accepts the agents of ranks, which show a token and say their rank.
 
     Args:
         address: this machine's, at which they reach it.
@@ -119,7 +119,7 @@ class Door(Listener[int]):
         super().__init__(server, size, self._rank)
 
     def variables(self) -> dict[str, str]:
-        """What an agent must find in its environment."""
+        """Return the variables that an agent needs to connect."""
         return {
             messages.ADDRESS_VARIABLE: "{}:{}".format(*self.at),
             messages.TOKEN_VARIABLE: self._token,

@@ -306,7 +306,7 @@ def _with_python(command: list[str], python: str) -> list[str]:
 
 
 def _directory() -> str:
-    """Where we are, by the name that the user knows: behind a link it may be another elsewhere."""
+    """Return the working directory as the shell names it, because links may differ on other hosts."""
     named = os.environ.get("PWD", "")
     return named if named and os.path.realpath(named) == os.getcwd() else os.getcwd()
 

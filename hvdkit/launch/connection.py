@@ -204,7 +204,7 @@ class ProcessConnection(Connection):
         pipes = (self._process.stdout, self._process.stderr)
         for thread, pipe in zip((self._reader, self._listener), pipes, strict=True):
             thread.join(timeout=1)
-            # Somebody else may hold its other end; to close what is being read would wait for him.
+            # Another process may hold its other end; to close what is being read would wait for it.
             if pipe is not None and not thread.is_alive():
                 pipe.close()
 

@@ -1,4 +1,4 @@
-"""How nodes of a job recognize each other, before one becomes an agent of the other's launcher.
+"""The handshake of two nodes, before one becomes an agent of the other's launcher.
 
 Both sides prove that they know the job's key, and neither sends it: each answers the other's nonce
 with an HMAC-SHA-256 (RFC 2104) of both nonces. After that the connection is not encrypted.
@@ -36,7 +36,7 @@ _NOT_OURS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, Rec
 
 @dataclass(frozen=True)
 class Member:
-    """What a node says of itself.
+    """A node, as it describes itself.
 
     Attributes:
         number: which one it is.
@@ -52,7 +52,7 @@ class Member:
 
 
 def member(mine: Membership) -> Member:
-    """Return what this node says of itself."""
+    """Describe this node."""
     network = os.stat("/proc/self/ns/net").st_ino
     machine = f"{_BOOT_ID.read_text().strip()} {network}"
     return Member(mine.node, socket.gethostname(), mine.slots, machine)
@@ -68,7 +68,7 @@ class Refused(HvdkitError):
 
 
 class WrongKey(Refused):
-    """Who listens where node 0 should has another key."""
+    """The process at the address of node 0 has another key."""
 
 
 class Gate:

@@ -28,7 +28,7 @@ _NAMES_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Host:
-    """Where ranks may run.
+    """A host for ranks.
 
     Attributes:
         name: as the user wrote it: a name or an address, perhaps with `user@` for ssh.
@@ -168,7 +168,7 @@ def are_local(
 
 
 def local_host(slots: int) -> Host:
-    """This machine, with room for `slots` ranks."""
+    """Return this machine as a host that takes `slots` ranks."""
     return Host("localhost", slots)
 
 

@@ -1,4 +1,4 @@
-"""What an agent finds out about its host when it is asked to: the host's side of `preflight`."""
+"""The questions that an agent answers about its host, for `preflight`."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def connect(targets: Mapping[str, Sequence[Any]]) -> dict[str, str]:
 
 
 def send(address: str, port: int, seconds: float) -> float:
-    """How fast data gets to a listener, over one connection: bytes per second."""
+    """Return the speed at which a listener takes data over one connection, in bytes per second."""
     with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as line:
         line.settimeout(seconds + 30)
         began, sent = time.monotonic(), 0

@@ -20,7 +20,7 @@ from hvdkit.launch.plan import Plan
 _POLL_SECONDS = 0.1
 # For the ranks' last words between SIGTERM and SIGKILL, when the user wants it to end now.
 _NOW_SECONDS = 1.0
-# Beyond its grace an agent needs time for SIGKILL to work and for its answer to travel.
+# Beyond its grace an agent needs time for SIGKILL, and for its answer to arrive.
 _ANSWER_SECONDS = 15.0
 
 # Orderly stops: Ctrl-C, a batch system's end and its warning, a lost terminal.
@@ -44,7 +44,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended.
+    """The end of a job.
 
     Attributes:
         status: its exit status: that of the rank that failed first of all, 128 + n for a signal.
@@ -93,7 +93,7 @@ class Job:
         self._stopped_by: signal.Signals | None = None
         self._interrupts = 0
         self._all_up = False
-        # Points in time at which patience is over; infinite while nothing is waited for.
+        # Deadlines; infinite when inactive.
         self._start_deadline = float("inf")
         self._stop_deadline = float("inf")
         self._end_deadline = float("inf")

@@ -1,4 +1,4 @@
-"""What the files of `hvdkit generate` have in common: checks of the options, and the job's name."""
+"""Checks of options and the job's name, for all kinds of files of `hvdkit generate`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def check_numbers(options: argparse.Namespace, least: Mapping[str, int]) -> None
 
 
 def script_name(command: Sequence[str]) -> str:
-    """What the command does, in a word: the name of the script that it runs, without its ending."""
+    """Return the name of the script that the command runs, without its ending."""
     scripts = [word for word in command if word.endswith((".py", ".sh"))]
     return Path(scripts[0] if scripts else command[0]).stem

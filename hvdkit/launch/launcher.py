@@ -1,4 +1,4 @@
-"""What every launcher can do. One is chosen for each `hvdkit run`."""
+"""The interface of launchers. `hvdkit run` chooses one."""
 
 from __future__ import annotations
 

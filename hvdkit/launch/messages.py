@@ -1,4 +1,4 @@
-"""What the launcher and the agent of a host say to each other: one JSON object per line.
+"""The messages between the launcher and the agent of a host: one JSON object per line.
 
 To the agent:
 
@@ -22,7 +22,7 @@ From the agent:
     failed  {reason}                         the agent cannot go on
     done    {}                               no process of the job is left on this host
 
-Bytes that are not UTF-8 travel as lone surrogates, so that nothing of a rank's output is lost.
+Bytes that are not UTF-8 are sent as lone surrogates, so that nothing of a rank's output is lost.
 """
 
 from __future__ import annotations

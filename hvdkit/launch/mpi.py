@@ -98,7 +98,7 @@ def _ssh_arguments(ssh: Ssh) -> str:
 
 
 def open_mpi_subnets(interfaces: Mapping[Host, Interface]) -> str:
-    """What Open MPI is told of the network; empty where all is on one machine.
+    """Return the subnets that Open MPI is to use; empty where all is on one machine.
 
     By subnet, because the same network's interface has another name on another host.
     """
@@ -252,6 +252,6 @@ def _rank_messages(
     interfaces: Mapping[Host, Interface],
     master: tuple[str, int] | None,
 ) -> list[Message]:
-    """As over Gloo, but for the place, which MPI tells a rank."""
+    """Return the messages of all ranks, without their places, which MPI tells them."""
     ranks = prepare.rank_messages(plan, facts, settings, interfaces, lambda *_: CONTROLLER, master)
     return [message for host in plan.hosts for message in ranks[host]]

@@ -108,7 +108,7 @@ def source_address(target: str) -> str | None:
 
 @dataclass(frozen=True)
 class HostNetwork:
-    """What a host says of its network.
+    """The network of a host.
 
     Attributes:
         interfaces: its addresses.

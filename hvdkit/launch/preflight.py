@@ -1,7 +1,7 @@
-"""Are the hosts ready for a job over all of them? Asked before one starts, and by `hvdkit doctor`.
+"""Examination of the hosts before a job starts on several, and for `hvdkit doctor`.
 
-The agents answer (`inspection`); what they say is put together by what was looked at, not by host,
-so that it can be read for 2 hosts and for 64.
+The agents answer questions (`inspection`). A finding combines the answers of all hosts to one
+question, so that a report on 64 hosts is as long as one on 2.
 """
 
 from __future__ import annotations

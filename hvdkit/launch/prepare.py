@@ -1,4 +1,4 @@
-"""What every launcher does before it starts anything: ask the hosts, choose their network, and
+"""The steps of every launcher before it starts ranks: ask the hosts, choose their network, and
 give each rank its environment.
 """
 
@@ -26,7 +26,7 @@ _INTERPRETERS = ("python", "bash", "sh")
 
 @dataclass(frozen=True)
 class Settings:
-    """How a job is started, apart from what and where.
+    """The settings of a start, apart from command and hosts.
 
     Attributes:
         ssh: how other hosts are reached.
@@ -94,13 +94,13 @@ def dial(agents: Agents, plan: Plan, settings: Settings) -> None:
 
 
 def contact(agents: Agents, plan: Plan, settings: Settings) -> dict[Host, Message]:
-    """As `ask_hosts`, with agents that are there."""
+    """Ask the agents that are there; by host, what `agent.facts` found."""
     facts = agents.contact(task(plan), settings.limits.start)
     return {connection.host: found for connection, found in facts.items()}
 
 
 def task(plan: Plan) -> Message:
-    """What the agents are told first."""
+    """Return the first message to the agents."""
     return {
         "command": list(plan.command),
         "directory": plan.directory,

@@ -145,7 +145,7 @@ def _started(
 
 
 def _facts(found: Message, host: Host, plan: Plan, given: Allocation) -> Message:
-    """What an agent says of its host, as one agent for the whole host would say it."""
+    """Return the facts of one task's agent, corrected to those of the whole host."""
     ranks = len(plan.on(host))
     # An agent that is bound sees its own CPUs, another all of the machine's.
     each = min(
@@ -270,7 +270,7 @@ class Slurm:
 
 
 def _open_mpi_network(interfaces: Mapping[Host, Interface]) -> dict[str, str]:
-    """What `mpirun` is told with arguments about the network, as variables. Others read over it."""
+    """Return the network as Open MPI's variables, in place of mpirun's arguments."""
     name = "OMPI_MCA_btl_tcp_if_include"
     subnets = mpi.open_mpi_subnets(interfaces)
     return {name: subnets} if subnets and name not in os.environ else {}

@@ -29,7 +29,7 @@ _DROPPED = (
 
 @dataclass(frozen=True)
 class Ssh:
-    """How hosts are reached.
+    """The settings of ssh.
 
     Attributes:
         port: the port of their ssh server; None for what ssh's configuration says.
@@ -69,7 +69,7 @@ class Ssh:
             )
         name = host.name.replace("[", "").replace("]", "")
         # `exec`, so that no shell stands between; `cd`, so that nothing that lies in the home
-        # directory is imported. Both mean the same in sh, bash, zsh, csh and fish.
+        # directory is imported. Both work alike in sh, bash, zsh, csh and fish.
         return ["ssh", *self.options(), name, f"cd / && exec {shlex.join(command)}"]
 
     def refused_for_now(self, status: int | None, said: str) -> bool:

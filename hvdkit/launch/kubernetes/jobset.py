@@ -25,7 +25,7 @@ from hvdkit.launch.kubernetes.pod import resume_comment
 #: The name of the replicated job. JobSet names its only Job NAME-worker-0.
 _REPLICATED = "worker"
 
-#: JobSet refuses a name that leaves no room for the random suffix of a pod.
+#: JobSet refuses a name that is too long for the random suffix of a pod.
 _SUFFIX = "-abcde"
 
 
