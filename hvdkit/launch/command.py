@@ -306,7 +306,7 @@ def _with_python(command: list[str], python: str) -> list[str]:
 
 
 def _directory() -> str:
-    """Return the working directory as the shell names it, because links may differ on other hosts."""
+    """Return the working directory as the shell names it: links may differ on other hosts."""
     named = os.environ.get("PWD", "")
     return named if named and os.path.realpath(named) == os.getcwd() else os.getcwd()
 
