@@ -1,6 +1,7 @@
 import collections
 import shutil
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -92,3 +93,10 @@ def test_a_full_disk_is_said_before_the_build(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**10, 10**10, 10**8))
     with pytest.raises(HvdkitError, match=r"has 0\.1 GB free; a build needs 2 GB.*TMPDIR"):
         toolchain.check_disk(tmp_path / "not" / "there" / "yet")
+
+
+def test_modules_that_pythonpath_makes_known_are_found_in_builds(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/modules/torch")
+    assert toolchain.python_path(Path("/tools")) == "/tools:/modules/torch"
+    monkeypatch.delenv("PYTHONPATH")
+    assert toolchain.python_path(Path("/tools")) == "/tools"

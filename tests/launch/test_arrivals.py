@@ -1,10 +1,15 @@
+import os
 import socket
 import time
 
 import pytest
 
+from hvdkit.errors import HvdkitError
 from hvdkit.launch import messages
-from hvdkit.launch.arrivals import Door
+from hvdkit.launch.agents import Agents
+from hvdkit.launch.arrivals import Door, Starter, let_in
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.plan import make_plan
 
 
 @pytest.fixture
@@ -47,3 +52,18 @@ def test_a_rank_that_the_job_does_not_have(door):
 @pytest.mark.parametrize("said", [b"", b"wrong 1\n", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 500])
 def test_nobody_else_does(door, said):
     assert knock(door, said) is None
+
+
+def test_agents_hear_of_the_launcher_while_others_are_missing(door, monkeypatch):
+    """So they wait as long as the launcher does, and not LOST_SECONDS."""
+    monkeypatch.setattr(messages, "ALIVE_SECONDS", 0.05)
+    plan = make_plan(["true"], "/", [Host("localhost", 2)], 2)
+    running = Starter("sleep", ["sleep", "3"], dict(os.environ), print)
+    try:
+        with Agents() as agents, socket.create_connection(door.at, timeout=5) as line:
+            line.sendall(f"{token(door)} 0\n".encode())
+            with pytest.raises(HvdkitError, match="rank 1 on localhost did not come up within 1.5"):
+                let_in(agents, door, running, plan, timeout=1.5)
+            assert line.recv(10_000).count(b'"alive"') >= 3
+    finally:
+        running.end()

@@ -1,5 +1,6 @@
 import pytest
 
+from hvdkit.launch.connection import agent_command
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.ssh import Ssh
 
@@ -37,3 +38,12 @@ def test_each_complaint_of_ssh_has_its_advice(status, said, expected):
     text = SSH.explain(Host("me@h", 1), status, said, "/py")
     assert expected in text
     assert "\n" not in text
+
+
+def test_agents_elsewhere_find_modules_and_libraries_as_this_process_does(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/modules/my torch")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "")
+    command = agent_command(Host("host1", 1), False, Ssh(), "/opt/python")
+    assert command[-1] == (
+        "cd / && exec env 'PYTHONPATH=/modules/my torch' /opt/python -m hvdkit.launch.agent"
+    )
