@@ -387,6 +387,7 @@ some = hvd.ProcessSet([1, 3, 4, 5])
 hvd.init(process_sets=[some])
 total = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=some) if some.included() else [0]
 print("up", hvd.local_rank(), int(total[0]), flush=True)
+hvd.barrier()  # the first rank that shuts down ends the set
 hvd.shutdown()
 """
 
