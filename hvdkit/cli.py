@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 import hvdkit
-from hvdkit.errors import RESUMABLE, HvdkitError, UsageError
+from hvdkit.errors import HvdkitError, UsageError, status_before_start
 
 if TYPE_CHECKING:
     from hvdkit.checkpoint.reading import OpenCheckpoint
@@ -50,9 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _Ended as ended:
         (number,) = ended.args
         print(f"hvdkit {told.verb}: {number.name}; {told.when_ended}", file=sys.stderr)
-        # A batch system's signals; Ctrl-C is not meant to be made up for.
-        by_system = number in (signal.SIGTERM, signal.SIGUSR1)
-        return RESUMABLE if told.may_start_again and by_system else 128 + int(number)
+        return status_before_start(number) if told.may_start_again else 128 + int(number)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise

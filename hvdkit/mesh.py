@@ -88,7 +88,8 @@ class Meshes:
             if self._of(self._complete, place) is not None:
                 return  # a repeated request, whose answer was lost
             mesh = self._growing.setdefault(name, _Mesh())
-            if any(len(given) != len(addresses) for given in mesh.addresses.values()):
+            # All that were taken before have the same length.
+            if len(next(iter(mesh.addresses.values()), addresses)) != len(addresses):
                 raise wrong
             mesh.attempts[place.rank] = place.attempt
             mesh.addresses[place.rank] = addresses

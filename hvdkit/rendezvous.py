@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -161,6 +162,13 @@ def _is_number(text: str, digits: int = 9) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= digits
 
 
+def _hang_up(connections: Iterable[socket.socket]) -> None:
+    """Let what reads or writes there end at once; the connection's thread closes it."""
+    for connection in connections:
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
 class _Server(ThreadingHTTPServer):
     """Serves ranks, and bounds what a stranger can take: connections, their length, memory."""
 
@@ -204,9 +212,7 @@ class _Server(ThreadingHTTPServer):
         now = time.monotonic()
         with self.lock:
             late = [request for request, end in self._open.items() if end < now]
-        for request in late:
-            with suppress(OSError):
-                request.shutdown(socket.SHUT_RDWR)
+        _hang_up(late)
         self.meshes.forget()
 
     def cut(self) -> None:
@@ -217,9 +223,7 @@ class _Server(ThreadingHTTPServer):
                 left = list(self._open)
             if not left:
                 return
-            for request in left:
-                with suppress(OSError):
-                    request.shutdown(socket.SHUT_RDWR)
+            _hang_up(left)
             time.sleep(0.005)
 
     def allow(self, request: Any, seconds: float) -> None:

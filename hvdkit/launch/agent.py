@@ -364,7 +364,7 @@ def facts(task: Mapping[str, Any]) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "engine": engine_revision(),
         "cores": usable_cores(),
-        "topology": binding.topology(),
+        "topology": binding.topology() if task.get("bind") else [],
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "interfaces": [asdict(interface) for interface in interfaces],
         "reached_at": (

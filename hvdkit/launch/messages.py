@@ -3,7 +3,8 @@
 To the agent:
 
     task    {command, directory, path,       the first message: what is going to be run; and
-             files, passes_signals_on}       whether the agent's own signals are for its ranks
+             files, passes_signals_on,       whether the agent's own signals are for its ranks, and
+             bind}                           whether these are bound to CPUs
     ask     {question, arguments}            answer one of `inspection.QUESTIONS`
     start   {ranks: [{rank, env, defaults,   start them, one perhaps in the user's terminal, each on
              terminal, cpus}], size}         these CPUs; and the number of the job's ranks

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
-from hvdkit.errors import RESUMABLE, HvdkitError, UsageError
+from hvdkit.errors import HvdkitError, UsageError, status_before_start
 from hvdkit.launch.agents import Agents
 from hvdkit.launch.arrivals import Listener
 from hvdkit.launch.connection import Connection, SocketConnection
@@ -145,9 +145,9 @@ def _outcome_of(exc: BaseException | None) -> Outcome:
     """Return what the other nodes are told where node 0 ends without an outcome of the job."""
     if isinstance(exc, KeyboardInterrupt) and exc.args:
         number = signal.Signals(exc.args[0])
-        by_system = number in (signal.SIGTERM, signal.SIGUSR1)
-        status = RESUMABLE if by_system else 128 + number
-        return Outcome(status, f"node 0 got {number.name} before any rank was started")
+        return Outcome(
+            status_before_start(number), f"node 0 got {number.name} before any rank was started"
+        )
     return Outcome(2 if isinstance(exc, UsageError) else 1, str(exc or "node 0 ended the job"))
 
 

@@ -95,7 +95,7 @@ def dial(agents: Agents, plan: Plan, settings: Settings) -> None:
 
 def contact(agents: Agents, plan: Plan, settings: Settings) -> dict[Host, Message]:
     """Ask the agents that are there; by host, what `agent.facts` found."""
-    facts = agents.contact(task(plan), settings.limits.start)
+    facts = agents.contact(task(plan) | {"bind": settings.bind}, settings.limits.start)
     return {connection.host: found for connection, found in facts.items()}
 
 

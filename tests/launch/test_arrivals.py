@@ -55,7 +55,7 @@ def test_nobody_else_does(door, said):
 
 
 def test_agents_hear_of_the_launcher_while_others_are_missing(door, monkeypatch):
-    """So they wait as long as the launcher does, and not LOST_SECONDS."""
+    """An agent that hears of the launcher waits longer than LOST_SECONDS."""
     monkeypatch.setattr(messages, "ALIVE_SECONDS", 0.05)
     plan = make_plan(["true"], "/", [Host("localhost", 2)], 2)
     running = Starter("sleep", ["sleep", "3"], dict(os.environ), print)

@@ -16,6 +16,7 @@ import yaml
 from hvdkit.cli import main
 from hvdkit.errors import RESUMABLE
 from hvdkit.launch.job import Limits
+from tests.launch.test_kubernetes import COUNT, TEXT, closed
 
 CRD = os.environ.get("HVDKIT_JOBSET_CRD")
 
@@ -31,18 +32,6 @@ SIZES = pytest.mark.parametrize("arguments", [SMALL, LARGE], ids=["small", "larg
 KINDS = pytest.mark.parametrize("kind", ["job", "jobset"])
 
 
-def closed(properties, *required):
-    """An object with these properties and no others: a wrong name is an error."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        "additionalProperties": False,
-    }
-
-
-COUNT = {"type": "integer", "minimum": 0}
-TEXT = {"type": "string"}
 FLAG = {"type": "boolean"}
 TEXTS = {"type": "array", "items": TEXT}
 RULE = closed(
