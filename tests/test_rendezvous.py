@@ -212,7 +212,7 @@ def test_a_slow_client_does_not_keep_the_server_from_closing():
         waiting.sendall(f"GET /mesh/2.abc.0.global?60000 HTTP/1.0\r\n{key}\r\n".encode())
         time.sleep(0.3)
         began = time.monotonic()
-    assert time.monotonic() < began + 3
+    assert time.monotonic() < began + 8  # the connection alone would be dropped after 10 s
     assert not [t for t in threading.enumerate() if "process_request" in t.name]
     line.close()
     waiting.close()

@@ -82,8 +82,8 @@ def clock() -> float:
     return time.time()
 
 
-# Those that `listen` has opened.
-_listeners: list[socket.socket] = []
+# Those that `listen` has opened, and who takes their connections.
+_listeners: list[tuple[socket.socket, threading.Thread]] = []
 
 
 def listen(address: str) -> int:
@@ -93,8 +93,9 @@ def listen(address: str) -> int:
         The port.
     """
     server = socket.create_server((address, 0), backlog=1024)
-    _listeners.append(server)
-    threading.Thread(target=_serve, args=(server,), daemon=True).start()
+    thread = threading.Thread(target=_serve, args=(server,), daemon=True)
+    thread.start()
+    _listeners.append((server, thread))
     port: int = server.getsockname()[1]
     return port
 
@@ -102,10 +103,11 @@ def listen(address: str) -> int:
 def stop_listening() -> None:
     """Take no connections any more."""
     while _listeners:
-        server = _listeners.pop()
+        server, thread = _listeners.pop()
         with contextlib.suppress(OSError):
             server.shutdown(socket.SHUT_RDWR)  # wakes the thread
         server.close()
+        thread.join(_CONNECT_SECONDS)
 
 
 def _serve(server: socket.socket) -> None:

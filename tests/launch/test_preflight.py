@@ -151,6 +151,9 @@ print(inspection.connect({"open": ("127.0.0.1", port), "shut": ("127.0.0.1", clo
 print(inspection.send("127.0.0.1", port, 0.1) > 1e6)
 inspection.stop_listening()
 print(inspection.connect({"open": ("127.0.0.1", port)}))
+for thread in threading.enumerate():
+    if thread is not threading.main_thread():
+        thread.join(10)
 print(threading.active_count())
 """
     done = subprocess.run(
