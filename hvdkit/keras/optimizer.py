@@ -22,6 +22,12 @@ from hvdkit.keras import backend
 hvd = backend.hvd
 
 _ATTRIBUTE = "_hvdkit_distribution"
+#: For a loop of one's own in which ranks have different values.
+_ADVICE = (
+    "Call hvd.broadcast_model(model, root_rank=0) before the first step or after it (hvd is "
+    "hvdkit.keras). If ranks are to have different values, pass check_parameters=False to "
+    "hvd.DistributedOptimizer."
+)
 
 
 def DistributedOptimizer(
@@ -73,8 +79,9 @@ def DistributedOptimizer(
         scale_local_gradients: divide what `PartialDistributedOptimizer` does not reduce by the
             number of ranks.
         bucket_bytes: the largest bucket of several gradients, in bytes.
-        check_parameters: compare the variables' values between ranks after the first batch of each
-            `fit`, and raise on every rank if they differ.
+        check_parameters: compare the variables' values between ranks and raise on every rank if
+            they differ: after the first batch of each `fit`; in a loop of one's own before the
+            second update, and where they differ again before later ones, the 17th at last.
 
     Arguments after `op` are keyword-only: `horovod.keras` and `horovod.tensorflow.keras` have
     different ones there.
@@ -321,8 +328,15 @@ class Distribution:
                 optimizer.build(variables)
         if self._window is None:
             self._window = _Window(variables, self.accumulation_steps)
-        self._window.add(gradients, variables)
-        keras.ops.cond(self._window.full, self._step, lambda: None)
+        window = self._window
+        placed = window.placed(gradients, variables)
+        # What is added is added in the branches: so in a graph nothing but its own gradients stands
+        # before the reduction of a bucket, and it runs beside the rest of the backward pass.
+        keras.ops.cond(
+            window.one_missing,
+            lambda: self._step(window.sums(placed)),
+            lambda: window.add(placed),
+        )
 
     def _apply_reduced(self, gradients: list[Any], variables: Sequence[Any]) -> None:
         optimizer = self._optimizer
@@ -332,11 +346,11 @@ class Distribution:
         finally:
             self._applying = False
 
-    def _step(self, scale: float = 1.0) -> None:
-        """Apply what has been accumulated, times `scale`."""
+    def _step(self, sums: list[Any], scale: float = 1.0) -> None:
+        """Apply the sums of a window, times `scale`; the next window begins."""
         window = self._window
         assert window is not None
-        reduced = self._reduce(window.gradients(), window.variables)
+        reduced = self._reduce(sums, window.variables)
         if scale != 1.0:
             reduced = [backend.scaled(g, scale) for g in reduced]
         self._apply_reduced(reduced, window.variables)
@@ -347,9 +361,10 @@ class Distribution:
         """Apply what has been accumulated; see the function `flush`."""
         passes = int(self._window.passes) if self._window else 0
         check_passes(self.collectives, passes)
-        if not passes:
+        if self._window is None or not passes:
             return False
-        self._step(self.accumulation_steps / passes if self._averaged else 1.0)
+        scale = self.accumulation_steps / passes if self._averaged else 1.0
+        self._step(self._window.sums(), scale)
         return True
 
     def discard(self) -> None:
@@ -410,7 +425,13 @@ class Distribution:
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         shared = self._shared(variables)
         places = [k for k, v in enumerate(variables) if not self.is_local(v)]
-        reduced = backend.reduce(self._get_reducer(shared), [gradients[k] for k in places], shared)
+        reduced = backend.reduce(
+            self._get_reducer(shared),
+            [gradients[k] for k in places],
+            shared,
+            # `fit` compares for itself, and more.
+            _ADVICE if self.check_parameters and not self.in_fit else None,
+        )
         result = list(gradients)
         if self._local and self._scale_local:
             share = 1.0 / len(self.collectives.ranks)
@@ -452,8 +473,9 @@ class _Window:
                 for v in variables
             ]
 
-    def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """One batch's."""
+    def placed(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """A batch's gradients in the order of the window's variables; None where there is none."""
+        placed: list[Any] = [None] * len(self.variables)
         for gradient, variable in zip(gradients, variables, strict=True):
             k = self._places.get(id(variable))
             if k is None:
@@ -463,20 +485,35 @@ class _Window:
                 )
             if gradient is not None:
                 self._seen[k] = True
-                self._sums[k].assign_add(backend.dense(gradient))
+                placed[k] = gradient
+        return placed
+
+    def add(self, placed: Sequence[Any]) -> None:
+        """One batch's gradients, as `placed` returns them."""
+        for total, gradient in zip(self._sums, placed, strict=True):
+            if gradient is not None:
+                total.assign_add(backend.dense(gradient))
         self.passes.assign_add(1)
 
     @property
-    def full(self) -> Any:
-        """Whether the update is due."""
-        return keras.ops.equal(self.passes, self._size)
+    def one_missing(self) -> Any:
+        """Whether the update is due with the next batch."""
+        return keras.ops.equal(self.passes, self._size - 1)
 
-    def gradients(self) -> list[Any]:
-        """The sums; None where no gradient ever came."""
-        return [
+    def sums(self, placed: Sequence[Any] | None = None) -> list[Any]:
+        """The sums, with `placed` added to them; None where no gradient ever came.
+
+        Args:
+            placed: a batch's gradients, as the method of this name returns them.
+        """
+        sums: list[Any] = [
             keras.ops.convert_to_tensor(total) if seen else None
             for total, seen in zip(self._sums, self._seen, strict=True)
         ]
+        for k, gradient in enumerate(placed or ()):
+            if gradient is not None:
+                sums[k] = sums[k] + backend.dense(gradient)
+        return sums
 
     def clear(self) -> None:
         """The next window begins."""

@@ -31,6 +31,7 @@ from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.tensorflow.backend import GraphMemory, GraphNumbers, Wire, number, peak
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.graphs import new_variable, trace_again_after_init
+from hvdkit.tensorflow.initial_values import InitialValues
 
 
 class GradientReducer:
@@ -94,18 +95,23 @@ class GradientReducer:
         return {digest: s for (of, digest), s in self._states.items() if of == generation}
 
     @tf.autograph.experimental.do_not_convert
-    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def __call__(
+        self, gradients: Sequence[Any], variables: Sequence[Any], advice: str | None = None
+    ) -> list[Any]:
         """The reduced gradients. A collective: every rank calls it with the same variables.
 
         Args:
             gradients: tensors, `tf.IndexedSlices`, or None where there is none.
             variables: what they are the gradients of: `tf.Variable`, `keras.Variable` or tensors.
+            advice: if given, the variables' values are compared early on, see `InitialValues`;
+                what to do about a difference, for the error.
 
         Returns:
             As many, in the same order; None where no rank has a gradient.
 
         Raises:
-            RanksDisagree: on every rank, when they are to reduce different things.
+            RanksDisagree: on every rank, when they are to reduce different things, or see
+                `InitialValues`.
             UsageError: inside a function that XLA is to compile.
         """
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
@@ -118,8 +124,10 @@ class GradientReducer:
             return [_times(gradient, 1.0 / self._passes) for gradient in gradients]
         places = [k for k, g in enumerate(gradients) if g is not None or _may_have(variables[k])]
         prepared = [self._prepared(gradients[k], variables[k]) for k in places]
-        specs = _specs(prepared, [variables[k] for k in places])
-        reduced = self._plan_of(specs, prepared).reduce(prepared)
+        sources = [variables[k] for k in places]
+        plan = self._plan_of(_specs(prepared, sources), prepared)
+        with tf.control_dependencies(plan.compare(sources, advice) if advice else []):
+            reduced = plan.reduce(prepared)
         result: list[Any] = [None] * len(gradients)
         for k, gradient in zip(places, reduced, strict=True):
             result[k] = gradient
@@ -158,7 +166,9 @@ class GradientReducer:
         total = 1.0 / self._passes / (ranks if self._reduction.average else 1)
         division = Division(total, self._reduction.predivide, ranks)
         states = self._states_of(agreed)
-        self._plans[key] = _Plan(agreed, division, states, self._collectives.process_set, eager)
+        values = InitialValues(self._collectives, [spec.name for spec in specs])
+        process_set = self._collectives.process_set
+        self._plans[key] = _Plan(agreed, division, states, process_set, values, eager)
         return self._plans[key]
 
     def _states_of(self, agreed: AgreedBuckets) -> "_States":
@@ -241,6 +251,7 @@ class _Plan:
         division: of the sums.
         states: of the buckets' wire formats.
         process_set: the ranks to reduce over.
+        values: compares those of the variables.
         eager: run eagerly, where each step tells which gradients any rank has.
     """
 
@@ -250,10 +261,12 @@ class _Plan:
         division: Division,
         states: _States,
         process_set: mpi_ops.ProcessSet,
+        values: InitialValues,
         eager: bool,
     ) -> None:
         self._agreed = agreed
         self._division = division
+        self._values = values
         self._process_set = process_set
         self._eager = eager
         buckets = agreed.plan.buckets
@@ -263,6 +276,18 @@ class _Plan:
         self._zero = new_variable(0)
         # The rows of a sparse gradient are others in every step.
         self._traced = tf.function(self._reduce_counted, autograph=False, reduce_retracing=True)
+
+    def compare(self, variables: Sequence[Any], advice: str) -> list[Any]:
+        """Compare the values of what is about to be reduced, if it is time to.
+
+        Returns:
+            The operations that a reduction in a graph has to wait for.
+
+        Raises:
+            RanksDisagree: see `InitialValues`.
+        """
+        operation = self._values.compare(variables, advice)
+        return [] if operation is None else [operation]
 
     def reduce(self, gradients: Sequence[Any]) -> list[Any]:
         """Return the reduced gradients; None where no rank has one.

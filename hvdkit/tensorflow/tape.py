@@ -17,6 +17,13 @@ from hvdkit.tensorflow.compression import Compression, wire_format
 from hvdkit.tensorflow.graphs import place
 from hvdkit.tensorflow.reducer import GradientReducer
 
+#: Where ranks have different values of variables.
+_ADVICE = (
+    "Call hvd.broadcast_variables(model.variables, root_rank=0) before the first step or after it. "
+    "If ranks are to have different values, pass check_parameters=False to "
+    "hvd.DistributedGradientTape."
+)
+
 #: The gradients of variables, reduced.
 Reduce = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
@@ -35,6 +42,7 @@ def DistributedGradientTape(
     scale_local_gradients: bool = True,
     *,
     bucket_bytes: int = bucketing.BUCKET_BYTES,
+    check_parameters: bool = True,
 ) -> Any:
     """A tape whose `gradient()` gives the gradients of all ranks.
 
@@ -61,6 +69,9 @@ def DistributedGradientTape(
         scale_local_gradients: divide the gradients of sources that are registered as local by the
             number of ranks, which keeps their ratio to averaged ones.
         bucket_bytes: the largest bucket of several gradients.
+        check_parameters: compare the variables' values between ranks before the second reduction,
+            and where they differ a few times more, before the 17th at last; raise if they still
+            differ.
 
     Raises:
         UsageError: the arguments do not fit together; nothing has been communicated.
@@ -87,8 +98,10 @@ def DistributedGradientTape(
             make_groups(sources),
             sparse_as_dense,
             process_set,
+            check_parameters,
         )
-        return _reducer(*key, place(key))(gradients, sources)
+        reducer = _reducer(*key, place(key))
+        return reducer(gradients, sources, _ADVICE if check_parameters else None)
 
     cls = type(gradtape)
     wrapped_class: type[_DistributedTape] = type(
@@ -121,6 +134,7 @@ def PartialDistributedGradientTape(
     scale_local_gradients: bool = True,
     *,
     bucket_bytes: int = bucketing.BUCKET_BYTES,
+    check_parameters: bool = True,
 ) -> Any:
     """A `DistributedGradientTape` that leaves the gradients of some layers to each rank.
 
@@ -152,6 +166,7 @@ def PartialDistributedGradientTape(
         process_set,
         scale_local_gradients,
         bucket_bytes=bucket_bytes,
+        check_parameters=check_parameters,
     )
     for layer in local_layers:
         for variable in layer.trainable_weights:
@@ -274,6 +289,7 @@ def _reducer(
     groups: tuple[tuple[int, ...], ...],
     sparse_as_dense: bool,
     process_set: mpi_ops.ProcessSet,
+    check_parameters: bool,
     where: str,
 ) -> GradientReducer:
     """One for each place in a graph, because two may be at work at the same time."""
@@ -286,7 +302,8 @@ def _reducer(
         groups=groups,
         sparse_as_dense=sparse_as_dense,
     )
-    reducer = GradientReducer(reduction, process_set, ["DistributedGradientTape"])
+    context = ["DistributedGradientTape", f"check_parameters: {check_parameters}"]
+    reducer = GradientReducer(reduction, process_set, context)
     key = "; ".join([*reduction.describe(), f"ranks: {process_set.ranks}", f"place: {where}"])
     # Two ways to say the same wire format make two reducers; only the first one's is kept then.
     if _reducers.setdefault(key, reducer) is reducer and key in _saved_states:

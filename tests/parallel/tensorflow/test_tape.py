@@ -511,6 +511,51 @@ def test_ranks_that_disagree_all_hear_of_it(hvd, where, difference, message):
     )
 
 
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("reduces", ["tape", "optimizer"])
+@pytest.mark.parametrize(
+    "broadcast", ["never", "after the first step", "after the sixth", "not meant"]
+)
+def test_initial_values_that_differ(hvd, where, reduces, broadcast):
+    """A loop may reduce several times before its first update, and broadcast after that."""
+    import keras
+    import tensorflow as tf
+
+    import hvdkit.keras as hk
+
+    meant = broadcast != "not meant"
+    variables = [keras.Variable(numbers(hvd.rank(), 3)), keras.Variable(numbers(hvd.rank(), 2, 2))]
+    optimizer = keras.optimizers.SGD(0.1)
+    if reduces == "optimizer":
+        optimizer = hk.DistributedOptimizer(optimizer, check_parameters=meant)
+    optimizer.build(variables)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = sum(tf.reduce_sum(tf.tanh(v.value)) for v in variables)
+        if reduces == "tape":
+            tape = hvd.DistributedGradientTape(tape, check_parameters=meant)
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+    step = tf.function(step) if where == "graph" else step
+    last = {"after the first step": 1, "after the sixth": 6}.get(broadcast)
+    if broadcast != "never":
+        for done in range(20):
+            if done == last:
+                hvd.broadcast_variables(variables, root_rank=0)
+            step()
+        if meant:
+            assert_same_on_all_ranks(hvd, [v.numpy() for v in variables])
+        return
+    for _ in range(16):
+        step()
+    with pytest.raises((RanksDisagree, tf.errors.OpError), match="different values of") as caught:
+        step()
+    text = str(caught.value)
+    assert "rank 0: " in text
+    assert "check_parameters=False to hvd.Distributed" in text
+
+
 def test_adasum(hvd):
     from hvdkit.errors import UsageError
 
