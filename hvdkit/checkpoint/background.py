@@ -6,8 +6,10 @@ import threading
 import time
 
 from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.manifest import Manifest, new_run
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.writing import Snapshot, Writer
+from hvdkit.errors import UsageError
 
 _log = logging.getLogger("hvdkit.checkpoint")
 
@@ -23,10 +25,18 @@ class BackgroundWriter:
 
     Args:
         store: where to.
+        overwrite: begin a new run where there are steps, unless one of them was restored.
+        run: go on with this one, which this process has begun.
+
+    Attributes:
+        run: the one that is written; None before anything is.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, overwrite: bool, run: str | None = None) -> None:
+        self.run = run
         self._store = store
+        self._overwrite = overwrite
+        self._base: Manifest | None = None
         self._writer: Writer | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -36,14 +46,35 @@ class BackgroundWriter:
         """Whether a write has failed, and `finish` has not told yet."""
         return self._failure is not None
 
+    def restored(self, base: Manifest) -> None:
+        """Go on after this step: what is written next belongs to its run."""
+        self._base = base
+
     def open(self) -> None:
-        """Take the folder, unless that has been done.
+        """Take the folder, unless that has been done, and go on after what was restored.
 
         Raises:
-            CheckpointError: as `Store.open_for_writing`.
+            UsageError: there are steps, and none was restored.
+            CheckpointError: as `Store.open_for_writing` and `Writer.go_on_after`.
         """
         if self._writer is None:
-            self._writer = self._store.open_for_writing()
+            if self.run is None and self._base is None and not self._overwrite:
+                self._expect_no_steps()
+            self._writer = self._store.open_for_writing(self.run or new_run())
+        if self._base is not None:
+            self._writer.go_on_after(self._base)
+            self._base = None
+        self.run = self._writer.run
+
+    def _expect_no_steps(self) -> None:
+        entries = self._store.entries()
+        if entries:
+            raise UsageError(
+                f"{self._store.folder} has checkpoints of an earlier run, the newest of step "
+                f"{entries[-1].step}, and none of them was restored. Call restore() first to go on "
+                f"there; or give another folder; or pass overwrite=True, which begins a new run in "
+                f"this one and deletes nothing of the earlier"
+            )
 
     def try_to_open(self) -> None:
         """`open`, and let `finish` tell what goes wrong."""
@@ -77,6 +108,9 @@ class BackgroundWriter:
             path = writer.write(snapshot)
         except Exception as error:
             self._failure = error
+        except BaseException as error:
+            # Of a thread, it would end nothing but the thread.
+            self._failure = CheckpointError(f"step {snapshot.step} was not saved: {error!r}")
         else:
             _log.info("%s written in %.1f s", path, time.perf_counter() - began)
 

@@ -44,7 +44,10 @@ def add_actions(add: AddAction, export: Export) -> None:
     )
     _add_step(verify, "all")
     prune = action(
-        "prune", "delete old steps; at least one good one stays", "prune runs/digits -n 2", _prune
+        "prune",
+        "delete old steps of the newest run; at least one good one stays",
+        "prune runs/digits -n 2",
+        _prune,
     )
     prune.add_argument(
         *("-n", "--keep-last"),
@@ -62,6 +65,9 @@ def add_actions(add: AddAction, export: Export) -> None:
     )
     prune.add_argument(
         "--damaged", action="store_true", help="delete those that were set aside, too"
+    )
+    prune.add_argument(
+        "--older-runs", action="store_true", help="delete all steps of older runs, too"
     )
     prune.add_argument("--dry-run", action="store_true", help="only print what would go")
     exporting = action(
@@ -104,6 +110,7 @@ def _prune(options: argparse.Namespace) -> int:
         retention,
         _console(),
         damaged=options.damaged,
+        older_runs=options.older_runs,
         dry_run=options.dry_run,
     )
     return 0

@@ -6,9 +6,11 @@ folder contains cannot lead out of it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,9 +28,17 @@ _DAMAGE = {
     errno.ENOENT: "it is missing",
     errno.ENOTDIR: "it is no folder",
     errno.ELOOP: "it is a symbolic link, which is not followed",
-    errno.EIO: "it cannot be read: Input/output error",
     errno.ENXIO: "it is no plain file",
 }
+
+
+# Where a file cannot have a second name.
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EACCES}
+_COPIED_BYTES = 1 << 20
+
+# A disk or a file server that says EIO once may well give the content a moment later.
+_READ_TRIES = 4
+_READ_AGAIN_SECONDS = 0.2
 
 
 def _step(name: str, file: str) -> None:
@@ -69,6 +79,31 @@ def create(name: str, parent: int) -> int:
     return os.open(name, flags, 0o666, dir_fd=parent)
 
 
+def link(name: str, old: int, new: int) -> None:
+    """Give the file `name` in the folder `old` the same name in `new`, too; copy it if need be."""
+    _step("link", name)
+    try:
+        os.link(name, name, src_dir_fd=old, dst_dir_fd=new, follow_symlinks=False)
+        return
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+    source, size = open_plain(name, old)
+    try:
+        target = create(name, new)
+        try:
+            buffer = np.empty(min(size, _COPIED_BYTES), np.uint8)
+            for offset in range(0, size, _COPIED_BYTES):
+                piece = buffer[: min(_COPIED_BYTES, size - offset)]
+                read_into(source, piece, offset, name)
+                write(target, piece.data, name)
+            sync(target, name)
+        finally:
+            os.close(target)
+    finally:
+        os.close(source)
+
+
 def write(descriptor: int, data: memoryview, name: str) -> None:
     """Append all of `data`."""
     while data:
@@ -80,6 +115,15 @@ def sync(descriptor: int, name: str) -> None:
     """Wait until a file's content and size are on the disk."""
     _step("fsync", name)
     os.fsync(descriptor)
+
+
+def forget(descriptor: int, size: int) -> None:
+    """Drop a file's content from memory, so that reading it asks the disk.
+
+    Only of what `sync` has put there. A file system in memory, such as tmpfs, keeps it.
+    """
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(descriptor, 0, size, os.POSIX_FADV_DONTNEED)
 
 
 def sync_folder(descriptor: int, name: str) -> None:
@@ -138,7 +182,7 @@ def open_plain(name: str, parent: int) -> tuple[int, int]:
     with reading(name):
         # O_NONBLOCK: opening a pipe must not wait for somebody to write to it.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(name, flags, dir_fd=parent)
+        descriptor = _tried(lambda: os.open(name, flags, dir_fd=parent))
         status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
@@ -150,17 +194,33 @@ def read_into(descriptor: int, out: np.ndarray, offset: int, name: str) -> None:
     """Fill `out` (uint8) from `offset` on.
 
     Raises:
-        Damaged: the file ends before, or the disk cannot read it.
+        Damaged: the file ends before.
         CheckpointError: it cannot be read, for a reason that says nothing about it.
     """
     left = out.data
+
+    def read() -> int:
+        _step("read", name)
+        return os.preadv(descriptor, [left], offset)
+
     while left:
         with reading(name):
-            _step("read", name)
-            count = os.preadv(descriptor, [left], offset)
+            count = _tried(read)
         if count == 0:
             raise Damaged(name, f"it ends at byte {offset}, {len(left)} bytes too early")
         left, offset = left[count:], offset + count
+
+
+def _tried(call: Callable[[], int]) -> int:
+    """Call until it raises no EIO, a few times at most."""
+    for _ in range(_READ_TRIES - 1):
+        try:
+            return call()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+        time.sleep(_READ_AGAIN_SECONDS)
+    return call()
 
 
 @contextmanager
@@ -173,5 +233,6 @@ def reading(name: str) -> Iterator[None]:
         if number in _DAMAGE:
             raise Damaged(name, _DAMAGE[number]) from error
         raise CheckpointError(
-            f"{name} cannot be read: {error.strerror}. Nothing was changed; try again when it can."
+            f"{name} cannot be read: {error.strerror}. Nothing was changed; try again when it "
+            f"can, or choose another step."
         ) from error

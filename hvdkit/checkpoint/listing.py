@@ -59,6 +59,12 @@ def whole(entries: Iterable[Entry]) -> list[tuple[str, Manifest]]:
     return [(e.name, e.manifest) for e in entries if e.manifest is not None and e.error is None]
 
 
+def newest_run(entries: Iterable[Entry]) -> str | None:
+    """The run whose step was committed last; None where no manifest can be read."""
+    manifests = [entry.manifest for entry in entries if entry.manifest is not None]
+    return max(manifests, key=lambda made: made.commit).run if manifests else None
+
+
 def set_aside(folder: int) -> list[str]:
     """Names of the folders of steps that were set aside.
 

@@ -20,6 +20,8 @@ import hvdkit
 from hvdkit.checkpoint import tree
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.exchange import StepWord, compare, exchange
+from hvdkit.checkpoint.listing import MAX_STEP
+from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.reading import OpenCheckpoint, Outline
 from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
 from hvdkit.checkpoint.snapshot import SnapshotMemory
@@ -77,6 +79,9 @@ class Manager:
         every_steps: `maybe_save` saves when so many steps have been done since the last save.
         every_minutes: ... or so many minutes, by the first rank's clock.
         asynchronous: write while training goes on. Otherwise `save` returns when all is written.
+        overwrite: where the folder has steps and none was restored, begin a new run beside them.
+            Otherwise saving is refused there.
+        run: of an earlier manager of this process, whose training this one goes on with.
         stop_signals: signals that make `maybe_save` save and stop the job; see `StopSignals`.
         window_open: whether this rank is in the middle of an accumulation window, where nothing
             can be saved.
@@ -98,6 +103,8 @@ class Manager:
         every_steps: int | None = None,
         every_minutes: float | None = None,
         asynchronous: bool = True,
+        overwrite: bool = False,
+        run: str | None = None,
         stop_signals: Sequence[int] = STOP_SIGNALS,
         window_open: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -105,6 +112,8 @@ class Manager:
             raise UsageError(f"every_steps is {every_steps!r}: expected a whole number >= 1")
         if every_minutes is not None and not every_minutes > 0:
             raise UsageError(f"every_minutes is {every_minutes!r}: expected more than 0")
+        for name in parts:
+            check_part_name(name)
         self._store = store
         self._collectives = collectives
         self._parts = dict(parts)
@@ -127,7 +136,12 @@ class Manager:
         self._last_time = time.monotonic()
         # These two are the first rank's; on others they stay empty.
         self._memory = SnapshotMemory()
-        self._writer = BackgroundWriter(store)
+        self._writer = BackgroundWriter(store, overwrite, run)
+
+    @property
+    def run(self) -> str | None:
+        """The run that is saved; on the first rank, and None before anything is."""
+        return self._writer.run
 
     @property
     def _first(self) -> bool:
@@ -153,16 +167,15 @@ class Manager:
 
         Raises:
             UsageError: on all ranks: one of them is in an accumulation window, or holds something
-                that cannot be saved, or they do not mean the same step.
+                that cannot be saved, or they do not mean the same step; or the folder has steps of
+                an earlier run, and none was restored.
             CheckpointError: on all ranks: this write or the one before it failed.
         """
         self._check_open()
         message: dict[str, Any] = {}
         problem: Exception | None = None
         try:
-            if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
-                raise UsageError(f"step is {step!r}: expected a whole number >= 0")
-            values = {name: float(value) for name, value in (metrics or {}).items()}
+            values = _checked(step, epoch, metrics or {})
             if self._window_open():
                 raise UsageError(
                     f"save({step}) in the middle of an accumulation window: save after its last "
@@ -197,7 +210,7 @@ class Manager:
             self._writer.begin(
                 Snapshot(
                     step=int(step),
-                    epoch=epoch,
+                    epoch=None if epoch is None else int(epoch),
                     world_size=len(self._collectives.ranks),
                     metrics=values,
                     versions=self._versions,
@@ -292,10 +305,11 @@ class Manager:
         self._signals.asked = reason
 
     def restore(self, step: int | None = None) -> Restored | None:
-        """Take over the newest good checkpoint. A collective.
+        """Take over the newest good checkpoint of the newest run. A collective.
 
         Args:
-            step: this one and no other.
+            step: this one and no other. If there are newer ones, the next `maybe_save` or `save`
+                begins a new run with it, and the newer ones stay.
 
         Returns:
             Where the job is now; None if there is no checkpoint, and nothing has changed.
@@ -437,6 +451,8 @@ class Manager:
                 "divided anew, and random numbers start anew",
                 *(manifest.step, manifest.world_size, len(ranks)),
             )
+        if self._first:
+            self._writer.restored(manifest)
         self._last_step, self._last_time = manifest.step, time.monotonic()
         return Restored(manifest.step, manifest.epoch, manifest.metrics, manifest.world_size)
 
@@ -459,6 +475,33 @@ class Manager:
             for name in self._parts
             if name in outline.trees and (same_size or name not in self._of_this_size)
         ]
+
+
+def _checked(step: Any, epoch: Any, metrics: Any) -> dict[str, float]:
+    """Return the metrics as numbers.
+
+    Raises:
+        UsageError: one of the three is not what `save` takes.
+    """
+    for name, value in (("step", step), ("epoch", epoch)):
+        if name == "epoch" and value is None:
+            continue
+        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if not whole or not 0 <= value < MAX_STEP:
+            raise UsageError(
+                f"{name} is {value!r}: expected a whole number from 0 to {MAX_STEP - 1}"
+            )
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics is {metrics!r:.40}: expected a dict of numbers by name")
+    values = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise UsageError(f"metrics has the name {name!r}: expected a text")
+        try:
+            values[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"the metric {name!r} is {value!r:.40}: expected a number") from error
+    return values
 
 
 def _fingerprint(content: Tree, name: str) -> str:

@@ -49,6 +49,19 @@ class Variables:
         """They have been written to."""
 
 
+# Everyone's are told to everyone, and go into one file of JSON.
+_LARGEST_STATISTICS = 4_000_000
+_LARGEST_STATISTICS_OF_ALL = 64_000_000
+
+
+def largest_statistics(ranks: int) -> int:
+    """Bytes of statistics that each of so many ranks may save as its own.
+
+    Where a rank has more, as all have alike, all ranks get the first one's.
+    """
+    return min(_LARGEST_STATISTICS, _LARGEST_STATISTICS_OF_ALL // ranks)
+
+
 def plain(name: str) -> str:
     """A variable's name without the numbers that Keras gives to layers of a kind.
 

@@ -38,12 +38,16 @@ def list_steps(store: Store, console: Console) -> None:
         _print(console, f"no steps in {store.folder}")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
+    runs = list(dict.fromkeys(entry.manifest.run for entry in entries if entry.manifest))
     for column in ("step", "epoch", "size", "age"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("metrics")
     table.add_column("state")
+    if len(runs) > 1:
+        table.add_column("run")
     for entry in entries:
-        table.add_row(*(escape(cell) for cell in _row(entry)))
+        run = entry.manifest.run if entry.manifest else ""
+        table.add_row(*(escape(cell) for cell in (*_row(entry), run)[: len(table.columns)]))
     console.print(table, highlight=False)
     for entry in entries:
         if entry.error is not None:
@@ -75,6 +79,7 @@ def show_step(opened: OpenCheckpoint, console: Console) -> None:
         ("step", str(manifest.step)),
         ("epoch", _epoch(manifest)),
         ("saved", f"{saved} ({_age(manifest)} ago), as commit {manifest.commit}"),
+        ("run", manifest.run or "-"),
         ("by", f"{_count(manifest.world_size, 'rank')}; {_pairs(manifest.versions)}"),
         ("metrics", _metrics(manifest)),
         ("size", size_text(manifest.size)),
@@ -121,15 +126,22 @@ def verify(store: Store, step: int | None, console: Console) -> bool:
 
 
 def prune(
-    store: Store, retention: Retention, console: Console, *, damaged: bool, dry_run: bool
+    store: Store,
+    retention: Retention,
+    console: Console,
+    *,
+    damaged: bool = False,
+    older_runs: bool = False,
+    dry_run: bool = False,
 ) -> None:
-    """Delete the steps that `retention` lets go, and say which.
+    """Delete the steps of the newest run that `retention` lets go, and say which.
 
     Args:
         store: where.
         retention: what stays. Those that stay are verified first, and a damaged one is not counted.
         console: where to say it.
         damaged: also delete the steps that were set aside.
+        older_runs: also delete all steps of older runs.
         dry_run: only say what would be deleted.
 
     Raises:
@@ -140,7 +152,7 @@ def prune(
     _expect_folder(store)
     total = sum(info.manifest.size for info in store.steps())
     with _progress(console, "verifying what stays", total) as progress:
-        going = store.prunable(retention, progress)
+        going = store.prunable(retention, older_runs, progress)
     sizes = {info.path.name: info.manifest.size for info in going}
     if damaged:
         sizes |= dict.fromkeys(store.set_aside(), 0)
@@ -149,10 +161,26 @@ def prune(
     if sizes and not dry_run:
         with store.open_for_writing() as writer:
             writer.prune(sizes)
+    hints = [
+        hint
+        for hint, useful in (
+            ("--damaged deletes what was set aside", not damaged and bool(store.set_aside())),
+            (
+                "--older-runs deletes those of older runs",
+                not older_runs and bool(store.of_older_runs()),
+            ),
+        )
+        if useful
+    ]
     _print(
         console,
-        f"{len(sizes)} {'would go' if dry_run else 'deleted'}, {size_text(sum(sizes.values()))}"
-        + ("" if damaged or not store.set_aside() else "; --damaged deletes what was set aside"),
+        "; ".join(
+            [
+                f"{len(sizes)} {'would go' if dry_run else 'deleted'}, "
+                f"{size_text(sum(sizes.values()))}",
+                *hints,
+            ]
+        ),
     )
 
 

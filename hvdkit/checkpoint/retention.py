@@ -3,12 +3,40 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.errors import UsageError
+
+Mode = Literal["min", "max"]
+
+#: Parts of the usual names of metrics, between `_`, `-`, `/` and the like.
+_SMALLEST_IS_BEST = {
+    "loss",
+    "error",
+    "err",
+    "mse",
+    "mae",
+    "rmse",
+    "perplexity",
+    "ppl",
+    "wer",
+    "cer",
+}
+_LARGEST_IS_BEST = {"accuracy", "acc", "auc", "f1", "precision", "recall", "iou", "dice", "bleu"}
+_LARGEST_IS_BEST |= {"map", "ndcg", "psnr", "reward", "return", "r2"}
+
+
+def _mode_of(metric: str) -> Mode | None:
+    """Return which value of a metric is best, as far as its name tells."""
+    parts = set(re.split(r"[^a-z0-9]+", metric.lower()))
+    smallest, largest = parts & _SMALLEST_IS_BEST, parts & _LARGEST_IS_BEST
+    if bool(smallest) == bool(largest):
+        return None
+    return "min" if smallest else "max"
 
 
 @dataclass(frozen=True)
@@ -17,15 +45,23 @@ class KeepBest:
 
     Attributes:
         metric: its name, as given to `save`.
-        mode: whether the smallest or the largest value is best.
+        mode: whether the smallest or the largest value is best. Must be given, unless the name says
+            it, as `val_loss` and `accuracy` do.
         count: how many to keep.
     """
 
     metric: str
-    mode: Literal["min", "max"] = "min"
+    mode: Mode | None = None
     count: int = 1
 
     def __post_init__(self) -> None:
+        if self.mode is None:
+            object.__setattr__(self, "mode", _mode_of(self.metric))
+        if self.mode is None:
+            raise UsageError(
+                f"whether the smallest or the largest {self.metric} is best, its name does not "
+                f"tell; expected KeepBest({self.metric!r}, 'min') or 'max'."
+            )
         if self.mode not in ("min", "max"):
             raise UsageError(f"{self.metric}'s mode is {self.mode!r}; expected 'min' or 'max'.")
         if self.count < 1:

@@ -70,38 +70,48 @@ class Store:
             keep_best: which stay besides.
 
         Raises:
-            UsageError: `keep_last` is below 1.
+            UsageError: `keep_last` is below 1, or `folder` is a URL.
         """
+        if "://" in os.fspath(folder):
+            raise UsageError(
+                f"the folder for checkpoints is {os.fspath(folder)!r}, which is a URL; expected a "
+                f"path. Object stores have to be mounted as a folder."
+            )
         self.folder = Path(folder).absolute()
         best = (keep_best,) if isinstance(keep_best, KeepBest) else tuple(keep_best)
         self._retention = Retention(keep_last, best)
 
-    def open_for_writing(self) -> Writer:
+    def open_for_writing(self, run: str | None = None) -> Writer:
         """Make the folder if need be, take its lock and sweep what dead writers left.
 
         Waits up to a minute where it takes that long to see whether a writer on another host is
         alive.
 
+        Args:
+            run: that the steps belong to which are written; by default the newest that is there.
+
         Raises:
             WriterConflict: another process, which is alive, writes here.
             CheckpointError: the folder cannot be made or written to.
         """
-        return Writer(self.folder, self._retention)
+        return Writer(self.folder, self._retention, run)
 
     def steps(self) -> list[StepInfo]:
         """The whole steps, oldest first: in the order in which they were committed.
 
-        Their files have the sizes that the manifests say; the content is not read. If a step was
-        saved again after a resume from an older one, only the later is listed.
+        Their files have the sizes that the manifests say; the content is not read. If a run has
+        saved a step again, only the later is listed.
 
         Raises:
             CheckpointError: the folder cannot be read. One that is not there has no steps.
         """
-        by_step: dict[int, StepInfo] = {}
+        found: dict[tuple[str, int], StepInfo] = {}
         for name, manifest in listing.whole(self.entries()):
-            by_step.pop(manifest.step, None)
-            by_step[manifest.step] = StepInfo(manifest.step, self.folder / name, manifest)
-        return list(by_step.values())
+            found.pop((manifest.run, manifest.step), None)
+            found[manifest.run, manifest.step] = StepInfo(
+                manifest.step, self.folder / name, manifest
+            )
+        return list(found.values())
 
     def entries(self) -> list[Entry]:
         """All that is listed as a step, also what is not whole, in the same order.
@@ -154,13 +164,13 @@ class Store:
     def newest_good(
         self, step: int | None = None, *, set_aside: bool = True
     ) -> OpenCheckpoint | None:
-        """Open the newest step that is good, having read all of it.
+        """Open the newest step of the newest run that is good, having read all of it.
 
         Damaged ones that are newer are set aside (renamed, with a message in the log that says
         which file and why) as soon as an older good one is found.
 
         Args:
-            step: open this one and no other.
+            step: open this one and no other; of several runs', the newest one's.
             set_aside: False: only say which ones are damaged, and leave them where they are.
 
         Returns:
@@ -196,12 +206,20 @@ class Store:
         )
 
     def prunable(
-        self, retention: Retention, progress: Callable[[int], None] | None = None
+        self,
+        retention: Retention,
+        older_runs: bool = False,
+        progress: Callable[[int], None] | None = None,
     ) -> list[StepInfo]:
-        """The whole steps that `retention` lets go, oldest first.
+        """The whole steps of the newest run that `retention` lets go, oldest first.
 
         Those that stay are read and verified; a damaged one does not count as staying, nor as
         one that may go. So at least one good step stays.
+
+        Args:
+            retention: which of them stay.
+            older_runs: all steps of older runs go, too, if the newest has a good one.
+            progress: called with the number of bytes read since the call before.
 
         Raises:
             CheckpointError: the folder or a step cannot be read.
@@ -209,7 +227,10 @@ class Store:
         with self._open() as folder:
             if folder is None:
                 return []
-            listed, good = listing.whole(listing.scan(folder)), set[str]()
+            entries = listing.scan(folder)
+            run = listing.newest_run(entries)
+            listed = [(name, made) for name, made in listing.whole(entries) if made.run == run]
+            good = set[str]()
             while True:
                 stay = [listed[place] for place in retention.kept([made for _, made in listed])]
                 unread = [(name, made) for name, made in stay if name not in good]
@@ -223,11 +244,22 @@ class Store:
                 else:
                     listed = [entry for entry in listed if entry[0] != name]
                     self._say_damaged(made.step, problems, "it stays, and does not count")
+            whole = listing.whole(entries)
+            older = [entry for entry in whole if entry[1].run != run and older_runs and good]
             return [
                 StepInfo(made.step, self.folder / name, made)
-                for name, made in listed
+                for name, made in [*older, *listed]
                 if name not in good
             ]
+
+    def of_older_runs(self) -> list[StepInfo]:
+        """The whole steps of all runs but the newest, oldest first.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        infos = self.steps()
+        return [info for info in infos if info.manifest.run != infos[-1].manifest.run]
 
     @contextmanager
     def _open(self) -> Iterator[int | None]:
@@ -252,7 +284,8 @@ class Store:
         """
         entries = [] if folder is None else listing.scan(folder)[::-1]
         if step is None:
-            return entries
+            run = listing.newest_run(entries)
+            return [e for e in entries if e.manifest is None or e.manifest.run == run]
         found = [entry for entry in entries if entry.step == step]
         if not found:
             there = ", ".join(str(entry.step) for entry in entries) or "none"

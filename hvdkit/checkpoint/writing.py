@@ -6,9 +6,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -88,9 +88,18 @@ class Writer:
     """The one writer of a folder: holds its lock. Made by `Store.open_for_writing`.
 
     Not for several threads at once; which thread calls does not matter. A context manager.
+
+    Attributes:
+        run: which run the steps belong to that are written. The retention deletes no others.
     """
 
-    def __init__(self, path: Path, retention: Retention) -> None:
+    def __init__(self, path: Path, retention: Retention, run: str | None = None) -> None:
+        """
+        Args:
+            path: the folder.
+            retention: which steps of the run stay.
+            run: a new run, or one that is there; by default the newest.
+        """
         self._path = path
         self._retention = retention
         self._attempts = 0
@@ -102,8 +111,10 @@ class Writer:
             self._lock = FolderLock(path, self._folder)
             resources.callback(self._lock.close)
             self._sweep()
-            made = (entry.manifest for entry in listing.scan(self._folder))
-            self._commits = max((found.commit for found in made if found), default=0)
+            entries = listing.scan(self._folder)
+            self._commits = max((e.manifest.commit for e in entries if e.manifest), default=0)
+            newest = listing.newest_run(entries) if run is None else run
+            self.run = manifest.new_run() if newest is None else newest
             self._resources = resources.pop_all()
 
     def write(self, snapshot: Snapshot) -> Path:
@@ -124,24 +135,70 @@ class Writer:
                 safetensors has no name for.
         """
         self._check()
+        final = self._commit(snapshot.step, lambda name: self._write_folder(name, snapshot))
+        self._retain()
+        return self._path / self._settled(final, snapshot.step)
+
+    def go_on_after(self, base: Manifest) -> None:
+        """Go on in the run of a step that was restored.
+
+        Where newer steps are there, a new run begins, with this step as its first: from now on it
+        is the newest. The newer ones stay.
+
+        Args:
+            base: of the step.
+
+        Raises:
+            CheckpointError: it is not there any more, or cannot be written once more.
+            WriterConflict: another process has taken the folder over.
+        """
+        self._check()
+        if base.commit >= self._commits:
+            self.run = base.run
+            return
+        with failing("read", self._path):
+            entries = listing.scan(self._folder)
+        found = [e.name for e in entries if e.manifest and e.manifest.commit == base.commit]
+        if not found:
+            raise CheckpointError(
+                f"step {base.step}, which was restored, is not in {self._path} any more."
+            )
+        made = replace(base, run=manifest.new_run(), commit=self._commits + 1)
+        self._commit(base.step, lambda name: self._copy_folder(name, found[0], made))
+        self.run = made.run
+        _log.warning(
+            "a new run begins with step %d, which was restored; the newer steps in %s stay, and "
+            "belong to an older run",
+            *(base.step, self._path),
+        )
+
+    def _commit(self, step: int, fill: Callable[[str], None]) -> str:
+        """Make a step visible, or nothing.
+
+        Args:
+            step: its number.
+            fill: makes a folder of the name that it is given, with all that belongs into it.
+
+        Returns:
+            The name of the step's folder.
+        """
         # What could not be removed before may be by now, and takes space.
         self._sweep(self._lock.lease.token)
         self._attempts += 1
         name = f"{_WRITING}{self._lock.lease.token}-{self._attempts}"
         try:
-            self._write_folder(name, snapshot)
-            self._read_back(name, snapshot.step)
+            fill(name)
+            self._read_back(name, step)
             # Somebody may have taken over while a large step was written.
             self._check()
-            final = self._show(name, snapshot.step)
+            final = self._show(name, step)
         except BaseException:
             self._discard(name)
             raise
         self._commits += 1
         with failing("fsync", self._path):
             disk.sync_folder(self._folder, self._path.name)
-        self._retain()
-        return self._path / final
+        return final
 
     def prune(self, names: Iterable[str]) -> None:
         """Delete steps or set-aside ones by their folders' names; a failing delete warns.
@@ -178,6 +235,7 @@ class Writer:
                 epoch=snapshot.epoch,
                 world_size=snapshot.world_size,
                 commit=self._commits + 1,
+                run=self.run,
                 time=time.time(),
                 metrics={metric: float(value) for metric, value in snapshot.metrics.items()},
                 versions=snapshot.versions,
@@ -185,6 +243,21 @@ class Writer:
             )
             with failing("write", path / manifest.NAME):
                 _write_file(manifest.NAME, [memoryview(made.to_bytes())], folder)
+            disk.sync_folder(folder, name)
+
+    def _copy_folder(self, name: str, old: str, made: Manifest) -> None:
+        """Make the folder `name` with the files of `old`, and a manifest of its own."""
+        path = self._path / name
+        with failing("make", path):
+            disk.make_folder(name, self._folder)
+        with (
+            failing("write", path),
+            disk.folder(old, self._folder) as source,
+            disk.folder(name, self._folder) as folder,
+        ):
+            for file in made.files:
+                disk.link(file, source, folder)
+            _write_file(manifest.NAME, [memoryview(made.to_bytes())], folder)
             disk.sync_folder(folder, name)
 
     def _read_back(self, name: str, step: int) -> None:
@@ -225,10 +298,27 @@ class Writer:
         except (OSError, CheckpointError) as error:
             _log.warning("no old steps of %s were deleted: %s", self._path, error)
             return
+        listed = [(name, made) for name, made in listed if made.run == self.run]
         stay = self._retention.kept([made for _, made in listed])
         for place, (name, _) in enumerate(listed):
             if place not in stay:
                 self._delete(name)
+
+    def _settled(self, name: str, step: int) -> str:
+        """Give a step that has replaced one of the same number that one's name.
+
+        Returns:
+            The name that its folder has now.
+        """
+        try:
+            plain = listing.free_name(step, disk.names(self._folder))
+            if len(plain) >= len(name):
+                return name
+            disk.rename(name, plain, self._folder)
+        except OSError as error:
+            _log.warning("%s keeps its name: %s", self._path / name, error.strerror)
+            return name
+        return plain
 
     def _delete(self, name: str) -> None:
         """Delete a listed folder, which no longer is one after the first step of that."""
@@ -300,6 +390,7 @@ def _write_file(name: str, pieces: Iterable[memoryview], folder: int) -> FileRec
                 disk.write(descriptor, chunk, name)
             size += len(piece)
         disk.sync(descriptor, name)
+        disk.forget(descriptor, size)
     finally:
         os.close(descriptor)
     return FileRecord(size, state.hexdigest())

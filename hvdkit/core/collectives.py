@@ -6,6 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
+from hvdkit.errors import UsageError
+
 #: Internal: when set, a process set of one rank does not skip its collectives. With it one GPU is
 #: enough to run everything that several ranks run (scripts/check_gpu).
 SINGLE_RANK_COLLECTIVES = "HVDKIT_SINGLE_RANK_COLLECTIVES"
@@ -28,6 +30,19 @@ def is_alone(process_set: Membership) -> bool:
     if not process_set.included():
         return True
     return process_set.size() == 1 and not os.environ.get(SINGLE_RANK_COLLECTIVES)
+
+
+def check_member(process_set: Membership) -> None:
+    """Raise if this rank does not belong to the set: for what only its ranks do together.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if not process_set.included():
+        raise UsageError(
+            "this rank does not belong to process_set: expected to be called on the ranks of the "
+            "set alone"
+        )
 
 
 class Collectives(Protocol):

@@ -101,7 +101,8 @@ class Checkpoint(FollowsFit):
                 the data come in the same order again.
             metadata: what `hvdkit.checkpoint.state` calls plain. It is read at every save; what
                 was saved is put into it.
-            resume: go on with the newest good checkpoint in `folder`, if there is one.
+            resume: go on with the newest good checkpoint in `folder`, if there is one. False: begin
+                a new run; what is in `folder` stays.
             asynchronous: write while training goes on.
             stop_signals: signals at which to save and end the job.
             verbose: 1 to have the first rank print where it goes on.
@@ -176,7 +177,8 @@ class Checkpoint(FollowsFit):
         place, metadata = self._place, self.metadata
         self._distribution = distribution = distribution_of(model.optimizer)
         self._metrics.model = model
-        self._rank_parts = rank_parts_of(model)
+        collectives = distribution.collectives if distribution else backend.collectives()
+        self._rank_parts = rank_parts_of(model, len(collectives.ranks))
         parts: dict[str, Part] = parts_of(model) | {
             "progress": Plain(place.progress, place.take_progress),
             "callbacks": CallbackStates(lambda: place.callbacks),
@@ -186,7 +188,7 @@ class Checkpoint(FollowsFit):
             parts["data"] = self._data
         self._manager = Manager(
             self._store,
-            distribution.collectives if distribution else backend.collectives(),
+            collectives,
             parts,
             rank_parts={
                 **self._rank_parts,
@@ -196,6 +198,9 @@ class Checkpoint(FollowsFit):
             alike=("data", "progress"),
             versions={"keras": keras.__version__, backend.NAME: backend.framework_version()},
             window_open=lambda: place.at_end or bool(distribution and distribution.window_open),
+            # A second `fit` goes on with the run of the first.
+            run=None if self._manager is None else self._manager.run,
+            overwrite=not self._resume,
             **self._settings,
         )
         weakref.finalize(self, self._manager.abandon)

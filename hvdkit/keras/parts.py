@@ -13,7 +13,7 @@ from keras.src.saving import saving_lib
 
 from hvdkit.checkpoint import h5
 from hvdkit.checkpoint.dtypes import code_of, numpy_dtype
-from hvdkit.checkpoint.parts import Variables, named, plain
+from hvdkit.checkpoint.parts import Variables, largest_statistics, named, plain
 from hvdkit.checkpoint.state import Part, RankPart, TensorSpec, Tree
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
@@ -38,12 +38,12 @@ def parts_of(model: Any) -> dict[str, Part]:
     return parts
 
 
-def rank_parts_of(model: Any) -> dict[str, RankPart]:
-    """What each rank has for itself, but for its metrics."""
+def rank_parts_of(model: Any, ranks: int) -> dict[str, RankPart]:
+    """What each of so many ranks has for itself, but for its metrics."""
     return {
         "seeds": OwnVariables(lambda: _seeds(model)),
         "global_seed": GlobalSeed(),
-        "variables": OwnVariables(lambda: _local(model)),
+        "variables": OwnVariables(lambda: _local(model, largest_statistics(ranks))),
         # Last, because a seed that has to be made is drawn with Python's random numbers.
         "random": backend.randomness(),
     }
@@ -238,23 +238,19 @@ class GlobalSeed:
             backend.write(state, np.frombuffer(tree, np.uint8))
 
 
-#: Bytes of statistics that each rank keeps for itself, and not the first rank's for all.
-_LARGEST_STATISTICS = 4_000_000
-
-
-def _local(model: Any) -> list[Any]:
+def _local(model: Any, largest: int) -> list[Any]:
     """What differs between ranks by intention or by nature.
 
     Layers that are left out of the reduction with the optimizer's state of them; statistics that
     layers gather themselves, as BatchNormalization does from this rank's batches, where they are
-    not too large to be told.
+    no larger than `largest` bytes.
     """
     statistics = {
         id(variable): variable
         for layer in model._flatten_layers()
         for variable in layer._non_trainable_variables
     }
-    if sum(map(backend.bytes_of, statistics.values())) > _LARGEST_STATISTICS:
+    if sum(map(backend.bytes_of, statistics.values())) > largest:
         statistics = {}
     own = list(statistics.values())
     distribution = distribution_of(model.optimizer)

@@ -15,10 +15,11 @@ from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.signals import STOP_SIGNALS
 from hvdkit.checkpoint.state import Part, Tree
 from hvdkit.checkpoint.store import Store
+from hvdkit.core.collectives import check_member
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow import tape
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
-from hvdkit.tensorflow.parts import Randomness, VariableTensor
+from hvdkit.tensorflow.parts import Randomness, Statistics, VariableTensor
 from hvdkit.tensorflow.variables import tf_variable
 
 
@@ -64,6 +65,7 @@ class Checkpointer(Manager):
         keep_last: int | None = 3,
         keep_best: KeepBest | Sequence[KeepBest] = (),
         asynchronous: bool = True,
+        overwrite: bool = False,
         stop_signals: Sequence[int] = STOP_SIGNALS,
         process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
     ) -> None:
@@ -82,6 +84,8 @@ class Checkpointer(Manager):
             keep_last: how many checkpoints stay; None: all.
             keep_best: which stay besides.
             asynchronous: write while training goes on.
+            overwrite: where `folder` has steps and none was restored, begin a new run beside them.
+                Otherwise saving is an error there.
             stop_signals: signals at which `maybe_save` saves and ends the job with status 75.
             process_set: the ranks of the job.
 
@@ -90,6 +94,7 @@ class Checkpointer(Manager):
         """
         if not mpi_ops.is_initialized():
             raise UsageError("Horovod is not initialised: call hvd.init() before this")
+        check_member(process_set)
         if model is None and optimizer is None:
             raise UsageError("neither model nor optimizer is given: expected what is to be saved")
         self.metadata = {} if metadata is None else metadata
@@ -105,15 +110,20 @@ class Checkpointer(Manager):
         if data is not None:
             parts["data"] = data_part(data)
         parts["metadata"] = kept_in(self.metadata)
+        collectives = TensorFlowCollectives(process_set)
         super().__init__(
             Store(folder, keep_last=keep_last, keep_best=keep_best),
-            TensorFlowCollectives(process_set),
+            collectives,
             parts,
-            rank_parts={"random": Randomness(generators, lambda: _seeds(models.values()))},
+            rank_parts={
+                "statistics": Statistics(models, len(collectives.ranks)),
+                "random": Randomness(generators, lambda: _seeds(models.values())),
+            },
             versions={"tensorflow": tf.__version__, "keras": keras.__version__},
             every_steps=every_steps,
             every_minutes=every_minutes,
             asynchronous=asynchronous,
+            overwrite=overwrite,
             stop_signals=stop_signals,
             window_open=lambda: any(d.window_open for d in distributions.values()),
         )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -14,7 +15,9 @@ from tensorflow.python.ops import stateful_random_ops
 
 from hvdkit.checkpoint import randomness
 from hvdkit.checkpoint.dtypes import code_of
+from hvdkit.checkpoint.parts import largest_statistics
 from hvdkit.checkpoint.state import TensorSpec, Tree
+from hvdkit.tensorflow.sync_batch_norm import SyncBatchNormalization
 from hvdkit.tensorflow.variables import tf_variable
 
 
@@ -133,6 +136,46 @@ class Randomness:
         if stateful_random_ops.global_generator is not None:
             found[_GLOBAL] = stateful_random_ops.global_generator
         return found
+
+
+class Statistics:
+    """A `RankPart`: what the batch normalisation of Keras models has gathered on this rank alone.
+
+    In training it changes nothing but itself, yet a rank's validation depends on it. Where it is
+    too large to be told to all, all ranks get the first one's.
+
+    Args:
+        models: those that the layers are in, by name. What is no Keras model has none.
+        ranks: of the job.
+    """
+
+    def __init__(self, models: Mapping[str, Any], ranks: int) -> None:
+        self._models = models
+        self._largest = largest_statistics(ranks)
+
+    def capture(self) -> Tree:
+        """This rank's."""
+        own = self._variables()
+        size = sum(tf_variable(v).dtype.size * math.prod(v.shape) for v in own.values())
+        return {} if size > self._largest else {name: _content(v) for name, v in own.items()}
+
+    def adopt(self, tree: Tree) -> None:
+        """Go on with it."""
+        own = self._variables()
+        for name in own.keys() & tree.keys():
+            _put(own[name], tree[name])
+
+    def _variables(self) -> dict[str, Any]:
+        return {
+            f"{model}.{place}.{k}": variable
+            for model, given in self._models.items()
+            if isinstance(given, keras.layers.Layer)
+            for place, layer in enumerate(given._flatten_layers())
+            if isinstance(layer, keras.layers.BatchNormalization)
+            and not isinstance(layer, SyncBatchNormalization)
+            for k, variable in enumerate(layer.non_trainable_variables)
+            if tf_variable(variable).dtype.is_floating
+        }
 
 
 _GLOBAL = "(global)"

@@ -18,6 +18,7 @@ from hvdkit.checkpoint.signals import STOP_SIGNALS
 from hvdkit.checkpoint.state import Part, TensorSpec
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.tensors import nbytes
+from hvdkit.core.collectives import check_member
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.parts import (
@@ -60,6 +61,8 @@ class Checkpointer(Manager):
         keep_last: how many checkpoints stay; None: all.
         keep_best: which stay besides, such as `hvd.KeepBest("loss", "min")`.
         asynchronous: write while training goes on.
+        overwrite: where `folder` has steps and none was restored, begin a new run beside them.
+            Otherwise saving is an error there.
         stop_signals: signals at which `maybe_save` saves and ends the job with status 75.
         process_set: the ranks of the job.
 
@@ -96,11 +99,13 @@ class Checkpointer(Manager):
         keep_last: int | None = 3,
         keep_best: KeepBest | Sequence[KeepBest] = (),
         asynchronous: bool = True,
+        overwrite: bool = False,
         stop_signals: Sequence[int] = STOP_SIGNALS,
         process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
     ) -> None:
         if not mpi_ops.is_initialized():
             raise UsageError("Horovod is not initialised: call hvd.init() before this")
+        check_member(process_set)
         self.metadata = {} if metadata is None else metadata
         optimizers = several("optimizer", optimizer)
         parts: dict[str, Part] = {}
@@ -121,15 +126,20 @@ class Checkpointer(Manager):
             parts["data"] = data_part(data)
         parts["metadata"] = kept_in(self.metadata)
         wrapped = [o for o in optimizers.values() if isinstance(o, WrappedOptimizer)]
+        collectives = TorchCollectives(process_set)
         super().__init__(
             Store(folder, keep_last=keep_last, keep_best=keep_best),
-            TorchCollectives(process_set),
+            collectives,
             parts,
-            rank_parts={"statistics": Statistics(models), "random": Randomness(generators)},
+            rank_parts={
+                "statistics": Statistics(models, len(collectives.ranks)),
+                "random": Randomness(generators),
+            },
             versions={"torch": torch.__version__},
             every_steps=every_steps,
             every_minutes=every_minutes,
             asynchronous=asynchronous,
+            overwrite=overwrite,
             stop_signals=stop_signals,
             window_open=lambda: not all(each.between_steps for each in wrapped),
         )

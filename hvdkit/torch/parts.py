@@ -9,6 +9,7 @@ import torch
 from horovod.torch import SyncBatchNorm
 
 from hvdkit.checkpoint import dtypes, randomness
+from hvdkit.checkpoint.parts import largest_statistics
 from hvdkit.checkpoint.state import TensorSpec, Tree
 from hvdkit.core.reduction import ReductionState
 from hvdkit.errors import UsageError
@@ -269,20 +270,21 @@ class OptimizerPart:
             raise _differences(self._subject, lines)
         parameters = self._parameters()
         own_leaves = dict(_leaves(self._optimizer.state_dict()["state"]))
-        on_host = {tuple(path) for path in tree["on_host"]}
+        device_of = self._devices(tree)
 
         def into(leaf: Any, path: tuple[Any, ...]) -> Any:
             if not isinstance(leaf, TensorSpec):
                 return leaf
-            index = path[0]
-            device = parameters[index].device if isinstance(index, int) else _CPU
-            device = _CPU if path in on_host else device
+            parameter = parameters[path[0]] if isinstance(path[0], int) else None
             held = own_leaves.get(path)
+            device = device_of(path, held)
             if isinstance(held, torch.Tensor) and held.device == device:
                 kept = TorchTensor(held)
                 if kept.spec == leaf:
                     return kept
-            return TorchTensor(_like(leaf, parameters[index], device))
+            return TorchTensor(
+                empty(leaf, device) if parameter is None else _like(leaf, parameter, device)
+            )
 
         def into_group(leaf: Any, path: tuple[Any, ...]) -> Any:
             if not isinstance(leaf, TensorSpec):
@@ -297,6 +299,38 @@ class OptimizerPart:
             "state": _mapped(tree["state"], into),
             "param_groups": _mapped(tree["param_groups"], into_group),
         }
+
+    def _devices(self, tree: Tree) -> Callable[[tuple[Any, ...], Any], torch.device]:
+        """Return what tells where a tensor of the state goes: by its path, and what is there now.
+
+        Beside its parameter, but for what was on the host while the parameter was not, as the step
+        counters of some optimizers are. Of a parameter that was on the host itself, this is not
+        known, and torch's own rule counts.
+        """
+        parameters = self._parameters()
+        on_host = {tuple(path) for path in tree["on_host"]}
+        tensors = [path for path, leaf in _leaves(tree["state"]) if isinstance(leaf, TensorSpec)]
+        elsewhere = {path[0] for path in tensors if path not in on_host}
+        on_device = {
+            index
+            for group in tree["param_groups"]
+            if group.get("capturable") or group.get("fused")
+            for index in group["params"]
+        }
+
+        def device_of(path: tuple[Any, ...], held: Any) -> torch.device:
+            index = path[0]
+            known = held.device if isinstance(held, torch.Tensor) else None
+            if not isinstance(index, int):
+                return known or _CPU
+            if path not in on_host:
+                return parameters[index].device
+            if index in elsewhere:
+                return _CPU
+            counter = path[-1] == "step" and index not in on_device
+            return known or (_CPU if counter else parameters[index].device)
+
+        return device_of
 
     def _parameters(self) -> list[torch.Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -442,24 +476,25 @@ class Randomness:
             self._generators[name].set_state(_state(tree["generators"][name]))
 
 
-#: Bytes of statistics that each rank keeps for itself, and not the first rank's for all.
-_LARGEST_STATISTICS = 4_000_000
-
-
 class Statistics:
     """A `RankPart`: what normalisation layers have gathered from this rank's batches alone.
 
     In training they change nothing but themselves, yet a rank's validation depends on them. Where
     they are too large to be told to all, all ranks get the first one's.
+
+    Args:
+        models: those that the layers are in, by name.
+        ranks: of the job.
     """
 
-    def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
+    def __init__(self, models: Mapping[str, torch.nn.Module], ranks: int) -> None:
         self._models = models
+        self._largest = largest_statistics(ranks)
 
     def capture(self) -> Tree:
         """This rank's."""
         own = self._buffers()
-        if sum(map(_nbytes, own.values())) > _LARGEST_STATISTICS:
+        if sum(map(_nbytes, own.values())) > self._largest:
             return {}
         return {name: _content(buffer) for name, buffer in own.items()}
 

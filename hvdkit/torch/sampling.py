@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from horovod.torch import mpi_ops
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from torch.utils.data import distributed as torch_distributed
 
 from hvdkit.core.sampling import Epochs
@@ -153,7 +153,8 @@ class ResumableSampler(Epochs, Sampler[int]):
         """`dataset` for a `DataLoader`, with random numbers that follow from epoch and sample.
 
         For random augmentation in worker processes: their random numbers no checkpoint can keep,
-        because they have read ahead. Python's, NumPy's and torch's are seeded for each sample.
+        because they have read ahead. Python's, NumPy's and torch's are seeded for each sample. In
+        a worker process they go on after it, for a `collate_fn` that draws some.
 
         Args:
             dataset: one with `__getitem__`.
@@ -209,9 +210,12 @@ def _random_numbers(seed: list[int]) -> Iterator[None]:
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpys)
-        torch.default_generator.set_state(torchs)
+        # In a worker, nobody draws from those but a `collate_fn`, which must not draw others when
+        # another batch was the worker's first.
+        if get_worker_info() is None:
+            random.setstate(python)
+            np.random.set_state(numpys)
+            torch.default_generator.set_state(torchs)
 
 
 def _seed_from(numbers: list[int]) -> int:

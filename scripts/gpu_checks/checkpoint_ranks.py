@@ -61,7 +61,9 @@ def train(told: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(100 + hvd.rank())
     found: dict[str, Any] = {}
-    with hvd.Checkpointer(told["folder"], model=model, optimizer=optimizer) as checkpointer:
+    with hvd.Checkpointer(
+        told["folder"], model=model, optimizer=optimizer, overwrite=not run["restore"]
+    ) as checkpointer:
         step = 0
         if run["restore"]:
             restored = checkpointer.restore()
@@ -179,7 +181,7 @@ def staging(told: Mapping[str, Any]) -> dict[str, Any]:
         pinned = torch.zeros(found["bytes"] // 4, pin_memory=True)
         found["pinned"] = rate(by_hand(pinned, True))
         del pinned
-    with hvd.Checkpointer(told["folder"], model=model, keep_last=1) as checkpointer:
+    with hvd.Checkpointer(told["folder"], model=model, keep_last=1, overwrite=True) as checkpointer:
         seconds = []
         for step in range(1, 4):
             if cuda:

@@ -10,7 +10,7 @@ import struct
 import numpy as np
 import pytest
 
-from hvdkit.checkpoint import manifest, tensors
+from hvdkit.checkpoint import disk, manifest, tensors
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
@@ -106,16 +106,28 @@ def test_a_folder_under_another_step_s_name(store, newest, caplog):
     assert_set_aside(store, caplog, "manifest.json")
 
 
-def test_a_file_that_the_disk_cannot_read(store, caplog, monkeypatch):
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from_then_on"])
+def test_a_file_that_the_disk_cannot_read_is_not_called_damaged(store, monkeypatch, lasting):
     preadv = os.preadv
+    failed = []
 
     def broken(descriptor, buffers, offset):
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("2/optimizer.safetensors"):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name.endswith("2/optimizer.safetensors") and (lasting or not failed):
+            failed.append(name)
             raise OSError(5, os.strerror(5))
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", broken)
-    assert_set_aside(store, caplog, "optimizer.safetensors")
+    monkeypatch.setattr(disk, "_READ_AGAIN_SECONDS", 0)
+    if lasting:
+        with pytest.raises(CheckpointError, match="optimizer.safetensors cannot be read") as raised:
+            store.newest_good()
+        assert not isinstance(raised.value, Damaged)
+        assert len(failed) == 4
+    else:
+        assert_newest_good(store, 2)
+    assert store.set_aside() == []
 
 
 def test_a_file_that_may_not_be_read_is_not_called_damaged(store, monkeypatch):

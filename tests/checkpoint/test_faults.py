@@ -243,3 +243,31 @@ def test_a_folder_that_cannot_be_synced_where_the_file_system_has_no_such_thing(
     fsync = os.fsync
     Steps(monkeypatch, act)
     assert_newest_good(save(tmp_path, 1), 1)
+
+
+def test_going_back_to_an_older_step_loses_nothing_wherever_it_fails(tmp_path, monkeypatch):
+    template = save(tmp_path / "template", 1, 2, 3).folder
+    with Store(template).newest_good(2) as opened:
+        base = opened.manifest
+    good = shutil.copytree(template, tmp_path / "good")
+    with Store(good).open_for_writing() as writer, monkeypatch.context() as patch:
+        steps = Steps(patch)
+        writer.go_on_after(base)
+    assert {"link", "rename", "fsync folder"} <= {name for name, _ in steps.seen}
+    for failing in range(1, len(steps.seen) + 1):
+        folder = shutil.copytree(template, tmp_path / str(failing))
+        store = Store(folder)
+
+        def act(at, step, file, failing=failing):
+            if at >= failing:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with store.open_for_writing() as writer:
+            with monkeypatch.context() as patch:
+                Steps(patch, act)
+                with pytest.raises(CheckpointError):
+                    writer.go_on_after(base)
+            assert [info.step for info in store.steps()][:3] == [1, 2, 3]
+            writer.go_on_after(base)
+        assert_newest_good(store, 2)
+        assert leftovers(folder) == []

@@ -17,6 +17,7 @@ from hvdkit.checkpoint.parts import Plain
 from hvdkit.checkpoint.signals import StopSignals
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.transfer import Transfer
+from hvdkit.core.collectives import check_member
 from hvdkit.errors import RESUMABLE, UsageError
 from tests.checkpoint.simulated_state import Arrays, ArrayTensor, Own
 from tests.core.simulated_ranks import on_every_rank
@@ -478,7 +479,7 @@ def test_parts_that_the_checkpoint_does_not_have_are_named(tmp_path, caplog):
     def run(collectives):
         saved(collectives, tmp_path, 1)
         others = {"scaler": Plain(dict, print), "reduction": Plain(dict, print)}
-        with make(collectives, tmp_path, others=others) as restoring:
+        with make(collectives, tmp_path, others=others, overwrite=True) as restoring:
             with pytest.raises(UsageError, match=r"step 1 has no scaler; it has model"):
                 restoring.restore()
             restoring.save(2)
@@ -673,3 +674,118 @@ def test_only_the_first_rank_speaks(tmp_path, caplog):
 
     on_ranks(run)
     assert caplog.text.count("written in") == 1
+
+
+def test_a_run_that_has_not_restored_does_not_save_where_another_has(tmp_path):
+    def run(collectives):
+        saved(collectives, tmp_path, 8, 9)
+        for save in (lambda m: m.save(1), lambda m: m.maybe_save(1)):
+            expected = pytest.raises(UsageError, match=r"newest of step 9, .*overwrite=True")
+            with make(collectives, tmp_path, every_steps=1) as anew, expected:
+                save(anew)
+        with make(collectives, tmp_path / "other") as anew:
+            assert anew.restore() is None
+            anew.save(1)
+
+    on_ranks(run)
+    assert steps(tmp_path) == [8, 9]
+
+
+def test_a_run_that_overwrites_deletes_nothing_and_is_the_newest(tmp_path):
+    def run(collectives):
+        saved(collectives, tmp_path, 8, 9)
+        place = tmp_path if collectives.rank == 0 else tmp_path / "of" / "nobody"
+        store = Store(place, keep_last=1)
+        with Manager(store, collectives, {"model": state(0)}, overwrite=True) as anew:
+            for step in (1, 2, 3):
+                anew.save(step)
+        with make(collectives, tmp_path) as restoring:
+            assert restoring.restore().step == 3
+            restoring.save(4)
+        with make(collectives, tmp_path) as restoring:
+            assert restoring.restore(9).step == 9
+
+    on_ranks(run)
+    assert steps(tmp_path) == [8, 9, 3, 4]
+
+
+def test_a_run_that_went_back_is_the_newest_from_its_next_step_on(tmp_path):
+    def run(collectives):
+        saved(collectives, tmp_path, 1, 2, 3)
+        with make(collectives, tmp_path) as looking:
+            assert looking.restore(2).step == 2
+        with make(collectives, tmp_path) as looking:
+            # Looking at an older one has changed nothing.
+            assert looking.restore().step == 3
+        back = make(collectives, tmp_path, every_steps=100)
+        assert back.restore(2).step == 2
+        assert not back.maybe_save(3)
+        back.abandon()  # as if it were killed before its first save
+        with make(collectives, tmp_path, part := state(0)) as restoring:
+            assert restoring.restore().step == 2
+            assert same(part, 2)
+            restoring.save(3)
+            # Within a run, too.
+            restoring.save(4)
+            assert restoring.restore(3).step == 3
+            restoring.save(5)
+        with make(collectives, tmp_path) as restoring:
+            assert restoring.restore().step == 5
+
+    on_ranks(run)
+    assert steps(tmp_path) == [1, 2, 3, 2, 3, 4, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"step": 1.5}, "step is 1.5: expected a whole number"),
+        ({"step": 10**12}, "step is 1000000000000: expected"),
+        ({"step": 1, "epoch": 1.5}, "epoch is 1.5: expected a whole number"),
+        ({"step": 1, "epoch": -1}, "epoch is -1: expected a whole number"),
+        ({"step": 1, "metrics": {3: 1.0}}, "metrics has the name 3: expected a text"),
+        ({"step": 1, "metrics": {"loss": "low"}}, "the metric 'loss' is 'low': expected a number"),
+        ({"step": 1, "metrics": [1.0]}, r"metrics is \[1.0\]: expected a dict"),
+    ],
+)
+def test_what_cannot_be_saved_is_said_at_once(tmp_path, wrong, said):
+    def run(collectives):
+        with make(collectives, tmp_path) as saving, pytest.raises(UsageError, match=said):
+            saving.save(**wrong)
+
+    on_ranks(run)
+
+
+def test_a_part_with_a_wrong_name(tmp_path):
+    def run(collectives):
+        with pytest.raises(UsageError, match="'my model'; expected a letter"):
+            make(collectives, tmp_path, others={"my model": Plain(dict, print)})
+
+    on_ranks(run)
+
+
+def test_a_writing_thread_that_is_ended_is_told(tmp_path, monkeypatch):
+    def ended(*_):
+        raise SystemExit(1)
+
+    monkeypatch.setattr("hvdkit.checkpoint.writing._contents", ended)
+
+    def run(collectives):
+        saving = make(collectives, tmp_path)
+        saving.save(1)
+        with pytest.raises(CheckpointError, match=r"step 1 was not saved: SystemExit\(1\)"):
+            saving.close()
+
+    on_ranks(run)
+
+
+def test_a_rank_outside_of_the_process_set():
+    class Outside:
+        def included(self):
+            return False
+
+        def size(self):
+            return 2
+
+    with pytest.raises(UsageError, match="this rank does not belong to process_set"):
+        check_member(Outside())

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from hvdkit import cli
+from hvdkit.checkpoint.manifest import new_run
 from hvdkit.checkpoint.report import size_text
 from hvdkit.checkpoint.store import Store
 from tests.checkpoint.material import forge, save, snapshot, step_folder
@@ -160,6 +161,19 @@ def test_prune_deletes_what_was_set_aside_when_asked(store, run):
     assert status == 0
     assert "deleting damaged-step-000000000300" in out
     assert store.set_aside() == []
+
+
+def test_prune_deletes_older_runs_when_asked(store, run):
+    assert "run" not in run("ls", store.folder)[1]
+    with store.open_for_writing(new_run()) as writer:
+        writer.write(snapshot(5))
+    assert store.steps()[-1].manifest.run in run("ls", store.folder)[1]
+    status, out, _ = run("prune", store.folder, "-n", 1)
+    assert status == 0
+    assert "0 deleted, 0 B; --older-runs deletes those of older runs" in out
+    status, out, _ = run("prune", store.folder, "-n", 1, "--older-runs")
+    assert status == 0
+    assert [info.step for info in store.steps()] == [5]
 
 
 def test_prune_leaves_the_folder_of_a_live_training_alone(store, run):

@@ -69,6 +69,8 @@ def test_a_step_that_was_saved_again_counts_once():
         (lambda: Retention(keep_last=0), "keep_last is 0; expected 1 or more"),
         (lambda: KeepBest("loss", "low"), "loss's mode is 'low'; expected 'min' or 'max'"),
         (lambda: KeepBest("loss", count=0), "expected 1 or more"),
+        (lambda: KeepBest("score"), r"its name does not tell; expected KeepBest\('score', 'min'\)"),
+        (lambda: KeepBest("accuracy_loss"), "its name does not tell"),
         (lambda: KeepBest.parse("loss"), "expected a metric and which is best, such as loss:min"),
         (lambda: KeepBest.parse(":min"), "expected a metric"),
         (lambda: KeepBest.parse("loss:low"), "expected a metric"),
@@ -77,6 +79,16 @@ def test_a_step_that_was_saved_again_counts_once():
 def test_what_is_asked_wrongly(make, said):
     with pytest.raises(UsageError, match=said):
         make()
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [("val_loss", "min"), ("val_accuracy", "max"), ("top-1/acc", "max"), ("MSE", "min")],
+)
+def test_the_usual_names_tell_which_value_is_best(metric, mode):
+    assert KeepBest(metric) == KeepBest(metric, mode)
+    opposite = "max" if mode == "min" else "min"
+    assert KeepBest(metric, opposite).mode == opposite
 
 
 def test_a_metric_may_have_a_colon():

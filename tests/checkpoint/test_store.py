@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import math
 import os
 import threading
@@ -10,7 +11,7 @@ import safetensors.numpy
 from hvdkit.checkpoint import manifest
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.reading import Outline
-from hvdkit.checkpoint.retention import KeepBest
+from hvdkit.checkpoint.retention import KeepBest, Retention
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.writing import EncodedPart, Snapshot
@@ -186,12 +187,66 @@ def test_a_step_that_is_saved_again_replaces_the_older_one(tmp_path):
     assert [info.step for info in store.steps()] == [2, 1]
     with store.newest_good(1) as opened:
         assert opened.manifest.metrics == {"again": 1.0}
-    assert not (tmp_path / "step-000000000001").exists()
-    assert path.name == "step-000000000001-2"
+    assert path == tmp_path / "step-000000000001"
     save(tmp_path, 1)
-    assert [info.path.name for info in store.steps()] == [
-        *("step-000000000002", "step-000000000001"),
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("step-")) == [
+        *("step-000000000001", "step-000000000002"),
     ]
+    assert [info.step for info in store.steps()] == [2, 1]
+
+
+def test_each_run_has_its_own_steps(tmp_path):
+    store = save(tmp_path, 100, 200, 300, keep_last=2)
+    with store.open_for_writing(manifest.new_run()) as writer:
+        for step in (1, 2, 200):
+            writer.write(snapshot(step))
+    # Of each the newest two, and the older run's step 200 is not replaced.
+    assert [info.step for info in store.steps()] == [200, 300, 2, 200]
+    assert [info.step for info in store.of_older_runs()] == [200, 300]
+    assert [info.step for info in store.prunable(Retention(1))] == [2]
+    damage = step_folder(store, 2).parent / "step-000000000200-2" / "model.safetensors"
+    os.truncate(damage, 10)
+    assert_newest_good(store, 2)
+    os.truncate(step_folder(store, 2) / "model.safetensors", 10)
+    # An older run's step is not taken for a newer one of this.
+    with pytest.raises(CheckpointError, match="is good"):
+        store.newest_good()
+    assert store.prunable(Retention(1), older_runs=True) == []
+    with store.newest_good(300) as opened:
+        assert_holds(opened, 300)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_going_on_after_an_older_step_begins_a_run_with_it(tmp_path, monkeypatch, links):
+    store = save(tmp_path, 1, 2, 3)
+    with store.newest_good(2) as opened:
+        base = opened.manifest
+    if not links:
+
+        def refuse(*_, **__):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(os, "link", refuse)
+    with store.open_for_writing() as writer:
+        older = writer.run
+        writer.go_on_after(base)
+        assert writer.run != older
+    # Before anything new is saved.
+    assert_newest_good(store, 2)
+    assert [info.step for info in store.steps()] == [1, 2, 3, 2]
+    assert store.verify(3) == []
+    with store.open_for_writing() as writer:
+        with store.newest_good() as opened:
+            writer.go_on_after(opened.manifest)
+        writer.write(snapshot(4))
+    assert [info.step for info in store.steps()] == [1, 2, 3, 2, 4]
+    assert [info.step for info in store.of_older_runs()] == [1, 2, 3]
+
+
+def test_a_url_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="'s3://bucket/run', which is a URL"):
+        Store("s3://bucket/run")
 
 
 def test_progress_counts_all_bytes(tmp_path):

@@ -119,20 +119,21 @@ def _configurations_of_folder(path: Path, long: bool) -> list[Configuration]:
     if framework == "keras":
         if not long:
             # Tracing a model takes the time of these tests, on each rank.
-            size = 4 if path.stem == "test_exactness" else 2
             return [
-                Configuration("keras-tensorflow", "gloo", size),
-                Configuration("keras-torch", "gloo", size),
+                Configuration("keras-tensorflow", "gloo", 2),
+                Configuration("keras-torch", "gloo", 2),
             ]
         jobs = [("keras-tensorflow", "gloo"), ("keras-torch", "gloo"), ("keras-tensorflow", "mpi")]
         return [Configuration(adapter, controller, 4) for adapter, controller in jobs]
     if path.stem in _ONE_JOB:
         return [Configuration(framework, "gloo", 2)]
     if path.stem == "test_sequences":
-        return [Configuration(framework, "gloo", 4), Configuration(framework, "gloo", 2)]
+        return [Configuration(framework, "gloo", size) for size in ((4, 2) if long else (4,))]
     jobs = [Configuration(framework, "gloo", 4)]
     if long or path.stem in _ENGINE:
-        jobs += [Configuration(framework, "mpi", 4), Configuration(framework, "gloo", 2)]
+        jobs.append(Configuration(framework, "mpi", 4))
+    if long:
+        jobs.append(Configuration(framework, "gloo", 2))
     return jobs
 
 

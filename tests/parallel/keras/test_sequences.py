@@ -20,7 +20,7 @@ _SETTINGS = st.builds(
     model=st.sampled_from(["plain", "plain", "norm", "mixed"]),
 )
 #: In the short and in the long form. One takes some seconds, most of them for tracing.
-_SHORT, _LONG = 8, 500
+_SHORT, _LONG = 6, 500
 
 
 def sequence(hvd, setting, actions, folder):

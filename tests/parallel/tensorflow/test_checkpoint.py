@@ -156,6 +156,28 @@ def test_a_stop_of_one_rank_saves_and_ends_all(hvd):
     assert variable.numpy() == [1.0 + stopped.value.step]
 
 
+def test_statistics_of_a_rank_come_back_to_it(hvd):
+    import keras
+    import tensorflow as tf
+
+    def model():
+        inputs = keras.Input((3,))
+        norm = keras.layers.BatchNormalization(momentum=0.5)
+        return keras.Model(inputs, hvd.SyncBatchNormalization(momentum=0.5)(norm(inputs)))
+
+    with common_folder(hvd) as folder:
+        saved, restored = model(), model()
+        with hvd.Checkpointer(folder, model=saved) as c:
+            saved(tf.fill((4, 3), 1.0 + hvd.rank()) * tf.range(4.0)[:, None], training=True)
+            c.save(1)
+        with hvd.Checkpointer(folder, model=restored) as c:
+            assert c.restore().step == 1
+        own = [v.numpy() for v in saved.layers[1].non_trainable_variables]
+        for mine, back in zip(own, restored.layers[1].non_trainable_variables, strict=True):
+            np.testing.assert_array_equal(back.numpy(), mine)
+        assert len({value.tobytes() for value in of_every_rank(hvd, own[0])}) == hvd.size()
+
+
 def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(hvd):
     import tensorflow as tf
 

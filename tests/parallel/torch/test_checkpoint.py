@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.store import Store
@@ -201,7 +201,10 @@ def test_workers_and_their_random_numbers_go_on(hvd):
         def __getitem__(self, i):
             return i, torch.rand(()), random.random(), np.random.rand()
 
-    def epochs(workers, start=None, persistent=False):
+    def noisy_batch(samples):
+        return [*default_collate(samples), torch.rand(()), torch.tensor(random.random())]
+
+    def epochs(workers, start=None, persistent=False, collate=None):
         torch.manual_seed(start or 0)
         sampler = hvd.ResumableSampler(Noisy(), 2, seed=1)
         loader = DataLoader(
@@ -210,6 +213,7 @@ def test_workers_and_their_random_numbers_go_on(hvd):
             sampler=sampler,
             num_workers=workers,
             persistent_workers=persistent,
+            collate_fn=collate,
         )
         with hvd.Checkpointer(folder, model=nn.Linear(1, 1), data=sampler) as checkpointer:
             if start is not None:
@@ -228,6 +232,9 @@ def test_workers_and_their_random_numbers_go_on(hvd):
         assert epochs(0, start=9) == (seen[3:], numbers[3:])
         assert epochs(2, start=8) == (seen[3:], numbers[3:])
         assert epochs(2, start=8, persistent=True) == (seen[3:], numbers[3:])
+    with shared_folder(hvd) as folder:
+        seen, numbers = epochs(2, collate=noisy_batch)
+        assert epochs(2, start=7, collate=noisy_batch) == (seen[3:], numbers[3:])
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

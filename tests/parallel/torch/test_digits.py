@@ -74,7 +74,7 @@ def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_weights(tmp_path):
     assert final_files(tmp_path / "stopped") == final_files(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+@pytest.mark.parametrize("controller", ["gloo", pytest.param("mpi", marks=pytest.mark.long)])
 def test_runs_under_plain_horovodrun(controller):
     engine = installed()
     if controller == "mpi" and (engine is None or "mpi" not in (engine.controllers or ())):

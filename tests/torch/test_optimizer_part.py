@@ -1,0 +1,66 @@
+"""An optimizer's state in a checkpoint: what it may contain, and where it goes."""
+
+import numpy as np
+import pytest
+
+
+def there_and_back(saved, restored):
+    """Take the state of one optimizer over into another."""
+    from hvdkit.checkpoint import tree
+    from hvdkit.checkpoint.tensors import nbytes
+    from hvdkit.torch.parts import OptimizerPart
+
+    encoded, tensors = tree.encode(OptimizerPart(saved).capture(), "optimizer")
+    part = OptimizerPart(restored)
+    prepared = part.prepare(tree.decode(encoded, {name: t.spec for name, t in tensors.items()}))
+    _, places = tree.encode(prepared, "optimizer")
+    for name, tensor in tensors.items():
+        content = np.empty(nbytes(tensor.spec), np.uint8)
+        tensor.read(content)
+        if places[name].tensor.device.type != "meta":
+            places[name].write(content)
+    part.adopt(prepared)
+
+
+def stepped(name, device="cpu", **options):
+    import torch
+
+    weight = torch.ones(3, device=device, requires_grad=True)
+    optimizer = getattr(torch.optim, name)([weight], lr=0.1, **options)
+    weight.grad = torch.full((3,), 0.5, device=device)
+    optimizer.step()
+    return optimizer
+
+
+def test_state_of_no_parameter(hvd):
+    """Optimizers of users keep such as `state["global"]`."""
+    import torch
+
+    saved, restored = stepped("Adam"), stepped("Adam")
+    saved.state["global"] = {"norms": torch.arange(4.0), "seen": 3}
+    there_and_back(saved, restored)
+    assert restored.state["global"]["seen"] == 3
+    assert torch.equal(restored.state["global"]["norms"], torch.arange(4.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "on_host"),
+    [
+        ("Adam", {}, {"step"}),
+        ("Adam", {"capturable": True}, set()),
+        ("SGD", {"momentum": 0.9}, set()),
+    ],
+)
+def test_state_that_was_saved_on_the_host_goes_to_the_device(hvd, name, options, on_host):
+    """As with torch's own load_state_dict: the moments beside the parameters."""
+    import torch
+
+    weight = torch.ones(3, device="meta", requires_grad=True)
+    restored = getattr(torch.optim, name)([weight], lr=0.1, **options)
+    saved = stepped(name, **{key: value for key, value in options.items() if key == "momentum"})
+    saved.param_groups[0].update(options)
+    there_and_back(saved, restored)
+    (state,) = restored.state.values()
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    assert tensors
+    assert {key for key, value in tensors.items() if value.device.type == "cpu"} == on_host
