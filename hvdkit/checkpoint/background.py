@@ -6,7 +6,7 @@ import threading
 import time
 
 from hvdkit.checkpoint.errors import CheckpointError
-from hvdkit.checkpoint.manifest import Manifest, new_run
+from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.writing import Snapshot, Writer
 from hvdkit.errors import UsageError
@@ -26,13 +26,13 @@ class BackgroundWriter:
     Args:
         store: where to.
         overwrite: begin a new run where there are steps, unless one of them was restored.
-        run: go on with this one, which this process has begun.
+        run: continue this one, which this process has begun.
 
     Attributes:
         run: the one that is written; None before anything is.
     """
 
-    def __init__(self, store: Store, overwrite: bool, run: str | None = None) -> None:
+    def __init__(self, store: Store, overwrite: bool, run: int | None = None) -> None:
         self.run = run
         self._store = store
         self._overwrite = overwrite
@@ -47,22 +47,25 @@ class BackgroundWriter:
         return self._failure is not None
 
     def restored(self, base: Manifest) -> None:
-        """Go on after this step: what is written next belongs to its run."""
+        """Continue from this step: what is written next belongs to its run."""
         self._base = base
+        self.run = base.run
 
     def open(self) -> None:
-        """Take the folder, unless that has been done, and go on after what was restored.
+        """Take the folder, unless that has been done, and continue from what was restored.
 
         Raises:
             UsageError: there are steps, and none was restored.
-            CheckpointError: as `Store.open_for_writing` and `Writer.go_on_after`.
+            CheckpointError: as `Store.open_for_writing` and `Writer.continue_from`.
         """
         if self._writer is None:
             if self.run is None and self._base is None and not self._overwrite:
                 self._expect_no_steps()
-            self._writer = self._store.open_for_writing(self.run or new_run())
+            run = self.run if self._base is None else None
+            new_run = self._base is None and run is None
+            self._writer = self._store.open_for_writing(run=run, new_run=new_run)
         if self._base is not None:
-            self._writer.go_on_after(self._base)
+            self._writer.continue_from(self._base)
             self._base = None
         self.run = self._writer.run
 

@@ -39,6 +39,7 @@ def add_actions(add: AddAction, export: Export) -> None:
     action("ls", "list the steps", "ls runs/digits", _list)
     show = action("show", "print what one step contains", "show runs/digits 1200", _show)
     _add_step(show, "the newest good one")
+    _add_run(show)
     verify = action(
         "verify", "read all files again and compare their hashes", "verify runs/digits", _verify
     )
@@ -80,11 +81,22 @@ def add_actions(add: AddAction, export: Export) -> None:
     exporting.add_argument(
         "--step", type=int, metavar="STEP", help="which (default: the newest good one)"
     )
+    _add_run(exporting)
 
 
 def _add_step(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
         "step", type=int, nargs="?", metavar="STEP", help=f"which (default: {default})"
+    )
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--run",
+        type=int,
+        dest="of_run",  # `run` is the function to call
+        metavar="RUN",
+        help="of which run (default: the newest)",
     )
 
 
@@ -94,7 +106,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    with report.open_step(Store(options.folder), options.step) as opened:
+    with report.open_step(Store(options.folder), options.step, options.of_run) as opened:
         report.show_step(opened, _console())
     return 0
 
@@ -117,7 +129,7 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace, export: Export) -> int:
-    with report.open_step(Store(options.folder), options.step) as opened:
+    with report.open_step(Store(options.folder), options.step, options.of_run) as opened:
         export(opened, options.target)
         print(f"wrote step {opened.manifest.step} to {options.target}")
     return 0

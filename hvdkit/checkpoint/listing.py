@@ -14,8 +14,11 @@ from hvdkit.checkpoint.reading import read_manifest
 
 MAX_STEP = 10**12
 
-_STEP = re.compile(r"step-(\d{12})(?:-(\d{1,9}))?")
+_STEP = re.compile(r"step-(\d{12})(?:-run(\d{1,9}))?(?:-\d{1,9})?")
 _SET_ASIDE = "damaged-"
+
+#: How often to look again where what was listed is not there any more.
+_LOOKS = 10
 
 
 @dataclass(frozen=True)
@@ -25,32 +28,44 @@ class Entry:
     Attributes:
         name: the folder's.
         step: the step's number.
+        run: the number of its run. Where the manifest is unreadable, the name tells it.
+        inode: of the folder: another folder may get the name.
         manifest: None if it is unreadable.
         error: why it is not whole; None if it is.
     """
 
     name: str
     step: int
+    run: int
+    inode: int
     manifest: Manifest | None
     error: CheckpointError | None
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files together; 0 if that is not known."""
+        return 0 if self.manifest is None else self.manifest.size
 
 
 def scan(folder: int) -> list[Entry]:
     """All steps of the open folder, in the order in which they were committed.
 
-    Those whose manifest is unreadable come last, as if they were the newest.
+    Those whose manifest is unreadable come last in their run, as if they were the newest.
 
     Raises:
         OSError: the folder cannot be listed.
     """
-    entries = [
-        entry
-        for name in disk.names(folder)
-        if (match := _STEP.fullmatch(name)) and (entry := _look(folder, name, int(match[1])))
-    ]
+    for _ in range(_LOOKS):
+        looked = [_look(folder, name) for name in disk.names(folder) if _STEP.fullmatch(name)]
+        entries = [entry for entry in looked if entry is not None]
+        if len(entries) == len(looked):
+            break  # otherwise a live writer has deleted or renamed one meanwhile
     return sorted(
         entries,
-        key=lambda e: (e.manifest is None, e.manifest.commit if e.manifest else 0, e.step, e.name),
+        key=lambda e: (
+            *(e.run, e.manifest is None, e.manifest.commit if e.manifest else 0),
+            *(e.step, e.name),
+        ),
     )
 
 
@@ -59,10 +74,20 @@ def whole(entries: Iterable[Entry]) -> list[tuple[str, Manifest]]:
     return [(e.name, e.manifest) for e in entries if e.manifest is not None and e.error is None]
 
 
-def newest_run(entries: Iterable[Entry]) -> str | None:
-    """The run whose step was committed last; None where no manifest can be read."""
-    manifests = [entry.manifest for entry in entries if entry.manifest is not None]
-    return max(manifests, key=lambda made: made.commit).run if manifests else None
+def newest_run(entries: Iterable[Entry]) -> int | None:
+    """The run that was begun last; None where there are no steps."""
+    return max((entry.run for entry in entries), default=None)
+
+
+def next_run(folder: int, entries: Iterable[Entry]) -> int:
+    """A number for a new run, which no step has, nor one that was set aside.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    aside = (_STEP.match(name.removeprefix(_SET_ASIDE)) for name in set_aside(folder))
+    taken = [entry.run for entry in entries] + [_run_of(match) for match in aside if match]
+    return max(taken, default=0) + 1
 
 
 def set_aside(folder: int) -> list[str]:
@@ -75,13 +100,13 @@ def set_aside(folder: int) -> list[str]:
     return sorted(name for name in names if _STEP.match(name.removeprefix(_SET_ASIDE)))
 
 
-def free_name(step: int, names: Sequence[str]) -> str:
+def free_name(step: int, run: int, names: Sequence[str]) -> str:
     """A name for a new folder of `step`, where `names` are taken.
 
     A step that is there already, from before a resume, is replaced by removing it afterwards: at
     no time is there none.
     """
-    return _free(f"step-{step:012d}", names)
+    return _free(f"step-{step:012d}" + (f"-run{run}" if run > 1 else ""), names)
 
 
 def set_aside_name(name: str, names: Sequence[str]) -> str:
@@ -97,28 +122,49 @@ def _free(name: str, names: Sequence[str]) -> str:
     return free
 
 
-def _look(parent: int, name: str, step: int) -> Entry | None:
-    """The entry for the folder `name`; None if it is gone by now."""
+def _run_of(match: re.Match[str]) -> int:
+    return int(match[2] or 1)
+
+
+def _look(parent: int, name: str) -> Entry | None:
+    """The entry for the folder `name`, which is one of a step; None if it is gone by now."""
+    match = _STEP.fullmatch(name)
+    assert match is not None
+    step, run = int(match[1]), _run_of(match)
     manifest = None
+    problem: CheckpointError | None = None
     try:
+        inode = os.lstat(name, dir_fd=parent).st_ino
         with disk.reading(name), disk.folder(name, parent) as folder:
             manifest = read_manifest(folder, step)
+            run = manifest.run
             for file, record in manifest.files.items():
                 descriptor, size = disk.open_plain(file, folder)
                 os.close(descriptor)
                 if size != record.size:
                     raise Damaged(file, f"it has {size} bytes instead of {record.size}")
+    except FileNotFoundError:
+        return None
     except CheckpointError as error:
-        return Entry(name, step, manifest, error) if is_listed(parent, name) else None
-    return Entry(name, step, manifest, None)
+        if not _is_there(parent, name, inode):
+            return None
+        problem = error
+    return Entry(name, step, run, inode, manifest, problem)
 
 
-def is_listed(parent: int, name: str) -> bool:
-    """Whether there is still something called `name`: a live writer may remove old steps."""
+def is_same(parent: int, entry: Entry) -> bool:
+    """Whether the folder is still there, and not another one of its name.
+
+    A live writer deletes old steps, and names are used again.
+    """
+    found = _look(parent, entry.name)
+    return found is not None and found.inode == entry.inode and found.manifest == entry.manifest
+
+
+def _is_there(parent: int, name: str, inode: int) -> bool:
     try:
-        os.lstat(name, dir_fd=parent)
+        return os.lstat(name, dir_fd=parent).st_ino == inode
     except FileNotFoundError:
         return False
     except OSError:
         return True
-    return True

@@ -81,7 +81,7 @@ class Manager:
         asynchronous: write while training goes on. Otherwise `save` returns when all is written.
         overwrite: where the folder has steps and none was restored, begin a new run beside them.
             Otherwise saving is refused there.
-        run: of an earlier manager of this process, whose training this one goes on with.
+        run: the run of an earlier manager of this process, to be continued.
         stop_signals: signals that make `maybe_save` save and stop the job; see `StopSignals`.
         window_open: whether this rank is in the middle of an accumulation window, where nothing
             can be saved.
@@ -104,7 +104,7 @@ class Manager:
         every_minutes: float | None = None,
         asynchronous: bool = True,
         overwrite: bool = False,
-        run: str | None = None,
+        run: int | None = None,
         stop_signals: Sequence[int] = STOP_SIGNALS,
         window_open: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -139,7 +139,7 @@ class Manager:
         self._writer = BackgroundWriter(store, overwrite, run)
 
     @property
-    def run(self) -> str | None:
+    def run(self) -> int | None:
         """The run that is saved; on the first rank, and None before anything is."""
         return self._writer.run
 
@@ -304,12 +304,13 @@ class Manager:
         """Make the next `maybe_save` save and stop, as a stop signal does. On any rank."""
         self._signals.asked = reason
 
-    def restore(self, step: int | None = None) -> Restored | None:
+    def restore(self, step: int | None = None, run: int | None = None) -> Restored | None:
         """Take over the newest good checkpoint of the newest run. A collective.
 
         Args:
             step: this one and no other. If there are newer ones, the next `maybe_save` or `save`
                 begins a new run with it, and the newer ones stay.
+            run: look at this run instead of the newest.
 
         Returns:
             Where the job is now; None if there is no checkpoint, and nothing has changed.
@@ -324,15 +325,25 @@ class Manager:
         opened: OpenCheckpoint | None = None
         sent = b""
         problem: Exception | None = None
-        if self._first:
-            try:
-                self._writer.finish()
-                opened = self._store.newest_good(step)
-                sent = opened.outline.to_bytes() if opened else b""
-            except Exception as error:
-                problem = error
         try:
-            exchange(self._collectives, {}, problem)
+            for name, value in (("step", step), ("run", run)):
+                if value is not None:
+                    _check_count(name, value)
+            if self._first:
+                self._writer.finish()
+                opened = self._store.newest_good(step, run)
+                sent = opened.outline.to_bytes() if opened else b""
+        except Exception as error:
+            problem = error
+        try:
+            message = {
+                subject: "the newest" if wanted is None else str(wanted)
+                for subject, wanted in (("step", step), ("run", run))
+            }
+            asked = exchange(self._collectives, message, problem)
+            for subject in message:
+                told = [each[subject] for each in asked]
+                compare(self._collectives, told, f"the {subject} to restore")
             first = self._collectives.ranks[0]
             sent = self._collectives.broadcast(sent, first, "hvdkit.checkpoint.outline")
             return self._take_over(opened, sent) if sent else None
@@ -483,14 +494,9 @@ def _checked(step: Any, epoch: Any, metrics: Any) -> dict[str, float]:
     Raises:
         UsageError: one of the three is not what `save` takes.
     """
-    for name, value in (("step", step), ("epoch", epoch)):
-        if name == "epoch" and value is None:
-            continue
-        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        if not whole or not 0 <= value < MAX_STEP:
-            raise UsageError(
-                f"{name} is {value!r}: expected a whole number from 0 to {MAX_STEP - 1}"
-            )
+    _check_count("step", step)
+    if epoch is not None:
+        _check_count("epoch", epoch)
     if not isinstance(metrics, Mapping):
         raise UsageError(f"metrics is {metrics!r:.40}: expected a dict of numbers by name")
     values = {}
@@ -502,6 +508,12 @@ def _checked(step: Any, epoch: Any, metrics: Any) -> dict[str, float]:
         except (TypeError, ValueError) as error:
             raise UsageError(f"the metric {name!r} is {value!r:.40}: expected a number") from error
     return values
+
+
+def _check_count(name: str, value: Any) -> None:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or not 0 <= value < MAX_STEP:
+        raise UsageError(f"{name} is {value!r}: expected a whole number from 0 to {MAX_STEP - 1}")
 
 
 def _fingerprint(content: Tree, name: str) -> str:

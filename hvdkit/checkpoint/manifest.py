@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,16 +28,10 @@ MAX_JSON_BYTES = 256_000_000
 
 _FORMAT, _VERSION = "hvdkit checkpoint", 1
 _PART = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
-_RUN = re.compile(r"[0-9a-f]{0,32}")
 _HASH = re.compile(r"[0-9a-f]{32}")
 _SEAL = ',\n "xxh3_128": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 32))
 _MAX_INT = 2**63
-
-
-def new_run() -> str:
-    """Return a name for a new run."""
-    return secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
@@ -69,8 +62,8 @@ class Manifest:
         metrics: values by name.
         versions: of what wrote it, by name.
         files: name -> size and hash.
-        run: which training saved it. Steps of one run belong together; a resumed training goes on
-            with its run. Empty for steps of hvdkit before runs had names.
+        run: which training saved it, counted from 1. A resumed training continues its run. Steps
+            that were saved before runs were counted are of run 1.
     """
 
     step: int
@@ -81,7 +74,7 @@ class Manifest:
     metrics: Mapping[str, float]
     versions: Mapping[str, str]
     files: Mapping[str, FileRecord]
-    run: str = ""
+    run: int = 1
 
     @property
     def size(self) -> int:
@@ -154,7 +147,7 @@ class Manifest:
                 epoch=None if fields["epoch"] is None else _count(fields["epoch"]),
                 world_size=_count(fields["world_size"]),
                 commit=_count(fields["commit"]),
-                run=_run(fields.get("run", "")),
+                run=_count(fields.get("run", 1)),
                 time=_number(fields["time"]),
                 metrics=_entries(tree.decode(fields["metrics"], {}), _number),
                 versions=_entries(fields["versions"], _text),
@@ -232,12 +225,6 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r:.40} is no text")
     return value
-
-
-def _run(value: Any) -> str:
-    if not _RUN.fullmatch(_text(value)):
-        raise ValueError(f"{value!r:.40} is no run")
-    return str(value)
 
 
 def _hash(record: Any) -> str:

@@ -258,13 +258,21 @@ class _Files:
         self, folder: int, found: Manifest, progress: Callable[[int], None] | None
     ) -> Iterator[Problem]:
         """Open and hash what the manifest lists; yields what is wrong with it."""
+        # First all are opened: the step may be deleted while they are read.
+        missing = False
+        for name, record in found.files.items():
+            try:
+                self.descriptors[name], self.sizes[name] = disk.open_plain(name, folder)
+                if self.sizes[name] != record.size:
+                    raise Damaged(name, f"it has {self.sizes[name]} bytes instead of {record.size}")
+            except Damaged as error:
+                missing = True
+                yield Problem(error.file, error.reason)
+        if missing:
+            return
         buffer = np.empty(_CHUNK_BYTES, np.uint8)
         for name, record in found.files.items():
             try:
-                self.descriptors[name], size = disk.open_plain(name, folder)
-                self.sizes[name] = size
-                if size != record.size:
-                    raise Damaged(name, f"it has {size} bytes instead of {record.size}")
                 if self._hash(name, buffer, progress) != record.xxh3_128:
                     raise Damaged(name, "its content is not what was written: its hash differs")
             except Damaged as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,16 +39,16 @@ def list_steps(store: Store, console: Console) -> None:
         _print(console, f"no steps in {store.folder}")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    runs = list(dict.fromkeys(entry.manifest.run for entry in entries if entry.manifest))
+    runs = {entry.run for entry in entries}
     for column in ("step", "epoch", "size", "age"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("metrics")
     table.add_column("state")
     if len(runs) > 1:
-        table.add_column("run")
+        table.add_column("run", justify="right")
     for entry in entries:
-        run = entry.manifest.run if entry.manifest else ""
-        table.add_row(*(escape(cell) for cell in (*_row(entry), run)[: len(table.columns)]))
+        cells = (*_row(entry), str(entry.run))
+        table.add_row(*(escape(cell) for cell in cells[: len(table.columns)]))
     console.print(table, highlight=False)
     for entry in entries:
         if entry.error is not None:
@@ -56,8 +57,8 @@ def list_steps(store: Store, console: Console) -> None:
         _print(console, f"{name} was found damaged and set aside")
 
 
-def open_step(store: Store, step: int | None) -> OpenCheckpoint:
-    """Open `step`, or the newest good one.
+def open_step(store: Store, step: int | None, run: int | None = None) -> OpenCheckpoint:
+    """Open `step`, or the newest good one, of `run` or the newest.
 
     Raises:
         UsageError: there is no such folder, no such step, or none at all.
@@ -65,7 +66,7 @@ def open_step(store: Store, step: int | None) -> OpenCheckpoint:
     """
     _expect_folder(store)
     # Looking changes nothing.
-    opened = store.newest_good(step, set_aside=False)
+    opened = store.newest_good(step, run, set_aside=False)
     if opened is None:
         raise UsageError(f"there are no steps in {store.folder}; expected a folder of checkpoints.")
     return opened
@@ -79,7 +80,7 @@ def show_step(opened: OpenCheckpoint, console: Console) -> None:
         ("step", str(manifest.step)),
         ("epoch", _epoch(manifest)),
         ("saved", f"{saved} ({_age(manifest)} ago), as commit {manifest.commit}"),
-        ("run", manifest.run or "-"),
+        ("run", str(manifest.run)),
         ("by", f"{_count(manifest.world_size, 'rank')}; {_pairs(manifest.versions)}"),
         ("metrics", _metrics(manifest)),
         ("size", size_text(manifest.size)),
@@ -150,16 +151,21 @@ def prune(
         CheckpointError: the folder or a step cannot be read.
     """
     _expect_folder(store)
-    total = sum(info.manifest.size for info in store.steps())
-    with _progress(console, "verifying what stays", total) as progress:
-        going = store.prunable(retention, older_runs, progress)
-    sizes = {info.path.name: info.manifest.size for info in going}
-    if damaged:
-        sizes |= dict.fromkeys(store.set_aside(), 0)
-    for name, size in sizes.items():
-        _print(console, f"{'would delete' if dry_run else 'deleting'} {name}" + _in_brackets(size))
-    if sizes and not dry_run:
-        with store.open_for_writing() as writer:
+    with contextlib.ExitStack() as resources:
+        if not dry_run:
+            # Before it is chosen what goes: a training may write others under these names.
+            writer = resources.enter_context(store.open_for_writing())
+        total = sum(info.manifest.size for info in store.steps())
+        with _progress(console, "verifying what stays", total) as progress:
+            going = store.prunable(retention, older_runs, progress)
+        sizes = {entry.name: entry.size for entry in going}
+        if damaged:
+            sizes |= dict.fromkeys(store.set_aside(), 0)
+        for name, size in sizes.items():
+            _print(
+                console, f"{'would delete' if dry_run else 'deleting'} {name}" + _in_brackets(size)
+            )
+        if not dry_run:
             writer.prune(sizes)
     hints = [
         hint

@@ -30,9 +30,16 @@ _LARGEST_IS_BEST = {"accuracy", "acc", "auc", "f1", "precision", "recall", "iou"
 _LARGEST_IS_BEST |= {"map", "ndcg", "psnr", "reward", "return", "r2"}
 
 
+#: With one of these, the opposite may be meant, or a difference.
+_UNCLEAR = {"neg", "negative", "minus", "inverse", "inv", "drop", "reduction", "change", "delta"}
+_UNCLEAR |= {"diff", "improvement", "gain"}
+
+
 def _mode_of(metric: str) -> Mode | None:
     """Return which value of a metric is best, as far as its name tells."""
     parts = set(re.split(r"[^a-z0-9]+", metric.lower()))
+    if parts & _UNCLEAR or re.match(r"\s*1\W", metric):
+        return None
     smallest, largest = parts & _SMALLEST_IS_BEST, parts & _LARGEST_IS_BEST
     if bool(smallest) == bool(largest):
         return None

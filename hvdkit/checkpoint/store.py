@@ -81,20 +81,22 @@ class Store:
         best = (keep_best,) if isinstance(keep_best, KeepBest) else tuple(keep_best)
         self._retention = Retention(keep_last, best)
 
-    def open_for_writing(self, run: str | None = None) -> Writer:
+    def open_for_writing(self, *, run: int | None = None, new_run: bool = False) -> Writer:
         """Make the folder if need be, take its lock and sweep what dead writers left.
 
         Waits up to a minute where it takes that long to see whether a writer on another host is
         alive.
 
         Args:
-            run: that the steps belong to which are written; by default the newest that is there.
+            run: the run to continue; if another one is the newest, a new run begins. Default: the
+                newest.
+            new_run: begin a new run in any case.
 
         Raises:
             WriterConflict: another process, which is alive, writes here.
             CheckpointError: the folder cannot be made or written to.
         """
-        return Writer(self.folder, self._retention, run)
+        return Writer(self.folder, self._retention, run, new_run)
 
     def steps(self) -> list[StepInfo]:
         """The whole steps, oldest first: in the order in which they were committed.
@@ -105,7 +107,7 @@ class Store:
         Raises:
             CheckpointError: the folder cannot be read. One that is not there has no steps.
         """
-        found: dict[tuple[str, int], StepInfo] = {}
+        found: dict[tuple[int, int], StepInfo] = {}
         for name, manifest in listing.whole(self.entries()):
             found.pop((manifest.run, manifest.step), None)
             found[manifest.run, manifest.step] = StepInfo(
@@ -146,23 +148,23 @@ class Store:
             CheckpointError: it cannot be read, for a reason that says nothing about the step.
         """
         with self._open() as folder:
-            (entry, *_) = self._candidates(folder, step)
+            (entry, *_) = self._candidates(folder, step, None)
         return self.verify_entry(entry, progress)
 
     def verify_entry(
         self, entry: Entry, progress: Callable[[int], None] | None = None
     ) -> list[Problem]:
-        """The same for one of `entries`."""
+        """The same for one of `entries`; nothing is wrong with one that was deleted meanwhile."""
         with self._open() as folder:
             if folder is None:
                 return [Problem(entry.name, "it is missing")]
-            opened, problems = examine(entry.name, folder, entry.step, progress)
+            opened, problems = self._examine(folder, entry, progress)
             if opened is not None:
                 opened.close()
-            return problems
+            return problems if problems and listing.is_same(folder, entry) else []
 
     def newest_good(
-        self, step: int | None = None, *, set_aside: bool = True
+        self, step: int | None = None, run: int | None = None, *, set_aside: bool = True
     ) -> OpenCheckpoint | None:
         """Open the newest step of the newest run that is good, having read all of it.
 
@@ -170,7 +172,9 @@ class Store:
         which file and why) as soon as an older good one is found.
 
         Args:
-            step: open this one and no other; of several runs', the newest one's.
+            step: open this one and no other. Where the newest run has none of this number, that of
+                the newest run that has one.
+            run: look at this run alone, instead of the newest.
             set_aside: False: only say which ones are damaged, and leave them where they are.
 
         Returns:
@@ -183,12 +187,12 @@ class Store:
         """
         with self._open() as folder:
             for _ in range(_LOOKS):
-                candidates = self._candidates(folder, step)
+                candidates = self._candidates(folder, step, run)
                 if not candidates or folder is None:
                     return None
                 damaged: list[tuple[Entry, list[Problem]]] = []
                 for entry in candidates:
-                    opened, problems = examine(entry.name, folder, entry.step)
+                    opened, problems = self._examine(folder, entry)
                     if opened is not None:
                         for other, reasons in damaged:
                             if set_aside:
@@ -196,9 +200,10 @@ class Store:
                             else:
                                 self._say_damaged(other.step, reasons, "it was passed over")
                         return opened
-                    if listing.is_listed(folder, entry.name):
-                        damaged.append((entry, problems))
-                if damaged:
+                    if not listing.is_same(folder, entry):
+                        break  # a live writer has deleted it, and written others: look again
+                    damaged.append((entry, problems))
+                else:
                     raise self._none_good(damaged, step)
         raise CheckpointError(
             f"the steps in {self.folder} are removed faster than they can be read; try again, and "
@@ -210,7 +215,7 @@ class Store:
         retention: Retention,
         older_runs: bool = False,
         progress: Callable[[int], None] | None = None,
-    ) -> list[StepInfo]:
+    ) -> list[Entry]:
         """The whole steps of the newest run that `retention` lets go, oldest first.
 
         Those that stay are read and verified; a damaged one does not count as staying, nor as
@@ -229,37 +234,35 @@ class Store:
                 return []
             entries = listing.scan(folder)
             run = listing.newest_run(entries)
-            listed = [(name, made) for name, made in listing.whole(entries) if made.run == run]
-            good = set[str]()
+            listed = [e for e in entries if e.run == run and e.error is None]
+            good: list[Entry] = []
             while True:
-                stay = [listed[place] for place in retention.kept([made for _, made in listed])]
-                unread = [(name, made) for name, made in stay if name not in good]
+                stay = [
+                    listed[place]
+                    for place in retention.kept([e.manifest for e in listed if e.manifest])
+                ]
+                unread = [entry for entry in stay if entry not in good]
                 if not unread:
                     break
-                name, made = unread[0]
-                opened, problems = examine(name, folder, made.step, progress)
+                opened, problems = self._examine(folder, unread[0], progress)
                 if opened is not None:
                     opened.close()
-                    good.add(name)
+                    good.append(unread[0])
                 else:
-                    listed = [entry for entry in listed if entry[0] != name]
-                    self._say_damaged(made.step, problems, "it stays, and does not count")
-            whole = listing.whole(entries)
-            older = [entry for entry in whole if entry[1].run != run and older_runs and good]
-            return [
-                StepInfo(made.step, self.folder / name, made)
-                for name, made in [*older, *listed]
-                if name not in good
-            ]
+                    listed.remove(unread[0])
+                    self._say_damaged(unread[0].step, problems, "it stays, and does not count")
+            older = [entry for entry in entries if entry.run != run and older_runs and good]
+            return [entry for entry in [*older, *listed] if entry not in good]
 
-    def of_older_runs(self) -> list[StepInfo]:
-        """The whole steps of all runs but the newest, oldest first.
+    def of_older_runs(self) -> list[Entry]:
+        """All that is listed as a step of another run than the newest, oldest first.
 
         Raises:
             CheckpointError: the folder cannot be read.
         """
-        infos = self.steps()
-        return [info for info in infos if info.manifest.run != infos[-1].manifest.run]
+        entries = self.entries()
+        newest = listing.newest_run(entries)
+        return [entry for entry in entries if entry.run != newest]
 
     @contextmanager
     def _open(self) -> Iterator[int | None]:
@@ -276,24 +279,49 @@ class Store:
             if descriptor is not None:
                 os.close(descriptor)
 
-    def _candidates(self, folder: int | None, step: int | None) -> list[Entry]:
-        """What could be loaded, newest first.
+    def _candidates(self, folder: int | None, step: int | None, run: int | None) -> list[Entry]:
+        """What could be loaded, newest first, all of one run.
 
         Raises:
-            UsageError: `step` is given, and there is none.
+            UsageError: `step` or `run` is given, and there is none.
         """
         entries = [] if folder is None else listing.scan(folder)[::-1]
-        if step is None:
-            run = listing.newest_run(entries)
-            return [e for e in entries if e.manifest is None or e.manifest.run == run]
-        found = [entry for entry in entries if entry.step == step]
-        if not found:
-            there = ", ".join(str(entry.step) for entry in entries) or "none"
-            raise UsageError(f"there is no step {step} in {self.folder}; expected one of: {there}.")
+        wanted = listing.newest_run(entries) if run is None else run
+        found = [e for e in entries if e.run == wanted and step in (None, e.step)]
+        if not found and step is not None and run is None:
+            older = [e for e in entries if e.step == step]
+            found = [e for e in older if e.run == older[0].run]
+            if found:
+                _log.warning(
+                    "step %d in %s is one of run %d; the newest run, %s, has none of this number",
+                    *(step, self.folder, found[0].run, wanted),
+                )
+        if not found and (step is not None or run is not None):
+            name = " of ".join(
+                f"{noun} {number}"
+                for noun, number in (("step", step), ("run", run))
+                if number is not None
+            )
+            there = ", ".join(
+                str(e.step) if e.run == 1 else f"{e.step} of run {e.run}" for e in entries
+            )
+            raise UsageError(
+                f"there is no {name} in {self.folder}; expected one of: {there or 'none'}."
+            )
         return found
+
+    def _examine(
+        self, folder: int, entry: Entry, progress: Callable[[int], None] | None = None
+    ) -> tuple[OpenCheckpoint | None, list[Problem]]:
+        try:
+            return examine(entry.name, folder, entry.step, progress)
+        except CheckpointError as error:
+            raise CheckpointError(f"{entry.name} in {self.folder}: {error}") from error
 
     def _set_aside(self, folder: int, entry: Entry, problems: Sequence[Problem]) -> None:
         new = listing.set_aside_name(entry.name, disk.names(folder))
+        if not listing.is_same(folder, entry):
+            return
         try:
             disk.rename(entry.name, new, folder)
         except FileNotFoundError:
@@ -319,7 +347,7 @@ class Store:
                 "for the newest good one."
             )
         return CheckpointError(
-            f"none of the {len(damaged)} steps in {self.folder} is good; the newest, step "
-            f"{entry.step}, is damaged ({why}). Move them away to start anew, or give another "
-            "folder."
+            f"none of the {len(damaged)} steps of run {entry.run} in {self.folder} is good; the "
+            f"newest, step {entry.step}, is damaged ({why}). Move them away to start anew or to "
+            f"continue an older run, or give another folder."
         )

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from hvdkit.checkpoint import disk, listing, manifest, tensors
-from hvdkit.checkpoint.errors import CheckpointError, failing
+from hvdkit.checkpoint.errors import CheckpointError, Damaged, failing
 from hvdkit.checkpoint.lock import FolderLock
 from hvdkit.checkpoint.manifest import FileRecord, Manifest
 from hvdkit.checkpoint.reading import examine
@@ -90,15 +90,18 @@ class Writer:
     Not for several threads at once; which thread calls does not matter. A context manager.
 
     Attributes:
-        run: which run the steps belong to that are written. The retention deletes no others.
+        run: the number of the run that is written. The retention deletes no others.
     """
 
-    def __init__(self, path: Path, retention: Retention, run: str | None = None) -> None:
+    def __init__(
+        self, path: Path, retention: Retention, run: int | None = None, new_run: bool = False
+    ) -> None:
         """
         Args:
             path: the folder.
             retention: which steps of the run stay.
-            run: a new run, or one that is there; by default the newest.
+            run: the run to continue; if another one is the newest, a new run begins.
+            new_run: begin a new run in any case.
         """
         self._path = path
         self._retention = retention
@@ -113,8 +116,11 @@ class Writer:
             self._sweep()
             entries = listing.scan(self._folder)
             self._commits = max((e.manifest.commit for e in entries if e.manifest), default=0)
-            newest = listing.newest_run(entries) if run is None else run
-            self.run = manifest.new_run() if newest is None else newest
+            newest = listing.newest_run(entries)
+            self._expect_known(entry for entry in entries if entry.run == newest)
+            self._next_run = listing.next_run(self._folder, entries)
+            continues = newest is not None and run in (None, newest) and not new_run
+            self.run = newest if newest is not None and continues else self._begin_run()
             self._resources = resources.pop_all()
 
     def write(self, snapshot: Snapshot) -> Path:
@@ -139,38 +145,57 @@ class Writer:
         self._retain()
         return self._path / self._settled(final, snapshot.step)
 
-    def go_on_after(self, base: Manifest) -> None:
-        """Go on in the run of a step that was restored.
+    def continue_from(self, base: Manifest) -> None:
+        """Continue the run of a step that was restored.
 
-        Where newer steps are there, a new run begins, with this step as its first: from now on it
-        is the newest. The newer ones stay.
+        If there are newer steps, a new run begins, with this step as its first. From then on it is
+        the newest step. The newer ones stay.
 
         Args:
             base: of the step.
 
         Raises:
-            CheckpointError: it is not there any more, or cannot be written once more.
+            CheckpointError: it cannot be written once more.
             WriterConflict: another process has taken the folder over.
         """
         self._check()
-        if base.commit >= self._commits:
-            self.run = base.run
-            return
         with failing("read", self._path):
             entries = listing.scan(self._folder)
-        found = [e.name for e in entries if e.manifest and e.manifest.commit == base.commit]
+        self._expect_known(entry for entry in entries if entry.step == base.step)
+        found = [entry for entry in entries if entry.manifest == base]
+        if found and base.run == listing.newest_run(entries) and base.commit >= self._commits:
+            self.run = base.run
+            return
+        self.run = self._begin_run()
         if not found:
-            raise CheckpointError(
-                f"step {base.step}, which was restored, is not in {self._path} any more."
+            # It is in memory, so there is something to save.
+            _log.warning(
+                "step %d, which was restored, is not in %s any more; a new run begins there",
+                *(base.step, self._path),
             )
-        made = replace(base, run=manifest.new_run(), commit=self._commits + 1)
-        self._commit(base.step, lambda name: self._copy_folder(name, found[0], made))
-        self.run = made.run
+            return
+        made = replace(base, run=self.run, commit=self._commits + 1)
+        self._commit(base.step, lambda name: self._copy_folder(name, found[0].name, made))
+        older = [entry for entry in entries if entry.run != self.run]
         _log.warning(
-            "a new run begins with step %d, which was restored; the newer steps in %s stay, and "
-            "belong to an older run",
-            *(base.step, self._path),
+            "a new run begins with step %d, which was restored; the other steps in %s stay, and "
+            "belong to older runs (%d steps, %.3g GB; `hvdkit checkpoint prune --older-runs` "
+            "deletes them)",
+            *(base.step, self._path, len(older), sum(entry.size for entry in older) / 1e9),
         )
+
+    def _expect_known(self, entries: Iterable[listing.Entry]) -> None:
+        """Raise if a step may be good and cannot be read now: its commit is not known."""
+        for entry in entries:
+            if entry.manifest is None and not isinstance(entry.error, Damaged):
+                raise CheckpointError(
+                    f"{entry.name} in {self._path}: {entry.error}"
+                ) from entry.error
+
+    def _begin_run(self) -> int:
+        """Return the number of a new run."""
+        self._next_run += 1
+        return self._next_run - 1
 
     def _commit(self, step: int, fill: Callable[[str], None]) -> str:
         """Make a step visible, or nothing.
@@ -273,7 +298,7 @@ class Writer:
         """Rename the finished folder `name` to that of `step`. Returns the name it has now."""
         with failing("rename", self._path / name):
             made = os.stat(name, dir_fd=self._folder)
-            final = listing.free_name(step, disk.names(self._folder))
+            final = listing.free_name(step, self.run, disk.names(self._folder))
             try:
                 disk.rename(name, final, self._folder)
             except FileNotFoundError:
@@ -311,7 +336,7 @@ class Writer:
             The name that its folder has now.
         """
         try:
-            plain = listing.free_name(step, disk.names(self._folder))
+            plain = listing.free_name(step, self.run, disk.names(self._folder))
             if len(plain) >= len(name):
                 return name
             disk.rename(name, plain, self._folder)

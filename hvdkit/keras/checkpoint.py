@@ -118,6 +118,7 @@ class Checkpoint(FollowsFit):
         self._every_epochs = every_epochs
         self._data = data
         self._resume = resume
+        self._overwrite = not resume
         self._verbose = verbose
         self._settings: dict[str, Any] = {
             "every_steps": every_steps,
@@ -158,9 +159,10 @@ class Checkpoint(FollowsFit):
         self._open(model)
         assert self._manager is not None
         if self._resume:
+            restored = self._manager.restore()
             # A second `fit` continues from what is in memory.
             self._resume = False
-            if self._manager.restore() is not None:
+            if restored is not None:
                 finalize(model)
                 self._go_on()
                 if self._verbose and backend.hvd.rank() == 0:
@@ -200,7 +202,7 @@ class Checkpoint(FollowsFit):
             window_open=lambda: place.at_end or bool(distribution and distribution.window_open),
             # A second `fit` goes on with the run of the first.
             run=None if self._manager is None else self._manager.run,
-            overwrite=not self._resume,
+            overwrite=self._overwrite,
             **self._settings,
         )
         weakref.finalize(self, self._manager.abandon)

@@ -252,7 +252,7 @@ def test_going_back_to_an_older_step_loses_nothing_wherever_it_fails(tmp_path, m
     good = shutil.copytree(template, tmp_path / "good")
     with Store(good).open_for_writing() as writer, monkeypatch.context() as patch:
         steps = Steps(patch)
-        writer.go_on_after(base)
+        writer.continue_from(base)
     assert {"link", "rename", "fsync folder"} <= {name for name, _ in steps.seen}
     for failing in range(1, len(steps.seen) + 1):
         folder = shutil.copytree(template, tmp_path / str(failing))
@@ -266,8 +266,8 @@ def test_going_back_to_an_older_step_loses_nothing_wherever_it_fails(tmp_path, m
             with monkeypatch.context() as patch:
                 Steps(patch, act)
                 with pytest.raises(CheckpointError):
-                    writer.go_on_after(base)
+                    writer.continue_from(base)
             assert [info.step for info in store.steps()][:3] == [1, 2, 3]
-            writer.go_on_after(base)
+            writer.continue_from(base)
         assert_newest_good(store, 2)
         assert leftovers(folder) == []

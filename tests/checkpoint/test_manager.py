@@ -736,6 +736,30 @@ def test_a_run_that_went_back_is_the_newest_from_its_next_step_on(tmp_path):
     assert steps(tmp_path) == [1, 2, 3, 2, 3, 4, 3, 5]
 
 
+@pytest.mark.parametrize("asked", [{"step": "2"}, {"run": 1.5}])
+def test_what_cannot_be_restored_is_said_at_once(tmp_path, asked):
+    def run(collectives):
+        with (
+            make(collectives, tmp_path) as restoring,
+            pytest.raises(UsageError, match="expected a whole number"),
+        ):
+            restoring.restore(**asked)
+
+    on_ranks(run)
+
+
+def test_ranks_that_ask_for_different_steps(tmp_path):
+    def run(collectives):
+        saved(collectives, tmp_path, 1, 2)
+        with (
+            make(collectives, tmp_path) as restoring,
+            pytest.raises(UsageError, match="ranks disagree about the step to restore"),
+        ):
+            restoring.restore(1 if collectives.rank else None)
+
+    on_ranks(run)
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

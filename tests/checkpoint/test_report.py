@@ -6,7 +6,6 @@ import time
 import pytest
 
 from hvdkit import cli
-from hvdkit.checkpoint.manifest import new_run
 from hvdkit.checkpoint.report import size_text
 from hvdkit.checkpoint.store import Store
 from tests.checkpoint.material import forge, save, snapshot, step_folder
@@ -165,15 +164,18 @@ def test_prune_deletes_what_was_set_aside_when_asked(store, run):
 
 def test_prune_deletes_older_runs_when_asked(store, run):
     assert "run" not in run("ls", store.folder)[1]
-    with store.open_for_writing(new_run()) as writer:
+    with store.open_for_writing(new_run=True) as writer:
         writer.write(snapshot(5))
-    assert store.steps()[-1].manifest.run in run("ls", store.folder)[1]
+    damage(store, 200)
+    assert run("ls", store.folder)[1].splitlines()[0].split()[-1] == "run"
+    assert "step     5" in run("show", store.folder)[1]
+    assert "step     300" in run("show", store.folder, "--run", 1)[1]
     status, out, _ = run("prune", store.folder, "-n", 1)
     assert status == 0
     assert "0 deleted, 0 B; --older-runs deletes those of older runs" in out
     status, out, _ = run("prune", store.folder, "-n", 1, "--older-runs")
     assert status == 0
-    assert [info.step for info in store.steps()] == [5]
+    assert [entry.step for entry in store.entries()] == [5]
 
 
 def test_prune_leaves_the_folder_of_a_live_training_alone(store, run):

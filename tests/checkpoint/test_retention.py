@@ -71,6 +71,8 @@ def test_a_step_that_was_saved_again_counts_once():
         (lambda: KeepBest("loss", count=0), "expected 1 or more"),
         (lambda: KeepBest("score"), r"its name does not tell; expected KeepBest\('score', 'min'\)"),
         (lambda: KeepBest("accuracy_loss"), "its name does not tell"),
+        (lambda: KeepBest("neg_log_loss"), "its name does not tell"),
+        (lambda: KeepBest("1 - accuracy"), "its name does not tell"),
         (lambda: KeepBest.parse("loss"), "expected a metric and which is best, such as loss:min"),
         (lambda: KeepBest.parse(":min"), "expected a metric"),
         (lambda: KeepBest.parse("loss:low"), "expected a metric"),

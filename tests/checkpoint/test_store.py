@@ -2,13 +2,14 @@ import dataclasses
 import errno
 import math
 import os
+import shutil
 import threading
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from hvdkit.checkpoint import manifest
+from hvdkit.checkpoint import disk, manifest, reading
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.reading import Outline
 from hvdkit.checkpoint.retention import KeepBest, Retention
@@ -197,23 +198,96 @@ def test_a_step_that_is_saved_again_replaces_the_older_one(tmp_path):
 
 def test_each_run_has_its_own_steps(tmp_path):
     store = save(tmp_path, 100, 200, 300, keep_last=2)
-    with store.open_for_writing(manifest.new_run()) as writer:
+    with store.open_for_writing(new_run=True) as writer:
         for step in (1, 2, 200):
             writer.write(snapshot(step))
     # Of each the newest two, and the older run's step 200 is not replaced.
     assert [info.step for info in store.steps()] == [200, 300, 2, 200]
     assert [info.step for info in store.of_older_runs()] == [200, 300]
     assert [info.step for info in store.prunable(Retention(1))] == [2]
-    damage = step_folder(store, 2).parent / "step-000000000200-2" / "model.safetensors"
-    os.truncate(damage, 10)
+    newest, other = (tmp_path / f"step-{step:012}-run2" for step in (200, 2))
+    os.truncate(newest / "model.safetensors", 10)
+    with pytest.raises(CheckpointError, match="step 200 in .* is damaged"):
+        store.newest_good(200)
     assert_newest_good(store, 2)
-    os.truncate(step_folder(store, 2) / "model.safetensors", 10)
-    # An older run's step is not taken for a newer one of this.
-    with pytest.raises(CheckpointError, match="is good"):
-        store.newest_good()
-    assert store.prunable(Retention(1), older_runs=True) == []
+    # Whichever file is damaged, an older run's step is not taken for one of this.
+    for file in ("model.safetensors", "manifest.json"):
+        os.truncate(other / file, 10)
+        with pytest.raises(CheckpointError, match="none of the 1 steps of run 2 in .* is good"):
+            store.newest_good()
+        assert store.prunable(Retention(1), older_runs=True) == []
+        assert store.set_aside() == ["damaged-step-000000000200-run2"]
     with store.newest_good(300) as opened:
         assert_holds(opened, 300)
+    with store.newest_good(run=1) as opened:
+        assert_holds(opened, 300)
+    with store.newest_good(200, run=1) as opened:
+        assert_holds(opened, 200)
+    with pytest.raises(
+        UsageError, match="there is no step 2 of run 1 .*expected one of: 2 of run 2"
+    ):
+        store.newest_good(2, run=1)
+    # Nor is its number given to another.
+    shutil.rmtree(other)
+    with store.open_for_writing(new_run=True) as writer:
+        assert writer.run == 3
+
+
+@pytest.mark.parametrize("how", ["again", "deleted"])
+def test_a_step_that_a_live_writer_replaces_while_it_is_read(tmp_path, monkeypatch, how):
+    store = save(tmp_path, 1, 2, keep_last=1 if how == "deleted" else 2)
+    done = []
+
+    def before(step, file):
+        if step == "read" and file == "optimizer.safetensors" and not done:
+            done.append(step)
+            save(tmp_path, 2 if how == "again" else 3, keep_last=1 if how == "deleted" else 2)
+
+    monkeypatch.setattr(disk, "before_step", before)
+    with store.newest_good() as opened:
+        # What was opened before it was deleted is good, too.
+        assert opened.manifest.step in (2, 3)
+    assert done
+    assert store.set_aside() == []
+    done.clear()
+    assert store.verify(2 if how == "again" else 3) == []
+    assert store.set_aside() == []
+
+
+def test_a_step_that_is_replaced_between_listing_and_reading(tmp_path, monkeypatch):
+    store = save(tmp_path, 1, 2)
+    examine = reading.examine
+    done = []
+
+    def replaced(*arguments):
+        if not done:
+            done.append(arguments)
+            save(tmp_path, 3)
+            shutil.rmtree(tmp_path / "step-000000000002")
+        return examine(*arguments)
+
+    monkeypatch.setattr("hvdkit.checkpoint.store.examine", replaced)
+    with store.newest_good() as opened:
+        assert opened.manifest.step == 3
+    assert store.set_aside() == []
+
+
+def test_a_run_whose_newest_manifest_cannot_be_read_is_not_continued(tmp_path, monkeypatch):
+    """The number of its commit is not known, so a new one might seem older."""
+    store = save(tmp_path, 1, 2)
+    preadv = os.preadv
+
+    def broken(descriptor, buffers, offset):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("2/manifest.json"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(disk, "_READ_AGAIN_SECONDS", 0)
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(CheckpointError, match="step-000000000002 in .*Input/output error"):
+        store.open_for_writing()
+    monkeypatch.undo()
+    save(tmp_path, 3)
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -228,19 +302,32 @@ def test_going_on_after_an_older_step_begins_a_run_with_it(tmp_path, monkeypatch
 
         monkeypatch.setattr(os, "link", refuse)
     with store.open_for_writing() as writer:
-        older = writer.run
-        writer.go_on_after(base)
-        assert writer.run != older
+        writer.continue_from(base)
+        assert writer.run == 2
     # Before anything new is saved.
     assert_newest_good(store, 2)
     assert [info.step for info in store.steps()] == [1, 2, 3, 2]
     assert store.verify(3) == []
     with store.open_for_writing() as writer:
         with store.newest_good() as opened:
-            writer.go_on_after(opened.manifest)
+            writer.continue_from(opened.manifest)
         writer.write(snapshot(4))
     assert [info.step for info in store.steps()] == [1, 2, 3, 2, 4]
     assert [info.step for info in store.of_older_runs()] == [1, 2, 3]
+    assert (tmp_path / "step-000000000004-run2").exists()
+
+
+def test_going_on_after_a_step_that_was_deleted_meanwhile(tmp_path, caplog):
+    store = save(tmp_path, 1, 2, 3)
+    with store.newest_good(2) as opened:
+        base = opened.manifest
+    shutil.rmtree(tmp_path / "step-000000000002")
+    with store.open_for_writing() as writer:
+        writer.continue_from(base)
+        writer.write(snapshot(5))
+    assert "step 2, which was restored, is not in" in caplog.text
+    assert [info.step for info in store.steps()] == [1, 3, 5]
+    assert_newest_good(store, 5)
 
 
 def test_a_url_is_no_folder(tmp_path, monkeypatch):

@@ -1,0 +1,163 @@
+"""Sequences of jobs in one folder, some of them killed or out of space at any system call.
+
+A job restores the newest step or a certain one, saves some, and ends. Whatever came before, the
+newest good step is the one that was saved last, or that a job went back to; or the one before it,
+where a job was killed meanwhile. All steps that are listed are good, and no job deletes those of
+older runs.
+"""
+
+import dataclasses
+import errno
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from hvdkit.checkpoint import disk
+from hvdkit.checkpoint.background import BackgroundWriter
+from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.retention import Retention
+from hvdkit.checkpoint.store import Store
+from hvdkit.errors import UsageError
+from tests.checkpoint.material import snapshot
+
+_STEPS = st.integers(1, 8)
+_RESTORE = st.tuples(st.just("restore"), st.none() | _STEPS)
+_ACTION = st.one_of(
+    _RESTORE, st.tuples(st.just("save"), st.integers(0, 2)), st.tuples(st.just("open"), st.none())
+)
+_JOB = st.fixed_dictionaries(
+    {
+        "keep_last": st.sampled_from([1, 2, 3, None]),
+        "overwrite": st.sampled_from([False, False, False, True]),
+        "actions": st.builds(lambda first, others: [first, *others], _RESTORE, st.lists(_ACTION)),
+        # Numbers of system calls; most jobs have fewer than 200.
+        "killed_at": st.none() | st.integers(1, 200),
+        "full_at": st.none() | st.none() | st.integers(1, 200),
+        "pruned": st.none() | st.none() | st.tuples(st.integers(1, 2), st.booleans()),
+    }
+)
+
+
+def work(folder, job, number, say):
+    """What a job does, in a process of its own."""
+    calls = 0
+
+    def before(step, name):
+        nonlocal calls
+        calls += 1
+        if calls == job["killed_at"]:
+            os._exit(9)
+        if calls == job["full_at"]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk.before_step = before
+    store = Store(folder, keep_last=job["keep_last"])
+    writer = BackgroundWriter(store, job["overwrite"])
+    step = 0
+    for k, (action, argument) in enumerate(job["actions"]):
+        try:
+            if action == "restore":
+                opened = store.newest_good(argument)
+                if opened is None:
+                    continue
+                with opened:
+                    writer.restored(opened.manifest)
+                    step = opened.manifest.step
+                    say("restored", argument, opened.manifest.metrics["id"])
+            elif action == "open":
+                writer.open()
+            else:
+                writer.open()
+                step += argument
+                own = 1000 * number + k
+                say("saving", None, own)
+                writer.begin(dataclasses.replace(snapshot(step), metrics={"id": own}))
+                writer.finish()
+                say("saved", None, own)
+        except (UsageError, CheckpointError):
+            # No such step, nothing restored where there are steps, no space.
+            continue
+    writer.close()
+
+
+def run(folder, job, number, log):
+    """Let a job do its work, and return what it said."""
+    descriptor = os.open(log, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+
+    def say(*words):
+        os.write(descriptor, (json.dumps(words) + "\n").encode())
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work(folder, job, number, say)
+            os._exit(0)
+        except BaseException as error:
+            say("raised", None, repr(error))
+        finally:
+            os._exit(1)
+    os.waitpid(pid, 0)
+    os.close(descriptor)
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def newest_of(store):
+    opened = store.newest_good()
+    if opened is None:
+        return None
+    with opened:
+        return opened.manifest.metrics["id"]
+
+
+def check(folder, jobs, log):
+    newest = None
+    store = Store(folder)
+    for number, job in enumerate(jobs, 1):
+        may_be = {newest}
+        older = {entry.name for entry in store.of_older_runs()}
+        for word, asked, own in run(folder, job, number, log):
+            assert word != "raised", own
+            if word == "restored":
+                assert asked is not None or own in may_be, "restore() gave one that is not newest"
+                may_be.add(own)
+            elif word == "saving":
+                may_be.add(own)
+            else:
+                may_be = {own}
+        newest = newest_of(store)
+        assert newest in may_be
+        assert older <= {entry.name for entry in store.entries()}, "another run's were deleted"
+        for entry in store.entries():
+            assert store.verify_entry(entry) == []
+        commits = [info.manifest.commit for info in store.steps()]
+        assert len(set(commits)) == len(commits)
+        if job["pruned"] is not None and newest is not None:
+            count, older_runs = job["pruned"]
+            with store.open_for_writing() as writer:
+                writer.prune([e.name for e in store.prunable(Retention(count), older_runs)])
+            assert newest_of(store) == newest
+    with store.open_for_writing():
+        pass
+    names = os.listdir(folder)
+    assert [name for name in names if not name.startswith("step-") and name != ".lock"] == []
+
+
+def test_sequences_of_jobs(tmp_path, request):
+    @settings(
+        max_examples=1500 if request.config.getoption("--long") else 40,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.explicit, Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.lists(_JOB, min_size=2, max_size=8))
+    def search(jobs):
+        with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+            check(Path(folder), jobs, tmp_path / "log")
+
+    search()
