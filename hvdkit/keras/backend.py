@@ -270,25 +270,12 @@ def build_metrics(model: Any, epoch: Any) -> None:
         model._symbolic_build(data_batch=epoch._distributed_dataset.element_spec)
 
 
-def reduce(
-    reducer: Any, gradients: Sequence[Any], variables: Sequence[Any], advice: str | None
-) -> list[Any]:
-    """Reduce gradients of `keras.Variable`s, as the framework's `GradientReducer` does.
-
-    Args:
-        reducer: that.
-        gradients: one for each variable, or None.
-        variables: what they are the gradients of.
-        advice: if given, the variables' values are compared early on; what to do about a
-            difference, for the error.
-
-    Raises:
-        RanksDisagree: on every rank.
-    """
+def reduce(reducer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Reduce gradients of `keras.Variable`s, as the framework's `GradientReducer` does."""
     if NAME == "tensorflow":
-        return list(reducer(gradients, variables, advice))
+        return list(reducer(gradients, variables))
     names = [uncounted(v.path) for v in variables]
-    return list(reducer(gradients, [v.value for v in variables], names, advice))
+    return list(reducer(gradients, [v.value for v in variables], names))
 
 
 def expect(reducer: Any, variables: Sequence[Any]) -> None:

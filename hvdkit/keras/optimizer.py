@@ -22,12 +22,6 @@ from hvdkit.keras import backend
 hvd = backend.hvd
 
 _ATTRIBUTE = "_hvdkit_distribution"
-#: For a loop of one's own in which ranks have different values.
-_ADVICE = (
-    "Call hvd.broadcast_model(model, root_rank=0) before the first step or after it (hvd is "
-    "hvdkit.keras). If ranks are to have different values, pass check_parameters=False to "
-    "hvd.DistributedOptimizer."
-)
 
 
 def DistributedOptimizer(
@@ -79,9 +73,8 @@ def DistributedOptimizer(
         scale_local_gradients: divide what `PartialDistributedOptimizer` does not reduce by the
             number of ranks.
         bucket_bytes: the largest bucket of several gradients, in bytes.
-        check_parameters: compare the variables' values between ranks and raise on every rank if
-            they differ: after the first batch of each `fit`; in a loop of one's own before the
-            second update, and where they differ again before later ones, the 17th at last.
+        check_parameters: compare the variables' values between ranks after the first batch of each
+            `fit`, and raise on every rank if they differ.
 
     Arguments after `op` are keyword-only: `horovod.keras` and `horovod.tensorflow.keras` have
     different ones there.
@@ -425,13 +418,7 @@ class Distribution:
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         shared = self._shared(variables)
         places = [k for k, v in enumerate(variables) if not self.is_local(v)]
-        reduced = backend.reduce(
-            self._get_reducer(shared),
-            [gradients[k] for k in places],
-            shared,
-            # `fit` compares for itself, and more.
-            _ADVICE if self.check_parameters and not self.in_fit else None,
-        )
+        reduced = backend.reduce(self._get_reducer(shared), [gradients[k] for k in places], shared)
         result = list(gradients)
         if self._local and self._scale_local:
             share = 1.0 / len(self.collectives.ranks)

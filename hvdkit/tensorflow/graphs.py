@@ -1,17 +1,19 @@
 """Traced functions: the same names of collectives on every rank, and new traces after `init`."""
 
+import collections
+import itertools
 import re
 import sys
-from collections import Counter
 from collections.abc import Hashable
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import tensorflow as tf
+from tensorflow.python.ops import gen_resource_variable_ops as resource_ops
 from tensorflow.python.ops import resource_variable_ops
 
-_asked: WeakKeyDictionary[tf.Graph, Counter[Hashable]] = WeakKeyDictionary()
+_asked: WeakKeyDictionary[tf.Graph, collections.Counter[Hashable]] = WeakKeyDictionary()
 
 _Function: Any = type(tf.function(lambda: None))
 _to_trace_again: WeakSet[Any] = WeakSet()
@@ -29,7 +31,7 @@ def place(key: Hashable) -> str:
     if tf.executing_eagerly():
         return "0"
     graph = tf.compat.v1.get_default_graph()
-    counter = _asked.setdefault(graph, Counter())
+    counter = _asked.setdefault(graph, collections.Counter())
     counter[key] += 1
     names = [str(counter[key] - 1)]
     # The outermost function is left out: `fit` and a script's own loop may call theirs differently.
@@ -53,6 +55,49 @@ def new_variable(value: Any) -> tf.Variable:
     # init_scope takes out of the graph. The outer creator does not ask it.
     with tf.init_scope(), tf.variable_creator_scope(create):
         return tf.Variable(value, dtype=tf.int32, trainable=False)
+
+
+class Counter:
+    """A number that graphs read and write, 0 at first.
+
+    Not a `tf.Variable`: a `tf.Module` whose function has one that is not its own cannot be saved.
+    """
+
+    def __init__(self) -> None:
+        self._name = f"hvdkit.counter.{next(_numbers)}"
+        # Kept, because it goes with the last handle.
+        with tf.init_scope():
+            self._handle = self._new_handle()
+        self.reset()
+        _counters.add(self)
+
+    def read(self) -> tf.Tensor:
+        """Return it, in the graph that is traced."""
+        self._in_graph = self._new_handle()
+        return resource_ops.read_variable_op(self._in_graph, tf.int32)
+
+    def assign(self, value: tf.Tensor) -> Any:
+        """Change it after the last `read`, in the same graph; return the operation."""
+        return resource_ops.assign_variable_op(self._in_graph, value)
+
+    def reset(self) -> None:
+        """Make it 0, now."""
+        with tf.init_scope():
+            resource_ops.assign_variable_op(self._handle, tf.constant(0))
+
+    def _new_handle(self) -> Any:
+        with tf.device("/cpu:0"):
+            return resource_ops.var_handle_op(dtype=tf.int32, shape=[], shared_name=self._name)
+
+
+_numbers = itertools.count()
+_counters: WeakSet[Counter] = WeakSet()
+
+
+def reset_counters() -> None:
+    """Make all counters 0, on ranks that do it together."""
+    for counter in list(_counters):
+        counter.reset()
 
 
 def trace_again_after_init() -> None:

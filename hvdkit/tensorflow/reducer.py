@@ -96,15 +96,15 @@ class GradientReducer:
 
     @tf.autograph.experimental.do_not_convert
     def __call__(
-        self, gradients: Sequence[Any], variables: Sequence[Any], advice: str | None = None
+        self, gradients: Sequence[Any], variables: Sequence[Any], compares: bool = False
     ) -> list[Any]:
         """The reduced gradients. A collective: every rank calls it with the same variables.
 
         Args:
             gradients: tensors, `tf.IndexedSlices`, or None where there is none.
             variables: what they are the gradients of: `tf.Variable`, `keras.Variable` or tensors.
-            advice: if given, the variables' values are compared early on, see `InitialValues`;
-                what to do about a difference, for the error.
+            compares: compare the variables' values now and then, see `InitialValues`. The same on
+                all ranks and in all calls.
 
         Returns:
             As many, in the same order; None where no rank has a gradient.
@@ -126,8 +126,7 @@ class GradientReducer:
         prepared = [self._prepared(gradients[k], variables[k]) for k in places]
         sources = [variables[k] for k in places]
         plan = self._plan_of(_specs(prepared, sources), prepared)
-        with tf.control_dependencies(plan.compare(sources, advice) if advice else []):
-            reduced = plan.reduce(prepared)
+        reduced = plan.reduce(prepared, sources if compares else None)
         result: list[Any] = [None] * len(gradients)
         for k, gradient in zip(places, reduced, strict=True):
             result[k] = gradient
@@ -166,7 +165,9 @@ class GradientReducer:
         total = 1.0 / self._passes / (ranks if self._reduction.average else 1)
         division = Division(total, self._reduction.predivide, ranks)
         states = self._states_of(agreed)
-        values = InitialValues(self._collectives, [spec.name for spec in specs])
+        values = InitialValues(
+            [spec.name for spec in specs], agreed.name, self._collectives.process_set
+        )
         process_set = self._collectives.process_set
         self._plans[key] = _Plan(agreed, division, states, process_set, values, eager)
         return self._plans[key]
@@ -277,30 +278,29 @@ class _Plan:
         # The rows of a sparse gradient are others in every step.
         self._traced = tf.function(self._reduce_counted, autograph=False, reduce_retracing=True)
 
-    def compare(self, variables: Sequence[Any], advice: str) -> list[Any]:
-        """Compare the values of what is about to be reduced, if it is time to.
-
-        Returns:
-            The operations that a reduction in a graph has to wait for.
-
-        Raises:
-            RanksDisagree: see `InitialValues`.
-        """
-        operation = self._values.compare(variables, advice)
-        return [] if operation is None else [operation]
-
-    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
         """Return the reduced gradients; None where no rank has one.
 
         Args:
             gradients: of this rank; None where it has none.
+            variables: compare the values of these, if it is time to. Those that no rank has a
+                gradient of are left out.
+
+        Raises:
+            RanksDisagree: see `InitialValues`.
         """
         given = {i: self._as_planned(i, gradients[i]) for i in self._planned}
         if not self._eager:
-            reduced = self._reduce(given)
+            planned = {} if variables is None else {i: variables[i] for i in self._planned}
+            before = [self._values.compare_in_graph(planned)] if planned else []
+            with tf.control_dependencies(before):
+                reduced = self._reduce(given)
         else:
             has = tf.constant([int(gradient is not None) for gradient in gradients], tf.int32)
             reduced, ranks = self._traced(given, has)
+            if variables is not None:
+                given_to = dict(enumerate(variables))
+                self._values.compare(lambda: {i: v for i, v in given_to.items() if int(ranks[i])})
             if any(gradient is None for gradient in gradients):
                 ranks = ranks.numpy()
                 reduced = {i: gradient for i, gradient in reduced.items() if ranks[i]}

@@ -8,7 +8,7 @@ from hvdkit.core.runtime import Runtime, loading
 from hvdkit.engine.describe import require
 from hvdkit.errors import HvdkitError
 from hvdkit.tensorflow.devices import use_own_gpu
-from hvdkit.tensorflow.graphs import forget_traces
+from hvdkit.tensorflow.graphs import forget_traces, reset_counters
 
 engine = require("tensorflow")
 
@@ -62,4 +62,6 @@ def join() -> Any:
 
 def _joined(last: Any) -> Any:
     _runtime.renew()
+    # Ranks that have joined early have counted less than others.
+    reset_counters()
     return last

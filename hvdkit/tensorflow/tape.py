@@ -17,13 +17,6 @@ from hvdkit.tensorflow.compression import Compression, wire_format
 from hvdkit.tensorflow.graphs import place
 from hvdkit.tensorflow.reducer import GradientReducer
 
-#: Where ranks have different values of variables.
-_ADVICE = (
-    "Call hvd.broadcast_variables(model.variables, root_rank=0) before the first step or after it. "
-    "If ranks are to have different values, pass check_parameters=False to "
-    "hvd.DistributedGradientTape."
-)
-
 #: The gradients of variables, reduced.
 Reduce = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
@@ -69,9 +62,9 @@ def DistributedGradientTape(
         scale_local_gradients: divide the gradients of sources that are registered as local by the
             number of ranks, which keeps their ratio to averaged ones.
         bucket_bytes: the largest bucket of several gradients.
-        check_parameters: compare the variables' values between ranks before the second reduction,
-            and where they differ a few times more, before the 17th at last; raise if they still
-            differ.
+        check_parameters: compare the variables' values between ranks before the second reduction
+            and some later ones. If they differ, the first rank logs a warning, and from the 171st
+            reduction on it is an error on every rank.
 
     Raises:
         UsageError: the arguments do not fit together; nothing has been communicated.
@@ -100,8 +93,7 @@ def DistributedGradientTape(
             process_set,
             check_parameters,
         )
-        reducer = _reducer(*key, place(key))
-        return reducer(gradients, sources, _ADVICE if check_parameters else None)
+        return _reducer(*key, place(key))(gradients, sources, check_parameters)
 
     cls = type(gradtape)
     wrapped_class: type[_DistributedTape] = type(

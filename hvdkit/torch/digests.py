@@ -4,16 +4,13 @@ Mean gradients keep equal models equal, and different ones different: a forgotte
 `broadcast_parameters` trains one model per rank without any error.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 
 from hvdkit.core.agreement import check_agreement
-from hvdkit.core.values import Value
 from hvdkit.torch.collectives import TorchCollectives
 
 _CHUNK = 1 << 24
@@ -34,22 +31,6 @@ def check_values(collectives: TorchCollectives, parameters: Mapping[str, torch.T
         "pass, and with root_rank=last after last = hvd.join(). If ranks are to have different "
         "values, pass check_parameters=False to hvd.DistributedOptimizer.",
     )
-
-
-def values_of(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[Value]:
-    """Return the parameters' values on this rank, to be compared."""
-    return [
-        Value(name, digest, partial(_numbers, parameter))
-        for name, digest, parameter in zip(
-            names, digests(list(parameters)), parameters, strict=True
-        )
-    ]
-
-
-def _numbers(tensor: torch.Tensor) -> np.ndarray:
-    detached = tensor.detach()
-    real = torch.view_as_real(detached) if detached.is_complex() else detached
-    return real.to("cpu", torch.float64).numpy()
 
 
 @torch.no_grad()

@@ -18,11 +18,9 @@ from hvdkit.core.bucketing import unique_names
 from hvdkit.core.coordination import BackwardFailed
 from hvdkit.core.reduction import Reduction, ReductionState
 from hvdkit.core.synchronizer import Synchronizer
-from hvdkit.core.values import count_reduction
 from hvdkit.errors import HvdkitError
 from hvdkit.torch.backend import TorchBackend, spec
 from hvdkit.torch.collectives import TorchCollectives
-from hvdkit.torch.digests import values_of
 
 
 class _Parameters:
@@ -36,7 +34,6 @@ class _Parameters:
         overlaps: whether buckets can be sent during backward passes.
         expected_in: the generation of the collectives in which the gradients of a backward pass
             were expected that have not been applied; None where none are.
-        counted: reductions since the ranks agreed on the parameters, as `count_reduction` counts.
     """
 
     def __init__(
@@ -46,7 +43,6 @@ class _Parameters:
         self.synchronizer = synchronizer
         self.overlaps = True
         self.expected_in: int | None = None
-        self.counted = 0
         self._hooked = False
         self._arrived: set[int] = set()
 
@@ -190,7 +186,6 @@ class GradientReducer:
         gradients: Sequence[torch.Tensor | None],
         parameters: Sequence[torch.Tensor],
         names: Sequence[str],
-        advice: str | None = None,
     ) -> list[torch.Tensor | None]:
         """The reduced gradients. A collective: every rank calls it with the same parameters.
 
@@ -199,15 +194,12 @@ class GradientReducer:
             parameters: leaf tensors that need gradients. Afterwards a reduced gradient is its
                 parameter's `grad`.
             names: of the parameters, for errors.
-            advice: if given, the parameters' values are compared early on, see `count_reduction`;
-                what to do about a difference, for the error.
 
         Returns:
             As many, in the same order; None where no rank has a gradient.
 
         Raises:
-            RanksDisagree: on every rank, when they are to reduce different things, or see
-                `count_reduction`.
+            RanksDisagree: on every rank, when they are to reduce different things.
             BackwardFailed: on every rank, when the backward pass has raised on some only.
         """
         known = self._parameters(parameters, names)
@@ -216,12 +208,6 @@ class GradientReducer:
         known.take(gradients)
         self._expecting = None
         self._reduce(known, gradients)
-        if advice and not self._collectives.alone:
-            # After an error it is counted from 0.
-            counted, known.counted = known.counted, 0
-            known.counted = count_reduction(
-                self._collectives, counted, lambda: values_of(parameters, names), advice
-            )
         return [parameter.grad for parameter in known.parameters]
 
     def _reduce(self, known: _Parameters, gradients: Sequence[torch.Tensor | None] | None) -> None:
@@ -237,7 +223,6 @@ class GradientReducer:
         synchronizer = known.synchronizer
         if not synchronizer.agreed:
             synchronizer.agree()
-            known.counted = 0
         failed = gradients is None
         given = gradients or [None] * len(known.parameters)
         values = [*(int(gradient is not None) for gradient in given), int(failed)]

@@ -1,11 +1,13 @@
 """Gradient tapes whose gradients are those of one process with everyone's data."""
 
 import itertools
+import tempfile
 
 import numpy as np
 import pytest
 
 from hvdkit.core.agreement import RanksDisagree
+from tests.logs import recorded
 from tests.parallel.tensorflow.oracle import (
     assert_raised_on_all_ranks,
     assert_same_on_all_ranks,
@@ -511,49 +513,132 @@ def test_ranks_that_disagree_all_hear_of_it(hvd, where, difference, message):
     )
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("reduces", ["tape", "optimizer"])
-@pytest.mark.parametrize(
-    "broadcast", ["never", "after the first step", "after the sixth", "not meant"]
-)
-def test_initial_values_that_differ(hvd, where, reduces, broadcast):
-    """A loop may reduce several times before its first update, and broadcast after that."""
-    import keras
+_models = itertools.count(1)
+
+
+def own_values(hvd, seed=0, name=None):
+    """Variables that each rank has initialised for itself, and that no other test has."""
     import tensorflow as tf
 
-    import hvdkit.keras as hk
+    name = name or "v" * next(_models)
+    shapes = [(3,), (2, 2), ()]
+    return [
+        tf.Variable(numbers(seed + 7 * hvd.rank() + k, *shape), name=name)
+        for k, shape in enumerate(shapes)
+    ]
 
-    meant = broadcast != "not meant"
-    variables = [keras.Variable(numbers(hvd.rank(), 3)), keras.Variable(numbers(hvd.rank(), 2, 2))]
-    optimizer = keras.optimizers.SGD(0.1)
-    if reduces == "optimizer":
-        optimizer = hk.DistributedOptimizer(optimizer, check_parameters=meant)
-    optimizer.build(variables)
+
+def step_of(hvd, variables, where, others=(), **options):
+    """A training step, which also asks for the gradients of `others`, which have none."""
+    import tensorflow as tf
 
     def step():
         with tf.GradientTape() as tape:
-            loss = sum(tf.reduce_sum(tf.tanh(v.value)) for v in variables)
-        if reduces == "tape":
-            tape = hvd.DistributedGradientTape(tape, check_parameters=meant)
-        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+            loss = tf.add_n([tf.reduce_sum(tf.tanh(v)) for v in variables])
+        tape = hvd.DistributedGradientTape(tape, **options)
+        gradients = tape.gradient(loss, [*variables, *others])
+        for variable, gradient in zip(variables, gradients, strict=False):
+            variable.assign_sub(0.1 * gradient)
+        assert gradients[len(variables) :] == [None] * len(others)
 
-    step = tf.function(step) if where == "graph" else step
-    last = {"after the first step": 1, "after the sixth": 6}.get(broadcast)
-    if broadcast != "never":
-        for done in range(20):
-            if done == last:
-                hvd.broadcast_variables(variables, root_rank=0)
+    return tf.function(step) if where == "graph" else step
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_values_that_are_never_made_equal(hvd, where):
+    import tensorflow as tf
+
+    step = step_of(hvd, own_values(hvd, name="never"), where)
+    with recorded("hvdkit.tensorflow") as said:
+        for _ in range(170):
             step()
-        if meant:
-            assert_same_on_all_ranks(hvd, [v.numpy() for v in variables])
-        return
-    for _ in range(16):
-        step()
+    messages = [each.getMessage() for each in said]
+    # Of the second, third, sixth, ... reduction.
+    assert len(messages) == (7 if hvd.rank() == 0 else 0)
+    assert all("after 170 reductions" in message for message in messages)
     with pytest.raises((RanksDisagree, tf.errors.OpError), match="different values of") as caught:
         step()
-    text = str(caught.value)
-    assert "rank 0: " in text
-    assert "check_parameters=False to hvd.Distributed" in text
+    assert "rank 0: " in str(caught.value)
+    assert "check_parameters=False to hvd.Distributed" in str(caught.value)
+    # A next one of this kind is counted from 0.
+    with recorded("hvdkit.tensorflow") as said:
+        step_of(hvd, own_values(hvd, name="never"), where)()
+    assert not said
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(("reductions", "expected"), [(1, 0), (25, 5)])
+def test_values_that_a_late_broadcast_makes_equal(hvd, where, reductions, expected):
+    """A loop may reduce many times before its first update."""
+    variables = own_values(hvd)
+    step = step_of(hvd, variables, where)
+    with recorded("hvdkit.tensorflow") as said:
+        for done in range(200):
+            if done == reductions:
+                hvd.broadcast_variables(variables, root_rank=0)
+            step()
+    assert len(said) == (expected if hvd.rank() == 0 else 0)
+    assert_same_on_all_ranks(hvd, [v.numpy() for v in variables])
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_what_each_rank_has_for_itself_is_not_compared(hvd, where):
+    """Values that are meant to differ, and those of what has no gradient."""
+    shared, statistics = own_values(hvd), own_values(hvd, seed=100)
+    hvd.broadcast_variables(shared, root_rank=0)
+    meant = step_of(hvd, own_values(hvd), where, check_parameters=False)
+    moving = step_of(hvd, shared, where, others=statistics)
+    with recorded("hvdkit.tensorflow") as said:
+        for _ in range(175):
+            meant()
+            moving()
+    assert not said
+
+
+def test_twins_that_take_turns_are_both_compared(hvd):
+    twins = [own_values(hvd, name="twin"), own_values(hvd, seed=50, name="twin")]
+    hvd.broadcast_variables(twins[0], root_rank=0)
+    steps = [step_of(hvd, twin, "eager") for twin in twins]
+    with recorded("hvdkit.tensorflow") as said:
+        for _ in range(4):
+            for step in steps:
+                step()
+    assert bool(said) == (hvd.rank() == 0)
+
+
+def test_ranks_that_have_joined_after_different_numbers_of_steps(hvd):
+    """They go on with a graph that was traced before."""
+    variables = own_values(hvd)
+    hvd.broadcast_variables(variables, root_rank=0)
+    step = step_of(hvd, variables, "graph")
+    for _ in range(1 if hvd.rank() == 0 else 4):
+        step()
+    hvd.broadcast_variables(variables, root_rank=int(hvd.join()))
+    for _ in range(8):
+        step()
+    assert_same_on_all_ranks(hvd, [v.numpy() for v in variables])
+
+
+def test_a_module_whose_training_step_was_traced_can_be_saved(hvd):
+    import tensorflow as tf
+
+    class Trainer(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = tf.Variable([1.0, 2.0])
+
+        @tf.function(input_signature=[])
+        def train(self):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(self.weight**2)
+            tape = hvd.DistributedGradientTape(tape)
+            self.weight.assign_sub(0.1 * tape.gradient(loss, self.weight))
+
+    trainer = Trainer()
+    for _ in range(3):
+        trainer.train()
+    with tempfile.TemporaryDirectory() as folder:
+        tf.saved_model.save(trainer, folder)
 
 
 def test_adasum(hvd):
