@@ -4,6 +4,9 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
+# Not public: nothing else lets an op without inputs run again.
+from tensorflow.python.eager import context
+
 from hvdkit.core.runtime import Runtime, loading
 from hvdkit.engine.describe import require
 from hvdkit.errors import HvdkitError
@@ -53,14 +56,17 @@ def join() -> Any:
     Returns:
         The last rank to join, an integer tensor.
     """
-    last = mpi_ops.join()
     if tf.executing_eagerly():
-        return _joined(last)
-    # When it happens, and not when the graph is traced.
-    return tf.numpy_function(_joined, [last], last.dtype)
+        return _join()
+    # When it happens, and not when the graph is traced or optimized.
+    return tf.ensure_shape(tf.numpy_function(_join, [], tf.int32), ())
 
 
-def _joined(last: Any) -> Any:
+def _join() -> Any:
+    # To TensorFlow the op is a constant: it has no inputs and no state. Without this, a second call
+    # returns what the first one has, at once.
+    context.context().clear_kernel_cache()
+    last = mpi_ops.join()
     _runtime.renew()
     # Ranks that have joined early have counted less than others.
     reset_counters()
