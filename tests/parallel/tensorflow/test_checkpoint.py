@@ -202,7 +202,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(hvd):
         pytest.param("keras_digits", "keras-torch", marks=pytest.mark.long),
     ],
 )
-def test_digits_continue_from_a_kill(name, framework, tmp_path):
+def test_digits_go_on_after_a_kill(name, framework, tmp_path):
     two = Configuration(framework, "gloo", 2)
     # TensorFlow's files of generated code stay there when it is killed.
     environment = QUIET | {"TMPDIR": str(tmp_path)}
