@@ -59,11 +59,12 @@ class BackgroundWriter:
             CheckpointError: as `Store.open_for_writing` and `Writer.continue_from`.
         """
         if self._writer is None:
-            if self.run is None and self._base is None and not self._overwrite:
+            begins = self.run is None
+            if begins and not self._overwrite:
                 self._expect_no_steps()
+            # `continue_from` finds the run of a step that was restored.
             run = self.run if self._base is None else None
-            new_run = self._base is None and run is None
-            self._writer = self._store.open_for_writing(run=run, new_run=new_run)
+            self._writer = self._store.open_for_writing(run=run, new_run=begins)
         if self._base is not None:
             self._writer.continue_from(self._base)
             self._base = None

@@ -17,8 +17,8 @@ MAX_STEP = 10**12
 _STEP = re.compile(r"step-(\d{12})(?:-run(\d{1,9}))?(?:-\d{1,9})?")
 _SET_ASIDE = "damaged-"
 
-#: How often to look again where what was listed is not there any more.
-_LOOKS = 10
+#: How often to look again where a live writer has removed or renamed what was listed.
+LOOKS = 10
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ def scan(folder: int) -> list[Entry]:
     Raises:
         OSError: the folder cannot be listed.
     """
-    for _ in range(_LOOKS):
+    for _ in range(LOOKS):
         looked = [_look(folder, name) for name in disk.names(folder) if _STEP.fullmatch(name)]
         entries = [entry for entry in looked if entry is not None]
         if len(entries) == len(looked):
-            break  # otherwise a live writer has deleted or renamed one meanwhile
+            break
     return sorted(
         entries,
         key=lambda e: (
@@ -80,7 +80,7 @@ def newest_run(entries: Iterable[Entry]) -> int | None:
 
 
 def next_run(folder: int, entries: Iterable[Entry]) -> int:
-    """A number for a new run, which no step has, nor one that was set aside.
+    """Return a number for a new run. No step has it, not even a damaged one that was renamed.
 
     Raises:
         OSError: the folder cannot be listed.

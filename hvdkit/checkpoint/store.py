@@ -31,9 +31,6 @@ from hvdkit.errors import UsageError
 
 _log = logging.getLogger(__name__)
 
-#: How often to look again where a live writer has removed, meanwhile, all that was listed.
-_LOOKS = 10
-
 
 @dataclass(frozen=True)
 class StepInfo:
@@ -186,7 +183,7 @@ class Store:
             UsageError: there is no such `step`.
         """
         with self._open() as folder:
-            for _ in range(_LOOKS):
+            for _ in range(listing.LOOKS):
                 candidates = self._candidates(folder, step, run)
                 if not candidates or folder is None:
                     return None
@@ -280,7 +277,7 @@ class Store:
                 os.close(descriptor)
 
     def _candidates(self, folder: int | None, step: int | None, run: int | None) -> list[Entry]:
-        """What could be loaded, newest first, all of one run.
+        """Return the steps that could be loaded, newest first, all of one run.
 
         Raises:
             UsageError: `step` or `run` is given, and there is none.

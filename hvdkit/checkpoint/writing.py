@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,6 +33,9 @@ _CHUNK_BYTES = 1_000_000
 
 #: What the names of folders begin with that are being written and deleted.
 _WRITING, _DELETING = ".writing-", ".deleting-"
+
+#: Puts the files of a step into an open folder, whose path is for errors; returns its manifest.
+PutFiles = Callable[[int, Path], Manifest]
 
 
 @dataclass(frozen=True)
@@ -119,8 +123,10 @@ class Writer:
             newest = listing.newest_run(entries)
             self._expect_known(entry for entry in entries if entry.run == newest)
             self._next_run = listing.next_run(self._folder, entries)
-            continues = newest is not None and run in (None, newest) and not new_run
-            self.run = newest if newest is not None and continues else self._begin_run()
+            if newest is None or new_run or run not in (None, newest):
+                self.run = self._begin_run()
+            else:
+                self.run = newest
             self._resources = resources.pop_all()
 
     def write(self, snapshot: Snapshot) -> Path:
@@ -141,7 +147,7 @@ class Writer:
                 safetensors has no name for.
         """
         self._check()
-        final = self._commit(snapshot.step, lambda name: self._write_folder(name, snapshot))
+        final = self._commit(snapshot.step, partial(self._write_files, snapshot))
         self._retain()
         return self._path / self._settled(final, snapshot.step)
 
@@ -174,8 +180,7 @@ class Writer:
                 *(base.step, self._path),
             )
             return
-        made = replace(base, run=self.run, commit=self._commits + 1)
-        self._commit(base.step, lambda name: self._copy_folder(name, found[0].name, made))
+        self._commit(base.step, lambda folder, _: self._link_files(found[0].name, base, folder))
         older = [entry for entry in entries if entry.run != self.run]
         _log.warning(
             "a new run begins with step %d, which was restored; the other steps in %s stay, and "
@@ -194,15 +199,15 @@ class Writer:
 
     def _begin_run(self) -> int:
         """Return the number of a new run."""
-        self._next_run += 1
-        return self._next_run - 1
+        run, self._next_run = self._next_run, self._next_run + 1
+        return run
 
-    def _commit(self, step: int, fill: Callable[[str], None]) -> str:
+    def _commit(self, step: int, put_files: PutFiles) -> str:
         """Make a step visible, or nothing.
 
         Args:
             step: its number.
-            fill: makes a folder of the name that it is given, with all that belongs into it.
+            put_files: of the step.
 
         Returns:
             The name of the step's folder.
@@ -212,9 +217,9 @@ class Writer:
         self._attempts += 1
         name = f"{_WRITING}{self._lock.lease.token}-{self._attempts}"
         try:
-            fill(name)
+            self._make_folder(name, put_files)
             self._read_back(name, step)
-            # Somebody may have taken over while a large step was written.
+            # Another writer may have taken over while a large step was written.
             self._check()
             final = self._show(name, step)
         except BaseException:
@@ -246,44 +251,41 @@ class Writer:
         with failing("write to", self._path):
             self._lock.check()
 
-    def _write_folder(self, name: str, snapshot: Snapshot) -> None:
+    def _make_folder(self, name: str, put_files: PutFiles) -> None:
+        """Make the folder `name` of a step: its files, then the manifest, then an fsync of it."""
         path = self._path / name
         with failing("make", path):
             disk.make_folder(name, self._folder)
         with failing("write", path), disk.folder(name, self._folder) as folder:
-            files = {}
-            for file, pieces in _contents(snapshot):
-                with failing("write", path / file):
-                    files[file] = _write_file(file, pieces, folder)
-            made = Manifest(
-                step=snapshot.step,
-                epoch=snapshot.epoch,
-                world_size=snapshot.world_size,
-                commit=self._commits + 1,
-                run=self.run,
-                time=time.time(),
-                metrics={metric: float(value) for metric, value in snapshot.metrics.items()},
-                versions=snapshot.versions,
-                files=files,
-            )
+            made = put_files(folder, path)
             with failing("write", path / manifest.NAME):
                 _write_file(manifest.NAME, [memoryview(made.to_bytes())], folder)
             disk.sync_folder(folder, name)
 
-    def _copy_folder(self, name: str, old: str, made: Manifest) -> None:
-        """Make the folder `name` with the files of `old`, and a manifest of its own."""
-        path = self._path / name
-        with failing("make", path):
-            disk.make_folder(name, self._folder)
-        with (
-            failing("write", path),
-            disk.folder(old, self._folder) as source,
-            disk.folder(name, self._folder) as folder,
-        ):
-            for file in made.files:
+    def _write_files(self, snapshot: Snapshot, folder: int, path: Path) -> Manifest:
+        """Write the files of a snapshot. Returns the manifest that belongs to them."""
+        files = {}
+        for file, pieces in _contents(snapshot):
+            with failing("write", path / file):
+                files[file] = _write_file(file, pieces, folder)
+        return Manifest(
+            step=snapshot.step,
+            epoch=snapshot.epoch,
+            world_size=snapshot.world_size,
+            commit=self._commits + 1,
+            run=self.run,
+            time=time.time(),
+            metrics={metric: float(value) for metric, value in snapshot.metrics.items()},
+            versions=snapshot.versions,
+            files=files,
+        )
+
+    def _link_files(self, old: str, base: Manifest, folder: int) -> Manifest:
+        """Link the files of the step `old`. Returns the manifest of the same step in this run."""
+        with disk.folder(old, self._folder) as source:
+            for file in base.files:
                 disk.link(file, source, folder)
-            _write_file(manifest.NAME, [memoryview(made.to_bytes())], folder)
-            disk.sync_folder(folder, name)
+        return replace(base, run=self.run, commit=self._commits + 1)
 
     def _read_back(self, name: str, step: int) -> None:
         opened, problems = examine(name, self._folder, step)

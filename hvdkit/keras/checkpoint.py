@@ -200,7 +200,7 @@ class Checkpoint(FollowsFit):
             alike=("data", "progress"),
             versions={"keras": keras.__version__, backend.NAME: backend.framework_version()},
             window_open=lambda: place.at_end or bool(distribution and distribution.window_open),
-            # A second `fit` goes on with the run of the first.
+            # A second `fit` continues the run of the first.
             run=None if self._manager is None else self._manager.run,
             overwrite=self._overwrite,
             **self._settings,

@@ -39,7 +39,12 @@ def parts_of(model: Any) -> dict[str, Part]:
 
 
 def rank_parts_of(model: Any, ranks: int) -> dict[str, RankPart]:
-    """What each of so many ranks has for itself, but for its metrics."""
+    """The parts that each rank has for itself, but for its metrics.
+
+    Args:
+        model: built and compiled.
+        ranks: how many ranks the job has.
+    """
     return {
         "seeds": OwnVariables(lambda: _seeds(model)),
         "global_seed": GlobalSeed(),

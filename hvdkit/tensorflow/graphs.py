@@ -67,27 +67,29 @@ class Counter:
         self._name = f"hvdkit.counter.{next(_numbers)}"
         # Kept, because it goes with the last handle.
         with tf.init_scope():
-            self._handle = self._new_handle()
+            self._handle = self.handle()
         self.reset()
         _counters.add(self)
 
-    def read(self) -> tf.Tensor:
-        """Return it, in the graph that is traced."""
-        self._in_graph = self._new_handle()
-        return resource_ops.read_variable_op(self._in_graph, tf.int32)
+    def handle(self) -> tf.Tensor:
+        """Return what `read` and `assign` take, in the graph that is traced."""
+        with tf.device("/cpu:0"):
+            return resource_ops.var_handle_op(dtype=tf.int32, shape=[], shared_name=self._name)
 
-    def assign(self, value: tf.Tensor) -> Any:
-        """Change it after the last `read`, in the same graph; return the operation."""
-        return resource_ops.assign_variable_op(self._in_graph, value)
+    @staticmethod
+    def read(handle: tf.Tensor) -> tf.Tensor:
+        """Return the number. A graph runs what has the same handle in the program's order."""
+        return resource_ops.read_variable_op(handle, tf.int32)
+
+    @staticmethod
+    def assign(handle: tf.Tensor, value: tf.Tensor) -> Any:
+        """Change the number; return the operation."""
+        return resource_ops.assign_variable_op(handle, value)
 
     def reset(self) -> None:
         """Make it 0, now."""
         with tf.init_scope():
-            resource_ops.assign_variable_op(self._handle, tf.constant(0))
-
-    def _new_handle(self) -> Any:
-        with tf.device("/cpu:0"):
-            return resource_ops.var_handle_op(dtype=tf.int32, shape=[], shared_name=self._name)
+            self.assign(self._handle, tf.constant(0))
 
 
 _numbers = itertools.count()

@@ -15,6 +15,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvdkit.core.agreement import RanksDisagree
 from hvdkit.tensorflow.graphs import Counter
+from hvdkit.tensorflow.variables import tf_variable_or_none
 
 _log = logging.getLogger("hvdkit.tensorflow")
 
@@ -70,24 +71,29 @@ class InitialValues:
             self._check(tf.constant(count), variables())
 
     def compare_in_graph(self, variables: Mapping[int, Any]) -> Any:
-        """Do the same in a graph, where TensorFlow raises an error of its own, with this text.
+        """The same as `compare`, in a graph. The error is TensorFlow's own, with this text in it.
 
         Returns:
             The operation, which the reduction is to wait for.
         """
         if self._counter is None:
             self._counter = Counter()
-        count = self._counter.read()
+        handle = self._counter.handle()
+        count = Counter.read(handle)
         checked = tf.cond(
             tf.reduce_any(tf.equal(count, _COMPARED)),
             lambda: self._check(count, variables),
             lambda: tf.constant(0),
         )
         with tf.control_dependencies([checked]):
-            return self._counter.assign(tf.minimum(count, _COMPARED[-1]) + 1)
+            return Counter.assign(handle, tf.minimum(count, _COMPARED[-1]) + 1)
 
     def _check(self, count: tf.Tensor, variables: Mapping[int, Any]) -> tf.Tensor:
-        found = {k: v for k, given in variables.items() if (v := _variable_of(given)) is not None}
+        found = {
+            k: variable
+            for k, source in variables.items()
+            if (variable := tf_variable_or_none(source)) is not None
+        }
         if not found:
             return tf.constant(0)
         with tf.device("/cpu:0"):
@@ -188,9 +194,3 @@ def _as_float(value: tf.Tensor) -> tf.Tensor:
     if value.dtype.is_complex:
         value = tf.stack([tf.math.real(value), tf.math.imag(value)], -1)
     return tf.cast(value, tf.float64)
-
-
-def _variable_of(source: Any) -> tf.Variable | None:
-    held = getattr(source, "value", None)  # of a keras.Variable
-    variable = held if isinstance(held, tf.Variable) else source
-    return variable if isinstance(variable, tf.Variable) else None

@@ -160,7 +160,7 @@ class Statistics:
         return {} if size > self._largest else {name: _content(v) for name, v in own.items()}
 
     def adopt(self, tree: Tree) -> None:
-        """Go on with it."""
+        """Put it back."""
         own = self._variables()
         for name in own.keys() & tree.keys():
             _put(own[name], tree[name])

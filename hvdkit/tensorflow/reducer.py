@@ -165,10 +165,8 @@ class GradientReducer:
         total = 1.0 / self._passes / (ranks if self._reduction.average else 1)
         division = Division(total, self._reduction.predivide, ranks)
         states = self._states_of(agreed)
-        values = InitialValues(
-            [spec.name for spec in specs], agreed.name, self._collectives.process_set
-        )
         process_set = self._collectives.process_set
+        values = InitialValues([spec.name for spec in specs], agreed.name, process_set)
         self._plans[key] = _Plan(agreed, division, states, process_set, values, eager)
         return self._plans[key]
 
@@ -299,8 +297,10 @@ class _Plan:
             has = tf.constant([int(gradient is not None) for gradient in gradients], tf.int32)
             reduced, ranks = self._traced(given, has)
             if variables is not None:
-                given_to = dict(enumerate(variables))
-                self._values.compare(lambda: {i: v for i, v in given_to.items() if int(ranks[i])})
+                every = list(variables)
+                self._values.compare(
+                    lambda: {i: every[i] for i, count in enumerate(ranks.numpy()) if count}
+                )
             if any(gradient is None for gradient in gradients):
                 ranks = ranks.numpy()
                 reduced = {i: gradient for i, gradient in reduced.items() if ranks[i]}

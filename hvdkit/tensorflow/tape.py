@@ -16,6 +16,7 @@ from hvdkit.errors import UsageError
 from hvdkit.tensorflow.compression import Compression, wire_format
 from hvdkit.tensorflow.graphs import place
 from hvdkit.tensorflow.reducer import GradientReducer
+from hvdkit.tensorflow.variables import tf_variable_or_none
 
 #: The gradients of variables, reduced.
 Reduce = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
@@ -241,8 +242,8 @@ class _DistributedTape(tf.GradientTape):
 
 def _identity(source: Any) -> int:
     # A keras.Variable and the tf.Variable that it holds are the same source.
-    held = getattr(source, "value", None)
-    return id(held if isinstance(held, tf.Variable) else source)
+    variable = tf_variable_or_none(source)
+    return id(source if variable is None else variable)
 
 
 def _divided(gradient: Any, size: int) -> Any:

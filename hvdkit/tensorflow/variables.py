@@ -7,17 +7,23 @@ import tensorflow as tf
 from hvdkit.errors import UsageError
 
 
+def tf_variable_or_none(source: Any) -> tf.Variable | None:
+    """The `tf.Variable` that `source` is or, as a `keras.Variable`, holds; otherwise None."""
+    if isinstance(source, tf.Variable):
+        return source
+    held = getattr(source, "value", None)
+    return held if isinstance(held, tf.Variable) else None
+
+
 def tf_variable(variable: Any) -> tf.Variable:
-    """The `tf.Variable` that `variable` is or, as a `keras.Variable`, holds.
+    """The same for what must be one.
 
     Raises:
         UsageError: it is neither.
     """
-    if isinstance(variable, tf.Variable):
-        return variable
-    held = getattr(variable, "value", None)
-    if isinstance(held, tf.Variable):
-        return held
+    found = tf_variable_or_none(variable)
+    if found is not None:
+        return found
     raise UsageError(
         f"expected a tf.Variable, or a keras.Variable of Keras on TensorFlow; this is a "
         f"{type(variable).__name__}"

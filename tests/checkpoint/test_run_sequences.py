@@ -43,7 +43,7 @@ _JOB = st.fixed_dictionaries(
 
 
 def work(folder, job, number, say):
-    """What a job does, in a process of its own."""
+    """Do a job's actions, in a process of its own."""
     calls = 0
 
     def before(step, name):

@@ -52,7 +52,7 @@ def test_state_of_no_parameter(hvd):
     ],
 )
 def test_state_that_was_saved_on_the_host_goes_to_the_device(hvd, name, options, on_host):
-    """As with torch's own load_state_dict: the moments beside the parameters."""
+    """The moments go beside the parameters, as torch's own load_state_dict puts them."""
     import torch
 
     weight = torch.ones(3, device="meta", requires_grad=True)

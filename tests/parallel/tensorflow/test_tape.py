@@ -607,7 +607,7 @@ def test_twins_that_take_turns_are_both_compared(hvd):
 
 
 def test_ranks_that_have_joined_after_different_numbers_of_steps(hvd):
-    """They go on with a graph that was traced before."""
+    """After `join` they use a graph that was traced before it."""
     variables = own_values(hvd)
     hvd.broadcast_variables(variables, root_rank=0)
     step = step_of(hvd, variables, "graph")
