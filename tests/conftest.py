@@ -9,6 +9,10 @@ import psutil
 import pytest
 
 _GRACE_SECONDS = 5.0
+# In the environment of processes that stay for the session: ranks of a pool, servers.
+_KEPT_MARKS = {"HVDKIT_RANK_GROUP", "HVDKIT_TEST_SERVER"}
+# Of fsspec: one thread for all its requests, and its helpers.
+_KEPT_THREADS = ("hvdkit-rend", "fsspecIO", "asyncio_")
 
 
 def pytest_addoption(parser):
@@ -31,14 +35,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _unmarked_children():
-    """Our child processes, apart from the ranks that a session's pool keeps for the next tests."""
+    """Our child processes, apart from those that stay for the session."""
     children = set()
     for child in psutil.Process().children(recursive=True):
         try:
-            if (
-                child.status() != psutil.STATUS_ZOMBIE
-                and "HVDKIT_RANK_GROUP" not in child.environ()
-            ):
+            if child.status() != psutil.STATUS_ZOMBIE and not _KEPT_MARKS & child.environ().keys():
                 children.add(child)
         except psutil.Error:
             continue  # it ended between the two looks
@@ -46,7 +47,7 @@ def _unmarked_children():
 
 
 def _threads():
-    return {thread for thread in threading.enumerate() if not thread.name.startswith("hvdkit-rend")}
+    return {t for t in threading.enumerate() if not t.name.startswith(_KEPT_THREADS)}
 
 
 def _new(look, before):

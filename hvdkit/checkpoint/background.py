@@ -74,7 +74,7 @@ class BackgroundWriter:
         entries = self._store.entries()
         if entries:
             raise UsageError(
-                f"{self._store.folder} has checkpoints of an earlier run, the newest of step "
+                f"{self._store.location} has checkpoints of an earlier run, the newest of step "
                 f"{entries[-1].step}, and none of them was restored. Call restore() first to go on "
                 f"there; or give another folder; or pass overwrite=True, which begins a new run in "
                 f"this one and deletes nothing of the earlier"
@@ -109,14 +109,14 @@ class BackgroundWriter:
     def _write(self, writer: Writer, snapshot: Snapshot) -> None:
         began = time.perf_counter()
         try:
-            path = writer.write(snapshot)
+            location = writer.write(snapshot)
         except Exception as error:
             self._failure = error
         except BaseException as error:
             # Of a thread, it would end nothing but the thread.
             self._failure = CheckpointError(f"step {snapshot.step} was not saved: {error!r}")
         else:
-            _log.info("%s written in %.1f s", path, time.perf_counter() - began)
+            _log.info("%s written in %.1f s", location, time.perf_counter() - began)
 
     def finish(self) -> None:
         """Wait for the write that is going on, if any.

@@ -32,7 +32,7 @@ def add_actions(add: AddAction, export: Export) -> None:
         name: str, help: str, example: str, run: Callable[[argparse.Namespace], int]
     ) -> argparse.ArgumentParser:
         parser = add(name, help, f"  hvdkit checkpoint {example}")
-        parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of checkpoints")
+        parser.add_argument("folder", metavar="DIR", help="the folder of checkpoints, or a URL")
         parser.set_defaults(run=run, when_ended="the steps that are listed are whole.")
         return parser
 
@@ -65,7 +65,7 @@ def add_actions(add: AddAction, export: Export) -> None:
         help="also keep the step with the best value; may be given several times",
     )
     prune.add_argument(
-        "--damaged", action="store_true", help="delete those that were set aside, too"
+        "--damaged", action="store_true", help="delete those that were quarantined, too"
     )
     prune.add_argument(
         "--older-runs", action="store_true", help="delete all steps of older runs, too"

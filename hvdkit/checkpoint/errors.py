@@ -43,7 +43,7 @@ _ADVICE = {
 
 
 @contextmanager
-def failing(action: str, path: Path) -> Iterator[None]:
+def failing(action: str, path: str | Path) -> Iterator[None]:
     """Turn the system's errors while `action` is done to `path` into a `CheckpointError`."""
     try:
         yield

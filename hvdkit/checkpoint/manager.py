@@ -20,12 +20,12 @@ import hvdkit
 from hvdkit.checkpoint import tree
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.exchange import StepWord, compare, exchange
-from hvdkit.checkpoint.listing import MAX_STEP
 from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.reading import OpenCheckpoint, Outline
 from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
 from hvdkit.checkpoint.snapshot import SnapshotMemory
 from hvdkit.checkpoint.state import Part, RankPart, Tensor, Tree
+from hvdkit.checkpoint.storage import MAX_STEP
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.checkpoint.transfer import InTurn, Transfer, destinations

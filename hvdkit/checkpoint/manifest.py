@@ -113,8 +113,7 @@ class Manifest:
                 for name, record in self.files.items()
             },
         }
-        body = json.dumps(fields, indent=1, allow_nan=False).removesuffix("\n}").encode()
-        data = body + (_SEAL % xxhash.xxh3_128_hexdigest(body)).encode()
+        data = sealed(fields)
         if len(data) > MAX_MANIFEST_BYTES:
             raise UsageError(
                 f"step {self.step}'s manifest would have {len(data)} bytes; expected at most "
@@ -130,17 +129,7 @@ class Manifest:
             Damaged: it is not that.
             CheckpointError: it is of a later version of hvdkit.
         """
-        body, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
-        if seal != (_SEAL % xxhash.xxh3_128_hexdigest(body)).encode():
-            raise Damaged(NAME, "its own hash differs: it was changed, or is no manifest")
-        fields = parse_json(NAME, data)
-        if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
-            raise Damaged(NAME, f"its format is not {_FORMAT!r}")
-        if fields.get("version") != _VERSION:
-            raise CheckpointError(
-                f"{NAME} is of version {fields.get('version')!r:.20}; this hvdkit reads version "
-                f"{_VERSION}. Update hvdkit."
-            )
+        fields = unsealed(NAME, data, _FORMAT, _VERSION)
         try:
             return cls(
                 step=_count(fields["step"]),
@@ -158,6 +147,39 @@ class Manifest:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(NAME, f"it has wrong entries ({error})") from error
+
+
+def sealed(fields: Mapping[str, Any]) -> bytes:
+    """JSON whose last entry is the hash of all bytes before that entry."""
+    body = json.dumps(fields, indent=1, allow_nan=False).removesuffix("\n}").encode()
+    return body + (_SEAL % xxhash.xxh3_128_hexdigest(body)).encode()
+
+
+def unsealed(file: str, data: bytes, format: str, version: int) -> dict[str, Any]:
+    """Read what `sealed` has given.
+
+    Args:
+        file: its name, for errors.
+        data: its content.
+        format: the entry "format" that it must have.
+        version: the entry "version" that it must have.
+
+    Raises:
+        Damaged: it is not that.
+        CheckpointError: it is of a later version of hvdkit.
+    """
+    body, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+    if seal != (_SEAL % xxhash.xxh3_128_hexdigest(body)).encode():
+        raise Damaged(file, "its own hash differs: it was changed, or is not hvdkit's")
+    fields = parse_json(file, data)
+    if not isinstance(fields, dict) or fields.get("format") != format:
+        raise Damaged(file, f"its format is not {format!r}")
+    if fields.get("version") != version:
+        raise CheckpointError(
+            f"{file} is of version {fields.get('version')!r:.20}; this hvdkit reads version "
+            f"{version}. Update hvdkit."
+        )
+    return fields
 
 
 def check_file_name(name: str) -> str:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import xxhash
 
-from hvdkit.checkpoint import disk, manifest, tensors, tree
+from hvdkit.checkpoint import manifest, tensors, tree
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.state import TensorSpec, Tree
+from hvdkit.checkpoint.storage import StepFiles
+from hvdkit.checkpoint.tensors import ReadInto
 
 #: What is read and hashed at once: stays in the processor's cache between the two.
 _CHUNK_BYTES = 1_000_000
@@ -97,10 +99,10 @@ class Outline:
 class OpenCheckpoint:
     """A step that was found whole and good, with its files open. A context manager.
 
-    It can be read to its end even if the step is removed meanwhile.
+    In a folder it can be read to its end even if the step is removed meanwhile.
     """
 
-    def __init__(self, outline: Outline, files: _Files, begins: Mapping[str, int]) -> None:
+    def __init__(self, outline: Outline, files: StepFiles, begins: Mapping[str, int]) -> None:
         self.outline = outline
         self._files = files
         self._begins = begins
@@ -117,9 +119,8 @@ class OpenCheckpoint:
             CheckpointError: the step has no tensors for such a part.
         """
         name = self._file(part)
-        return TensorStream(
-            name, self._files.descriptors[name], self._begins[part], self.manifest.files[name]
-        )
+        read_into = partial(self._files.read_into, name)
+        return TensorStream(name, read_into, self._begins[part], self.manifest.files[name])
 
     def read(self, part: str, name: str, out: np.ndarray) -> None:
         """Copy the content of one tensor into `out`: uint8, contiguous, of its size in bytes.
@@ -130,7 +131,7 @@ class OpenCheckpoint:
         begin, end = tensors.spans(self.outline.specs[part])[name]
         if out.size != end - begin:
             raise ValueError(f"{part}'s tensor {name} has {end - begin} bytes, not {out.size}")
-        disk.read_into(self._files.descriptors[file], out, self._begins[part] + begin, file)
+        self._files.read_into(file, out, self._begins[part] + begin)
 
     def close(self) -> None:
         """Close the files. May be called again."""
@@ -163,14 +164,16 @@ class TensorStream:
         size: bytes in all: the sum over the tensors.
     """
 
-    def __init__(self, name: str, descriptor: int, begin: int, record: manifest.FileRecord) -> None:
+    def __init__(
+        self, name: str, read_into: ReadInto, begin: int, record: manifest.FileRecord
+    ) -> None:
         self.size = record.size - begin
         self._name = name
-        self._descriptor = descriptor
+        self._read_into = read_into
         self._offset = begin
         self._record = record
         header = np.empty(begin, np.uint8)
-        disk.read_into(descriptor, header, 0, name)
+        read_into(header, 0)
         self._hash = xxhash.xxh3_128(header.data)
 
     def read_into(self, out: np.ndarray) -> None:
@@ -185,7 +188,7 @@ class TensorStream:
             left = self._record.size - self._offset
             raise ValueError(f"{out.size} bytes of {self._name} are wanted, and {left} are left")
         for chunk in _chunks(out):
-            disk.read_into(self._descriptor, chunk, self._offset, self._name)
+            self._read_into(chunk, self._offset)
             self._hash.update(chunk.data)
             self._offset += chunk.size
         if self._offset == self._record.size and self._hash.hexdigest() != self._record.xxh3_128:
@@ -193,13 +196,12 @@ class TensorStream:
 
 
 def examine(
-    folder: str, parent: int, step: int, progress: Callable[[int], None] | None = None
+    open_step: Callable[[], StepFiles], step: int, progress: Callable[[int], None] | None = None
 ) -> tuple[OpenCheckpoint | None, list[Problem]]:
     """Read all of a step, and compare it with its manifest.
 
     Args:
-        folder: the step's, inside of `parent`.
-        parent: descriptor of the folder of checkpoints.
+        open_step: opens the step for reading.
         step: the number that the manifest must have.
         progress: called with the number of bytes read since the call before.
 
@@ -209,113 +211,95 @@ def examine(
     Raises:
         CheckpointError: it cannot be read, for a reason that says nothing about it.
     """
-    files = _Files()
-    try:
+    with ExitStack() as resources:
         try:
-            with disk.reading(folder), disk.folder(folder, parent) as descriptor:
-                found = read_manifest(descriptor, step)
-                problems = list(files.open(descriptor, found, progress))
+            files = open_step()
+            resources.callback(files.close)
+            found = read_manifest(files, step)
+            problems = list(_compare(files, found, progress))
             if not problems:
-                return _opened(found, files), []
+                opened = _opened(found, files)
+                resources.pop_all()
+                return opened, []
         except Damaged as error:
             problems = [Problem(error.file, error.reason)]
-    except BaseException:
-        files.close()
-        raise
-    files.close()
     return None, problems
 
 
-def read_manifest(folder: int, step: int) -> Manifest:
-    """The manifest of the step whose open folder is `folder`.
+def read_manifest(files: StepFiles, step: int) -> Manifest:
+    """Read the manifest of a step.
 
     Raises:
         Damaged: there is none, or it is not that of `step`, or not as it was written.
         CheckpointError: it cannot be read, or is of a later version.
     """
-    descriptor, size = disk.open_plain(manifest.NAME, folder)
-    try:
-        if size > manifest.MAX_MANIFEST_BYTES:
-            raise Damaged(manifest.NAME, f"it has {size} bytes, more than a manifest can have")
-        content = np.empty(size, np.uint8)
-        disk.read_into(descriptor, content, 0, manifest.NAME)
-    finally:
-        os.close(descriptor)
-    found = Manifest.from_bytes(content.tobytes())
+    size = files.open(manifest.NAME)
+    if size > manifest.MAX_MANIFEST_BYTES:
+        raise Damaged(manifest.NAME, f"it has {size} bytes, more than a manifest can have")
+    found = Manifest.from_bytes(_content(files, manifest.NAME, size))
     if found.step != step:
         raise Damaged(manifest.NAME, f"it is that of step {found.step}")
     return found
 
 
-class _Files:
-    """The open files of a step, by name."""
-
-    def __init__(self) -> None:
-        self.descriptors: dict[str, int] = {}
-        self.sizes: dict[str, int] = {}
-
-    def open(
-        self, folder: int, found: Manifest, progress: Callable[[int], None] | None
-    ) -> Iterator[Problem]:
-        """Open and hash what the manifest lists; yields what is wrong with it."""
-        # First all are opened: the step may be deleted while they are read.
-        missing = False
-        for name, record in found.files.items():
-            try:
-                self.descriptors[name], self.sizes[name] = disk.open_plain(name, folder)
-                if self.sizes[name] != record.size:
-                    raise Damaged(name, f"it has {self.sizes[name]} bytes instead of {record.size}")
-            except Damaged as error:
-                missing = True
-                yield Problem(error.file, error.reason)
-        if missing:
-            return
-        buffer = np.empty(_CHUNK_BYTES, np.uint8)
-        for name, record in found.files.items():
-            try:
-                if self._hash(name, buffer, progress) != record.xxh3_128:
-                    raise Damaged(name, "its content is not what was written: its hash differs")
-            except Damaged as error:
-                yield Problem(error.file, error.reason)
-
-    def _hash(self, name: str, buffer: np.ndarray, progress: Callable[[int], None] | None) -> str:
-        state = xxhash.xxh3_128()
-        for offset in range(0, self.sizes[name], _CHUNK_BYTES):
-            chunk = buffer[: min(_CHUNK_BYTES, self.sizes[name] - offset)]
-            disk.read_into(self.descriptors[name], chunk, offset, name)
-            state.update(chunk.data)
-            if progress:
-                progress(chunk.size)
-        return state.hexdigest()
-
-    def json(self, name: str) -> Any:
-        """The content of one that is JSON."""
-        if name not in self.descriptors:
-            raise Damaged(name, "the manifest does not list it")
-        size = self.sizes[name]
-        if size > manifest.MAX_JSON_BYTES:
-            raise Damaged(
-                name, f"it has {size} bytes; expected at most {manifest.MAX_JSON_BYTES} of JSON"
-            )
-        content = np.empty(size, np.uint8)
-        disk.read_into(self.descriptors[name], content, 0, name)
-        return manifest.parse_json(name, content.tobytes())
-
-    def close(self) -> None:
-        while self.descriptors:
-            _, descriptor = self.descriptors.popitem()
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+def _compare(
+    files: StepFiles, found: Manifest, progress: Callable[[int], None] | None
+) -> Iterator[Problem]:
+    """Open and hash what the manifest lists; yields what is wrong with it."""
+    # First all are opened: the step may be deleted while they are read.
+    missing = False
+    for name, record in found.files.items():
+        try:
+            size = files.open(name)
+            if size != record.size:
+                raise Damaged(name, f"it has {size} bytes instead of {record.size}")
+        except Damaged as error:
+            missing = True
+            yield Problem(error.file, error.reason)
+    if missing:
+        return
+    buffer = np.empty(_CHUNK_BYTES, np.uint8)
+    for name, record in found.files.items():
+        try:
+            state = xxhash.xxh3_128()
+            for offset in range(0, record.size, _CHUNK_BYTES):
+                chunk = buffer[: min(_CHUNK_BYTES, record.size - offset)]
+                files.read_into(name, chunk, offset)
+                state.update(chunk.data)
+                if progress:
+                    progress(chunk.size)
+            if state.hexdigest() != record.xxh3_128:
+                raise Damaged(name, "its content is not what was written: its hash differs")
+        except Damaged as error:
+            yield Problem(error.file, error.reason)
 
 
-def _opened(found: Manifest, files: _Files) -> OpenCheckpoint:
+def _content(files: StepFiles, name: str, size: int) -> bytes:
+    content = np.empty(size, np.uint8)
+    files.read_into(name, content, 0)
+    return content.tobytes()
+
+
+def _json(files: StepFiles, found: Manifest, name: str) -> Any:
+    """The content of a file that is JSON."""
+    if name not in found.files:
+        raise Damaged(name, "the manifest does not list it")
+    size = found.files[name].size
+    if size > manifest.MAX_JSON_BYTES:
+        raise Damaged(
+            name, f"it has {size} bytes; expected at most {manifest.MAX_JSON_BYTES} of JSON"
+        )
+    return manifest.parse_json(name, _content(files, name, size))
+
+
+def _opened(found: Manifest, files: StepFiles) -> OpenCheckpoint:
     """The step that `files` are, if their contents fit together."""
-    trees, ranks = files.json(manifest.STATE), files.json(manifest.RANKS)
+    trees, ranks = (_json(files, found, name) for name in (manifest.STATE, manifest.RANKS))
     begins, specs = {}, {}
     for part in found.parts_with_tensors:
         name = part + manifest.TENSORS_SUFFIX
         begins[part], specs[part] = tensors.read_header(
-            files.descriptors[name], files.sizes[name], name
+            partial(files.read_into, name), found.files[name].size, name
         )
     outline = Outline(found, trees, specs, tuple(ranks) if isinstance(ranks, list) else ())
     _check(manifest.RANKS, lambda: _check_ranks(outline, ranks))

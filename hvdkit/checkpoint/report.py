@@ -15,11 +15,11 @@ from rich.table import Table
 
 from hvdkit.checkpoint import tensors
 from hvdkit.checkpoint.errors import printable
-from hvdkit.checkpoint.listing import Entry
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import OpenCheckpoint, Problem
 from hvdkit.checkpoint.retention import Retention
 from hvdkit.checkpoint.state import TensorSpec
+from hvdkit.checkpoint.storage import Entry
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
 
@@ -34,9 +34,9 @@ def list_steps(store: Store, console: Console) -> None:
         CheckpointError: the folder cannot be read.
     """
     _expect_folder(store)
-    entries, aside = store.entries(), store.set_aside()
-    if not entries and not aside:
-        _print(console, f"no steps in {store.folder}")
+    entries, quarantined = store.entries(), store.quarantined()
+    if not entries and not quarantined:
+        _print(console, f"no steps in {store.location}")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     runs = {entry.run for entry in entries}
@@ -53,8 +53,8 @@ def list_steps(store: Store, console: Console) -> None:
     for entry in entries:
         if entry.error is not None:
             _print(console, f"{entry.name} is damaged: {entry.error}")
-    for name in aside:
-        _print(console, f"{name} was found damaged and set aside")
+    for name in quarantined:
+        _print(console, f"{name} was found damaged and quarantined")
 
 
 def open_step(store: Store, step: int | None, run: int | None = None) -> OpenCheckpoint:
@@ -66,9 +66,11 @@ def open_step(store: Store, step: int | None, run: int | None = None) -> OpenChe
     """
     _expect_folder(store)
     # Looking changes nothing.
-    opened = store.newest_good(step, run, set_aside=False)
+    opened = store.newest_good(step, run, quarantine=False)
     if opened is None:
-        raise UsageError(f"there are no steps in {store.folder}; expected a folder of checkpoints.")
+        raise UsageError(
+            f"there are no steps in {store.location}; expected a folder of checkpoints."
+        )
     return opened
 
 
@@ -108,10 +110,10 @@ def verify(store: Store, step: int | None, console: Console) -> bool:
     entries = [entry for entry in store.entries() if step in (None, entry.step)]
     if not entries:
         raise UsageError(
-            f"there is no step {step} in {store.folder}; `hvdkit checkpoint ls {store.folder}` "
+            f"there is no step {step} in {store.location}; `hvdkit checkpoint ls {store.location}` "
             "lists them."
             if step is not None
-            else f"there are no steps in {store.folder}; expected a folder of checkpoints."
+            else f"there are no steps in {store.location}; expected a folder of checkpoints."
         )
     total = sum(entry.manifest.size for entry in entries if entry.manifest)
     verdicts: list[tuple[Entry, list[Problem]]] = []
@@ -141,7 +143,7 @@ def prune(
         store: where.
         retention: what stays. Those that stay are verified first, and a damaged one is not counted.
         console: where to say it.
-        damaged: also delete the steps that were set aside.
+        damaged: also delete the steps that were quarantined.
         older_runs: also delete all steps of older runs.
         dry_run: only say what would be deleted.
 
@@ -160,17 +162,17 @@ def prune(
             going = store.prunable(retention, older_runs, progress)
         sizes = {entry.name: entry.size for entry in going}
         if damaged:
-            sizes |= dict.fromkeys(store.set_aside(), 0)
+            sizes |= dict.fromkeys(store.quarantined(), 0)
         for name, size in sizes.items():
             _print(
                 console, f"{'would delete' if dry_run else 'deleting'} {name}" + _in_brackets(size)
             )
         if not dry_run:
-            writer.prune(sizes)
+            writer.prune(list(sizes))
     hints = [
         hint
         for hint, useful in (
-            ("--damaged deletes what was set aside", not damaged and bool(store.set_aside())),
+            ("--damaged deletes what was quarantined", not damaged and bool(store.quarantined())),
             (
                 "--older-runs deletes those of older runs",
                 not older_runs and bool(store.of_older_runs()),
@@ -248,9 +250,9 @@ def _in_brackets(size: int) -> str:
 
 
 def _expect_folder(store: Store) -> None:
-    if not store.folder.is_dir():
+    if not store.exists():
         raise UsageError(
-            f"there is no folder {store.folder}; expected the one that checkpoints are saved to."
+            f"there is no folder {store.location}; expected the one that checkpoints are saved to."
         )
 
 

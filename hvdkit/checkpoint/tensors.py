@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from hvdkit.checkpoint import disk, manifest
+from hvdkit.checkpoint import manifest
 from hvdkit.checkpoint.dtypes import ELEMENT_BYTES
 from hvdkit.checkpoint.errors import Damaged
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.errors import UsageError
+
+#: Fills an array of uint8 with the bytes of a file from an offset on.
+ReadInto = Callable[[np.ndarray, int], None]
 
 #: A header of 100,000 tensors takes about 12 MB. A larger one is neither written nor read.
 MAX_HEADER_BYTES = 50_000_000
@@ -91,19 +95,24 @@ def serialize(tensors: Mapping[str, tuple[TensorSpec, np.ndarray]]) -> Iterator[
             yield content.reshape(-1).data
 
 
-def read_header(descriptor: int, size: int, name: str) -> tuple[int, dict[str, TensorSpec]]:
-    """Read the header of an open file of `size` bytes.
+def read_header(read_into: ReadInto, size: int, name: str) -> tuple[int, dict[str, TensorSpec]]:
+    """Read the header of a file of `size` bytes.
+
+    Args:
+        read_into: reads the file.
+        size: of the file in bytes.
+        name: of the file, for the error.
 
     Returns:
         Where the contents begin, and name -> dtype and shape in the order of the contents.
 
     Raises:
-        Damaged: it is no safetensors file that hvdkit can read; `name` is for the error.
+        Damaged: it is no safetensors file that hvdkit can read.
     """
     if size < _LENGTH_BYTES:
         raise Damaged(name, f"it has {size} bytes; a safetensors file has {_LENGTH_BYTES} or more")
     raw = np.empty(_LENGTH_BYTES, np.uint8)
-    disk.read_into(descriptor, raw, 0, name)
+    read_into(raw, 0)
     length = int.from_bytes(raw.tobytes(), "little")
     if length > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
         raise Damaged(
@@ -111,16 +120,10 @@ def read_header(descriptor: int, size: int, name: str) -> tuple[int, dict[str, T
             f"its header would have {length} bytes; expected at most {MAX_HEADER_BYTES} and no "
             "more than the file has",
         )
-    try:
-        # The library refuses what is wrong with a header: gaps, overlaps, sizes that do not fit.
-        # Through the descriptor: what the name means may have changed since it was opened.
-        with safe_open(f"/proc/self/fd/{descriptor}", framework="np"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise Damaged(name, f"it is no valid safetensors file ({error})") from error
-    raw = np.empty(length, np.uint8)
-    disk.read_into(descriptor, raw, _LENGTH_BYTES, name)
-    entries = manifest.parse_json(name, raw.tobytes())
+    raw = np.empty(_LENGTH_BYTES + length, np.uint8)
+    read_into(raw, 0)
+    _check_header(raw, size, name)
+    entries = manifest.parse_json(name, raw[_LENGTH_BYTES:].tobytes())
     entries.pop("__metadata__", None)
     specs = {
         tensor: TensorSpec(entry["dtype"], tuple(entry["shape"]))
@@ -133,3 +136,20 @@ def read_header(descriptor: int, size: int, name: str) -> tuple[int, dict[str, T
     if begin + sum(map(nbytes, specs.values())) != size:
         raise Damaged(name, "its tensors' sizes do not add up to the file's")
     return begin, specs
+
+
+def _check_header(header: np.ndarray, size: int, name: str) -> None:
+    """Let the library refuse a wrong header: gaps, overlaps, sizes that do not fit.
+
+    It opens files only. A file in memory with the header, and holes for the tensors, will do.
+    """
+    descriptor = os.memfd_create("hvdkit-header", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, header.data)
+        os.ftruncate(descriptor, size)
+        with safe_open(f"/proc/self/fd/{descriptor}", framework="np"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise Damaged(name, f"it is no valid safetensors file ({error})") from error
+    finally:
+        os.close(descriptor)

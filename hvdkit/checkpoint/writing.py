@@ -1,41 +1,32 @@
-"""Writing a step: beside, fsynced, read back, then made visible by one rename."""
+"""Writing a step: as a draft, read back, then made visible."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import xxhash
 
-from hvdkit.checkpoint import disk, listing, manifest, tensors
-from hvdkit.checkpoint.errors import CheckpointError, Damaged, failing
-from hvdkit.checkpoint.lock import FolderLock
-from hvdkit.checkpoint.manifest import FileRecord, Manifest
+from hvdkit.checkpoint import manifest, tensors
+from hvdkit.checkpoint.errors import CheckpointError, Damaged
+from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import examine
 from hvdkit.checkpoint.retention import Retention
 from hvdkit.checkpoint.state import TensorSpec
+from hvdkit.checkpoint.storage import MAX_STEP, Draft, Entry, Storage, newest_run
 from hvdkit.errors import UsageError
 
 _log = logging.getLogger(__name__)
 
-#: What is hashed and written at once: stays in the processor's cache between the two.
-_CHUNK_BYTES = 1_000_000
-
-#: What the names of folders begin with that are being written and deleted.
-_WRITING, _DELETING = ".writing-", ".deleting-"
-
-#: Puts the files of a step into an open folder, whose path is for errors; returns its manifest.
-PutFiles = Callable[[int, Path], Manifest]
+#: Writes the files of a step but its manifest, which it returns.
+PutFiles = Callable[[Draft], Manifest]
 
 
 @dataclass(frozen=True)
@@ -75,8 +66,8 @@ class Snapshot:
     ranks: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.step < listing.MAX_STEP:
-            raise UsageError(f"step is {self.step}; expected 0 to {listing.MAX_STEP - 1}.")
+        if not 0 <= self.step < MAX_STEP:
+            raise UsageError(f"step is {self.step}; expected 0 to {MAX_STEP - 1}.")
         for name in self.parts:
             manifest.check_part_name(name)
         for metric, value in self.metrics.items():
@@ -89,7 +80,7 @@ class Snapshot:
 
 
 class Writer:
-    """The one writer of a folder: holds its lock. Made by `Store.open_for_writing`.
+    """The one writer of a storage. Made by `Store.open_for_writing`.
 
     Not for several threads at once; which thread calls does not matter. A context manager.
 
@@ -98,58 +89,52 @@ class Writer:
     """
 
     def __init__(
-        self, path: Path, retention: Retention, run: int | None = None, new_run: bool = False
+        self, storage: Storage, retention: Retention, run: int | None = None, new_run: bool = False
     ) -> None:
         """
         Args:
-            path: the folder.
+            storage: the place.
             retention: which steps of the run stay.
             run: the run to continue; if another one is the newest, a new run begins.
             new_run: begin a new run in any case.
         """
-        self._path = path
+        self._storage = storage
         self._retention = retention
-        self._attempts = 0
         self._closed = False
-        with ExitStack() as resources, failing("write to", path):
-            disk.make_folders(path)
-            self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            resources.callback(os.close, self._folder)
-            self._lock = FolderLock(path, self._folder)
-            resources.callback(self._lock.close)
-            self._sweep()
-            entries = listing.scan(self._folder)
-            self._commits = max((e.manifest.commit for e in entries if e.manifest), default=0)
-            newest = listing.newest_run(entries)
+        with ExitStack() as resources:
+            self._writer = storage.open_for_writing()
+            resources.callback(self._writer.close)
+            entries = self._writer.entries()
+            newest = newest_run(entries)
             self._expect_known(entry for entry in entries if entry.run == newest)
-            self._next_run = listing.next_run(self._folder, entries)
+            self._next_run = self._writer.next_run()
             if newest is None or new_run or run not in (None, newest):
                 self.run = self._begin_run()
             else:
                 self.run = newest
             self._resources = resources.pop_all()
 
-    def write(self, snapshot: Snapshot) -> Path:
+    def write(self, snapshot: Snapshot) -> str:
         """Write `snapshot` as a step that survives a power cut, then do the retention.
 
-        Returns once the step is on the disk, was read back and is listed. The Python threads of
-        the process go on meanwhile: writing, hashing and fsync release the interpreter's lock.
+        Returns once the step is stored, was read back and is listed. The Python threads of the
+        process go on meanwhile: writing, hashing and fsync release the interpreter's lock.
 
         Returns:
-            The step's folder.
+            The step's path or URL.
 
         Raises:
             CheckpointError: it could not be written; says which file and why. The steps that
                 were there still are, and nothing half is left that would be listed.
-            WriterConflict: another process has taken the folder over, because this one had not
-                given a sign of life for some time.
+            WriterConflict: another process has taken over, because this one had not given a sign
+                of life for some time.
             UsageError: the snapshot cannot be written by anyone, such as a dtype that
                 safetensors has no name for.
         """
         self._check()
-        final = self._commit(snapshot.step, partial(self._write_files, snapshot))
+        name = self._commit(snapshot.step, partial(self._write_files, snapshot))
         self._retain()
-        return self._path / self._settled(final, snapshot.step)
+        return self._storage.location(self._writer.settle(name))
 
     def continue_from(self, base: Manifest) -> None:
         """Continue the run of a step that was restored.
@@ -162,14 +147,14 @@ class Writer:
 
         Raises:
             CheckpointError: it cannot be written once more.
-            WriterConflict: another process has taken the folder over.
+            WriterConflict: another process has taken over.
         """
         self._check()
-        with failing("read", self._path):
-            entries = listing.scan(self._folder)
+        entries = self._writer.entries()
         self._expect_known(entry for entry in entries if entry.step == base.step)
         found = [entry for entry in entries if entry.manifest == base]
-        if found and base.run == listing.newest_run(entries) and base.commit >= self._commits:
+        newest = max((e.manifest.commit for e in entries if e.manifest), default=0)
+        if found and base.run == newest_run(entries) and base.commit == newest:
             self.run = base.run
             return
         self.run = self._begin_run()
@@ -177,24 +162,24 @@ class Writer:
             # It is in memory, so there is something to save.
             _log.warning(
                 "step %d, which was restored, is not in %s any more; a new run begins there",
-                *(base.step, self._path),
+                *(base.step, self._storage),
             )
             return
-        self._commit(base.step, lambda folder, _: self._link_files(found[0].name, base, folder))
+        self._commit(base.step, partial(self._copy_files, found[0], base))
         older = [entry for entry in entries if entry.run != self.run]
         _log.warning(
             "a new run begins with step %d, which was restored; the other steps in %s stay, and "
             "belong to older runs (%d steps, %.3g GB; `hvdkit checkpoint prune --older-runs` "
             "deletes them)",
-            *(base.step, self._path, len(older), sum(entry.size for entry in older) / 1e9),
+            *(base.step, self._storage, len(older), sum(entry.size for entry in older) / 1e9),
         )
 
-    def _expect_known(self, entries: Iterable[listing.Entry]) -> None:
+    def _expect_known(self, entries: Iterable[Entry]) -> None:
         """Raise if a step may be good and cannot be read now: its commit is not known."""
         for entry in entries:
             if entry.manifest is None and not isinstance(entry.error, Damaged):
                 raise CheckpointError(
-                    f"{entry.name} in {self._path}: {entry.error}"
+                    f"{entry.name} in {self._storage}: {entry.error}"
                 ) from entry.error
 
     def _begin_run(self) -> int:
@@ -207,72 +192,50 @@ class Writer:
 
         Args:
             step: its number.
-            put_files: of the step.
+            put_files: writes the files of the step.
 
         Returns:
-            The name of the step's folder.
+            The step's name.
         """
         # What could not be removed before may be by now, and takes space.
-        self._sweep(self._lock.lease.token)
-        self._attempts += 1
-        name = f"{_WRITING}{self._lock.lease.token}-{self._attempts}"
+        self._writer.sweep()
+        draft = self._writer.draft(step, self.run)
         try:
-            self._make_folder(name, put_files)
-            self._read_back(name, step)
-            # Another writer may have taken over while a large step was written.
-            self._check()
-            final = self._show(name, step)
+            made = put_files(draft)
+            draft.write(manifest.NAME, [memoryview(made.to_bytes())])
+            self._read_back(draft, step)
+            return self._writer.commit(draft)
         except BaseException:
-            self._discard(name)
+            self._writer.discard(draft)
             raise
-        self._commits += 1
-        with failing("fsync", self._path):
-            disk.sync_folder(self._folder, self._path.name)
-        return final
 
-    def prune(self, names: Iterable[str]) -> None:
-        """Delete steps or set-aside ones by their folders' names; a failing delete warns.
+    def prune(self, names: Sequence[str]) -> None:
+        """Delete steps or quarantined ones by their names; a failing delete warns.
 
         Raises:
-            WriterConflict: another process has taken the folder over.
+            WriterConflict: another process has taken over.
         """
         self._check()
-        for name in names:
-            self._delete(name)
+        self._writer.delete(names)
 
     def close(self) -> None:
-        """Give the lock back. May be called again."""
+        """Give the right to write back. May be called again."""
         self._closed = True
         self._resources.close()
 
     def _check(self) -> None:
         if self._closed:
-            raise CheckpointError(f"the writer of {self._path} is closed; open a new one.")
-        with failing("write to", self._path):
-            self._lock.check()
+            raise CheckpointError(f"the writer of {self._storage} is closed; open a new one.")
+        self._writer.check()
 
-    def _make_folder(self, name: str, put_files: PutFiles) -> None:
-        """Make the folder `name` of a step: its files, then the manifest, then an fsync of it."""
-        path = self._path / name
-        with failing("make", path):
-            disk.make_folder(name, self._folder)
-        with failing("write", path), disk.folder(name, self._folder) as folder:
-            made = put_files(folder, path)
-            with failing("write", path / manifest.NAME):
-                _write_file(manifest.NAME, [memoryview(made.to_bytes())], folder)
-            disk.sync_folder(folder, name)
-
-    def _write_files(self, snapshot: Snapshot, folder: int, path: Path) -> Manifest:
+    def _write_files(self, snapshot: Snapshot, draft: Draft) -> Manifest:
         """Write the files of a snapshot. Returns the manifest that belongs to them."""
-        files = {}
-        for file, pieces in _contents(snapshot):
-            with failing("write", path / file):
-                files[file] = _write_file(file, pieces, folder)
+        files = {file: draft.write(file, pieces) for file, pieces in _contents(snapshot)}
         return Manifest(
             step=snapshot.step,
             epoch=snapshot.epoch,
             world_size=snapshot.world_size,
-            commit=self._commits + 1,
+            commit=self._writer.commit_number,
             run=self.run,
             time=time.time(),
             metrics={metric: float(value) for metric, value in snapshot.metrics.items()},
@@ -280,96 +243,36 @@ class Writer:
             files=files,
         )
 
-    def _link_files(self, old: str, base: Manifest, folder: int) -> Manifest:
-        """Link the files of the step `old`. Returns the manifest of the same step in this run."""
-        with disk.folder(old, self._folder) as source:
-            for file in base.files:
-                disk.link(file, source, folder)
-        return replace(base, run=self.run, commit=self._commits + 1)
+    def _copy_files(self, entry: Entry, base: Manifest, draft: Draft) -> Manifest:
+        """Copy the files of a step. Returns the manifest of the same step in this run."""
+        for file in base.files:
+            draft.copy(file, entry)
+        return replace(base, run=self.run, commit=self._writer.commit_number)
 
-    def _read_back(self, name: str, step: int) -> None:
-        opened, problems = examine(name, self._folder, step)
+    def _read_back(self, draft: Draft, step: int) -> None:
+        opened, problems = examine(draft.files, step)
         if opened is None:
             raise CheckpointError(
-                f"step {step} was written to {self._path} and reads differently: "
+                f"step {step} was written to {self._storage} and reads differently: "
                 f"{'; '.join(map(str, problems))}. It was given up; check the disk and the memory."
             )
         opened.close()
 
-    def _show(self, name: str, step: int) -> str:
-        """Rename the finished folder `name` to that of `step`. Returns the name it has now."""
-        with failing("rename", self._path / name):
-            made = os.stat(name, dir_fd=self._folder)
-            final = listing.free_name(step, self.run, disk.names(self._folder))
-            try:
-                disk.rename(name, final, self._folder)
-            except FileNotFoundError:
-                # A server may have done it, lost its answer and been asked once more.
-                there = os.stat(final, dir_fd=self._folder)
-                if (there.st_dev, there.st_ino) != (made.st_dev, made.st_ino):
-                    raise
-        return final
-
-    def _discard(self, name: str) -> None:
-        """Remove what cannot be finished. What cannot be removed is swept another time."""
-        try:
-            disk.remove(name, self._folder)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            _log.warning("%s stays for now: %s", self._path / name, error.strerror)
-
     def _retain(self) -> None:
         try:
-            listed = listing.whole(listing.scan(self._folder))
-        except (OSError, CheckpointError) as error:
-            _log.warning("no old steps of %s were deleted: %s", self._path, error)
+            entries = self._writer.entries()
+        except CheckpointError as error:
+            _log.warning("no old steps of %s were deleted: %s", self._storage, error)
             return
-        listed = [(name, made) for name, made in listed if made.run == self.run]
+        listed = [
+            (entry.name, entry.manifest)
+            for entry in entries
+            if entry.manifest is not None and entry.error is None and entry.run == self.run
+        ]
         stay = self._retention.kept([made for _, made in listed])
-        for place, (name, _) in enumerate(listed):
-            if place not in stay:
-                self._delete(name)
-
-    def _settled(self, name: str, step: int) -> str:
-        """Give a step that has replaced one of the same number that one's name.
-
-        Returns:
-            The name that its folder has now.
-        """
-        try:
-            plain = listing.free_name(step, self.run, disk.names(self._folder))
-            if len(plain) >= len(name):
-                return name
-            disk.rename(name, plain, self._folder)
-        except OSError as error:
-            _log.warning("%s keeps its name: %s", self._path / name, error.strerror)
-            return name
-        return plain
-
-    def _delete(self, name: str) -> None:
-        """Delete a listed folder, which no longer is one after the first step of that."""
-        hidden = f"{_DELETING}{self._lock.lease.token}-{name}"
-        try:
-            disk.rename(name, hidden, self._folder)
-            disk.remove(hidden, self._folder)
-        except OSError as error:
-            _log.warning("%s could not be deleted: %s", self._path / name, error.strerror)
-
-    def _sweep(self, token: str = "") -> None:
-        """Remove what the writer with that token has left behind, or all dead writers have.
-
-        While we hold the lock, all others are dead.
-        """
-        try:
-            names = disk.names(self._folder)
-        except OSError as error:
-            _log.warning("%s was not swept: %s", self._path, error.strerror)
-            return
-        for name in names:
-            if name.startswith((_WRITING + token, _DELETING + token)):
-                _log.info("removing %s, which was not finished", self._path / name)
-                self._discard(name)
+        going = [name for place, (name, _) in enumerate(listed) if place not in stay]
+        if going:
+            self._writer.delete(going)
 
     def __enter__(self) -> Self:
         return self
@@ -383,11 +286,11 @@ class Writer:
         self.close()
 
 
-def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Iterable[memoryview]]]:
+def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Sequence[memoryview]]]:
     """The files of a step but its manifest: names and contents, piece by piece."""
     for name, part in snapshot.parts.items():
         if part.tensors:
-            yield name + manifest.TENSORS_SUFFIX, tensors.serialize(part.tensors)
+            yield name + manifest.TENSORS_SUFFIX, list(tensors.serialize(part.tensors))
     yield (
         manifest.STATE,
         [_json(manifest.STATE, {n: part.tree for n, part in snapshot.parts.items()})],
@@ -403,21 +306,3 @@ def _json(name: str, content: Any) -> memoryview:
             f"{manifest.MAX_JSON_BYTES}. Keep large data in tensors."
         )
     return memoryview(data)
-
-
-def _write_file(name: str, pieces: Iterable[memoryview], folder: int) -> FileRecord:
-    """Write a new file, hash it on its way, and wait until it is on the disk."""
-    descriptor = disk.create(name, folder)
-    try:
-        state, size = xxhash.xxh3_128(), 0
-        for piece in pieces:
-            for at in range(0, len(piece), _CHUNK_BYTES):
-                chunk = piece[at : at + _CHUNK_BYTES]
-                state.update(chunk)
-                disk.write(descriptor, chunk, name)
-            size += len(piece)
-        disk.sync(descriptor, name)
-        disk.forget(descriptor, size)
-    finally:
-        os.close(descriptor)
-    return FileRecord(size, state.hexdigest())

@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -36,7 +36,7 @@ from hvdkit.keras.training import FollowsFit
 
 log = logging.getLogger("hvdkit.keras")
 
-#: Folder -> the manager that this process has last opened on it.
+#: Folder or URL -> the manager that this process has last opened on it.
 _open: WeakValueDictionary[str, Manager] = WeakValueDictionary()
 
 
@@ -83,12 +83,14 @@ class Checkpoint(FollowsFit):
         metadata: MutableMapping[str, Any] | None = None,
         resume: bool = True,
         asynchronous: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
         stop_signals: Sequence[int] = STOP_SIGNALS,
         verbose: int = 0,
     ) -> None:
         """
         Args:
-            folder: local or shared; only the first rank reads and writes it.
+            folder: local or shared, or a URL of an object store that fsspec knows, such as
+                `s3://bucket/run`. Only the first rank reads and writes it.
             every_steps: save after so many batches, in the middle of an epoch too.
             every_minutes: save after so many minutes by the first rank's clock.
             every_epochs: save at the end of every so many epochs. At the end of the last one it
@@ -104,6 +106,7 @@ class Checkpoint(FollowsFit):
             resume: go on with the newest good checkpoint in `folder`, if there is one. False: begin
                 a new run; what is in `folder` stays.
             asynchronous: write while training goes on.
+            storage_options: for fsspec's file system, such as `{"endpoint_url": …}`; for URLs only.
             stop_signals: signals at which to save and end the job.
             verbose: 1 to have the first rank print where it goes on.
 
@@ -113,8 +116,9 @@ class Checkpoint(FollowsFit):
         super().__init__()
         if every_epochs is not None and (not isinstance(every_epochs, int) or every_epochs < 1):
             raise UsageError(f"every_epochs is {every_epochs!r}: expected a whole number >= 1")
-        self._folder = os.path.abspath(folder)
-        self._store = Store(folder, keep_last=keep_last, keep_best=keep_best)
+        self._store = Store(
+            folder, keep_last=keep_last, keep_best=keep_best, storage_options=storage_options
+        )
         self._every_epochs = every_epochs
         self._data = data
         self._resume = resume
@@ -171,7 +175,7 @@ class Checkpoint(FollowsFit):
                     )
 
     def _open(self, model: Any) -> None:
-        left_open = _open.get(self._folder)
+        left_open = _open.get(self._store.location)
         if left_open is not None:
             # That of a `fit` which an exception has ended, which nobody has told it.
             left_open.abandon()
@@ -206,7 +210,7 @@ class Checkpoint(FollowsFit):
             **self._settings,
         )
         weakref.finalize(self, self._manager.abandon)
-        _open[self._folder] = self._manager
+        _open[self._store.location] = self._manager
 
     def _go_on(self) -> None:
         """Let `fit` begin where the checkpoint is."""

@@ -66,12 +66,14 @@ class Checkpointer(Manager):
         keep_best: KeepBest | Sequence[KeepBest] = (),
         asynchronous: bool = True,
         overwrite: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
         stop_signals: Sequence[int] = STOP_SIGNALS,
         process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
     ) -> None:
         """
         Args:
-            folder: local or shared; only the first rank reads and writes it.
+            folder: local or shared, or a URL of an object store that fsspec knows, such as
+                `s3://bucket/run`. Only the first rank reads and writes it.
             model: a built Keras model, a `tf.Module` or a list of variables, or several in a dict.
             optimizer: a Keras optimizer whose variables exist (`optimizer.build(variables)`) or a
                 list of variables, or several in a dict.
@@ -86,6 +88,7 @@ class Checkpointer(Manager):
             asynchronous: write while training goes on.
             overwrite: where `folder` has steps and none was restored, begin a new run beside them.
                 Otherwise saving is an error there.
+            storage_options: for fsspec's file system, such as `{"endpoint_url": …}`; for URLs only.
             stop_signals: signals at which `maybe_save` saves and ends the job with status 75.
             process_set: the ranks of the job.
 
@@ -112,7 +115,12 @@ class Checkpointer(Manager):
         parts["metadata"] = kept_in(self.metadata)
         collectives = TensorFlowCollectives(process_set)
         super().__init__(
-            Store(folder, keep_last=keep_last, keep_best=keep_best),
+            Store(
+                folder,
+                keep_last=keep_last,
+                keep_best=keep_best,
+                storage_options=storage_options,
+            ),
             collectives,
             parts,
             rank_parts={

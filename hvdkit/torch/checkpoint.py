@@ -43,11 +43,12 @@ class Checkpointer(Manager):
     rank's random numbers (Python, NumPy, torch, its GPU). A run that is killed and goes on ends
     with the same bytes as one that was not, if the rest of its program is reproducible.
 
-    The folder is only touched by the first rank. See `Manager` for the methods: `restore`,
+    Only the first rank reads and writes the folder. See `Manager` for the methods: `restore`,
     `maybe_save`, `save`, `save_and_stop`, `wait` and `close`.
 
     Args:
-        folder: local or shared between the hosts that the first rank may be on.
+        folder: local, or shared between the hosts that the first rank may be on; or a URL of an
+            object store that fsspec knows, such as `s3://bucket/run`.
         model: a module, or several in a dict.
         optimizer: any of torch's, wrapped by `DistributedOptimizer` or not, or several in a dict.
         lr_scheduler: anything with `state_dict` and `load_state_dict`, or several in a dict.
@@ -63,6 +64,7 @@ class Checkpointer(Manager):
         asynchronous: write while training goes on.
         overwrite: where `folder` has steps and none was restored, begin a new run beside them.
             Otherwise saving is an error there.
+        storage_options: for fsspec's file system, such as `{"endpoint_url": …}`; for URLs only.
         stop_signals: signals at which `maybe_save` saves and ends the job with status 75.
         process_set: the ranks of the job.
 
@@ -100,6 +102,7 @@ class Checkpointer(Manager):
         keep_best: KeepBest | Sequence[KeepBest] = (),
         asynchronous: bool = True,
         overwrite: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
         stop_signals: Sequence[int] = STOP_SIGNALS,
         process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
     ) -> None:
@@ -128,7 +131,12 @@ class Checkpointer(Manager):
         wrapped = [o for o in optimizers.values() if isinstance(o, WrappedOptimizer)]
         collectives = TorchCollectives(process_set)
         super().__init__(
-            Store(folder, keep_last=keep_last, keep_best=keep_best),
+            Store(
+                folder,
+                keep_last=keep_last,
+                keep_best=keep_best,
+                storage_options=storage_options,
+            ),
             collectives,
             parts,
             rank_parts={

@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from hvdkit.checkpoint import disk
+from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.store import Store
 from tests.checkpoint.material import snapshot
 

@@ -1,11 +1,14 @@
 """Small states to save, and what is left of them."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import xxhash
+from upath import UPath
 
-from hvdkit.checkpoint import disk, manifest, tensors, tree
+from hvdkit.checkpoint import manifest, tensors, tree
+from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.writing import EncodedPart, Snapshot
@@ -52,7 +55,7 @@ def snapshot(step, metrics=None, epoch=1):
 
 def save(folder, *steps, **settings):
     """Write steps, and return the store."""
-    store = Store(folder, **settings)
+    store = Store(str(folder), **settings)
     with store.open_for_writing() as writer:
         for step in steps:
             writer.write(snapshot(step))
@@ -91,16 +94,50 @@ def assert_newest_good(store, step):
         assert_holds(opened, step)
 
 
-def leftovers(folder):
-    """Names of what is neither a step nor the lock."""
-    return [
-        p.name for p in folder.iterdir() if not p.name.startswith("step-") and p.name != ".lock"
-    ]
+def path_of(location):
+    """The path object for a path or URL: the same methods for both."""
+    if "://" not in str(location):
+        return Path(location)
+    return UPath(location, use_listings_cache=False)
+
+
+def leftovers(place):
+    """Names of what is neither a step nor the lock nor the log."""
+    if isinstance(place, Path):
+        return [
+            p.name for p in place.iterdir() if not p.name.startswith("step-") and p.name != ".lock"
+        ]
+    steps = {entry.name for entry in Store(str(place)).entries()} | {
+        *Store(str(place)).quarantined()
+    }
+    found = [f"{p.parent.name}/{p.name}" for p in place.glob("*/*")]
+    known = {f"steps/{name}" for name in steps}
+    return [name for name in found if name not in known and not name.startswith("log/")]
+
+
+def names(place):
+    """Names of the folders of the steps that are there."""
+    if not isinstance(place, Path):
+        place = place / "steps"
+    return [p.name for p in place.iterdir() if p.name.startswith("step-")]
 
 
 def step_folder(store, step):
-    (found,) = (info.path for info in store.steps() if info.step == step)
-    return found
+    (found,) = (info.location for info in store.steps() if info.step == step)
+    return path_of(found)
+
+
+def remove(folder):
+    """Remove a step's folder with all that is in it, as somebody might by hand."""
+    for path in folder.iterdir():
+        path.unlink()
+    if isinstance(folder, Path):
+        folder.rmdir()
+
+
+def cut(path, size):
+    """Truncate a file."""
+    path.write_bytes(path.read_bytes()[:size])
 
 
 def seal(fields):

@@ -5,11 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from hvdkit.checkpoint import disk, lock
 from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.posix import disk, lock
 from hvdkit.checkpoint.store import Store
 from tests.checkpoint import material
 from tests.checkpoint.material import Steps, assert_newest_good, leftovers, save, snapshot
@@ -146,9 +147,9 @@ def test_a_full_disk(small_disk):
             list(map(writer.write, map(snapshot, range(1000))))
         there = [info.step for info in store.steps()]
         assert len(there) > 5
-        assert leftovers(store.folder) == [lock.LEASE_FILE]
+        assert leftovers(Path(store.location)) == [lock.LEASE_FILE]
         assert all(store.verify(step) == [] for step in there)
-        shutil.rmtree(store.steps()[0].path)
+        shutil.rmtree(store.steps()[0].location)
         writer.write(snapshot(2000))
     assert_newest_good(store, 2000)
 
@@ -162,7 +163,7 @@ def test_a_read_only_folder_is_read_and_not_written(small_disk, caplog):
         store.open_for_writing()
     assert_newest_good(store, 1)
     assert "step 2 in" in caplog.text
-    assert "could not be set aside: Read-only file system" in caplog.text
+    assert "could not be quarantined: Read-only file system" in caplog.text
 
 
 @root
@@ -178,13 +179,13 @@ def test_a_file_system_that_is_unmounted(small_disk):
 def test_a_folder_that_vanishes(tmp_path):
     store = save(tmp_path / "runs", 1)
     with store.open_for_writing() as writer:
-        store.folder.rename(tmp_path / "elsewhere")
+        Path(store.location).rename(tmp_path / "elsewhere")
         with pytest.raises(CheckpointError, match="has vanished"):
             writer.write(snapshot(2))
         with pytest.raises(CheckpointError, match="has vanished"):
             writer.write(snapshot(3))
-        assert not store.folder.exists()
-        (tmp_path / "elsewhere").rename(store.folder)
+        assert not Path(store.location).exists()
+        (tmp_path / "elsewhere").rename(Path(store.location))
         writer.write(snapshot(4))
     assert_newest_good(store, 4)
 
@@ -194,13 +195,13 @@ def test_a_folder_that_vanishes_while_it_is_written(tmp_path, monkeypatch):
 
     def act(at, step, file):
         if step == "create" and file == "state.json":
-            shutil.rmtree(store.folder)
+            shutil.rmtree(Path(store.location))
 
     with store.open_for_writing() as writer:
         Steps(monkeypatch, act)
         with pytest.raises(CheckpointError, match="cannot write .*No such file or directory"):
             writer.write(snapshot(2))
-    assert not store.folder.exists()
+    assert not Path(store.location).exists()
     assert store.newest_good() is None
 
 

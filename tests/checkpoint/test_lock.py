@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.checkpoint import lock
 from hvdkit.checkpoint.errors import CheckpointError, WriterConflict
+from hvdkit.checkpoint.posix import lock
 from hvdkit.checkpoint.store import Store
 from tests.checkpoint.material import assert_newest_good, save, snapshot
 
 #: Opens a folder for writing, leaves something half written, says so, and waits.
 HOLDER = """
 import os, sys, time
-from hvdkit.checkpoint import lock
+from hvdkit.checkpoint.posix import lock
 from hvdkit.checkpoint.store import Store
 lock.BEAT_SECONDS = 0.1
 writer = Store(sys.argv[1]).open_for_writing()

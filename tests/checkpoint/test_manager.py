@@ -6,14 +6,16 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hvdkit.checkpoint import disk, manager
+from hvdkit.checkpoint import manager
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.manager import Manager, Stopped
 from hvdkit.checkpoint.parts import Plain
+from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.signals import StopSignals
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.transfer import Transfer
@@ -397,7 +399,7 @@ def test_while_others_have_joined_nothing_is_saved(tmp_path):
 
 
 def corrupt(folder, step, file="model.safetensors"):
-    (path,) = (info.path for info in Store(folder).steps() if info.step == step)
+    (path,) = (Path(info.location) for info in Store(folder).steps() if info.step == step)
     content = bytearray((path / file).read_bytes())
     content[-1] ^= 1
     (path / file).write_bytes(content)

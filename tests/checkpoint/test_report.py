@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -45,8 +46,8 @@ def rot(store, step):
 
 def test_ls_is_a_table_of_steps(store, run):
     damage(store, 300)
-    (store.folder / "damaged-step-000000000050").mkdir()
-    status, out, _ = run("ls", store.folder)
+    (Path(store.location) / "damaged-step-000000000050").mkdir()
+    status, out, _ = run("ls", Path(store.location))
     assert status == 0
     lines = [line.split() for line in out.splitlines()]
     assert lines[0] == ["step", "epoch", "size", "age", "metrics", "state"]
@@ -54,7 +55,7 @@ def test_ls_is_a_table_of_steps(store, run):
     assert lines[1][-3:] == ["loss", "0.5", "whole"]
     assert lines[3][-1] == "damaged"
     assert "step-000000000300 is damaged: model.safetensors: it has 1 bytes instead of" in out
-    assert out.endswith("damaged-step-000000000050 was found damaged and set aside\n")
+    assert out.endswith("damaged-step-000000000050 was found damaged and quarantined\n")
 
 
 def test_ls_of_a_folder_without_steps(tmp_path, run):
@@ -69,10 +70,10 @@ def test_an_age_that_cannot_be_is_not_told(tmp_path, run, monkeypatch):
 
 
 def test_show_is_all_that_a_step_says(store, run):
-    status, out, _ = run("show", store.folder)
+    status, out, _ = run("show", Path(store.location))
     assert status == 0
     assert "step     300" in out
-    status, out, _ = run("show", store.folder, 200)
+    status, out, _ = run("show", Path(store.location), 200)
     assert status == 0
     for said in (
         "step     200",
@@ -89,30 +90,30 @@ def test_show_is_all_that_a_step_says(store, run):
 
 def test_show_passes_over_a_damaged_step_and_changes_nothing(store, run, caplog):
     rot(store, 300)
-    status, out, _ = run("show", store.folder)
+    status, out, _ = run("show", Path(store.location))
     assert status == 0
     assert "step     200" in out
     assert "step 300 in" in caplog.text
     assert "it was passed over" in caplog.text
-    assert store.set_aside() == []
-    status, _, err = run("show", store.folder, 300)
+    assert store.quarantined() == []
+    status, _, err = run("show", Path(store.location), 300)
     assert status == 1
     assert "step 300 in" in err
     assert "is damaged (model.safetensors: its content is not what was written" in err
 
 
 def test_verify_reads_all_again(store, run):
-    status, out, _ = run("verify", store.folder)
+    status, out, _ = run("verify", Path(store.location))
     assert status == 0
     assert out.splitlines()[-1] == "3 good, 0 damaged"
     rot(store, 200)
-    status, out, _ = run("verify", store.folder)
+    status, out, _ = run("verify", Path(store.location))
     assert status == 1
     assert "step-000000000200: damaged\n    model.safetensors: its content is not" in out
     assert out.splitlines()[-1] == "2 good, 1 damaged"
-    assert run("verify", store.folder, 100)[0] == 0
-    assert run("verify", store.folder, 200)[0] == 1
-    assert store.set_aside() == []
+    assert run("verify", Path(store.location), 100)[0] == 0
+    assert run("verify", Path(store.location), 200)[0] == 1
+    assert store.quarantined() == []
 
 
 def test_a_stranger_s_names_do_not_steer_the_terminal(tmp_path, run):
@@ -126,12 +127,14 @@ def test_a_stranger_s_names_do_not_steer_the_terminal(tmp_path, run):
 
 
 def test_prune_keeps_the_newest_and_the_best(store, run):
-    status, out, _ = run("prune", store.folder, "-n", 1, "--keep-best", "loss:min", "--dry-run")
+    status, out, _ = run(
+        "prune", Path(store.location), "-n", 1, "--keep-best", "loss:min", "--dry-run"
+    )
     assert status == 0
     assert "would delete step-000000000100 (" in out
     assert "1 would go, " in out
     assert len(store.steps()) == 3
-    status, out, _ = run("prune", store.folder, "--keep-last", 1, "--keep-best", "loss:min")
+    status, out, _ = run("prune", Path(store.location), "--keep-last", 1, "--keep-best", "loss:min")
     assert status == 0
     assert "deleting step-000000000100 (" in out
     assert [info.step for info in store.steps()] == [200, 300]
@@ -140,7 +143,7 @@ def test_prune_keeps_the_newest_and_the_best(store, run):
 def test_prune_never_deletes_the_last_good_step(store, run, caplog):
     rot(store, 300)
     damage(store, 200)
-    status, out, _ = run("prune", store.folder, "-n", 1)
+    status, out, _ = run("prune", Path(store.location), "-n", 1)
     assert status == 0
     assert "0 deleted" in out
     assert "step 300 in" in caplog.text
@@ -152,42 +155,42 @@ def test_prune_deletes_what_was_set_aside_when_asked(store, run):
     rot(store, 300)
     with store.newest_good() as opened:
         assert opened.manifest.step == 200
-    status, out, _ = run("prune", store.folder)
+    status, out, _ = run("prune", Path(store.location))
     assert status == 0
-    assert "--damaged deletes what was set aside" in out
-    assert store.set_aside()
-    status, out, _ = run("prune", store.folder, "--damaged")
+    assert "--damaged deletes what was quarantined" in out
+    assert store.quarantined()
+    status, out, _ = run("prune", Path(store.location), "--damaged")
     assert status == 0
     assert "deleting damaged-step-000000000300" in out
-    assert store.set_aside() == []
+    assert store.quarantined() == []
 
 
 def test_prune_deletes_older_runs_when_asked(store, run):
-    assert "run" not in run("ls", store.folder)[1]
+    assert "run" not in run("ls", Path(store.location))[1]
     with store.open_for_writing(new_run=True) as writer:
         writer.write(snapshot(5))
     damage(store, 200)
-    assert run("ls", store.folder)[1].splitlines()[0].split()[-1] == "run"
-    assert "step     5" in run("show", store.folder)[1]
-    assert "step     300" in run("show", store.folder, "--run", 1)[1]
-    status, out, _ = run("prune", store.folder, "-n", 1)
+    assert run("ls", Path(store.location))[1].splitlines()[0].split()[-1] == "run"
+    assert "step     5" in run("show", Path(store.location))[1]
+    assert "step     300" in run("show", Path(store.location), "--run", 1)[1]
+    status, out, _ = run("prune", Path(store.location), "-n", 1)
     assert status == 0
     assert "0 deleted, 0 B; --older-runs deletes those of older runs" in out
-    status, out, _ = run("prune", store.folder, "-n", 1, "--older-runs")
+    status, out, _ = run("prune", Path(store.location), "-n", 1, "--older-runs")
     assert status == 0
     assert [entry.step for entry in store.entries()] == [5]
 
 
 def test_prune_leaves_the_folder_of_a_live_training_alone(store, run):
     with store.open_for_writing():
-        status, _, err = run("prune", store.folder, "-n", 1)
+        status, _, err = run("prune", Path(store.location), "-n", 1)
     assert status == 1
     assert "open for writing" in err
     assert len(store.steps()) == 3
 
 
 def test_export_asks_for_a_name_that_says_how(store, run):
-    status, _, err = run("export", store.folder, "model.onnx")
+    status, _, err = run("export", Path(store.location), "model.onnx")
     assert status == 2
     assert "model.onnx; expected *.pt or *.pth (PyTorch's state_dict) or *.weights.h5" in err
 
@@ -208,7 +211,7 @@ def test_export_asks_for_a_name_that_says_how(store, run):
     ],
 )
 def test_wrong_arguments_are_status_2(store, run, arguments, said):
-    status, _, err = run(*(store.folder if a == "FOLDER" else a for a in arguments))
+    status, _, err = run(*(Path(store.location) if a == "FOLDER" else a for a in arguments))
     assert status == 2
     assert said in err
     assert len(err.splitlines()) == 1

@@ -16,9 +16,9 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from hvdkit.checkpoint import disk
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.retention import Retention
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError

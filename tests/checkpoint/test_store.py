@@ -2,15 +2,16 @@ import dataclasses
 import errno
 import math
 import os
-import shutil
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from hvdkit.checkpoint import disk, manifest, reading
+from hvdkit.checkpoint import manifest, reading
 from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.reading import Outline
 from hvdkit.checkpoint.retention import KeepBest, Retention
 from hvdkit.checkpoint.state import TensorSpec
@@ -21,20 +22,24 @@ from tests.checkpoint import material
 from tests.checkpoint.material import (
     assert_holds,
     assert_newest_good,
+    cut,
     leftovers,
+    names,
+    path_of,
+    remove,
     save,
     snapshot,
     step_folder,
 )
 
 
-def test_what_is_saved_is_restored_to_the_bit(tmp_path):
-    store = save(tmp_path / "a" / "b", 1, 2, 3)
+def test_what_is_saved_is_restored_to_the_bit(place):
+    store = save(place / "a" / "b", 1, 2, 3)
     assert_newest_good(store, 3)
     for step in (1, 2, 3):
         with store.newest_good(step) as opened:
             assert_holds(opened, step)
-    assert leftovers(store.folder) == []
+    assert leftovers(path_of(store.location)) == []
 
 
 def test_where_an_open_folder_gives_its_names_only_once(tmp_path, monkeypatch):
@@ -60,15 +65,15 @@ def test_where_an_open_folder_gives_its_names_only_once(tmp_path, monkeypatch):
         for step in (1, 2, 3, 3):
             writer.write(snapshot(step))
     assert [info.step for info in store.steps()] == [2, 3]
-    assert leftovers(store.folder) == []
+    assert leftovers(path_of(store.location)) == []
 
 
-def test_a_folder_without_steps(tmp_path):
-    for store in (Store(tmp_path / "none"), Store(tmp_path)):
+def test_a_folder_without_steps(place):
+    for store in (Store(str(place / "none")), Store(str(place))):
         assert store.steps() == []
         assert store.newest_good() is None
-        assert store.set_aside() == []
-    assert list(tmp_path.iterdir()) == []
+        assert store.quarantined() == []
+    assert not place.exists() or list(place.iterdir()) == []
 
 
 def test_a_file_in_place_of_the_folder(tmp_path):
@@ -91,20 +96,23 @@ def test_what_else_is_in_the_folder_is_left_alone(tmp_path):
     assert (tmp_path / "step-000000000009.old").exists()
 
 
-def test_the_manifest_says_what_was_saved(tmp_path):
+def test_the_manifest_says_what_was_saved(place):
     metrics = {"loss": 0.25, "diverged": math.nan, "worst": math.inf, "counted": np.float32(2)}
-    with Store(tmp_path).open_for_writing() as writer:
-        path = writer.write(snapshot(7, metrics, epoch=None))
-    assert path == tmp_path / "step-000000000007"
-    (info,) = Store(tmp_path).steps()
-    assert info.path == path
+    with Store(str(place)).open_for_writing() as writer:
+        location = writer.write(snapshot(7, metrics, epoch=None))
+    if isinstance(place, Path):
+        assert location == str(place / "step-000000000007")
+    (info,) = Store(str(place)).steps()
+    assert info.location == location
     made = info.manifest
-    assert (made.step, made.epoch, made.world_size, made.commit) == (7, None, 2, 1)
+    assert (made.step, made.epoch, made.world_size) == (7, None, 2)
     assert made.versions == {"hvdkit": "0", "python": "3"}
     assert math.isnan(made.metrics.pop("diverged"))
     assert made.metrics == {"loss": 0.25, "worst": math.inf, "counted": 2.0}
     assert {name: record.size for name, record in made.files.items()} == {
-        file.name: file.stat().st_size for file in path.iterdir() if file.name != "manifest.json"
+        file.name: file.stat().st_size
+        for file in path_of(location).iterdir()
+        if file.name != "manifest.json"
     }
 
 
@@ -117,16 +125,16 @@ def test_weights_load_with_plain_safetensors(tmp_path):
     saved = dataclasses.replace(snapshot(1), parts={"model": EncodedPart(part, tensors)})
     with Store(tmp_path).open_for_writing() as writer:
         path = writer.write(saved)
-    read = safetensors.numpy.load_file(path / "model.safetensors")
+    read = safetensors.numpy.load_file(Path(path) / "model.safetensors")
     assert read.keys() == weights.keys()
     assert all(np.array_equal(read[name], weights[name]) for name in weights)
 
 
-def test_one_tensor_can_be_read(tmp_path):
-    save(tmp_path, 1)
+def test_one_tensor_can_be_read(place):
+    save(place, 1)
     spec, data = snapshot(1).parts["model"].tensors["layer.weight"]
     out = np.zeros(data.size, np.uint8)
-    with Store(tmp_path).newest_good() as opened:
+    with Store(str(place)).newest_good() as opened:
         assert opened.outline.specs["model"]["layer.weight"] == spec
         opened.read("model", "layer.weight", out)
         np.testing.assert_array_equal(out, data)
@@ -138,9 +146,9 @@ def test_one_tensor_can_be_read(tmp_path):
             opened.outline.tree("gone")
 
 
-def test_the_outline_goes_to_other_ranks_as_bytes(tmp_path):
-    save(tmp_path, 3)
-    with Store(tmp_path).newest_good() as opened:
+def test_the_outline_goes_to_other_ranks_as_bytes(place):
+    save(place, 3)
+    with Store(str(place)).newest_good() as opened:
         assert Outline.from_bytes(opened.outline.to_bytes()) == opened.outline
 
 
@@ -154,50 +162,54 @@ def test_the_outline_goes_to_other_ranks_as_bytes(tmp_path):
         ({"keep_last": 2, "keep_best": [KeepBest("loss", "max", 2)]}, [1, 3, 5, 6]),
     ],
 )
-def test_retention(tmp_path, settings, steps):
+def test_retention(place, settings, steps):
     losses = {1: 9.0, 2: 0.5, 3: 8.0, 4: 1.0, 5: 2.0, 6: math.nan}
-    store = Store(tmp_path, **settings)
+    store = Store(str(place), **settings)
     with store.open_for_writing() as writer:
         for step, loss in losses.items():
             writer.write(snapshot(step, {"loss": loss}))
     assert [info.step for info in store.steps()] == steps
-    assert len(list(tmp_path.glob("*step*"))) == len(steps)
+    assert len(names(place)) == len(steps)
 
 
-def test_a_damaged_step_does_not_count_as_one_that_stays(tmp_path):
-    store = save(tmp_path, 1, 2, 3, keep_last=3)
+def test_a_damaged_step_does_not_count_as_one_that_stays(place):
+    store = save(place, 1, 2, 3, keep_last=3)
     (step_folder(store, 3) / "state.json").unlink()
-    save(tmp_path, 4, keep_last=3)
+    save(place, 4, keep_last=3)
     assert [info.step for info in store.steps()] == [1, 2, 4]
 
 
-def test_a_run_that_went_back_goes_on_from_where_it_is_now(tmp_path):
+def test_a_run_that_went_back_goes_on_from_where_it_is_now(place):
     """Steps 1000 and 2000 are those of a run that was given up: its user went back to 500."""
-    store = save(tmp_path, 500, 1000, 2000, keep_last=3)
+    store = save(place, 500, 1000, 2000, keep_last=3)
     with store.newest_good(500) as opened:
         assert_holds(opened, 500)
-    save(tmp_path, 600, keep_last=3)
+    save(place, 600, keep_last=3)
     assert_newest_good(store, 600)
     assert [info.step for info in store.steps()] == [1000, 2000, 600]
 
 
-def test_a_step_that_is_saved_again_replaces_the_older_one(tmp_path):
-    store = save(tmp_path, 1, 2)
+def test_a_step_that_is_saved_again_replaces_the_older_one(place):
+    store = save(place, 1, 2)
     with store.open_for_writing() as writer:
-        path = writer.write(snapshot(1, {"again": 1.0}))
+        location = writer.write(snapshot(1, {"again": 1.0}))
     assert [info.step for info in store.steps()] == [2, 1]
+    assert store.steps()[-1].location == location
     with store.newest_good(1) as opened:
         assert opened.manifest.metrics == {"again": 1.0}
-    assert path == tmp_path / "step-000000000001"
-    save(tmp_path, 1)
-    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("step-")) == [
+    save(place, 1)
+    assert [name[:17] for name in sorted(names(place))] == [
         *("step-000000000001", "step-000000000002"),
     ]
+    if isinstance(place, Path):
+        # The name of the one that was replaced.
+        assert location == str(place / "step-000000000001")
+        assert names(place).count("step-000000000001") == 1
     assert [info.step for info in store.steps()] == [2, 1]
 
 
-def test_each_run_has_its_own_steps(tmp_path):
-    store = save(tmp_path, 100, 200, 300, keep_last=2)
+def test_each_run_has_its_own_steps(place):
+    store = save(place, 100, 200, 300, keep_last=2)
     with store.open_for_writing(new_run=True) as writer:
         for step in (1, 2, 200):
             writer.write(snapshot(step))
@@ -205,18 +217,18 @@ def test_each_run_has_its_own_steps(tmp_path):
     assert [info.step for info in store.steps()] == [200, 300, 2, 200]
     assert [info.step for info in store.of_older_runs()] == [200, 300]
     assert [info.step for info in store.prunable(Retention(1))] == [2]
-    newest, other = (tmp_path / f"step-{step:012}-run2" for step in (200, 2))
-    os.truncate(newest / "model.safetensors", 10)
+    *_, other, newest = (path_of(info.location) for info in store.steps())
+    cut(newest / "model.safetensors", 10)
     with pytest.raises(CheckpointError, match="step 200 in .* is damaged"):
         store.newest_good(200)
     assert_newest_good(store, 2)
     # Whichever file is damaged, an older run's step is not taken for one of this.
     for file in ("model.safetensors", "manifest.json"):
-        os.truncate(other / file, 10)
+        cut(other / file, 10)
         with pytest.raises(CheckpointError, match="none of the 1 steps of run 2 in .* is good"):
             store.newest_good()
         assert store.prunable(Retention(1), older_runs=True) == []
-        assert store.set_aside() == ["damaged-step-000000000200-run2"]
+        assert [name[-len(newest.name) :] for name in store.quarantined()] == [newest.name]
     with store.newest_good(300) as opened:
         assert_holds(opened, 300)
     with store.newest_good(run=1) as opened:
@@ -228,7 +240,7 @@ def test_each_run_has_its_own_steps(tmp_path):
     ):
         store.newest_good(2, run=1)
     # Nor is its number given to another.
-    shutil.rmtree(other)
+    remove(other)
     with store.open_for_writing(new_run=True) as writer:
         assert writer.run == 3
 
@@ -248,28 +260,28 @@ def test_a_step_that_a_live_writer_replaces_while_it_is_read(tmp_path, monkeypat
         # What was opened before it was deleted is good, too.
         assert opened.manifest.step in (2, 3)
     assert done
-    assert store.set_aside() == []
+    assert store.quarantined() == []
     done.clear()
     assert store.verify(2 if how == "again" else 3) == []
-    assert store.set_aside() == []
+    assert store.quarantined() == []
 
 
-def test_a_step_that_is_replaced_between_listing_and_reading(tmp_path, monkeypatch):
-    store = save(tmp_path, 1, 2)
+def test_a_step_that_is_replaced_between_listing_and_reading(place, monkeypatch):
+    store = save(place, 1, 2)
     examine = reading.examine
     done = []
 
     def replaced(*arguments):
         if not done:
             done.append(arguments)
-            save(tmp_path, 3)
-            shutil.rmtree(tmp_path / "step-000000000002")
+            save(place, 3)
+            remove(step_folder(store, 2))
         return examine(*arguments)
 
     monkeypatch.setattr("hvdkit.checkpoint.store.examine", replaced)
     with store.newest_good() as opened:
         assert opened.manifest.step == 3
-    assert store.set_aside() == []
+    assert store.quarantined() == []
 
 
 def test_a_run_whose_newest_manifest_cannot_be_read_is_not_continued(tmp_path, monkeypatch):
@@ -291,8 +303,8 @@ def test_a_run_whose_newest_manifest_cannot_be_read_is_not_continued(tmp_path, m
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_going_on_after_an_older_step_begins_a_run_with_it(tmp_path, monkeypatch, links):
-    store = save(tmp_path, 1, 2, 3)
+def test_going_on_after_an_older_step_begins_a_run_with_it(place, monkeypatch, links):
+    store = save(place, 1, 2, 3)
     with store.newest_good(2) as opened:
         base = opened.manifest
     if not links:
@@ -314,14 +326,14 @@ def test_going_on_after_an_older_step_begins_a_run_with_it(tmp_path, monkeypatch
         writer.write(snapshot(4))
     assert [info.step for info in store.steps()] == [1, 2, 3, 2, 4]
     assert [info.step for info in store.of_older_runs()] == [1, 2, 3]
-    assert (tmp_path / "step-000000000004-run2").exists()
+    assert any(name.startswith("step-000000000004-run2") for name in names(place))
 
 
-def test_going_on_after_a_step_that_was_deleted_meanwhile(tmp_path, caplog):
-    store = save(tmp_path, 1, 2, 3)
+def test_going_on_after_a_step_that_was_deleted_meanwhile(place, caplog):
+    store = save(place, 1, 2, 3)
     with store.newest_good(2) as opened:
         base = opened.manifest
-    shutil.rmtree(tmp_path / "step-000000000002")
+    remove(step_folder(store, 2))
     with store.open_for_writing() as writer:
         writer.continue_from(base)
         writer.write(snapshot(5))
@@ -330,25 +342,38 @@ def test_going_on_after_a_step_that_was_deleted_meanwhile(tmp_path, caplog):
     assert_newest_good(store, 5)
 
 
-def test_a_url_is_no_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="'s3://bucket/run', which is a URL"):
-        Store("s3://bucket/run")
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("nothing://bucket/run", "in nothing://bucket/run; expected a path, or a URL that fsspec"),
+        ("simplecache::s3://bucket/run", "expected a path, or a URL that fsspec knows"),
+        ("oci://name:secret@bucket/run", "are to be kept in oci://bucket/run: .*To do: install"),
+    ],
+)
+def test_a_url_that_cannot_be_used(place, said):
+    with pytest.raises(UsageError, match=said):
+        Store(place).steps()
 
 
-def test_progress_counts_all_bytes(tmp_path):
-    store = save(tmp_path, 1)
+def test_a_url_of_a_folder(tmp_path):
+    assert Store(f"file://{tmp_path}").location == str(tmp_path)
+    with pytest.raises(UsageError, match="storage_options .* are for URLs"):
+        Store(tmp_path, storage_options={"key": "x"})
+
+
+def test_progress_counts_all_bytes(place):
+    store = save(place, 1)
     counts = []
     assert store.verify(1, counts.append) == []
     assert sum(counts) == store.steps()[0].manifest.size
 
 
-def test_a_snapshot_may_be_written_by_another_thread(tmp_path):
-    with Store(tmp_path).open_for_writing() as writer:
+def test_a_snapshot_may_be_written_by_another_thread(place):
+    with Store(str(place)).open_for_writing() as writer:
         thread = threading.Thread(target=writer.write, args=(snapshot(1),))
         thread.start()
         thread.join(timeout=60)
-    assert_newest_good(Store(tmp_path), 1)
+    assert_newest_good(Store(str(place)), 1)
 
 
 @pytest.mark.parametrize(
@@ -367,21 +392,21 @@ def test_a_snapshot_that_nobody_can_write(change, said):
         dataclasses.replace(snapshot(1), **change)
 
 
-def test_what_is_wrong_with_a_snapshot_leaves_nothing_behind(tmp_path):
-    store = save(tmp_path, 1)
+def test_what_is_wrong_with_a_snapshot_leaves_nothing_behind(place):
+    store = save(place, 1)
     wrong = EncodedPart({"$tensor": "x"}, {"x": (TensorSpec("C128", ()), np.zeros(16, np.uint8))})
     with store.open_for_writing() as writer:
         with pytest.raises(UsageError, match="dtype is C128"):
             writer.write(dataclasses.replace(snapshot(2), parts={"model": wrong}))
         writer.write(Snapshot(3, None, 1, {}, {}, {}))
-    assert leftovers(tmp_path) == []
+    assert leftovers(place) == []
     with store.newest_good() as opened:
         assert opened.manifest.step == 3
         assert opened.outline.trees == {}
 
 
-def test_more_json_than_can_be_read_is_not_written(tmp_path, monkeypatch):
-    store = save(tmp_path, 1)
+def test_more_json_than_can_be_read_is_not_written(place, monkeypatch):
+    store = save(place, 1)
     monkeypatch.setattr(manifest, "MAX_JSON_BYTES", 100)
     with (
         store.open_for_writing() as writer,
@@ -392,6 +417,6 @@ def test_more_json_than_can_be_read_is_not_written(tmp_path, monkeypatch):
     assert_newest_good(store, 1)
 
 
-def test_keep_last_below_one(tmp_path):
+def test_keep_last_below_one(place):
     with pytest.raises(UsageError, match="keep_last is 0; expected 1 or more, or None"):
-        Store(tmp_path, keep_last=0)
+        Store(str(place), keep_last=0)

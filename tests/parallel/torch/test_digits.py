@@ -49,7 +49,7 @@ def test_impossible_arguments_are_refused(arguments):
 
 
 def final_files(folder):
-    last = Store(folder).steps()[-1].path
+    last = Path(Store(folder).steps()[-1].location)
     return [(last / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
 
 

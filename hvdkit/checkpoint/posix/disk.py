@@ -46,11 +46,16 @@ def _step(name: str, file: str) -> None:
         before_step(name, file)
 
 
+def open_folder(path: str | Path, parent: int | None = None) -> int:
+    """Open a folder. Inside of `parent`, it may not be a symbolic link."""
+    follow = 0 if parent is None else os.O_NOFOLLOW
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | follow, dir_fd=parent)
+
+
 @contextmanager
 def folder(path: str | Path, parent: int | None = None) -> Iterator[int]:
     """The folder, opened. Inside of `parent`, it may not be a symbolic link."""
-    follow = 0 if parent is None else os.O_NOFOLLOW
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | follow, dir_fd=parent)
+    descriptor = open_folder(path, parent)
     try:
         yield descriptor
     finally:

@@ -15,17 +15,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import logging
 import os
-import secrets
-import socket
 import threading
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hvdkit.checkpoint.errors import CheckpointError, WriterConflict
+from hvdkit.checkpoint.lease import Lease, conflict, taken_over, wait_for_death
 
 LOCK_FILE, LEASE_FILE = ".lock", ".writer"
 
@@ -40,40 +37,6 @@ _MAX_LEASE_BYTES = 4096
 #: Folders that this process writes to, by device and inode.
 _held: set[tuple[int, int]] = set()
 _held_guard = threading.Lock()
-
-
-@dataclass(frozen=True)
-class Lease:
-    """Who writes.
-
-    Attributes:
-        token: of the writer, never used twice.
-        host: its name, for people.
-        machine: equal where process numbers mean the same processes: the running kernel and its
-            namespace of processes.
-        pid: the process.
-        started: when it was started, in the kernel's ticks: numbers of processes come back.
-    """
-
-    token: str
-    host: str
-    machine: str
-    pid: int
-    started: int
-
-    @classmethod
-    def own(cls) -> Lease:
-        """A new one, for this process."""
-        return cls(
-            token=secrets.token_hex(8),
-            host=socket.gethostname(),
-            machine=_machine(),
-            pid=os.getpid(),
-            started=_started(os.getpid()) or 0,
-        )
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
 
 
 class FolderLock:
@@ -126,11 +89,7 @@ class FolderLock:
             WriterConflict: another process has taken it over.
             CheckpointError: it is not there any more, or this process was forked from the writer.
         """
-        if os.getpid() != self.lease.pid:
-            raise CheckpointError(
-                f"{self._path} was opened for writing by {self.lease}, and not by its child "
-                f"{os.getpid()}; write from the process that has opened it."
-            )
+        self.lease.expect_own_process(str(self._path))
         try:
             status = os.stat(self._path)
         except OSError as error:
@@ -143,13 +102,9 @@ class FolderLock:
                 f"{self._path} is not the folder any more that was opened, e.g. because it was "
                 "unmounted or replaced; nothing can be saved until that one is there again."
             )
-        found = _parse(_read_lease(self._folder))
+        found = Lease.parse(_read_lease(self._folder))
         if found is None or found.token != self.lease.token:
-            raise WriterConflict(
-                f"{found or 'somebody'} has taken over {self._path} from this process "
-                f"({self.lease}), which had given no sign of life for {PATIENCE_SECONDS:.0f} s or "
-                f"more, or has removed {LEASE_FILE}. Let only one of them go on."
-            )
+            raise taken_over(str(self._path), self.lease, found, PATIENCE_SECONDS)
 
     def close(self) -> None:
         """Give the folder back. May be called again."""
@@ -160,7 +115,7 @@ class FolderLock:
             return
         self._thread.join()
         try:
-            found = _parse(_read_lease(self._folder))
+            found = Lease.parse(_read_lease(self._folder))
             if found is not None and found.token == self.lease.token:
                 os.unlink(LEASE_FILE, dir_fd=self._folder)
         except OSError as error:
@@ -178,7 +133,13 @@ class FolderLock:
         locked = self._lock()
         content = _read_lease(self._folder)
         if content is not None:
-            self._wait_for_death(content)
+            wait_for_death(
+                str(self._path),
+                self.lease,
+                Lease.parse(content),
+                lambda: _read_lease(self._folder),
+                PATIENCE_SECONDS,
+            )
         # Locked by a process that is dead: the system has not cleaned up after it yet, or a server
         # keeps the lock of a host that is gone. Or by one that is taking the folder over just now.
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -186,7 +147,7 @@ class FolderLock:
             time.sleep(PATIENCE_SECONDS / 200)
             locked = self._lock()
             if (now := _read_lease(self._folder)) != content and now is not None:
-                raise self._conflict(_parse(now))
+                raise self._conflict(Lease.parse(now))
         if locked is False and content is None:
             raise self._conflict(None)
         self._write_lease(os.O_CREAT)
@@ -211,49 +172,19 @@ class FolderLock:
             raise
         return True
 
-    def _wait_for_death(self, content: bytes) -> None:
-        """Return when the writer that has left the lease `content` is surely dead.
-
-        Raises:
-            WriterConflict: it lives.
-        """
-        lease = _parse(content)
-        if lease is not None and lease.machine == self.lease.machine:
-            # Ours, without being in `_held`, is one that this process could not remove.
-            if lease.pid != self.lease.pid and _started(lease.pid) == lease.started:
-                raise self._conflict(lease)
-            return
-        _log.info(
-            "%s was last written to by %s; waiting %.0f s for a sign of life.",
-            self._path,
-            lease or "an unknown process",
-            PATIENCE_SECONDS,
-        )
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while time.monotonic() < deadline:
-            time.sleep(min(1.0, PATIENCE_SECONDS / 10))
-            now = _read_lease(self._folder)
-            if now is None:
-                return
-            if now != content:
-                raise self._conflict(_parse(now))
-
     def _conflict(self, lease: Lease | None) -> WriterConflict:
-        return WriterConflict(
-            f"{lease or 'another process'} is writing checkpoints to {self._path}; expected only "
-            "this one. Stop it, or give another folder."
-        )
+        return conflict(str(self._path), lease)
 
     def _write_lease(self, flags: int = 0) -> None:
         self._beats += 1
         # One length for all, so that nothing of an older one stays.
-        content = json.dumps({**asdict(self.lease), "beat": self._beats}).ljust(_MAX_LEASE_BYTES)
+        content = self.lease.to_bytes(self._beats).ljust(_MAX_LEASE_BYTES)
         # Opened and closed each time: that is when NFS shows others a change.
         descriptor = os.open(
             LEASE_FILE, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o666, dir_fd=self._folder
         )
         try:
-            os.pwrite(descriptor, content.encode(), 0)
+            os.pwrite(descriptor, content, 0)
         finally:
             os.close(descriptor)
 
@@ -261,7 +192,7 @@ class FolderLock:
         failing = False
         while not self._stop.wait(BEAT_SECONDS):
             try:
-                found = _parse(_read_lease(self._folder))
+                found = Lease.parse(_read_lease(self._folder))
                 if found is None or found.token != self.lease.token:
                     return  # taken over: `check` says so
                 self._write_lease()
@@ -281,34 +212,3 @@ def _read_lease(folder: int) -> bytes | None:
         return os.pread(descriptor, _MAX_LEASE_BYTES, 0)
     finally:
         os.close(descriptor)
-
-
-def _parse(content: bytes | None) -> Lease | None:
-    """The lease; None where there is none, or one that was not written to its end."""
-    try:
-        fields = json.loads(content or b"")
-        return Lease(
-            token=str(fields["token"]),
-            host=str(fields["host"]),
-            machine=str(fields["machine"]),
-            pid=int(fields["pid"]),
-            started=int(fields["started"]),
-        )
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def _machine() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-
-
-def _started(pid: int) -> int | None:
-    """When a process of this machine was started, in ticks; None if it is not running."""
-    try:
-        content = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The second field is the command in parentheses and may contain anything.
-    fields = content.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])

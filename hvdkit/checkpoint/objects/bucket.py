@@ -1,0 +1,338 @@
+"""Objects under one URL, through fsspec: every request has a deadline, and is tried again.
+
+fsspec: https://filesystem-spec.readthedocs.io. Its file systems raise many kinds of errors; here
+they become a missing object or a `CheckpointError`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.objects.content import Content
+from hvdkit.errors import UsageError
+
+_log = logging.getLogger(__name__)
+
+#: Seconds for one request, and besides that for each byte that it sends or receives.
+REQUEST_SECONDS = 60.0
+SECONDS_PER_BYTE = 1e-6
+#: Tries of a request, seconds before the second, and seconds after which no other one begins.
+TRIES = 6
+FIRST_PAUSE_SECONDS = 0.3
+PATIENCE_SECONDS = 120.0
+
+#: Bytes of one part of a multipart upload, and how many are sent at once.
+_PART_BYTES = 16_000_000
+_PARTS_AT_ONCE = 4
+#: S3's limit is 10,000 parts.
+_MAX_PARTS = 9_000
+
+#: Trying again does not help.
+_LASTING = (
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    NotImplementedError,
+    ImportError,
+    TypeError,
+    ValueError,
+    AttributeError,
+)
+
+_INSTALL = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_INSTALL |= dict.fromkeys(("abfs", "abfss", "az"), "azure")
+
+#: Longer waits are left to the retries here, which are bounded.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60}},
+}
+
+
+class Bucket:
+    """The objects under a URL. Making one touches nothing.
+
+    Attributes:
+        url: without a password.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        """Args:
+            url: such as `s3://bucket/run`.
+            options: for fsspec's file system.
+
+        Raises:
+            UsageError: fsspec is missing, or does not know such a URL.
+        """
+        self.url = re.sub(r"//[^/@]*@", "//", url).rstrip("/")
+        self._full_url = url.rstrip("/")
+        self._options = dict(options)
+        self._protocol = url.partition("://")[0]
+        self._fs: Any = None
+        self._root = ""
+        self._asynchronous = False
+        try:
+            from fsspec.registry import available_protocols
+        except ImportError as error:
+            raise self._not_installed(error) from error
+        if self._protocol not in available_protocols() or "::" in url:
+            raise UsageError(
+                f"checkpoints are to be kept in {self.url}; expected a path, or a URL that fsspec "
+                f"knows, such as s3://bucket/run, gs://bucket/run or abfs://container/run."
+            )
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes | None:
+        """Return an object, or its bytes from `start` to `end`; None if it is missing."""
+        size = 0 if start is None or end is None else end - start
+        # Without that, S3 is asked for the size first.
+        how: dict[str, Any] = (
+            {"max_concurrency": 1} if "max_concurrency" in self._parameters("cat_file") else {}
+        )
+        try:
+            content: bytes = self._request(
+                *("read", name, "cat_file", self._path(name)),
+                start=start,
+                end=end,
+                size=size,
+                **how,
+            )
+        except FileNotFoundError:
+            return None
+        return content
+
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes] | None:
+        """Return several ranges of bytes, read at once; None if the object is missing."""
+        if not self._is_asynchronous():
+            found = [self.read(name, start, end) for start, end in ranges]
+            return None if None in found else [each for each in found if each is not None]
+        paths = [self._path(name)] * len(ranges)
+        starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
+        try:
+            contents: list[bytes] = self._request(
+                *("read", name, "cat_ranges", paths, starts, ends),
+                on_error="raise",
+                size=sum(ends) - sum(starts),
+            )
+        except FileNotFoundError:
+            return None
+        return contents
+
+    def size(self, name: str) -> int | None:
+        """Return the size of an object in bytes; None if it is missing."""
+        try:
+            return int(self._request("read", name, "info", self._path(name))["size"])
+        except FileNotFoundError:
+            return None
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Return names and sizes of all objects whose path begins with the folder `prefix`.
+
+        Where a store's listings are behind its objects, some may be missing, and some not exist.
+        """
+        try:
+            found = self._request("list", prefix, "find", self._path(prefix), detail=True)
+        except FileNotFoundError:
+            return {}
+        before = self._root.rstrip("/") + "/"
+        return {
+            path.removeprefix(before): int(info["size"] or 0)
+            for path, info in found.items()
+            if info["type"] == "file" and path.startswith(before)
+        }
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small object, over one of that name."""
+        self._put(name, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small object that must not exist yet.
+
+        Args:
+            name: of the object.
+            data: its content, which no other process writes.
+
+        Returns:
+            True if the object has this content now; False if it has another.
+
+        Raises:
+            CheckpointError: it is not known whether the object exists.
+        """
+
+        def try_once() -> bool:
+            try:
+                self._call("pipe_file", self._path(name), data, mode="create")
+            except _LASTING:
+                raise
+            except Exception:
+                # Refused, or the answer to this request or to one before it was lost.
+                there = self.read(name)
+                if there is None:
+                    raise
+                return there == data
+            return True
+
+        try:
+            return bool(self._tried("write", name, try_once))
+        except FileNotFoundError as error:
+            raise self._no_place(error) from error
+
+    def expect_exclusive_create(self, name: str, data: bytes) -> None:
+        """Check that the store refuses to create an object that exists.
+
+        Args:
+            name: of an object that exists.
+            data: its content.
+
+        Raises:
+            CheckpointError: the store overwrites it.
+        """
+        try:
+            self._call("pipe_file", self._path(name), data, mode="create")
+        except Exception:
+            return
+        raise CheckpointError(
+            f"{self.url} does not refuse to create an object that exists (S3: If-None-Match). "
+            f"Without that two jobs could overwrite each other's checkpoints. Use one that does."
+        )
+
+    def upload(self, name: str, content: Content) -> None:
+        """Write a large object: in parts, several at once, if the file system can."""
+        data: Any = content
+        how: dict[str, Any] = {}
+        parameters = self._parameters("pipe_file")
+        part = max(_PART_BYTES, -(-len(content) // _MAX_PARTS))
+        if "max_concurrency" in parameters:
+            how["max_concurrency"] = _PARTS_AT_ONCE
+        if "chunksize" in parameters:
+            how["chunksize"] = part
+        if "chunksize" not in parameters or len(content) < 2 * part:
+            # Those take bytes in one piece only.
+            data = content[:]
+        self._put(name, data, **how)
+
+    def copy(self, name: str, new: str) -> None:
+        """Copy an object; the store does it.
+
+        Raises:
+            FileNotFoundError: it is missing.
+        """
+        size = self.size(name) or 0
+        self._request("copy", name, "cp_file", self._path(name), self._path(new), size=size)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete objects. Those that are missing count as deleted."""
+        if not names:
+            return
+        try:
+            self._request("delete", names[0], "rm", [self._path(name) for name in names])
+        except FileNotFoundError:
+            for name in names:
+                try:
+                    self._request("delete", name, "rm_file", self._path(name))
+                except FileNotFoundError:
+                    continue
+
+    def _put(self, name: str, data: Any, **how: Any) -> None:
+        try:
+            self._request("write", name, "pipe_file", self._path(name), data, size=len(data), **how)
+        except FileNotFoundError as error:
+            raise self._no_place(error) from error
+
+    def _no_place(self, error: FileNotFoundError) -> CheckpointError:
+        return CheckpointError(
+            f"cannot write to {self.url}: {_text(error)}. Make the bucket, or give another one."
+        )
+
+    def _request(
+        self, action: str, name: str, method: str, *arguments: Any, size: int = 0, **keywords: Any
+    ) -> Any:
+        """Call a method of the file system until it succeeds.
+
+        Raises:
+            FileNotFoundError: what is asked for is missing.
+            CheckpointError: it fails, again and again or for a lasting reason.
+        """
+        return self._tried(
+            action, name, lambda: self._call(method, *arguments, size=size, **keywords)
+        )
+
+    def _call(self, method: str, *arguments: Any, size: int = 0, **keywords: Any) -> Any:
+        """Call a method of the file system once, for a limited time if it is asynchronous."""
+        fs = self._file_system()
+        if self._asynchronous:
+            keywords["timeout"] = REQUEST_SECONDS + SECONDS_PER_BYTE * size
+        fs.invalidate_cache()
+        return getattr(fs, method)(*arguments, **keywords)
+
+    def _tried(self, action: str, name: str, call: Callable[[], Any]) -> Any:
+        began = time.monotonic()
+        pause = FIRST_PAUSE_SECONDS
+        self._file_system()
+        for left in reversed(range(TRIES)):
+            try:
+                return call()
+            except (FileNotFoundError, CheckpointError):
+                raise
+            except Exception as error:
+                lasting = isinstance(error, _LASTING)
+                if lasting or not left or time.monotonic() - began > PATIENCE_SECONDS:
+                    raise CheckpointError(
+                        f"cannot {action} {self.url}/{name}: {_text(error)}. Check the address, "
+                        f"access rights and connection; the steps that are listed are whole."
+                    ) from error
+                _log.info("trying again to %s %s/%s: %s", action, self.url, name, _text(error))
+            # Not all clients at once, where a server is overloaded.
+            time.sleep(pause * random.uniform(0.5, 1.5))
+            pause *= 2
+        raise AssertionError("unreachable")
+
+    def _parameters(self, method: str) -> Mapping[str, Any]:
+        """The parameters of a method, with those that only this file system has."""
+        fs = self._file_system()
+        return inspect.signature(getattr(fs, "_" + method, getattr(fs, method))).parameters
+
+    def _is_asynchronous(self) -> bool:
+        self._file_system()
+        return self._asynchronous
+
+    def _file_system(self) -> Any:
+        if self._fs is None:
+            import fsspec
+            from fsspec.asyn import AsyncFileSystem
+
+            try:
+                kind = fsspec.get_filesystem_class(self._protocol)
+            except ImportError as error:
+                raise self._not_installed(error) from error
+            self._asynchronous = issubclass(kind, AsyncFileSystem)
+            options = dict(_DEFAULTS.get(_INSTALL.get(self._protocol, ""), {}))
+            if self._asynchronous:
+                options["use_listings_cache"] = False
+            try:
+                fs, root = fsspec.core.url_to_fs(self._full_url, **(options | self._options))
+            except Exception as error:
+                raise CheckpointError(f"cannot open {self.url}: {_text(error)}.") from error
+            self._root = root
+            self._fs = fs
+        return self._fs
+
+    def _path(self, name: str) -> str:
+        self._file_system()
+        return f"{self._root.rstrip('/')}/{name}".rstrip("/")
+
+    def _not_installed(self, error: ImportError) -> UsageError:
+        extra = _INSTALL.get(self._protocol)
+        what = f"pip install 'hvdkit[{extra}]'" if extra else "install fsspec's package for it"
+        return UsageError(f"checkpoints are to be kept in {self.url}: {error}. To do: {what}.")
+
+
+def _text(error: BaseException) -> str:
+    """What an error says, in one line; its type if it says nothing."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

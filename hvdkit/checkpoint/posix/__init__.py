@@ -1,0 +1,1 @@
+"""Steps in a folder: local, or shared between hosts. See `storage`."""

@@ -1,0 +1,128 @@
+"""The steps of an open folder: their names, and the manifests behind them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+
+from hvdkit.checkpoint.errors import CheckpointError, Damaged
+from hvdkit.checkpoint.posix import disk
+from hvdkit.checkpoint.posix.files import PosixFiles
+from hvdkit.checkpoint.reading import read_manifest
+from hvdkit.checkpoint.storage import Entry, in_commit_order
+
+_STEP = re.compile(r"step-(\d{12})(?:-run(\d{1,9}))?(?:-\d{1,9})?")
+_QUARANTINED = "damaged-"
+
+# How often to look again after a live writer has removed or renamed what was listed.
+_LOOKS = 10
+
+
+def scan(folder: int) -> list[Entry]:
+    """All steps of the open folder, in the order of their commits.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    for _ in range(_LOOKS):
+        looked = [look(folder, name) for name in disk.names(folder) if _STEP.fullmatch(name)]
+        entries = [entry for entry in looked if entry is not None]
+        if len(entries) == len(looked):
+            break
+    return in_commit_order(entries)
+
+
+def next_run(folder: int) -> int:
+    """Return a number for a new run. No step has it, not even a damaged one that was renamed.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    steps = (_STEP.fullmatch(name) for name in disk.names(folder))
+    damaged = (_STEP.match(name.removeprefix(_QUARANTINED)) for name in quarantined(folder))
+    return max((_run_of(match) for match in (*steps, *damaged) if match), default=0) + 1
+
+
+def quarantined(folder: int) -> list[str]:
+    """Names of the folders of damaged steps that were renamed.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    names = (name for name in disk.names(folder) if name.startswith(_QUARANTINED))
+    return sorted(name for name in names if _STEP.match(name.removeprefix(_QUARANTINED)))
+
+
+def free_name(step: int, run: int, names: Sequence[str]) -> str:
+    """A name for a new folder of `step`, where `names` are taken.
+
+    A step that is there already, from before a resume, is replaced by removing it afterwards: at
+    no time is there none.
+    """
+    return _free(f"step-{step:012d}" + (f"-run{run}" if run > 1 else ""), names)
+
+
+def settled_name(name: str, names: Sequence[str]) -> str:
+    """The name that the folder `name` would get if it were new, where `names` are taken."""
+    step, run = _parsed(name)
+    return free_name(step, run, names)
+
+
+def quarantine_name(name: str, names: Sequence[str]) -> str:
+    """The name under which the damaged folder `name` is kept, where `names` are taken."""
+    return _free(_QUARANTINED + name, names)
+
+
+def _free(name: str, names: Sequence[str]) -> str:
+    free, count = name, 1
+    while free in names:
+        count += 1
+        free = f"{name}-{count}"
+    return free
+
+
+def _run_of(match: re.Match[str]) -> int:
+    return int(match[2] or 1)
+
+
+def _parsed(name: str) -> tuple[int, int]:
+    """The step and the run that a folder's name tells."""
+    match = _STEP.fullmatch(name)
+    assert match is not None
+    return int(match[1]), _run_of(match)
+
+
+def look(parent: int, name: str) -> Entry | None:
+    """The entry for the folder `name`, which is one of a step; None if it is gone by now."""
+    step, run = _parsed(name)
+    manifest = None
+    problem: CheckpointError | None = None
+    try:
+        inode = os.lstat(name, dir_fd=parent).st_ino
+        files = PosixFiles(parent, name)
+        try:
+            manifest = read_manifest(files, step)
+            run = manifest.run
+            for file, record in manifest.files.items():
+                size = files.open(file)
+                if size != record.size:
+                    raise Damaged(file, f"it has {size} bytes instead of {record.size}")
+        finally:
+            files.close()
+    except FileNotFoundError:
+        return None
+    except CheckpointError as error:
+        if not _is_there(parent, name, inode):
+            return None
+        problem = error
+    return Entry(name, step, run, inode, manifest, problem)
+
+
+def _is_there(parent: int, name: str, inode: int) -> bool:
+    try:
+        return os.lstat(name, dir_fd=parent).st_ino == inode
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True

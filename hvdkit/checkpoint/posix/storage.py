@@ -1,0 +1,285 @@
+"""Steps in a folder: what is listed in it is whole.
+
+DIR/step-000000001200/    one step, made visible by one rename
+    manifest.json         step, epoch, world size, versions, size and hash of each file
+    state.json            the trees, with marks where tensors are
+    ranks.json            what each rank has for itself
+    PART.safetensors      the tensors of each part that has some
+DIR/damaged-step-…        found damaged and renamed
+DIR/.writing-…            being written; swept once its writer is dead
+DIR/.deleting-…           being deleted
+DIR/.lock, DIR/.writer    who writes here
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import xxhash
+
+from hvdkit.checkpoint.errors import failing
+from hvdkit.checkpoint.manifest import FileRecord
+from hvdkit.checkpoint.posix import disk, listing
+from hvdkit.checkpoint.posix.files import PosixFiles
+from hvdkit.checkpoint.posix.lock import FolderLock
+from hvdkit.checkpoint.storage import Draft, Entry, StepFiles
+
+_log = logging.getLogger(__name__)
+
+#: What is hashed and written at once: stays in the processor's cache between the two.
+_CHUNK_BYTES = 1_000_000
+
+#: What the names of folders begin with that are being written and deleted.
+_WRITING, _DELETING = ".writing-", ".deleting-"
+
+
+class PosixStorage:
+    """A folder, local or shared. Made by `open_for_writing` if it does not exist."""
+
+    def __init__(self, folder: str) -> None:
+        self._path = Path(folder).absolute()
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def exists(self) -> bool:
+        """Whether the folder exists."""
+        return self._path.is_dir()
+
+    def location(self, name: str) -> str:
+        """The path of a step's folder."""
+        return str(self._path / name)
+
+    def entries(self) -> list[Entry]:
+        """List all steps."""
+        with self._open() as folder:
+            return [] if folder is None else listing.scan(folder)
+
+    def quarantined(self) -> list[str]:
+        """List the names of damaged steps that were renamed."""
+        with self._open() as folder:
+            return [] if folder is None else listing.quarantined(folder)
+
+    def open_step(self, entry: Entry) -> StepFiles:
+        """Open a step for reading."""
+        with failing("read", self._path), disk.folder(self._path) as folder:
+            return PosixFiles(folder, entry.name)
+
+    def is_same(self, entry: Entry) -> bool:
+        """Whether the folder is still there, and not another one of its name."""
+        with self._open() as folder:
+            return folder is not None and _is_same(folder, entry)
+
+    def quarantine(self, entry: Entry) -> str | None:
+        """Rename a damaged step."""
+        with self._open() as folder:
+            if folder is None or not _is_same(folder, entry):
+                return None
+            name = listing.quarantine_name(entry.name, disk.names(folder))
+            with failing("rename", self._path / entry.name):
+                try:
+                    disk.rename(entry.name, name, folder)
+                except FileNotFoundError:
+                    return None
+            return name
+
+    def open_for_writing(self) -> PosixWriter:
+        """Make the folder if need be, take its lock and sweep it."""
+        return PosixWriter(self._path)
+
+    @contextmanager
+    def _open(self) -> Iterator[int | None]:
+        """The folder's descriptor; None if it does not exist."""
+        with failing("read", self._path):
+            try:
+                descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:
+                descriptor = None
+        try:
+            with failing("read", self._path):
+                yield descriptor
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+class PosixDraft:
+    """A folder beside the steps. A file is on the disk when `write` returns."""
+
+    def __init__(self, path: Path, parent: int, step: int, run: int) -> None:
+        self.name = path.name
+        self.step, self.run = step, run
+        self._path = path
+        self._parent = parent
+        with failing("make", path):
+            disk.make_folder(self.name, parent)
+
+    def write(self, name: str, pieces: Sequence[memoryview]) -> FileRecord:
+        """Write a file, hash it on its way, and wait until it is on the disk."""
+        with failing("write", self._path / name), disk.folder(self.name, self._parent) as folder:
+            descriptor = disk.create(name, folder)
+            try:
+                state, size = xxhash.xxh3_128(), 0
+                for piece in pieces:
+                    for at in range(0, len(piece), _CHUNK_BYTES):
+                        chunk = piece[at : at + _CHUNK_BYTES]
+                        state.update(chunk)
+                        disk.write(descriptor, chunk, name)
+                    size += len(piece)
+                disk.sync(descriptor, name)
+                disk.forget(descriptor, size)
+            finally:
+                os.close(descriptor)
+        return FileRecord(size, state.hexdigest())
+
+    def copy(self, name: str, entry: Entry) -> None:
+        """Give the file of another step a second name."""
+        with (
+            failing("write", self._path / name),
+            disk.folder(entry.name, self._parent) as source,
+            disk.folder(self.name, self._parent) as folder,
+        ):
+            disk.link(name, source, folder)
+
+    def files(self) -> StepFiles:
+        """Open the draft for reading."""
+        return PosixFiles(self._parent, self.name)
+
+
+class PosixWriter:
+    """Holds the folder's lock."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._attempts = 0
+        self._newest_commit: int | None = None
+        with ExitStack() as resources, failing("write to", path):
+            disk.make_folders(path)
+            self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            resources.callback(os.close, self._folder)
+            self._lock = FolderLock(path, self._folder)
+            resources.callback(self._lock.close)
+            # While this process holds the lock, all other writers are dead.
+            self._sweep("")
+            self._resources = resources.pop_all()
+
+    @property
+    def commit_number(self) -> int:
+        """Of the next commit."""
+        if self._newest_commit is None:
+            self.entries()
+        assert self._newest_commit is not None
+        return self._newest_commit + 1
+
+    def check(self) -> None:
+        """Check that the folder is still there and still locked by this process."""
+        with failing("write to", self._path):
+            self._lock.check()
+
+    def entries(self) -> list[Entry]:
+        """List all steps."""
+        with failing("read", self._path):
+            entries = listing.scan(self._folder)
+        commits = [entry.manifest.commit for entry in entries if entry.manifest]
+        self._newest_commit = max(self._newest_commit or 0, *commits, 0)
+        return entries
+
+    def next_run(self) -> int:
+        """Return a number for a new run."""
+        with failing("read", self._path):
+            return listing.next_run(self._folder)
+
+    def draft(self, step: int, run: int) -> PosixDraft:
+        """Begin to write a step."""
+        self._attempts += 1
+        name = f"{_WRITING}{self._lock.lease.token}-{self._attempts}"
+        return PosixDraft(self._path / name, self._folder, step, run)
+
+    def commit(self, draft: Draft) -> str:
+        """Make the step visible by renaming its folder."""
+        assert isinstance(draft, PosixDraft)
+        path = self._path / draft.name
+        with failing("write", path), disk.folder(draft.name, self._folder) as folder:
+            disk.sync_folder(folder, draft.name)
+        # Another writer may have taken over while a large step was written.
+        self.check()
+        with failing("rename", path):
+            made = os.stat(draft.name, dir_fd=self._folder)
+            final = listing.free_name(draft.step, draft.run, disk.names(self._folder))
+            try:
+                disk.rename(draft.name, final, self._folder)
+            except FileNotFoundError:
+                # A server may have done it, lost its answer and been asked once more.
+                there = os.stat(final, dir_fd=self._folder)
+                if (there.st_dev, there.st_ino) != (made.st_dev, made.st_ino):
+                    raise
+        self._newest_commit = self.commit_number
+        with failing("fsync", self._path):
+            disk.sync_folder(self._folder, self._path.name)
+        return final
+
+    def discard(self, draft: Draft) -> None:
+        """Remove a draft. What cannot be removed is swept another time."""
+        assert isinstance(draft, PosixDraft)
+        self._remove(draft.name)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete steps, each by a rename that takes it off the list, and then file by file."""
+        for name in names:
+            hidden = f"{_DELETING}{self._lock.lease.token}-{name}"
+            try:
+                disk.rename(name, hidden, self._folder)
+                disk.remove(hidden, self._folder)
+            except OSError as error:
+                _log.warning("%s could not be deleted: %s", self._path / name, error.strerror)
+
+    def settle(self, name: str) -> str:
+        """Remove the counter from the name of a step that has replaced one of its number."""
+        try:
+            settled = listing.settled_name(name, disk.names(self._folder))
+            if len(settled) >= len(name):
+                return name
+            disk.rename(name, settled, self._folder)
+        except OSError as error:
+            _log.warning("%s keeps its name: %s", self._path / name, error.strerror)
+            return name
+        return settled
+
+    def sweep(self) -> None:
+        """Remove what this writer could not remove before."""
+        self._sweep(self._lock.lease.token)
+
+    def close(self) -> None:
+        """Give the lock back."""
+        self._resources.close()
+
+    def _sweep(self, token: str) -> None:
+        """Remove what the writer with that token has left; "" stands for all."""
+        try:
+            names = disk.names(self._folder)
+        except OSError as error:
+            _log.warning("%s was not swept: %s", self._path, error.strerror)
+            return
+        for name in names:
+            if name.startswith((_WRITING + token, _DELETING + token)):
+                _log.info("removing %s, which was not finished", self._path / name)
+                self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        try:
+            disk.remove(name, self._folder)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            _log.warning("%s stays for now: %s", self._path / name, error.strerror)
+
+
+def _is_same(folder: int, entry: Entry) -> bool:
+    found = listing.look(folder, entry.name)
+    return (
+        found is not None and found.identity == entry.identity and found.manifest == entry.manifest
+    )

@@ -1,0 +1,163 @@
+"""A real S3 server, and a proxy before it that does what networks and overloaded servers do."""
+
+import contextlib
+import http.client
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+BUCKET = "checkpoints"
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "tests",
+    "AWS_SECRET_ACCESS_KEY": "tests",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    # Nothing of the machine's own.
+    "AWS_CONFIG_FILE": "/dev/null",
+    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+}
+
+
+@contextlib.contextmanager
+def running(log):
+    """Run moto's server. Gives its address; the bucket is there."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+            env=os.environ | {"HVDKIT_TEST_SERVER": "s3"},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+                connection.request("PUT", f"/{BUCKET}")
+                assert connection.getresponse().status == 200
+                connection.close()
+                break
+            except OSError:
+                assert time.monotonic() < deadline, log.read_text()
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+
+
+class Proxy(ThreadingHTTPServer):
+    """Passes requests on to a server.
+
+    Attributes:
+        seen: the requests so far: method and path.
+        act: called for each with its number, counted from 1, its method and its path. Returns
+            None: pass it on. "500", "503": answer with that. "cut": close the connection.
+            "lost": pass it on and close the connection without the answer.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, server):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.behind = urlsplit(server).netloc
+        self.seen = []
+        self.act = lambda number, method, path: None
+        self._guard = threading.Lock()
+
+    @property
+    def address(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def number(self, method, path):
+        with self._guard:
+            self.seen.append((method, path))
+            return len(self.seen)
+
+    def handle_error(self, request, client_address):
+        """Clients that are killed close their connections."""
+
+
+_SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please wait.</Message></Error>"
+_FAILED = b"<Error><Code>InternalError</Code><Message>We had a problem.</Message></Error>"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def _pass_on(self):
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length) if length else self._chunks()
+        number = self.server.number(self.command, self.path)
+        what = self.server.act(number, self.command, self.path)
+        if what == "cut":
+            self._cut()
+            return
+        if what in ("500", "503"):
+            self._answer(int(what), [], _FAILED if what == "500" else _SLOW_DOWN)
+            return
+        connection = http.client.HTTPConnection(self.server.behind, timeout=60)
+        headers = {k: v for k, v in self.headers.items() if k.lower() != "transfer-encoding"}
+        headers["Content-Length"] = str(len(body))
+        connection.request(self.command, self.path, body, headers)
+        response = connection.getresponse()
+        content = response.read()
+        connection.close()
+        if what == "lost":
+            self._cut()
+            return
+        self._answer(response.status, response.getheaders(), content)
+
+    def _chunks(self):
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return b""
+        found = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            found.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(found)
+
+    def _answer(self, status, headers, content):
+        self.send_response_only(status)
+        length = str(len(content))
+        for name, value in headers:
+            if name.lower() == "content-length" and self.command == "HEAD":
+                length = value
+            elif name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def _cut(self):
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def log_message(self, *arguments):
+        """Nothing is printed."""
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _pass_on
+
+
+@contextlib.contextmanager
+def proxy(server):
+    """Run a proxy before the server at that address."""
+    with Proxy(server) as made:
+        thread = threading.Thread(target=made.serve_forever, name="s3-proxy")
+        thread.start()
+        try:
+            yield made
+        finally:
+            made.shutdown()
+            thread.join()
