@@ -32,3 +32,10 @@ def place(request):
     if request.param == "folder":
         return request.getfixturevalue("tmp_path") / "place"
     return request.getfixturevalue("on_s3")
+
+
+@pytest.fixture
+def s3_proxy(s3, on_s3):
+    """A proxy before the S3 server."""
+    with s3_server.proxy(s3) as made:
+        yield made

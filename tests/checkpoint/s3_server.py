@@ -61,7 +61,8 @@ class Proxy(ThreadingHTTPServer):
         seen: the requests so far: method and path.
         act: called for each with its number, counted from 1, its method and its path. Returns
             None: pass it on. "500", "503": answer with that. "cut": close the connection.
-            "lost": pass it on and close the connection without the answer.
+            "lost": pass it on and close the connection without the answer. "stale": answer as the
+            first time that it was asked this.
     """
 
     daemon_threads = True
@@ -71,6 +72,8 @@ class Proxy(ThreadingHTTPServer):
         self.behind = urlsplit(server).netloc
         self.seen = []
         self.act = lambda number, method, path: None
+        self.answers = {}
+        self._connections = set()
         self._guard = threading.Lock()
 
     @property
@@ -82,6 +85,20 @@ class Proxy(ThreadingHTTPServer):
             self.seen.append((method, path))
             return len(self.seen)
 
+    def process_request(self, request, client_address):
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request):
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def cut_all(self):
+        """Close the connections that clients keep."""
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
     def handle_error(self, request, client_address):
         """Clients that are killed close their connections."""
 
@@ -92,6 +109,7 @@ _FAILED = b"<Error><Code>InternalError</Code><Message>We had a problem.</Message
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def _pass_on(self):
         length = int(self.headers.get("Content-Length") or 0)
@@ -104,6 +122,9 @@ class _Handler(BaseHTTPRequestHandler):
         if what in ("500", "503"):
             self._answer(int(what), [], _FAILED if what == "500" else _SLOW_DOWN)
             return
+        if what == "stale" and self.path in self.server.answers:
+            self._answer(*self.server.answers[self.path])
+            return
         connection = http.client.HTTPConnection(self.server.behind, timeout=60)
         headers = {k: v for k, v in self.headers.items() if k.lower() != "transfer-encoding"}
         headers["Content-Length"] = str(len(body))
@@ -114,6 +135,8 @@ class _Handler(BaseHTTPRequestHandler):
         if what == "lost":
             self._cut()
             return
+        if what == "stale":
+            self.server.answers[self.path] = response.status, response.getheaders(), content
         self._answer(response.status, response.getheaders(), content)
 
     def _chunks(self):
@@ -161,3 +184,4 @@ def proxy(server):
         finally:
             made.shutdown()
             thread.join()
+            made.cut_all()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import random
 import re
 import time
@@ -23,8 +24,10 @@ _log = logging.getLogger(__name__)
 #: Seconds for one request, and besides that for each byte that it sends or receives.
 REQUEST_SECONDS = 60.0
 SECONDS_PER_BYTE = 1e-6
-#: Tries of a request, seconds before the second, and seconds after which no other one begins.
+#: Tries of a request, and of all before the first that succeeds: an address may be wrong.
 TRIES = 6
+FIRST_TRIES = 3
+#: Seconds before the second try, and seconds after which no other one begins.
 FIRST_PAUSE_SECONDS = 0.3
 PATIENCE_SECONDS = 120.0
 
@@ -49,10 +52,8 @@ _LASTING = (
 _INSTALL = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _INSTALL |= dict.fromkeys(("abfs", "abfss", "az"), "azure")
 
-#: Longer waits are left to the retries here, which are bounded.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60}},
-}
+#: For S3's client: it waits no longer, and leaves it to this module to try again.
+_S3_CONFIG = {"connect_timeout": 10, "read_timeout": 60, "retries": {"total_max_attempts": 1}}
 
 
 class Bucket:
@@ -75,8 +76,10 @@ class Bucket:
         self._options = dict(options)
         self._protocol = url.partition("://")[0]
         self._fs: Any = None
+        self._process = 0
         self._root = ""
         self._asynchronous = False
+        self._reached = False
         try:
             from fsspec.registry import available_protocols
         except ImportError as error:
@@ -274,10 +277,13 @@ class Bucket:
         began = time.monotonic()
         pause = FIRST_PAUSE_SECONDS
         self._file_system()
-        for left in reversed(range(TRIES)):
+        for left in reversed(range(TRIES if self._reached else FIRST_TRIES)):
             try:
-                return call()
+                result = call()
+                self._reached = True
+                return result
             except (FileNotFoundError, CheckpointError):
+                self._reached = True
                 raise
             except Exception as error:
                 lasting = isinstance(error, _LASTING)
@@ -302,7 +308,8 @@ class Bucket:
         return self._asynchronous
 
     def _file_system(self) -> Any:
-        if self._fs is None:
+        # A file system does not work in a process that was forked from that of its first request.
+        if self._fs is None or self._process != os.getpid():
             import fsspec
             from fsspec.asyn import AsyncFileSystem
 
@@ -311,15 +318,18 @@ class Bucket:
             except ImportError as error:
                 raise self._not_installed(error) from error
             self._asynchronous = issubclass(kind, AsyncFileSystem)
-            options = dict(_DEFAULTS.get(_INSTALL.get(self._protocol, ""), {}))
+            options = dict(self._options)
             if self._asynchronous:
                 options["use_listings_cache"] = False
+            if _INSTALL.get(self._protocol) == "s3":
+                options["config_kwargs"] = _S3_CONFIG | options.get("config_kwargs", {})
             try:
-                fs, root = fsspec.core.url_to_fs(self._full_url, **(options | self._options))
+                fs, root = fsspec.core.url_to_fs(self._full_url, **options)
             except Exception as error:
                 raise CheckpointError(f"cannot open {self.url}: {_text(error)}.") from error
             self._root = root
             self._fs = fs
+            self._process = os.getpid()
         return self._fs
 
     def _path(self, name: str) -> str:

@@ -253,8 +253,9 @@ class ObjectWriter:
         with ExitStack() as resources:
             self._hold()
             resources.callback(self._let_go)
-            self._begin()
+            self._give_sign(0)
             resources.callback(self._withdraw)
+            self._begin()
             thread = threading.Thread(
                 target=self._beat, name="hvdkit-checkpoint-lease", daemon=True
             )
@@ -346,7 +347,6 @@ class ObjectWriter:
     def _begin(self) -> None:
         """Append a record with the same steps and this writer."""
         url = self._bucket.url
-        self._give_sign(0)
         for _ in range(_LOOKS):
             head = log.read_head(self._bucket)
             if head.record is not None:

@@ -1,0 +1,371 @@
+"""What servers and networks do to an object store: no good step is lost, none listed is wrong."""
+
+import dataclasses
+import itertools
+import os
+import signal
+import socket
+import traceback
+
+import numpy as np
+import pytest
+import s3fs
+
+from hvdkit.checkpoint.errors import CheckpointError, WriterConflict
+from hvdkit.checkpoint.lease import Lease
+from hvdkit.checkpoint.objects import bucket, log
+from hvdkit.checkpoint.objects import storage as objects
+from hvdkit.checkpoint.objects.bucket import Bucket
+from hvdkit.checkpoint.state import TensorSpec
+from hvdkit.checkpoint.store import Store
+from hvdkit.checkpoint.writing import EncodedPart
+from tests.checkpoint.material import assert_holds, assert_newest_good, leftovers, save, snapshot
+
+CHANGES = {"PUT", "POST", "DELETE"}
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Give up a failing request soon."""
+    monkeypatch.setattr(bucket, "TRIES", 2)
+    monkeypatch.setattr(bucket, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+
+
+def through(proxy, place, **settings):
+    """A store behind the proxy."""
+    return Store(str(place), storage_options={"endpoint_url": proxy.address}, **settings)
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "cut", "lost"])
+def test_every_request_may_fail_once(on_s3, s3_proxy, monkeypatch, fault):
+    monkeypatch.setattr(bucket, "FIRST_PAUSE_SECONDS", 0.01)
+    save(on_s3, 1, 2, keep_last=2)
+    seen = set()
+
+    def act(number, method, path):
+        if (method, path) in seen:
+            return None
+        seen.add((method, path))
+        return fault
+
+    s3_proxy.act = act
+    store = through(s3_proxy, on_s3, keep_last=2)
+    write(store, 3)
+    assert_newest_good(store, 3)
+    assert [info.step for info in store.steps()] == [2, 3]
+    assert leftovers(on_s3) == []
+    assert len(seen) > 20
+
+
+class Outage:
+    """From a request on, counted from `begin`, the server fails; that one is done, unanswered."""
+
+    def __init__(self, begin, number):
+        self.first = begin + number
+
+    def __call__(self, number, method, path):
+        if number < self.first:
+            return None
+        return "lost" if number == self.first else "500"
+
+
+def test_any_request_from_which_on_the_server_is_gone(on_s3, s3_proxy, quick):
+    for number in itertools.count(1):
+        place = on_s3 / str(number)
+        save(place, 1, 2, keep_last=2)
+        store = through(s3_proxy, place, keep_last=2)
+        with store.open_for_writing() as writer:
+            s3_proxy.act = outage = Outage(len(s3_proxy.seen), number)
+            said = ""
+            try:
+                writer.write(snapshot(3))
+            except CheckpointError as error:
+                said = str(error)
+            reached = len(s3_proxy.seen) >= outage.first
+            s3_proxy.act = lambda *_: None
+            for info in store.steps():
+                assert store.verify(info.step) == []
+            assert store.steps()[-1].step in ((2, 3) if said else (3,))
+            assert not said or "the steps that are listed are whole" in said
+            # The server is back.
+            writer.write(snapshot(4))
+            assert_newest_good(store, 4)
+        with store.open_for_writing():
+            pass
+        assert leftovers(place) == []
+        if not reached:
+            break
+    assert number > 10
+
+
+def in_a_process(work, *arguments):
+    """Start `work` in a process of its own; returns its number."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(60)
+            work(*arguments)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return pid
+
+
+class Killer:
+    """Kills the process `pid` with the change after `spared` ones. That one is done, unanswered."""
+
+    def __init__(self, spared):
+        self.spared = spared
+        self.changes = []
+        self.pid = None
+
+    def __call__(self, number, method, path):
+        if method not in CHANGES:
+            return None
+        self.changes.append(f"{method} {path}")
+        if len(self.changes) <= self.spared:
+            return None
+        if len(self.changes) == self.spared + 1:
+            os.kill(self.pid, signal.SIGKILL)
+        return "lost"
+
+
+def write(store, step):
+    with store.open_for_writing() as writer:
+        writer.write(snapshot(step))
+
+
+@pytest.mark.parametrize("step", [3, 2], ids=["new", "once_more"])
+def test_a_writer_killed_after_any_change_loses_nothing(on_s3, s3_proxy, step):
+    for spared in itertools.count():
+        place = on_s3 / str(spared)
+        save(place, 1, 2, keep_last=2)
+        store = through(s3_proxy, place, keep_last=2)
+        s3_proxy.act = killer = Killer(spared)
+        killer.pid = in_a_process(write, store, step)
+        status = os.waitstatus_to_exitcode(os.waitpid(killer.pid, 0)[1])
+        s3_proxy.act = lambda *_: None
+        if status == 0:
+            break
+        last = killer.changes[spared]
+        assert status == -signal.SIGKILL, last
+        for info in store.steps():
+            assert store.verify(info.step) == [], last
+        newest = store.steps()[-1].step
+        assert newest in (2, step), last
+        assert_newest_good(store, newest)
+        with store.open_for_writing() as writer:
+            writer.write(snapshot(4))
+        assert_newest_good(store, 4)
+        assert leftovers(place) == [], last
+    assert any("/log/" in change for change in killer.changes)
+    assert spared > 10
+
+
+def test_listings_that_are_behind(on_s3, s3_proxy):
+    store = through(s3_proxy, on_s3, keep_last=None)
+    s3_proxy.act = lambda number, method, path: "stale" if "list-type" in path else None
+    with store.open_for_writing() as writer:
+        for step in (1, 2, 3):
+            writer.write(snapshot(step))
+            assert_newest_good(store, step)
+    assert [info.step for info in store.steps()] == [1, 2, 3]
+    with store.open_for_writing() as writer:
+        writer.write(snapshot(4))
+    assert_newest_good(store, 4)
+
+
+def test_a_store_that_overwrites_what_should_not_exist(on_s3, s3, monkeypatch):
+    call = Bucket._call
+
+    def careless(self, method, *arguments, mode="overwrite", **keywords):
+        return call(self, method, *arguments, **keywords)
+
+    monkeypatch.setattr(Bucket, "_call", careless)
+    with pytest.raises(CheckpointError, match="does not refuse to create an object that exists"):
+        Store(str(on_s3)).open_for_writing()
+
+
+def test_a_server_that_never_answers(on_s3, monkeypatch, quick):
+    monkeypatch.setattr(bucket, "REQUEST_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        options = {"endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        store = Store(str(on_s3), storage_options=options)
+        with pytest.raises(CheckpointError, match=r"cannot list s3://.*Timeout"):
+            store.newest_good()
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "said"),
+    [
+        (
+            "s3://no-such-bucket/run",
+            {},
+            "cannot write to s3://no-such-bucket/run: .*Make",
+        ),
+        ("s3://checkpoints/run", {"endpoint_url": "http://127.0.0.1:9"}, "Could not connect"),
+    ],
+)
+def test_an_address_that_is_wrong(on_s3, quick, url, options, said):
+    with pytest.raises(CheckpointError, match=said):
+        Store(url, storage_options=options).open_for_writing()
+
+
+def test_a_damaged_listing(on_s3, caplog):
+    store = save(on_s3, 1, 2, keep_last=None)
+    *_, newest = sorted((on_s3 / "log").iterdir(), key=lambda path: path.name)
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(bytes(content))
+    # That of step 2 is not readable, but its files stay.
+    assert_newest_good(store, 1)
+    assert "the newest listing of" in caplog.text
+    save(on_s3, 3)
+    assert_newest_good(store, 3)
+    assert len(list((on_s3 / "steps").iterdir())) == 3
+
+
+def test_old_records_are_deleted(on_s3, monkeypatch):
+    monkeypatch.setattr(log, "KEPT_RECORDS", 3)
+    store = save(on_s3, *range(1, 8), keep_last=2)
+    save(on_s3, 8)
+    assert_newest_good(store, 8)
+    assert 3 <= len(list((on_s3 / "log").iterdir())) <= 6
+
+
+def test_large_files_are_sent_and_read_in_parts(on_s3, s3_proxy, monkeypatch):
+    monkeypatch.setattr(bucket, "_PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr(objects, "_BLOCK_BYTES", 2_000_000)
+    data = np.random.default_rng(0).integers(0, 256, 23_000_001, np.uint8)
+    tensors = {name: (TensorSpec("U8", (data.size,)), data) for name in ("a", "b")}
+    encoded = {name: {"$tensor": name} for name in tensors}
+    large = dataclasses.replace(snapshot(1), parts={"model": EncodedPart(encoded, tensors)})
+    with through(s3_proxy, on_s3).open_for_writing() as writer:
+        writer.write(large)
+    assert sum("partNumber" in path for _, path in s3_proxy.seen) == 9
+    with Store(str(on_s3)).newest_good() as opened:
+        stream = opened.stream("model")
+        found = np.empty(2 * data.size, np.uint8)
+        for at in range(0, found.size, 3_000_000):
+            stream.read_into(found[at : at + 3_000_000])
+    assert (found.reshape(2, -1) == data).all()
+
+
+def leave_writer(place, **changes):
+    """Append a record of a writer on another host, which gives one sign of life."""
+    there = Bucket(str(place), {})
+    lease = dataclasses.replace(Lease.own(), host="elsewhere", machine="another", **changes)
+    there.write(f"writers/{lease.token}.json", lease.to_bytes(0))
+    head = log.read_head(there)
+    assert log.append(there, log.Record(head.number + 1, lease, head.steps))
+    return there, lease
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(objects, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(objects, "PATIENCE_SECONDS", 0.5)
+
+
+def test_a_second_writer(on_s3, impatient):
+    store = Store(str(on_s3))
+    with store.open_for_writing() as writer:
+        with pytest.raises(WriterConflict, match="open for writing in this process already"):
+            store.open_for_writing()
+
+        def elsewhere():
+            objects._held.clear()
+            with pytest.raises(WriterConflict, match=f"process {os.getppid()} on .* is writing"):
+                store.open_for_writing()
+
+        pid = in_a_process(elsewhere)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        # The first was not harmed by the attempts.
+        writer.write(snapshot(1))
+    assert leftovers(on_s3) == []
+
+
+def test_a_writer_elsewhere_that_gives_no_sign_of_life(on_s3, impatient):
+    save(on_s3, 1)
+    leave_writer(on_s3)
+    save(on_s3, 2)
+    assert_newest_good(Store(str(on_s3)), 2)
+
+
+def test_a_writer_elsewhere_that_gives_signs_of_life(on_s3, impatient, monkeypatch):
+    there, lease = leave_writer(on_s3)
+    beats = iter(range(1, 1000))
+    read = Bucket.read
+
+    def beating(self, name, *arguments):
+        if name == f"writers/{lease.token}.json":
+            there.write(name, lease.to_bytes(next(beats)))
+        return read(self, name, *arguments)
+
+    monkeypatch.setattr(Bucket, "read", beating)
+    with pytest.raises(WriterConflict, match="on elsewhere is writing"):
+        Store(str(on_s3)).open_for_writing()
+
+
+@pytest.mark.parametrize("when", ["before", "while it writes"])
+def test_a_writer_that_was_taken_over_commits_nothing_more(on_s3, impatient, monkeypatch, when):
+    store = save(on_s3, 1)
+    with store.open_for_writing() as writer:
+        writer.write(snapshot(2))
+        if when == "before":
+            leave_writer(on_s3)
+        else:
+            read_back = writer._read_back
+
+            def slow(*arguments):
+                read_back(*arguments)
+                leave_writer(on_s3)
+
+            monkeypatch.setattr(writer, "_read_back", slow)
+        with pytest.raises(WriterConflict, match="on elsewhere has taken over"):
+            writer.write(snapshot(3))
+        with pytest.raises(WriterConflict, match="on elsewhere has taken over"):
+            writer.write(snapshot(4))
+    assert [info.step for info in store.steps()] == [1, 2]
+    assert len(list((on_s3 / "steps").iterdir())) == 2
+
+
+def test_two_that_take_over_at_once(on_s3, impatient, monkeypatch):
+    """Both have found the writer dead; the record of one of them has the number."""
+    save(on_s3, 1)
+    wait = objects.wait_for_death
+    first = []
+
+    def meanwhile(*arguments):
+        wait(*arguments)
+        if not first:
+            first.append(leave_writer(on_s3))
+
+    monkeypatch.setattr(objects, "wait_for_death", meanwhile)
+    with Store(str(on_s3)).open_for_writing() as writer:
+        # That one gave no further sign of life, so this one has replaced it.
+        writer.write(snapshot(2))
+    assert first
+    assert_newest_good(Store(str(on_s3)), 2)
+
+
+def test_signs_of_life_are_given_and_withdrawn(on_s3, impatient):
+    there = Bucket(str(on_s3), {})
+    with Store(str(on_s3)).open_for_writing():
+        (sign,) = there.sizes("writers")
+        seen = set()
+        while len(seen) < 3:
+            seen.add(there.read(sign))
+    assert there.sizes("writers") == {}
+
+
+def test_a_step_stays_readable_from_its_listing(on_s3):
+    """Names on the store are those that `steps()` gives."""
+    save(on_s3, 7)
+    (info,) = Store(str(on_s3)).steps()
+    with Store(str(on_s3)).newest_good(7) as opened:
+        assert_holds(opened, 7)
+    assert info.location.startswith(f"{on_s3}/steps/step-000000000007-")
