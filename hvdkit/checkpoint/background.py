@@ -1,6 +1,7 @@
 """One write at a time, in a thread, while training goes on."""
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 (registers its own function first)
 import logging
 import threading
 import time
@@ -18,6 +19,21 @@ _log = logging.getLogger("hvdkit.checkpoint")
 _WRITE_SECONDS = 1500.0
 # Waiting for the write before this one is worth a word.
 _WAIT_WORTH_SAYING_SECONDS = 1.0
+
+
+# A process that ends lets these come to their end, which daemons would not. A thread that is no
+# daemon would keep the process for ever if it hangs.
+_writing: set[threading.Thread] = set()
+
+
+def _finish_writing() -> None:
+    for thread in list(_writing):
+        thread.join(_WRITE_SECONDS)
+
+
+# Uploads need thread pools, which end before the functions of `atexit` are called, in the reverse
+# order of their registration here (https://github.com/python/cpython/issues/86813).
+getattr(threading, "_register_atexit", atexit.register)(_finish_writing)
 
 
 class BackgroundWriter:
@@ -102,9 +118,7 @@ class BackgroundWriter:
             self._thread = None
             self._failure = CheckpointError(f"step {snapshot.step} was not saved: {error}")
             return
-        # A process that ends meanwhile lets it come to its end, which a daemon's would not; but
-        # one that is no daemon would keep the process for ever if it hangs.
-        atexit.register(self._thread.join, _WRITE_SECONDS)
+        _writing.add(self._thread)
 
     def _write(self, writer: Writer, snapshot: Snapshot) -> None:
         began = time.perf_counter()
@@ -136,7 +150,7 @@ class BackgroundWriter:
                     f"a checkpoint is being written since {_WRITE_SECONDS / 60:.0f} minutes: is "
                     f"the file server still there?"
                 )
-            atexit.unregister(thread.join)
+            _writing.discard(thread)
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:

@@ -151,10 +151,11 @@ class Writer:
         """
         self._check()
         entries = self._writer.entries()
-        self._expect_known(entry for entry in entries if entry.step == base.step)
+        run = newest_run(entries)
+        self._expect_known(e for e in entries if e.step == base.step or e.run == run)
         found = [entry for entry in entries if entry.manifest == base]
         newest = max((e.manifest.commit for e in entries if e.manifest), default=0)
-        if found and base.run == newest_run(entries) and base.commit == newest:
+        if found and base.run == run and base.commit == newest:
             self.run = base.run
             return
         self.run = self._begin_run()

@@ -32,6 +32,10 @@ from tests.checkpoint.material import (
 
 #: What an object store has not, or tells in another way.
 in_a_folder = pytest.mark.parametrize("place", ["folder"], indirect=True)
+#: What reads the content, not the storage.
+usually_in_a_folder = pytest.mark.parametrize(
+    "place", ["folder", pytest.param("s3", marks=pytest.mark.long)], indirect=True
+)
 
 #: Made by code in a checkpoint, if any of it were run.
 RAN = Path(tempfile.gettempdir()) / f"hvdkit-tests-ran-{os.getpid()}"
@@ -76,10 +80,11 @@ def test_a_flipped_bit_sets_the_step_aside(store, newest, caplog, file):
 
 
 @pytest.mark.parametrize("file", FILES)
+@usually_in_a_folder
 def test_every_flipped_bit_is_found(store, newest, file):
     path = newest / file
     bits = 8 * path.stat().st_size
-    count = 300 if isinstance(path, Path) else 12
+    count = 300 if isinstance(path, Path) else 30
     for bit in random.Random(0).sample(range(bits), min(bits, count)):
         flip(path, bit)
         assert store.verify(2), bit
@@ -262,6 +267,7 @@ def refused(store, caplog, file):
         "Ünicode.safetensors",
     ],
 )
+@usually_in_a_folder
 def test_a_manifest_with_a_name_that_leads_elsewhere(store, newest, caplog, name):
     (path_of(store.location) / "outside").write_bytes(b"")
     forge(
@@ -304,6 +310,7 @@ def test_a_folder_in_place_of_a_file(store, newest, caplog):
 
 
 @pytest.mark.parametrize("file", ["state.json", "ranks.json", "model.safetensors"])
+@usually_in_a_folder
 def test_a_pickle_is_not_opened_as_one(store, newest, caplog, file):
     forge(newest, {file: pickle.dumps(Canary(RAN))})
     refused(store, caplog, file)
@@ -345,11 +352,13 @@ def f32(begin, end, shape=None):
         file_with({"a": f32(0, 8)}, b"12345678") + b"more",
     ],
 )
+@usually_in_a_folder
 def test_a_tensor_file_that_is_none(store, newest, caplog, data):
     forge(newest, {"model.safetensors": data})
     refused(store, caplog, "model.safetensors")
 
 
+@usually_in_a_folder
 def test_a_header_larger_than_any_that_is_written(store, newest, caplog, monkeypatch):
     monkeypatch.setattr(tensors, "MAX_HEADER_BYTES", 1000)
     forge(newest, {"model.safetensors": file_with(b"{" + b" " * 2000 + b"}")})
@@ -357,6 +366,7 @@ def test_a_header_larger_than_any_that_is_written(store, newest, caplog, monkeyp
     assert "its header would have 2002 bytes" in caplog.text
 
 
+@usually_in_a_folder
 def test_json_larger_than_any_that_is_written(store, newest, caplog, monkeypatch):
     monkeypatch.setattr(manifest, "MAX_JSON_BYTES", 1000)
     forge(newest, {"ranks.json": b"[" + b" " * 2000 + b"]"})
@@ -364,6 +374,7 @@ def test_json_larger_than_any_that_is_written(store, newest, caplog, monkeypatch
     assert "expected at most 1000 of JSON" in caplog.text
 
 
+@usually_in_a_folder
 def test_a_manifest_larger_than_any_that_is_written(store, newest, caplog):
     (newest / "manifest.json").write_bytes(b" " * (manifest.MAX_MANIFEST_BYTES + 1))
     refused(store, caplog, "manifest.json")
@@ -397,11 +408,13 @@ def test_a_manifest_larger_than_any_that_is_written(store, newest, caplog):
         b'{"../x": 1, "model": 1, "optimizer": 1}',
     ],
 )
+@usually_in_a_folder
 def test_state_that_hvdkit_does_not_write(store, newest, caplog, data):
     forge(newest, {"state.json": data})
     refused(store, caplog, "state.json")
 
 
+@usually_in_a_folder
 def test_tensors_under_each_other_s_names(store, newest, caplog):
     state = (newest / "state.json").read_text()
     state = state.replace('"$tensor": "layer.half"', '"$tensor": "x"')
@@ -435,6 +448,7 @@ def test_tensors_under_each_other_s_names(store, newest, caplog):
         ("files", {"state.json": {"bytes": 1}}),
     ],
 )
+@usually_in_a_folder
 def test_a_manifest_that_hvdkit_does_not_write(store, newest, caplog, field, value):
     forge(newest, edit=lambda fields: fields.update({field: value}))
     refused(store, caplog, "state.json" if value == {} else "manifest.json")

@@ -4,9 +4,10 @@ import errno
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.transfer import Transfer
 from hvdkit.core.collectives import check_member
 from hvdkit.errors import RESUMABLE, UsageError
+from tests.checkpoint.material import step_folder
 from tests.checkpoint.simulated_state import Arrays, ArrayTensor, Own
 from tests.core.simulated_ranks import on_every_rank
 
@@ -57,7 +59,7 @@ def make(collectives, folder, part=None, others=None, own=None, **how):
     # Where only the first rank may look, the others have no folder.
     place = folder if collectives.rank == 0 else folder / "of" / "nobody"
     return Manager(
-        Store(place, keep_last=None),
+        Store(str(place), keep_last=None),
         collectives,
         {"model": part or state(0), **(others or {})},
         rank_parts={"own": own} if own else None,
@@ -66,7 +68,7 @@ def make(collectives, folder, part=None, others=None, own=None, **how):
 
 
 def steps(folder):
-    return [info.step for info in Store(folder).steps()]
+    return [info.step for info in Store(str(folder)).steps()]
 
 
 def failing(step, number=errno.ENOSPC, after=0):
@@ -133,17 +135,17 @@ def test_training_goes_on_while_the_copy_is_written(tmp_path, monkeypatch):
     on_ranks(run)
 
 
-def test_the_next_save_waits_for_the_one_before(tmp_path):
+def test_the_next_save_waits_for_the_one_before(place):
     def run(collectives):
         part = state(0)
-        with make(collectives, tmp_path, part) as saving:
+        with make(collectives, place, part) as saving:
             for step in range(1, 6):
                 part.value = step
                 part.arrays["weights"][:] = step
                 part.arrays["steps"][()] = step
                 saving.save(step)
         for step in range(1, 6):
-            with make(collectives, tmp_path, part) as restoring:
+            with make(collectives, place, part) as restoring:
                 restoring.restore(step)
             assert same(part, step)
 
@@ -215,9 +217,9 @@ def test_it_is_so_at_the_first_step_and_not_at_the_first_save(tmp_path):
     on_ranks(run)
 
 
-def test_a_second_writer_is_refused_on_every_rank(tmp_path):
+def test_a_second_writer_is_refused_on_every_rank(place):
     def run(collectives):
-        with make(collectives, tmp_path) as first, make(collectives, tmp_path) as second:
+        with make(collectives, place) as first, make(collectives, place) as second:
             first.save(1)
             with pytest.raises(CheckpointError, match="rank 0: "):
                 second.save(1)
@@ -229,14 +231,14 @@ def test_a_second_writer_is_refused_on_every_rank(tmp_path):
 
 @pytest.mark.parametrize("kind", [UsageError, ValueError, MemoryError])
 @pytest.mark.parametrize("where", [0, 2])
-def test_a_problem_of_one_rank_is_an_error_on_all(tmp_path, kind, where):
+def test_a_problem_of_one_rank_is_an_error_on_all(place, kind, where):
     class Broken(Own):
         def capture(self):
             raise kind("cannot be told")
 
     def run(collectives):
         own = Broken(0) if collectives.rank == where else Own(0)
-        with make(collectives, tmp_path, own=own) as saving:
+        with make(collectives, place, own=own) as saving:
             expected = UsageError if kind is UsageError else CheckpointError
             words = rf"rank {where}: .*cannot be told \(step 1 was not saved\)"
             with pytest.raises(expected, match=words) as caught:
@@ -245,14 +247,14 @@ def test_a_problem_of_one_rank_is_an_error_on_all(tmp_path, kind, where):
             saving.wait()
 
     on_ranks(run)
-    assert steps(tmp_path) == []
+    assert steps(place) == []
 
 
-def test_what_cannot_be_saved_is_named(tmp_path):
+def test_what_cannot_be_saved_is_named(place):
     def run(collectives):
         others = {"metadata": Plain(lambda: {"x": object()}, print)}
         with (
-            make(collectives, tmp_path, others=others) as saving,
+            make(collectives, place, others=others) as saving,
             pytest.raises(UsageError, match=r"metadata\['x'\]"),
         ):
             saving.save(1)
@@ -260,23 +262,23 @@ def test_what_cannot_be_saved_is_named(tmp_path):
     on_ranks(run)
 
 
-def test_ranks_that_mean_different_steps_are_told(tmp_path):
+def test_ranks_that_mean_different_steps_are_told(place):
     def run(collectives):
-        with make(collectives, tmp_path, every_steps=10) as saving:
+        with make(collectives, place, every_steps=10) as saving:
             with pytest.raises(UsageError, match="ranks 0, 1: 10; rank 2: 9"):
                 saving.save(9 if collectives.rank == 2 else 10)
             with pytest.raises(UsageError, match="ranks 0, 1: 10; rank 2: 9"):
                 saving.maybe_save(9 if collectives.rank == 2 else 10)
 
     on_ranks(run)
-    assert steps(tmp_path) == []
+    assert steps(place) == []
 
 
-def test_ranks_that_are_elsewhere_in_the_data_are_told(tmp_path):
+def test_ranks_that_are_elsewhere_in_the_data_are_told(place):
     def run(collectives):
         others = {"data": Plain(lambda: {"consumed": 5 + (collectives.rank == 1)}, print)}
         with (
-            make(collectives, tmp_path, others=others) as saving,
+            make(collectives, place, others=others) as saving,
             pytest.raises(UsageError, match=r"'data' \(ranks 0, 2: \w+; rank 1: \w+\)"),
         ):
             saving.save(1)
@@ -285,10 +287,10 @@ def test_ranks_that_are_elsewhere_in_the_data_are_told(tmp_path):
 
 
 @pytest.mark.parametrize("step", [-1, None, True, 1.5])
-def test_a_step_is_a_whole_number(tmp_path, step):
+def test_a_step_is_a_whole_number(place, step):
     def run(collectives):
         with (
-            make(collectives, tmp_path) as saving,
+            make(collectives, place) as saving,
             pytest.raises(UsageError, match=f"step is {step!r}"),
         ):
             saving.save(step)
@@ -296,12 +298,12 @@ def test_a_step_is_a_whole_number(tmp_path, step):
     on_ranks(run)
 
 
-def test_saves_by_steps(tmp_path):
+def test_saves_by_steps(place):
     def run(collectives):
-        with make(collectives, tmp_path, every_steps=4) as saving:
+        with make(collectives, place, every_steps=4) as saving:
             # A loop may count by more than one.
             saved = [step for step in (1, 2, 3, 4, 5, 6, 7, 9, 12, 13) if saving.maybe_save(step)]
-        with make(collectives, tmp_path, every_steps=4) as restoring:
+        with make(collectives, place, every_steps=4) as restoring:
             assert restoring.restore().step == 12
             later = [step for step in range(13, 18) if restoring.maybe_save(step)]
         return saved, later
@@ -309,7 +311,7 @@ def test_saves_by_steps(tmp_path):
     assert on_ranks(run) == [([4, 9, 12], [16])] * SIZE
 
 
-def test_saves_by_the_first_ranks_clock(tmp_path, monkeypatch):
+def test_saves_by_the_first_ranks_clock(place, monkeypatch):
     class Clock:
         now = 0.0
         perf_counter = staticmethod(time.perf_counter)
@@ -325,7 +327,7 @@ def test_saves_by_the_first_ranks_clock(tmp_path, monkeypatch):
         if collectives.rank == 0:
             threading.current_thread().name = "first"
         saved = []
-        with make(collectives, tmp_path, every_minutes=2) as saving:
+        with make(collectives, place, every_minutes=2) as saving:
             for step in range(1, 9):
                 if collectives.rank == 0:
                     Clock.now += 50
@@ -336,7 +338,7 @@ def test_saves_by_the_first_ranks_clock(tmp_path, monkeypatch):
     assert on_ranks(run) == [[3, 6]] * SIZE
 
 
-def test_what_is_due_in_a_window_happens_at_its_end(tmp_path):
+def test_what_is_due_in_a_window_happens_at_its_end(place):
     def run(collectives):
         passes = 0
 
@@ -345,7 +347,7 @@ def test_what_is_due_in_a_window_happens_at_its_end(tmp_path):
             passes += 1
             return saving.maybe_save(passes)
 
-        with make(collectives, tmp_path, every_steps=1, window_open=lambda: passes % 3) as saving:
+        with make(collectives, place, every_steps=1, window_open=lambda: passes % 3) as saving:
             saved = [passes for _ in range(9) if one_more()]
             passes = 1
             with pytest.raises(UsageError, match="in the middle of an accumulation window"):
@@ -355,11 +357,11 @@ def test_what_is_due_in_a_window_happens_at_its_end(tmp_path):
     assert on_ranks(run) == [[3, 6, 9]] * SIZE
 
 
-def test_windows_that_differ_between_ranks_are_told(tmp_path):
+def test_windows_that_differ_between_ranks_are_told(place):
     def run(collectives):
         with (
             make(
-                collectives, tmp_path, every_steps=1, window_open=lambda: collectives.rank == 1
+                collectives, place, every_steps=1, window_open=lambda: collectives.rank == 1
             ) as saving,
             pytest.raises(UsageError, match="rank 1: .*accumulation window"),
         ):
@@ -368,10 +370,10 @@ def test_windows_that_differ_between_ranks_are_told(tmp_path):
     on_ranks(run)
 
 
-def test_a_job_that_is_asked_to_stop_saves_and_exits_resumable(tmp_path, caplog):
+def test_a_job_that_is_asked_to_stop_saves_and_exits_resumable(place, caplog):
     def run(collectives):
         passes = 1
-        with make(collectives, tmp_path, window_open=lambda: passes % 2) as saving:
+        with make(collectives, place, window_open=lambda: passes % 2) as saving:
             if collectives.rank == 2:
                 saving.request_stop("a test")
             assert not saving.maybe_save(1)
@@ -381,16 +383,16 @@ def test_a_job_that_is_asked_to_stop_saves_and_exits_resumable(tmp_path, caplog)
     results = on_every_rank(SIZE, run)
     assert [type(result) for result in results] == [Stopped] * SIZE
     assert {result.code for result in results} == {RESUMABLE} == {75}
-    assert steps(tmp_path) == [2]
+    assert steps(place) == [2]
     assert "step 2 is saved, and the job can be resumed" in caplog.text
 
 
-def test_while_others_have_joined_nothing_is_saved(tmp_path):
+def test_while_others_have_joined_nothing_is_saved(place):
     def run(collectives):
         collectives.group.joined.add(1)
         if collectives.rank == 1:
             return None
-        saving = make(collectives, tmp_path, every_steps=1)
+        saving = make(collectives, place, every_steps=1)
         saved = saving.maybe_save(1)
         saving.abandon()
         return saved
@@ -399,10 +401,10 @@ def test_while_others_have_joined_nothing_is_saved(tmp_path):
 
 
 def corrupt(folder, step, file="model.safetensors"):
-    (path,) = (Path(info.location) for info in Store(folder).steps() if info.step == step)
-    content = bytearray((path / file).read_bytes())
+    path = step_folder(Store(str(folder)), step) / file
+    content = bytearray(path.read_bytes())
     content[-1] ^= 1
-    (path / file).write_bytes(content)
+    path.write_bytes(content)
 
 
 def saved(collectives, folder, *values):
@@ -414,12 +416,12 @@ def saved(collectives, folder, *values):
             saving.save(value)
 
 
-def test_a_damaged_step_is_passed_over_on_all_ranks(tmp_path, caplog):
+def test_a_damaged_step_is_passed_over_on_all_ranks(place, caplog):
     def run(collectives):
-        saved(collectives, tmp_path, 1, 2)
+        saved(collectives, place, 1, 2)
         if collectives.rank == 0:
-            corrupt(tmp_path, 2)
-        with make(collectives, tmp_path, part := state(0)) as restoring:
+            corrupt(place, 2)
+        with make(collectives, place, part := state(0)) as restoring:
             assert restoring.restore().step == 1
         assert same(part, 1)
 
@@ -431,13 +433,13 @@ def test_a_damaged_step_is_passed_over_on_all_ranks(tmp_path, caplog):
     ("wanted", "kind", "words"),
     [(2, CheckpointError, "model.safetensors"), (5, UsageError, "5")],
 )
-def test_a_step_that_cannot_be_restored_is_an_error_on_every_rank(tmp_path, wanted, kind, words):
+def test_a_step_that_cannot_be_restored_is_an_error_on_every_rank(place, wanted, kind, words):
     def run(collectives):
-        saved(collectives, tmp_path, 1, 2)
+        saved(collectives, place, 1, 2)
         if collectives.rank == 0:
-            corrupt(tmp_path, 2)
+            corrupt(place, 2)
         with (
-            make(collectives, tmp_path, part := state(0)) as restoring,
+            make(collectives, place, part := state(0)) as restoring,
             pytest.raises(kind, match=words),
         ):
             restoring.restore(wanted)
@@ -446,13 +448,13 @@ def test_a_step_that_cannot_be_restored_is_an_error_on_every_rank(tmp_path, want
     on_ranks(run)
 
 
-def test_where_no_step_is_good_nothing_begins_anew(tmp_path):
+def test_where_no_step_is_good_nothing_begins_anew(place):
     def run(collectives):
-        saved(collectives, tmp_path, 1)
+        saved(collectives, place, 1)
         if collectives.rank == 0:
-            corrupt(tmp_path, 1)
+            corrupt(place, 1)
         with (
-            make(collectives, tmp_path) as restoring,
+            make(collectives, place) as restoring,
             pytest.raises(CheckpointError, match="rank 0: "),
         ):
             restoring.restore()
@@ -460,14 +462,14 @@ def test_where_no_step_is_good_nothing_begins_anew(tmp_path):
     on_ranks(run)
 
 
-def test_a_state_that_does_not_fit_one_rank_changes_none(tmp_path):
+def test_a_state_that_does_not_fit_one_rank_changes_none(place):
     def run(collectives):
-        saved(collectives, tmp_path, 1)
+        saved(collectives, place, 1)
         part = state(0)
         if collectives.rank == 1:
             part.arrays["weights"] = np.zeros((3, 5), np.float32)
         with (
-            make(collectives, tmp_path, part) as restoring,
+            make(collectives, place, part) as restoring,
             pytest.raises(UsageError, match=r"rank 1: .*\(nothing was restored\)"),
         ):
             restoring.restore()
@@ -477,15 +479,15 @@ def test_a_state_that_does_not_fit_one_rank_changes_none(tmp_path):
     on_ranks(run)
 
 
-def test_parts_that_the_checkpoint_does_not_have_are_named(tmp_path, caplog):
+def test_parts_that_the_checkpoint_does_not_have_are_named(place, caplog):
     def run(collectives):
-        saved(collectives, tmp_path, 1)
+        saved(collectives, place, 1)
         others = {"scaler": Plain(dict, print), "reduction": Plain(dict, print)}
-        with make(collectives, tmp_path, others=others, overwrite=True) as restoring:
+        with make(collectives, place, others=others, overwrite=True) as restoring:
             with pytest.raises(UsageError, match=r"step 1 has no scaler; it has model"):
                 restoring.restore()
             restoring.save(2)
-        with make(collectives, tmp_path) as restoring:
+        with make(collectives, place) as restoring:
             assert restoring.restore().step == 2
 
     on_ranks(run)
@@ -493,7 +495,7 @@ def test_parts_that_the_checkpoint_does_not_have_are_named(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("broken", ["write", "adopt"])
-def test_a_rank_that_cannot_take_the_state_over_ends_all(tmp_path, monkeypatch, broken):
+def test_a_rank_that_cannot_take_the_state_over_ends_all(place, monkeypatch, broken):
     class Broken(Arrays):
         def adopt(self, tree):
             raise ValueError("no room")
@@ -509,12 +511,12 @@ def test_a_rank_that_cannot_take_the_state_over_ends_all(tmp_path, monkeypatch, 
             return prepared
 
     def run(collectives):
-        saved(collectives, tmp_path, 1)
+        saved(collectives, place, 1)
         part = state(0)
         if collectives.rank == 1:
             part.__class__ = Broken if broken == "adopt" else BrokenTensors
         with (
-            make(collectives, tmp_path, part) as restoring,
+            make(collectives, place, part) as restoring,
             pytest.raises(CheckpointError, match=r"rank 1: .*no room \(.*half restored"),
         ):
             restoring.restore()
@@ -544,12 +546,12 @@ def test_a_file_that_changes_while_it_is_restored_ends_all(tmp_path, monkeypatch
     on_ranks(run)
 
 
-def test_a_job_of_another_size_goes_on_without_what_belongs_to_the_old_one(tmp_path, caplog):
+def test_a_job_of_another_size_goes_on_without_what_belongs_to_the_old_one(place, caplog):
     def run_of(size):
         def run(collectives):
             part, reduction, own = state(1), Own(0), Own(0)
             others = {"reduction": Plain(lambda: size, reduction.adopt)}
-            with make(collectives, tmp_path, part, others, own) as going_on:
+            with make(collectives, place, part, others, own) as going_on:
                 restored = going_on.restore()
                 seen = restored and (restored.world_size, reduction.value, own.value)
                 own.value = 10 * size + collectives.rank
@@ -565,23 +567,23 @@ def test_a_job_of_another_size_goes_on_without_what_belongs_to_the_old_one(tmp_p
     assert caplog.text.count("step 2 was saved by 2 ranks, and this job has 4") == 1
 
 
-def test_who_leaves_with_an_exception_waits_for_no_one_but_the_writer(tmp_path):
+def test_who_leaves_with_an_exception_waits_for_no_one_but_the_writer(place):
     def run(collectives):
         if collectives.rank == 0:
-            with pytest.raises(ZeroDivisionError), make(collectives, tmp_path) as saving:
+            with pytest.raises(ZeroDivisionError), make(collectives, place) as saving:
                 saving.save(1 // (saving.save(1) or 0))
         else:
-            with make(collectives, tmp_path) as saving:
+            with make(collectives, place) as saving:
                 saving.save(1)
                 saving.abandon()
 
     on_ranks(run)
-    assert steps(tmp_path) == [1]
+    assert steps(place) == [1]
 
 
-def test_a_closed_one_can_do_nothing_more(tmp_path):
+def test_a_closed_one_can_do_nothing_more(place):
     def run(collectives):
-        saving = make(collectives, tmp_path)
+        saving = make(collectives, place)
         saving.close()
         saving.close()
         for call in (saving.restore, lambda: saving.save(1), lambda: saving.maybe_save(1)):
@@ -601,10 +603,10 @@ def test_a_closed_one_can_do_nothing_more(tmp_path):
         ({"stop_signals": [signal.SIGKILL]}, "SIGKILL"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(tmp_path, how, words):
+def test_arguments_that_make_no_sense_are_refused(place, how, words):
     def run(collectives):
         with pytest.raises(UsageError, match=words):
-            make(collectives, tmp_path, **how)
+            make(collectives, place, **how)
 
     on_ranks(run, 1)
 
@@ -667,11 +669,11 @@ def test_outside_the_main_thread_a_job_says_that_it_hears_no_signals(caplog):
     assert "not in the main thread" in caplog.text
 
 
-def test_only_the_first_rank_speaks(tmp_path, caplog):
+def test_only_the_first_rank_speaks(place, caplog):
     caplog.set_level(logging.INFO)
 
     def run(collectives):
-        with make(collectives, tmp_path) as saving:
+        with make(collectives, place) as saving:
             saving.save(1)
 
     on_ranks(run)
@@ -711,19 +713,19 @@ def test_a_run_that_overwrites_deletes_nothing_and_is_the_newest(tmp_path):
     assert steps(tmp_path) == [8, 9, 3, 4]
 
 
-def test_a_run_that_went_back_is_the_newest_from_its_next_step_on(tmp_path):
+def test_a_run_that_went_back_is_the_newest_from_its_next_step_on(place):
     def run(collectives):
-        saved(collectives, tmp_path, 1, 2, 3)
-        with make(collectives, tmp_path) as looking:
+        saved(collectives, place, 1, 2, 3)
+        with make(collectives, place) as looking:
             assert looking.restore(2).step == 2
-        with make(collectives, tmp_path) as looking:
+        with make(collectives, place) as looking:
             # Looking at an older one has changed nothing.
             assert looking.restore().step == 3
-        back = make(collectives, tmp_path, every_steps=100)
+        back = make(collectives, place, every_steps=100)
         assert back.restore(2).step == 2
         assert not back.maybe_save(3)
         back.abandon()  # as if it were killed before its first save
-        with make(collectives, tmp_path, part := state(0)) as restoring:
+        with make(collectives, place, part := state(0)) as restoring:
             assert restoring.restore().step == 2
             assert same(part, 2)
             restoring.save(3)
@@ -731,18 +733,18 @@ def test_a_run_that_went_back_is_the_newest_from_its_next_step_on(tmp_path):
             restoring.save(4)
             assert restoring.restore(3).step == 3
             restoring.save(5)
-        with make(collectives, tmp_path) as restoring:
+        with make(collectives, place) as restoring:
             assert restoring.restore().step == 5
 
     on_ranks(run)
-    assert steps(tmp_path) == [1, 2, 3, 2, 3, 4, 3, 5]
+    assert steps(place) == [1, 2, 3, 2, 3, 4, 3, 5]
 
 
 @pytest.mark.parametrize("asked", [{"step": "2"}, {"run": 1.5}])
-def test_what_cannot_be_restored_is_said_at_once(tmp_path, asked):
+def test_what_cannot_be_restored_is_said_at_once(place, asked):
     def run(collectives):
         with (
-            make(collectives, tmp_path) as restoring,
+            make(collectives, place) as restoring,
             pytest.raises(UsageError, match="expected a whole number"),
         ):
             restoring.restore(**asked)
@@ -750,11 +752,11 @@ def test_what_cannot_be_restored_is_said_at_once(tmp_path, asked):
     on_ranks(run)
 
 
-def test_ranks_that_ask_for_different_steps(tmp_path):
+def test_ranks_that_ask_for_different_steps(place):
     def run(collectives):
-        saved(collectives, tmp_path, 1, 2)
+        saved(collectives, place, 1, 2)
         with (
-            make(collectives, tmp_path) as restoring,
+            make(collectives, place) as restoring,
             pytest.raises(UsageError, match="ranks disagree about the step to restore"),
         ):
             restoring.restore(1 if collectives.rank else None)
@@ -774,30 +776,30 @@ def test_ranks_that_ask_for_different_steps(tmp_path):
         ({"step": 1, "metrics": [1.0]}, r"metrics is \[1.0\]: expected a dict"),
     ],
 )
-def test_what_cannot_be_saved_is_said_at_once(tmp_path, wrong, said):
+def test_what_cannot_be_saved_is_said_at_once(place, wrong, said):
     def run(collectives):
-        with make(collectives, tmp_path) as saving, pytest.raises(UsageError, match=said):
+        with make(collectives, place) as saving, pytest.raises(UsageError, match=said):
             saving.save(**wrong)
 
     on_ranks(run)
 
 
-def test_a_part_with_a_wrong_name(tmp_path):
+def test_a_part_with_a_wrong_name(place):
     def run(collectives):
         with pytest.raises(UsageError, match="'my model'; expected a letter"):
-            make(collectives, tmp_path, others={"my model": Plain(dict, print)})
+            make(collectives, place, others={"my model": Plain(dict, print)})
 
     on_ranks(run)
 
 
-def test_a_writing_thread_that_is_ended_is_told(tmp_path, monkeypatch):
+def test_a_writing_thread_that_is_ended_is_told(place, monkeypatch):
     def ended(*_):
         raise SystemExit(1)
 
     monkeypatch.setattr("hvdkit.checkpoint.writing._contents", ended)
 
     def run(collectives):
-        saving = make(collectives, tmp_path)
+        saving = make(collectives, place)
         saving.save(1)
         with pytest.raises(CheckpointError, match=r"step 1 was not saved: SystemExit\(1\)"):
             saving.close()
@@ -815,3 +817,26 @@ def test_a_rank_outside_of_the_process_set():
 
     with pytest.raises(UsageError, match="this rank does not belong to process_set"):
         check_member(Outside())
+
+
+def test_a_program_that_ends_lets_the_write_come_to_its_end(tmp_path):
+    """Also one that needs a pool of threads, as uploads do."""
+    program = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from hvdkit.checkpoint.background import BackgroundWriter
+from hvdkit.checkpoint.posix import disk
+from hvdkit.checkpoint.store import Store
+from tests.checkpoint.material import snapshot
+
+def slow(step, file):
+    with ThreadPoolExecutor() as pool:
+        pool.submit(time.sleep, 0.05).result()
+
+disk.before_step = slow
+writer = BackgroundWriter(Store(sys.argv[1]), overwrite=False)
+writer.open()
+writer.begin(snapshot(1))
+"""
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=60)
+    assert steps(tmp_path) == [1]

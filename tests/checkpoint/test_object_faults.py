@@ -138,7 +138,9 @@ def write(store, step):
         writer.write(snapshot(step))
 
 
-@pytest.mark.parametrize("step", [3, 2], ids=["new", "once_more"])
+@pytest.mark.parametrize(
+    "step", [3, pytest.param(2, marks=pytest.mark.long)], ids=["new", "once_more"]
+)
 def test_a_writer_killed_after_any_change_loses_nothing(on_s3, s3_proxy, step):
     for spared in itertools.count():
         place = on_s3 / str(spared)

@@ -1,6 +1,7 @@
 """`hvdkit checkpoint …`, as its user sees it."""
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from tests.checkpoint.material import forge, save, snapshot, step_folder
 
 
 @pytest.fixture
-def store(tmp_path):
-    made = Store(tmp_path / "runs", keep_last=None)
+def store(place):
+    made = Store(str(place), keep_last=None)
     with made.open_for_writing() as writer:
         for step, loss in {100: 0.5, 200: 0.25, 300: 0.75}.items():
             writer.write(snapshot(step, {"loss": loss}, epoch=step // 100))
@@ -46,16 +47,22 @@ def rot(store, step):
 
 def test_ls_is_a_table_of_steps(store, run):
     damage(store, 300)
-    (Path(store.location) / "damaged-step-000000000050").mkdir()
-    status, out, _ = run("ls", Path(store.location))
+    status, out, _ = run("ls", store.location)
     assert status == 0
     lines = [line.split() for line in out.splitlines()]
     assert lines[0] == ["step", "epoch", "size", "age", "metrics", "state"]
     assert lines[1][:2] == ["100", "1"]
     assert lines[1][-3:] == ["loss", "0.5", "whole"]
     assert lines[3][-1] == "damaged"
-    assert "step-000000000300 is damaged: model.safetensors: it has 1 bytes instead of" in out
-    assert out.endswith("damaged-step-000000000050 was found damaged and quarantined\n")
+    assert re.search(r"step-000000000300\S* is damaged: model.safetensors: it has 1 bytes", out)
+
+
+def test_ls_names_what_was_quarantined(store, run):
+    rot(store, 300)
+    with store.newest_good() as opened:
+        assert opened.manifest.step == 200
+    (name,) = store.quarantined()
+    assert run("ls", store.location)[1].endswith(f"{name} was found damaged and quarantined\n")
 
 
 def test_ls_of_a_folder_without_steps(tmp_path, run):
@@ -70,10 +77,10 @@ def test_an_age_that_cannot_be_is_not_told(tmp_path, run, monkeypatch):
 
 
 def test_show_is_all_that_a_step_says(store, run):
-    status, out, _ = run("show", Path(store.location))
+    status, out, _ = run("show", store.location)
     assert status == 0
     assert "step     300" in out
-    status, out, _ = run("show", Path(store.location), 200)
+    status, out, _ = run("show", store.location, 200)
     assert status == 0
     for said in (
         "step     200",
@@ -90,35 +97,37 @@ def test_show_is_all_that_a_step_says(store, run):
 
 def test_show_passes_over_a_damaged_step_and_changes_nothing(store, run, caplog):
     rot(store, 300)
-    status, out, _ = run("show", Path(store.location))
+    status, out, _ = run("show", store.location)
     assert status == 0
     assert "step     200" in out
     assert "step 300 in" in caplog.text
     assert "it was passed over" in caplog.text
     assert store.quarantined() == []
-    status, _, err = run("show", Path(store.location), 300)
+    status, _, err = run("show", store.location, 300)
     assert status == 1
     assert "step 300 in" in err
     assert "is damaged (model.safetensors: its content is not what was written" in err
 
 
 def test_verify_reads_all_again(store, run):
-    status, out, _ = run("verify", Path(store.location))
+    status, out, _ = run("verify", store.location)
     assert status == 0
     assert out.splitlines()[-1] == "3 good, 0 damaged"
     rot(store, 200)
-    status, out, _ = run("verify", Path(store.location))
+    status, out, _ = run("verify", store.location)
     assert status == 1
-    assert "step-000000000200: damaged\n    model.safetensors: its content is not" in out
+    assert re.search(
+        r"step-000000000200\S*: damaged\n    model.safetensors: its content is not", out
+    )
     assert out.splitlines()[-1] == "2 good, 1 damaged"
-    assert run("verify", Path(store.location), 100)[0] == 0
-    assert run("verify", Path(store.location), 200)[0] == 1
+    assert run("verify", store.location, 100)[0] == 0
+    assert run("verify", store.location, 200)[0] == 1
     assert store.quarantined() == []
 
 
 def test_a_stranger_s_names_do_not_steer_the_terminal(tmp_path, run):
     with Store(tmp_path).open_for_writing() as writer:
-        path = writer.write(snapshot(1, {"\x1b]0;title\x07": 1.0}))
+        path = Path(writer.write(snapshot(1, {"\x1b]0;title\x07": 1.0})))
     assert "?]0;title? 1" in run("ls", tmp_path)[1]
     assert "?]0;title? 1" in run("show", tmp_path)[1]
     forge(path, edit=lambda fields: fields["files"].update({"\x1b[2J": {}}))
@@ -127,23 +136,21 @@ def test_a_stranger_s_names_do_not_steer_the_terminal(tmp_path, run):
 
 
 def test_prune_keeps_the_newest_and_the_best(store, run):
-    status, out, _ = run(
-        "prune", Path(store.location), "-n", 1, "--keep-best", "loss:min", "--dry-run"
-    )
+    status, out, _ = run("prune", store.location, "-n", 1, "--keep-best", "loss:min", "--dry-run")
     assert status == 0
-    assert "would delete step-000000000100 (" in out
+    assert re.search(r"would delete step-000000000100\S* \(", out)
     assert "1 would go, " in out
     assert len(store.steps()) == 3
-    status, out, _ = run("prune", Path(store.location), "--keep-last", 1, "--keep-best", "loss:min")
+    status, out, _ = run("prune", store.location, "--keep-last", 1, "--keep-best", "loss:min")
     assert status == 0
-    assert "deleting step-000000000100 (" in out
+    assert re.search(r"deleting step-000000000100\S* \(", out)
     assert [info.step for info in store.steps()] == [200, 300]
 
 
 def test_prune_never_deletes_the_last_good_step(store, run, caplog):
     rot(store, 300)
     damage(store, 200)
-    status, out, _ = run("prune", Path(store.location), "-n", 1)
+    status, out, _ = run("prune", store.location, "-n", 1)
     assert status == 0
     assert "0 deleted" in out
     assert "step 300 in" in caplog.text
@@ -155,42 +162,42 @@ def test_prune_deletes_what_was_set_aside_when_asked(store, run):
     rot(store, 300)
     with store.newest_good() as opened:
         assert opened.manifest.step == 200
-    status, out, _ = run("prune", Path(store.location))
+    status, out, _ = run("prune", store.location)
     assert status == 0
     assert "--damaged deletes what was quarantined" in out
     assert store.quarantined()
-    status, out, _ = run("prune", Path(store.location), "--damaged")
+    status, out, _ = run("prune", store.location, "--damaged")
     assert status == 0
-    assert "deleting damaged-step-000000000300" in out
+    assert re.search("deleting .*step-000000000300", out)
     assert store.quarantined() == []
 
 
 def test_prune_deletes_older_runs_when_asked(store, run):
-    assert "run" not in run("ls", Path(store.location))[1]
+    assert "run" not in run("ls", store.location)[1]
     with store.open_for_writing(new_run=True) as writer:
         writer.write(snapshot(5))
     damage(store, 200)
-    assert run("ls", Path(store.location))[1].splitlines()[0].split()[-1] == "run"
-    assert "step     5" in run("show", Path(store.location))[1]
-    assert "step     300" in run("show", Path(store.location), "--run", 1)[1]
-    status, out, _ = run("prune", Path(store.location), "-n", 1)
+    assert run("ls", store.location)[1].splitlines()[0].split()[-1] == "run"
+    assert "step     5" in run("show", store.location)[1]
+    assert "step     300" in run("show", store.location, "--run", 1)[1]
+    status, out, _ = run("prune", store.location, "-n", 1)
     assert status == 0
     assert "0 deleted, 0 B; --older-runs deletes those of older runs" in out
-    status, out, _ = run("prune", Path(store.location), "-n", 1, "--older-runs")
+    status, out, _ = run("prune", store.location, "-n", 1, "--older-runs")
     assert status == 0
     assert [entry.step for entry in store.entries()] == [5]
 
 
 def test_prune_leaves_the_folder_of_a_live_training_alone(store, run):
     with store.open_for_writing():
-        status, _, err = run("prune", Path(store.location), "-n", 1)
+        status, _, err = run("prune", store.location, "-n", 1)
     assert status == 1
     assert "open for writing" in err
     assert len(store.steps()) == 3
 
 
 def test_export_asks_for_a_name_that_says_how(store, run):
-    status, _, err = run("export", Path(store.location), "model.onnx")
+    status, _, err = run("export", store.location, "model.onnx")
     assert status == 2
     assert "model.onnx; expected *.pt or *.pth (PyTorch's state_dict) or *.weights.h5" in err
 
@@ -211,7 +218,7 @@ def test_export_asks_for_a_name_that_says_how(store, run):
     ],
 )
 def test_wrong_arguments_are_status_2(store, run, arguments, said):
-    status, _, err = run(*(Path(store.location) if a == "FOLDER" else a for a in arguments))
+    status, _, err = run(*(store.location if a == "FOLDER" else a for a in arguments))
     assert status == 2
     assert said in err
     assert len(err.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Sequences of jobs in one folder, some of them killed or out of space at any system call.
+"""Sequences of jobs in one place, some of them killed or out of space at any call.
 
 A job restores the newest step or a certain one, saves some, and ends. Whatever came before, the
 newest good step is the one that was saved last, or that a job went back to; or the one before it,
@@ -8,9 +8,9 @@ older runs.
 
 import dataclasses
 import errno
+import itertools
 import json
 import os
-import tempfile
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, settings
@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.objects.bucket import Bucket
 from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.retention import Retention
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
-from tests.checkpoint.material import snapshot
+from tests.checkpoint.material import leftovers, snapshot
 
 _STEPS = st.integers(1, 8)
 _RESTORE = st.tuples(st.just("restore"), st.none() | _STEPS)
@@ -34,7 +35,7 @@ _JOB = st.fixed_dictionaries(
         "keep_last": st.sampled_from([1, 2, 3, None]),
         "overwrite": st.sampled_from([False, False, False, True]),
         "actions": st.builds(lambda first, others: [first, *others], _RESTORE, st.lists(_ACTION)),
-        # Numbers of system calls; most jobs have fewer than 200.
+        # Numbers of system calls or requests; most jobs have fewer than 200.
         "killed_at": st.none() | st.integers(1, 200),
         "full_at": st.none() | st.none() | st.integers(1, 200),
         "pruned": st.none() | st.none() | st.tuples(st.integers(1, 2), st.booleans()),
@@ -42,20 +43,32 @@ _JOB = st.fixed_dictionaries(
 )
 
 
-def work(folder, job, number, say):
-    """Do a job's actions, in a process of its own."""
-    calls = 0
+def interrupt(job):
+    """Kill or fail this process at a system call or a request."""
+    calls = itertools.count(1)
 
-    def before(step, name):
-        nonlocal calls
-        calls += 1
-        if calls == job["killed_at"]:
+    def before(*_):
+        call = next(calls)
+        if call == job["killed_at"]:
             os._exit(9)
-        if calls == job["full_at"]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if call == job["full_at"]:
+            # Not tried again, neither by the system nor by an object store.
+            raise PermissionError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    request = Bucket._call
+
+    def after_before(self, *arguments, **keywords):
+        before()
+        return request(self, *arguments, **keywords)
 
     disk.before_step = before
-    store = Store(folder, keep_last=job["keep_last"])
+    Bucket._call = after_before
+
+
+def work(place, job, number, say):
+    """Do a job's actions, in a process of its own."""
+    interrupt(job)
+    store = Store(str(place), keep_last=job["keep_last"])
     writer = BackgroundWriter(store, job["overwrite"])
     step = 0
     for k, (action, argument) in enumerate(job["actions"]):
@@ -84,7 +97,7 @@ def work(folder, job, number, say):
     writer.close()
 
 
-def run(folder, job, number, log):
+def run(place, job, number, log):
     """Let a job do its work, and return what it said."""
     descriptor = os.open(log, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
 
@@ -94,7 +107,7 @@ def run(folder, job, number, log):
     pid = os.fork()
     if pid == 0:
         try:
-            work(folder, job, number, say)
+            work(place, job, number, say)
             os._exit(0)
         except BaseException as error:
             say("raised", None, repr(error))
@@ -113,13 +126,13 @@ def newest_of(store):
         return opened.manifest.metrics["id"]
 
 
-def check(folder, jobs, log):
+def check(place, jobs, log):
     newest = None
-    store = Store(folder)
+    store = Store(str(place))
     for number, job in enumerate(jobs, 1):
         may_be = {newest}
         older = {entry.name for entry in store.of_older_runs()}
-        for word, asked, own in run(folder, job, number, log):
+        for word, asked, own in run(place, job, number, log):
             assert word != "raised", own
             if word == "restored":
                 assert asked is not None or own in may_be, "restore() gave one that is not newest"
@@ -142,13 +155,17 @@ def check(folder, jobs, log):
             assert newest_of(store) == newest
     with store.open_for_writing():
         pass
-    names = os.listdir(folder)
-    assert [name for name in names if not name.startswith("step-") and name != ".lock"] == []
+    assert leftovers(place) == []
 
 
-def test_sequences_of_jobs(tmp_path, request):
+def test_sequences_of_jobs(tmp_path, place, request):
+    long = request.config.getoption("--long")
+    in_a_folder = isinstance(place, Path)
+    examples = (1500 if long else 40) if in_a_folder else (200 if long else 6)
+    numbers = itertools.count()
+
     @settings(
-        max_examples=1500 if request.config.getoption("--long") else 40,
+        max_examples=examples,
         deadline=None,
         derandomize=True,
         database=None,
@@ -157,7 +174,6 @@ def test_sequences_of_jobs(tmp_path, request):
     )
     @given(st.lists(_JOB, min_size=2, max_size=8))
     def search(jobs):
-        with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
-            check(Path(folder), jobs, tmp_path / "log")
+        check(place / str(next(numbers)), jobs, tmp_path / "log")
 
     search()
