@@ -99,11 +99,16 @@ class Outline:
 class OpenCheckpoint:
     """A step that was found whole and good, with its files open. A context manager.
 
+    Attributes:
+        outline: all of it but its tensors' content.
+        location: its path or URL.
+
     In a folder it can be read to its end even if the step is removed meanwhile.
     """
 
     def __init__(self, outline: Outline, files: StepFiles, begins: Mapping[str, int]) -> None:
         self.outline = outline
+        self.location = ""
         self._files = files
         self._begins = begins
 

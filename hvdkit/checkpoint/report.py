@@ -86,6 +86,7 @@ def show_step(opened: OpenCheckpoint, console: Console) -> None:
         ("by", f"{_count(manifest.world_size, 'rank')}; {_pairs(manifest.versions)}"),
         ("metrics", _metrics(manifest)),
         ("size", size_text(manifest.size)),
+        ("at", opened.location),
         ("state", "good: all hashes are as they were written"),
     ]
     for name, value in rows:

@@ -280,9 +280,14 @@ class Store:
         self, entry: Entry, progress: Callable[[int], None] | None = None
     ) -> tuple[OpenCheckpoint | None, list[Problem]]:
         try:
-            return examine(partial(self._storage.open_step, entry), entry.step, progress)
+            opened, problems = examine(
+                partial(self._storage.open_step, entry), entry.step, progress
+            )
         except CheckpointError as error:
             raise CheckpointError(f"{entry.name} in {self.location}: {error}") from error
+        if opened is not None:
+            opened.location = self._storage.location(entry.name)
+        return opened, problems
 
     def _quarantine(self, entry: Entry, problems: Sequence[Problem]) -> None:
         try:

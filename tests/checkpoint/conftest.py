@@ -1,10 +1,10 @@
-"""The two stores that the tests run against: a folder, and an S3 server."""
+"""The stores that the tests run against: a folder, an S3 server, and Azurite in long tests."""
 
 import itertools
 
 import pytest
 
-from tests.checkpoint import s3_server
+from tests.checkpoint import azure_server, s3_server
 from tests.checkpoint.material import path_of
 
 _numbers = itertools.count()
@@ -26,12 +26,30 @@ def on_s3(s3, monkeypatch):
     return path_of(f"s3://{s3_server.BUCKET}/{next(_numbers)}")
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(scope="session")
+def azure(tmp_path_factory):
+    """The environment for clients of Azurite."""
+    pytest.importorskip("adlfs")
+    if azure_server.program() is None:
+        pytest.skip("no azurite here")
+    with azure_server.running(tmp_path_factory.mktemp("azure") / "log") as environment:
+        yield environment
+
+
+@pytest.fixture
+def on_azure(azure, monkeypatch):
+    """A path for a test on Azurite."""
+    for name, value in azure.items():
+        monkeypatch.setenv(name, value)
+    return path_of(f"abfs://{azure_server.CONTAINER}/{next(_numbers)}")
+
+
+@pytest.fixture(params=["folder", "s3", pytest.param("azure", marks=pytest.mark.long)])
 def place(request):
-    """A path for a test, which nothing is at yet: in a folder, and on the S3 server."""
+    """A path for a test, which nothing is at yet: in a folder, on the S3 server, on Azurite."""
     if request.param == "folder":
         return request.getfixturevalue("tmp_path") / "place"
-    return request.getfixturevalue("on_s3")
+    return request.getfixturevalue(f"on_{request.param}")
 
 
 @pytest.fixture
