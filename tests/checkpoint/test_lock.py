@@ -274,3 +274,13 @@ def test_a_forked_child_does_not_write(tmp_path):
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         writer.write(snapshot(2))
+
+
+def test_a_writer_that_was_taken_over_gives_no_more_signs_of_life(tmp_path, impatient):
+    writer = Store(tmp_path).open_for_writing()
+    leave_lease(tmp_path)
+    left = (tmp_path / lock.LEASE_FILE).read_bytes()
+    time.sleep(10 * lock.BEAT_SECONDS)
+    assert (tmp_path / lock.LEASE_FILE).read_bytes() == left
+    writer.close()
+    assert (tmp_path / lock.LEASE_FILE).read_bytes() == left

@@ -229,11 +229,23 @@ class PosixWriter:
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete steps, each by a rename that takes it off the list, and then file by file."""
+        hidden = {}
         for name in names:
-            hidden = f"{_DELETING}{self._lock.lease.token}-{name}"
+            new = f"{_DELETING}{self._lock.lease.token}-{name}"
             try:
-                disk.rename(name, hidden, self._folder)
-                disk.remove(hidden, self._folder)
+                disk.rename(name, new, self._folder)
+                hidden[name] = new
+            except OSError as error:
+                _log.warning("%s could not be deleted: %s", self._path / name, error.strerror)
+        try:
+            # Otherwise a power cut could leave a step that is listed and has lost files.
+            disk.sync_folder(self._folder, self._path.name)
+        except OSError as error:
+            _log.warning("%s could not be synced: %s", self._path, error.strerror)
+            return
+        for name, new in hidden.items():
+            try:
+                disk.remove(new, self._folder)
             except OSError as error:
                 _log.warning("%s could not be deleted: %s", self._path / name, error.strerror)
 

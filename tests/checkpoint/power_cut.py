@@ -1,0 +1,206 @@
+"""A simulated disk that loses at a power cut what was not synced.
+
+The idea is that of ALICE (Pillai et al., OSDI 2014) and CrashMonkey (Mohan et al., OSDI 2018).
+
+`Recorder` notes what a program does to a folder. `Disk` replays it up to any call, and gives what
+may be there after a power cut: of each file what was synced last, of each folder the changes that
+were synced, and of the others none, all or any.
+"""
+
+import contextlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_CALLS = ("open", "write", "pwrite", "fsync", "mkdir", "rename", "link", "unlink", "rmdir")
+
+
+@dataclass
+class Recorder:
+    """Notes calls below a folder. A context manager.
+
+    Attributes:
+        root: the folder.
+        calls: (name, arguments), files and folders as inode numbers.
+        marks: (number of calls so far, what was said).
+        skipped: the sync with this number, counted from 1, is not noted, as if it were missing.
+        syncs: how many there were.
+    """
+
+    root: Path
+    skipped: int | None = None
+    calls: list = field(default_factory=list)
+    marks: list = field(default_factory=list)
+    syncs: int = 0
+    _real: dict = field(default_factory=dict)
+
+    def mark(self, word):
+        """Note that the program says something to its user now."""
+        self.marks.append((len(self.calls), word))
+
+    def __enter__(self):
+        for name in _CALLS:
+            self._real[name] = getattr(os, name)
+            setattr(os, name, getattr(self, f"_{name}"))
+        return self
+
+    def __exit__(self, *_):
+        for name, function in self._real.items():
+            setattr(os, name, function)
+
+    def _inode(self, descriptor):
+        """The inode of an open file or folder below the root; None elsewhere."""
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        below = path == str(self.root) or path.startswith(f"{self.root}/")
+        return os.fstat(descriptor).st_ino if below else None
+
+    def _parent(self, name, dir_fd):
+        """The inode of the folder that a name is in, and the name alone."""
+        if dir_fd is not None and os.sep not in str(name):
+            return self._inode(dir_fd), str(name)
+        path = Path(name)
+        descriptor = self._real["open"](path.parent, os.O_RDONLY)
+        try:
+            return self._inode(descriptor), path.name
+        finally:
+            os.close(descriptor)
+
+    def _note(self, name, *arguments):
+        if None not in arguments[:1]:
+            self.calls.append((name, *arguments))
+
+    def _open(self, path, flags, mode=0o777, *, dir_fd=None):
+        new = False
+        if flags & os.O_CREAT:
+            with contextlib.suppress(OSError):
+                new = True
+                os.stat(path, dir_fd=dir_fd)
+                new = False
+        descriptor = self._real["open"](path, flags, mode, dir_fd=dir_fd)
+        if new:
+            parent, name = self._parent(path, dir_fd)
+            self._note("create", parent, name, os.fstat(descriptor).st_ino)
+        return descriptor
+
+    def _write(self, descriptor, data):
+        count = self._real["write"](descriptor, data)
+        self._content(descriptor)
+        return count
+
+    def _pwrite(self, descriptor, data, offset):
+        count = self._real["pwrite"](descriptor, data, offset)
+        self._content(descriptor)
+        return count
+
+    def _content(self, descriptor):
+        inode = self._inode(descriptor)
+        if inode is not None:
+            self._note("content", inode, Path(f"/proc/self/fd/{descriptor}").read_bytes())
+
+    def _fsync(self, descriptor):
+        self._real["fsync"](descriptor)
+        self.syncs += 1
+        if self.syncs != self.skipped:
+            self._note("sync", self._inode(descriptor))
+
+    def _mkdir(self, path, mode=0o777, *, dir_fd=None):
+        self._real["mkdir"](path, mode, dir_fd=dir_fd)
+        parent, name = self._parent(path, dir_fd)
+        self._note("mkdir", parent, name, os.stat(path, dir_fd=dir_fd).st_ino)
+
+    def _rename(self, old, new, *, src_dir_fd=None, dst_dir_fd=None):
+        self._real["rename"](old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        self._note("rename", self._inode(src_dir_fd), old, new)
+
+    def _link(self, old, new, *, dst_dir_fd=None, **how):
+        self._real["link"](old, new, dst_dir_fd=dst_dir_fd, **how)
+        self._note("link", self._inode(dst_dir_fd), new, os.stat(new, dir_fd=dst_dir_fd).st_ino)
+
+    def _unlink(self, path, *, dir_fd=None):
+        self._real["unlink"](path, dir_fd=dir_fd)
+        self._note("remove", *self._parent(path, dir_fd))
+
+    def _rmdir(self, path, *, dir_fd=None):
+        self._real["rmdir"](path, dir_fd=dir_fd)
+        self._note("remove", *self._parent(path, dir_fd))
+
+
+class Disk:
+    """What is on the disk after the first `count` calls.
+
+    Args:
+        root: the inode of the folder.
+        calls: as `Recorder.calls`.
+        count: how many of them.
+    """
+
+    def __init__(self, root, calls, count):
+        self._root = root
+        self._folders = {root}
+        self._synced = {}
+        self._content = {}
+        # Changes of each folder that were synced, and that were not.
+        self._durable = {root: []}
+        self._pending = {root: []}
+        for name, *arguments in calls[:count]:
+            getattr(self, f"_on_{name}")(*arguments)
+
+    def _on_create(self, parent, name, inode):
+        # Its number may have been another file's.
+        self._content.pop(inode, None)
+        self._synced.pop(inode, None)
+        self._on_link(parent, name, inode)
+
+    def _on_link(self, parent, name, inode):
+        self._pending[parent].append(("add", name, inode))
+
+    def _on_mkdir(self, parent, name, inode):
+        self._folders.add(inode)
+        self._durable[inode], self._pending[inode] = [], []
+        self._on_link(parent, name, inode)
+
+    def _on_rename(self, parent, old, new):
+        self._pending[parent].append(("rename", old, new))
+
+    def _on_remove(self, parent, name):
+        self._pending[parent].append(("remove", name, None))
+
+    def _on_content(self, inode, content):
+        self._content[inode] = content
+
+    def _on_sync(self, inode):
+        if inode in self._folders:
+            self._durable[inode] += self._pending[inode]
+            self._pending[inode] = []
+        elif inode in self._content:
+            self._synced[inode] = self._content[inode]
+
+    def after_power_cut(self, target, survives):
+        """Make the folder `target` as it may be.
+
+        Args:
+            target: a path where nothing is.
+            survives: called for each change that was not synced: whether it is there.
+        """
+        self._make(self._root, target, survives)
+
+    def _make(self, folder, target, survives):
+        target.mkdir()
+        names = {}
+        pending = [change for change in self._pending[folder] if survives(change)]
+        for kind, name, argument in self._durable[folder] + pending:
+            if kind == "add":
+                names[name] = argument
+            elif kind == "remove":
+                names.pop(name, None)
+            elif name in names:
+                names[argument] = names.pop(name)
+        for name, inode in names.items():
+            if inode in self._folders:
+                self._make(inode, target / name, survives)
+            else:
+                lost = inode not in self._synced
+                content = self._content.get(inode, b"") if lost else self._synced[inode]
+                if lost and not survives(("content", name, None)):
+                    content = b""
+                (target / name).write_bytes(content)

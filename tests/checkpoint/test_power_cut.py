@@ -1,0 +1,129 @@
+"""A power cut at any moment: what was said to be saved is there, and what is listed is whole."""
+
+import os
+import random
+import shutil
+
+import pytest
+
+from hvdkit.checkpoint.posix import disk
+from hvdkit.checkpoint.store import Store
+from tests.checkpoint.material import assert_newest_good, snapshot
+from tests.checkpoint.power_cut import Disk, Recorder
+
+
+def program(folder, recorder):
+    """Save, save again, delete, and go back. The folder and those around it are made."""
+    store = Store(folder, keep_last=2)
+    with store.open_for_writing() as writer:
+        for step in (1, 2, 3, 3):
+            writer.write(snapshot(step))
+            recorder.mark(step)
+    with store.newest_good(2) as opened:
+        base = opened.manifest
+    with store.open_for_writing() as writer:
+        writer.continue_from(base)
+        recorder.mark(2)
+        writer.write(snapshot(4))
+        recorder.mark(4)
+
+
+def brief(folder, recorder):
+    """Save twice, and delete the first."""
+    with Store(folder, keep_last=1).open_for_writing() as writer:
+        for step in (1, 2):
+            writer.write(snapshot(step))
+            recorder.mark(step)
+
+
+def record(tmp_path, program, skipped=None):
+    root = tmp_path / "recorded"
+    root.mkdir()
+    inode = root.stat().st_ino
+    with Recorder(root, skipped) as recorder:
+        program(root / "a" / "b", recorder)
+    return inode, recorder
+
+
+def survivors(seed):
+    """What survives a power cut of the changes that were not synced: nothing, all, or any."""
+    yield lambda change: False
+    yield lambda change: True
+    # A file system may write names earlier than contents.
+    yield lambda change: change[0] != "content"
+    drawn = random.Random(seed)
+    yield lambda change: drawn.random() < 0.5
+
+
+def violations(tmp_path, inode, recorder):
+    """What is wrong after a power cut at each call."""
+    for count in range(len(recorder.calls) + 1):
+        said = [step for at, step in recorder.marks if at <= count]
+        under_way = next((step for at, step in recorder.marks if at > count), None)
+        for number, survives in enumerate(survivors(count)):
+            place = tmp_path / f"after-{count}-{number}"
+            Disk(inode, recorder.calls, count).after_power_cut(place, survives)
+            store = Store(place / "a" / "b")
+            damaged = [e.name for e in store.entries() if store.verify_entry(e)]
+            steps = [info.step for info in store.steps()]
+            newest = steps[-1] if steps else None
+            expected = {said[-1] if said else None, under_way}
+            if damaged or newest not in expected:
+                yield f"after call {count}: {newest} of {expected}, damaged: {damaged}"
+            shutil.rmtree(place)
+
+
+def test_nothing_is_lost_at_a_power_cut(tmp_path):
+    inode, recorder = record(tmp_path, program)
+    assert list(violations(tmp_path, inode, recorder)) == []
+    assert recorder.syncs > 20
+    # What is recorded is what was done.
+    Disk(inode, recorder.calls, len(recorder.calls)).after_power_cut(
+        tmp_path / "whole", lambda change: True
+    )
+    assert_newest_good(Store(tmp_path / "whole" / "a" / "b"), 4)
+
+
+@pytest.mark.parametrize("program", [brief, pytest.param(program, marks=pytest.mark.long)])
+def test_each_sync_is_needed(tmp_path, program):
+    """Without any one of them, a power cut at some moment does harm: the test above sees that."""
+    (tmp_path / "0").mkdir()
+    syncs = record(tmp_path / "0", program)[1].syncs
+    unneeded = []
+    for skipped in range(1, syncs + 1):
+        (folder := tmp_path / str(skipped)).mkdir()
+        inode, recorder = record(folder, program, skipped)
+        if next(violations(folder, inode, recorder), None) is None:
+            unneeded.append(skipped)
+        shutil.rmtree(folder)
+    assert unneeded == []
+
+
+def test_what_was_written_is_read_back_from_the_disk(tmp_path, monkeypatch):
+    """Its pages are dropped from memory once they are synced, and before they are read."""
+    done = []
+    forget = disk.forget
+    monkeypatch.setattr(disk, "before_step", lambda step, file: done.append((step, file)))
+
+    def note(descriptor, size):
+        done.append(("forget", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        assert size == os.fstat(descriptor).st_size > 0
+        forget(descriptor, size)
+
+    monkeypatch.setattr(disk, "forget", note)
+    with Store(tmp_path).open_for_writing() as writer:
+        writer.write(snapshot(1))
+    files = {file for step, file in done if step == "create"}
+    assert "model.safetensors" in files
+    for file in files:
+        order = [step for step, name in done if name == file]
+        assert order[order.index("fsync") :][:3] == ["fsync", "forget", "read"]
+
+
+def test_commits_of_one_writer_are_counted(tmp_path):
+    with Store(tmp_path).open_for_writing() as writer:
+        for step in (5, 3, 4):
+            writer.write(snapshot(step))
+    store = Store(tmp_path)
+    assert [info.step for info in store.steps()] == [5, 3, 4]
+    assert_newest_good(store, 4)
