@@ -101,8 +101,8 @@ def test_any_step_that_fails_loses_nothing(tmp_path, monkeypatch, number, lastin
         with store.open_for_writing():
             assert leftovers(folder) == [lock.LEASE_FILE]
         assert_newest_good(store, 4)
-    # All but those of the retention, after the commit.
-    assert len(errors) > len(steps.seen) / 2
+    # All but reads that succeed the second time, and the retention after the commit.
+    assert len(errors) > len(steps.seen) / 3
     assert all(os.strerror(number) in error for error in errors)
 
 
