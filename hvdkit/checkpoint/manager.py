@@ -24,7 +24,7 @@ from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.reading import OpenCheckpoint, Outline
 from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
 from hvdkit.checkpoint.snapshot import SnapshotMemory
-from hvdkit.checkpoint.state import Part, RankPart, Tensor, Tree
+from hvdkit.checkpoint.state import Part, PartialPart, RankPart, Tensor, Tree
 from hvdkit.checkpoint.storage import MAX_STEP
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.tensors import nbytes
@@ -304,13 +304,23 @@ class Manager:
         """Make the next `maybe_save` save and stop, as a stop signal does. On any rank."""
         self._signals.asked = reason
 
-    def restore(self, step: int | None = None, run: int | None = None) -> Restored | None:
+    def restore(
+        self,
+        step: int | None = None,
+        run: int | None = None,
+        *,
+        strict: bool = True,
+        only: Collection[str] | None = None,
+    ) -> Restored | None:
         """Take over the newest good checkpoint of the newest run. A collective.
 
         Args:
             step: this one and no other. If there are newer ones, the next `maybe_save` or `save`
                 begins a new run with it, and the newer ones stay.
             run: look at this run instead of the newest.
+            strict: False: restore what fits, and leave the rest as it is, with a warning that
+                names it: a scheduler or scaler that was added or removed, layers of a model.
+            only: restore these alone, by the names of the arguments, such as `("model",)`.
 
         Returns:
             Where the job is now; None if there is no checkpoint, and nothing has changed.
@@ -339,14 +349,15 @@ class Manager:
             message = {
                 subject: "the newest" if wanted is None else str(wanted)
                 for subject, wanted in (("step", step), ("run", run))
-            }
+            } | {"strict": str(strict), "only": "all" if only is None else str(sorted(only))}
             asked = exchange(self._collectives, message, problem)
             for subject in message:
                 told = [each[subject] for each in asked]
                 compare(self._collectives, told, f"the {subject} to restore")
             first = self._collectives.ranks[0]
             sent = self._collectives.broadcast(sent, first, "hvdkit.checkpoint.outline")
-            return self._take_over(opened, sent) if sent else None
+            wanted = self._parts_wanted(only)
+            return self._take_over(opened, sent, wanted, strict) if sent else None
         finally:
             if opened is not None:
                 opened.close()
@@ -419,7 +430,9 @@ class Manager:
     def _parts_to_capture(self) -> Collection[str]:
         return self._parts if self._first else self._alike
 
-    def _take_over(self, opened: OpenCheckpoint | None, sent: bytes) -> Restored:
+    def _take_over(
+        self, opened: OpenCheckpoint | None, sent: bytes, wanted: Collection[str], strict: bool
+    ) -> Restored:
         ranks = self._collectives.ranks
         prepared: dict[str, Tree] = {}
         tensors: dict[Hashable, Tensor] = {}
@@ -428,15 +441,27 @@ class Manager:
             outline = Outline.from_bytes(sent)
             manifest = outline.manifest
             same_size = manifest.world_size == len(ranks)
-            for name in self._parts_to_restore(outline, same_size):
-                prepared[name] = self._parts[name].prepare(outline.tree(name))
-                tensors |= destinations(name, prepared[name], outline)
+            left: list[str] = []
+            for name in self._parts_to_restore(outline, same_size, wanted, strict):
+                found = self._prepare(name, outline, strict, left)
+                if found is None:
+                    continue
+                prepared[name] = found
+                tensors |= destinations(name, found, outline)
             # Everything that may fail on one rank alone, memory too, comes before the first bucket.
             travel = Transfer({key: nbytes(tensor.spec) for key, tensor in tensors.items()})
             own = outline.rank(ranks.index(self._collectives.rank)) if same_size else {}
+            message = {
+                "left": digest(left).hex(),
+                "tensors": digest([str(key) for key in tensors]).hex(),
+            }
         except Exception as error:
             problem = error
-        exchange(self._collectives, {}, problem, "nothing was restored")
+            message = {}
+        gathered = exchange(self._collectives, message, problem, "nothing was restored")
+        for subject in message:
+            told = [each[subject] for each in gathered]
+            compare(self._collectives, told, "what of the checkpoint fits")
         problem = None
         try:
             source = InTurn(opened) if opened is not None else None
@@ -451,11 +476,16 @@ class Manager:
                 self._parts[name].adopt(content)
             # Last, because what comes before may draw random numbers.
             for name, part in self._rank_parts.items():
-                if name in own:
+                if name in own and name in wanted:
                     part.adopt(own[name])
         except Exception as error:
             problem = error
         exchange(self._collectives, {}, problem, half)
+        if self._first and left:
+            _log.warning(
+                "step %d was restored in part; left as they are: %s",
+                *(manifest.step, "; ".join(left)),
+            )
         if self._first and not same_size:
             _log.warning(
                 "step %d was saved by %d ranks, and this job has %d: what is left of its epoch is "
@@ -467,9 +497,60 @@ class Manager:
         self._last_step, self._last_time = manifest.step, time.monotonic()
         return Restored(manifest.step, manifest.epoch, manifest.metrics, manifest.world_size)
 
-    def _parts_to_restore(self, outline: Outline, same_size: bool) -> list[str]:
-        lacking = self._parts.keys() - outline.trees.keys() - self._of_this_size
-        if lacking:
+    def _parts_wanted(self, only: Collection[str] | None) -> set[str]:
+        """The names of the parts to restore, of those that each rank has for itself too.
+
+        Raises:
+            UsageError: one of `only` is no part.
+        """
+        names = {*self._parts, *self._rank_parts}
+        if only is None:
+            return names
+        # Several models are `model-NAME`, one is `model`.
+        wanted = {name for name in names if name in only or name.partition("-")[0] in only}
+        known = {part for name in names for part in (name, name.partition("-")[0])}
+        unknown = [name for name in only if name not in known]
+        if isinstance(only, str) or unknown:
+            raise UsageError(
+                f"only is {only!r}: expected some of {', '.join(sorted(known))}, such as ('model',)"
+            )
+        return wanted
+
+    def _prepare(self, name: str, outline: Outline, strict: bool, left: list[str]) -> Tree | None:
+        """Prepare a part for its saved state; None if it stays as it is.
+
+        Args:
+            name: of the part.
+            outline: of the checkpoint.
+            strict: whether all of it must fit.
+            left: what stays as it is; gets longer.
+
+        Raises:
+            UsageError: the state does not fit.
+        """
+        part, tree = self._parts[name], outline.tree(name)
+        if strict:
+            return part.prepare(tree)
+        if isinstance(part, PartialPart):
+            prepared, lines = part.prepare_partly(tree)
+            left += [f"{name}: {line}" for line in lines]
+            return prepared
+        try:
+            return part.prepare(tree)
+        except UsageError as error:
+            left.append(f"{name}: {error}")
+            return None
+
+    def _parts_to_restore(
+        self, outline: Outline, same_size: bool, wanted: Collection[str], strict: bool
+    ) -> list[str]:
+        lacking = (self._parts.keys() & wanted) - outline.trees.keys() - self._of_this_size
+        if lacking and not strict and self._first:
+            _log.warning(
+                "step %d has no %s; left as they are",
+                *(outline.manifest.step, ", ".join(sorted(lacking))),
+            )
+        elif lacking and strict:
             raise UsageError(
                 f"the checkpoint of step {outline.manifest.step} has no "
                 f"{', '.join(sorted(lacking))}; it has {', '.join(sorted(outline.trees))}. Restore "
@@ -484,7 +565,9 @@ class Manager:
         return [
             name
             for name in self._parts
-            if name in outline.trees and (same_size or name not in self._of_this_size)
+            if name in wanted
+            and name in outline.trees
+            and (same_size or name not in self._of_this_size)
         ]
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from hvdkit.checkpoint.state import Part, Tensor, TensorSpec, Tree
+from hvdkit.checkpoint.state import Discarded, Part, Tensor, TensorSpec, Tree
 from hvdkit.errors import UsageError
 
 
@@ -44,6 +44,17 @@ class Variables:
         if saved_lines != own_lines:
             raise UsageError(_difference(saved_lines, own_lines, self._subject))
         return dict(zip(tree, own.values(), strict=True))
+
+    def prepare_partly(self, tree: Tree) -> tuple[Tree, list[str]]:
+        """Prepare those variables that have the same name, shape and dtype."""
+        own = {_line(name, tensor.spec): tensor for name, tensor in self.capture().items()}
+        saved = {_line(name, spec) for name, spec in tree.items()}
+        prepared = {
+            name: own.get(_line(name, spec)) or Discarded(spec) for name, spec in tree.items()
+        }
+        lines = [f"it has no {line}" for line in own if line not in saved]
+        lines += [f"it has {line}, which is not in here" for line in saved if line not in own]
+        return prepared, sorted(lines)
 
     def adopt(self, tree: Tree) -> None:
         """They have been written to."""

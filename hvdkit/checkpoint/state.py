@@ -6,7 +6,7 @@ scalars, and `Tensor`s. Nothing else, and no pickle: what opens a checkpoint run
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -74,6 +74,38 @@ class Part(Protocol):
     def adopt(self, tree: Tree) -> None:
         """Take over the state, once what `prepare` returned has been filled."""
         ...
+
+
+@runtime_checkable
+class PartialPart(Part, Protocol):
+    """A `Part` that can restore some of its tensors, such as a model with another last layer."""
+
+    def prepare_partly(self, tree: Tree) -> tuple[Tree, list[str]]:
+        """As `prepare`, for a state that fits in some places only.
+
+        Returns:
+            The tree, with a `Discarded` in place of each tensor that has no use here; and a
+            description of each tensor that is not restored, on either side.
+        """
+        ...
+
+
+class Discarded:
+    """A `Tensor` that nobody keeps.
+
+    Attributes:
+        spec: its dtype and shape.
+    """
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self.spec = spec
+
+    def read(self, out: np.ndarray) -> None:
+        """There is no content: fill `out` with zeros."""
+        out[:] = 0
+
+    def write(self, content: np.ndarray, start: int = 0) -> None:
+        """Ignore the content."""
 
 
 class RankPart(Protocol):

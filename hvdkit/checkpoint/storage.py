@@ -126,8 +126,12 @@ class StorageWriter(Protocol):
         """As `Storage.entries`."""
         ...
 
-    def next_run(self) -> int:
-        """Return a number for a new run, greater than the runs of all steps, damaged ones too."""
+    def next_run(self, entries: Sequence[Entry]) -> int:
+        """Return a number for a new run, greater than the runs of all steps, damaged ones too.
+
+        Args:
+            entries: all that there are.
+        """
         ...
 
     def draft(self, step: int, run: int) -> Draft:
@@ -268,6 +272,10 @@ def open_storage(
         UsageError: fsspec is missing, or does not know such a URL; or there are options for a path.
     """
     text = os.fspath(place)
+    if isinstance(place, os.PathLike) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/[^/]", text):
+        raise UsageError(
+            f"checkpoints are to be kept in the path {text}, which was a URL; give it as text."
+        )
     url = _URL.fullmatch(text)
     if url is not None and url[1] not in ("file", "local"):
         from hvdkit.checkpoint.objects.storage import ObjectStorage

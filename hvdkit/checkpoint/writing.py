@@ -107,7 +107,7 @@ class Writer:
             entries = self._writer.entries()
             newest = newest_run(entries)
             self._expect_known(entry for entry in entries if entry.run == newest)
-            self._next_run = self._writer.next_run()
+            self._next_run = self._writer.next_run(entries)
             if newest is None or new_run or run not in (None, newest):
                 self.run = self._begin_run()
             else:

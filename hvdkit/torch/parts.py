@@ -10,7 +10,7 @@ from horovod.torch import SyncBatchNorm
 
 from hvdkit.checkpoint import dtypes, randomness
 from hvdkit.checkpoint.parts import largest_statistics
-from hvdkit.checkpoint.state import TensorSpec, Tree
+from hvdkit.checkpoint.state import Discarded, TensorSpec, Tree
 from hvdkit.core.reduction import ReductionState
 from hvdkit.errors import UsageError
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
@@ -161,17 +161,8 @@ class ModelPart:
         Raises:
             UsageError: names, shapes or dtypes differ, naming the first that do.
         """
-        # By all names, because the first of several may be another one now.
-        own = {n: v for n, v in self._model.state_dict().items() if _is_tensor(v)}
         tied = tree.get(TIED, {})
-        saved = {name: spec for name, spec in tree.items() if isinstance(spec, TensorSpec)}
-        named = saved | {name: saved[holder] for name, holder in tied.items()}
-        lines = [f"it has no {name}" for name in own if name not in named]
-        lines += [f"it has {name}, which is not in here" for name in named if name not in own]
-        for name in own:
-            here = TorchTensor(own[name]).spec
-            if name in named and named[name] != here:
-                lines.append(f"{name} is {_text(named[name])} there and {_text(here)} here")
+        own, lines = self._compared(tree)
         holders: dict[Any, str] = {}
         for name in own:
             if name in tied or not own[name].numel():
@@ -181,6 +172,38 @@ class ModelPart:
                 lines.append(f"{name} and {holder} are two there, and one tensor here")
         if lines:
             raise _differences(self._subject, lines)
+        return self._destinations(tree, own)
+
+    def prepare_partly(self, tree: Tree) -> tuple[Tree, list[str]]:
+        """Prepare those tensors that have the same name, shape and dtype."""
+        own, lines = self._compared(tree)
+        return self._destinations(tree, own), lines
+
+    def _compared(self, tree: Tree) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """The model's tensors that the saved state has alike, and what differs of the others."""
+        # By all names, because the first of several may be another one now.
+        own = {n: v for n, v in self._model.state_dict().items() if _is_tensor(v)}
+        saved = {name: spec for name, spec in tree.items() if isinstance(spec, TensorSpec)}
+        named = saved | {name: saved[holder] for name, holder in tree.get(TIED, {}).items()}
+        lines = [f"it has no {name}" for name in own if name not in named]
+        lines += [f"it has {name}, which is not in here" for name in named if name not in own]
+        alike = {}
+        for name in own.keys() & named.keys():
+            here = TorchTensor(own[name]).spec
+            if named[name] == here:
+                alike[name] = own[name]
+            else:
+                lines.append(f"{name} is {_text(named[name])} there and {_text(here)} here")
+        return {name: alike[name] for name in own if name in alike}, lines
+
+    def _destinations(self, tree: Tree, own: Mapping[str, torch.Tensor]) -> Tree:
+        """The tree with the memory of `own` in the tensors' places.
+
+        Args:
+            tree: the saved state.
+            own: the model's tensors that are restored, by name.
+        """
+        tied = tree.get(TIED, {})
         live = {
             t.untyped_storage().data_ptr()
             for t in itertools.chain(self._model.parameters(), self._model.buffers())
@@ -191,11 +214,18 @@ class ModelPart:
             name
             for name in own
             if own[name].untyped_storage().data_ptr() not in live
-            or (name in tied and own[name].data_ptr() != own[tied[name]].data_ptr())
+            or (name in tied and not _are_one(own[name], own.get(tied[name])))
         ]
-        for name, spec in saved.items():
-            into = empty(spec, own[name].device) if name in self._to_load else own[name]
-            prepared[name] = TorchTensor(into)
+        handed_over = {tied.get(name, name) for name in self._to_load}
+        for name, spec in tree.items():
+            if not isinstance(spec, TensorSpec):
+                continue
+            if name in own and name not in self._to_load:
+                prepared[name] = TorchTensor(own[name])
+            elif name in handed_over:
+                prepared[name] = TorchTensor(empty(spec, own[name].device if name in own else _CPU))
+            else:
+                prepared[name] = Discarded(spec)
         return prepared
 
     def adopt(self, tree: Tree) -> None:
@@ -205,10 +235,14 @@ class ModelPart:
         extra = {
             name: value
             for name, value in tree.items()
-            if not isinstance(value, TorchTensor) and name != TIED
+            if not isinstance(value, TorchTensor | Discarded) and name != TIED
         }
         if loaded or extra:
             self._model.load_state_dict({**loaded, **extra}, strict=False)
+
+
+def _are_one(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
+    return other is not None and tensor.data_ptr() == other.data_ptr()
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:

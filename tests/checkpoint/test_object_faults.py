@@ -5,6 +5,7 @@ import itertools
 import os
 import signal
 import socket
+import time
 import traceback
 
 import numpy as np
@@ -19,7 +20,14 @@ from hvdkit.checkpoint.objects.bucket import Bucket
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.writing import EncodedPart
-from tests.checkpoint.material import assert_holds, assert_newest_good, leftovers, save, snapshot
+from tests.checkpoint.material import (
+    assert_holds,
+    assert_newest_good,
+    leftovers,
+    names,
+    save,
+    snapshot,
+)
 
 CHANGES = {"PUT", "POST", "DELETE"}
 
@@ -218,16 +226,27 @@ def test_an_address_that_is_wrong(on_s3, quick, url, options, said):
 
 def test_a_damaged_listing(on_s3, caplog):
     store = save(on_s3, 1, 2, keep_last=None)
-    *_, newest = sorted((on_s3 / "log").iterdir(), key=lambda path: path.name)
+    # The last one says that the writer is closed.
+    *_, newest, last = sorted((on_s3 / "log").iterdir(), key=lambda path: path.name)
+    last.unlink()
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(bytes(content))
-    # That of step 2 is not readable, but its files stay.
+    # It lists step 2, whose files stay.
     assert_newest_good(store, 1)
     assert "the newest listing of" in caplog.text
-    save(on_s3, 3)
-    assert_newest_good(store, 3)
-    assert len(list((on_s3 / "steps").iterdir())) == 3
+    save(on_s3, 3, keep_last=None)
+    assert [info.step for info in store.steps()] == [1, 2, 3]
+    assert leftovers(on_s3) == []
+
+
+def test_a_deleted_log_deletes_no_steps(on_s3):
+    save(on_s3, 1, 2)
+    for record in (on_s3 / "log").iterdir():
+        record.unlink()
+    with pytest.raises(CheckpointError, match="has 2 steps, and its log/ is empty or was deleted"):
+        Store(str(on_s3)).open_for_writing()
+    assert len(list((on_s3 / "steps").iterdir())) == 2
 
 
 def test_old_records_are_deleted(on_s3, monkeypatch):
@@ -338,6 +357,7 @@ def test_a_writer_that_was_taken_over_commits_nothing_more(on_s3, impatient, mon
 def test_two_that_take_over_at_once(on_s3, impatient, monkeypatch):
     """Both have found the writer dead; the record of one of them has the number."""
     save(on_s3, 1)
+    leave_writer(on_s3)
     wait = objects.wait_for_death
     first = []
 
@@ -354,10 +374,78 @@ def test_two_that_take_over_at_once(on_s3, impatient, monkeypatch):
     assert_newest_good(Store(str(on_s3)), 2)
 
 
+def test_a_writer_that_was_replaced_long_ago(on_s3, impatient, monkeypatch):
+    """The numbers that it would create next are free again."""
+    monkeypatch.setattr(log, "KEPT_RECORDS", 3)
+    store = save(on_s3, 1)
+    with store.open_for_writing() as writer:
+        writer.write(snapshot(2))
+        there, lease = leave_writer(on_s3)
+        head = log.read_head(there)
+        for number in range(head.number + 1, head.number + 8):
+            assert log.append(there, log.Record(number, lease, head.steps))
+        log.trim(there, number)
+        with pytest.raises(WriterConflict, match="has taken over"):
+            writer.write(snapshot(3))
+        monkeypatch.setattr(objects.ObjectWriter, "check", lambda self: None)
+        with pytest.raises(WriterConflict, match="has taken over"):
+            writer.write(snapshot(4))
+    assert [info.step for info in store.steps()] == [1, 2]
+    assert log.read_head(there).number == number
+
+
+def test_the_only_step_is_replaced_while_it_is_listed(on_s3, monkeypatch):
+    store = save(on_s3, 1, keep_last=1)
+    scan = objects._scan
+    done = []
+
+    def slow(*arguments):
+        if not done:
+            done.append(arguments)
+            save(on_s3, 2, keep_last=1)
+        return scan(*arguments)
+
+    monkeypatch.setattr(objects, "_scan", slow)
+    assert_newest_good(store, 2)
+
+
+def test_a_name_with_characters_of_patterns(on_s3):
+    one, other = on_s3 / "lr=1", on_s3 / "lr=[1]"
+    save(one, 1, 2, keep_last=1)
+    for step in (3, 4):
+        save(other, step, keep_last=1)
+    assert len(names(one)) == len(names(other)) == 1
+    assert_newest_good(Store(str(one)), 2)
+    assert_newest_good(Store(str(other)), 4)
+
+
+def test_objects_that_may_not_be_deleted_are_kept_in_mind(on_s3, quick, monkeypatch, caplog):
+    call = Bucket._call
+    allowed = []
+
+    def refuse(self, method, *arguments, **keywords):
+        if method == "rm_file" and not allowed:
+            raise PermissionError("Access Denied")
+        return call(self, method, *arguments, **keywords)
+
+    monkeypatch.setattr(Bucket, "_call", refuse)
+    with Store(str(on_s3), keep_last=1).open_for_writing() as writer:
+        for step in (1, 2):
+            writer.write(snapshot(step))
+        assert "stays for now" in caplog.text
+        assert len(list((on_s3 / "steps").iterdir())) == 2
+        allowed.append(True)
+        writer.write(snapshot(3))
+    assert leftovers(on_s3) == []
+
+
 def test_signs_of_life_are_given_and_withdrawn(on_s3, impatient):
     there = Bucket(str(on_s3), {})
     with Store(str(on_s3)).open_for_writing():
-        (sign,) = there.sizes("writers")
+        deadline = time.monotonic() + 30
+        while not (signs := list(there.sizes("writers"))):
+            assert time.monotonic() < deadline
+        (sign,) = signs
         seen = set()
         while len(seen) < 3:
             seen.add(there.read(sign))

@@ -347,7 +347,10 @@ def test_going_on_after_a_step_that_was_deleted_meanwhile(place, caplog):
     [
         ("nothing://bucket/run", "in nothing://bucket/run; expected a path, or a URL that fsspec"),
         ("simplecache::s3://bucket/run", "expected a path, or a URL that fsspec knows"),
-        ("oci://name:secret@bucket/run", "are to be kept in oci://bucket/run: .*To do: install"),
+        (
+            "oci://name:secret@bucket/run",
+            "are to be kept in oci://name:...@bucket/run: .*To do: install",
+        ),
     ],
 )
 def test_a_url_that_cannot_be_used(place, said):
@@ -359,6 +362,8 @@ def test_a_url_of_a_folder(tmp_path):
     assert Store(f"file://{tmp_path}").location == str(tmp_path)
     with pytest.raises(UsageError, match="storage_options .* are for URLs"):
         Store(tmp_path, storage_options={"key": "x"})
+    with pytest.raises(UsageError, match="in the path s3:/bucket/run, which was a URL"):
+        Store(Path("s3://bucket/run"))
 
 
 def test_progress_counts_all_bytes(place):

@@ -6,13 +6,15 @@ they become a missing object or a `CheckpointError`.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import inspect
 import logging
 import os
 import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from hvdkit.checkpoint.errors import CheckpointError
@@ -24,6 +26,8 @@ _log = logging.getLogger(__name__)
 #: Seconds for one request, and besides that for each byte that it sends or receives.
 REQUEST_SECONDS = 60.0
 SECONDS_PER_BYTE = 1e-6
+#: Seconds for a request that has to be done soon or not at all.
+SOON_SECONDS = 10.0
 #: Tries of a request, and of all before the first that succeeds: an address may be wrong.
 TRIES = 6
 FIRST_TRIES = 3
@@ -32,10 +36,11 @@ FIRST_PAUSE_SECONDS = 0.3
 PATIENCE_SECONDS = 120.0
 
 #: Bytes of one part of a multipart upload, and how many are sent at once.
-_PART_BYTES = 16_000_000
+_PART_BYTES = 16 * 2**20
 _PARTS_AT_ONCE = 4
-#: S3's limit is 10,000 parts.
+#: S3's limit is 10,000 parts; Google's parts are multiples of this many bytes.
 _MAX_PARTS = 9_000
+_PART_UNIT = 2**18
 
 #: Trying again does not help.
 _LASTING = (
@@ -71,10 +76,11 @@ class Bucket:
         Raises:
             UsageError: fsspec is missing, or does not know such a URL.
         """
-        self.url = re.sub(r"//[^/@]*@", "//", url).rstrip("/")
+        self.url = re.sub(r"//([^/:@]*):[^/@]*@", r"//\1:***@", url).rstrip("/")
         self._full_url = url.rstrip("/")
         self._options = dict(options)
         self._protocol = url.partition("://")[0]
+        self._kind = _INSTALL.get(self._protocol, "")
         self._fs: Any = None
         self._process = 0
         self._root = ""
@@ -89,6 +95,12 @@ class Bucket:
                 f"checkpoints are to be kept in {self.url}; expected a path, or a URL that fsspec "
                 f"knows, such as s3://bucket/run, gs://bucket/run or abfs://container/run."
             )
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for two that are the same place."""
+        fs = self._file_system()
+        return type(fs).__name__, self._root.strip("/"), repr(sorted(self._options.items()))
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes | None:
         """Return an object, or its bytes from `start` to `end`; None if it is missing."""
@@ -153,6 +165,13 @@ class Bucket:
         """Write a small object, over one of that name."""
         self._put(name, data)
 
+    def write_soon(self, name: str, data: bytes) -> None:
+        """`write` that tries once, for a short time."""
+        try:
+            self._call("pipe_file", self._path(name), data, seconds=SOON_SECONDS)
+        except Exception as error:
+            raise CheckpointError(f"cannot write {self.url}/{name}: {_text(error)}") from error
+
     def create(self, name: str, data: bytes) -> bool:
         """Write a small object that must not exist yet.
 
@@ -195,9 +214,20 @@ class Bucket:
         Raises:
             CheckpointError: the store overwrites it.
         """
-        try:
-            self._call("pipe_file", self._path(name), data, mode="create")
-        except Exception:
+
+        def try_once() -> bool:
+            try:
+                self._call("pipe_file", self._path(name), data, mode="create")
+            except FileExistsError:
+                return True
+            except OSError as error:
+                # What s3fs makes of S3's PreconditionFailed.
+                if error.errno == errno.EINVAL:
+                    return True
+                raise
+            return False
+
+        if self._tried("write", name, try_once):
             return
         raise CheckpointError(
             f"{self.url} does not refuse to create an object that exists (S3: If-None-Match). "
@@ -209,37 +239,38 @@ class Bucket:
         data: Any = content
         how: dict[str, Any] = {}
         parameters = self._parameters("pipe_file")
-        part = max(_PART_BYTES, -(-len(content) // _MAX_PARTS))
+        part = -(-max(_PART_BYTES, len(content) // _MAX_PARTS) // _PART_UNIT) * _PART_UNIT
         if "max_concurrency" in parameters:
             how["max_concurrency"] = _PARTS_AT_ONCE
         if "chunksize" in parameters:
             how["chunksize"] = part
-        if "chunksize" not in parameters or len(content) < 2 * part:
-            # Those take bytes in one piece only.
+        if self._kind != "s3" or len(content) < 2 * part:
+            # Only s3fs takes slices of what is not one piece of memory, and of large objects only.
             data = content[:]
         self._put(name, data, **how)
 
     def copy(self, name: str, new: str) -> None:
-        """Copy an object; the store does it.
+        """Copy an object. The store does it, but on Azure, which does not tell when it is done.
 
         Raises:
             FileNotFoundError: it is missing.
         """
+        if self._kind == "azure":
+            content = self.read(name)
+            if content is None:
+                raise FileNotFoundError(name)
+            self._put(new, content)
+            return
         size = self.size(name) or 0
         self._request("copy", name, "cp_file", self._path(name), self._path(new), size=size)
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects. Those that are missing count as deleted."""
-        if not names:
-            return
-        try:
-            self._request("delete", names[0], "rm", [self._path(name) for name in names])
-        except FileNotFoundError:
-            for name in names:
-                try:
-                    self._request("delete", name, "rm_file", self._path(name))
-                except FileNotFoundError:
-                    continue
+        for name in names:
+            # Not several at once: `rm` takes `[` and `*` for patterns, and s3fs does not look at
+            # what could not be deleted.
+            with contextlib.suppress(FileNotFoundError):
+                self._request("delete", name, "rm_file", self._path(name))
 
     def _put(self, name: str, data: Any, **how: Any) -> None:
         try:
@@ -265,11 +296,18 @@ class Bucket:
             action, name, lambda: self._call(method, *arguments, size=size, **keywords)
         )
 
-    def _call(self, method: str, *arguments: Any, size: int = 0, **keywords: Any) -> Any:
+    def _call(
+        self,
+        method: str,
+        *arguments: Any,
+        size: int = 0,
+        seconds: float | None = None,
+        **keywords: Any,
+    ) -> Any:
         """Call a method of the file system once, for a limited time if it is asynchronous."""
         fs = self._file_system()
         if self._asynchronous:
-            keywords["timeout"] = REQUEST_SECONDS + SECONDS_PER_BYTE * size
+            keywords["timeout"] = seconds or REQUEST_SECONDS + SECONDS_PER_BYTE * size
         fs.invalidate_cache()
         return getattr(fs, method)(*arguments, **keywords)
 
@@ -282,10 +320,14 @@ class Bucket:
                 result = call()
                 self._reached = True
                 return result
-            except (FileNotFoundError, CheckpointError):
-                self._reached = True
+            except CheckpointError:
                 raise
             except Exception as error:
+                # S3 has forgotten an upload whose last answer was lost: that may be repeated.
+                repeated = "NoSuchUpload" in str(error.__cause__)
+                if isinstance(error, FileNotFoundError) and not repeated:
+                    self._reached = True
+                    raise
                 lasting = isinstance(error, _LASTING)
                 if lasting or not left or time.monotonic() - began > PATIENCE_SECONDS:
                     raise CheckpointError(
@@ -321,7 +363,7 @@ class Bucket:
             options = dict(self._options)
             if self._asynchronous:
                 options["use_listings_cache"] = False
-            if _INSTALL.get(self._protocol) == "s3":
+            if self._kind == "s3":
                 options["config_kwargs"] = _S3_CONFIG | options.get("config_kwargs", {})
             try:
                 fs, root = fsspec.core.url_to_fs(self._full_url, **options)
@@ -337,8 +379,11 @@ class Bucket:
         return f"{self._root.rstrip('/')}/{name}".rstrip("/")
 
     def _not_installed(self, error: ImportError) -> UsageError:
-        extra = _INSTALL.get(self._protocol)
-        what = f"pip install 'hvdkit[{extra}]'" if extra else "install fsspec's package for it"
+        what = (
+            f"pip install 'hvdkit[{self._kind}]'"
+            if self._kind
+            else "install fsspec's package for it"
+        )
         return UsageError(f"checkpoints are to be kept in {self.url}: {error}. To do: {what}.")
 
 

@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 _FORMAT, _VERSION = "hvdkit checkpoint log", 1
 _NAME = re.compile(r"log/(\d{20})\.json")
 
-#: Older records are deleted. A reader with an old listing finds the newest from any of these, and
-#: a replaced writer that comes back later than so many commits is told by the listing.
+#: Older records are deleted. A reader with an old listing finds the newest from any of these. A
+#: replaced writer is told by the next number; after so many commits, by its own record being gone.
 KEPT_RECORDS = 100
 
 # How often to look again after a live writer has deleted the record that was listed.
@@ -50,11 +50,13 @@ class Record:
         number: of the record.
         writer: which process made it.
         steps: all that exist, oldest first.
+        is_open: whether that process goes on to write. False in its last record.
     """
 
     number: int
     writer: Lease
     steps: tuple[Listed, ...]
+    is_open: bool = True
 
     def to_bytes(self) -> bytes:
         """The content of the object. No two calls give the same."""
@@ -65,6 +67,7 @@ class Record:
                 "number": self.number,
                 "id": secrets.token_hex(8),
                 "writer": self.writer.fields(),
+                "open": self.is_open,
                 "steps": [vars(listed) for listed in self.steps],
             }
         )
@@ -83,6 +86,7 @@ class Record:
                 int(fields["number"]),
                 Lease.from_fields(fields["writer"]),
                 tuple(_listed(each) for each in fields["steps"]),
+                bool(fields["open"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise Damaged(name, f"it has wrong entries ({error})") from error
@@ -139,8 +143,7 @@ def read_head(bucket: Bucket) -> Head:
                 continue
             if problem is not None:
                 _log.warning(
-                    "the newest listing of %s is damaged (%s); the one before it is used, and "
-                    "nothing is swept",
+                    "the newest listing of %s is damaged (%s); the one before it is used",
                     *(bucket.url, problem),
                 )
             return Head(numbers[-1], record)

@@ -16,7 +16,7 @@ import os
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -41,7 +41,8 @@ _log = logging.getLogger(__name__)
 BEAT_SECONDS = 10.0
 PATIENCE_SECONDS = 60.0
 
-_STEP = re.compile(r"steps/(step-\d{12}(?:-run\d{1,9})?-[0-9a-f]{8}-\d{1,9})/([^/]+)")
+_NAME = re.compile(r"step-(\d{12})(?:-run(\d{1,9}))?-[0-9a-f]{8}-\d{1,9}")
+_FILE = re.compile(r"steps/([^/]+)/([^/]+)")
 _MARK = "damaged.json"
 
 # What is hashed at once.
@@ -52,11 +53,13 @@ _SMALL_BYTES = 1_000_000
 _BLOCK_BYTES = 8_000_000
 _BLOCKS_AT_ONCE = 4
 
+# How often an answer may be shorter than what was asked for.
+_SHORT_READS = 3
 # How often to look again after a live writer has changed what was listed.
 _LOOKS = 10
 
-#: URLs that this process writes to.
-_held: set[str] = set()
+#: Places that this process writes to.
+_held: set[Hashable] = set()
 _held_guard = threading.Lock()
 
 
@@ -89,7 +92,9 @@ class ObjectStorage:
         for _ in range(_LOOKS):
             head = log.read_head(self._bucket)
             entries = _scan(self._bucket, head)
-            if all(e.error is None for e in entries) or log.read_head(self._bucket) == head:
+            known = {entry.name for entry in entries if entry.error is None}
+            # What a live writer has deleted meanwhile is gone, and another step is there.
+            if known == {each.name for each in head.steps} or log.read_head(self._bucket) == head:
                 break
         return entries
 
@@ -190,11 +195,14 @@ class ObjectFiles:
 
     def _fetch(self, name: str, begin: int, end: int) -> bytes:
         ranges = [(at, min(end, at + _BLOCK_BYTES)) for at in range(begin, end, _BLOCK_BYTES)]
-        found = self._bucket.read_ranges(_object(self._name, name), ranges)
-        if found is None:
-            raise Damaged(name, "it is missing")
-        content = b"".join(found)
-        if len(content) != end - begin:
+        for _ in range(_SHORT_READS):
+            found = self._bucket.read_ranges(_object(self._name, name), ranges)
+            if found is None:
+                raise Damaged(name, "it is missing")
+            content = b"".join(found)
+            if len(content) == end - begin:
+                break
+        else:
             raise Damaged(
                 name, f"bytes {begin} to {end} were asked for, and {len(content)} were read"
             )
@@ -253,15 +261,18 @@ class ObjectWriter:
         with ExitStack() as resources:
             self._hold()
             resources.callback(self._let_go)
-            self._give_sign(0)
-            resources.callback(self._withdraw)
-            self._begin()
+            left = self._begin()
+            resources.callback(self._end)
             thread = threading.Thread(
                 target=self._beat, name="hvdkit-checkpoint-lease", daemon=True
             )
             thread.start()
             resources.callback(thread.join)
             resources.callback(self._stop.set)
+            self._delete(left)
+            self._delete_signs()
+            if self._head.number > log.KEPT_RECORDS:
+                log.trim(bucket, self._head.number)
             self._resources = resources.pop_all()
 
     @property
@@ -272,6 +283,7 @@ class ObjectWriter:
     def check(self) -> None:
         """Check that no other writer has appended a record."""
         self._lease.expect_own_process(self._bucket.url)
+        self._expect_own_record()
         while (found := log.read(self._bucket, self.commit_number)) is not None:
             self._adopt(found)
 
@@ -281,9 +293,10 @@ class ObjectWriter:
         self._entries = {entry.name: entry for entry in entries if entry.error is None}
         return entries
 
-    def next_run(self) -> int:
+    def next_run(self, entries: Sequence[Entry]) -> int:
         """Return a number for a new run."""
-        return max((listed.run for listed in self._head.steps), default=0) + 1
+        listed = [each.run for each in self._head.steps]
+        return max([*listed, *(entry.run for entry in entries)], default=0) + 1
 
     def draft(self, step: int, run: int) -> ObjectDraft:
         """Begin to write a step."""
@@ -303,8 +316,11 @@ class ObjectWriter:
     def discard(self, draft: Draft) -> None:
         """Delete the objects of a draft, unless a record may list it."""
         assert isinstance(draft, ObjectDraft)
-        if draft.listed.name not in self._unknown:
-            self._delete([draft.listed.name])
+        name = draft.listed.name
+        if name in self._unknown:
+            self._left.add(name)
+        else:
+            self._delete([name])
 
     def delete(self, names: Sequence[str]) -> None:
         """Append a record without the steps, and delete their objects."""
@@ -313,6 +329,7 @@ class ObjectWriter:
         except CheckpointError as error:
             if isinstance(error, WriterConflict):
                 raise
+            self._left.update(names)
             _log.warning("%s could not be deleted: %s", ", ".join(names), error)
             return
         self._delete(names)
@@ -327,34 +344,41 @@ class ObjectWriter:
         self._delete([name for name in self._left if name not in listed | self._unknown])
 
     def close(self) -> None:
-        """Withdraw the sign of life."""
+        """Append the last record."""
         if os.getpid() == self._lease.pid:
             self._resources.close()
 
     def _hold(self) -> None:
         with _held_guard:
-            if self._bucket.url in _held:
+            if self._bucket.identity in _held:
                 raise WriterConflict(
                     f"{self._bucket.url} is open for writing in this process already; close that "
                     "writer first."
                 )
-            _held.add(self._bucket.url)
+            _held.add(self._bucket.identity)
 
     def _let_go(self) -> None:
         with _held_guard:
-            _held.discard(self._bucket.url)
+            _held.discard(self._bucket.identity)
 
-    def _begin(self) -> None:
-        """Append a record with the same steps and this writer."""
+    def _begin(self) -> list[str]:
+        """Append a record with the same steps and this writer.
+
+        Returns:
+            The names of steps that others have left unlisted.
+        """
         url = self._bucket.url
         for _ in range(_LOOKS):
             head = log.read_head(self._bucket)
-            if head.record is not None:
+            if head.record is not None and head.record.is_open:
                 writer = head.record.writer
-                alive = partial(self._bucket.read, _sign(writer))
-                wait_for_death(url, self._lease, writer, alive, PATIENCE_SECONDS)
+                wait_for_death(
+                    *(url, self._lease, writer, partial(self._read_sign, writer)),
+                    PATIENCE_SECONDS,
+                )
             sizes = _sizes(self._bucket)
             there = [each for each in head.steps if not _is_gone(self._bucket, each, sizes)]
+            there += self._lost(head, sizes)
             record = Record(head.number + 1, self._lease, tuple(there))
             content = record.to_bytes()
             if self._bucket.create(log.name_of(record.number), content):
@@ -363,12 +387,52 @@ class ObjectWriter:
             raise conflict(url, None)
         self._bucket.expect_exclusive_create(log.name_of(record.number), content)
         self._head = Head(record.number, record)
+        # Every other writer is replaced by now: what is not listed, it has left behind.
+        return [name for name in sizes if name not in {each.name for each in there}]
+
+    def _lost(self, head: Head, sizes: Mapping[str, Mapping[str, int]]) -> list[Listed]:
+        """The steps that damaged records at the end of the log have listed, and no other has.
+
+        Raises:
+            CheckpointError: there are steps, and no record at all.
+        """
+        names = {each.name for each in head.steps}
+        whole = [name for name in sizes if name not in names and manifest.NAME in sizes[name]]
+        if head.record is None and whole:
+            raise CheckpointError(
+                f"{self._bucket.url} has {len(whole)} steps, and its log/ is empty or was deleted, "
+                f"so it is not known which of them are good. Put log/ back, or give another folder."
+            )
         if head.is_whole:
-            # Every other writer is replaced by now: what is not listed, it has left behind.
-            self._delete([name for name in sizes if name not in {each.name for each in there}])
-        self._delete_signs()
-        if record.number > log.KEPT_RECORDS:
-            log.trim(self._bucket, record.number)
+            return []
+        found = []
+        for name in whole:
+            step, run = _parsed(name)
+            entry = _look(self._bucket, Listed(name, step, run), sizes[name])
+            # A draft that was not committed has the number of another record, or a later one.
+            if entry.manifest and _readable(head) < entry.manifest.commit <= head.number:
+                found.append(Listed(name, step, run))
+        return found
+
+    def _end(self) -> None:
+        """Append a record that lets the next writer begin at once, and delete the sign of life."""
+        try:
+            record = Record(self.commit_number, self._lease, self._head.steps, is_open=False)
+            self._expect_own_record()
+            log.append(self._bucket, record)
+            self._bucket.delete([_sign(self._lease)])
+        except CheckpointError as error:
+            # The next writer on another host waits until it sees that nobody changes the sign.
+            _log.warning("%s was not closed: %s", self._bucket.url, error)
+
+    def _expect_own_record(self) -> None:
+        """Check that no other writer has gone on so far that it has deleted this one's record.
+
+        Raises:
+            WriterConflict: it has.
+        """
+        if self._bucket.size(log.name_of(self._head.number)) is None:
+            raise taken_over(self._bucket.url, self._lease, None, PATIENCE_SECONDS)
 
     def _append(
         self,
@@ -395,6 +459,13 @@ class ObjectWriter:
             if log.append(self._bucket, record):
                 break
             self.check()
+        try:
+            self._expect_own_record()
+        except WriterConflict:
+            # The number was free because the other writer has deleted its record of it, too.
+            self._unknown.clear()
+            self._bucket.delete([log.name_of(record.number)])
+            raise
         self._head = Head(record.number, record)
         self._unknown.clear()
         if record.number % log.KEPT_RECORDS == 0:
@@ -423,15 +494,8 @@ class ObjectWriter:
             except CheckpointError as error:
                 _log.warning("%s stays for now: %s", _object(name, ""), error)
 
-    def _give_sign(self, beat: int) -> None:
-        self._bucket.write(_sign(self._lease), self._lease.to_bytes(beat))
-
-    def _withdraw(self) -> None:
-        try:
-            self._bucket.delete([_sign(self._lease)])
-        except CheckpointError as error:
-            # The next writer on another host waits until it sees that nobody changes it.
-            _log.warning("the sign of life in %s stays: %s", self._bucket.url, error)
+    def _read_sign(self, writer: Lease) -> bytes:
+        return self._bucket.read(_sign(writer)) or b""
 
     def _delete_signs(self) -> None:
         """Delete those of dead writers."""
@@ -443,15 +507,28 @@ class ObjectWriter:
 
     def _beat(self) -> None:
         beat, failing = 0, False
-        while not self._stop.wait(BEAT_SECONDS):
-            beat += 1
+        while True:
             try:
-                self._give_sign(beat)
+                self._bucket.write_soon(_sign(self._lease), self._lease.to_bytes(beat))
                 failing = False
             except CheckpointError as error:
                 if not failing:
                     _log.warning("no sign of life in %s: %s", self._bucket.url, error)
                 failing = True
+            beat += 1
+            if self._stop.wait(BEAT_SECONDS):
+                return
+
+
+def _readable(head: Head) -> int:
+    return 0 if head.record is None else head.record.number
+
+
+def _parsed(name: str) -> tuple[int, int]:
+    """The step and the run that a name tells."""
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 1)
 
 
 def _scan(bucket: Bucket, head: Head, known: Mapping[str, Entry] | None = None) -> list[Entry]:
@@ -494,7 +571,7 @@ def _sizes(bucket: Bucket, step: str = "") -> dict[str, dict[str, int]]:
     """Step -> file -> size in bytes, of all that is under `steps/`, or of one step."""
     found: dict[str, dict[str, int]] = defaultdict(dict)
     for name, size in bucket.sizes(f"steps/{step}".rstrip("/")).items():
-        if match := _STEP.fullmatch(name):
+        if (match := _FILE.fullmatch(name)) and _NAME.fullmatch(match[1]):
             found[match[1]][match[2]] = size
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.posix import disk
@@ -33,15 +33,15 @@ def scan(folder: int) -> list[Entry]:
     return in_commit_order(entries)
 
 
-def next_run(folder: int) -> int:
+def next_run(folder: int, entries: Iterable[Entry]) -> int:
     """Return a number for a new run. No step has it, not even a damaged one that was renamed.
 
     Raises:
         OSError: the folder cannot be listed.
     """
-    steps = (_STEP.fullmatch(name) for name in disk.names(folder))
     damaged = (_STEP.match(name.removeprefix(_QUARANTINED)) for name in quarantined(folder))
-    return max((_run_of(match) for match in (*steps, *damaged) if match), default=0) + 1
+    taken = [entry.run for entry in entries] + [_run_of(match) for match in damaged if match]
+    return max(taken, default=0) + 1
 
 
 def quarantined(folder: int) -> list[str]:

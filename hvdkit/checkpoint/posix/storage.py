@@ -188,10 +188,10 @@ class PosixWriter:
         self._newest_commit = max(self._newest_commit or 0, *commits, 0)
         return entries
 
-    def next_run(self) -> int:
+    def next_run(self, entries: Sequence[Entry]) -> int:
         """Return a number for a new run."""
         with failing("read", self._path):
-            return listing.next_run(self._folder)
+            return listing.next_run(self._folder, entries)
 
     def draft(self, step: int, run: int) -> PosixDraft:
         """Begin to write a step."""
