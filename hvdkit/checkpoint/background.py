@@ -8,6 +8,7 @@ import time
 
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.storage import newest_run
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.writing import Snapshot, Writer
 from hvdkit.errors import UsageError
@@ -155,6 +156,28 @@ class BackgroundWriter:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+    def delete(self, step: int) -> None:
+        """Delete a step of the newest run. After `finish`.
+
+        Raises:
+            UsageError: there is no such step.
+            CheckpointError: as `Store.open_for_writing`.
+        """
+        entries = self._store.entries()
+        run = newest_run(entries)
+        names = [entry.name for entry in entries if (entry.step, entry.run) == (step, run)]
+        if not names:
+            there = ", ".join(str(entry.step) for entry in entries if entry.run == run)
+            raise UsageError(
+                f"there is no step {step} in {self._store.location}; expected one of: "
+                f"{there or 'none'}"
+            )
+        if self._writer is not None:
+            self._writer.prune(names)
+            return
+        with self._store.open_for_writing() as writer:
+            writer.prune(names)
 
     def close(self) -> None:
         """Give the folder back, if no write hangs. After `finish`."""

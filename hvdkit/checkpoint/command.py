@@ -65,6 +65,12 @@ def add_actions(add: AddAction, export: Export) -> None:
         help="also keep the step with the best value; may be given several times",
     )
     prune.add_argument(
+        "--keep-every",
+        type=int,
+        metavar="N",
+        help="also keep steps whose number is a multiple of N",
+    )
+    prune.add_argument(
         "--damaged", action="store_true", help="delete those that were quarantined, too"
     )
     prune.add_argument(
@@ -116,7 +122,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    retention = Retention(options.keep_last, [KeepBest.parse(text) for text in options.keep_best])
+    best = [KeepBest.parse(text) for text in options.keep_best]
+    retention = Retention(options.keep_last, best, options.keep_every)
     report.prune(
         Store(options.folder),
         retention,

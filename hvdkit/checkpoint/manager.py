@@ -22,6 +22,7 @@ from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.exchange import StepWord, compare, exchange
 from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.reading import OpenCheckpoint, Outline
+from hvdkit.checkpoint.retention import KeepBest, Mode
 from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
 from hvdkit.checkpoint.snapshot import SnapshotMemory
 from hvdkit.checkpoint.state import Part, PartialPart, RankPart, Tensor, Tree
@@ -60,6 +61,23 @@ class Restored:
     epoch: int | None
     metrics: Mapping[str, float]
     world_size: int
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """A step that can be restored.
+
+    Attributes:
+        step: as given to `save`.
+        epoch: as given to `save`.
+        metrics: as given to `save`.
+        location: its path or URL.
+    """
+
+    step: int
+    epoch: int | None
+    metrics: Mapping[str, float]
+    location: str
 
 
 class Manager:
@@ -362,6 +380,90 @@ class Manager:
             if opened is not None:
                 opened.close()
 
+    def steps(self) -> list[SavedStep]:
+        """List the whole steps of the newest run, oldest first. A collective.
+
+        Waits for the write that is going on, so its step is in the list.
+
+        Raises:
+            CheckpointError: on all ranks: a write failed, or the folder cannot be read.
+        """
+        return [SavedStep(**fields) for fields in self._from_first(self._list_steps)]
+
+    def latest(self) -> int | None:
+        """Return the step that was saved last; None if there is none. A collective.
+
+        Raises:
+            CheckpointError: as `steps`.
+        """
+        steps = self.steps()
+        return steps[-1].step if steps else None
+
+    def best(self, metric: str, mode: Mode | None = None) -> int | None:
+        """Return the step with the best value of a metric. A collective.
+
+        Args:
+            metric: its name, as given to `save`.
+            mode: "min" or "max"; may be missing where the name tells it, as `KeepBest` says.
+
+        Returns:
+            The newest of several; None if no step has a value that is a number.
+
+        Raises:
+            UsageError: the name does not tell the mode.
+            CheckpointError: as `steps`.
+        """
+        return KeepBest(metric, mode).of([(saved.step, saved.metrics) for saved in self.steps()])
+
+    def delete(self, step: int) -> None:
+        """Delete a step of the newest run. A collective.
+
+        Raises:
+            UsageError: on all ranks: there is no such step, or ranks give different ones.
+            CheckpointError: on all ranks: another process writes to the folder.
+        """
+        _check_count("step", step)
+        told = exchange(self._collectives, {"step": int(step)})
+        compare(self._collectives, [each["step"] for each in told], "the step to delete")
+        self._from_first(lambda: self._delete(step))
+
+    def _list_steps(self) -> list[dict[str, Any]]:
+        self._writer.finish()
+        infos = self._store.steps()
+        newest = max((info.manifest.run for info in infos), default=None)
+        return [
+            {
+                "step": info.step,
+                "epoch": info.manifest.epoch,
+                "metrics": dict(info.manifest.metrics),
+                "location": info.location,
+            }
+            for info in infos
+            if info.manifest.run == newest
+        ]
+
+    def _delete(self, step: int) -> None:
+        self._writer.finish()
+        self._writer.delete(step)
+
+    def _from_first(self, call: Callable[[], Any]) -> Any:
+        """Call on the first rank, and return its result, which JSON has, on all. A collective.
+
+        Raises:
+            UsageError, CheckpointError: on all ranks: the call raised.
+        """
+        self._check_open()
+        sent = b""
+        problem: Exception | None = None
+        try:
+            if self._first:
+                sent = json.dumps(call()).encode()
+        except Exception as error:
+            problem = error
+        exchange(self._collectives, {}, problem)
+        first = self._collectives.ranks[0]
+        return json.loads(self._collectives.broadcast(sent, first, "hvdkit.checkpoint.told"))
+
     def wait(self) -> None:
         """Return when everything is on the disk. A collective.
 
@@ -554,7 +656,7 @@ class Manager:
             raise UsageError(
                 f"the checkpoint of step {outline.manifest.step} has no "
                 f"{', '.join(sorted(lacking))}; it has {', '.join(sorted(outline.trees))}. Restore "
-                f"with what it was saved with"
+                f"with what it was saved with, or with strict=False"
             )
         unused = outline.trees.keys() - self._parts.keys() - self._of_this_size
         if unused and self._first:

@@ -254,6 +254,8 @@ def _expect_folder(store: Store) -> None:
     if not store.exists():
         raise UsageError(
             f"there is no folder {store.location}; expected the one that checkpoints are saved to."
+            if "://" not in store.location
+            else f"there is nothing at {store.location}; expected where checkpoints are saved to."
         )
 
 

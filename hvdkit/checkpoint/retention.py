@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,6 +77,23 @@ class KeepBest:
                 "more."
             )
 
+    def of(self, steps: Sequence[tuple[int, Mapping[str, float]]]) -> int | None:
+        """Return the best of several steps, the newest if several are equally good.
+
+        Args:
+            steps: number and metrics of each, oldest first.
+
+        Returns:
+            Its number; None if none has a value that is a number.
+        """
+        sign = 1 if self.mode == "min" else -1
+        valued = [
+            (sign * metrics[self.metric], -place, step)
+            for place, (step, metrics) in enumerate(steps)
+            if not math.isnan(metrics.get(self.metric, math.nan))
+        ]
+        return min(valued)[2] if valued else None
+
     @classmethod
     def parse(cls, text: str) -> KeepBest:
         """Read `METRIC:min` or `METRIC:max`, as the command line takes it.
@@ -99,12 +116,16 @@ class Retention:
     Attributes:
         keep_last: the newest ones, at least 1; None: all.
         keep_best: those that stay besides.
+        keep_every: steps whose number is a multiple of this stay, too; None: none for that reason.
     """
 
     keep_last: int | None = 3
     keep_best: Sequence[KeepBest] = ()
+    keep_every: int | None = None
 
     def __post_init__(self) -> None:
+        if self.keep_every is not None and self.keep_every < 1:
+            raise UsageError(f"keep_every is {self.keep_every}; expected 1 or more steps, or None.")
         if self.keep_last is not None and self.keep_last < 1:
             raise UsageError(
                 f"keep_last is {self.keep_last}; expected 1 or more, or None to keep all steps."
@@ -120,6 +141,8 @@ class Retention:
         if self.keep_last is None:
             return set(places)
         stay = set(places[-self.keep_last :])
+        if self.keep_every is not None:
+            stay.update(p for p in places if manifests[p].step % self.keep_every == 0)
         for best in self.keep_best:
             valued = [
                 place

@@ -272,11 +272,16 @@ def open_storage(
         UsageError: fsspec is missing, or does not know such a URL; or there are options for a path.
     """
     text = os.fspath(place)
-    if isinstance(place, os.PathLike) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/[^/]", text):
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/([^/]|$)", text):
         raise UsageError(
-            f"checkpoints are to be kept in the path {text}, which was a URL; give it as text."
+            f"checkpoints are to be kept in {text}, which is a URL with one slash too few. A Path "
+            f"loses it: give a URL as text."
         )
     url = _URL.fullmatch(text)
+    if url is not None and url[1] in ("file", "local") and not url[2].startswith("/"):
+        raise UsageError(
+            f"checkpoints are to be kept in {text}; expected an absolute path, such as file:///a/b."
+        )
     if url is not None and url[1] not in ("file", "local"):
         from hvdkit.checkpoint.objects.storage import ObjectStorage
 

@@ -51,6 +51,7 @@ class Store:
         *,
         keep_last: int | None = 3,
         keep_best: KeepBest | Sequence[KeepBest] = (),
+        keep_every: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Args:
@@ -58,6 +59,7 @@ class Store:
                 fsspec knows, such as `s3://bucket/run`.
             keep_last: how many steps stay, newest first, at least 1; None: all.
             keep_best: which stay besides.
+            keep_every: steps whose number is a multiple of this stay, too.
             storage_options: for fsspec's file system, such as `endpoint_url`; for URLs only.
 
         Raises:
@@ -66,7 +68,7 @@ class Store:
         self._storage = open_storage(folder, storage_options)
         self.location = str(self._storage)
         best = (keep_best,) if isinstance(keep_best, KeepBest) else tuple(keep_best)
-        self._retention = Retention(keep_last, best)
+        self._retention = Retention(keep_last, best, keep_every)
 
     def open_for_writing(self, *, run: int | None = None, new_run: bool = False) -> Writer:
         """Take the right to write, and remove what dead writers have left.

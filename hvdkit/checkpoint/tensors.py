@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -63,7 +64,9 @@ def serialize(tensors: Mapping[str, tuple[TensorSpec, np.ndarray]]) -> Iterator[
     # Wide elements first, as the library does: so each tensor is aligned in a mapped file.
     names = sorted(tensors, key=lambda name: -ELEMENT_BYTES.get(tensors[name][0].dtype, 0))
     ends = spans({name: tensors[name][0] for name in names})
-    entries = {
+    # Some tools open only files that say which framework they are for.
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries |= {
         name: {
             "dtype": tensors[name][0].dtype,
             "shape": list(tensors[name][0].shape),

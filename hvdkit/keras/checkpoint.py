@@ -79,6 +79,7 @@ class Checkpoint(FollowsFit):
         every_epochs: int | None = 1,
         keep_last: int | None = 3,
         keep_best: KeepBest | Sequence[KeepBest] = (),
+        keep_every: int | None = None,
         data: Any = None,
         metadata: MutableMapping[str, Any] | None = None,
         resume: bool = True,
@@ -98,6 +99,7 @@ class Checkpoint(FollowsFit):
             keep_last: how many checkpoints stay; None: all.
             keep_best: which stay besides, by the logs at the end of an epoch: `hvd.KeepBest(
                 "val_loss")`.
+            keep_every: those whose number of batches is a multiple of this stay, too.
             data: the `ResumableSampler` that the data of `fit` are made with. Without one, the
                 batches of an epoch that were trained are read again, and thrown away: exact where
                 the data come in the same order again.
@@ -117,7 +119,11 @@ class Checkpoint(FollowsFit):
         if every_epochs is not None and (not isinstance(every_epochs, int) or every_epochs < 1):
             raise UsageError(f"every_epochs is {every_epochs!r}: expected a whole number >= 1")
         self._store = Store(
-            folder, keep_last=keep_last, keep_best=keep_best, storage_options=storage_options
+            folder,
+            keep_last=keep_last,
+            keep_best=keep_best,
+            keep_every=keep_every,
+            storage_options=storage_options,
         )
         self._every_epochs = every_epochs
         self._data = data

@@ -64,6 +64,7 @@ class Checkpointer(Manager):
         every_minutes: float | None = None,
         keep_last: int | None = 3,
         keep_best: KeepBest | Sequence[KeepBest] = (),
+        keep_every: int | None = None,
         asynchronous: bool = True,
         overwrite: bool = False,
         storage_options: Mapping[str, Any] | None = None,
@@ -85,6 +86,7 @@ class Checkpointer(Manager):
             every_minutes: see `maybe_save`.
             keep_last: how many checkpoints stay; None: all.
             keep_best: which stay besides.
+            keep_every: those whose step is a multiple of this stay, too.
             asynchronous: write while training goes on.
             overwrite: where `folder` has steps and none was restored, begin a new run beside them.
                 Otherwise saving is an error there.
@@ -119,6 +121,7 @@ class Checkpointer(Manager):
                 folder,
                 keep_last=keep_last,
                 keep_best=keep_best,
+                keep_every=keep_every,
                 storage_options=storage_options,
             ),
             collectives,

@@ -61,6 +61,7 @@ class Checkpointer(Manager):
         every_minutes: `maybe_save` saves after so many minutes.
         keep_last: how many checkpoints stay; None: all.
         keep_best: which stay besides, such as `hvd.KeepBest("loss", "min")`.
+        keep_every: those whose step is a multiple of this stay, too.
         asynchronous: write while training goes on.
         overwrite: where `folder` has steps and none was restored, begin a new run beside them.
             Otherwise saving is an error there.
@@ -100,6 +101,7 @@ class Checkpointer(Manager):
         every_minutes: float | None = None,
         keep_last: int | None = 3,
         keep_best: KeepBest | Sequence[KeepBest] = (),
+        keep_every: int | None = None,
         asynchronous: bool = True,
         overwrite: bool = False,
         storage_options: Mapping[str, Any] | None = None,
@@ -135,6 +137,7 @@ class Checkpointer(Manager):
                 folder,
                 keep_last=keep_last,
                 keep_best=keep_best,
+                keep_every=keep_every,
                 storage_options=storage_options,
             ),
             collectives,

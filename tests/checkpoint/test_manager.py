@@ -840,3 +840,33 @@ writer.begin(snapshot(1))
 """
     subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=60)
     assert steps(tmp_path) == [1]
+
+
+def test_steps_are_listed_alike_on_all_ranks(place):
+    def run(collectives):
+        with make(collectives, place, state(0)) as saving:
+            assert (saving.steps(), saving.latest(), saving.best("loss")) == ([], None, None)
+            for step, loss in ((1, 0.5), (2, 0.25), (3, float("nan")), (4, 0.25)):
+                saving.save(step, epoch=7, metrics={"loss": loss})
+            found = saving.steps()
+            assert [each.step for each in found] == [1, 2, 3, 4]
+            assert (found[0].epoch, found[0].metrics) == (7, {"loss": 0.5})
+            assert found[0].location.startswith(str(place))
+            assert (saving.latest(), saving.best("loss"), saving.best("loss", "max")) == (4, 4, 1)
+            assert saving.best("accuracy") is None
+            with pytest.raises(UsageError, match="its name does not tell"):
+                saving.best("score")
+            saving.delete(4)
+            assert saving.best("loss") == 2
+            with pytest.raises(
+                UsageError, match="there is no step 9 in .*expected one of: 1, 2, 3"
+            ):
+                saving.delete(9)
+            with pytest.raises(UsageError, match="ranks disagree about the step to delete"):
+                saving.delete(1 + collectives.rank)
+        # Without having saved anything.
+        with make(collectives, place, state(0)) as other:
+            other.delete(3)
+            return [each.step for each in other.steps()]
+
+    assert on_ranks(run) == [[1, 2]] * SIZE

@@ -20,6 +20,7 @@ from hvdkit.checkpoint.objects.bucket import Bucket
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.writing import EncodedPart
+from tests.checkpoint import s3_server
 from tests.checkpoint.material import (
     assert_holds,
     assert_newest_good,
@@ -35,7 +36,8 @@ CHANGES = {"PUT", "POST", "DELETE"}
 @pytest.fixture
 def quick(monkeypatch):
     """Give up a failing request soon."""
-    monkeypatch.setattr(bucket, "TRIES", 2)
+    monkeypatch.setattr(bucket, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(bucket, "FIRST_PATIENCE_SECONDS", 0.01)
     monkeypatch.setattr(bucket, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
 
@@ -200,11 +202,11 @@ def test_a_store_that_overwrites_what_should_not_exist(on_s3, s3, monkeypatch):
 
 
 def test_a_server_that_never_answers(on_s3, monkeypatch, quick):
-    monkeypatch.setattr(bucket, "REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr(bucket, "FIRST_REQUEST_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = {"endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
         store = Store(str(on_s3), storage_options=options)
-        with pytest.raises(CheckpointError, match=r"cannot list s3://.*Timeout"):
+        with pytest.raises(CheckpointError, match=r"cannot list s3://.*: no answer in time"):
             store.newest_good()
 
 
@@ -214,7 +216,7 @@ def test_a_server_that_never_answers(on_s3, monkeypatch, quick):
         (
             "s3://no-such-bucket/run",
             {},
-            "cannot write to s3://no-such-bucket/run: .*Make",
+            "cannot use s3://no-such-bucket/run: .*Make",
         ),
         ("s3://checkpoints/run", {"endpoint_url": "http://127.0.0.1:9"}, "Could not connect"),
     ],
@@ -407,6 +409,26 @@ def test_the_only_step_is_replaced_while_it_is_listed(on_s3, monkeypatch):
 
     monkeypatch.setattr(objects, "_scan", slow)
     assert_newest_good(store, 2)
+
+
+@pytest.mark.parametrize("what", ["bucket", "steps"])
+def test_nothing_begins_anew_in_silence(on_s3, what):
+    """A bucket that is not there; steps that somebody has deleted, and not the log."""
+    url = "s3://no-such-bucket/run"
+    if what == "steps":
+        url = str(on_s3)
+        save(on_s3, 1, 2)
+        for file in (on_s3 / "steps").glob("*/*"):
+            file.unlink()
+    with pytest.raises(CheckpointError, match="lists 2 steps|bucket does not exist"):
+        Store(url).newest_good()
+
+
+def test_slashes_in_a_url(on_s3):
+    place = str(on_s3).replace(s3_server.BUCKET, s3_server.BUCKET + "/", 1) + "//"
+    store = save(place, 1, 2, 3, keep_last=1)
+    assert store.location == str(on_s3)
+    assert len(names(on_s3)) == 1
 
 
 def test_a_name_with_characters_of_patterns(on_s3):

@@ -159,6 +159,7 @@ def test_the_outline_goes_to_other_ranks_as_bytes(place):
         ({"keep_last": 1}, [6]),
         ({"keep_last": None}, [1, 2, 3, 4, 5, 6]),
         ({"keep_last": 1, "keep_best": KeepBest("loss")}, [2, 6]),
+        ({"keep_last": 1, "keep_every": 2}, [2, 4, 6]),
         ({"keep_last": 2, "keep_best": [KeepBest("loss", "max", 2)]}, [1, 3, 5, 6]),
     ],
 )
@@ -346,6 +347,9 @@ def test_going_on_after_a_step_that_was_deleted_meanwhile(place, caplog):
     ("place", "said"),
     [
         ("nothing://bucket/run", "in nothing://bucket/run; expected a path, or a URL that fsspec"),
+        ("s3://", "in s3://; expected a path, or a URL that fsspec knows"),
+        ("https://host/bucket/run", "in https://host/bucket/run; expected a path, or a URL"),
+        ("s3://key:secret@bucket/run", "s3://key:.*@bucket/run, which has a password in it"),
         ("simplecache::s3://bucket/run", "expected a path, or a URL that fsspec knows"),
         (
             "oci://name:secret@bucket/run",
@@ -362,8 +366,11 @@ def test_a_url_of_a_folder(tmp_path):
     assert Store(f"file://{tmp_path}").location == str(tmp_path)
     with pytest.raises(UsageError, match="storage_options .* are for URLs"):
         Store(tmp_path, storage_options={"key": "x"})
-    with pytest.raises(UsageError, match="in the path s3:/bucket/run, which was a URL"):
-        Store(Path("s3://bucket/run"))
+    for place in (Path("s3://bucket/run"), "s3:/bucket/run"):
+        with pytest.raises(UsageError, match="in s3:/bucket/run, which is a URL with one slash"):
+            Store(place)
+    with pytest.raises(UsageError, match="expected an absolute path, such as file:///a/b"):
+        Store("file://a/b")
 
 
 def test_progress_counts_all_bytes(place):

@@ -28,12 +28,13 @@ REQUEST_SECONDS = 60.0
 SECONDS_PER_BYTE = 1e-6
 #: Seconds for a request that has to be done soon or not at all.
 SOON_SECONDS = 10.0
-#: Tries of a request, and of all before the first that succeeds: an address may be wrong.
-TRIES = 6
-FIRST_TRIES = 3
-#: Seconds before the second try, and seconds after which no other one begins.
+#: Seconds before a request is tried again, at first and at most; and seconds after which it is not.
 FIRST_PAUSE_SECONDS = 0.3
+LONGEST_PAUSE_SECONDS = 10.0
 PATIENCE_SECONDS = 120.0
+#: The same, and for one request, until the store has answered once: the address may be wrong.
+FIRST_PATIENCE_SECONDS = 10.0
+FIRST_REQUEST_SECONDS = 15.0
 
 #: Bytes of one part of a multipart upload, and how many are sent at once.
 _PART_BYTES = 16 * 2**20
@@ -76,11 +77,17 @@ class Bucket:
         Raises:
             UsageError: fsspec is missing, or does not know such a URL.
         """
-        self.url = re.sub(r"//([^/:@]*):[^/@]*@", r"//\1:***@", url).rstrip("/")
-        self._full_url = url.rstrip("/")
-        self._options = dict(options)
-        self._protocol = url.partition("://")[0]
+        protocol, _, rest = url.partition("://")
+        self._protocol = protocol.lower()
         self._kind = _INSTALL.get(self._protocol, "")
+        # Some file systems do not list what is behind two slashes.
+        rest = re.sub("/{2,}", "/", rest).rstrip("/")
+        found = re.match("[^/:@]*:([^/@]*)@", rest)
+        self._password = found[1] if found else ""
+        self._full_url = f"{self._protocol}://{rest}"
+        self.url = re.sub("^([^/:@]*):[^/@]*@", r"\1:***@", rest)
+        self.url = f"{self._protocol}://{self.url}"
+        self._options = dict(options)
         self._fs: Any = None
         self._process = 0
         self._root = ""
@@ -90,7 +97,13 @@ class Bucket:
             from fsspec.registry import available_protocols
         except ImportError as error:
             raise self._not_installed(error) from error
-        if self._protocol not in available_protocols() or "::" in url:
+        if self._kind and found:
+            raise UsageError(
+                f"checkpoints are to be kept in {self.url}, which has a password in it; give it in "
+                f"storage_options or in the environment."
+            )
+        unusable = self._protocol in ("http", "https") or "::" in url or not rest.strip("/")
+        if unusable or self._protocol not in available_protocols():
             raise UsageError(
                 f"checkpoints are to be kept in {self.url}; expected a path, or a URL that fsspec "
                 f"knows, such as s3://bucket/run, gs://bucket/run or abfs://container/run."
@@ -152,7 +165,9 @@ class Bucket:
         """
         try:
             found = self._request("list", prefix, "find", self._path(prefix), detail=True)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error.__cause__):
+                raise self._no_place(error) from error
             return {}
         before = self._root.rstrip("/") + "/"
         return {
@@ -170,7 +185,7 @@ class Bucket:
         try:
             self._call("pipe_file", self._path(name), data, seconds=SOON_SECONDS)
         except Exception as error:
-            raise CheckpointError(f"cannot write {self.url}/{name}: {_text(error)}") from error
+            raise CheckpointError(f"cannot write {self.url}/{name}: {self._text(error)}") from error
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a small object that must not exist yet.
@@ -280,7 +295,7 @@ class Bucket:
 
     def _no_place(self, error: FileNotFoundError) -> CheckpointError:
         return CheckpointError(
-            f"cannot write to {self.url}: {_text(error)}. Make the bucket, or give another one."
+            f"cannot use {self.url}: {self._text(error)}. Make the bucket, or give another address."
         )
 
     def _request(
@@ -307,7 +322,8 @@ class Bucket:
         """Call a method of the file system once, for a limited time if it is asynchronous."""
         fs = self._file_system()
         if self._asynchronous:
-            keywords["timeout"] = seconds or REQUEST_SECONDS + SECONDS_PER_BYTE * size
+            most = REQUEST_SECONDS if self._reached else FIRST_REQUEST_SECONDS
+            keywords["timeout"] = seconds or most + SECONDS_PER_BYTE * size
         fs.invalidate_cache()
         return getattr(fs, method)(*arguments, **keywords)
 
@@ -315,7 +331,7 @@ class Bucket:
         began = time.monotonic()
         pause = FIRST_PAUSE_SECONDS
         self._file_system()
-        for left in reversed(range(TRIES if self._reached else FIRST_TRIES)):
+        while True:
             try:
                 result = call()
                 self._reached = True
@@ -328,17 +344,33 @@ class Bucket:
                 if isinstance(error, FileNotFoundError) and not repeated:
                     self._reached = True
                     raise
-                lasting = isinstance(error, _LASTING)
-                if lasting or not left or time.monotonic() - began > PATIENCE_SECONDS:
+                patience = PATIENCE_SECONDS if self._reached else FIRST_PATIENCE_SECONDS
+                if isinstance(error, _LASTING) or time.monotonic() - began > patience:
                     raise CheckpointError(
-                        f"cannot {action} {self.url}/{name}: {_text(error)}. Check the address, "
-                        f"access rights and connection; the steps that are listed are whole."
+                        f"cannot {action} {self.url}/{name}: {self._text(error)}. "
+                        + self._advice(error)
                     ) from error
-                _log.info("trying again to %s %s/%s: %s", action, self.url, name, _text(error))
+                _log.warning(
+                    "trying again to %s %s/%s: %s", action, self.url, name, self._text(error)
+                )
             # Not all clients at once, where a server is overloaded.
             time.sleep(pause * random.uniform(0.5, 1.5))
-            pause *= 2
-        raise AssertionError("unreachable")
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _advice(self, error: Exception) -> str:
+        if self._reached:
+            return "Check access rights and connection; the steps that are listed are whole."
+        if isinstance(error, TypeError | ValueError) and self._options:
+            return f"Check storage_options, which has {', '.join(sorted(self._options))}."
+        return "Check the address, the access rights and the connection."
+
+    def _text(self, error: BaseException) -> str:
+        """What an error says, in one line, without the password."""
+        if isinstance(error, TimeoutError):
+            return "no answer in time"
+        text = " ".join(str(error).split())
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        return text.replace(self._password, "***") if self._password else text
 
     def _parameters(self, method: str) -> Mapping[str, Any]:
         """The parameters of a method, with those that only this file system has."""
@@ -368,7 +400,7 @@ class Bucket:
             try:
                 fs, root = fsspec.core.url_to_fs(self._full_url, **options)
             except Exception as error:
-                raise CheckpointError(f"cannot open {self.url}: {_text(error)}.") from error
+                raise CheckpointError(f"cannot open {self.url}: {self._text(error)}.") from error
             self._root = root
             self._fs = fs
             self._process = os.getpid()
@@ -385,9 +417,3 @@ class Bucket:
             else "install fsspec's package for it"
         )
         return UsageError(f"checkpoints are to be kept in {self.url}: {error}. To do: {what}.")
-
-
-def _text(error: BaseException) -> str:
-    """What an error says, in one line; its type if it says nothing."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

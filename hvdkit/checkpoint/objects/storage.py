@@ -81,7 +81,7 @@ class ObjectStorage:
 
     def exists(self) -> bool:
         """Whether there is a log."""
-        return bool(self._bucket.sizes("log"))
+        return bool(self._bucket.sizes("log") or self._bucket.sizes("steps"))
 
     def location(self, name: str) -> str:
         """The URL of a step."""
@@ -96,6 +96,14 @@ class ObjectStorage:
             # What a live writer has deleted meanwhile is gone, and another step is there.
             if known == {each.name for each in head.steps} or log.read_head(self._bucket) == head:
                 break
+        else:
+            return entries
+        _expect_log(self._bucket, head)
+        if head.steps and not entries and not self.quarantined():
+            raise CheckpointError(
+                f"the log of {self} lists {len(head.steps)} steps, and all their objects are gone. "
+                f"Put them back; or delete what is left, to begin anew."
+            )
         return entries
 
     def quarantined(self) -> list[str]:
@@ -396,17 +404,12 @@ class ObjectWriter:
         Raises:
             CheckpointError: there are steps, and no record at all.
         """
-        names = {each.name for each in head.steps}
-        whole = [name for name in sizes if name not in names and manifest.NAME in sizes[name]]
-        if head.record is None and whole:
-            raise CheckpointError(
-                f"{self._bucket.url} has {len(whole)} steps, and its log/ is empty or was deleted, "
-                f"so it is not known which of them are good. Put log/ back, or give another folder."
-            )
+        _expect_log(self._bucket, head)
         if head.is_whole:
             return []
+        names = {each.name for each in head.steps}
         found = []
-        for name in whole:
+        for name in sizes.keys() - names:
             step, run = _parsed(name)
             entry = _look(self._bucket, Listed(name, step, run), sizes[name])
             # A draft that was not committed has the number of another record, or a later one.
@@ -560,6 +563,21 @@ def _look(bucket: Bucket, listed: Listed, sizes: Mapping[str, int]) -> Entry:
     except CheckpointError as error:
         problem = error
     return Entry(listed.name, listed.step, listed.run, listed.name, found, problem)
+
+
+def _expect_log(bucket: Bucket, head: Head) -> None:
+    """Check that a log lists the steps, if there are any.
+
+    Raises:
+        CheckpointError: there are steps, and no log.
+    """
+    if head.record is None:
+        steps = [name for name, files in _sizes(bucket).items() if manifest.NAME in files]
+        if steps:
+            raise CheckpointError(
+                f"{bucket.url} has {len(steps)} steps, and its log/ is empty or was deleted, so it "
+                f"is not known which of them are good. Put log/ back, or give another address."
+            )
 
 
 def _is_gone(bucket: Bucket, listed: Listed, sizes: Mapping[str, Mapping[str, int]]) -> bool:

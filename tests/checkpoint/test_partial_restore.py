@@ -1,0 +1,132 @@
+"""`restore(strict=False)` and `restore(only=...)`."""
+
+import numpy as np
+import pytest
+
+from hvdkit.checkpoint.parts import Plain, Variables
+from hvdkit.checkpoint.state import Discarded
+from hvdkit.errors import UsageError
+from tests.checkpoint.simulated_state import Arrays, ArrayTensor, Own
+from tests.checkpoint.test_manager import make, on_ranks, same, saved, state
+
+
+def variables(**arrays):
+    """A part that can be restored in part."""
+    return Variables(lambda: arrays, "model", ArrayTensor), arrays
+
+
+def filled(value, *shape):
+    return np.full(shape, value, np.float32)
+
+
+def test_what_was_added_since_stays_as_it_is(tmp_path, caplog):
+    """A scaler that the checkpoint has not; and one that this job has not."""
+
+    def run(collectives):
+        scale = {"old": 1.0}
+        with make(collectives, tmp_path, state(1), {"old": Plain(dict, print)}) as saving:
+            saving.save(1)
+        new = Plain(lambda: dict(scale), scale.update)
+        with make(collectives, tmp_path, part := state(5), {"scaler": new}) as restoring:
+            with pytest.raises(UsageError, match="has no scaler; .*or with strict=False"):
+                restoring.restore()
+            assert same(part, 5)
+            assert restoring.restore(strict=False).step == 1
+        assert same(part, 1)
+        assert scale == {"old": 1.0}
+
+    on_ranks(run)
+    assert "step 1 has no scaler; left as they are" in caplog.text
+
+
+def test_a_model_with_another_last_layer(tmp_path, caplog):
+    def run(collectives):
+        part, _ = variables(body=filled(1, 4, 3), head=filled(1, 3, 10), old=filled(1, 2))
+        with make(collectives, tmp_path, part) as saving:
+            saving.save(1)
+        part, arrays = variables(body=filled(7, 4, 3), head=filled(7, 3, 5), new=filled(7, 2))
+        with make(collectives, tmp_path, part) as restoring:
+            with pytest.raises(UsageError, match="the checkpoint does not fit model"):
+                restoring.restore()
+            restoring.restore(strict=False)
+        assert (arrays["body"] == 1).all()
+        assert (arrays["head"] == 7).all()
+        assert (arrays["new"] == 7).all()
+
+    on_ranks(run)
+    (said,) = [r.getMessage() for r in caplog.records if "restored in part" in r.getMessage()]
+    for line in ("it has no head F32[3, 5]", "it has no new F32[2]", "it has old F32[2], which"):
+        assert line in said
+
+
+def test_a_part_that_does_not_fit_stays_as_it_is(tmp_path, caplog):
+    def run(collectives):
+        saved(collectives, tmp_path, 1)
+        other = Arrays(3, another=filled(3, 2))
+        with make(collectives, tmp_path, other, {"new": Plain(dict, print)}) as restoring:
+            restoring.restore(strict=False)
+        assert other.value == 3
+        assert other.adopted == 0
+
+    on_ranks(run)
+    assert "model: the checkpoint has" in caplog.text
+
+
+def test_only_some_parts(tmp_path):
+    def run(collectives):
+        optimizer, own = state(1), Own("saved")
+        with make(collectives, tmp_path, state(1), {"optimizer": optimizer}, own) as saving:
+            saving.save(1)
+        model, optimizer, own = state(2), state(2), Own("mine")
+        with make(collectives, tmp_path, model, {"optimizer": optimizer}, own) as restoring:
+            with pytest.raises(UsageError, match=r"only is \('weights',\): expected some of model"):
+                restoring.restore(only=("weights",))
+            with pytest.raises(UsageError, match="only is 'model': expected some of"):
+                restoring.restore(only="model")
+            assert same(model, 2)
+            restoring.restore(only=("model",))
+            assert (same(model, 1), same(optimizer, 2), own.value) == (True, True, "mine")
+            restoring.restore(only=["optimizer", "own"])
+            assert (same(optimizer, 1), own.value) == (True, "saved")
+
+    on_ranks(run)
+
+
+def test_ranks_that_restore_different_parts_are_told(tmp_path):
+    def run(collectives):
+        saved(collectives, tmp_path, 1)
+        with (
+            make(collectives, tmp_path, part := state(2)) as restoring,
+            pytest.raises(UsageError, match="ranks disagree about the strict to restore"),
+        ):
+            restoring.restore(strict=collectives.rank != 1)
+        assert same(part, 2)
+
+    on_ranks(run)
+
+
+def test_a_model_that_fits_in_other_places_on_one_rank_is_told(tmp_path):
+    def run(collectives):
+        part, _ = variables(body=filled(1, 4), head=filled(1, 3))
+        with make(collectives, tmp_path, part) as saving:
+            saving.save(1)
+        size = 3 if collectives.rank == 1 else 5
+        part, arrays = variables(body=filled(7, 4), head=filled(7, size))
+        with (
+            make(collectives, tmp_path, part) as restoring,
+            pytest.raises(UsageError, match="ranks disagree about what of the checkpoint fits"),
+        ):
+            restoring.restore(strict=False)
+        assert (arrays["body"] == 7).all()
+
+    on_ranks(run)
+
+
+def test_what_is_discarded_has_its_size():
+    part, arrays = variables(a=filled(1, 2))
+    prepared, lines = part.prepare_partly({"a": ArrayTensor(filled(0, 2)).spec})
+    assert (prepared["a"].array is arrays["a"], lines) == (True, [])
+    spec = ArrayTensor(filled(0, 3)).spec
+    prepared, _ = part.prepare_partly({"a": spec})
+    assert isinstance(prepared["a"], Discarded)
+    assert prepared["a"].spec == spec

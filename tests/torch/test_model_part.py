@@ -1,0 +1,73 @@
+"""A model's state in a checkpoint that was saved by another model."""
+
+import numpy as np
+import pytest
+
+
+def take_over(saved, restored):
+    """Restore what fits of one model in another. Returns what did not."""
+    from hvdkit.checkpoint import tree
+    from hvdkit.checkpoint.tensors import nbytes
+    from hvdkit.torch.parts import ModelPart
+
+    encoded, tensors = tree.encode(ModelPart(saved).capture(), "model")
+    part = ModelPart(restored)
+    prepared, lines = part.prepare_partly(
+        tree.decode(encoded, {name: t.spec for name, t in tensors.items()})
+    )
+    _, places = tree.encode(prepared, "model")
+    for name, tensor in tensors.items():
+        content = np.empty(nbytes(tensor.spec), np.uint8)
+        tensor.read(content)
+        places[name].write(content)
+    part.adopt(prepared)
+    return lines
+
+
+def test_another_last_layer(hvd):
+    import torch
+
+    def model(classes):
+        return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, classes))
+
+    saved, restored = model(10), model(2)
+    head = restored[1].weight.detach().clone()
+    lines = take_over(saved, restored)
+    assert torch.equal(restored[0].weight, saved[0].weight)
+    assert torch.equal(restored[1].weight, head)
+    assert sorted(lines) == [
+        "1.bias is F32 [10] there and F32 [2] here",
+        "1.weight is F32 [10, 3] there and F32 [2, 3] here",
+    ]
+
+
+@pytest.mark.parametrize("tied_there", [True, False])
+@pytest.mark.parametrize("tied_here", [True, False])
+def test_tied_weights(hvd, tied_there, tied_here):
+    import torch
+
+    def model(tied, extra):
+        made = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+        if tied:
+            made["b"].weight = made["a"].weight
+        if extra:
+            made["c"] = torch.nn.Linear(2, 2)
+        return made
+
+    saved, restored = model(tied_there, False), model(tied_here, True)
+    lines = take_over(saved, restored)
+    assert sorted(lines) == ["it has no c.bias", "it has no c.weight"]
+    assert torch.equal(restored["a"].bias, saved["a"].bias)
+    assert torch.equal(restored["b"].weight, saved["b"].weight)
+    if not tied_here or tied_there:
+        assert torch.equal(restored["a"].weight, saved["a"].weight)
+
+
+def test_the_first_of_two_tied_names_is_gone(hvd):
+    import torch
+
+    saved = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+    saved["b"].weight = saved["a"].weight
+    restored = torch.nn.ModuleDict({"b": torch.nn.Linear(3, 3)})
+    take_over(saved, restored)
+    assert torch.equal(restored["b"].weight, saved["a"].weight)
