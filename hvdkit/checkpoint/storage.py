@@ -1,4 +1,4 @@
-"""Where steps are kept: the protocol that a folder and an object store implement.
+"""The protocol of a place for steps, which a folder and an object store implement.
 
 A `Storage` lists and opens steps. Its `open_for_writing` gives the right to write to one process
 at a time; a step is put together as a `Draft` and becomes visible by `StorageWriter.commit`.
@@ -123,7 +123,7 @@ class StorageWriter(Protocol):
         ...
 
     def entries(self) -> list[Entry]:
-        """As `Storage.entries`."""
+        """List all steps, as `Storage.entries` does."""
         ...
 
     def next_run(self, entries: Sequence[Entry]) -> int:

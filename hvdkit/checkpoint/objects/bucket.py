@@ -365,7 +365,7 @@ class Bucket:
         return "Check the address, the access rights and the connection."
 
     def _text(self, error: BaseException) -> str:
-        """What an error says, in one line, without the password."""
+        """The message of an error in one line, without the password."""
         if isinstance(error, TimeoutError):
             return "no answer in time"
         text = " ".join(str(error).split())

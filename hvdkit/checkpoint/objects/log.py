@@ -125,7 +125,7 @@ def read_head(bucket: Bucket) -> Head:
         names = bucket.sizes("log")
         numbers = sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
         if not numbers:
-            # A listing may be behind, but not where somebody has begun long ago.
+            # The listing of a new log may be behind.
             if (content := bucket.read(name_of(1))) is None:
                 return Head()
             numbers = [1]

@@ -80,7 +80,7 @@ class ObjectStorage:
         return self._bucket.url
 
     def exists(self) -> bool:
-        """Whether there is a log."""
+        """Whether there is a log, or a step."""
         return bool(self._bucket.sizes("log") or self._bucket.sizes("steps"))
 
     def location(self, name: str) -> str:
@@ -581,7 +581,7 @@ def _expect_log(bucket: Bucket, head: Head) -> None:
 
 
 def _is_gone(bucket: Bucket, listed: Listed, sizes: Mapping[str, Mapping[str, int]]) -> bool:
-    """Whether somebody has deleted all objects of a step that is listed."""
+    """Whether all objects of a listed step were deleted by hand."""
     return not sizes[listed.name] and bucket.size(_object(listed.name, manifest.NAME)) is None
 
 

@@ -143,7 +143,7 @@ def sync_folder(descriptor: int, name: str) -> None:
 
 
 def names(descriptor: int) -> list[str]:
-    """What is in an open folder, now."""
+    """List the names in an open folder."""
     # Of sshfs, for one, an opened folder gives its names once only.
     with folder(".", descriptor) as anew:
         return os.listdir(anew)
