@@ -1,7 +1,8 @@
 """Parts of a checkpoint that look the same in every framework that has variables."""
 
 import re
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from hvdkit.checkpoint.state import Discarded, Part, Tensor, TensorSpec, Tree
@@ -47,13 +48,16 @@ class Variables:
 
     def prepare_partly(self, tree: Tree) -> tuple[Tree, list[str]]:
         """Prepare those variables that have the same name, shape and dtype."""
-        own = {_line(name, tensor.spec): tensor for name, tensor in self.capture().items()}
-        saved = {_line(name, spec) for name, spec in tree.items()}
-        prepared = {
-            name: own.get(_line(name, spec)) or Discarded(spec) for name, spec in tree.items()
-        }
-        lines = [f"it has no {line}" for line in own if line not in saved]
-        lines += [f"it has {line}, which is not in here" for line in saved if line not in own]
+        tensors = self.capture()
+        keys = _counted(_line(name, tensor.spec) for name, tensor in tensors.items())
+        own = dict(zip(keys, tensors.values(), strict=True))
+        keys = _counted(_line(name, spec) for name, spec in tree.items())
+        saved = dict(zip(keys, tree, strict=True))
+        prepared = dict(tree)
+        for key, name in saved.items():
+            prepared[name] = own[key] if key in own else Discarded(tree[name])
+        lines = [f"it has no {line}" for line, _ in own.keys() - saved.keys()]
+        lines += [f"it has {line}, which is not in here" for line, _ in saved.keys() - own.keys()]
         return prepared, sorted(lines)
 
     def adopt(self, tree: Tree) -> None:
@@ -79,6 +83,14 @@ def plain(name: str) -> str:
     They go on from model to model, and an optimizer's variables are called after the layers'.
     """
     return re.sub(r"_\d+(?=[/_]|$)", "", name)
+
+
+def _counted(lines: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Each line, and how often it has come before: layers of a kind have the same name."""
+    counts: Counter[str] = Counter()
+    for line in lines:
+        yield line, counts[line]
+        counts[line] += 1
 
 
 def _line(name: str, spec: TensorSpec) -> str:

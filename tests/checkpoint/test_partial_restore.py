@@ -130,3 +130,13 @@ def test_what_is_discarded_has_its_size():
     prepared, _ = part.prepare_partly({"a": spec})
     assert isinstance(prepared["a"], Discarded)
     assert prepared["a"].spec == spec
+
+
+def test_layers_of_a_kind_are_told_apart_by_their_order():
+    """Keras numbers them on and on, from model to model."""
+    saved = {f"dense_{n}/kernel": ArrayTensor(filled(n, 2)).spec for n in (1, 2)}
+    part, arrays = variables(**{f"dense_{n}/kernel": filled(0, 2) for n in (7, 8, 9)})
+    prepared, lines = part.prepare_partly(saved)
+    assert prepared["dense_1/kernel"].array is arrays["dense_7/kernel"]
+    assert prepared["dense_2/kernel"].array is arrays["dense_8/kernel"]
+    assert lines == ["it has no dense/kernel F32[2]"]
