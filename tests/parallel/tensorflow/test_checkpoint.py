@@ -227,7 +227,7 @@ def test_digits_go_on_after_a_kill(name, framework, tmp_path):
     newest = [Store(folder).steps()[-1] for folder in (whole, killed)]
     assert newest[0].step == newest[1].step
     for part in ("model", "optimizer"):
-        files = [(info.path / f"{part}.safetensors") for info in newest]
+        files = [Path(info.location, f"{part}.safetensors") for info in newest]
         contents = [tensors_of(file) for file in files]
         assert contents[0] == contents[1]
 
