@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
