@@ -68,6 +68,12 @@ class BackgroundWriter:
         self._base = base
         self.run = base.run
 
+    def begin_run(self) -> None:
+        """Let what is written next begin a new run."""
+        self.run = self._base = None
+        self._overwrite = True
+        self.close()
+
     def open(self) -> None:
         """Take the folder, unless that has been done, and continue from what was restored.
 
@@ -175,9 +181,13 @@ class BackgroundWriter:
             )
         if self._writer is not None:
             self._writer.prune(names)
-            return
-        with self._store.open_for_writing() as writer:
-            writer.prune(names)
+        else:
+            with self._store.open_for_writing() as writer:
+                writer.prune(names)
+        if any(entry.name in names for entry in self._store.entries()):
+            raise CheckpointError(
+                f"step {step} in {self._store.location} could not be deleted; the log says why"
+            )
 
     def close(self) -> None:
         """Give the folder back, if no write hangs. After `finish`."""

@@ -26,7 +26,7 @@ from hvdkit.checkpoint.retention import KeepBest, Mode
 from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
 from hvdkit.checkpoint.snapshot import SnapshotMemory
 from hvdkit.checkpoint.state import Part, PartialPart, RankPart, Tensor, Tree
-from hvdkit.checkpoint.storage import MAX_STEP
+from hvdkit.checkpoint.storage import MAX_STEP, newest_run
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.checkpoint.transfer import InTurn, Transfer, destinations
@@ -338,7 +338,8 @@ class Manager:
             run: look at this run instead of the newest.
             strict: False: restore what fits, and leave the rest as it is, with a warning that
                 names it: a scheduler or scaler that was added or removed, layers of a model.
-            only: restore these alone, by the names of the arguments, such as `("model",)`.
+            only: restore these alone, by the names of the arguments, such as `("model",)`. What is
+                saved next belongs to a new run.
 
         Returns:
             Where the job is now; None if there is no checkpoint, and nothing has changed.
@@ -352,11 +353,17 @@ class Manager:
         self._check_open()
         opened: OpenCheckpoint | None = None
         sent = b""
+        message: dict[str, Any] = {}
         problem: Exception | None = None
         try:
             for name, value in (("step", step), ("run", run)):
                 if value is not None:
                     _check_count(name, value)
+            parts = self._parts_wanted(only)
+            message = {
+                subject: "the newest" if wanted is None else str(wanted)
+                for subject, wanted in (("step", step), ("run", run))
+            } | {"strict": str(strict), "only": str(sorted(parts))}
             if self._first:
                 self._writer.finish()
                 opened = self._store.newest_good(step, run)
@@ -364,18 +371,21 @@ class Manager:
         except Exception as error:
             problem = error
         try:
-            message = {
-                subject: "the newest" if wanted is None else str(wanted)
-                for subject, wanted in (("step", step), ("run", run))
-            } | {"strict": str(strict), "only": "all" if only is None else str(sorted(only))}
             asked = exchange(self._collectives, message, problem)
             for subject in message:
                 told = [each[subject] for each in asked]
                 compare(self._collectives, told, f"the {subject} to restore")
             first = self._collectives.ranks[0]
             sent = self._collectives.broadcast(sent, first, "hvdkit.checkpoint.outline")
-            wanted = self._parts_wanted(only)
-            return self._take_over(opened, sent, wanted, strict) if sent else None
+            if not sent:
+                return None
+            last = self._last_step
+            restored = self._take_over(opened, sent, parts, strict)
+            if only is not None:
+                # This is another training, which counts its own steps.
+                self._writer.begin_run()
+                self._last_step = last
+            return restored
         finally:
             if opened is not None:
                 opened.close()
@@ -420,17 +430,22 @@ class Manager:
 
         Raises:
             UsageError: on all ranks: there is no such step, or ranks give different ones.
-            CheckpointError: on all ranks: another process writes to the folder.
+            CheckpointError: on all ranks: another process writes to the folder, or the step could
+                not be deleted.
         """
-        _check_count("step", step)
-        told = exchange(self._collectives, {"step": int(step)})
+        problem: Exception | None = None
+        try:
+            _check_count("step", step)
+        except UsageError as error:
+            problem = error
+        told = exchange(self._collectives, {"step": repr(step)}, problem)
         compare(self._collectives, [each["step"] for each in told], "the step to delete")
         self._from_first(lambda: self._delete(step))
 
     def _list_steps(self) -> list[dict[str, Any]]:
         self._writer.finish()
         infos = self._store.steps()
-        newest = max((info.manifest.run for info in infos), default=None)
+        newest = newest_run(self._store.entries())
         return [
             {
                 "step": info.step,
@@ -545,11 +560,17 @@ class Manager:
             same_size = manifest.world_size == len(ranks)
             left: list[str] = []
             for name in self._parts_to_restore(outline, same_size, wanted, strict):
-                found = self._prepare(name, outline, strict, left)
-                if found is None:
+                try:
+                    prepared[name] = self._prepare(name, outline, strict, left)
+                except UsageError as error:
+                    if strict:
+                        raise
+                    left.append(f"{name}: {error}")
                     continue
-                prepared[name] = found
-                tensors |= destinations(name, found, outline)
+                tensors |= destinations(name, prepared[name], outline)
+            if left:
+                # Those of layers that may be others now.
+                wanted = {name for name in wanted if name != "statistics"}
             # Everything that may fail on one rank alone, memory too, comes before the first bucket.
             travel = Transfer({key: nbytes(tensor.spec) for key, tensor in tensors.items()})
             own = outline.rank(ranks.index(self._collectives.rank)) if same_size else {}
@@ -618,8 +639,8 @@ class Manager:
             )
         return wanted
 
-    def _prepare(self, name: str, outline: Outline, strict: bool, left: list[str]) -> Tree | None:
-        """Prepare a part for its saved state; None if it stays as it is.
+    def _prepare(self, name: str, outline: Outline, strict: bool, left: list[str]) -> Tree:
+        """Prepare a part for its saved state.
 
         Args:
             name: of the part.
@@ -631,17 +652,11 @@ class Manager:
             UsageError: the state does not fit.
         """
         part, tree = self._parts[name], outline.tree(name)
-        if strict:
+        if strict or not isinstance(part, PartialPart):
             return part.prepare(tree)
-        if isinstance(part, PartialPart):
-            prepared, lines = part.prepare_partly(tree)
-            left += [f"{name}: {line}" for line in lines]
-            return prepared
-        try:
-            return part.prepare(tree)
-        except UsageError as error:
-            left.append(f"{name}: {error}")
-            return None
+        prepared, lines = part.prepare_partly(tree)
+        left += [f"{name}: {line}" for line in lines]
+        return prepared
 
     def _parts_to_restore(
         self, outline: Outline, same_size: bool, wanted: Collection[str], strict: bool

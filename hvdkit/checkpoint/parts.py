@@ -1,8 +1,7 @@
 """Parts of a checkpoint that look the same in every framework that has variables."""
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from hvdkit.checkpoint.state import Discarded, Part, Tensor, TensorSpec, Tree
@@ -47,18 +46,26 @@ class Variables:
         return dict(zip(tree, own.values(), strict=True))
 
     def prepare_partly(self, tree: Tree) -> tuple[Tree, list[str]]:
-        """Prepare those variables that have the same name, shape and dtype."""
+        """Prepare those variables that have the same name, shape and dtype.
+
+        Of layers of a kind, which Keras numbers, there must be as many; or their names are equal.
+        """
         tensors = self.capture()
-        keys = _counted(_line(name, tensor.spec) for name, tensor in tensors.items())
-        own = dict(zip(keys, tensors.values(), strict=True))
-        keys = _counted(_line(name, spec) for name, spec in tree.items())
-        saved = dict(zip(keys, tree, strict=True))
-        prepared = dict(tree)
-        for key, name in saved.items():
-            prepared[name] = own[key] if key in own else Discarded(tree[name])
-        lines = [f"it has no {line}" for line, _ in own.keys() - saved.keys()]
-        lines += [f"it has {line}, which is not in here" for line, _ in saved.keys() - own.keys()]
-        return prepared, sorted(lines)
+        own = _by_line({name: tensor.spec for name, tensor in tensors.items()})
+        saved = _by_line(tree)
+        prepared = {name: Discarded(spec) for name, spec in tree.items()}
+        left = []
+        for line in {**saved, **own}:
+            there, here = saved.get(line, []), own.get(line, [])
+            pairs = list(zip(there, here, strict=False))
+            if len(there) != len(here):
+                # Their order does not tell which of them is the new one.
+                pairs = [(name, name) for name in there if name in here]
+            prepared |= {a: tensors[b] for a, b in pairs}
+            both = {name for pair in pairs for name in pair}
+            left += [f"it has no {name} ({line})" for name in here if name not in both]
+            left += [f"it has {n} ({line}), which is not in here" for n in there if n not in both]
+        return prepared, left
 
     def adopt(self, tree: Tree) -> None:
         """They have been written to."""
@@ -85,12 +92,12 @@ def plain(name: str) -> str:
     return re.sub(r"_\d+(?=[/_]|$)", "", name)
 
 
-def _counted(lines: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Each line, and how often it has come before: layers of a kind have the same name."""
-    counts: Counter[str] = Counter()
-    for line in lines:
-        yield line, counts[line]
-        counts[line] += 1
+def _by_line(specs: Mapping[str, TensorSpec]) -> dict[str, list[str]]:
+    """The names of variables that look the same: layers of a kind."""
+    found: dict[str, list[str]] = {}
+    for name, spec in specs.items():
+        found.setdefault(_line(name, spec), []).append(name)
+    return found
 
 
 def _line(name: str, spec: TensorSpec) -> str:

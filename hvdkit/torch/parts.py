@@ -161,15 +161,8 @@ class ModelPart:
         Raises:
             UsageError: names, shapes or dtypes differ, naming the first that do.
         """
-        tied = tree.get(TIED, {})
         own, lines = self._compared(tree)
-        holders: dict[Any, str] = {}
-        for name in own:
-            if name in tied or not own[name].numel():
-                continue
-            holder = holders.setdefault(_memory(own[name]), name)
-            if holder != name:
-                lines.append(f"{name} and {holder} are two there, and one tensor here")
+        lines += [line for _, line in self._two_there(tree, own)]
         if lines:
             raise _differences(self._subject, lines)
         return self._destinations(tree, own)
@@ -177,7 +170,22 @@ class ModelPart:
     def prepare_partly(self, tree: Tree) -> tuple[Tree, list[str]]:
         """Prepare those tensors that have the same name, shape and dtype."""
         own, lines = self._compared(tree)
+        for name, line in self._two_there(tree, own):
+            del own[name]
+            lines.append(line)
         return self._destinations(tree, own), lines
+
+    def _two_there(self, tree: Tree, own: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
+        """Names of tensors that were saved apart, and are one tensor here; and a line for each."""
+        found = []
+        holders: dict[Any, str] = {}
+        for name in own:
+            if name in tree.get(TIED, {}) or not own[name].numel():
+                continue
+            holder = holders.setdefault(_memory(own[name]), name)
+            if holder != name:
+                found.append((name, f"{name} and {holder} are two there, and one tensor here"))
+        return found
 
     def _compared(self, tree: Tree) -> tuple[dict[str, torch.Tensor], list[str]]:
         """The model's tensors that the saved state has alike, and what differs of the others."""
@@ -188,13 +196,13 @@ class ModelPart:
         lines = [f"it has no {name}" for name in own if name not in named]
         lines += [f"it has {name}, which is not in here" for name in named if name not in own]
         alike = {}
-        for name in own.keys() & named.keys():
+        for name in own:
             here = TorchTensor(own[name]).spec
-            if named[name] == here:
+            if name in named and named[name] == here:
                 alike[name] = own[name]
-            else:
+            elif name in named:
                 lines.append(f"{name} is {_text(named[name])} there and {_text(here)} here")
-        return {name: alike[name] for name in own if name in alike}, lines
+        return alike, lines
 
     def _destinations(self, tree: Tree, own: Mapping[str, torch.Tensor]) -> Tree:
         """The tree with the memory of `own` in the tensors' places.
@@ -420,6 +428,20 @@ class StatefulPart:
             return TorchTensor(empty(leaf, _CPU)) if isinstance(leaf, TensorSpec) else leaf
 
         return _mapped(tree, into)
+
+    def prepare_partly(self, tree: Tree) -> tuple[Tree, list[str]]:
+        """Prepare all of it, if it has the same entries.
+
+        Raises:
+            UsageError: it is the state of something else.
+        """
+        own = self._stateful.state_dict()
+        if isinstance(own, dict) and isinstance(tree, dict) and own.keys() != tree.keys():
+            raise UsageError(
+                f"it was saved with {', '.join(map(str, tree))}, and has "
+                f"{', '.join(map(str, own))} here"
+            )
+        return self.prepare(tree), []
 
     def adopt(self, tree: Tree) -> None:
         """As `load_state_dict` does."""

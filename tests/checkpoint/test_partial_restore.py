@@ -5,6 +5,7 @@ import pytest
 
 from hvdkit.checkpoint.parts import Plain, Variables
 from hvdkit.checkpoint.state import Discarded
+from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
 from tests.checkpoint.simulated_state import Arrays, ArrayTensor, Own
 from tests.checkpoint.test_manager import make, on_ranks, same, saved, state
@@ -55,7 +56,7 @@ def test_a_model_with_another_last_layer(tmp_path, caplog):
 
     on_ranks(run)
     (said,) = [r.getMessage() for r in caplog.records if "restored in part" in r.getMessage()]
-    for line in ("it has no head F32[3, 5]", "it has no new F32[2]", "it has old F32[2], which"):
+    for line in ("it has no head (head F32[3, 5])", "it has no new (new", "it has old (old"):
         assert line in said
 
 
@@ -88,6 +89,11 @@ def test_only_some_parts(tmp_path):
             assert (same(model, 1), same(optimizer, 2), own.value) == (True, True, "mine")
             restoring.restore(only=["optimizer", "own"])
             assert (same(optimizer, 1), own.value) == (True, "saved")
+            # What is saved now is another run's.
+            restoring.save(1)
+            restoring.wait()
+            if collectives.rank == 0:
+                assert [info.manifest.run for info in Store(tmp_path).steps()] == [1, 2]
 
     on_ranks(run)
 
@@ -135,8 +141,13 @@ def test_what_is_discarded_has_its_size():
 def test_layers_of_a_kind_are_told_apart_by_their_order():
     """Keras numbers them on and on, from model to model."""
     saved = {f"dense_{n}/kernel": ArrayTensor(filled(n, 2)).spec for n in (1, 2)}
-    part, arrays = variables(**{f"dense_{n}/kernel": filled(0, 2) for n in (7, 8, 9)})
+    part, arrays = variables(**{f"dense_{n}/kernel": filled(0, 2) for n in (7, 8)})
     prepared, lines = part.prepare_partly(saved)
-    assert prepared["dense_1/kernel"].array is arrays["dense_7/kernel"]
-    assert prepared["dense_2/kernel"].array is arrays["dense_8/kernel"]
-    assert lines == ["it has no dense/kernel F32[2]"]
+    assert [each.array for each in prepared.values()] == list(arrays.values())
+    assert lines == []
+    # One of them is gone, and only its name tells which.
+    part, arrays = variables(**{"dense_2/kernel": filled(0, 2)})
+    prepared, lines = part.prepare_partly(saved)
+    assert isinstance(prepared["dense_1/kernel"], Discarded)
+    assert prepared["dense_2/kernel"].array is arrays["dense_2/kernel"]
+    assert lines == ["it has dense_1/kernel (dense/kernel F32[2]), which is not in here"]

@@ -1,4 +1,4 @@
-"""Objects under one URL, through fsspec: every request has a deadline, and is tried again.
+"""Objects under one URL, through fsspec: requests have a deadline, and are tried again.
 
 fsspec: https://filesystem-spec.readthedocs.io. Its file systems raise many kinds of errors; here
 they become a missing object or a `CheckpointError`.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import inspect
+import itertools
 import logging
 import os
 import random
@@ -331,7 +332,7 @@ class Bucket:
         began = time.monotonic()
         pause = FIRST_PAUSE_SECONDS
         self._file_system()
-        while True:
+        for tries in itertools.count(1):
             try:
                 result = call()
                 self._reached = True
@@ -345,10 +346,14 @@ class Bucket:
                     self._reached = True
                     raise
                 patience = PATIENCE_SECONDS if self._reached else FIRST_PATIENCE_SECONDS
-                if isinstance(error, _LASTING) or time.monotonic() - began > patience:
+                late = time.monotonic() - began > patience
+                # A long request may take all that time at once.
+                if isinstance(error, _LASTING) or (late and (tries > 1 or not self._reached)):
+                    advice = self._advice(error)
+                    # The next request does not wait as long, if the store is gone.
+                    self._reached = False
                     raise CheckpointError(
-                        f"cannot {action} {self.url}/{name}: {self._text(error)}. "
-                        + self._advice(error)
+                        f"cannot {action} {self.url}/{name}: {self._text(error)}. " + advice
                     ) from error
                 _log.warning(
                     "trying again to %s %s/%s: %s", action, self.url, name, self._text(error)
@@ -356,6 +361,7 @@ class Bucket:
             # Not all clients at once, where a server is overloaded.
             time.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        raise AssertionError("unreachable")
 
     def _advice(self, error: Exception) -> str:
         if self._reached:

@@ -11,6 +11,7 @@ listing that is up to date. What a killed writer has uploaded is deleted by the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -412,6 +413,8 @@ class ObjectWriter:
         for name in sizes.keys() - names:
             step, run = _parsed(name)
             entry = _look(self._bucket, Listed(name, step, run), sizes[name])
+            if entry.manifest is None and not isinstance(entry.error, Damaged):
+                raise CheckpointError(f"{name} in {self._bucket.url}: {entry.error}")
             # A draft that was not committed has the number of another record, or a later one.
             if entry.manifest and _readable(head) < entry.manifest.commit <= head.number:
                 found.append(Listed(name, step, run))
@@ -422,7 +425,9 @@ class ObjectWriter:
         try:
             record = Record(self.commit_number, self._lease, self._head.steps, is_open=False)
             self._expect_own_record()
-            log.append(self._bucket, record)
+            if not log.append(self._bucket, record):
+                # Another writer's, or one of this that is late: then the next one waits a little.
+                self.check()
             self._bucket.delete([_sign(self._lease)])
         except CheckpointError as error:
             # The next writer on another host waits until it sees that nobody changes the sign.
@@ -465,9 +470,10 @@ class ObjectWriter:
         try:
             self._expect_own_record()
         except WriterConflict:
-            # The number was free because the other writer has deleted its record of it, too.
-            self._unknown.clear()
-            self._bucket.delete([log.name_of(record.number)])
+            # The number was free because the other writer has deleted its record of it, too. Or
+            # that writer has taken the record over, with the step: its objects stay.
+            with contextlib.suppress(CheckpointError):
+                self._bucket.delete([log.name_of(record.number)])
             raise
         self._head = Head(record.number, record)
         self._unknown.clear()
@@ -487,8 +493,8 @@ class ObjectWriter:
 
     def _delete(self, names: Sequence[str]) -> None:
         """Delete the objects of steps that are not listed. A failure only warns."""
+        self._left.update(names)
         for name in names:
-            self._left.add(name)
             try:
                 files = [_object(name, file) for file in _sizes(self._bucket, name)[name]]
                 _log.info("removing %s/%s", self._bucket.url, _object(name, ""))
@@ -496,6 +502,7 @@ class ObjectWriter:
                 self._left.discard(name)
             except CheckpointError as error:
                 _log.warning("%s stays for now: %s", _object(name, ""), error)
+                return
 
     def _read_sign(self, writer: Lease) -> bytes:
         return self._bucket.read(_sign(writer)) or b""
