@@ -22,8 +22,8 @@ _WRITE_SECONDS = 1500.0
 _WAIT_WORTH_SAYING_SECONDS = 1.0
 
 
-# A process that ends lets these come to their end, which daemons would not. A thread that is no
-# daemon would keep the process for ever if it hangs.
+# The threads that a process waits for when it ends. They are daemons: a thread that hangs must not
+# keep the process alive.
 _writing: set[threading.Thread] = set()
 
 

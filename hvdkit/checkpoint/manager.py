@@ -26,7 +26,7 @@ from hvdkit.checkpoint.retention import KeepBest, Mode
 from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
 from hvdkit.checkpoint.snapshot import SnapshotMemory
 from hvdkit.checkpoint.state import Part, PartialPart, RankPart, Tensor, Tree
-from hvdkit.checkpoint.storage import MAX_STEP, newest_run
+from hvdkit.checkpoint.storage import MAX_STEP
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.checkpoint.transfer import InTurn, Transfer, destinations
@@ -379,12 +379,15 @@ class Manager:
             sent = self._collectives.broadcast(sent, first, "hvdkit.checkpoint.outline")
             if not sent:
                 return None
-            last = self._last_step
             restored = self._take_over(opened, sent, parts, strict)
+            self._last_time = time.monotonic()
             if only is not None:
                 # This is another training, which counts its own steps.
                 self._writer.begin_run()
-                self._last_step = last
+                return restored
+            self._last_step = restored.step
+            if opened is not None:
+                self._writer.restored(opened.manifest)
             return restored
         finally:
             if opened is not None:
@@ -444,8 +447,6 @@ class Manager:
 
     def _list_steps(self) -> list[dict[str, Any]]:
         self._writer.finish()
-        infos = self._store.steps()
-        newest = newest_run(self._store.entries())
         return [
             {
                 "step": info.step,
@@ -453,8 +454,7 @@ class Manager:
                 "metrics": dict(info.manifest.metrics),
                 "location": info.location,
             }
-            for info in infos
-            if info.manifest.run == newest
+            for info in self._store.steps_of_newest_run()
         ]
 
     def _delete(self, step: int) -> None:
@@ -615,9 +615,6 @@ class Manager:
                 "divided anew, and random numbers start anew",
                 *(manifest.step, manifest.world_size, len(ranks)),
             )
-        if self._first:
-            self._writer.restored(manifest)
-        self._last_step, self._last_time = manifest.step, time.monotonic()
         return Restored(manifest.step, manifest.epoch, manifest.metrics, manifest.world_size)
 
     def _parts_wanted(self, only: Collection[str] | None) -> set[str]:

@@ -15,7 +15,7 @@ import xxhash
 
 from hvdkit.checkpoint import manifest, tensors, tree
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
-from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.manifest import FileRecord, Manifest
 from hvdkit.checkpoint.state import TensorSpec, Tree
 from hvdkit.checkpoint.storage import StepFiles
 from hvdkit.checkpoint.tensors import ReadInto
@@ -169,9 +169,7 @@ class TensorStream:
         size: bytes in all: the sum over the tensors.
     """
 
-    def __init__(
-        self, name: str, read_into: ReadInto, begin: int, record: manifest.FileRecord
-    ) -> None:
+    def __init__(self, name: str, read_into: ReadInto, begin: int, record: FileRecord) -> None:
         self.size = record.size - begin
         self._name = name
         self._read_into = read_into
@@ -247,6 +245,18 @@ def read_manifest(files: StepFiles, step: int) -> Manifest:
     return found
 
 
+def open_file(files: StepFiles, name: str, record: FileRecord) -> None:
+    """Open a file that the manifest lists.
+
+    Raises:
+        Damaged: it is missing, or has another size.
+        CheckpointError: it cannot be opened, for a reason that says nothing about it.
+    """
+    size = files.open(name)
+    if size != record.size:
+        raise Damaged(name, f"it has {size} bytes instead of {record.size}")
+
+
 def _compare(
     files: StepFiles, found: Manifest, progress: Callable[[int], None] | None
 ) -> Iterator[Problem]:
@@ -255,9 +265,7 @@ def _compare(
     missing = False
     for name, record in found.files.items():
         try:
-            size = files.open(name)
-            if size != record.size:
-                raise Damaged(name, f"it has {size} bytes instead of {record.size}")
+            open_file(files, name, record)
         except Damaged as error:
             missing = True
             yield Problem(error.file, error.reason)

@@ -81,7 +81,7 @@ class PartialPart(Part, Protocol):
     """A `Part` that can restore some of its tensors, such as a model with another last layer."""
 
     def prepare_partly(self, tree: Tree) -> tuple[Tree, list[str]]:
-        """As `prepare`, for a state that fits in some places only.
+        """Prepare the tensors that fit, of a state that does not fit everywhere.
 
         Returns:
             The tree, with a `Discarded` in place of each tensor that has no use here; and a

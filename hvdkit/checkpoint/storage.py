@@ -254,6 +254,11 @@ def in_commit_order(entries: Iterable[Entry]) -> list[Entry]:
     )
 
 
+def step_name(step: int, run: int) -> str:
+    """The name of a step, without what tells it from another one of its number and run."""
+    return f"step-{step:012d}" + (f"-run{run}" if run > 1 else "")
+
+
 def newest_run(entries: Iterable[Entry]) -> int | None:
     """The run that was begun last; None if there are no steps."""
     return max((entry.run for entry in entries), default=None)

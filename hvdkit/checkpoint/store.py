@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,8 +96,21 @@ class Store:
         Raises:
             CheckpointError: the folder cannot be read. One that is not there has no steps.
         """
+        return self._infos(self.entries())
+
+    def steps_of_newest_run(self) -> list[StepInfo]:
+        """Those `steps` that belong to the newest run.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        entries = self.entries()
+        run = newest_run(entries)
+        return self._infos(entry for entry in entries if entry.run == run)
+
+    def _infos(self, entries: Iterable[Entry]) -> list[StepInfo]:
         found: dict[tuple[int, int], StepInfo] = {}
-        for entry in self.entries():
+        for entry in entries:
             if entry.manifest is not None and entry.error is None:
                 found.pop((entry.run, entry.step), None)
                 location = self._storage.location(entry.name)

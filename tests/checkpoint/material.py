@@ -128,11 +128,22 @@ def step_folder(store, step):
 
 
 def remove(folder):
-    """Remove a step's folder with all that is in it, as somebody might by hand."""
+    """Remove a step's folder with all that is in it, as a user may by hand."""
     for path in folder.iterdir():
         path.unlink()
     if isinstance(folder, Path):
         folder.rmdir()
+
+
+def before_commit(monkeypatch, writer, act):
+    """Let `act` be called between a writer's reading back and its commit."""
+    read_back = writer._read_back
+
+    def and_act(*arguments):
+        read_back(*arguments)
+        act()
+
+    monkeypatch.setattr(writer, "_read_back", and_act)
 
 
 def cut(path, size):

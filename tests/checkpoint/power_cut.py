@@ -126,7 +126,7 @@ class Recorder:
 
 
 class Disk:
-    """What is on the disk after the first `count` calls.
+    """The disk after the first `count` calls.
 
     Args:
         root: the inode of the folder.

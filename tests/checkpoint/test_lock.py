@@ -15,7 +15,7 @@ import pytest
 from hvdkit.checkpoint.errors import CheckpointError, WriterConflict
 from hvdkit.checkpoint.posix import lock
 from hvdkit.checkpoint.store import Store
-from tests.checkpoint.material import assert_newest_good, save, snapshot
+from tests.checkpoint.material import assert_newest_good, before_commit, save, snapshot
 
 #: Opens a folder for writing, leaves something half written, says so, and waits.
 HOLDER = """
@@ -240,13 +240,7 @@ def test_a_writer_that_was_taken_over_commits_nothing_more(tmp_path, impatient):
 def test_a_writer_that_is_taken_over_while_it_writes(tmp_path, impatient, monkeypatch):
     store = save(tmp_path, 1)
     with store.open_for_writing() as writer:
-        read_back = writer._read_back
-
-        def slow(*arguments):
-            read_back(*arguments)
-            leave_lease(tmp_path)
-
-        monkeypatch.setattr(writer, "_read_back", slow)
+        before_commit(monkeypatch, writer, lambda: leave_lease(tmp_path))
         with pytest.raises(WriterConflict, match="has taken over"):
             writer.write(snapshot(2))
     assert [info.step for info in store.steps()] == [1]

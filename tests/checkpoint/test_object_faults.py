@@ -1,4 +1,4 @@
-"""What servers and networks do to an object store: no good step is lost, none listed is wrong."""
+"""Faults of servers and networks: no good step is lost, and all that are listed are whole."""
 
 import dataclasses
 import itertools
@@ -24,6 +24,7 @@ from tests.checkpoint import s3_server
 from tests.checkpoint.material import (
     assert_holds,
     assert_newest_good,
+    before_commit,
     leftovers,
     names,
     save,
@@ -341,13 +342,7 @@ def test_a_writer_that_was_taken_over_commits_nothing_more(on_s3, impatient, mon
         if when == "before":
             leave_writer(on_s3)
         else:
-            read_back = writer._read_back
-
-            def slow(*arguments):
-                read_back(*arguments)
-                leave_writer(on_s3)
-
-            monkeypatch.setattr(writer, "_read_back", slow)
+            before_commit(monkeypatch, writer, lambda: leave_writer(on_s3))
         with pytest.raises(WriterConflict, match="on elsewhere has taken over"):
             writer.write(snapshot(3))
         with pytest.raises(WriterConflict, match="on elsewhere has taken over"):
@@ -413,7 +408,7 @@ def test_the_only_step_is_replaced_while_it_is_listed(on_s3, monkeypatch):
 
 @pytest.mark.parametrize("what", ["bucket", "steps"])
 def test_nothing_begins_anew_in_silence(on_s3, what):
-    """A bucket that is not there; steps that somebody has deleted, and not the log."""
+    """A missing bucket; steps that were deleted by hand while the log stayed."""
     url = "s3://no-such-bucket/run"
     if what == "steps":
         url = str(on_s3)

@@ -52,7 +52,7 @@ def record(tmp_path, program, skipped=None):
 
 
 def survivors(seed):
-    """What survives a power cut of the changes that were not synced: nothing, all, or any."""
+    """Choose the changes without fsync that survive a power cut: none, all, or any."""
     yield lambda change: False
     yield lambda change: True
     # A file system may write names earlier than contents.
@@ -62,7 +62,7 @@ def survivors(seed):
 
 
 def violations(tmp_path, inode, recorder):
-    """What is wrong after a power cut at each call."""
+    """Describe each power cut after which a step is lost or damaged."""
     for count in range(len(recorder.calls) + 1):
         said = [step for at, step in recorder.marks if at <= count]
         under_way = next((step for at, step in recorder.marks if at > count), None)

@@ -126,10 +126,10 @@ def read_head(bucket: Bucket) -> Head:
         numbers = sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
         if not numbers:
             # The listing of a new log may be behind.
-            if (content := bucket.read(name_of(1))) is None:
+            if bucket.read(name_of(1)) is None:
                 return Head()
             numbers = [1]
-        while (content := bucket.read(name_of(numbers[-1] + 1))) is not None:
+        while bucket.read(name_of(numbers[-1] + 1)) is not None:
             numbers.append(numbers[-1] + 1)
         problem: CheckpointError | None = None
         for number in reversed(numbers):

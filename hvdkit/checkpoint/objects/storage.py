@@ -3,7 +3,7 @@
 URL/log/00000000000000000042.json    the steps there are after 42 changes; see `log`
 URL/steps/NAME/manifest.json, …      the files of one step, as in a folder
 URL/steps/NAME/damaged.json          found damaged: not a step any more
-URL/writers/TOKEN.json               sign of life of the process that writes
+URL/writers/TOKEN.json               heartbeat of the process that writes
 
 A store needs exclusive creation of objects (S3's If-None-Match), and nothing else: no rename, no
 listing that is up to date. What a killed writer has uploaded is deleted by the next one.
@@ -33,12 +33,12 @@ from hvdkit.checkpoint.objects import log
 from hvdkit.checkpoint.objects.bucket import Bucket
 from hvdkit.checkpoint.objects.content import Content
 from hvdkit.checkpoint.objects.log import Head, Listed, Record
-from hvdkit.checkpoint.reading import read_manifest
-from hvdkit.checkpoint.storage import Draft, Entry, StepFiles, in_commit_order
+from hvdkit.checkpoint.reading import open_file, read_manifest
+from hvdkit.checkpoint.storage import Draft, Entry, StepFiles, in_commit_order, step_name
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two signs of life, and without one until a writer counts as dead.
+#: Seconds between two heartbeats, and without one until a writer counts as dead.
 BEAT_SECONDS = 10.0
 PATIENCE_SECONDS = 60.0
 
@@ -46,8 +46,6 @@ _NAME = re.compile(r"step-(\d{12})(?:-run(\d{1,9}))?-[0-9a-f]{8}-\d{1,9}")
 _FILE = re.compile(r"steps/([^/]+)/([^/]+)")
 _MARK = "damaged.json"
 
-# What is hashed at once.
-_CHUNK_BYTES = 1_000_000
 # Smaller objects are read and written in one piece.
 _SMALL_BYTES = 1_000_000
 # Bytes of a read, and how many are under way at once where an object is read front to back.
@@ -195,7 +193,7 @@ class ObjectFiles:
         end = begin + len(content)
         if file != name or not begin <= offset < end:
             ahead = _BLOCKS_AT_ONCE * _BLOCK_BYTES if file == name and offset == end else wanted
-            begin, end = offset, min(size, offset + max(ahead, wanted, _CHUNK_BYTES))
+            begin, end = offset, min(size, offset + max(ahead, wanted, _SMALL_BYTES))
             # The old window goes before the new one comes.
             self._window = ("", 0, b"")
             content = self._fetch(name, begin, end)
@@ -231,8 +229,7 @@ class ObjectDraft:
         content = Content(pieces)
         state = xxhash.xxh3_128()
         for piece in pieces:
-            for at in range(0, len(piece), _CHUNK_BYTES):
-                state.update(piece[at : at + _CHUNK_BYTES])
+            state.update(piece)
         target = _object(self.listed.name, name)
         if len(content) <= _SMALL_BYTES:
             self._bucket.write(target, content[:])
@@ -279,7 +276,7 @@ class ObjectWriter:
             resources.callback(thread.join)
             resources.callback(self._stop.set)
             self._delete(left)
-            self._delete_signs()
+            self._delete_heartbeats()
             if self._head.number > log.KEPT_RECORDS:
                 log.trim(bucket, self._head.number)
             self._resources = resources.pop_all()
@@ -310,8 +307,7 @@ class ObjectWriter:
     def draft(self, step: int, run: int) -> ObjectDraft:
         """Begin to write a step."""
         self._attempts += 1
-        of_run = f"-run{run}" if run > 1 else ""
-        name = f"step-{step:012d}{of_run}-{self._lease.token[:8]}-{self._attempts}"
+        name = f"{step_name(step, run)}-{self._lease.token[:8]}-{self._attempts}"
         return ObjectDraft(self._bucket, Listed(name, step, run))
 
     def commit(self, draft: Draft) -> str:
@@ -382,7 +378,7 @@ class ObjectWriter:
             if head.record is not None and head.record.is_open:
                 writer = head.record.writer
                 wait_for_death(
-                    *(url, self._lease, writer, partial(self._read_sign, writer)),
+                    *(url, self._lease, writer, partial(self._read_heartbeat, writer)),
                     PATIENCE_SECONDS,
                 )
             sizes = _sizes(self._bucket)
@@ -421,14 +417,14 @@ class ObjectWriter:
         return found
 
     def _end(self) -> None:
-        """Append a record that lets the next writer begin at once, and delete the sign of life."""
+        """Append a record that lets the next writer begin at once, and delete the heartbeat."""
         try:
             record = Record(self.commit_number, self._lease, self._head.steps, is_open=False)
             self._expect_own_record()
             if not log.append(self._bucket, record):
                 # Another writer's, or one of this that is late: then the next one waits a little.
                 self.check()
-            self._bucket.delete([_sign(self._lease)])
+            self._bucket.delete([_heartbeat_object(self._lease)])
         except CheckpointError as error:
             # The next writer on another host waits until it sees that nobody changes the sign.
             _log.warning("%s was not closed: %s", self._bucket.url, error)
@@ -504,14 +500,18 @@ class ObjectWriter:
                 _log.warning("%s stays for now: %s", _object(name, ""), error)
                 return
 
-    def _read_sign(self, writer: Lease) -> bytes:
-        return self._bucket.read(_sign(writer)) or b""
+    def _read_heartbeat(self, writer: Lease) -> bytes:
+        return self._bucket.read(_heartbeat_object(writer)) or b""
 
-    def _delete_signs(self) -> None:
+    def _delete_heartbeats(self) -> None:
         """Delete those of dead writers."""
         try:
-            signs = [name for name in self._bucket.sizes("writers") if name != _sign(self._lease)]
-            self._bucket.delete(signs)
+            names = [
+                name
+                for name in self._bucket.sizes("writers")
+                if name != _heartbeat_object(self._lease)
+            ]
+            self._bucket.delete(names)
         except CheckpointError as error:
             _log.warning("old signs of life in %s stay for now: %s", self._bucket.url, error)
 
@@ -519,7 +519,7 @@ class ObjectWriter:
         beat, failing = 0, False
         while True:
             try:
-                self._bucket.write_soon(_sign(self._lease), self._lease.to_bytes(beat))
+                self._bucket.write_soon(_heartbeat_object(self._lease), self._lease.to_bytes(beat))
                 failing = False
             except CheckpointError as error:
                 if not failing:
@@ -564,9 +564,7 @@ def _look(bucket: Bucket, listed: Listed, sizes: Mapping[str, int]) -> Entry:
     try:
         found = read_manifest(files, listed.step)
         for file, record in found.files.items():
-            size = files.open(file)
-            if size != record.size:
-                raise Damaged(file, f"it has {size} bytes instead of {record.size}")
+            open_file(files, file, record)
     except CheckpointError as error:
         problem = error
     return Entry(listed.name, listed.step, listed.run, listed.name, found, problem)
@@ -605,5 +603,5 @@ def _object(step: str, file: str) -> str:
     return f"steps/{step}/{file}"
 
 
-def _sign(writer: Lease) -> str:
+def _heartbeat_object(writer: Lease) -> str:
     return f"writers/{writer.token}.json"

@@ -6,11 +6,11 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 
-from hvdkit.checkpoint.errors import CheckpointError, Damaged
+from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.posix.files import PosixFiles
-from hvdkit.checkpoint.reading import read_manifest
-from hvdkit.checkpoint.storage import Entry, in_commit_order
+from hvdkit.checkpoint.reading import open_file, read_manifest
+from hvdkit.checkpoint.storage import Entry, in_commit_order, step_name
 
 _STEP = re.compile(r"step-(\d{12})(?:-run(\d{1,9}))?(?:-\d{1,9})?")
 _QUARANTINED = "damaged-"
@@ -60,7 +60,7 @@ def free_name(step: int, run: int, names: Sequence[str]) -> str:
     A step that is there already, from before a resume, is replaced by removing it afterwards: at
     no time is there none.
     """
-    return _free(f"step-{step:012d}" + (f"-run{run}" if run > 1 else ""), names)
+    return _free(step_name(step, run), names)
 
 
 def settled_name(name: str, names: Sequence[str]) -> str:
@@ -105,9 +105,7 @@ def look(parent: int, name: str) -> Entry | None:
             manifest = read_manifest(files, step)
             run = manifest.run
             for file, record in manifest.files.items():
-                size = files.open(file)
-                if size != record.size:
-                    raise Damaged(file, f"it has {size} bytes instead of {record.size}")
+                open_file(files, file, record)
         finally:
             files.close()
     except FileNotFoundError:
