@@ -90,7 +90,10 @@ def run_script(script, rank, **names):
     return names
 
 
+# Ends without the interpreter's shutdown: a thread of the freed process group that asks for the
+# interpreter then, aborts the process ("terminate called without an active exception").
 DDP_PROCESS = """
+import os
 import sys
 import torch
 from tests.parallel.torch.test_migrating import Model
@@ -98,6 +101,8 @@ rank, path, script = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 torch.manual_seed(rank)
 dataset = torch.utils.data.TensorDataset(*torch.load(f"{path}.data"))
 exec(script, {"Model": Model, "dataset": dataset, "path": path})
+sys.stderr.flush()
+os._exit(0)
 """
 
 
