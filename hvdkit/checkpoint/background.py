@@ -1,7 +1,10 @@
 """One write at a time, in a thread, while training goes on."""
 
+from __future__ import annotations
+
 import atexit
 import concurrent.futures.thread  # noqa: F401 (registers its own function first)
+import contextlib
 import logging
 import threading
 import time
@@ -15,21 +18,84 @@ from hvdkit.errors import UsageError
 
 _log = logging.getLogger("hvdkit.checkpoint")
 
-# A write that takes longer hangs, as on a file server that is gone. Shorter than what Horovod
-# grants the ranks that wait for the first one meanwhile.
-_WRITE_SECONDS = 1500.0
+# A write that stores nothing for so long hangs, as on a file server that is gone.
+_STILL_SECONDS = 600.0
 # Waiting for the write before this one is worth a word.
 _WAIT_WORTH_SAYING_SECONDS = 1.0
+_LOOK_SECONDS = 5.0
 
 
-# The threads that a process waits for when it ends. They are daemons: a thread that hangs must not
-# keep the process alive.
-_writing: set[threading.Thread] = set()
+class _Write:
+    """A step that a thread writes.
+
+    Attributes:
+        failure: what went wrong.
+    """
+
+    def __init__(self, writer: Writer, snapshot: Snapshot) -> None:
+        self.failure: Exception | None = None
+        self._writer = writer
+        self._snapshot = snapshot
+        self._progress: int | None = None
+        self._moved = time.monotonic()
+        # A daemon: a write that hangs must not keep the process alive.
+        self._thread = threading.Thread(target=self._run, name="hvdkit-checkpoint", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread.
+
+        Raises:
+            RuntimeError: there are too many.
+        """
+        self._moved = time.monotonic()
+        self._thread.start()
+
+    def ended(self, seconds: float) -> bool:
+        """Wait until the write has ended, at most for some seconds.
+
+        Raises:
+            CheckpointError: nothing was stored for a long time.
+        """
+        end = time.monotonic() + seconds
+        while self._thread.is_alive():
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            self._thread.join(min(left, _LOOK_SECONDS))
+            progress = self._writer.progress
+            if progress is None or progress != self._progress:
+                self._progress, self._moved = progress, time.monotonic()
+            still = time.monotonic() - self._moved
+            if still > _STILL_SECONDS and self._thread.is_alive():
+                raise CheckpointError(
+                    f"step {self._snapshot.step} is being written, and nothing of it was stored "
+                    f"for {still / 60:.0f} minutes. Check that the file server still answers."
+                )
+        return True
+
+    def _run(self) -> None:
+        began = time.perf_counter()
+        step = self._snapshot.step
+        try:
+            location = self._writer.write(self._snapshot)
+        except Exception as error:
+            self.failure = error
+        except BaseException as error:
+            # Of a thread, it would end nothing but the thread.
+            self.failure = CheckpointError(f"step {step} was not saved: {error!r}")
+        else:
+            _log.info("%s written in %.1f s", location, time.perf_counter() - began)
+
+
+# The writes that a process waits for when it ends.
+_writing: set[_Write] = set()
 
 
 def _finish_writing() -> None:
-    for thread in list(_writing):
-        thread.join(_WRITE_SECONDS)
+    for write in list(_writing):
+        with contextlib.suppress(CheckpointError):
+            while not write.ended(_LOOK_SECONDS):
+                pass
 
 
 # Uploads need thread pools, which end before the functions of `atexit` are called, in the reverse
@@ -55,13 +121,15 @@ class BackgroundWriter:
         self._overwrite = overwrite
         self._base: Manifest | None = None
         self._writer: Writer | None = None
-        self._thread: threading.Thread | None = None
+        self._write: _Write | None = None
         self._failure: Exception | None = None
 
     @property
     def failed(self) -> bool:
-        """Whether a write has failed, and `finish` has not told yet."""
-        return self._failure is not None
+        """Whether a write has failed, and `finished` has not raised it yet."""
+        return self._failure is not None or (
+            self._write is not None and self._write.failure is not None
+        )
 
     def restored(self, base: Manifest) -> None:
         """Continue from this step: what is written next belongs to its run."""
@@ -104,7 +172,7 @@ class BackgroundWriter:
             )
 
     def try_to_open(self) -> None:
-        """`open`, and let `finish` tell what goes wrong."""
+        """`open`, and let `finished` raise what goes wrong."""
         try:
             if not self.failed:
                 self.open()
@@ -112,59 +180,45 @@ class BackgroundWriter:
             self._failure = error
 
     def begin(self, snapshot: Snapshot) -> None:
-        """Write a snapshot. `open` and `finish` come before it; it must not change until the next
-        `finish`, which also tells what goes wrong."""
+        """Write a snapshot. `open` and `finished` come before it.
+
+        The snapshot must not change until `finished` is true, which also raises what goes wrong.
+        """
         assert self._writer is not None
-        assert self._thread is None
-        self._thread = threading.Thread(
-            target=self._write, args=[self._writer, snapshot], name="hvdkit-checkpoint", daemon=True
-        )
+        assert self._write is None
+        write = _Write(self._writer, snapshot)
         try:
-            self._thread.start()
+            write.start()
         except RuntimeError as error:
-            self._thread = None
             self._failure = CheckpointError(f"step {snapshot.step} was not saved: {error}")
             return
-        _writing.add(self._thread)
+        self._write = write
+        _writing.add(write)
 
-    def _write(self, writer: Writer, snapshot: Snapshot) -> None:
-        began = time.perf_counter()
-        try:
-            location = writer.write(snapshot)
-        except Exception as error:
-            self._failure = error
-        except BaseException as error:
-            # Of a thread, it would end nothing but the thread.
-            self._failure = CheckpointError(f"step {snapshot.step} was not saved: {error!r}")
-        else:
-            _log.info("%s written in %.1f s", location, time.perf_counter() - began)
-
-    def finish(self) -> None:
-        """Wait for the write that is going on, if any.
+    def finished(self, seconds: float) -> bool:
+        """Wait for the write that is going on, if any, at most for some seconds.
 
         Raises:
-            CheckpointError: it failed, or does not end.
+            CheckpointError: it failed, or nothing was stored for a long time.
             UsageError: it cannot be written by anyone.
         """
-        thread = self._thread
-        if thread is not None:
-            thread.join(_WAIT_WORTH_SAYING_SECONDS)
-            if thread.is_alive():
+        write = self._write
+        if write is not None:
+            said = min(seconds, _WAIT_WORTH_SAYING_SECONDS)
+            if not write.ended(said):
                 _log.info("waiting until the checkpoint before this one is written")
-                thread.join(_WRITE_SECONDS)
-            if thread.is_alive():
-                raise CheckpointError(
-                    f"a checkpoint is being written since {_WRITE_SECONDS / 60:.0f} minutes: is "
-                    f"the file server still there?"
-                )
-            _writing.discard(thread)
-            self._thread = None
+                if not write.ended(seconds - said):
+                    return False
+            _writing.discard(write)
+            self._write = None
+            self._failure = write.failure
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+        return True
 
     def delete(self, step: int) -> None:
-        """Delete a step of the newest run. After `finish`.
+        """Delete a step of the newest run. After `finished`.
 
         Raises:
             UsageError: there is no such step.
@@ -190,7 +244,7 @@ class BackgroundWriter:
             )
 
     def close(self) -> None:
-        """Give the folder back, if no write hangs. After `finish`."""
+        """Give the folder back, if no write hangs. After `finished`."""
         writer, self._writer = self._writer, None
-        if writer is not None and self._thread is None:
+        if writer is not None and self._write is None:
             writer.close()

@@ -9,7 +9,7 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -21,21 +21,22 @@ from hvdkit.checkpoint import tree
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.exchange import StepWord, compare, exchange
 from hvdkit.checkpoint.manifest import check_part_name
-from hvdkit.checkpoint.reading import OpenCheckpoint, Outline
+from hvdkit.checkpoint.restoring import NOTHING_RESTORED, Restoring
 from hvdkit.checkpoint.retention import KeepBest, Mode
 from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
-from hvdkit.checkpoint.snapshot import SnapshotMemory
-from hvdkit.checkpoint.state import Part, PartialPart, RankPart, Tensor, Tree
+from hvdkit.checkpoint.snapshot import SnapshotMemory, in_place
+from hvdkit.checkpoint.state import Part, RankPart, Tree
 from hvdkit.checkpoint.storage import MAX_STEP
 from hvdkit.checkpoint.store import Store
-from hvdkit.checkpoint.tensors import nbytes
-from hvdkit.checkpoint.transfer import InTurn, Transfer, destinations
 from hvdkit.checkpoint.writing import Snapshot
 from hvdkit.core.agreement import digest
 from hvdkit.core.collectives import Collectives
 from hvdkit.errors import RESUMABLE, UsageError
 
 _log = logging.getLogger("hvdkit.checkpoint")
+
+# How long the other ranks hear nothing of the first one while it waits for a write.
+_WAIT_SECONDS = 60.0
 
 
 class Stopped(SystemExit):
@@ -174,8 +175,9 @@ class Manager:
     ) -> None:
         """Save the state as it is now. A collective.
 
-        Returns once the state is copied, and the copy is written by a thread. If the write before
-        this one is still going on, waits for that first.
+        Returns once the state is copied, and a thread writes the copy. If the write before this
+        one is still going on, waits for that first. With `wait`, or where the checkpointer is not
+        asynchronous, the state is written without a copy.
 
         Args:
             step: how many steps have been trained, the same on all ranks.
@@ -192,6 +194,10 @@ class Manager:
         self._check_open()
         message: dict[str, Any] = {}
         problem: Exception | None = None
+        consequence = f"step {step} was not saved"
+        wait = wait or not self._asynchronous
+        # The copy before this one is in use until it is written.
+        self._finish(consequence)
         try:
             values = _checked(step, epoch, metrics or {})
             if self._window_open():
@@ -200,8 +206,6 @@ class Manager:
                     f"pass, or end it with flush(); maybe_save() waits for its end by itself"
                 )
             if self._first:
-                # The copy before this one is in use until it is written.
-                self._writer.finish()
                 self._writer.open()
             trees = {name: self._parts[name].capture() for name in self._parts_to_capture()}
             message = {
@@ -212,10 +216,10 @@ class Manager:
                 )[0],
             }
             if self._first:
-                copied = self._memory.copy(trees)
+                content = in_place(trees) if wait else self._memory.copy(trees)
         except Exception as error:
             problem = error
-        gathered = exchange(self._collectives, message, problem, f"step {step} was not saved")
+        gathered = exchange(self._collectives, message, problem, consequence)
         compare(self._collectives, [each["step"] for each in gathered], "the step to save")
         for name in self._alike:
             compare(
@@ -225,19 +229,25 @@ class Manager:
             )
         self._last_step, self._last_time = int(step), time.monotonic()
         if self._first:
-            self._writer.begin(
-                Snapshot(
-                    step=int(step),
-                    epoch=None if epoch is None else int(epoch),
-                    world_size=len(self._collectives.ranks),
-                    metrics=values,
-                    versions=self._versions,
-                    parts=copied,
-                    ranks=[each["own"] for each in gathered],
-                )
+            snapshot = Snapshot(
+                step=int(step),
+                epoch=None if epoch is None else int(epoch),
+                world_size=len(self._collectives.ranks),
+                metrics=values,
+                versions=self._versions,
+                parts=content,
+                ranks=[each["own"] for each in gathered],
             )
-        if wait or not self._asynchronous:
-            self.wait()
+            self._writer.begin(snapshot)
+        if not wait:
+            return
+        try:
+            self._finish()
+        except BaseException:
+            # The caller may go on and change the state, which is read where it is.
+            if self._first:
+                snapshot.withdrawn.set()
+            raise
 
     def maybe_save(
         self,
@@ -345,14 +355,16 @@ class Manager:
             Where the job is now; None if there is no checkpoint, and nothing has changed.
 
         Raises:
-            UsageError: on all ranks: it does not fit, or there is no such `step`. Nothing has
-                changed.
+            UsageError: on all ranks: it does not fit, or there is no such `step`.
             CheckpointError: on all ranks: none of the steps is good, or the folder cannot be
-                read. If it says so, the state is half restored.
+                read.
+
+        The content is checked while it is read: where a step proves to be damaged, the next older
+        one is restored over it. An error that says that the state is half restored comes after
+        that; any other error has changed nothing.
         """
         self._check_open()
-        opened: OpenCheckpoint | None = None
-        sent = b""
+        self._finish(NOTHING_RESTORED)
         message: dict[str, Any] = {}
         problem: Exception | None = None
         try:
@@ -364,34 +376,32 @@ class Manager:
                 subject: "the newest" if wanted is None else str(wanted)
                 for subject, wanted in (("step", step), ("run", run))
             } | {"strict": str(strict), "only": str(sorted(parts))}
-            if self._first:
-                self._writer.finish()
-                opened = self._store.newest_good(step, run)
-                sent = opened.outline.to_bytes() if opened else b""
         except Exception as error:
             problem = error
-        try:
-            asked = exchange(self._collectives, message, problem)
-            for subject in message:
-                told = [each[subject] for each in asked]
-                compare(self._collectives, told, f"the {subject} to restore")
-            first = self._collectives.ranks[0]
-            sent = self._collectives.broadcast(sent, first, "hvdkit.checkpoint.outline")
-            if not sent:
-                return None
-            restored = self._take_over(opened, sent, parts, strict)
-            self._last_time = time.monotonic()
-            if only is not None:
-                # This is another training, which counts its own steps.
-                self._writer.begin_run()
-                return restored
-            self._last_step = restored.step
-            if opened is not None:
-                self._writer.restored(opened.manifest)
-            return restored
-        finally:
-            if opened is not None:
-                opened.close()
+        asked = exchange(self._collectives, message, problem)
+        for subject in message:
+            compare(
+                self._collectives,
+                [each[subject] for each in asked],
+                f"the {subject} to restore",
+            )
+        restoring = Restoring(
+            *(self._collectives, self._parts, self._rank_parts, self._of_this_size),
+            wanted=parts,
+            strict=strict,
+        )
+        found = restoring.run(self._store.search(step, run) if self._first else None)
+        if found is None:
+            return None
+        self._last_time = time.monotonic()
+        if only is not None:
+            # This is another training, which counts its own steps.
+            self._writer.begin_run()
+        else:
+            self._last_step = found.step
+            if self._first:
+                self._writer.restored(found)
+        return Restored(found.step, found.epoch, found.metrics, found.world_size)
 
     def steps(self) -> list[SavedStep]:
         """List the whole steps of the newest run, oldest first. A collective.
@@ -443,10 +453,9 @@ class Manager:
             problem = error
         told = exchange(self._collectives, {"step": repr(step)}, problem)
         compare(self._collectives, [each["step"] for each in told], "the step to delete")
-        self._from_first(lambda: self._delete(step))
+        self._from_first(lambda: self._writer.delete(step))
 
     def _list_steps(self) -> list[dict[str, Any]]:
-        self._writer.finish()
         return [
             {
                 "step": info.step,
@@ -457,10 +466,6 @@ class Manager:
             for info in self._store.steps_of_newest_run()
         ]
 
-    def _delete(self, step: int) -> None:
-        self._writer.finish()
-        self._writer.delete(step)
-
     def _from_first(self, call: Callable[[], Any]) -> Any:
         """Call on the first rank, and return its result, which JSON has, on all. A collective.
 
@@ -468,6 +473,7 @@ class Manager:
             UsageError, CheckpointError: on all ranks: the call raised.
         """
         self._check_open()
+        self._finish()
         sent = b""
         problem: Exception | None = None
         try:
@@ -485,13 +491,26 @@ class Manager:
         Raises:
             CheckpointError: on all ranks: a write failed.
         """
-        problem: Exception | None = None
-        try:
-            if self._first:
-                self._writer.finish()
-        except Exception as error:
-            problem = error
-        exchange(self._collectives, {}, problem)
+        self._finish()
+
+    def _finish(self, consequence: str = "") -> None:
+        """Wait for the write that is going on, if any. A collective.
+
+        The ranks communicate while they wait, so that Horovod takes none of them for stalled.
+
+        Args:
+            consequence: of a problem, to be added to it.
+        """
+        going_on = True
+        while going_on:
+            problem: Exception | None = None
+            message: dict[str, Any] = {}
+            try:
+                if self._first:
+                    message = {"going on": not self._writer.finished(_WAIT_SECONDS)}
+            except Exception as error:
+                problem = error
+            going_on = exchange(self._collectives, message, problem, consequence)[0]["going on"]
 
     def close(self) -> None:
         """`wait`, and give the folder back. A collective; may be called again.
@@ -516,7 +535,8 @@ class Manager:
             return
         self._closed = True
         try:
-            self._writer.finish()
+            while not self._writer.finished(_WAIT_SECONDS):
+                pass
         except Exception as error:
             _log.error("the last save failed: %s", error)
         finally:
@@ -547,76 +567,6 @@ class Manager:
     def _parts_to_capture(self) -> Collection[str]:
         return self._parts if self._first else self._alike
 
-    def _take_over(
-        self, opened: OpenCheckpoint | None, sent: bytes, wanted: Collection[str], strict: bool
-    ) -> Restored:
-        ranks = self._collectives.ranks
-        prepared: dict[str, Tree] = {}
-        tensors: dict[Hashable, Tensor] = {}
-        problem: Exception | None = None
-        try:
-            outline = Outline.from_bytes(sent)
-            manifest = outline.manifest
-            same_size = manifest.world_size == len(ranks)
-            left: list[str] = []
-            for name in self._parts_to_restore(outline, same_size, wanted, strict):
-                try:
-                    prepared[name] = self._prepare(name, outline, strict, left)
-                except UsageError as error:
-                    if strict:
-                        raise
-                    left.append(f"{name}: {error}")
-                    continue
-                tensors |= destinations(name, prepared[name], outline)
-            if left:
-                # Those of layers that may be others now.
-                wanted = {name for name in wanted if name != "statistics"}
-            # Everything that may fail on one rank alone, memory too, comes before the first bucket.
-            travel = Transfer({key: nbytes(tensor.spec) for key, tensor in tensors.items()})
-            own = outline.rank(ranks.index(self._collectives.rank)) if same_size else {}
-            message = {
-                "left": digest(left).hex(),
-                "tensors": digest([str(key) for key in tensors]).hex(),
-            }
-        except Exception as error:
-            problem = error
-            message = {}
-        gathered = exchange(self._collectives, message, problem, "nothing was restored")
-        for subject in message:
-            told = [each[subject] for each in gathered]
-            compare(self._collectives, told, "what of the checkpoint fits")
-        problem = None
-        try:
-            source = InTurn(opened) if opened is not None else None
-            travel.run(self._collectives, tensors, source)
-        except Exception as error:
-            problem = error
-        half = "the state is half restored: end the job"
-        exchange(self._collectives, {}, problem, half)
-        problem = None
-        try:
-            for name, content in prepared.items():
-                self._parts[name].adopt(content)
-            # Last, because what comes before may draw random numbers.
-            for name, part in self._rank_parts.items():
-                if name in own and name in wanted:
-                    part.adopt(own[name])
-        except Exception as error:
-            problem = error
-        exchange(self._collectives, {}, problem, half)
-        if self._first and left:
-            _log.warning(
-                "step %d was restored in part; left as they are: %s",
-                *(manifest.step, "; ".join(left)),
-            )
-        if self._first and not same_size:
-            _log.warning(
-                "step %d was saved by %d ranks, and this job has %d: what is left of its epoch is "
-                "divided anew, and random numbers start anew",
-                *(manifest.step, manifest.world_size, len(ranks)),
-            )
-        return Restored(manifest.step, manifest.epoch, manifest.metrics, manifest.world_size)
-
     def _parts_wanted(self, only: Collection[str] | None) -> set[str]:
         """The names of the parts to restore, of those that each rank has for itself too.
 
@@ -635,54 +585,6 @@ class Manager:
                 f"only is {only!r}: expected some of {', '.join(sorted(known))}, such as ('model',)"
             )
         return wanted
-
-    def _prepare(self, name: str, outline: Outline, strict: bool, left: list[str]) -> Tree:
-        """Prepare a part for its saved state.
-
-        Args:
-            name: of the part.
-            outline: of the checkpoint.
-            strict: whether all of it must fit.
-            left: what stays as it is; gets longer.
-
-        Raises:
-            UsageError: the state does not fit.
-        """
-        part, tree = self._parts[name], outline.tree(name)
-        if strict or not isinstance(part, PartialPart):
-            return part.prepare(tree)
-        prepared, lines = part.prepare_partly(tree)
-        left += [f"{name}: {line}" for line in lines]
-        return prepared
-
-    def _parts_to_restore(
-        self, outline: Outline, same_size: bool, wanted: Collection[str], strict: bool
-    ) -> list[str]:
-        lacking = (self._parts.keys() & wanted) - outline.trees.keys() - self._of_this_size
-        if lacking and not strict and self._first:
-            _log.warning(
-                "step %d has no %s; left as they are",
-                *(outline.manifest.step, ", ".join(sorted(lacking))),
-            )
-        elif lacking and strict:
-            raise UsageError(
-                f"the checkpoint of step {outline.manifest.step} has no "
-                f"{', '.join(sorted(lacking))}; it has {', '.join(sorted(outline.trees))}. Restore "
-                f"with what it was saved with, or with strict=False"
-            )
-        unused = outline.trees.keys() - self._parts.keys() - self._of_this_size
-        if unused and self._first:
-            _log.warning(
-                "step %d has %s, which this job does not ask for",
-                *(outline.manifest.step, ", ".join(sorted(unused))),
-            )
-        return [
-            name
-            for name in self._parts
-            if name in wanted
-            and name in outline.trees
-            and (same_size or name not in self._of_this_size)
-        ]
 
 
 def _checked(step: Any, epoch: Any, metrics: Any) -> dict[str, float]:

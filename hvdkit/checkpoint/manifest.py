@@ -15,6 +15,7 @@ from typing import Any
 import xxhash
 
 from hvdkit.checkpoint import tree
+from hvdkit.checkpoint.chunks import FileRecord
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.errors import UsageError
 
@@ -23,28 +24,16 @@ STATE, RANKS = "state.json", "ranks.json"
 TENSORS_SUFFIX = ".safetensors"
 
 #: Larger JSON files are neither written nor read: a stranger's could fill the memory.
-MAX_MANIFEST_BYTES = 4_000_000
+MAX_MANIFEST_BYTES = 16_000_000
 MAX_JSON_BYTES = 256_000_000
 
-_FORMAT, _VERSION = "hvdkit checkpoint", 1
+#: Version 1 has one hash for each file; version 2 has one for each chunk of a file.
+_FORMAT, _VERSION, _VERSIONS = "hvdkit checkpoint", 2, (1, 2)
 _PART = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{32}")
 _SEAL = ',\n "xxh3_128": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 32))
 _MAX_INT = 2**63
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """One file of a step.
-
-    Attributes:
-        size: bytes.
-        xxh3_128: of its content, 32 hexadecimal digits.
-    """
-
-    size: int
-    xxh3_128: str
 
 
 @dataclass(frozen=True)
@@ -109,7 +98,11 @@ class Manifest:
             "metrics": metrics,
             "versions": dict(self.versions),
             "files": {
-                name: {"bytes": record.size, "xxh3_128": record.xxh3_128}
+                name: {
+                    "bytes": record.size,
+                    "chunk_bytes": record.chunk_bytes,
+                    "xxh3_128": record.hashes,
+                }
                 for name, record in self.files.items()
             },
         }
@@ -129,7 +122,7 @@ class Manifest:
             Damaged: it is not that.
             CheckpointError: it is of a later version of hvdkit.
         """
-        fields = unsealed(NAME, data, _FORMAT, _VERSION)
+        fields = unsealed(NAME, data, _FORMAT, *_VERSIONS)
         try:
             return cls(
                 step=_count(fields["step"]),
@@ -141,7 +134,7 @@ class Manifest:
                 metrics=_entries(tree.decode(fields["metrics"], {}), _number),
                 versions=_entries(fields["versions"], _text),
                 files={
-                    check_file_name(name): FileRecord(_count(record["bytes"]), _hash(record))
+                    check_file_name(name): _record(record, fields["version"])
                     for name, record in fields["files"].items()
                 },
             )
@@ -155,14 +148,14 @@ def sealed(fields: Mapping[str, Any]) -> bytes:
     return body + (_SEAL % xxhash.xxh3_128_hexdigest(body)).encode()
 
 
-def unsealed(file: str, data: bytes, format: str, version: int) -> dict[str, Any]:
+def unsealed(file: str, data: bytes, format: str, *versions: int) -> dict[str, Any]:
     """Read what `sealed` has given.
 
     Args:
         file: its name, for errors.
         data: its content.
         format: the entry "format" that it must have.
-        version: the entry "version" that it must have.
+        versions: the entry "version" must be one of them.
 
     Raises:
         Damaged: it is not that.
@@ -174,10 +167,10 @@ def unsealed(file: str, data: bytes, format: str, version: int) -> dict[str, Any
     fields = parse_json(file, data)
     if not isinstance(fields, dict) or fields.get("format") != format:
         raise Damaged(file, f"its format is not {format!r}")
-    if fields.get("version") != version:
+    if fields.get("version") not in versions:
         raise CheckpointError(
             f"{file} is of version {fields.get('version')!r:.20}; this hvdkit reads version "
-            f"{version}. Update hvdkit."
+            f"{' and '.join(map(str, versions))}. Update hvdkit."
         )
     return fields
 
@@ -249,10 +242,21 @@ def _text(value: Any) -> str:
     return value
 
 
-def _hash(record: Any) -> str:
-    if not _HASH.fullmatch(_text(record["xxh3_128"])):
+def _record(fields: Mapping[str, Any], version: int) -> FileRecord:
+    """The record of one file in a manifest of that version."""
+    size, hashes = _count(fields["bytes"]), fields["xxh3_128"]
+    if version == 1:
+        # The file is one chunk.
+        return FileRecord(size, (_hash(hashes),), max(size, 1))
+    if not isinstance(hashes, list):
+        raise ValueError("the hashes are no list")
+    return FileRecord(size, tuple(map(_hash, hashes)), _count(fields["chunk_bytes"]))
+
+
+def _hash(value: Any) -> str:
+    if not _HASH.fullmatch(_text(value)):
         raise ValueError("a hash has not 32 digits")
-    return record["xxh3_128"]
+    return value
 
 
 def _entries(value: Any, check: Callable[[Any], Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -11,28 +11,13 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import xxhash
 
 from hvdkit.checkpoint import manifest, tensors, tree
+from hvdkit.checkpoint.chunks import ChunkedFile, FileRecord
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
-from hvdkit.checkpoint.manifest import FileRecord, Manifest
+from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.state import TensorSpec, Tree
 from hvdkit.checkpoint.storage import StepFiles
-from hvdkit.checkpoint.tensors import ReadInto
-
-#: What is read and hashed at once: stays in the processor's cache between the two.
-_CHUNK_BYTES = 1_000_000
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is wrong with one file of a step."""
-
-    file: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +82,10 @@ class Outline:
 
 
 class OpenCheckpoint:
-    """A step that was found whole and good, with its files open. A context manager.
+    """A step with its files open. A context manager.
+
+    What it gives is what was saved: every chunk of a file is compared with its hash before its
+    content is used.
 
     Attributes:
         outline: all of it but its tensors' content.
@@ -123,32 +111,35 @@ class OpenCheckpoint:
         Raises:
             CheckpointError: the step has no tensors for such a part.
         """
-        name = self._file(part)
-        read_into = partial(self._files.read_into, name)
-        return TensorStream(name, read_into, self._begins[part], self.manifest.files[name])
+        return TensorStream(self._file(part), self._begins[part])
 
     def read(self, part: str, name: str, out: np.ndarray) -> None:
         """Copy the content of one tensor into `out`: uint8, contiguous, of its size in bytes.
 
-        What is read is not hashed once more: use `stream` where all is wanted.
+        Reads whole chunks: use `stream` where all tensors are wanted.
+
+        Raises:
+            Damaged: a chunk that holds the tensor is not what was written.
+            CheckpointError: it cannot be read.
         """
         file = self._file(part)
         begin, end = tensors.spans(self.outline.specs[part])[name]
         if out.size != end - begin:
             raise ValueError(f"{part}'s tensor {name} has {end - begin} bytes, not {out.size}")
-        self._files.read_into(file, out, self._begins[part] + begin)
+        file.read(out, self._begins[part] + begin)
 
     def close(self) -> None:
         """Close the files. May be called again."""
         self._files.close()
 
-    def _file(self, part: str) -> str:
+    def _file(self, part: str) -> ChunkedFile:
         if part not in self.outline.specs:
             raise CheckpointError(
                 f"step {self.manifest.step} has no tensors of a part {part!r}; it has those of "
                 f"{', '.join(self.outline.specs) or 'none'}."
             )
-        return part + manifest.TENSORS_SUFFIX
+        name = part + manifest.TENSORS_SUFFIX
+        return _chunked(self._files, self.manifest, name, self._files.readers)
 
     def __enter__(self) -> Self:
         return self
@@ -163,50 +154,65 @@ class OpenCheckpoint:
 
 
 class TensorStream:
-    """The tensors' bytes of one part, front to back, hashed once more on their way.
+    """The tensors' bytes of one part, from the first to the last.
+
+    Args:
+        file: that of the part.
+        begin: where the first tensor begins in it.
 
     Attributes:
         size: bytes in all: the sum over the tensors.
     """
 
-    def __init__(self, name: str, read_into: ReadInto, begin: int, record: FileRecord) -> None:
-        self.size = record.size - begin
-        self._name = name
-        self._read_into = read_into
-        self._offset = begin
-        self._record = record
-        header = np.empty(begin, np.uint8)
-        read_into(header, 0)
-        self._hash = xxhash.xxh3_128(header.data)
+    def __init__(self, file: ChunkedFile, begin: int) -> None:
+        self.size = file.size - begin
+        self._pieces = file.pieces(begin)
+        self._begin = begin
+        self._left = np.empty(0, np.uint8)
 
     def read_into(self, out: np.ndarray) -> None:
         """Fill `out` (uint8, contiguous) with the next `out.size` bytes.
 
         Raises:
-            Damaged: the file changed since it was verified. With the last byte, the whole file's
-                hash has been compared: what `read_into` has returned by then is what was saved.
+            Damaged: a chunk is not what was written.
+            CheckpointError: it cannot be read, for a reason that says nothing about it.
             ValueError: fewer bytes than that are left.
         """
-        if self._offset + out.size > self._record.size:
-            left = self._record.size - self._offset
-            raise ValueError(f"{out.size} bytes of {self._name} are wanted, and {left} are left")
-        for chunk in _chunks(out):
-            self._read_into(chunk, self._offset)
-            self._hash.update(chunk.data)
-            self._offset += chunk.size
-        if self._offset == self._record.size and self._hash.hexdigest() != self._record.xxh3_128:
-            raise Damaged(self._name, "it has changed since it was verified")
+        while out.size:
+            if not self._left.size:
+                self._left = self._next_piece(out.size)
+            count = min(out.size, self._left.size)
+            out[:count] = self._left[:count]
+            out, self._left = out[count:], self._left[count:]
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._pieces.close()
+
+    def _next_piece(self, wanted: int) -> np.ndarray:
+        for start, content in self._pieces:
+            # The first chunk has the header, too.
+            piece = content[max(self._begin - start, 0) :]
+            if piece.size:
+                return piece
+        raise ValueError(f"{wanted} bytes are wanted, and none is left")
 
 
 def examine(
-    open_step: Callable[[], StepFiles], step: int, progress: Callable[[int], None] | None = None
-) -> tuple[OpenCheckpoint | None, list[Problem]]:
-    """Read all of a step, and compare it with its manifest.
+    open_step: Callable[[], StepFiles],
+    step: int,
+    progress: Callable[[int], None] | None = None,
+    *,
+    whole: bool = True,
+) -> tuple[OpenCheckpoint | None, list[Damaged]]:
+    """Open a step, and compare it with its manifest.
 
     Args:
         open_step: opens the step for reading.
         step: the number that the manifest must have.
         progress: called with the number of bytes read since the call before.
+        whole: False: check the files' sizes, and the content of all but the tensors, which are
+            checked when they are read.
 
     Returns:
         The step, opened, and no problems; or None, and what is wrong.
@@ -219,13 +225,15 @@ def examine(
             files = open_step()
             resources.callback(files.close)
             found = read_manifest(files, step)
-            problems = list(_compare(files, found, progress))
+            problems = _open_all(files, found)
+            if whole and not problems:
+                problems = _verified(files, found, progress)
             if not problems:
                 opened = _opened(found, files)
                 resources.pop_all()
                 return opened, []
         except Damaged as error:
-            problems = [Problem(error.file, error.reason)]
+            problems = [error]
     return None, problems
 
 
@@ -239,7 +247,9 @@ def read_manifest(files: StepFiles, step: int) -> Manifest:
     size = files.open(manifest.NAME)
     if size > manifest.MAX_MANIFEST_BYTES:
         raise Damaged(manifest.NAME, f"it has {size} bytes, more than a manifest can have")
-    found = Manifest.from_bytes(_content(files, manifest.NAME, size))
+    content = np.empty(size, np.uint8)
+    files.read_into(manifest.NAME, content, 0)
+    found = Manifest.from_bytes(content.tobytes())
     if found.step != step:
         raise Damaged(manifest.NAME, f"it is that of step {found.step}")
     return found
@@ -257,40 +267,36 @@ def open_file(files: StepFiles, name: str, record: FileRecord) -> None:
         raise Damaged(name, f"it has {size} bytes instead of {record.size}")
 
 
-def _compare(
-    files: StepFiles, found: Manifest, progress: Callable[[int], None] | None
-) -> Iterator[Problem]:
-    """Open and hash what the manifest lists; yields what is wrong with it."""
-    # First all are opened: the step may be deleted while they are read.
-    missing = False
+def _open_all(files: StepFiles, found: Manifest) -> list[Damaged]:
+    """Open all files that the manifest lists: the step may be deleted while they are read.
+
+    Returns:
+        What is wrong with their sizes.
+    """
+    problems = []
     for name, record in found.files.items():
         try:
             open_file(files, name, record)
         except Damaged as error:
-            missing = True
-            yield Problem(error.file, error.reason)
-    if missing:
-        return
-    buffer = np.empty(_CHUNK_BYTES, np.uint8)
-    for name, record in found.files.items():
+            problems.append(error)
+    return problems
+
+
+def _verified(
+    files: StepFiles, found: Manifest, progress: Callable[[int], None] | None
+) -> list[Damaged]:
+    """Read all files. Returns what is wrong with them."""
+    problems = []
+    for name in found.files:
         try:
-            state = xxhash.xxh3_128()
-            for offset in range(0, record.size, _CHUNK_BYTES):
-                chunk = buffer[: min(_CHUNK_BYTES, record.size - offset)]
-                files.read_into(name, chunk, offset)
-                state.update(chunk.data)
-                if progress:
-                    progress(chunk.size)
-            if state.hexdigest() != record.xxh3_128:
-                raise Damaged(name, "its content is not what was written: its hash differs")
+            _chunked(files, found, name).verify(progress)
         except Damaged as error:
-            yield Problem(error.file, error.reason)
+            problems.append(error)
+    return problems
 
 
-def _content(files: StepFiles, name: str, size: int) -> bytes:
-    content = np.empty(size, np.uint8)
-    files.read_into(name, content, 0)
-    return content.tobytes()
+def _chunked(files: StepFiles, found: Manifest, name: str, readers: int = 0) -> ChunkedFile:
+    return ChunkedFile(name, found.files[name], partial(files.read_into, name), readers)
 
 
 def _json(files: StepFiles, found: Manifest, name: str) -> Any:
@@ -302,7 +308,9 @@ def _json(files: StepFiles, found: Manifest, name: str) -> Any:
         raise Damaged(
             name, f"it has {size} bytes; expected at most {manifest.MAX_JSON_BYTES} of JSON"
         )
-    return manifest.parse_json(name, _content(files, name, size))
+    content = np.empty(size, np.uint8)
+    _chunked(files, found, name).read(content, 0)
+    return manifest.parse_json(name, content.tobytes())
 
 
 def _opened(found: Manifest, files: StepFiles) -> OpenCheckpoint:
@@ -312,16 +320,12 @@ def _opened(found: Manifest, files: StepFiles) -> OpenCheckpoint:
     for part in found.parts_with_tensors:
         name = part + manifest.TENSORS_SUFFIX
         begins[part], specs[part] = tensors.read_header(
-            partial(files.read_into, name), found.files[name].size, name
+            _chunked(files, found, name).read, found.files[name].size, name
         )
     outline = Outline(found, trees, specs, tuple(ranks) if isinstance(ranks, list) else ())
     _check(manifest.RANKS, lambda: _check_ranks(outline, ranks))
     _check(manifest.STATE, lambda: _check_trees(outline))
     return OpenCheckpoint(outline, files, begins)
-
-
-def _chunks(out: np.ndarray) -> Iterator[np.ndarray]:
-    return (out[at : at + _CHUNK_BYTES] for at in range(0, out.size, _CHUNK_BYTES))
 
 
 def _check(name: str, check: Callable[[], None]) -> None:

@@ -14,9 +14,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from hvdkit.checkpoint import tensors
-from hvdkit.checkpoint.errors import printable
+from hvdkit.checkpoint.errors import Damaged, printable
 from hvdkit.checkpoint.manifest import Manifest
-from hvdkit.checkpoint.reading import OpenCheckpoint, Problem
+from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.retention import Retention
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.storage import Entry
@@ -97,7 +97,10 @@ def show_step(opened: OpenCheckpoint, console: Console) -> None:
     _print(console, f"  {'of each rank':20} {_count(len(outline.ranks), 'rank')}")
     _print(console, "\nfiles:")
     for name, record in manifest.files.items():
-        _print(console, f"  {name:28} {size_text(record.size):>9}  xxh3_128 {record.xxh3_128}")
+        hashes = f"xxh3_128 {record.hashes[0]}"
+        if len(record.hashes) > 1:
+            hashes = f"{len(record.hashes)} chunks of {size_text(record.chunk_bytes)}"
+        _print(console, f"  {name:28} {size_text(record.size):>9}  {hashes}")
 
 
 def verify(store: Store, step: int | None, console: Console) -> bool:
@@ -117,7 +120,7 @@ def verify(store: Store, step: int | None, console: Console) -> bool:
             else f"there are no steps in {store.location}; expected a folder of checkpoints."
         )
     total = sum(entry.manifest.size for entry in entries if entry.manifest)
-    verdicts: list[tuple[Entry, list[Problem]]] = []
+    verdicts: list[tuple[Entry, list[Damaged]]] = []
     with _progress(console, "verifying", total) as progress:
         verdicts.extend((entry, store.verify_entry(entry, progress)) for entry in entries)
     for entry, problems in verdicts:

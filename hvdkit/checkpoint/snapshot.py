@@ -1,6 +1,7 @@
-"""A copy of the state in host memory, to be written while the state goes on changing."""
+"""The state as it is written: a copy in host memory, or the tensors' own memory."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,7 @@ class SnapshotMemory:
         Raises:
             UsageError: something in a tree cannot be saved.
         """
-        encoded: dict[str, tuple[Any, dict[str, Tensor]]] = {
-            part: tree.encode(content, part) for part, content in trees.items()
-        }
+        encoded = _encoded(trees)
         places: dict[tuple[str, str], slice] = {}
         end = 0
         for part, (_, tensors) in encoded.items():
@@ -50,3 +49,37 @@ class SnapshotMemory:
                 copies[name] = (tensor.spec, memory)
             parts[part] = EncodedPart(content, copies)
         return parts
+
+
+def in_place(trees: Mapping[str, Tree]) -> dict[str, EncodedPart]:
+    """Return the state without a copy. It must not change until it is written.
+
+    A tensor that is on another device, or is not row-major, is copied when it is written.
+
+    Args:
+        trees: of the parts, as their `capture` gives them.
+
+    Raises:
+        UsageError: something in a tree cannot be saved.
+    """
+    parts = {}
+    for part, (content, tensors) in _encoded(trees).items():
+        for tensor in tensors.values():
+            nbytes(tensor.spec)  # says so now if it cannot be saved
+        parts[part] = EncodedPart(
+            content,
+            {name: (tensor.spec, partial(_content, tensor)) for name, tensor in tensors.items()},
+        )
+    return parts
+
+
+def _encoded(trees: Mapping[str, Tree]) -> dict[str, tuple[Any, dict[str, Tensor]]]:
+    return {part: tree.encode(content, part) for part, content in trees.items()}
+
+
+def _content(tensor: Tensor) -> np.ndarray:
+    memory = tensor.memory()
+    if memory is None:
+        memory = np.empty(nbytes(tensor.spec), np.uint8)
+        tensor.read(memory)
+    return memory

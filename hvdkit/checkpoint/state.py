@@ -38,6 +38,14 @@ class Tensor(Protocol):
         """Copy its content, row-major, into `out`, which is uint8 and of its size in bytes."""
         ...
 
+    def memory(self) -> np.ndarray | None:
+        """Return its content without a copy: uint8, one dimension, row-major.
+
+        None if the content is not in host memory or not row-major. The result is valid until the
+        tensor changes.
+        """
+        ...
+
     def write(self, content: np.ndarray, start: int = 0) -> None:
         """Put `content`, a piece of what `read` gives, where it begins at byte `start`.
 
@@ -103,6 +111,9 @@ class Discarded:
     def read(self, out: np.ndarray) -> None:
         """There is no content: fill `out` with zeros."""
         out[:] = 0
+
+    def memory(self) -> None:
+        """There is no content."""
 
     def write(self, content: np.ndarray, start: int = 0) -> None:
         """Ignore the content."""

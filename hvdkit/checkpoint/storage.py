@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hvdkit.checkpoint.chunks import FileRecord
 from hvdkit.checkpoint.errors import CheckpointError
-from hvdkit.checkpoint.manifest import FileRecord, Manifest
+from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.errors import UsageError
 
 MAX_STEP = 10**12
@@ -50,7 +51,13 @@ class Entry:
 
 
 class StepFiles(Protocol):
-    """The files of one step, for reading."""
+    """The files of one step, for reading.
+
+    Attributes:
+        readers: threads that read faster together than one; at least 1.
+    """
+
+    readers: int
 
     def open(self, name: str) -> int:
         """Open the file `name`. Returns its size in bytes.
@@ -76,14 +83,22 @@ class StepFiles(Protocol):
 
 
 class Draft(Protocol):
-    """A step that is being written, and that no reader sees."""
+    """A step that is being written, and that no reader sees.
 
-    def write(self, name: str, pieces: Sequence[memoryview]) -> FileRecord:
+    Attributes:
+        written: bytes that `write` has stored so far, from which a write that hangs is known.
+            None if the storage itself raises an error where a request hangs.
+    """
+
+    @property
+    def written(self) -> int | None: ...
+
+    def write(self, name: str, pieces: Iterable[memoryview]) -> FileRecord:
         """Write a file and hash it. Returns when a power cut cannot lose it.
 
         Args:
             name: of the file.
-            pieces: its content. May be read more than once.
+            pieces: its content.
 
         Raises:
             CheckpointError: the file could not be written.

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.manifest import Manifest
-from hvdkit.checkpoint.reading import OpenCheckpoint, Problem, examine
+from hvdkit.checkpoint.reading import OpenCheckpoint, examine
 from hvdkit.checkpoint.retention import KeepBest, Retention
 from hvdkit.checkpoint.storage import Entry, newest_run, open_storage
 from hvdkit.checkpoint.writing import Writer
@@ -137,7 +137,7 @@ class Store:
         """Whether the folder exists. A URL does as soon as there is something under it."""
         return self._storage.exists()
 
-    def verify(self, step: int, progress: Callable[[int], None] | None = None) -> list[Problem]:
+    def verify(self, step: int, progress: Callable[[int], None] | None = None) -> list[Damaged]:
         """Read all files of `step` and compare them with its manifest. Changes nothing.
 
         Args:
@@ -151,14 +151,14 @@ class Store:
             UsageError: there is no such step.
             CheckpointError: it cannot be read, for a reason that says nothing about the step.
         """
-        (entry, *_) = self._candidates(step, None)
+        (entry, *_) = self.candidates(step, None)
         return self.verify_entry(entry, progress)
 
     def verify_entry(
         self, entry: Entry, progress: Callable[[int], None] | None = None
-    ) -> list[Problem]:
+    ) -> list[Damaged]:
         """The same for one of `entries`; nothing is wrong with one that was deleted meanwhile."""
-        opened, problems = self._examine(entry, progress)
+        opened, problems = self.examine(entry, progress)
         if opened is not None:
             opened.close()
         return problems if problems and self._storage.is_same(entry) else []
@@ -185,29 +185,16 @@ class Store:
                 quarantined then: the same question has the same answer.
             UsageError: there is no such `step`.
         """
-        for _ in range(_LOOKS):
-            candidates = self._candidates(step, run)
-            if not candidates:
-                return None
-            damaged: list[tuple[Entry, list[Problem]]] = []
-            for entry in candidates:
-                opened, problems = self._examine(entry)
-                if opened is not None:
-                    for other, reasons in damaged:
-                        if quarantine:
-                            self._quarantine(other, reasons)
-                        else:
-                            self._say_damaged(other.step, reasons, "it was passed over.")
-                    return opened
-                if not self._storage.is_same(entry):
-                    break  # a live writer has deleted it, and written others: look again
-                damaged.append((entry, problems))
-            else:
-                raise self._none_good(damaged, step)
-        raise CheckpointError(
-            f"the steps in {self.location} are removed faster than they can be read; try again, "
-            "and keep more of them."
-        )
+        search = self.search(step, run, quarantine=quarantine)
+        opened = search.open_next(whole=True)
+        search.end()
+        return opened
+
+    def search(
+        self, step: int | None = None, run: int | None = None, *, quarantine: bool = True
+    ) -> Search:
+        """Begin to look for the newest good step. The arguments are those of `newest_good`."""
+        return Search(self, step, run, quarantine)
 
     def prunable(
         self,
@@ -240,13 +227,13 @@ class Store:
             unread = [entry for entry in stay if entry not in good]
             if not unread:
                 break
-            opened, problems = self._examine(unread[0], progress)
+            opened, problems = self.examine(unread[0], progress)
             if opened is not None:
                 opened.close()
                 good.append(unread[0])
             else:
                 listed.remove(unread[0])
-                self._say_damaged(unread[0].step, problems, "it stays, and does not count.")
+                self.say_damaged(unread[0].step, problems, "it stays, and does not count.")
         older = [entry for entry in entries if entry.run != run and older_runs and good]
         return [entry for entry in [*older, *listed] if entry not in good]
 
@@ -260,7 +247,7 @@ class Store:
         newest = newest_run(entries)
         return [entry for entry in entries if entry.run != newest]
 
-    def _candidates(self, step: int | None, run: int | None) -> list[Entry]:
+    def candidates(self, step: int | None, run: int | None) -> list[Entry]:
         """Return the steps that could be loaded, newest first, all of one run.
 
         Raises:
@@ -291,12 +278,17 @@ class Store:
             )
         return found
 
-    def _examine(
-        self, entry: Entry, progress: Callable[[int], None] | None = None
-    ) -> tuple[OpenCheckpoint | None, list[Problem]]:
+    def examine(
+        self,
+        entry: Entry,
+        progress: Callable[[int], None] | None = None,
+        *,
+        whole: bool = True,
+    ) -> tuple[OpenCheckpoint | None, list[Damaged]]:
+        """Open one of `entries`, as `reading.examine` does."""
         try:
             opened, problems = examine(
-                partial(self._storage.open_step, entry), entry.step, progress
+                *(partial(self._storage.open_step, entry), entry.step, progress), whole=whole
             )
         except CheckpointError as error:
             raise CheckpointError(f"{entry.name} in {self.location}: {error}") from error
@@ -304,31 +296,112 @@ class Store:
             opened.location = self._storage.location(entry.name)
         return opened, problems
 
-    def _quarantine(self, entry: Entry, problems: Sequence[Problem]) -> None:
+    def is_same(self, entry: Entry) -> bool:
+        """Whether the step is still there, and not another one of its name."""
+        return self._storage.is_same(entry)
+
+    def quarantine(self, entry: Entry, problems: Sequence[Damaged]) -> None:
+        """Move a damaged step out of the way; the log says why."""
         try:
             name = self._storage.quarantine(entry)
         except CheckpointError as error:
-            self._say_damaged(entry.step, problems, f"it could not be quarantined: {error}")
+            self.say_damaged(entry.step, problems, f"it could not be quarantined: {error}")
             return
         if name is not None:
-            self._say_damaged(entry.step, problems, f"it was quarantined as {name}.")
+            self.say_damaged(entry.step, problems, f"it was quarantined as {name}.")
 
-    def _say_damaged(self, step: int, problems: Sequence[Problem], done: str) -> None:
+    def say_damaged(self, step: int, problems: Sequence[Damaged], done: str) -> None:
+        """Log that a step is damaged, why, and what was done."""
         why = "; ".join(map(str, problems))
         _log.warning("step %d in %s is damaged (%s); %s", step, self.location, why, done)
 
-    def _none_good(
-        self, damaged: Sequence[tuple[Entry, Sequence[Problem]]], step: int | None
-    ) -> CheckpointError:
-        entry, problems = damaged[0]
+
+class Search:
+    """Looks for the newest good step, also where its tensors are checked after it was opened.
+
+    Steps that turn out to be damaged are quarantined at the end, if a good one was found.
+    """
+
+    def __init__(self, store: Store, step: int | None, run: int | None, quarantine: bool) -> None:
+        self._store = store
+        self._step = step
+        self._run = run
+        self._quarantine = quarantine
+        self._damaged: list[tuple[Entry, list[Damaged]]] = []
+        self._opened: Entry | None = None
+        self._looks = _LOOKS
+
+    def open_next(self, *, whole: bool) -> OpenCheckpoint | None:
+        """Open the newest step that is not known to be damaged.
+
+        Args:
+            whole: read and check all of it. Otherwise the tensors are checked when they are read:
+                call `reject` if they are damaged.
+
+        Returns:
+            The step; None if there are no steps at all.
+
+        Raises:
+            CheckpointError: there are steps, and none is good; or the one asked for is damaged.
+            UsageError: there is no such step.
+        """
+        store = self._store
+        while self._looks:
+            known = {(entry.name, entry.identity) for entry, _ in self._damaged}
+            listed = store.candidates(self._step, self._run)
+            if not listed and not self._damaged:
+                return None
+            for entry in listed:
+                if (entry.name, entry.identity) in known:
+                    continue
+                opened, problems = store.examine(entry, whole=whole)
+                if opened is not None:
+                    self._opened = entry
+                    return opened
+                if not self._note(entry, problems):
+                    break
+            else:
+                raise self._none_good()
+        raise CheckpointError(
+            f"the steps in {store.location} are removed faster than they can be read; try again, "
+            "and keep more of them."
+        )
+
+    def reject(self, problem: Damaged) -> None:
+        """Note that the step that was opened last is damaged."""
+        assert self._opened is not None
+        self._note(self._opened, [problem])
+
+    def _note(self, entry: Entry, problems: list[Damaged]) -> bool:
+        """Note a damaged step. Returns whether it is one.
+
+        Otherwise a live writer has deleted it and written others: look again.
+        """
+        if self._store.is_same(entry):
+            self._damaged.append((entry, problems))
+            return True
+        self._looks -= 1
+        return False
+
+    def end(self) -> None:
+        """Quarantine the damaged steps that are newer than the good one."""
+        for entry, problems in self._damaged:
+            if self._quarantine:
+                self._store.quarantine(entry, problems)
+            else:
+                self._store.say_damaged(entry.step, problems, "it was passed over.")
+        self._damaged = []
+
+    def _none_good(self) -> CheckpointError:
+        (entry, problems), location = self._damaged[0], self._store.location
         why = "; ".join(map(str, problems))
-        if step is not None:
+        if self._step is not None:
             return CheckpointError(
-                f"step {step} in {self.location} is damaged ({why}). Choose another step, or none "
-                "for the newest good one."
+                f"step {self._step} in {location} is damaged ({why}). Choose another step, or "
+                "none for the newest good one."
             )
         return CheckpointError(
-            f"none of the {len(damaged)} steps of run {entry.run} in {self.location} is good; the "
-            f"newest, step {entry.step}, is damaged ({why}). Move them away to start anew or to "
-            f"continue an older run, or give another folder."
+            f"none of the {len(self._damaged)} steps of run {entry.run} in {location} is good; "
+            f"the newest, step {entry.step}, is damaged ({why}). Move them away to start anew or "
+            f"to continue an older run, or give another folder."
         )

@@ -16,13 +16,14 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from hvdkit.checkpoint import manifest
+from hvdkit.checkpoint.chunks import ReadInto
 from hvdkit.checkpoint.dtypes import ELEMENT_BYTES
 from hvdkit.checkpoint.errors import Damaged
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.errors import UsageError
 
-#: Fills an array of uint8 with the bytes of a file from an offset on.
-ReadInto = Callable[[np.ndarray, int], None]
+#: A tensor's content: contiguous, uint8, of its size in bytes; or a function that returns it.
+Content = np.ndarray | Callable[[], np.ndarray]
 
 #: A header of 100,000 tensors takes about 12 MB. A larger one is neither written nor read.
 MAX_HEADER_BYTES = 50_000_000
@@ -52,11 +53,11 @@ def spans(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def serialize(tensors: Mapping[str, tuple[TensorSpec, np.ndarray]]) -> Iterator[memoryview]:
+def serialize(tensors: Mapping[str, tuple[TensorSpec, Content]]) -> Iterator[memoryview]:
     """The content of a file with `tensors`, piece by piece; the tensors' contents uncopied.
 
     Args:
-        tensors: name -> dtype and shape, and content as contiguous uint8.
+        tensors: name -> dtype and shape, and content: contiguous, uint8.
 
     Raises:
         UsageError: a dtype or name that safetensors has not, or a content of another size.
@@ -88,7 +89,8 @@ def serialize(tensors: Mapping[str, tuple[TensorSpec, np.ndarray]]) -> Iterator[
         )
     yield memoryview(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
     for name in names:
-        spec, content = tensors[name]
+        spec, given = tensors[name]
+        content = given() if callable(given) else given
         if content.dtype != np.uint8 or content.size != nbytes(spec) or not content.data.contiguous:
             raise UsageError(
                 f"the content of tensor {name} is {content.size} x {content.dtype}; expected "

@@ -14,7 +14,6 @@ from hvdkit.checkpoint import tree
 from hvdkit.checkpoint.reading import OpenCheckpoint, Outline, TensorStream
 from hvdkit.checkpoint.state import Tensor, Tree
 from hvdkit.core.collectives import Collectives
-from hvdkit.errors import HvdkitError
 
 BUCKET_BYTES = 25_000_000
 
@@ -62,7 +61,7 @@ class Transfer:
 
         Raises:
             Exception: what went wrong on this rank. On the others nothing is raised, but what they
-                have may not be whole: compare afterwards.
+                have may not be whole: exchange afterwards.
         """
         problem: Exception | None = None
         for pieces in self._buckets:
@@ -78,7 +77,6 @@ class Transfer:
                     bucket[-1] = 1
             collectives.broadcast_into(bucket, collectives.ranks[0], "hvdkit.checkpoint.bucket")
             if bucket[-1]:
-                problem = problem or HvdkitError("the first rank could not read on")
                 break
             # A rank that cannot write still takes the others' turns.
             if problem is None:
@@ -140,5 +138,11 @@ class InTurn:
     def __call__(self, key: Any, out: np.ndarray, _start: int) -> None:
         part, _ = key
         if self._stream is None or part != self._part:
+            self.close()
             self._part, self._stream = part, self._opened.stream(part)
         self._stream.read_into(out)
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._stream is not None:
+            self._stream.close()

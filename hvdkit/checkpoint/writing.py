@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,8 +13,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-
 from hvdkit.checkpoint import manifest, tensors
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.manifest import Manifest
@@ -21,6 +20,7 @@ from hvdkit.checkpoint.reading import examine
 from hvdkit.checkpoint.retention import Retention
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.storage import MAX_STEP, Draft, Entry, Storage, newest_run
+from hvdkit.checkpoint.tensors import Content
 from hvdkit.errors import UsageError
 
 _log = logging.getLogger(__name__)
@@ -35,12 +35,12 @@ class EncodedPart:
 
     Attributes:
         tree: its JSON form, as `tree.encode` gives it.
-        tensors: name -> dtype and shape, and the content in host memory: uint8, contiguous,
-            row-major, `tensors.nbytes(spec)` bytes. The names are those that `tree.encode` gave.
+        tensors: name -> dtype and shape, and the content, row-major, in `tensors.nbytes(spec)`
+            bytes. The names are those that `tree.encode` gave.
     """
 
     tree: Any
-    tensors: Mapping[str, tuple[TensorSpec, np.ndarray]] = field(default_factory=dict)
+    tensors: Mapping[str, tuple[TensorSpec, Content]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Snapshot:
         versions: of what wrote it, by name: hvdkit, python, the framework.
         parts: name -> part. A name is a letter and up to 63 letters, digits, `_` or `-`.
         ranks: one tree for each rank, in its JSON form (`tree.encode`), without tensors.
+        withdrawn: when set, the step is given up: its tensors may have changed.
     """
 
     step: int
@@ -64,6 +65,7 @@ class Snapshot:
     versions: Mapping[str, str]
     parts: Mapping[str, EncodedPart]
     ranks: Sequence[Any] = ()
+    withdrawn: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         if not 0 <= self.step < MAX_STEP:
@@ -101,6 +103,8 @@ class Writer:
         self._storage = storage
         self._retention = retention
         self._closed = False
+        self._draft: Draft | None = None
+        self._read_back_bytes = 0
         with ExitStack() as resources:
             self._writer = storage.open_for_writing()
             resources.callback(self._writer.close)
@@ -132,9 +136,22 @@ class Writer:
                 safetensors has no name for.
         """
         self._check()
-        name = self._commit(snapshot.step, partial(self._write_files, snapshot))
+        name = self._commit(
+            *(snapshot.step, partial(self._write_files, snapshot), snapshot.withdrawn)
+        )
         self._retain()
         return self._storage.location(self._writer.settle(name))
+
+    @property
+    def progress(self) -> int | None:
+        """Bytes that were written and read back so far. Any thread may ask.
+
+        None if no conclusion can be drawn from it.
+        """
+        draft = self._draft
+        if draft is None:
+            return 0
+        return None if draft.written is None else draft.written + self._read_back_bytes
 
     def continue_from(self, base: Manifest) -> None:
         """Continue the run of a step that was restored.
@@ -188,23 +205,31 @@ class Writer:
         run, self._next_run = self._next_run, self._next_run + 1
         return run
 
-    def _commit(self, step: int, put_files: PutFiles) -> str:
+    def _commit(
+        self, step: int, put_files: PutFiles, withdrawn: threading.Event | None = None
+    ) -> str:
         """Make a step visible, or nothing.
 
         Args:
             step: its number.
             put_files: writes the files of the step.
+            withdrawn: when set, the step does not become visible.
 
         Returns:
             The step's name.
         """
         # What could not be removed before may be by now, and takes space.
         self._writer.sweep()
-        draft = self._writer.draft(step, self.run)
+        draft = self._draft = self._writer.draft(step, self.run)
         try:
             made = put_files(draft)
             draft.write(manifest.NAME, [memoryview(made.to_bytes())])
             self._read_back(draft, step)
+            if withdrawn is not None and withdrawn.is_set():
+                raise CheckpointError(
+                    f"step {step} was not saved: the call of save() was interrupted, and the "
+                    f"state may have changed since. Save again."
+                )
             return self._writer.commit(draft)
         except BaseException:
             self._writer.discard(draft)
@@ -250,8 +275,11 @@ class Writer:
             draft.copy(file, entry)
         return replace(base, run=self.run, commit=self._writer.commit_number)
 
+    def _count(self, read: int) -> None:
+        self._read_back_bytes += read
+
     def _read_back(self, draft: Draft, step: int) -> None:
-        opened, problems = examine(draft.files, step)
+        opened, problems = examine(draft.files, step, self._count)
         if opened is None:
             raise CheckpointError(
                 f"step {step} was written to {self._storage} and reads differently: "
@@ -287,11 +315,11 @@ class Writer:
         self.close()
 
 
-def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Sequence[memoryview]]]:
+def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Iterable[memoryview]]]:
     """The files of a step but its manifest: names and contents, piece by piece."""
     for name, part in snapshot.parts.items():
         if part.tensors:
-            yield name + manifest.TENSORS_SUFFIX, list(tensors.serialize(part.tensors))
+            yield name + manifest.TENSORS_SUFFIX, tensors.serialize(part.tensors)
     yield (
         manifest.STATE,
         [_json(manifest.STATE, {n: part.tree for n, part in snapshot.parts.items()})],

@@ -300,7 +300,11 @@ class ArrayTensor:
 
     def read(self, out: np.ndarray) -> None:
         """A copy."""
-        out[:] = np.ascontiguousarray(self.array).reshape(-1).view(np.uint8)
+        out[:] = self.memory()
+
+    def memory(self) -> np.ndarray:
+        """The array's own memory, if it is row-major; otherwise a copy."""
+        return np.ascontiguousarray(self.array).reshape(-1).view(np.uint8)
 
     def write(self, content: np.ndarray, start: int = 0) -> None:
         """Into the array."""

@@ -39,7 +39,11 @@ class VariableTensor:
         return self._spec
 
     def read(self, out: np.ndarray) -> None:
-        """One copy: on the CPU what is read is the variable's own memory."""
+        """Copy the content."""
+        out[:] = self.memory()
+
+    def memory(self) -> np.ndarray:
+        """The variable's own memory, if it is on the CPU; otherwise a copy."""
         with tf.device("/cpu:0"):
             value = tf.identity(self._variable.read_value())
             if value.dtype == tf.bfloat16:
@@ -48,7 +52,7 @@ class VariableTensor:
         # For float8 there is not even that.
         narrow = value.dtype.name.startswith("float8")
         array = value.numpy() if narrow else np.asarray(memoryview(value))
-        out[:] = array.reshape(-1).view(np.uint8)
+        return array.reshape(-1).view(np.uint8)
 
     def write(self, content: np.ndarray, start: int = 0) -> None:
         """A piece goes to its place in the variable, and no second one is made of all of it."""

@@ -41,6 +41,8 @@ class TorchTensor:
                 f"tensors of {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}"
             )
         self.tensor = tensor.detach()
+        # The thread that writes reads after what this one has started on the device.
+        self._stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         self._staged: torch.Tensor | None = None
 
     @property
@@ -55,7 +57,18 @@ class TorchTensor:
         if not self.tensor.numel():
             return
         shape = self.tensor.shape
-        torch.from_numpy(out).view(self.tensor.dtype).view(shape).copy_(self.tensor)
+        with torch.cuda.stream(self._stream):
+            torch.from_numpy(out).view(self.tensor.dtype).view(shape).copy_(self.tensor)
+
+    def memory(self) -> np.ndarray | None:
+        """The tensor's own memory, if it is contiguous and on the CPU."""
+        tensor = self.tensor
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            return None
+        if tensor.is_conj() or tensor.is_neg():
+            return None
+        memory: np.ndarray = tensor.view(-1).view(torch.uint8).numpy()
+        return memory
 
     @torch.no_grad()
     def write(self, content: np.ndarray, start: int = 0) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import xxhash
 from upath import UPath
 
-from hvdkit.checkpoint import manifest, tensors, tree
+from hvdkit.checkpoint import chunks, manifest, tensors, tree
 from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.store import Store
@@ -158,6 +158,14 @@ def seal(fields):
     return body + (manifest._SEAL % xxhash.xxh3_128_hexdigest(body)).encode()
 
 
+def file_record(data):
+    """A file's entry in the manifest."""
+    size = chunks.CHUNK_BYTES
+    pieces = [data[at : at + size] for at in range(0, max(len(data), 1), size)]
+    hashes = [xxhash.xxh3_128_hexdigest(piece) for piece in pieces]
+    return {"bytes": len(data), "chunk_bytes": size, "xxh3_128": hashes}
+
+
 def forge(folder, files=None, edit=None):
     """Put `files` (name -> content) into a step's folder, as a stranger would: hashes are right."""
     path = folder / manifest.NAME
@@ -165,7 +173,7 @@ def forge(folder, files=None, edit=None):
     del fields["xxh3_128"]
     for name, data in (files or {}).items():
         (folder / name).write_bytes(data)
-        fields["files"][name] = {"bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
+        fields["files"][name] = file_record(data)
     if edit:
         edit(fields)
     path.write_bytes(seal(fields))

@@ -21,6 +21,9 @@ class ArrayTensor:
     def read(self, out):
         out[:] = self.array.reshape(-1).view(np.uint8)
 
+    def memory(self):
+        return self.array.reshape(-1).view(np.uint8)
+
     def write(self, content, start=0):
         self.array.reshape(-1).view(np.uint8)[start : start + len(content)] = content
 

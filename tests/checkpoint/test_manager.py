@@ -12,7 +12,8 @@ import time
 import numpy as np
 import pytest
 
-from hvdkit.checkpoint import manager
+from hvdkit.checkpoint import background, chunks, manager
+from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.manager import Manager, Stopped
 from hvdkit.checkpoint.parts import Plain
@@ -444,6 +445,182 @@ def test_a_step_that_cannot_be_restored_is_an_error_on_every_rank(place, wanted,
         ):
             restoring.restore(wanted)
         assert same(part, 0)
+
+    on_ranks(run)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """The tensors of a small part are in several chunks, too."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 48)
+
+
+def test_an_older_step_is_restored_over_one_that_proves_to_be_damaged(place, small_chunks, caplog):
+    def run(collectives):
+        saved(collectives, place, 1, 2, 3)
+        if collectives.rank == 0:
+            corrupt(place, 2)
+            corrupt(place, 3)
+        with make(collectives, place, part := state(0)) as restoring:
+            assert restoring.restore().step == 1
+            assert same(part, 1)
+            assert part.adopted == 1
+            restoring.save(4)
+
+    on_ranks(run)
+    assert steps(place) == [1, 4]
+    assert caplog.text.count("is damaged (model.safetensors: ") == 2
+    assert len(Store(str(place)).quarantined()) == 2
+
+
+@pytest.mark.parametrize("wanted", [None, 2])
+def test_where_all_prove_to_be_damaged_the_error_says_half_restored(place, small_chunks, wanted):
+    def run(collectives):
+        saved(collectives, place, 1, 2)
+        if collectives.rank == 0:
+            corrupt(place, 1)
+            corrupt(place, 2)
+        with (
+            make(collectives, place, part := state(0)) as restoring,
+            pytest.raises(
+                CheckpointError, match="is damaged.*half restored: end the job"
+            ),
+        ):
+            restoring.restore(wanted)
+        assert part.adopted == 0
+
+    on_ranks(run)
+    assert Store(str(place)).quarantined() == []
+
+
+def test_an_older_step_that_does_not_fit_leaves_the_state_half_restored(place, small_chunks):
+    def run(collectives):
+        saved(collectives, place, 1)
+        with make(collectives, place, others={"more": Plain(dict, print)}) as saving:
+            saving.restore(only=("model",))
+            saving.save(2)
+        with make(collectives, place, run=1) as saving:
+            saving.save(3)
+        if collectives.rank == 0:
+            corrupt(place, 2)
+        with (
+            make(collectives, place, others={"more": Plain(dict, print)}) as restoring,
+            pytest.raises(CheckpointError, match="half restored"),
+        ):
+            restoring.restore(run=2)
+
+    on_ranks(run)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_synchronous_save_makes_no_copy(tmp_path, monkeypatch, wait):
+    written = []
+    begin = BackgroundWriter.begin
+
+    def seen(writer, snapshot):
+        given = snapshot.parts["model"].tensors["weights"][1]
+        written.append(given() if callable(given) else given)
+        begin(writer, snapshot)
+
+    monkeypatch.setattr(BackgroundWriter, "begin", seen)
+
+    def run(collectives):
+        part = state(1)
+        with make(collectives, tmp_path, part) as saving:
+            saving.save(1, wait=wait)
+            if collectives.rank == 0:
+                shared = np.shares_memory(written[0], part.arrays["weights"])
+                assert shared == wait
+
+    on_ranks(run)
+
+
+def test_a_synchronous_save_that_is_interrupted_writes_nothing(tmp_path, monkeypatch):
+    """The caller may change the state before all of it is written."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def before(name, file):
+        if (name, file) == ("fsync", "model.safetensors"):
+            reached.set()
+            go_on.wait(10)
+
+    monkeypatch.setattr(disk, "before_step", before)
+
+    def interrupted(writer, seconds):
+        reached.wait(10)
+        raise KeyboardInterrupt
+
+    finished = BackgroundWriter.finished
+
+    def run(collectives):
+        part = state(1)
+        saving = make(collectives, tmp_path, part)
+        begin = BackgroundWriter.begin
+
+        def begun(writer, snapshot):
+            begin(writer, snapshot)
+            monkeypatch.setattr(BackgroundWriter, "finished", interrupted)
+
+        monkeypatch.setattr(BackgroundWriter, "begin", begun)
+        with pytest.raises(KeyboardInterrupt):
+            saving.save(1, wait=True)
+        part.arrays["weights"][:] = 2
+        go_on.set()
+        monkeypatch.setattr(BackgroundWriter, "finished", finished)
+        monkeypatch.setattr(BackgroundWriter, "begin", begin)
+        with pytest.raises(CheckpointError, match="step 1 was not saved: .* was interrupted"):
+            saving.save(2)
+        saving.save(2, wait=True)
+        saving.close()
+
+    on_ranks(run, size=1)
+    assert steps(tmp_path) == [2]
+
+
+def test_ranks_communicate_while_they_wait_for_a_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(manager, "_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(
+        disk, "before_step", lambda name, file: time.sleep(0.5 if name == "fsync" else 0)
+    )
+    exchanges = []
+    exchange = manager.exchange
+    monkeypatch.setattr(
+        manager, "exchange", lambda *arguments: (exchanges.append(1), exchange(*arguments))[1]
+    )
+
+    def run(collectives):
+        with make(collectives, tmp_path) as saving:
+            saving.save(1)
+            before = len(exchanges)
+            saving.wait()
+            assert len(exchanges) - before > 3 * SIZE
+
+    on_ranks(run)
+    assert steps(tmp_path) == [1]
+
+
+def test_a_write_that_hangs_is_an_error_on_every_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(manager, "_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(background, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(background, "_STILL_SECONDS", 0.5)
+    go_on = threading.Event()
+    monkeypatch.setattr(
+        disk, "before_step", lambda name, file: name == "fsync" and go_on.wait(20) and None
+    )
+
+    def run(collectives):
+        saving = make(collectives, tmp_path)
+        saving.save(1)
+        with pytest.raises(CheckpointError, match="rank 0: step 1 .* nothing of it was stored for"):
+            saving.wait()
+        collectives.sum([1], "all have seen it")
+        go_on.set()
+        while True:
+            try:
+                saving.close()
+                break
+            except CheckpointError:
+                continue
 
     on_ranks(run)
 

@@ -89,7 +89,7 @@ def work(place, job, number, say):
                 own = 1000 * number + k
                 say("saving", None, own)
                 writer.begin(dataclasses.replace(snapshot(step), metrics={"id": own}))
-                writer.finish()
+                assert writer.finished(60)
                 say("saved", None, own)
         except (UsageError, CheckpointError):
             # No such step, nothing restored where there are steps, no space.

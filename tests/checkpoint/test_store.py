@@ -272,12 +272,12 @@ def test_a_step_that_is_replaced_between_listing_and_reading(place, monkeypatch)
     examine = reading.examine
     done = []
 
-    def replaced(*arguments):
+    def replaced(*arguments, **options):
         if not done:
             done.append(arguments)
             save(place, 3)
             remove(step_folder(store, 2))
-        return examine(*arguments)
+        return examine(*arguments, **options)
 
     monkeypatch.setattr("hvdkit.checkpoint.store.examine", replaced)
     with store.newest_good() as opened:

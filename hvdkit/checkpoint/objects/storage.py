@@ -17,18 +17,17 @@ import os
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from hvdkit.checkpoint import manifest
+from hvdkit.checkpoint.chunks import ChunkHasher, FileRecord
 from hvdkit.checkpoint.errors import CheckpointError, Damaged, WriterConflict
 from hvdkit.checkpoint.lease import Lease, conflict, taken_over, wait_for_death
-from hvdkit.checkpoint.manifest import FileRecord
 from hvdkit.checkpoint.objects import log
 from hvdkit.checkpoint.objects.bucket import Bucket
 from hvdkit.checkpoint.objects.content import Content
@@ -141,6 +140,9 @@ class ObjectStorage:
 class ObjectFiles:
     """`StepFiles` of a step. Reading front to back reads ahead; small files are read once."""
 
+    # A window is read by several requests at once.
+    readers = 1
+
     def __init__(self, bucket: Bucket, name: str, sizes: Mapping[str, int] | None = None) -> None:
         """Args:
         bucket: where.
@@ -219,24 +221,28 @@ class ObjectFiles:
 class ObjectDraft:
     """Objects that no record of the log lists yet."""
 
+    written = None
+
     def __init__(self, bucket: Bucket, listed: Listed) -> None:
         self.listed = listed
         self._bucket = bucket
         self._sizes: dict[str, int] = {}
 
-    def write(self, name: str, pieces: Sequence[memoryview]) -> FileRecord:
+    def write(self, name: str, pieces: Iterable[memoryview]) -> FileRecord:
         """Hash a file and upload it. An object that was uploaded is stored durably."""
-        content = Content(pieces)
-        state = xxhash.xxh3_128()
-        for piece in pieces:
-            state.update(piece)
+        # An upload that is repeated reads them again.
+        kept = list(pieces)
+        content = Content(kept)
+        hasher = ChunkHasher()
+        for piece in kept:
+            hasher.update(piece)
         target = _object(self.listed.name, name)
         if len(content) <= _SMALL_BYTES:
             self._bucket.write(target, content[:])
         else:
             self._bucket.upload(target, content)
         self._sizes[name] = len(content)
-        return FileRecord(len(content), state.hexdigest())
+        return hasher.record()
 
     def copy(self, name: str, entry: Entry) -> None:
         """Let the store copy a file of another step."""

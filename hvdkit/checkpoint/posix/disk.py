@@ -122,13 +122,14 @@ def sync(descriptor: int, name: str) -> None:
     os.fsync(descriptor)
 
 
-def forget(descriptor: int, size: int) -> None:
-    """Drop a file's content from memory, so that reading it asks the disk.
+def forget(descriptor: int, begin: int, end: int) -> None:
+    """Drop a part of a file from memory, so that reading it asks the disk.
 
-    Only of what `sync` has put there. A file system in memory, such as tmpfs, keeps it.
+    What is not on the disk yet stays in memory, and Linux begins to write it. A file system in
+    memory, such as tmpfs, keeps all.
     """
     with contextlib.suppress(OSError):
-        os.posix_fadvise(descriptor, 0, size, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
 
 
 def sync_folder(descriptor: int, name: str) -> None:

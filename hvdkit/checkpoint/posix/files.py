@@ -13,6 +13,9 @@ from hvdkit.checkpoint.posix import disk
 class PosixFiles:
     """`StepFiles` of a folder. Files stay readable if the step is deleted after they are opened."""
 
+    # Disks have queues, which one thread leaves empty between two reads.
+    readers = 2
+
     def __init__(self, parent: int, name: str) -> None:
         """Args:
             parent: descriptor of the folder of checkpoints.

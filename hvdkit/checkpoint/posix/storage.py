@@ -15,23 +15,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import xxhash
-
+from hvdkit.checkpoint.chunks import CACHED_BYTES, CHUNK_BYTES, ChunkHasher, FileRecord
 from hvdkit.checkpoint.errors import failing
-from hvdkit.checkpoint.manifest import FileRecord
 from hvdkit.checkpoint.posix import disk, listing
 from hvdkit.checkpoint.posix.files import PosixFiles
 from hvdkit.checkpoint.posix.lock import FolderLock
 from hvdkit.checkpoint.storage import Draft, Entry, StepFiles
 
 _log = logging.getLogger(__name__)
-
-#: What is hashed and written at once: stays in the processor's cache between the two.
-_CHUNK_BYTES = 1_000_000
 
 #: What the names of folders begin with that are being written and deleted.
 _WRITING, _DELETING = ".writing-", ".deleting-"
@@ -113,28 +108,34 @@ class PosixDraft:
     def __init__(self, path: Path, parent: int, step: int, run: int) -> None:
         self.name = path.name
         self.step, self.run = step, run
+        self.written = 0
         self._path = path
         self._parent = parent
         with failing("make", path):
             disk.make_folder(self.name, parent)
 
-    def write(self, name: str, pieces: Sequence[memoryview]) -> FileRecord:
+    def write(self, name: str, pieces: Iterable[memoryview]) -> FileRecord:
         """Write a file, hash it on its way, and wait until it is on the disk."""
+        hasher, size, started = ChunkHasher(), 0, 0
         with failing("write", self._path / name), disk.folder(self.name, self._parent) as folder:
             descriptor = disk.create(name, folder)
             try:
-                state, size = xxhash.xxh3_128(), 0
                 for piece in pieces:
-                    for at in range(0, len(piece), _CHUNK_BYTES):
-                        chunk = piece[at : at + _CHUNK_BYTES]
-                        state.update(chunk)
-                        disk.write(descriptor, chunk, name)
-                    size += len(piece)
+                    for at in range(0, len(piece), CACHED_BYTES):
+                        part = piece[at : at + CACHED_BYTES]
+                        hasher.update(part)
+                        disk.write(descriptor, part, name)
+                        size += len(part)
+                        self.written += len(part)
+                        if size - started >= CHUNK_BYTES:
+                            # The disk writes this while the processor prepares the next chunk.
+                            disk.forget(descriptor, started, size)
+                            started = size
                 disk.sync(descriptor, name)
-                disk.forget(descriptor, size)
+                disk.forget(descriptor, 0, size)
             finally:
                 os.close(descriptor)
-        return FileRecord(size, state.hexdigest())
+        return hasher.record()
 
     def copy(self, name: str, entry: Entry) -> None:
         """Give the file of another step a second name."""

@@ -1,0 +1,225 @@
+"""Files as chunks, each with a hash, so that a reader checks each chunk before it uses it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from hvdkit.checkpoint.errors import Damaged
+
+#: Bytes of a chunk; the last one of a file may be shorter.
+CHUNK_BYTES = 16_000_000
+
+#: Bytes that are read or written, and hashed, at once: they stay in the processor's cache.
+CACHED_BYTES = 1_000_000
+
+#: Fills an array of uint8 with the bytes of a file from an offset on.
+ReadInto = Callable[[np.ndarray, int], None]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """The size and the hashes of one file of a step.
+
+    Attributes:
+        size: bytes.
+        hashes: xxh3_128 of each chunk, 32 hexadecimal digits. An empty file has one chunk.
+        chunk_bytes: of each chunk but the last.
+    """
+
+    size: int
+    hashes: tuple[str, ...]
+    chunk_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes < 1:
+            raise ValueError(f"chunks of {self.chunk_bytes} bytes; expected 1 or more")
+        expected = max(-(-self.size // self.chunk_bytes), 1)
+        if len(self.hashes) != expected:
+            raise ValueError(
+                f"{len(self.hashes)} hashes for {self.size} bytes; expected {expected}"
+            )
+
+    def chunk(self, number: int) -> tuple[int, int]:
+        """Return where a chunk begins and ends in the file."""
+        return (
+            number * self.chunk_bytes,
+            min((number + 1) * self.chunk_bytes, self.size),
+        )
+
+
+class ChunkHasher:
+    """Hashes a file while it is written."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._hash = xxhash.xxh3_128()
+        self._hashes: list[str] = []
+
+    def update(self, data: memoryview) -> None:
+        """Add the next bytes of the file."""
+        while data:
+            piece = data[: CHUNK_BYTES - self._size % CHUNK_BYTES]
+            self._hash.update(piece)
+            self._size += len(piece)
+            if self._size % CHUNK_BYTES == 0:
+                self._end_chunk()
+            data = data[len(piece) :]
+
+    def record(self) -> FileRecord:
+        """Return the record of the file. Called once, after its last byte."""
+        if self._size % CHUNK_BYTES or not self._hashes:
+            self._end_chunk()
+        return FileRecord(self._size, tuple(self._hashes), CHUNK_BYTES)
+
+    def _end_chunk(self) -> None:
+        self._hashes.append(self._hash.hexdigest())
+        self._hash = xxhash.xxh3_128()
+
+
+class ChunkedFile:
+    """Reads a file and compares each chunk with its hash.
+
+    Args:
+        name: of the file, for errors.
+        record: its size and hashes.
+        read_into: reads the file. Several threads call it if `readers` is more than 1.
+        readers: threads that `pieces` reads ahead with. 0: it does not read ahead.
+    """
+
+    def __init__(
+        self, name: str, record: FileRecord, read_into: ReadInto, readers: int = 0
+    ) -> None:
+        self._name = name
+        self._record = record
+        self._read_into = read_into
+        self._readers = readers
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._record.size
+
+    def read(self, out: np.ndarray, offset: int) -> None:
+        """Fill `out` (uint8) from `offset` on. Reads the chunks that hold these bytes.
+
+        Raises:
+            Damaged: one of these chunks is not what was written.
+            CheckpointError: the file cannot be read, for a reason that says nothing about it.
+        """
+        end = offset + out.size
+        if not out.size:
+            return
+        for begin, content in self.pieces(offset, end):
+            start, stop = max(offset, begin), min(end, begin + content.size)
+            if start < stop:
+                out[start - offset : stop - offset] = content[start - begin : stop - begin]
+
+    def verify(self, progress: Callable[[int], None] | None = None) -> None:
+        """Read all of the file.
+
+        Args:
+            progress: called with the number of bytes read since the call before.
+
+        Raises:
+            Damaged: a chunk is not what was written.
+            CheckpointError: the file cannot be read, for a reason that says nothing about it.
+        """
+        for _, content in self.pieces():
+            if progress:
+                progress(content.size)
+
+    def pieces(
+        self, begin: int = 0, end: int | None = None
+    ) -> Generator[tuple[int, np.ndarray], None, None]:
+        """Read the chunks that hold the bytes from `begin` to `end`, in their order.
+
+        A piece is a chunk. A chunk of more than `CHUNK_BYTES`, which older versions of hvdkit
+        wrote, comes in several pieces, and is compared with its hash before the last of them.
+
+        Returns:
+            An iterator: where a piece begins in the file, and its content (uint8), which is valid
+            until the next piece is asked for.
+
+        Raises:
+            Damaged: a chunk is not what was written.
+            CheckpointError: the file cannot be read, for a reason that says nothing about it.
+        """
+        places = list(self._places(begin, self._record.size if end is None else end))
+        # One piece is in use while the others are read.
+        buffers = [
+            np.empty(max((stop - start for _, start, stop in places), default=0), np.uint8)
+            for _ in range(min(self._readers + 1, len(places)))
+        ]
+        running = xxhash.xxh3_128()
+        for place, content, hashed in self._loaded(places, buffers):
+            number, start, stop = place
+            first, last = self._record.chunk(number)
+            if hashed is None:
+                running.update(content.data)
+                hashed = running.hexdigest() if stop == last else None
+            if stop == last:
+                running = xxhash.xxh3_128()
+                if hashed != self._record.hashes[number]:
+                    raise Damaged(
+                        self._name,
+                        f"its content is not what was written: the hash of bytes {first} to "
+                        f"{last} differs",
+                    )
+            yield start, content
+
+    def _places(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """The number of the chunk, and where the piece begins and ends, of each piece."""
+        step = self._record.chunk_bytes
+        for number in range(begin // step, max(-(-end // step), begin // step + 1)):
+            first, last = self._record.chunk(number)
+            for start in range(first, max(last, first + 1), CHUNK_BYTES):
+                yield number, start, min(start + CHUNK_BYTES, last)
+
+    def _loaded(
+        self, places: list[tuple[int, int, int]], buffers: list[np.ndarray]
+    ) -> Iterator[tuple[tuple[int, int, int], np.ndarray, str | None]]:
+        """Read the pieces, ahead of their use if there are readers."""
+        if len(buffers) < 2:
+            for place in places:
+                yield place, *self._load(place, buffers[0])
+            return
+        with ThreadPoolExecutor(self._readers, "hvdkit-checkpoint-read") as pool:
+            waiting = iter(zip(places, itertools.cycle(buffers), strict=False))
+            coming = deque(
+                (place, pool.submit(self._load, place, buffer))
+                for place, buffer in itertools.islice(waiting, self._readers)
+            )
+            try:
+                while coming:
+                    place, future = coming.popleft()
+                    loaded = future.result()
+                    # The buffer of the piece before this one is free.
+                    coming.extend(
+                        (later, pool.submit(self._load, later, buffer))
+                        for later, buffer in itertools.islice(waiting, 1)
+                    )
+                    yield place, *loaded
+            finally:
+                for _, future in coming:
+                    future.cancel()
+
+    def _load(
+        self, place: tuple[int, int, int], buffer: np.ndarray
+    ) -> tuple[np.ndarray, str | None]:
+        """Read one piece. Returns its content, and its hash if the piece is a chunk."""
+        number, start, stop = place
+        content = buffer[: stop - start]
+        state = xxhash.xxh3_128() if (start, stop) == self._record.chunk(number) else None
+        for at in range(0, content.size, CACHED_BYTES):
+            part = content[at : at + CACHED_BYTES]
+            self._read_into(part, start + at)
+            if state is not None:
+                state.update(part.data)
+        return content, None if state is None else state.hexdigest()

@@ -1,0 +1,273 @@
+"""Restoring on all ranks together: the first rank reads, checks and broadcasts."""
+
+import logging
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hvdkit.checkpoint.errors import Damaged
+from hvdkit.checkpoint.exchange import compare, exchange
+from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.reading import OpenCheckpoint, Outline
+from hvdkit.checkpoint.state import Part, PartialPart, RankPart, Tensor, Tree
+from hvdkit.checkpoint.store import Search
+from hvdkit.checkpoint.tensors import nbytes
+from hvdkit.checkpoint.transfer import InTurn, Transfer, destinations
+from hvdkit.core.agreement import digest
+from hvdkit.core.collectives import Collectives
+from hvdkit.errors import UsageError
+
+_log = logging.getLogger("hvdkit.checkpoint")
+
+#: What an error of a restore adds before the state has changed, and after.
+NOTHING_RESTORED = "nothing was restored"
+_HALF_RESTORED = "the state is half restored: end the job"
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What this rank restores of a step.
+
+    Attributes:
+        outline: of the step.
+        parts: name -> the saved tree, with this rank's tensors in it.
+        tensors: all of these tensors, in the order of the files.
+        own: rank part -> the tree that this rank saved.
+        left: what stays as it is, for people.
+    """
+
+    outline: Outline
+    parts: dict[str, Tree]
+    tensors: dict[Hashable, Tensor]
+    own: dict[str, Tree]
+    left: list[str]
+
+
+class Restoring:
+    """One call of `Manager.restore`, whose arguments it has.
+
+    Args:
+        collectives: of the ranks of the job.
+        parts: what all ranks hold alike, by name.
+        rank_parts: what each rank has for itself, by name.
+        of_this_size: names of parts that are restored in a job of the same size only.
+        wanted: names of the parts and rank parts to restore.
+        strict: whether all of them must fit.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        parts: Mapping[str, Part],
+        rank_parts: Mapping[str, RankPart],
+        of_this_size: Collection[str],
+        *,
+        wanted: Collection[str],
+        strict: bool,
+    ) -> None:
+        self._collectives = collectives
+        self._parts = parts
+        self._rank_parts = rank_parts
+        self._of_this_size = set(of_this_size)
+        self._wanted = set(wanted)
+        self._strict = strict
+        # What an error adds: changes once a step was begun and proved to be damaged.
+        self._consequence = NOTHING_RESTORED
+
+    @property
+    def _first(self) -> bool:
+        return self._collectives.rank == self._collectives.ranks[0]
+
+    def run(self, search: Search | None) -> Manifest | None:
+        """Restore the newest step that proves to be good while it is read. A collective.
+
+        Args:
+            search: on the first rank, what finds the steps.
+
+        Returns:
+            The manifest of the step; None if there are no steps, and nothing has changed.
+
+        Raises:
+            UsageError: on all ranks: no such step, or it does not fit.
+            CheckpointError: on all ranks: no step is good, or one of them cannot be read.
+        """
+        while True:
+            opened: OpenCheckpoint | None = None
+            try:
+                opened, sent = self._open(search)
+                if not sent:
+                    return None
+                prepared = self._agree(sent)
+                self._fill(opened, prepared)
+            except Damaged as error:
+                # All ranks raise it together. An older step is restored over what came before.
+                self._consequence = _HALF_RESTORED
+                if search is not None:
+                    search.reject(error)
+                continue
+            finally:
+                if opened is not None:
+                    opened.close()
+            self._adopt(prepared)
+            if search is not None:
+                search.end()
+            return prepared.outline.manifest
+
+    def _open(self, search: Search | None) -> tuple[OpenCheckpoint | None, bytes]:
+        """Open a step on the first rank. All ranks get its outline, or b"" if there is none."""
+        opened: OpenCheckpoint | None = None
+        sent = b""
+        problem: Exception | None = None
+        try:
+            if search is not None:
+                opened = search.open_next(whole=False)
+                sent = opened.outline.to_bytes() if opened else b""
+        except Exception as error:
+            problem = error
+        try:
+            exchange(self._collectives, {}, problem, self._consequence)
+            first = self._collectives.ranks[0]
+            return opened, self._collectives.broadcast(sent, first, "hvdkit.checkpoint.outline")
+        except BaseException:
+            if opened is not None:
+                opened.close()
+            raise
+
+    def _agree(self, sent: bytes) -> _Prepared:
+        """Prepare the parts, and check that all ranks restore the same of the step."""
+        problem: Exception | None = None
+        message: dict[str, Any] = {}
+        try:
+            prepared = self._prepare(Outline.from_bytes(sent))
+            # Everything that may fail on one rank alone, memory too, comes before the first bucket.
+            sizes = {key: nbytes(tensor.spec) for key, tensor in prepared.tensors.items()}
+            self._transfer = Transfer(sizes)
+            message = {
+                "left": digest(prepared.left).hex(),
+                "tensors": digest([str(key) for key in prepared.tensors]).hex(),
+            }
+        except Exception as error:
+            problem = error
+        gathered = exchange(self._collectives, message, problem, self._consequence)
+        for subject in message:
+            told = [each[subject] for each in gathered]
+            compare(self._collectives, told, "what of the checkpoint fits")
+        return prepared
+
+    def _fill(self, opened: OpenCheckpoint | None, prepared: _Prepared) -> None:
+        """Read the tensors on the first rank, and broadcast them.
+
+        Raises:
+            Damaged: on all ranks: a chunk is not what was written.
+            CheckpointError: on all ranks: one of them could not read or write.
+        """
+        message: dict[str, Any] = {}
+        problem: Exception | None = None
+        source = InTurn(opened) if opened is not None else None
+        try:
+            self._transfer.run(self._collectives, prepared.tensors, source)
+        except Damaged as error:
+            message = {"damaged": [error.file, error.reason]}
+        except Exception as error:
+            problem = error
+        finally:
+            if source is not None:
+                source.close()
+        gathered = exchange(self._collectives, message, problem, _HALF_RESTORED)
+        if "damaged" in gathered[0]:
+            raise Damaged(*gathered[0]["damaged"])
+
+    def _adopt(self, prepared: _Prepared) -> None:
+        """Let the parts take over what was filled."""
+        problem: Exception | None = None
+        try:
+            for name, content in prepared.parts.items():
+                self._parts[name].adopt(content)
+            # Last, because what comes before may draw random numbers.
+            for name, tree in prepared.own.items():
+                self._rank_parts[name].adopt(tree)
+        except Exception as error:
+            problem = error
+        exchange(self._collectives, {}, problem, _HALF_RESTORED)
+        if self._first:
+            self._report(prepared)
+
+    def _report(self, prepared: _Prepared) -> None:
+        manifest, ranks = prepared.outline.manifest, len(self._collectives.ranks)
+        if prepared.left:
+            _log.warning(
+                "step %d was restored in part; left as they are: %s",
+                *(manifest.step, "; ".join(prepared.left)),
+            )
+        if manifest.world_size != ranks:
+            _log.warning(
+                "step %d was saved by %d ranks, and this job has %d: the rest of its epoch is "
+                "divided anew, and random numbers start anew",
+                *(manifest.step, manifest.world_size, ranks),
+            )
+
+    def _prepare(self, outline: Outline) -> _Prepared:
+        ranks = self._collectives.ranks
+        same_size = outline.manifest.world_size == len(ranks)
+        parts: dict[str, Tree] = {}
+        tensors: dict[Hashable, Tensor] = {}
+        left: list[str] = []
+        for name in self._names(outline, same_size):
+            try:
+                parts[name] = self._prepare_part(name, outline, left)
+            except UsageError as error:
+                if self._strict:
+                    raise
+                left.append(f"{name}: {error}")
+                continue
+            tensors |= destinations(name, parts[name], outline)
+        wanted = self._wanted
+        if left:
+            # Those of layers that may be others now.
+            wanted = wanted - {"statistics"}
+        saved = outline.rank(ranks.index(self._collectives.rank)) if same_size else {}
+        own = {name: saved[name] for name in self._rank_parts if name in saved and name in wanted}
+        return _Prepared(outline, parts, tensors, own, left)
+
+    def _prepare_part(self, name: str, outline: Outline, left: list[str]) -> Tree:
+        """Prepare a part for its saved state.
+
+        Args:
+            name: of the part.
+            outline: of the checkpoint.
+            left: what stays as it is; gets longer.
+
+        Raises:
+            UsageError: the state does not fit.
+        """
+        part, tree = self._parts[name], outline.tree(name)
+        if self._strict or not isinstance(part, PartialPart):
+            return part.prepare(tree)
+        prepared, lines = part.prepare_partly(tree)
+        left += [f"{name}: {line}" for line in lines]
+        return prepared
+
+    def _names(self, outline: Outline, same_size: bool) -> list[str]:
+        """The parts to restore of those that the step has."""
+        step, saved = outline.manifest.step, outline.trees.keys()
+        lacking = (self._parts.keys() & self._wanted) - saved - self._of_this_size
+        if lacking and self._strict:
+            raise UsageError(
+                f"the checkpoint of step {step} has no {', '.join(sorted(lacking))}; it has "
+                f"{', '.join(sorted(saved))}. Restore with what it was saved with, or with "
+                f"strict=False"
+            )
+        if lacking and self._first:
+            _log.warning("step %d has no %s; left as they are", step, ", ".join(sorted(lacking)))
+        unused = saved - self._parts.keys() - self._of_this_size
+        if unused and self._first:
+            _log.warning(
+                "step %d has %s, which this job does not ask for", step, ", ".join(sorted(unused))
+            )
+        return [
+            name
+            for name in self._parts
+            if name in self._wanted
+            and name in saved
+            and (same_size or name not in self._of_this_size)
+        ]
