@@ -21,7 +21,9 @@ class Recorder:
 
     Attributes:
         root: the folder.
-        calls: (name, arguments), files and folders as inode numbers.
+        calls: (name, arguments), files and folders as numbers: a file system gives the inode number
+            of a removed file to another one, and these are given once.
+        number: the root's.
         marks: (number of calls so far, what was said).
         skipped: the sync with this number, counted from 1, is not noted, as if it were missing.
         syncs: how many there were.
@@ -32,6 +34,9 @@ class Recorder:
     calls: list = field(default_factory=list)
     marks: list = field(default_factory=list)
     syncs: int = 0
+    number: int = 0
+    _numbers: dict = field(default_factory=dict)
+    _count: int = 0
     _real: dict = field(default_factory=dict)
 
     def mark(self, word):
@@ -39,6 +44,7 @@ class Recorder:
         self.marks.append((len(self.calls), word))
 
     def __enter__(self):
+        self._numbers[self.root.stat().st_ino] = self.number
         for name in _CALLS:
             self._real[name] = getattr(os, name)
             setattr(os, name, getattr(self, f"_{name}"))
@@ -48,20 +54,26 @@ class Recorder:
         for name, function in self._real.items():
             setattr(os, name, function)
 
-    def _inode(self, descriptor):
-        """The inode of an open file or folder below the root; None elsewhere."""
+    def _new(self, inode):
+        """The number of a file or folder that was made now."""
+        self._count += 1
+        self._numbers[inode] = self._count
+        return self._count
+
+    def _number(self, descriptor):
+        """The number of an open file or folder below the root; None elsewhere."""
         path = os.readlink(f"/proc/self/fd/{descriptor}")
         below = path == str(self.root) or path.startswith(f"{self.root}/")
-        return os.fstat(descriptor).st_ino if below else None
+        return self._numbers[os.fstat(descriptor).st_ino] if below else None
 
     def _parent(self, name, dir_fd):
-        """The inode of the folder that a name is in, and the name alone."""
+        """The number of the folder that a name is in, and the name alone."""
         if dir_fd is not None and os.sep not in str(name):
-            return self._inode(dir_fd), str(name)
+            return self._number(dir_fd), str(name)
         path = Path(name)
         descriptor = self._real["open"](path.parent, os.O_RDONLY)
         try:
-            return self._inode(descriptor), path.name
+            return self._number(descriptor), path.name
         finally:
             os.close(descriptor)
 
@@ -79,7 +91,7 @@ class Recorder:
         descriptor = self._real["open"](path, flags, mode, dir_fd=dir_fd)
         if new:
             parent, name = self._parent(path, dir_fd)
-            self._note("create", parent, name, os.fstat(descriptor).st_ino)
+            self._note("create", parent, name, self._new(os.fstat(descriptor).st_ino))
         return descriptor
 
     def _write(self, descriptor, data):
@@ -93,28 +105,29 @@ class Recorder:
         return count
 
     def _content(self, descriptor):
-        inode = self._inode(descriptor)
-        if inode is not None:
-            self._note("content", inode, Path(f"/proc/self/fd/{descriptor}").read_bytes())
+        number = self._number(descriptor)
+        if number is not None:
+            self._note("content", number, Path(f"/proc/self/fd/{descriptor}").read_bytes())
 
     def _fsync(self, descriptor):
         self._real["fsync"](descriptor)
         self.syncs += 1
         if self.syncs != self.skipped:
-            self._note("sync", self._inode(descriptor))
+            self._note("sync", self._number(descriptor))
 
     def _mkdir(self, path, mode=0o777, *, dir_fd=None):
         self._real["mkdir"](path, mode, dir_fd=dir_fd)
         parent, name = self._parent(path, dir_fd)
-        self._note("mkdir", parent, name, os.stat(path, dir_fd=dir_fd).st_ino)
+        self._note("mkdir", parent, name, self._new(os.stat(path, dir_fd=dir_fd).st_ino))
 
     def _rename(self, old, new, *, src_dir_fd=None, dst_dir_fd=None):
         self._real["rename"](old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
-        self._note("rename", self._inode(src_dir_fd), old, new)
+        self._note("rename", self._number(src_dir_fd), old, new)
 
     def _link(self, old, new, *, dst_dir_fd=None, **how):
         self._real["link"](old, new, dst_dir_fd=dst_dir_fd, **how)
-        self._note("link", self._inode(dst_dir_fd), new, os.stat(new, dir_fd=dst_dir_fd).st_ino)
+        number = self._numbers[os.stat(new, dir_fd=dst_dir_fd).st_ino]
+        self._note("link", self._number(dst_dir_fd), new, number)
 
     def _unlink(self, path, *, dir_fd=None):
         self._real["unlink"](path, dir_fd=dir_fd)
@@ -129,7 +142,7 @@ class Disk:
     """The disk after the first `count` calls.
 
     Args:
-        root: the inode of the folder.
+        root: the number of the folder.
         calls: as `Recorder.calls`.
         count: how many of them.
     """
@@ -145,19 +158,16 @@ class Disk:
         for name, *arguments in calls[:count]:
             getattr(self, f"_on_{name}")(*arguments)
 
-    def _on_create(self, parent, name, inode):
-        # Its number may have been another file's.
-        self._content.pop(inode, None)
-        self._synced.pop(inode, None)
-        self._on_link(parent, name, inode)
+    def _on_create(self, parent, name, number):
+        self._on_link(parent, name, number)
 
-    def _on_link(self, parent, name, inode):
-        self._pending[parent].append(("add", name, inode))
+    def _on_link(self, parent, name, number):
+        self._pending[parent].append(("add", name, number))
 
-    def _on_mkdir(self, parent, name, inode):
-        self._folders.add(inode)
-        self._durable[inode], self._pending[inode] = [], []
-        self._on_link(parent, name, inode)
+    def _on_mkdir(self, parent, name, number):
+        self._folders.add(number)
+        self._durable[number], self._pending[number] = [], []
+        self._on_link(parent, name, number)
 
     def _on_rename(self, parent, old, new):
         self._pending[parent].append(("rename", old, new))
@@ -165,15 +175,15 @@ class Disk:
     def _on_remove(self, parent, name):
         self._pending[parent].append(("remove", name, None))
 
-    def _on_content(self, inode, content):
-        self._content[inode] = content
+    def _on_content(self, number, content):
+        self._content[number] = content
 
-    def _on_sync(self, inode):
-        if inode in self._folders:
-            self._durable[inode] += self._pending[inode]
-            self._pending[inode] = []
-        elif inode in self._content:
-            self._synced[inode] = self._content[inode]
+    def _on_sync(self, number):
+        if number in self._folders:
+            self._durable[number] += self._pending[number]
+            self._pending[number] = []
+        elif number in self._content:
+            self._synced[number] = self._content[number]
 
     def after_power_cut(self, target, survives):
         """Make the folder `target` as it may be.
@@ -195,12 +205,12 @@ class Disk:
                 names.pop(name, None)
             elif name in names:
                 names[argument] = names.pop(name)
-        for name, inode in names.items():
-            if inode in self._folders:
-                self._make(inode, target / name, survives)
+        for name, number in names.items():
+            if number in self._folders:
+                self._make(number, target / name, survives)
             else:
-                lost = inode not in self._synced
-                content = self._content.get(inode, b"") if lost else self._synced[inode]
+                lost = number not in self._synced
+                content = self._content.get(number, b"") if lost else self._synced[number]
                 if lost and not survives(("content", name, None)):
                     content = b""
                 (target / name).write_bytes(content)

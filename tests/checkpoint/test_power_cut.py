@@ -45,10 +45,9 @@ def brief(folder, recorder):
 def record(tmp_path, program, skipped=None):
     root = tmp_path / "recorded"
     root.mkdir()
-    inode = root.stat().st_ino
     with Recorder(root, skipped) as recorder:
         program(root / "a" / "b", recorder)
-    return inode, recorder
+    return recorder
 
 
 def survivors(seed):
@@ -61,14 +60,14 @@ def survivors(seed):
     yield lambda change: drawn.random() < 0.5
 
 
-def violations(tmp_path, inode, recorder):
+def violations(tmp_path, recorder):
     """Describe each power cut after which a step is lost or damaged."""
     for count in range(len(recorder.calls) + 1):
         said = [step for at, step in recorder.marks if at <= count]
         under_way = next((step for at, step in recorder.marks if at > count), None)
         for number, survives in enumerate(survivors(count)):
             place = tmp_path / f"after-{count}-{number}"
-            Disk(inode, recorder.calls, count).after_power_cut(place, survives)
+            Disk(recorder.number, recorder.calls, count).after_power_cut(place, survives)
             store = Store(place / "a" / "b")
             damaged = [e.name for e in store.entries() if store.verify_entry(e)]
             steps = [info.step for info in store.steps()]
@@ -80,11 +79,11 @@ def violations(tmp_path, inode, recorder):
 
 
 def test_nothing_is_lost_at_a_power_cut(tmp_path):
-    inode, recorder = record(tmp_path, program)
-    assert list(violations(tmp_path, inode, recorder)) == []
+    recorder = record(tmp_path, program)
+    assert list(violations(tmp_path, recorder)) == []
     assert recorder.syncs > 20
     # What is recorded is what was done.
-    Disk(inode, recorder.calls, len(recorder.calls)).after_power_cut(
+    Disk(recorder.number, recorder.calls, len(recorder.calls)).after_power_cut(
         tmp_path / "whole", lambda change: True
     )
     assert_newest_good(Store(tmp_path / "whole" / "a" / "b"), 4)
@@ -94,12 +93,12 @@ def test_nothing_is_lost_at_a_power_cut(tmp_path):
 def test_each_sync_is_needed(tmp_path, program):
     """Without any one of them, a power cut at some moment does harm: the test above sees that."""
     (tmp_path / "0").mkdir()
-    syncs = record(tmp_path / "0", program)[1].syncs
+    syncs = record(tmp_path / "0", program).syncs
     unneeded = []
     for skipped in range(1, syncs + 1):
         (folder := tmp_path / str(skipped)).mkdir()
-        inode, recorder = record(folder, program, skipped)
-        if next(violations(folder, inode, recorder), None) is None:
+        recorder = record(folder, program, skipped)
+        if next(violations(folder, recorder), None) is None:
             unneeded.append(skipped)
         shutil.rmtree(folder)
     assert unneeded == []
