@@ -53,6 +53,21 @@ class FileRecord:
             min((number + 1) * self.chunk_bytes, self.size),
         )
 
+    def pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """The pieces in which the chunks that hold the bytes from `begin` to `end` are read.
+
+        A piece is a chunk. A chunk of more than `CHUNK_BYTES`, which older versions of hvdkit
+        wrote, is several pieces.
+
+        Returns:
+            An iterator: the number of the chunk, and where the piece begins and ends in the file.
+        """
+        step = self.chunk_bytes
+        for number in range(begin // step, max(-(-end // step), begin // step + 1)):
+            first, last = self.chunk(number)
+            for start in range(first, max(last, first + 1), CHUNK_BYTES):
+                yield number, start, min(start + CHUNK_BYTES, last)
+
 
 class ChunkHasher:
     """Hashes a file while it is written."""
@@ -136,33 +151,37 @@ class ChunkedFile:
                 progress(content.size)
 
     def pieces(
-        self, begin: int = 0, end: int | None = None
+        self, begin: int = 0, end: int | None = None, *, room: int = 0
     ) -> Generator[tuple[int, np.ndarray], None, None]:
-        """Read the chunks that hold the bytes from `begin` to `end`, in their order.
+        """Read the pieces of `FileRecord.pieces`, and compare each chunk with its hash.
 
-        A piece is a chunk. A chunk of more than `CHUNK_BYTES`, which older versions of hvdkit
-        wrote, comes in several pieces, and is compared with its hash before the last of them.
+        Where a chunk is several pieces, it is compared before the last of them is given out.
+
+        Args:
+            begin: a byte in the first chunk that is read.
+            end: where to stop; None: at the end of the file.
+            room: bytes of memory after each piece, for the caller.
 
         Returns:
-            An iterator: where a piece begins in the file, and its content (uint8), which is valid
-            until the next piece is asked for.
+            An iterator: where a piece begins in the file, and its content (uint8) with the room,
+            which is valid until the next piece is asked for.
 
         Raises:
             Damaged: a chunk is not what was written.
             CheckpointError: the file cannot be read, for a reason that says nothing about it.
         """
-        places = list(self._places(begin, self._record.size if end is None else end))
+        places = list(self._record.pieces(begin, self._record.size if end is None else end))
+        longest = max(stop - start for _, start, stop in places)
         # One piece is in use while the others are read.
         buffers = [
-            np.empty(max((stop - start for _, start, stop in places), default=0), np.uint8)
-            for _ in range(min(self._readers + 1, len(places)))
+            np.empty(longest + room, np.uint8) for _ in range(min(self._readers + 1, len(places)))
         ]
         running = xxhash.xxh3_128()
-        for place, content, hashed in self._loaded(places, buffers):
+        for place, buffer, hashed in self._loaded(places, buffers):
             number, start, stop = place
             first, last = self._record.chunk(number)
             if hashed is None:
-                running.update(content.data)
+                running.update(buffer[: stop - start].data)
                 hashed = running.hexdigest() if stop == last else None
             if stop == last:
                 running = xxhash.xxh3_128()
@@ -172,15 +191,7 @@ class ChunkedFile:
                         f"its content is not what was written: the hash of bytes {first} to "
                         f"{last} differs",
                     )
-            yield start, content
-
-    def _places(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """The number of the chunk, and where the piece begins and ends, of each piece."""
-        step = self._record.chunk_bytes
-        for number in range(begin // step, max(-(-end // step), begin // step + 1)):
-            first, last = self._record.chunk(number)
-            for start in range(first, max(last, first + 1), CHUNK_BYTES):
-                yield number, start, min(start + CHUNK_BYTES, last)
+            yield start, buffer[: stop - start + room]
 
     def _loaded(
         self, places: list[tuple[int, int, int]], buffers: list[np.ndarray]
@@ -213,7 +224,7 @@ class ChunkedFile:
     def _load(
         self, place: tuple[int, int, int], buffer: np.ndarray
     ) -> tuple[np.ndarray, str | None]:
-        """Read one piece. Returns its content, and its hash if the piece is a chunk."""
+        """Read one piece. Returns the buffer, and the piece's hash if it is a chunk."""
         number, start, stop = place
         content = buffer[: stop - start]
         state = xxhash.xxh3_128() if (start, stop) == self._record.chunk(number) else None
@@ -222,4 +233,4 @@ class ChunkedFile:
             self._read_into(part, start + at)
             if state is not None:
                 state.update(part.data)
-        return content, None if state is None else state.hexdigest()
+        return buffer, None if state is None else state.hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -29,12 +29,14 @@ class Outline:
         trees: part -> its JSON form.
         specs: part -> tensor name -> dtype and shape, in the order in which the tensors lie in
             the part's file. They lie there without gaps.
+        begins: part -> where the first tensor begins in the part's file.
         ranks: each rank's JSON form.
     """
 
     manifest: Manifest
     trees: Mapping[str, Any]
     specs: Mapping[str, Mapping[str, TensorSpec]]
+    begins: Mapping[str, int]
     ranks: tuple[Any, ...]
 
     def tree(self, part: str) -> Tree:
@@ -52,6 +54,10 @@ class Outline:
             )
         return tree.decode(self.trees[part], self.specs.get(part, {}))
 
+    def file(self, part: str) -> FileRecord:
+        """Return the record of the file with the tensors of `part`."""
+        return self.manifest.files[part + manifest.TENSORS_SUFFIX]
+
     def rank(self, rank: int) -> Tree:
         """The tree that `rank` saved for itself."""
         return tree.decode(self.ranks[rank], {})
@@ -63,13 +69,13 @@ class Outline:
             for part, entries in self.specs.items()
         }
         return json.dumps(
-            [self.manifest.to_bytes().decode(), self.trees, specs, self.ranks]
+            [self.manifest.to_bytes().decode(), self.trees, specs, self.begins, self.ranks]
         ).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Outline:
         """What `to_bytes` has made."""
-        text, trees, specs, ranks = json.loads(data)
+        text, trees, specs, begins, ranks = json.loads(data)
         return cls(
             manifest=Manifest.from_bytes(text.encode()),
             trees=trees,
@@ -77,6 +83,7 @@ class Outline:
                 part: {name: TensorSpec(dtype, tuple(shape)) for name, dtype, shape in entries}
                 for part, entries in specs.items()
             },
+            begins=begins,
             ranks=tuple(ranks),
         )
 
@@ -94,11 +101,10 @@ class OpenCheckpoint:
     In a folder it can be read to its end even if the step is removed meanwhile.
     """
 
-    def __init__(self, outline: Outline, files: StepFiles, begins: Mapping[str, int]) -> None:
+    def __init__(self, outline: Outline, files: StepFiles) -> None:
         self.outline = outline
         self.location = ""
         self._files = files
-        self._begins = begins
 
     @property
     def manifest(self) -> Manifest:
@@ -111,7 +117,15 @@ class OpenCheckpoint:
         Raises:
             CheckpointError: the step has no tensors for such a part.
         """
-        return TensorStream(self._file(part), self._begins[part])
+        return TensorStream(self._file(part), self.outline.begins[part])
+
+    def pieces(self, part: str, *, room: int = 0) -> Generator[tuple[int, np.ndarray], None, None]:
+        """Read the file of `part` from its first tensor's chunk on, as `ChunkedFile.pieces`.
+
+        Raises:
+            CheckpointError: the step has no tensors for such a part.
+        """
+        return self._file(part).pieces(self.outline.begins[part], room=room)
 
     def read(self, part: str, name: str, out: np.ndarray) -> None:
         """Copy the content of one tensor into `out`: uint8, contiguous, of its size in bytes.
@@ -126,7 +140,7 @@ class OpenCheckpoint:
         begin, end = tensors.spans(self.outline.specs[part])[name]
         if out.size != end - begin:
             raise ValueError(f"{part}'s tensor {name} has {end - begin} bytes, not {out.size}")
-        file.read(out, self._begins[part] + begin)
+        file.read(out, self.outline.begins[part] + begin)
 
     def close(self) -> None:
         """Close the files. May be called again."""
@@ -322,10 +336,10 @@ def _opened(found: Manifest, files: StepFiles) -> OpenCheckpoint:
         begins[part], specs[part] = tensors.read_header(
             _chunked(files, found, name).read, found.files[name].size, name
         )
-    outline = Outline(found, trees, specs, tuple(ranks) if isinstance(ranks, list) else ())
+    outline = Outline(found, trees, specs, begins, tuple(ranks) if isinstance(ranks, list) else ())
     _check(manifest.RANKS, lambda: _check_ranks(outline, ranks))
     _check(manifest.STATE, lambda: _check_trees(outline))
-    return OpenCheckpoint(outline, files, begins)
+    return OpenCheckpoint(outline, files)
 
 
 def _check(name: str, check: Callable[[], None]) -> None:

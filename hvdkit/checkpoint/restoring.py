@@ -1,18 +1,17 @@
 """Restoring on all ranks together: the first rank reads, checks and broadcasts."""
 
 import logging
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hvdkit.checkpoint.broadcasting import Broadcast
 from hvdkit.checkpoint.errors import Damaged
 from hvdkit.checkpoint.exchange import compare, exchange
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import OpenCheckpoint, Outline
-from hvdkit.checkpoint.state import Part, PartialPart, RankPart, Tensor, Tree
+from hvdkit.checkpoint.state import Part, PartialPart, RankPart, Tree
 from hvdkit.checkpoint.store import Search
-from hvdkit.checkpoint.tensors import nbytes
-from hvdkit.checkpoint.transfer import InTurn, Transfer, destinations
 from hvdkit.core.agreement import digest
 from hvdkit.core.collectives import Collectives
 from hvdkit.errors import UsageError
@@ -31,14 +30,14 @@ class _Prepared:
     Attributes:
         outline: of the step.
         parts: name -> the saved tree, with this rank's tensors in it.
-        tensors: all of these tensors, in the order of the files.
+        broadcast: of these tensors.
         own: rank part -> the tree that this rank saved.
         left: what stays as it is, for people.
     """
 
     outline: Outline
     parts: dict[str, Tree]
-    tensors: dict[Hashable, Tensor]
+    broadcast: Broadcast
     own: dict[str, Tree]
     left: list[str]
 
@@ -138,13 +137,11 @@ class Restoring:
         problem: Exception | None = None
         message: dict[str, Any] = {}
         try:
+            # Everything that may fail on one rank alone comes before the first broadcast.
             prepared = self._prepare(Outline.from_bytes(sent))
-            # Everything that may fail on one rank alone, memory too, comes before the first bucket.
-            sizes = {key: nbytes(tensor.spec) for key, tensor in prepared.tensors.items()}
-            self._transfer = Transfer(sizes)
             message = {
                 "left": digest(prepared.left).hex(),
-                "tensors": digest([str(key) for key in prepared.tensors]).hex(),
+                "tensors": digest(list(map(str, prepared.broadcast.names))).hex(),
             }
         except Exception as error:
             problem = error
@@ -163,16 +160,12 @@ class Restoring:
         """
         message: dict[str, Any] = {}
         problem: Exception | None = None
-        source = InTurn(opened) if opened is not None else None
         try:
-            self._transfer.run(self._collectives, prepared.tensors, source)
+            prepared.broadcast.run(self._collectives, opened)
         except Damaged as error:
             message = {"damaged": [error.file, error.reason]}
         except Exception as error:
             problem = error
-        finally:
-            if source is not None:
-                source.close()
         gathered = exchange(self._collectives, message, problem, _HALF_RESTORED)
         if "damaged" in gathered[0]:
             raise Damaged(*gathered[0]["damaged"])
@@ -210,7 +203,6 @@ class Restoring:
         ranks = self._collectives.ranks
         same_size = outline.manifest.world_size == len(ranks)
         parts: dict[str, Tree] = {}
-        tensors: dict[Hashable, Tensor] = {}
         left: list[str] = []
         for name in self._names(outline, same_size):
             try:
@@ -219,15 +211,13 @@ class Restoring:
                 if self._strict:
                     raise
                 left.append(f"{name}: {error}")
-                continue
-            tensors |= destinations(name, parts[name], outline)
         wanted = self._wanted
         if left:
             # Those of layers that may be others now.
             wanted = wanted - {"statistics"}
         saved = outline.rank(ranks.index(self._collectives.rank)) if same_size else {}
         own = {name: saved[name] for name in self._rank_parts if name in saved and name in wanted}
-        return _Prepared(outline, parts, tensors, own, left)
+        return _Prepared(outline, parts, Broadcast(parts, outline), own, left)
 
     def _prepare_part(self, name: str, outline: Outline, left: list[str]) -> Tree:
         """Prepare a part for its saved state.

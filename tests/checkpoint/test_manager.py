@@ -14,13 +14,13 @@ import pytest
 
 from hvdkit.checkpoint import background, chunks, manager
 from hvdkit.checkpoint.background import BackgroundWriter
+from hvdkit.checkpoint.broadcasting import Broadcast
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.manager import Manager, Stopped
 from hvdkit.checkpoint.parts import Plain
 from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.signals import StopSignals
 from hvdkit.checkpoint.store import Store
-from hvdkit.checkpoint.transfer import Transfer
 from hvdkit.core.collectives import check_member
 from hvdkit.errors import RESUMABLE, UsageError
 from tests.checkpoint.material import step_folder
@@ -482,9 +482,7 @@ def test_where_all_prove_to_be_damaged_the_error_says_half_restored(place, small
             corrupt(place, 2)
         with (
             make(collectives, place, part := state(0)) as restoring,
-            pytest.raises(
-                CheckpointError, match="is damaged.*half restored: end the job"
-            ),
+            pytest.raises(CheckpointError, match="is damaged.*half restored: end the job"),
         ):
             restoring.restore(wanted)
         assert part.adopted == 0
@@ -702,14 +700,14 @@ def test_a_rank_that_cannot_take_the_state_over_ends_all(place, monkeypatch, bro
 
 
 def test_a_file_that_changes_while_it_is_restored_ends_all(tmp_path, monkeypatch):
-    run_transfer = Transfer.run
+    run_broadcast = Broadcast.run
 
     def change_first(self, collectives, *arguments):
         if collectives.rank == 0:
             corrupt(tmp_path, 1)
-        run_transfer(self, collectives, *arguments)
+        run_broadcast(self, collectives, *arguments)
 
-    monkeypatch.setattr(Transfer, "run", change_first)
+    monkeypatch.setattr(Broadcast, "run", change_first)
 
     def run(collectives):
         saved(collectives, tmp_path, 1)
@@ -788,32 +786,29 @@ def test_arguments_that_make_no_sense_are_refused(place, how, words):
     on_ranks(run, 1)
 
 
-@pytest.mark.parametrize("bucket", [64, 100, 1000, 10**6])
-def test_tensors_travel_in_buckets_of_one_size(bucket):
-    arrays = [
-        np.arange(n, dtype=np.int64).astype(np.uint8) for n in (0, 1, 63, 64, 65, 1000, 0, 3, 130)
-    ]
-    sizes = {k: len(array) for k, array in enumerate(arrays)}
+@pytest.mark.parametrize("chunk", [8, 64, 200, 1000, 1_000_000])
+def test_tensors_are_broadcast_in_pieces_of_one_size(tmp_path, monkeypatch, chunk):
+    """Whatever ends in the middle of what."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk)
+    lengths = (0, 1, 63, 64, 65, 1000, 0, 3, 130)
+
+    def arrays(factor):
+        wide = {f"wide{n}": factor * np.arange(n, dtype=np.int64) for n in lengths}
+        return wide | {f"narrow{n}": factor * np.arange(n).astype(np.uint8) for n in lengths}
 
     def run(collectives):
-        mine = {k: ArrayTensor(np.zeros(n, np.uint8)) for k, n in sizes.items()}
-        asked = []
-
-        def source(key, out, start):
-            asked.append((key, start))
-            out[:] = arrays[key][start : start + len(out)]
-
-        transfer = Transfer(sizes, bucket)
-        transfer.run(collectives, mine, source if collectives.rank == 0 else None)
-        assert asked == sorted(asked)
-        for k, array in enumerate(arrays):
-            assert (mine[k].array == array).all()
-        return len(collectives.names)
+        with make(collectives, tmp_path, Arrays(**arrays(1))) as saving:
+            saving.save(1)
+        part = Arrays(**arrays(0))
+        with make(collectives, tmp_path, part) as restoring:
+            restoring.restore()
+        for name, array in arrays(1).items():
+            assert (part.arrays[name] == array).all()
+        return collectives.names.count("hvdkit.checkpoint.piece")
 
     (times,) = set(on_ranks(run))
-    padded = sum(-(-n // 64) * 64 for n in sizes.values())
-    limit = max(bucket // 64, 1) * 64
-    assert padded / limit <= times <= 2 * padded / limit + 1
+    size = (tmp_path / "step-000000000001" / "model.safetensors").stat().st_size
+    assert sum(lengths) * 9 / chunk <= times <= size / chunk + 1
 
 
 def test_a_signal_that_comes_again_later_does_what_it_did(monkeypatch):
@@ -1002,6 +997,7 @@ def test_a_program_that_ends_lets_the_write_come_to_its_end(tmp_path):
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
 from hvdkit.checkpoint.background import BackgroundWriter
+from hvdkit.checkpoint.broadcasting import Broadcast
 from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.store import Store
 from tests.checkpoint.material import snapshot

@@ -1,0 +1,133 @@
+"""Tensors from the first rank's storage to every rank, piece by piece of their files.
+
+Every rank knows where the tensors are in a file, so what is broadcast is the file's own bytes: the
+first rank copies nothing together. It reads pieces ahead while one is broadcast. The extra memory
+is a few pieces there and one on the other ranks.
+"""
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvdkit.checkpoint import tensors, tree
+from hvdkit.checkpoint.reading import OpenCheckpoint, Outline
+from hvdkit.checkpoint.state import Tensor, Tree
+from hvdkit.core.collectives import Collectives
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Bytes of a part's file, and the tensors that they belong to.
+
+    Attributes:
+        size: bytes.
+        tensors: of each tensor: where its bytes begin and end in the piece, and the byte of the
+            tensor that they begin with.
+    """
+
+    size: int
+    tensors: list[tuple[Tensor, int, int, int]]
+
+
+class Broadcast:
+    """Broadcasts the tensors of parts.
+
+    Args:
+        prepared: part -> its tree, with this rank's tensors in it.
+        outline: of the step.
+
+    Attributes:
+        names: of all tensors, with their parts.
+    """
+
+    def __init__(self, prepared: Mapping[str, Tree], outline: Outline) -> None:
+        self._parts = [part for part in prepared if part in outline.specs]
+        self._pieces: list[_Piece] = []
+        self.names: list[tuple[str, str]] = []
+        for part in self._parts:
+            own = _own_tensors(part, prepared[part], outline)
+            self.names += [(part, name) for name in own]
+            self._pieces += _pieces(own, part, outline)
+        # Memory that cannot be had is missing before the first collective.
+        self._memory = np.empty(max((p.size for p in self._pieces), default=0) + 1, np.uint8)
+
+    def run(self, collectives: Collectives, opened: OpenCheckpoint | None) -> None:
+        """Broadcast the tensors. A collective.
+
+        Args:
+            collectives: of the ranks.
+            opened: on the first rank, the step.
+
+        Raises:
+            Exception: what went wrong on this rank. The others raise nothing, but what they have
+                may not be whole: exchange afterwards.
+        """
+        problem: Exception | None = None
+        reader = _read(opened, self._parts) if opened is not None else None
+        try:
+            for piece in self._pieces:
+                memory = self._memory[: piece.size + 1]
+                # The last byte tells whether the rest was read.
+                memory[-1] = 0
+                if reader is not None:
+                    try:
+                        memory = next(reader)
+                        memory[-1] = 0
+                    except Exception as error:
+                        problem = error
+                        memory[-1] = 1
+                collectives.broadcast_into(memory, collectives.ranks[0], "hvdkit.checkpoint.piece")
+                if memory[-1]:
+                    break
+                # A rank that cannot write still takes part in the broadcasts.
+                if problem is None:
+                    try:
+                        for tensor, begin, end, start in piece.tensors:
+                            tensor.write(memory[begin:end], start)
+                    except Exception as error:
+                        problem = error
+        finally:
+            if reader is not None:
+                reader.close()
+        if problem is not None:
+            raise problem
+
+
+def _own_tensors(part: str, prepared: Tree, outline: Outline) -> dict[str, Tensor]:
+    """The tensors of a prepared part by their names, in the order of the file."""
+    _, own = tree.encode(prepared, part)
+    wanted = outline.specs[part]
+    found = {name: tensor.spec for name, tensor in own.items()}
+    assert found == dict(wanted), f"{part}: prepare() gave {found}, and not {wanted}"
+    return {name: own[name] for name in wanted}
+
+
+def _pieces(own: Mapping[str, Tensor], part: str, outline: Outline) -> list[_Piece]:
+    """The pieces of a part's file that have tensors."""
+    begin = outline.begins[part]
+    record = outline.file(part)
+    spans = tensors.spans(outline.specs[part])
+    places = [(own[name], begin + start, begin + end) for name, (start, end) in spans.items()]
+    found = []
+    first = 0
+    for _, start, stop in record.pieces(begin, record.size):
+        piece = _Piece(stop - start, [])
+        while first < len(places) and places[first][2] <= start:
+            first += 1
+        for number in range(first, len(places)):
+            tensor, at, end = places[number]
+            if at >= stop:
+                break
+            if at < end:
+                left, right = max(at, start), min(end, stop)
+                piece.tensors.append((tensor, left - start, right - start, left - at))
+        found.append(piece)
+    return found
+
+
+def _read(opened: OpenCheckpoint, parts: list[str]) -> Generator[np.ndarray, None, None]:
+    """The pieces of the parts' files, each with a byte more."""
+    for part in parts:
+        for _, memory in opened.pieces(part, room=1):
+            yield memory
