@@ -166,6 +166,22 @@ def file_record(data):
     return {"bytes": len(data), "chunk_bytes": size, "xxh3_128": hashes}
 
 
+def as_version_1(folder):
+    """Turn a step into one of hvdkit 0.x, whose manifests have one hash for each file."""
+    path = folder / manifest.NAME
+    fields = json.loads(path.read_bytes())
+    del fields["xxh3_128"]
+    fields["version"] = 1
+    fields["files"] = {
+        name: {
+            "bytes": (folder / name).stat().st_size,
+            "xxh3_128": xxhash.xxh3_128_hexdigest((folder / name).read_bytes()),
+        }
+        for name in fields["files"]
+    }
+    path.write_bytes(seal(fields))
+
+
 def forge(folder, files=None, edit=None):
     """Put `files` (name -> content) into a step's folder, as a stranger would: hashes are right."""
     path = folder / manifest.NAME

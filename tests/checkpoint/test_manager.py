@@ -23,7 +23,7 @@ from hvdkit.checkpoint.signals import StopSignals
 from hvdkit.checkpoint.store import Store
 from hvdkit.core.collectives import check_member
 from hvdkit.errors import RESUMABLE, UsageError
-from tests.checkpoint.material import step_folder
+from tests.checkpoint.material import as_version_1, step_folder
 from tests.checkpoint.simulated_state import Arrays, ArrayTensor, Own
 from tests.core.simulated_ranks import on_every_rank
 
@@ -471,6 +471,33 @@ def test_an_older_step_is_restored_over_one_that_proves_to_be_damaged(place, sma
     assert steps(place) == [1, 4]
     assert caplog.text.count("is damaged (model.safetensors: ") == 2
     assert len(Store(str(place)).quarantined()) == 2
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_steps_of_version_1_are_restored_and_continued(place, small_chunks, damaged):
+    def run(collectives):
+        saved(collectives, place, 1, 2, 3)
+        if collectives.rank == 0:
+            for step in (1, 2, 3):
+                as_version_1(step_folder(Store(str(place)), step))
+            if damaged:
+                corrupt(place, 2)
+        collectives.sum([1], "they are of version 1")
+        with make(collectives, place, part := state(0)) as restoring:
+            if damaged:
+                with pytest.raises(CheckpointError, match=r"model.safetensors: .* bytes 0 to"):
+                    restoring.restore(2)
+                return
+            # A newer one is there: a new run begins with a copy.
+            restoring.restore(2)
+            assert same(part, 2)
+            restoring.save(4)
+
+    on_ranks(run)
+    if not damaged:
+        store = Store(str(place))
+        assert [(info.manifest.run, info.step) for info in store.steps()][-2:] == [(2, 2), (2, 4)]
+        assert not any(store.verify(step) for step in (1, 2, 3, 4))
 
 
 @pytest.mark.parametrize("wanted", [None, 2])

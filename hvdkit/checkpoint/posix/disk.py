@@ -193,6 +193,9 @@ def open_plain(name: str, parent: int) -> tuple[int, int]:
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise Damaged(name, "it is no plain file")
+    with contextlib.suppress(OSError):
+        # Read further ahead: large files are read from the first byte to the last.
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return descriptor, status.st_size
 
 
