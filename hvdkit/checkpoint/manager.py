@@ -24,7 +24,7 @@ from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.restoring import NOTHING_RESTORED, Restoring
 from hvdkit.checkpoint.retention import KeepBest, Mode
 from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
-from hvdkit.checkpoint.snapshot import SnapshotMemory, in_place
+from hvdkit.checkpoint.snapshot import Allocate, SnapshotMemory, in_place, ordinary_memory
 from hvdkit.checkpoint.state import Part, RankPart, Tree
 from hvdkit.checkpoint.storage import MAX_STEP
 from hvdkit.checkpoint.store import Store
@@ -104,6 +104,7 @@ class Manager:
         stop_signals: signals that make `maybe_save` save and stop the job; see `StopSignals`.
         window_open: whether this rank is in the middle of an accumulation window, where nothing
             can be saved.
+        allocate: gives the first rank the memory for its copy of the state.
 
     Raises:
         UsageError: the arguments make no sense.
@@ -126,6 +127,7 @@ class Manager:
         run: int | None = None,
         stop_signals: Sequence[int] = STOP_SIGNALS,
         window_open: Callable[[], bool] = lambda: False,
+        allocate: Allocate = ordinary_memory,
     ) -> None:
         if every_steps is not None and (not isinstance(every_steps, int) or every_steps < 1):
             raise UsageError(f"every_steps is {every_steps!r}: expected a whole number >= 1")
@@ -154,7 +156,7 @@ class Manager:
         # Not the time of day, which may jump.
         self._last_time = time.monotonic()
         # These two are the first rank's; on others they stay empty.
-        self._memory = SnapshotMemory()
+        self._memory = SnapshotMemory(allocate)
         self._writer = BackgroundWriter(store, overwrite, run)
 
     @property

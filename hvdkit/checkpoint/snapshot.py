@@ -1,6 +1,6 @@
 """The state as it is written: a copy in host memory, or the tensors' own memory."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,24 @@ from hvdkit.checkpoint.writing import EncodedPart
 _ALIGNMENT = 64
 
 
-class SnapshotMemory:
-    """Memory for one copy, which is allocated once: fresh pages cost more than the copy itself."""
+#: Returns new host memory: uint8, of so many bytes.
+Allocate = Callable[[int], np.ndarray]
 
-    def __init__(self) -> None:
+
+def ordinary_memory(nbytes: int) -> np.ndarray:
+    """Return new host memory: uint8."""
+    return np.empty(nbytes, np.uint8)
+
+
+class SnapshotMemory:
+    """Memory for one copy, which is allocated once: fresh pages cost more than the copy itself.
+
+    Args:
+        allocate: where the memory comes from.
+    """
+
+    def __init__(self, allocate: Allocate = ordinary_memory) -> None:
+        self._allocate = allocate
         self._memory = np.empty(0, np.uint8)
 
     def copy(self, trees: Mapping[str, Tree]) -> dict[str, EncodedPart]:
@@ -39,7 +53,7 @@ class SnapshotMemory:
         if len(self._memory) < end:
             # The old memory goes before the new one comes.
             self._memory = np.empty(0, np.uint8)
-            self._memory = np.empty(end, np.uint8)
+            self._memory = self._allocate(end)
         parts = {}
         for part, (content, tensors) in encoded.items():
             copies = {}

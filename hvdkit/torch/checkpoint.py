@@ -21,6 +21,7 @@ from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.core.collectives import check_member
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch.collectives import TorchCollectives
+from hvdkit.torch.devices import host_memory
 from hvdkit.torch.parts import (
     TIED,
     ModelPart,
@@ -153,6 +154,7 @@ class Checkpointer(Manager):
             overwrite=overwrite,
             stop_signals=stop_signals,
             window_open=lambda: not all(each.between_steps for each in wrapped),
+            allocate=host_memory,
         )
 
 

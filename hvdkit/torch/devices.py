@@ -1,6 +1,11 @@
-"""Which GPU is a rank's."""
+"""This rank's GPU, and host memory for copies from it."""
 
+import logging
+
+import numpy as np
 import torch
+
+_log = logging.getLogger(__name__)
 
 
 def use_own_gpu(local_rank: int) -> None:
@@ -21,3 +26,18 @@ def use_own_gpu(local_rank: int) -> None:
     # Not public, and the only way to wait for a CUDA that nobody has asked for: what
     # `torch.cuda.manual_seed` does.
     torch.cuda._lazy_call(choose)
+
+
+def host_memory(nbytes: int) -> np.ndarray:
+    """Return new host memory: uint8, pinned if this process uses CUDA.
+
+    Copies from a GPU to pinned memory need no second copy inside the driver. Memory that the
+    system refuses to pin is ordinary memory.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        try:
+            pinned: np.ndarray = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+            return pinned
+        except RuntimeError as error:
+            _log.info("%d bytes of host memory cannot be pinned: %s", nbytes, error)
+    return np.empty(nbytes, np.uint8)
