@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,11 @@ class TorchTensor:
             )
         self.tensor = tensor.detach()
         # The thread that writes reads after what this one has started on the device.
-        self._stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        self._stream: AbstractContextManager[Any] = (
+            torch.cuda.stream(torch.cuda.current_stream(tensor.device))
+            if tensor.is_cuda
+            else nullcontext()
+        )
         self._staged: torch.Tensor | None = None
 
     @property
@@ -57,7 +62,7 @@ class TorchTensor:
         if not self.tensor.numel():
             return
         shape = self.tensor.shape
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             torch.from_numpy(out).view(self.tensor.dtype).view(shape).copy_(self.tensor)
 
     def memory(self) -> np.ndarray | None:
