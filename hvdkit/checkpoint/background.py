@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures.thread  # noqa: F401 (registers its own function first)
 import contextlib
+import errno
 import logging
 import threading
 import time
@@ -23,6 +24,14 @@ _STILL_SECONDS = 600.0
 # Waiting for the write before this one is worth a word.
 _WAIT_WORTH_SAYING_SECONDS = 1.0
 _LOOK_SECONDS = 5.0
+
+# Errors of a disk or a file server that may be over soon, and the pauses before further attempts.
+_PASSING = {
+    *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EBUSY),
+    *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    *(errno.ENOTCONN, errno.ECONNRESET, errno.ECONNREFUSED),
+}
+_PAUSES = (2.0, 10.0)
 
 
 class _Write:
@@ -77,7 +86,7 @@ class _Write:
         began = time.perf_counter()
         step = self._snapshot.step
         try:
-            location = self._writer.write(self._snapshot)
+            location = self._try()
         except Exception as error:
             self.failure = error
         except BaseException as error:
@@ -85,6 +94,19 @@ class _Write:
             self.failure = CheckpointError(f"step {step} was not saved: {error!r}")
         else:
             _log.info("%s written in %.1f s", location, time.perf_counter() - began)
+
+    def _try(self) -> str:
+        """Write, again after an error that may be over soon. Returns the step's path or URL."""
+        for pause in _PAUSES:
+            try:
+                return self._writer.write(self._snapshot)
+            except CheckpointError as error:
+                cause = error.__cause__
+                if not isinstance(cause, OSError) or cause.errno not in _PASSING:
+                    raise
+                _log.warning("%s Trying again in %g s.", error, pause)
+            time.sleep(pause)
+        return self._writer.write(self._snapshot)
 
 
 # The writes that a process waits for when it ends.

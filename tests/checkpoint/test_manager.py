@@ -624,6 +624,34 @@ def test_ranks_communicate_while_they_wait_for_a_write(tmp_path, monkeypatch):
     assert steps(tmp_path) == [1]
 
 
+@pytest.mark.parametrize(("times", "saves"), [(1, True), (2, True), (3, False)])
+def test_a_write_is_tried_again_where_the_error_may_pass(
+    tmp_path, monkeypatch, caplog, times, saves
+):
+    monkeypatch.setattr(background, "_PAUSES", (0.05, 0.05))
+    left = [times]
+
+    def before(step, file):
+        if (step, file) == ("fsync", "model.safetensors") and left[0]:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(disk, "before_step", before)
+
+    def run(collectives):
+        saving = make(collectives, tmp_path)
+        saving.save(1)
+        if saves:
+            saving.close()
+            return
+        with pytest.raises(CheckpointError, match="rank 0: cannot write .*Stale file handle"):
+            saving.close()
+
+    on_ranks(run)
+    assert steps(tmp_path) == ([1] if saves else [])
+    assert caplog.text.count("Trying again in 0.05 s") == min(times, 2)
+
+
 def test_a_write_that_hangs_is_an_error_on_every_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(manager, "_WAIT_SECONDS", 0.1)
     monkeypatch.setattr(background, "_LOOK_SECONDS", 0.05)
