@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,10 @@ TENSORS_SUFFIX = ".safetensors"
 MAX_MANIFEST_BYTES = 4_000_000
 MAX_JSON_BYTES = 256_000_000
 
-_FORMAT, _VERSION = "hvdkit checkpoint", 1
+_FORMAT = "hvdkit checkpoint"
+#: Since version 2, a tree may have arrays, and tensors of a dtype that safetensors has not. A step
+#: without any is of version 1, which earlier versions of hvdkit read, too.
+_VERSIONS = (1, 2)
 _PART = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{32}")
 _SEAL = ',\n "xxh3_128": "%s"\n}\n'
@@ -64,6 +67,7 @@ class Manifest:
         files: name -> size and hash.
         run: which training saved it, counted from 1. A resumed training continues its run. Steps
             that were saved before runs were counted are of run 1.
+        version: of the format, 1 or 2.
     """
 
     step: int
@@ -75,6 +79,7 @@ class Manifest:
     versions: Mapping[str, str]
     files: Mapping[str, FileRecord]
     run: int = 1
+    version: int = 1
 
     @property
     def size(self) -> int:
@@ -99,7 +104,7 @@ class Manifest:
         metrics, _ = tree.encode(dict(self.metrics), "metrics")
         fields = {
             "format": _FORMAT,
-            "version": _VERSION,
+            "version": self.version,
             "step": self.step,
             "epoch": self.epoch,
             "world_size": self.world_size,
@@ -129,7 +134,7 @@ class Manifest:
             Damaged: it is not that.
             CheckpointError: it is of a later version of hvdkit.
         """
-        fields = unsealed(NAME, data, _FORMAT, _VERSION)
+        fields = unsealed(NAME, data, _FORMAT, _VERSIONS)
         try:
             return cls(
                 step=_count(fields["step"]),
@@ -137,6 +142,7 @@ class Manifest:
                 world_size=_count(fields["world_size"]),
                 commit=_count(fields["commit"]),
                 run=_count(fields.get("run", 1)),
+                version=fields["version"],
                 time=_number(fields["time"]),
                 metrics=_entries(tree.decode(fields["metrics"], {}), _number),
                 versions=_entries(fields["versions"], _text),
@@ -155,14 +161,14 @@ def sealed(fields: Mapping[str, Any]) -> bytes:
     return body + (_SEAL % xxhash.xxh3_128_hexdigest(body)).encode()
 
 
-def unsealed(file: str, data: bytes, format: str, version: int) -> dict[str, Any]:
+def unsealed(file: str, data: bytes, format: str, versions: Sequence[int]) -> dict[str, Any]:
     """Read what `sealed` has given.
 
     Args:
         file: its name, for errors.
         data: its content.
         format: the entry "format" that it must have.
-        version: the entry "version" that it must have.
+        versions: the entry "version" must be one of these.
 
     Raises:
         Damaged: it is not that.
@@ -174,10 +180,11 @@ def unsealed(file: str, data: bytes, format: str, version: int) -> dict[str, Any
     fields = parse_json(file, data)
     if not isinstance(fields, dict) or fields.get("format") != format:
         raise Damaged(file, f"its format is not {format!r}")
-    if fields.get("version") != version:
+    version = fields.get("version")
+    if type(version) is not int or version not in versions:
         raise CheckpointError(
-            f"{file} is of version {fields.get('version')!r:.20}; this hvdkit reads version "
-            f"{version}. Update hvdkit."
+            f"{file} is of version {version!r:.20}; this hvdkit reads version "
+            f"{' and '.join(map(str, versions))}. Update hvdkit."
         )
     return fields
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import xxhash
@@ -22,6 +22,9 @@ from hvdkit.checkpoint.tensors import ReadInto
 
 #: What is read and hashed at once: stays in the processor's cache between the two.
 _CHUNK_BYTES = 1_000_000
+
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class Outline:
         manifest: what the step says of itself.
         trees: part -> its JSON form.
         specs: part -> tensor name -> dtype and shape, in the order in which the tensors lie in
-            the part's file. They lie there without gaps.
+            the part's file. They lie there without gaps. The dtypes are those of the tensors, of
+            which a file may have others (`dtypes.PAIRS`).
         ranks: each rank's JSON form.
     """
 
@@ -316,7 +320,7 @@ def _opened(found: Manifest, files: StepFiles) -> OpenCheckpoint:
         )
     outline = Outline(found, trees, specs, tuple(ranks) if isinstance(ranks, list) else ())
     _check(manifest.RANKS, lambda: _check_ranks(outline, ranks))
-    _check(manifest.STATE, lambda: _check_trees(outline))
+    outline = replace(outline, specs=_check(manifest.STATE, lambda: _checked_specs(outline)))
     return OpenCheckpoint(outline, files, begins)
 
 
@@ -324,9 +328,9 @@ def _chunks(out: np.ndarray) -> Iterator[np.ndarray]:
     return (out[at : at + _CHUNK_BYTES] for at in range(0, out.size, _CHUNK_BYTES))
 
 
-def _check(name: str, check: Callable[[], None]) -> None:
+def _check(name: str, check: Callable[[], Result]) -> Result:
     try:
-        check()
+        return check()
     except (ValueError, RecursionError) as error:
         raise Damaged(name, f"it is not what hvdkit writes ({error})") from error
 
@@ -338,7 +342,13 @@ def _check_ranks(outline: Outline, ranks: Any) -> None:
         outline.rank(rank)
 
 
-def _check_trees(outline: Outline) -> None:
+def _checked_specs(outline: Outline) -> dict[str, dict[str, TensorSpec]]:
+    """The dtypes and shapes of the tensors, where the files have others, in the same order.
+
+    Raises:
+        ValueError: the trees are not what hvdkit writes, or do not fit the files.
+    """
+    checked: dict[str, dict[str, TensorSpec]] = {}
     if not isinstance(outline.trees, dict):
         raise ValueError("not an object with an entry for each part")
     for part in outline.specs:
@@ -347,5 +357,11 @@ def _check_trees(outline: Outline) -> None:
     for part, encoded in outline.trees.items():
         manifest.check_part_name(part)
         again, used = tree.encode(outline.tree(part), part)
-        if used.keys() != outline.specs.get(part, {}).keys() or again != encoded:
+        stored = outline.specs.get(part, {})
+        if used.keys() != stored.keys() or again != encoded:
             raise ValueError(f"the tensors that {part} names are not those in its file")
+        if tree.version(used.values()) > outline.manifest.version:
+            raise ValueError(f"{part} has tensors that its version of the format does not have")
+        if stored:
+            checked[part] = {name: tree.spec_of(used[name]) for name in stored}
+    return checked

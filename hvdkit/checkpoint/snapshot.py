@@ -48,5 +48,5 @@ class SnapshotMemory:
                 memory = self._memory[places[part, name]]
                 tensor.read(memory)
                 copies[name] = (tensor.spec, memory)
-            parts[part] = EncodedPart(content, copies)
+            parts[part] = EncodedPart(content, copies, tree.version(tensors.values()))
         return parts

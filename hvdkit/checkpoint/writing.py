@@ -37,10 +37,12 @@ class EncodedPart:
         tree: its JSON form, as `tree.encode` gives it.
         tensors: name -> dtype and shape, and the content in host memory: uint8, contiguous,
             row-major, `tensors.nbytes(spec)` bytes. The names are those that `tree.encode` gave.
+        version: of the format, which `tree.version` gives.
     """
 
     tree: Any
     tensors: Mapping[str, tuple[TensorSpec, np.ndarray]] = field(default_factory=dict)
+    version: int = 1
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,7 @@ class Writer:
             metrics={metric: float(value) for metric, value in snapshot.metrics.items()},
             versions=snapshot.versions,
             files=files,
+            version=max((part.version for part in snapshot.parts.values()), default=1),
         )
 
     def _copy_files(self, entry: Entry, base: Manifest, draft: Draft) -> Manifest:

@@ -54,9 +54,11 @@ class Checkpointer(Manager):
         lr_scheduler: anything with `state_dict` and `load_state_dict`, or several in a dict.
         scaler: a `GradScaler`, or anything else of that kind.
         data: a `ResumableSampler`.
-        metadata: a dict of your own with plain values (see `hvdkit.checkpoint.state`), such as
-            counters. It is read at every save, and `restore` puts what was saved into it.
-        generators: your own `torch.Generator`s by name; each rank has its own.
+        metadata: a dict of your own with plain values and NumPy arrays (see
+            `hvdkit.checkpoint.state`), such as counters. It is read at every save, and `restore`
+            puts what was saved into it.
+        generators: your own `torch.Generator`s, `numpy.random.Generator`s and `random.Random`s by
+            name; each rank has its own.
         every_steps: `maybe_save` saves after so many steps.
         every_minutes: `maybe_save` saves after so many minutes.
         keep_last: how many checkpoints stay; None: all.
@@ -96,7 +98,7 @@ class Checkpointer(Manager):
         scaler: Any = None,
         data: Any = None,
         metadata: MutableMapping[str, Any] | None = None,
-        generators: Mapping[str, torch.Generator] | None = None,
+        generators: Mapping[str, Any] | None = None,
         every_steps: int | None = None,
         every_minutes: float | None = None,
         keep_last: int | None = 3,

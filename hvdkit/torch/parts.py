@@ -1,7 +1,9 @@
 """What a PyTorch training consists of, as `hvdkit.checkpoint.state` describes state."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -114,6 +116,15 @@ def empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     return torch.empty(spec.shape, dtype=_BY_CODE[spec.dtype], device=device)
 
 
+def on_host(tree: Tree) -> Tree:
+    """A tree with new memory on the host in place of each `TensorSpec`."""
+
+    def into(leaf: Any, _: Any) -> Any:
+        return TorchTensor(empty(leaf, _CPU)) if isinstance(leaf, TensorSpec) else leaf
+
+    return _mapped(tree, into)
+
+
 def _differences(subject: str, lines: list[str]) -> UsageError:
     more = f", and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     return UsageError(
@@ -133,19 +144,38 @@ class ModelPart:
     """
 
     def __init__(self, model: torch.nn.Module, subject: str = "model") -> None:
-        # A compiled model is the same one with a prefix to all names.
-        self._model = getattr(model, "_orig_mod", model)
+        self._model = model
         self._subject = subject
         self._to_load: list[str] = []
+        #: Names in the tree that is restored -> names in the module's `state_dict`.
+        self._names: dict[str, str] = {}
+
+    def _state(self, saved: Collection[str] = ()) -> dict[str, Any]:
+        """The module's `state_dict`, without the prefixes that `torch.compile` gives to names.
+
+        Args:
+            saved: the names in the tree that is restored. Those of earlier versions have prefixes.
+        """
+        state = self._model.state_dict()
+        plain = _without_prefixes(self._model)
+        earlier = {_PREFIX.sub("", name): name for name in saved if _PREFIX.search(name)}
+        self._names = {}
+        for name in state:
+            known = plain(name)
+            if known not in saved and known in earlier:
+                known = earlier[known]
+            # A module may have both names, if it is not the compiled one.
+            self._names[name if known in self._names else known] = name
+        return {known: state[name] for known, name in self._names.items()}
 
     def capture(self) -> Tree:
         """Names -> tensors, and whatever else modules give as extra state."""
         tree: dict[str, Any] = {}
         tied: dict[str, str] = {}
         holders: dict[Any, str] = {}
-        for name, value in self._model.state_dict().items():
+        for name, value in self._state().items():
             if not _is_tensor(value):
-                tree[name] = value
+                tree[name] = with_tensors(value)
                 continue
             # Empty tensors share the address 0, and nothing else.
             holder = holders.setdefault(_memory(value), name) if value.numel() else name
@@ -190,7 +220,8 @@ class ModelPart:
     def _compared(self, tree: Tree) -> tuple[dict[str, torch.Tensor], list[str]]:
         """The model's tensors that the saved state has alike, and what differs of the others."""
         # By all names, because the first of several may be another one now.
-        own = {n: v for n, v in self._model.state_dict().items() if _is_tensor(v)}
+        names = {*tree, *tree.get(TIED, {})}
+        own = {n: v for n, v in self._state(names).items() if _is_tensor(v)}
         saved = {name: spec for name, spec in tree.items() if isinstance(spec, TensorSpec)}
         named = saved | {name: saved[holder] for name, holder in tree.get(TIED, {}).items()}
         lines = [f"it has no {name}" for name in own if name not in named]
@@ -227,6 +258,8 @@ class ModelPart:
         handed_over = {tied.get(name, name) for name in self._to_load}
         for name, spec in tree.items():
             if not isinstance(spec, TensorSpec):
+                if name != TIED:
+                    prepared[name] = on_host(spec)
                 continue
             if name in own and name not in self._to_load:
                 prepared[name] = TorchTensor(own[name])
@@ -241,12 +274,40 @@ class ModelPart:
         tied = tree.get(TIED, {})
         loaded = {name: tree[tied.get(name, name)].tensor for name in self._to_load}
         extra = {
-            name: value
+            name: _without_tensors(value)
             for name, value in tree.items()
             if not isinstance(value, TorchTensor | Discarded) and name != TIED
         }
         if loaded or extra:
-            self._model.load_state_dict({**loaded, **extra}, strict=False)
+            state = {self._names.get(n, n): value for n, value in {**loaded, **extra}.items()}
+            self._model.load_state_dict(state, strict=False)
+
+
+#: What `torch.compile` puts into the names of what a module contains.
+_PREFIX = re.compile(r"(?<![^.])_orig_mod\.")
+
+
+def _without_prefixes(model: torch.nn.Module) -> Callable[[str], str]:
+    """Return a function that removes what `torch.compile` has put into a name in `model`."""
+    # Loaded by torch.compile, and slow to load.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    prefixes = {
+        f"{path}._orig_mod".removeprefix(".")
+        for path, module in model.named_modules(remove_duplicate=False)
+        if dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    }
+
+    def plain(name: str) -> str:
+        if not prefixes:
+            return name
+        words = name.split(".")
+        return ".".join(
+            word
+            for place, word in enumerate(words)
+            if word != "_orig_mod" or ".".join(words[: place + 1]) not in prefixes
+        )
+
+    return plain
 
 
 def _are_one(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
@@ -423,11 +484,7 @@ class StatefulPart:
 
     def prepare(self, tree: Tree) -> Tree:
         """New memory for tensors, if there are any."""
-
-        def into(leaf: Any, _: Any) -> Any:
-            return TorchTensor(empty(leaf, _CPU)) if isinstance(leaf, TensorSpec) else leaf
-
-        return _mapped(tree, into)
+        return on_host(tree)
 
     def prepare_partly(self, tree: Tree) -> tuple[Tree, list[str]]:
         """Prepare all of it, if it has the same entries.
@@ -497,17 +554,17 @@ class Randomness:
     """A `RankPart`: the random numbers of Python, NumPy, torch, this rank's GPU and generators.
 
     Args:
-        generators: those of the user's own, by name.
+        generators: those of the user's own, by name: of torch, NumPy or Python.
     """
 
-    def __init__(self, generators: Mapping[str, torch.Generator] | None = None) -> None:
-        self._generators = dict(generators or {})
-        for name, generator in self._generators.items():
-            if not isinstance(generator, torch.Generator):
-                raise UsageError(
-                    f"generators[{name!r}] is a {type(generator).__name__}: expected a "
-                    f"torch.Generator"
-                )
+    def __init__(self, generators: Mapping[str, Any] | None = None) -> None:
+        self._generators = randomness.Generators(
+            generators,
+            torch.Generator,
+            "torch.Generator",
+            lambda generator: generator.get_state().numpy().tobytes(),
+            lambda generator, content: generator.set_state(_state(content)),
+        )
 
     def capture(self) -> Tree:
         """This rank's."""
@@ -516,10 +573,7 @@ class Randomness:
         return randomness.capture() | {
             "torch": torch.get_rng_state().numpy().tobytes(),
             "cuda": torch.cuda.get_rng_state().numpy().tobytes() if gpu else None,
-            "generators": {
-                name: generator.get_state().numpy().tobytes()
-                for name, generator in self._generators.items()
-            },
+            "generators": self._generators.capture(),
         }
 
     def adopt(self, tree: Tree) -> None:
@@ -528,8 +582,7 @@ class Randomness:
         torch.set_rng_state(_state(tree["torch"]))
         if tree["cuda"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(_state(tree["cuda"]))
-        for name in self._generators.keys() & tree["generators"].keys():
-            self._generators[name].set_state(_state(tree["generators"][name]))
+        self._generators.adopt(tree["generators"])
 
 
 class Statistics:
@@ -557,18 +610,22 @@ class Statistics:
     def adopt(self, tree: Tree) -> None:
         """Go on with them."""
         own = self._buffers()
-        for name in own.keys() & tree.keys():
-            TorchTensor(own[name]).write(np.frombuffer(bytearray(tree[name]), np.uint8))
+        # Names of earlier versions have the prefixes of torch.compile.
+        saved = {_PREFIX.sub("", name): content for name, content in tree.items()} | tree
+        for name in own.keys() & saved.keys():
+            TorchTensor(own[name]).write(np.frombuffer(bytearray(saved[name]), np.uint8))
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{model}.{layer}.{name}": buffer
-            for model, module in self._models.items()
-            for layer, norm in module.named_modules()
-            if isinstance(norm, torch.nn.modules.batchnorm._NormBase)
-            and not isinstance(norm, torch.nn.SyncBatchNorm | SyncBatchNorm)
-            for name, buffer in norm.named_buffers(recurse=False)
-        }
+        found = {}
+        for model, module in self._models.items():
+            plain = _without_prefixes(module)
+            for layer, norm in module.named_modules():
+                if isinstance(norm, torch.nn.modules.batchnorm._NormBase) and not isinstance(
+                    norm, torch.nn.SyncBatchNorm | SyncBatchNorm
+                ):
+                    for name, buffer in norm.named_buffers(recurse=False):
+                        found[f"{model}.{plain(f'{layer}.{name}')}"] = buffer
+        return found
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -455,8 +455,8 @@ def test_a_manifest_that_hvdkit_does_not_write(store, newest, caplog, field, val
 
 
 def test_a_step_of_a_later_version_is_left_alone(store, newest):
-    forge(newest, edit=lambda fields: fields.update(version=2))
-    with pytest.raises(CheckpointError, match="is of version 2; .* Update hvdkit") as raised:
+    forge(newest, edit=lambda fields: fields.update(version=3))
+    with pytest.raises(CheckpointError, match="is of version 3; .* Update hvdkit") as raised:
         store.newest_good()
     assert not isinstance(raised.value, Damaged)
     assert store.quarantined() == []

@@ -406,9 +406,9 @@ def test_a_snapshot_that_nobody_can_write(change, said):
 
 def test_what_is_wrong_with_a_snapshot_leaves_nothing_behind(place):
     store = save(place, 1)
-    wrong = EncodedPart({"$tensor": "x"}, {"x": (TensorSpec("C128", ()), np.zeros(16, np.uint8))})
+    wrong = EncodedPart({"$tensor": "x"}, {"x": (TensorSpec("F4", ()), np.zeros(16, np.uint8))})
     with store.open_for_writing() as writer:
-        with pytest.raises(UsageError, match="dtype is C128"):
+        with pytest.raises(UsageError, match="dtype is F4"):
             writer.write(dataclasses.replace(snapshot(2), parts={"model": wrong}))
         writer.write(Snapshot(3, None, 1, {}, {}, {}))
     assert leftovers(place) == []
