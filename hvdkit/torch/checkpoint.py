@@ -15,9 +15,10 @@ from hvdkit.checkpoint.parts import data_part, kept_in, several
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.signals import STOP_SIGNALS
-from hvdkit.checkpoint.state import Part, TensorSpec
+from hvdkit.checkpoint.state import Part
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.tensors import nbytes
+from hvdkit.checkpoint.transfer import destinations
 from hvdkit.core.collectives import check_member
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch.collectives import TorchCollectives
@@ -29,8 +30,8 @@ from hvdkit.torch.parts import (
     ReductionPart,
     StatefulPart,
     Statistics,
-    TorchTensor,
-    empty,
+    on_host,
+    without_tensors,
 )
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
@@ -183,18 +184,17 @@ def export(checkpoint: OpenCheckpoint, target: str | os.PathLike[str]) -> None:
 
 
 def _state_dict(checkpoint: OpenCheckpoint, part: str) -> dict[str, Any]:
-    tree = checkpoint.outline.tree(part)
-    state = {
-        name: empty(value, torch.device("cpu")) if isinstance(value, TensorSpec) else value
-        for name, value in tree.items()
-        if name != TIED
-    }
-    stream = checkpoint.stream(part)
-    for name, spec in checkpoint.outline.specs.get(part, {}).items():
-        content = np.empty(nbytes(spec), np.uint8)
+    prepared = on_host(checkpoint.outline.tree(part))
+    tensors = destinations(part, prepared, checkpoint.outline)
+    stream = checkpoint.stream(part) if tensors else None
+    for tensor in tensors.values():
+        assert stream is not None
+        content = np.empty(nbytes(tensor.spec), np.uint8)
         stream.read_into(content)
-        TorchTensor(state[name]).write(content)
-    return state | {name: state[holder] for name, holder in tree.get(TIED, {}).items()}
+        tensor.write(content)
+    state = without_tensors(prepared)
+    tied = state.pop(TIED, {})
+    return state | {name: state[holder] for name, holder in tied.items()}
 
 
 def _save(content: Any, target: Path) -> None:

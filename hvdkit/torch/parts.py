@@ -32,15 +32,33 @@ _SHOWN = 3
 class TorchTensor:
     """`hvdkit.checkpoint.state.Tensor` of a torch tensor, on whatever device.
 
+    Args:
+        tensor: of a class without operations of its own, because a class with operations may keep
+            its content elsewhere.
+        subject: what it is, for errors.
+
     Raises:
-        UsageError: it is of a dtype or layout that no file of tensors has.
+        UsageError: it is of such a class, or not initialised, or of a dtype or layout that no file
+            of tensors has.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, subject: str = "a tensor") -> None:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise UsageError(
+                f"{subject} is not initialised, and has no shape yet: call the model on one batch "
+                f"before this"
+            )
+        kind = type(tensor)
+        if _has_own_operations(kind):
+            raise UsageError(
+                f"{subject} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot "
+                f"hold: expected a torch.Tensor, or a subclass without operations of its own. "
+                f"Convert it, or return the tensors that it consists of from get_extra_state()"
+            )
         if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
             raise UsageError(
-                f"a tensor is {tensor.dtype} with layout {tensor.layout}: a checkpoint holds dense "
-                f"tensors of {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}"
+                f"{subject} is {tensor.dtype} with layout {tensor.layout}: a checkpoint holds "
+                f"dense tensors of {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}"
             )
         self.tensor = tensor.detach()
         self._staged: torch.Tensor | None = None
@@ -81,12 +99,37 @@ class TorchTensor:
                 self._staged = None
 
 
-def with_tensors(value: Any) -> Tree:
-    """`value` with a `TorchTensor` in place of each tensor in it."""
-    return _mapped(value, lambda leaf, _: TorchTensor(leaf) if _is_tensor(leaf) else leaf)
+def _has_own_operations(kind: type) -> bool:
+    function = getattr(kind, "__torch_function__", None)
+    plain = (
+        torch.Tensor.__torch_function__.__func__,
+        # Of parameters.
+        torch._C._disabled_torch_function_impl,
+    )
+    if getattr(function, "__func__", function) not in plain:
+        return True
+    return getattr(kind, "__torch_dispatch__", None) != torch.Tensor.__torch_dispatch__
 
 
-def _without_tensors(value: Tree) -> Any:
+def with_tensors(value: Any, subject: str) -> Tree:
+    """`value` with a `TorchTensor` in place of each tensor in it.
+
+    Args:
+        value: dicts, lists and tuples with tensors in them.
+        subject: what it is, for errors.
+    """
+    return _mapped(
+        value,
+        lambda leaf, path: TorchTensor(leaf, _at(subject, path)) if _is_tensor(leaf) else leaf,
+    )
+
+
+def _at(subject: str, path: tuple[Any, ...]) -> str:
+    return subject + "".join(f"[{key!r}]" for key in path)
+
+
+def without_tensors(value: Tree) -> Any:
+    """A tree with the tensor itself in place of each `TorchTensor`."""
     return _mapped(value, lambda leaf, _: leaf.tensor if isinstance(leaf, TorchTensor) else leaf)
 
 
@@ -175,14 +218,15 @@ class ModelPart:
         holders: dict[Any, str] = {}
         for name, value in self._state().items():
             if not _is_tensor(value):
-                tree[name] = with_tensors(value)
+                tree[name] = with_tensors(value, _at(self._subject, (name,)))
                 continue
+            tensor = TorchTensor(value, _at(self._subject, (name,)))
             # Empty tensors share the address 0, and nothing else.
             holder = holders.setdefault(_memory(value), name) if value.numel() else name
             if holder != name:
                 tied[name] = holder
             else:
-                tree[name] = TorchTensor(value)
+                tree[name] = tensor
         return {**tree, TIED: tied} if tied else tree
 
     def prepare(self, tree: Tree) -> Tree:
@@ -228,7 +272,7 @@ class ModelPart:
         lines += [f"it has {name}, which is not in here" for name in named if name not in own]
         alike = {}
         for name in own:
-            here = TorchTensor(own[name]).spec
+            here = TorchTensor(own[name], _at(self._subject, (name,))).spec
             if name in named and named[name] == here:
                 alike[name] = own[name]
             elif name in named:
@@ -274,7 +318,7 @@ class ModelPart:
         tied = tree.get(TIED, {})
         loaded = {name: tree[tied.get(name, name)].tensor for name in self._to_load}
         extra = {
-            name: _without_tensors(value)
+            name: without_tensors(value)
             for name, value in tree.items()
             if not isinstance(value, TorchTensor | Discarded) and name != TIED
         }
@@ -334,8 +378,8 @@ class OptimizerPart:
         """As `state_dict` gives it, and what it belongs to."""
         state = self._optimizer.state_dict()
         return {
-            "state": with_tensors(state["state"]),
-            "param_groups": with_tensors(state["param_groups"]),
+            "state": with_tensors(state["state"], f"{self._subject}['state']"),
+            "param_groups": with_tensors(state["param_groups"], f"{self._subject}['param_groups']"),
             "optimizer": type(self._optimizer).__name__,
             "shapes": self._shapes(),
             # Step counters of a model on an accelerator are on the host, for some optimizers.
@@ -382,7 +426,7 @@ class OptimizerPart:
             held = own_leaves.get(path)
             device = device_of(path, held)
             if isinstance(held, torch.Tensor) and held.device == device:
-                kept = TorchTensor(held)
+                kept = TorchTensor(held, _at(f"{self._subject}['state']", path))
                 if kept.spec == leaf:
                     return kept
             return TorchTensor(
@@ -442,12 +486,12 @@ class OptimizerPart:
         """In place, because LR schedulers and wrappers hold on to these very containers."""
         optimizer = self._optimizer
         parameters = self._parameters()
-        state = _without_tensors(tree["state"])
+        state = without_tensors(tree["state"])
         optimizer.state.clear()
         optimizer.state.update(
             {parameters[k] if isinstance(k, int) else k: value for k, value in state.items()}
         )
-        groups = _without_tensors(tree["param_groups"])
+        groups = without_tensors(tree["param_groups"])
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         if isinstance(optimizer, WrappedOptimizer):
@@ -477,10 +521,11 @@ class StatefulPart:
                 f"and load_state_dict(state)"
             )
         self._stateful = stateful
+        self._subject = subject
 
     def capture(self) -> Tree:
         """As `state_dict` gives it."""
-        return with_tensors(self._stateful.state_dict())
+        return with_tensors(self._stateful.state_dict(), self._subject)
 
     def prepare(self, tree: Tree) -> Tree:
         """New memory for tensors, if there are any."""
@@ -502,7 +547,7 @@ class StatefulPart:
 
     def adopt(self, tree: Tree) -> None:
         """As `load_state_dict` does."""
-        self._stateful.load_state_dict(_without_tensors(tree))
+        self._stateful.load_state_dict(without_tensors(tree))
 
 
 class ReductionPart:

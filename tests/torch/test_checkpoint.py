@@ -327,3 +327,233 @@ def test_names_with_a_prefix_from_an_earlier_version(hvd, tmp_path, here, strict
     assert torch.equal(restored.head.weight, saved.head.weight)
     assert restored.block.norm.running_mean.tolist() == [3] * 4
     assert restored.block.seen == 3
+
+
+def dtypes_of_torch():
+    """Names of all dtypes of the torch that is installed, each once."""
+    import torch
+
+    found = {
+        value: name for name, value in sorted(vars(torch).items()) if type(value) is torch.dtype
+    }
+    return sorted(str(dtype).removeprefix("torch.") for dtype in found)
+
+
+def random_tensor(dtype, shape):
+    """A tensor of random bytes, which stand for numbers of any dtype."""
+    import torch
+
+    random_bytes = np.random.default_rng(3).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
+    if dtype == torch.bool:
+        random_bytes &= 1
+    return torch.from_numpy(random_bytes).view(dtype).reshape(shape)
+
+
+def as_bytes(tensor):
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_every_dtype_of_torch(hvd, tmp_path):
+    """Each one is restored exactly, or refused with its name."""
+    import torch
+    from safetensors.torch import load_file
+
+    from hvdkit.checkpoint.store import Store
+    from hvdkit.errors import UsageError
+    from hvdkit.torch.checkpoint import export
+
+    kept, refused, told = [], [], []
+    for name in dtypes_of_torch():
+        dtype = getattr(torch, name)
+        model, folder = torch.nn.Module(), tmp_path / name
+        try:
+            model.register_buffer("x", random_tensor(dtype, (3, 4)))
+            model.register_buffer("scalar", random_tensor(dtype, ()))
+            model.register_buffer("turned", random_tensor(dtype, (3, 4)).T)
+        except (RuntimeError, NotImplementedError, TypeError):
+            model.register_buffer("x", torch.empty(4, dtype=dtype))
+        with hvd.Checkpointer(folder, model=model) as checkpointer:
+            try:
+                checkpointer.save(1, wait=True)
+            except UsageError as error:
+                refused.append(name)
+                told.append(f"model['x'] is torch.{name}" in str(error))
+                continue
+            expected = {key: as_bytes(value) for key, value in model.state_dict().items()}
+            for buffer in model.buffers():
+                nothing = torch.zeros(buffer.numel() * dtype.itemsize, dtype=torch.uint8)
+                buffer.copy_(nothing.view(dtype).view(buffer.shape))
+            checkpointer.restore()
+        found = {key: as_bytes(value) for key, value in model.state_dict().items()}
+        assert found == expected, name
+        with Store(folder).newest_good() as opened:
+            export(opened, tmp_path / "x.pt")
+            file = f"{opened.location}/model.safetensors"
+        exported = torch.load(tmp_path / "x.pt", weights_only=True)
+        assert {value.dtype for value in exported.values()} == {dtype}
+        assert {key: as_bytes(value) for key, value in exported.items()} == expected, name
+        raw = load_file(file)
+        assert {key: as_bytes(value) for key, value in raw.items()} == expected, name
+        if name == "complex128":
+            assert torch.equal(torch.view_as_complex(raw["x"]), exported["x"])
+        kept.append(name)
+    assert all(told)
+    assert {"complex128", "float8_e4m3fn", "float8_e5m2", "bfloat16", "uint64"} <= set(kept)
+    if hasattr(torch, "float4_e2m1fn_x2"):
+        assert "float4_e2m1fn_x2" in refused
+    assert not {name for name in refused if name.startswith(("float8", "complex"))}
+
+
+def test_complex128_in_an_optimizer_and_partly(hvd, tmp_path):
+    import torch
+
+    def checkpointer(value):
+        model = torch.nn.Module()
+        model.spectrum = torch.nn.Parameter(torch.full((3, 2), value, dtype=torch.complex128))
+        model.other = torch.nn.Parameter(torch.ones(2 if value else 3))
+        optimizer = torch.optim.Adam(model.parameters())
+        if value:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter) * 2
+            optimizer.step()
+        made = hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer)
+        return made, model, optimizer
+
+    saving, saved, optimizer = checkpointer(1 + 2j)
+    with saving:
+        saving.save(1)
+    restoring, restored, _ = checkpointer(0)
+    with restoring:
+        restoring.restore(strict=False)
+    assert torch.equal(saved.spectrum, restored.spectrum)
+    assert restored.other.tolist() == [1, 1, 1]
+    _, again, other = checkpointer(1j)
+    with hvd.Checkpointer(tmp_path, model=again, optimizer=other) as restoring:
+        restoring.restore()
+    one, two = (each.state[each.param_groups[0]["params"][0]] for each in (optimizer, other))
+    assert one["exp_avg"].dtype == torch.complex128
+    assert torch.equal(one["exp_avg"], two["exp_avg"])
+    assert torch.equal(saved.spectrum, again.spectrum)
+
+
+SUBCLASSES = """
+import torch
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+class Named(torch.Tensor):
+    "Without code of its own for operations."
+
+class Scaled(torch.Tensor):
+    "As quantised tensors are: the content is in other tensors."
+    @staticmethod
+    def __new__(cls, inner, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+    def __init__(self, inner, scale):
+        self.inner, self.scale = inner, scale
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args, kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].inner, args[0].scale)
+        plain = [a.inner * a.scale if isinstance(a, Scaled) else a for a in args]
+        return function(*plain, **(kwargs or {}))
+
+class Watched(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+class OwnParameter(torch.nn.Parameter):
+    pass
+"""
+
+
+def subclasses():
+    found = {}
+    exec(SUBCLASSES, found)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["Scaled", "Watched"])
+@pytest.mark.parametrize("place", ["parameter", "buffer", "optimizer", "scheduler"])
+def test_a_tensor_of_a_class_with_its_own_operations_is_refused(hvd, tmp_path, kind, place):
+    import torch
+
+    from hvdkit.errors import UsageError
+
+    own = subclasses()
+    content = torch.ones(2)
+    odd = own["Scaled"](content, 3.0) if kind == "Scaled" else content.as_subclass(own[kind])
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    names = {
+        "parameter": r"model\['0.odd'\]",
+        "buffer": r"model\['0.odd'\]",
+        "optimizer": r"optimizer\['state'\]\['x'\]\['y'\]",
+        "scheduler": r"lr_scheduler\['odd'\]",
+    }
+    if place == "parameter":
+        model[0].odd = torch.nn.Parameter(odd)
+    elif place == "buffer":
+        model[0].register_buffer("odd", odd)
+    optimizer = torch.optim.SGD(model[0].parameters())
+    if place == "optimizer":
+        optimizer.state["x"] = {"y": odd}
+
+    class Scheduler:
+        def state_dict(self):
+            return {"odd": odd if place == "scheduler" else 1}
+
+        def load_state_dict(self, state):
+            pass
+
+    said = f"{names[place]} is a .*{kind}, .* expected a torch.Tensor"
+    with (
+        hvd.Checkpointer(
+            tmp_path, model=model, optimizer=optimizer, lr_scheduler=Scheduler()
+        ) as checkpointer,
+        pytest.raises(UsageError, match=said),
+    ):
+        checkpointer.save(1)
+
+
+def test_tensors_of_classes_without_operations_of_their_own(hvd, tmp_path):
+    import torch
+
+    own = subclasses()
+    model = torch.nn.Module()
+    model.a = own["OwnParameter"](torch.arange(3.0))
+    model.register_buffer("b", torch.arange(3).as_subclass(own["Named"]))
+    if hasattr(torch.nn, "Buffer"):
+        model.c = torch.nn.Buffer(torch.ones(2))
+    with hvd.Checkpointer(tmp_path, model=model) as checkpointer:
+        checkpointer.save(1)
+        with torch.no_grad():
+            model.a.zero_()
+            model.b.zero_()
+        checkpointer.restore()
+    assert model.a.tolist() == [0, 1, 2]
+    assert model.b.tolist() == [0, 1, 2]
+    assert type(model.a) is own["OwnParameter"]
+    assert type(model.b) is own["Named"]
+
+
+def test_parameters_without_a_shape_yet(hvd, tmp_path):
+    import torch
+
+    from hvdkit.errors import UsageError
+
+    def model():
+        return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(2))
+
+    said = r"model\['1.weight'\] is not initialised.* one batch"
+    checkpointer = hvd.Checkpointer(tmp_path, model=model())
+    with checkpointer, pytest.raises(UsageError, match=said):
+        checkpointer.save(1)
+    whole = model()
+    whole(torch.ones(1, 2))
+    with hvd.Checkpointer(tmp_path, model=whole) as checkpointer:
+        checkpointer.save(1)
+    checkpointer = hvd.Checkpointer(tmp_path, model=model())
+    with checkpointer, pytest.raises(UsageError, match=said):
+        checkpointer.restore()
