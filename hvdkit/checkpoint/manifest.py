@@ -25,6 +25,9 @@ TENSORS_SUFFIX = ".safetensors"
 #: Larger JSON files are neither written nor read: a stranger's could fill the memory.
 MAX_MANIFEST_BYTES = 4_000_000
 MAX_JSON_BYTES = 256_000_000
+#: As `json_values` counts them. 100,000 parameters with Adam take 4 million. So many take about 0.7
+#: GB of memory at most, and without a limit 60 MB of JSON may take more than 4 GB.
+MAX_JSON_VALUES = 6_000_000
 
 _FORMAT = "hvdkit checkpoint"
 #: Since version 2, a tree may have arrays, and tensors of a dtype that safetensors has not. A step
@@ -35,6 +38,9 @@ _HASH = re.compile(r"[0-9a-f]{32}")
 _SEAL = ',\n "xxh3_128": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 32))
 _MAX_INT = 2**63
+_OBJECT = 4
+#: A text, which may have no end, or what begins or separates values.
+_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|([,\[{])', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -213,6 +219,27 @@ def check_part_name(name: str) -> str:
         f"a part of the state is called {name!r}; expected a letter and up to 63 letters, digits, "
         "'_' or '-'."
     )
+
+
+def json_values(data: bytes, limit: int) -> int:
+    """Estimate how many values JSON has, where an object counts as four because of its memory.
+
+    Args:
+        data: JSON, or anything else.
+        limit: the count may stop above this number.
+    """
+    rough = data.count(b",") + data.count(b"[") + _OBJECT * data.count(b"{")
+    if rough <= limit:
+        return rough
+    # Without what is in texts.
+    count = 0
+    for token in _STRUCTURE.finditer(data):
+        found = token.group(1)
+        if found is not None:
+            count += _OBJECT if found == b"{" else 1
+            if count > limit:
+                break
+    return count
 
 
 def parse_json(file: str, data: bytes) -> Any:

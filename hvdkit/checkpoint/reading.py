@@ -306,7 +306,10 @@ def _json(files: StepFiles, found: Manifest, name: str) -> Any:
         raise Damaged(
             name, f"it has {size} bytes; expected at most {manifest.MAX_JSON_BYTES} of JSON"
         )
-    return manifest.parse_json(name, _content(files, name, size))
+    content = _content(files, name, size)
+    if manifest.json_values(content, manifest.MAX_JSON_VALUES) > manifest.MAX_JSON_VALUES:
+        raise Damaged(name, f"it has more than {manifest.MAX_JSON_VALUES} values, as none has")
+    return manifest.parse_json(name, content)
 
 
 def _opened(found: Manifest, files: StepFiles) -> OpenCheckpoint:
