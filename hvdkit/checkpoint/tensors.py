@@ -87,7 +87,7 @@ def header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None =
     """
     ends = spans(specs)
     # Some tools open only files that say which framework they are for.
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    entries: dict[str, Any] = {"__metadata__": {**(metadata or {}), "format": "pt"}}
     for name, spec in specs.items():
         stored = in_file(spec)
         entries[name] = {

@@ -19,11 +19,11 @@ from hvdkit.checkpoint.state import Part
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.checkpoint.transfer import destinations
+from hvdkit.checkpoint.weights import TIED
 from hvdkit.core.collectives import check_member
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.parts import (
-    TIED,
     ModelPart,
     OptimizerPart,
     Randomness,

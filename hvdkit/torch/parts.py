@@ -13,6 +13,7 @@ from horovod.torch import SyncBatchNorm
 from hvdkit.checkpoint import dtypes, randomness
 from hvdkit.checkpoint.parts import largest_statistics
 from hvdkit.checkpoint.state import Discarded, TensorSpec, Tree
+from hvdkit.checkpoint.weights import TIED
 from hvdkit.core.reduction import ReductionState
 from hvdkit.errors import UsageError
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
@@ -22,9 +23,6 @@ _DTYPES = {
     getattr(torch, name): code for name, code in dtypes.CODES.items() if hasattr(torch, name)
 }
 _BY_CODE = {code: dtype for dtype, code in _DTYPES.items()}
-
-#: In a model's tree: names of tensors that are another one's memory -> that one's name.
-TIED = "(tied)"
 
 _SHOWN = 3
 
@@ -102,7 +100,7 @@ class TorchTensor:
 def _has_own_operations(kind: type) -> bool:
     function = getattr(kind, "__torch_function__", None)
     plain = (
-        torch.Tensor.__torch_function__.__func__,
+        vars(torch.Tensor)["__torch_function__"].__func__,
         # Of parameters.
         torch._C._disabled_torch_function_impl,
     )

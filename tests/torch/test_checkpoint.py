@@ -557,3 +557,72 @@ def test_parameters_without_a_shape_yet(hvd, tmp_path):
     checkpointer = hvd.Checkpointer(tmp_path, model=model())
     with checkpointer, pytest.raises(UsageError, match=said):
         checkpointer.restore()
+
+
+def test_exports_that_safetensors_loads(hvd, tmp_path):
+    """A tied weight, extra state and a compiled submodule, in one file and in several."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file, load_model
+
+    from hvdkit.checkpoint import weights
+    from hvdkit.checkpoint.store import Store
+    from hvdkit.torch.checkpoint import export
+
+    saved = Block.model("block")
+    with torch.no_grad():
+        saved.block.norm.running_mean += 3
+    with hvd.Checkpointer(tmp_path / "steps", model=saved) as checkpointer:
+        checkpointer.save(1)
+    with Store(tmp_path / "steps").newest_good() as opened:
+        export(opened, tmp_path / "x.pt")
+        weights.export_file(opened, tmp_path / "x.safetensors")
+        weights.export_folder(opened, tmp_path / "folder", shard_bytes=100)
+    expected = {
+        name: value
+        for name, value in torch.load(tmp_path / "x.pt", weights_only=True).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+    plain = torch.nn.Sequential()
+    plain.block = torch.nn.Module()
+    plain.block.linear, plain.block.norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+    plain.head = torch.nn.Linear(4, 4)
+    plain.head.weight = plain.block.linear.weight
+    load_model(plain, tmp_path / "x.safetensors")
+    assert expected.keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+    index = json.loads((tmp_path / "folder" / "model.safetensors.index.json").read_text())
+    state = {}
+    for file in set(index["weight_map"].values()):
+        state |= load_file(tmp_path / "folder" / file)
+    assert state.keys() == index["weight_map"].keys() == expected.keys() - {"head.weight"}
+    assert sum(value.nbytes for value in state.values()) == index["metadata"]["total_size"]
+    for name, value in state.items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_an_export_has_the_arrays_of_the_extra_state(hvd, tmp_path):
+    import torch
+
+    from hvdkit.checkpoint.store import Store
+    from hvdkit.torch.checkpoint import export
+
+    class Odd(torch.nn.Linear):
+        def get_extra_state(self):
+            return {"array": np.arange(3), "tensor": torch.ones(2)}
+
+        def set_extra_state(self, state):
+            self.extra = state
+
+    with hvd.Checkpointer(tmp_path, model=Odd(2, 2)) as checkpointer:
+        checkpointer.save(1)
+    with Store(tmp_path).newest_good() as opened:
+        export(opened, tmp_path / "x.pt")
+    model = Odd(2, 2)
+    model.load_state_dict(torch.load(tmp_path / "x.pt", weights_only=False))
+    assert model.extra["array"].tolist() == [0, 1, 2]
+    assert model.extra["tensor"].tolist() == [1, 1]
