@@ -626,3 +626,23 @@ def test_an_export_has_the_arrays_of_the_extra_state(hvd, tmp_path):
     model.load_state_dict(torch.load(tmp_path / "x.pt", weights_only=False))
     assert model.extra["array"].tolist() == [0, 1, 2]
     assert model.extra["tensor"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_statistics_of_compiled_submodules(hvd, compiled):
+    import torch
+
+    from hvdkit.torch.parts import Statistics
+
+    saved, restored = Block.model(compiled), Block.model("no")
+    with torch.no_grad():
+        saved.block.norm.running_mean += 3
+    own = Statistics({"model": saved}, 2).capture()
+    assert own.keys() == Statistics({"model": restored}, 2).capture().keys()
+    Statistics({"model": restored}, 2).adopt(own)
+    assert restored.block.norm.running_mean.tolist() == [3] * 4
+    # As earlier versions named them.
+    earlier = {f"model._orig_mod.{name.removeprefix('model.')}": own[name] for name in own}
+    for model in (Block.model("no"), Block.model(compiled)):
+        Statistics({"model": model}, 2).adopt(earlier)
+        assert model.block.norm.running_mean.tolist() == [3] * 4
