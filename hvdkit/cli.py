@@ -251,15 +251,32 @@ def _add_generate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     generate.add_actions(partial(_add_verb, actions))
 
 
-def _export(opened: OpenCheckpoint, target: Path) -> None:
-    """Write a checkpoint's model as the framework does that `target`'s name belongs to."""
-    if target.suffix in (".pt", ".pth"):
-        writer = "hvdkit.torch.checkpoint"
-    elif target.name.endswith(".weights.h5"):
-        writer = "hvdkit.checkpoint.h5"
-    else:
+def _export(opened: OpenCheckpoint, target: Path, format: str | None) -> None:
+    """Write a checkpoint's model in a format, or in the one that `target`'s name belongs to."""
+    if format is None:
+        format = next((f for end, f in _FORMATS.items() if target.name.endswith(end)), None)
+    if format is None and not target.suffix:
+        format = "huggingface"
+    if format is None:
         raise UsageError(
-            f"the file to export to is {target}; expected *.pt or *.pth (PyTorch's state_dict) or "
-            "*.weights.h5 (Keras)."
+            f"the file to export to is {target}; expected *.pt or *.pth (PyTorch's state_dict), "
+            "*.safetensors, *.weights.h5 (Keras), or --format torch, safetensors or huggingface."
         )
-    importlib.import_module(writer).export(opened, target)
+    writer, function = _WRITERS[format]
+    getattr(importlib.import_module(writer), function)(opened, target)
+
+
+#: The end of a file's name -> what it is.
+_FORMATS = {
+    ".pt": "torch",
+    ".pth": "torch",
+    ".safetensors": "safetensors",
+    ".weights.h5": "keras",
+}
+#: Format -> the module and the function that write it, each loaded only when it is needed.
+_WRITERS = {
+    "torch": ("hvdkit.torch.checkpoint", "export"),
+    "keras": ("hvdkit.checkpoint.h5", "export"),
+    "safetensors": ("hvdkit.checkpoint.weights", "export_file"),
+    "huggingface": ("hvdkit.checkpoint.weights", "export_folder"),
+}

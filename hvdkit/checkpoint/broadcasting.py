@@ -5,12 +5,14 @@ first rank copies nothing together. It reads pieces ahead while one is broadcast
 is a few pieces there and one on the other ranks.
 """
 
+import contextlib
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from hvdkit.checkpoint import tensors, tree
+from hvdkit.checkpoint.dtypes import ELEMENT_BYTES
 from hvdkit.checkpoint.reading import OpenCheckpoint, Outline
 from hvdkit.checkpoint.state import Tensor, Tree
 from hvdkit.core.collectives import Collectives
@@ -28,6 +30,19 @@ class _Piece:
 
     size: int
     tensors: list[tuple[Tensor, int, int, int]]
+
+    def write(self, content: np.ndarray) -> None:
+        """Put the piece's bytes into the tensors.
+
+        Args:
+            content: an array with memory of its own.
+        """
+        for tensor, begin, end, start in self.tensors:
+            part = content[begin:end]
+            if begin % ELEMENT_BYTES[tensor.spec.dtype]:
+                # Processors and frameworks expect numbers at multiples of their size.
+                part = part.copy()
+            tensor.write(part, start)
 
 
 class Broadcast:
@@ -51,6 +66,16 @@ class Broadcast:
             self._pieces += _pieces(own, part, outline)
         # Memory that cannot be had is missing before the first collective.
         self._memory = np.empty(max((p.size for p in self._pieces), default=0) + 1, np.uint8)
+
+    def read(self, opened: OpenCheckpoint) -> None:
+        """Read the tensors in this process, without a collective.
+
+        Raises:
+            CheckpointError: it cannot be read, or is damaged.
+        """
+        with contextlib.closing(_read(opened, self._parts)) as reader:
+            for piece, content in zip(self._pieces, reader, strict=True):
+                piece.write(content)
 
     def run(self, collectives: Collectives, opened: OpenCheckpoint | None) -> None:
         """Broadcast the tensors. A collective.
@@ -83,8 +108,7 @@ class Broadcast:
                 # A rank that cannot write still takes part in the broadcasts.
                 if problem is None:
                     try:
-                        for tensor, begin, end, start in piece.tensors:
-                            tensor.write(memory[begin:end], start)
+                        piece.write(memory)
                     except Exception as error:
                         problem = error
         finally:

@@ -21,8 +21,8 @@ EXAMPLE = """\
 
 #: Adds one action: (name, help, example) -> its parser.
 AddAction = Callable[[str, str, str], argparse.ArgumentParser]
-#: Writes the model of a checkpoint to a file of a framework.
-Export = Callable[[OpenCheckpoint, Path], None]
+#: Writes the model of a checkpoint to a file or folder, in a format or the one that the name tells.
+Export = Callable[[OpenCheckpoint, Path, str | None], None]
 
 
 def add_actions(add: AddAction, export: Export) -> None:
@@ -79,11 +79,23 @@ def add_actions(add: AddAction, export: Export) -> None:
     prune.add_argument("--dry-run", action="store_true", help="only print what would go")
     exporting = action(
         "export",
-        "write the model as PyTorch's state_dict (.pt) or Keras's .weights.h5",
+        "write the model for PyTorch, Keras, safetensors or Hugging Face",
         "export runs/digits model.weights.h5",
         lambda options: _export(options, export),
     )
-    exporting.add_argument("target", type=Path, metavar="FILE", help="*.pt, *.pth or *.weights.h5")
+    exporting.add_argument(
+        "target",
+        type=Path,
+        metavar="TARGET",
+        help="*.pt, *.pth, *.safetensors, *.weights.h5, or a new folder for Hugging Face",
+    )
+    exporting.add_argument(
+        "--format",
+        choices=("torch", "safetensors", "huggingface"),
+        help="what to write, if the name of TARGET does not say it: PyTorch's state_dict, one "
+        "safetensors file, or a folder with model.safetensors as transformers reads it (add your "
+        "model's config.json)",
+    )
     exporting.add_argument(
         "--step", type=int, metavar="STEP", help="which (default: the newest good one)"
     )
@@ -137,8 +149,10 @@ def _prune(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace, export: Export) -> int:
     with report.open_step(Store(options.folder), options.step, options.of_run) as opened:
-        export(opened, options.target)
+        export(opened, options.target, options.format)
         print(f"wrote step {opened.manifest.step} to {options.target}")
+    if options.target.is_dir():
+        print("add your model's config.json to the folder: a checkpoint does not have it")
     return 0
 
 

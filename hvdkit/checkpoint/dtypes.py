@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.errors import UsageError
 
 _DTYPES = (
@@ -25,7 +26,14 @@ _DTYPES = (
     ("U64", "uint64", 8),
     ("F64", "float64", 8),
     ("C64", "complex64", 8),
+    # Not of safetensors. A file holds pairs of the halves instead.
+    ("C32", "complex32", 4),
+    ("C128", "complex128", 16),
 )
+
+#: Dtypes that safetensors has not -> the dtype of the real and imaginary parts in a file. They are
+#: the file's last axis, of size 2.
+PAIRS = {"C32": "F16", "C128": "F64"}
 
 #: safetensors' name -> what PyTorch, TensorFlow and NumPy call it, those that have it.
 NAMES = {code: name for code, name, _ in _DTYPES}
@@ -36,15 +44,24 @@ ELEMENT_BYTES = {code: size for code, _, size in _DTYPES}
 
 
 def numpy_dtype(code: str) -> np.dtype:
-    """NumPy's dtype of what safetensors calls `code`; where NumPy has none, that of ml_dtypes."""
+    """NumPy's dtype of what safetensors calls `code`; where NumPy has none, that of ml_dtypes.
+
+    Raises:
+        UsageError: ml_dtypes is not installed, or has no such dtype.
+    """
     name = NAMES[code]
     try:
         return np.dtype(name)
     except TypeError:
         # Not a requirement of hvdkit's: whoever has such arrays, Keras or TensorFlow, brings it.
-        import ml_dtypes
+        try:
+            import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, name))
+            return np.dtype(getattr(ml_dtypes, name))
+        except (ImportError, AttributeError) as error:
+            raise UsageError(
+                f"an array is of {name}, which NumPy alone does not have: install ml_dtypes"
+            ) from error
 
 
 def code_of(name: str, what: str) -> str:
@@ -60,3 +77,26 @@ def code_of(name: str, what: str) -> str:
     if name not in CODES:
         raise UsageError(f"{what} is of {name}: expected one of {', '.join(CODES)}")
     return CODES[name]
+
+
+def in_file(spec: TensorSpec) -> TensorSpec:
+    """Return the dtype and shape that a safetensors file has for a tensor."""
+    if spec.dtype not in PAIRS:
+        return spec
+    return TensorSpec(PAIRS[spec.dtype], (*spec.shape, 2))
+
+
+def from_file(spec: TensorSpec, dtype: str) -> TensorSpec:
+    """Return the dtype and shape of a tensor that a file holds as pairs.
+
+    Args:
+        spec: of the file.
+        dtype: of the tensor, one of `PAIRS`.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    found = TensorSpec(dtype, spec.shape[:-1])
+    if dtype not in PAIRS or in_file(found) != spec:
+        raise ValueError(f"{spec.dtype} {list(spec.shape)} is no {dtype!r:.40}")
+    return found

@@ -213,9 +213,9 @@ class Manager:
             message = {
                 "step": int(step),
                 "alike": {name: _fingerprint(trees[name], name) for name in self._alike},
-                "own": tree.encode(
+                "own": _encoded_plainly(
                     {name: part.capture() for name, part in self._rank_parts.items()}, "rank"
-                )[0],
+                ),
             }
             if self._first:
                 content = in_place(trees) if wait else self._memory.copy(trees)
@@ -618,5 +618,19 @@ def _check_count(name: str, value: Any) -> None:
 
 
 def _fingerprint(content: Tree, name: str) -> str:
-    encoded, _ = tree.encode(content, name)
-    return digest([json.dumps(encoded, sort_keys=True)]).hex()[:16]
+    return digest([json.dumps(_encoded_plainly(content, name), sort_keys=True)]).hex()[:16]
+
+
+def _encoded_plainly(content: Tree, name: str) -> Any:
+    """Return the JSON form of a tree without tensors.
+
+    Raises:
+        UsageError: it has some, or something that cannot be saved.
+    """
+    encoded, tensors = tree.encode(content, name)
+    if tensors:
+        raise UsageError(
+            f"{name} has tensors or arrays ({', '.join([*tensors][:3])}): expected plain values, "
+            f"such as lists or bytes"
+        )
+    return encoded

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +26,21 @@ TENSORS_SUFFIX = ".safetensors"
 #: Larger JSON files are neither written nor read: a stranger's could fill the memory.
 MAX_MANIFEST_BYTES = 16_000_000
 MAX_JSON_BYTES = 256_000_000
+#: As `json_values` counts them. 100,000 parameters with Adam take 4 million. So many take about 0.7
+#: GB of memory at most, and without a limit 60 MB of JSON may take more than 4 GB.
+MAX_JSON_VALUES = 6_000_000
 
-#: Version 1 has one hash for each file; version 2 has one for each chunk of a file.
+#: Version 1 has one hash for each file. Version 2 has one for each chunk of a file; a tree may have
+#: arrays, and tensors of a dtype that safetensors has not.
 _FORMAT, _VERSION, _VERSIONS = "hvdkit checkpoint", 2, (1, 2)
 _PART = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{32}")
 _SEAL = ',\n "xxh3_128": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 32))
 _MAX_INT = 2**63
+_OBJECT = 4
+#: A text, which may have no end, or what begins or separates values.
+_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|([,\[{])', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ class Manifest:
             Damaged: it is not that.
             CheckpointError: it is of a later version of hvdkit.
         """
-        fields = unsealed(NAME, data, _FORMAT, *_VERSIONS)
+        fields = unsealed(NAME, data, _FORMAT, _VERSIONS)
         try:
             return cls(
                 step=_count(fields["step"]),
@@ -148,14 +155,14 @@ def sealed(fields: Mapping[str, Any]) -> bytes:
     return body + (_SEAL % xxhash.xxh3_128_hexdigest(body)).encode()
 
 
-def unsealed(file: str, data: bytes, format: str, *versions: int) -> dict[str, Any]:
+def unsealed(file: str, data: bytes, format: str, versions: Sequence[int]) -> dict[str, Any]:
     """Read what `sealed` has given.
 
     Args:
         file: its name, for errors.
         data: its content.
         format: the entry "format" that it must have.
-        versions: the entry "version" must be one of them.
+        versions: the entry "version" must be one of these.
 
     Raises:
         Damaged: it is not that.
@@ -167,9 +174,10 @@ def unsealed(file: str, data: bytes, format: str, *versions: int) -> dict[str, A
     fields = parse_json(file, data)
     if not isinstance(fields, dict) or fields.get("format") != format:
         raise Damaged(file, f"its format is not {format!r}")
-    if fields.get("version") not in versions:
+    version = fields.get("version")
+    if type(version) is not int or version not in versions:
         raise CheckpointError(
-            f"{file} is of version {fields.get('version')!r:.20}; this hvdkit reads version "
+            f"{file} is of version {version!r:.20}; this hvdkit reads version "
             f"{' and '.join(map(str, versions))}. Update hvdkit."
         )
     return fields
@@ -199,6 +207,27 @@ def check_part_name(name: str) -> str:
         f"a part of the state is called {name!r}; expected a letter and up to 63 letters, digits, "
         "'_' or '-'."
     )
+
+
+def json_values(data: bytes, limit: int) -> int:
+    """Estimate how many values JSON has, where an object counts as four because of its memory.
+
+    Args:
+        data: JSON, or anything else.
+        limit: the count may stop above this number.
+    """
+    rough = data.count(b",") + data.count(b"[") + _OBJECT * data.count(b"{")
+    if rough <= limit:
+        return rough
+    # Without what is in texts.
+    count = 0
+    for token in _STRUCTURE.finditer(data):
+        found = token.group(1)
+        if found is not None:
+            count += _OBJECT if found == b"{" else 1
+            if count > limit:
+                break
+    return count
 
 
 def parse_json(file: str, data: bytes) -> Any:

@@ -1,11 +1,13 @@
 """The state of Python's and NumPy's random numbers, which every process has for itself."""
 
 import random
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from hvdkit.checkpoint.state import Tree
+from hvdkit.errors import UsageError
 
 
 def capture() -> Tree:
@@ -39,3 +41,101 @@ def adopt(tree: Tree) -> None:
         np.random.set_state(
             (legacy["kind"], key, legacy["pos"], legacy["has_gauss"], legacy["gauss"])
         )
+
+
+class Generators:
+    """The user's own generators of Python, of NumPy and of a framework.
+
+    Args:
+        generators: `random.Random`, `numpy.random.Generator` or `kind`, by name.
+        kind: the framework's class.
+        kind_name: its name, for errors.
+        get: returns the state of a generator of the framework, in bytes.
+        put: restores a state that `get` gave.
+
+    Raises:
+        UsageError: one of them is something else.
+    """
+
+    def __init__(
+        self,
+        generators: Mapping[str, Any] | None,
+        kind: type,
+        kind_name: str,
+        get: Callable[[Any], bytes],
+        put: Callable[[Any, bytes], None],
+    ) -> None:
+        self._generators = dict(generators or {})
+        self._get, self._put = get, put
+        for name, generator in self._generators.items():
+            # The system's random numbers have no state.
+            of_python = isinstance(generator, random.Random)
+            if isinstance(generator, random.SystemRandom) or not (
+                of_python or isinstance(generator, kind | np.random.Generator)
+            ):
+                raise UsageError(
+                    f"generators[{name!r}] is a {type(generator).__name__}: expected a "
+                    f"{kind_name}, a numpy.random.Generator or a random.Random"
+                )
+
+    def capture(self) -> Tree:
+        """The states by name: bytes for one of the framework."""
+        return {name: self._state(generator) for name, generator in self._generators.items()}
+
+    def _state(self, generator: Any) -> Tree:
+        if isinstance(generator, random.Random):
+            version, internal, gauss = generator.getstate()
+            return {
+                "kind": "random.Random",
+                "state": [version, np.array(internal, np.uint32).tobytes(), gauss],
+            }
+        if isinstance(generator, np.random.Generator):
+            state = generator.bit_generator.state
+            return {"kind": state["bit_generator"], "state": _without_arrays(state)}
+        return self._get(generator)
+
+    def adopt(self, tree: Tree) -> None:
+        """Restore the states of those that were saved.
+
+        Raises:
+            UsageError: a generator is of another kind than the one that was saved.
+        """
+        for name in self._generators.keys() & tree.keys():
+            generator, saved = self._generators[name], tree[name]
+            own = self._state(generator)
+            kinds = [
+                each["kind"] if isinstance(each, dict) else "the framework's"
+                for each in (saved, own)
+            ]
+            if kinds[0] != kinds[1]:
+                raise UsageError(
+                    f"generators[{name!r}] was of the kind {kinds[0]} when it was saved, and is "
+                    f"of the kind {kinds[1]} here: give one of the same kind"
+                )
+            if isinstance(generator, random.Random):
+                version, internal, gauss = saved["state"]
+                generator.setstate(
+                    (version, tuple(np.frombuffer(internal, np.uint32).tolist()), gauss)
+                )
+            elif isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = _with_arrays(saved["state"])
+            else:
+                self._put(generator, saved)
+
+
+def _without_arrays(state: Any) -> Tree:
+    """A bit generator's state with each array as its dtype and bytes, in a tuple."""
+    if isinstance(state, dict):
+        return {key: _without_arrays(value) for key, value in state.items()}
+    if isinstance(state, np.ndarray):
+        return (state.dtype.str, state.tobytes())
+    return state
+
+
+def _with_arrays(tree: Tree) -> Any:
+    if isinstance(tree, dict):
+        return {key: _with_arrays(value) for key, value in tree.items()}
+    if isinstance(tree, tuple):
+        dtype, content = tree
+        return np.frombuffer(content, dtype).copy()
+    return tree

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.state import TensorSpec, Tree
 from hvdkit.checkpoint.storage import StepFiles
 
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True)
 class Outline:
@@ -28,7 +30,8 @@ class Outline:
         manifest: what the step says of itself.
         trees: part -> its JSON form.
         specs: part -> tensor name -> dtype and shape, in the order in which the tensors lie in
-            the part's file. They lie there without gaps.
+            the part's file. They lie there without gaps. The dtypes are those of the tensors, of
+            which a file may have others (`dtypes.PAIRS`).
         begins: part -> where the first tensor begins in the part's file.
         ranks: each rank's JSON form.
     """
@@ -322,9 +325,12 @@ def _json(files: StepFiles, found: Manifest, name: str) -> Any:
         raise Damaged(
             name, f"it has {size} bytes; expected at most {manifest.MAX_JSON_BYTES} of JSON"
         )
-    content = np.empty(size, np.uint8)
-    _chunked(files, found, name).read(content, 0)
-    return manifest.parse_json(name, content.tobytes())
+    raw = np.empty(size, np.uint8)
+    _chunked(files, found, name).read(raw, 0)
+    content = raw.tobytes()
+    if manifest.json_values(content, manifest.MAX_JSON_VALUES) > manifest.MAX_JSON_VALUES:
+        raise Damaged(name, f"it has more than {manifest.MAX_JSON_VALUES} values, as none has")
+    return manifest.parse_json(name, content)
 
 
 def _opened(found: Manifest, files: StepFiles) -> OpenCheckpoint:
@@ -338,13 +344,13 @@ def _opened(found: Manifest, files: StepFiles) -> OpenCheckpoint:
         )
     outline = Outline(found, trees, specs, begins, tuple(ranks) if isinstance(ranks, list) else ())
     _check(manifest.RANKS, lambda: _check_ranks(outline, ranks))
-    _check(manifest.STATE, lambda: _check_trees(outline))
+    outline = replace(outline, specs=_check(manifest.STATE, lambda: _checked_specs(outline)))
     return OpenCheckpoint(outline, files)
 
 
-def _check(name: str, check: Callable[[], None]) -> None:
+def _check(name: str, check: Callable[[], Result]) -> Result:
     try:
-        check()
+        return check()
     except (ValueError, RecursionError) as error:
         raise Damaged(name, f"it is not what hvdkit writes ({error})") from error
 
@@ -356,7 +362,13 @@ def _check_ranks(outline: Outline, ranks: Any) -> None:
         outline.rank(rank)
 
 
-def _check_trees(outline: Outline) -> None:
+def _checked_specs(outline: Outline) -> dict[str, dict[str, TensorSpec]]:
+    """The dtypes and shapes of the tensors, where the files have others, in the same order.
+
+    Raises:
+        ValueError: the trees are not what hvdkit writes, or do not fit the files.
+    """
+    checked: dict[str, dict[str, TensorSpec]] = {}
     if not isinstance(outline.trees, dict):
         raise ValueError("not an object with an entry for each part")
     for part in outline.specs:
@@ -365,5 +377,9 @@ def _check_trees(outline: Outline) -> None:
     for part, encoded in outline.trees.items():
         manifest.check_part_name(part)
         again, used = tree.encode(outline.tree(part), part)
-        if used.keys() != outline.specs.get(part, {}).keys() or again != encoded:
+        stored = outline.specs.get(part, {})
+        if used.keys() != stored.keys() or again != encoded:
             raise ValueError(f"the tensors that {part} names are not those in its file")
+        if stored:
+            checked[part] = {name: tree.spec_of(used[name]) for name in stored}
+    return checked

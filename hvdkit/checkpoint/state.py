@@ -2,7 +2,8 @@
 
 A tree is what JSON knows (None, bool, int, float, str, lists, dicts with string keys), and besides
 it tuples, dicts with other keys that are plain, bytes, complex numbers, infinities and NaN, NumPy
-scalars, and `Tensor`s. Nothing else, and no pickle: what opens a checkpoint runs no code of it.
+scalars and arrays, and `Tensor`s. Nothing else, and no pickle: what opens a checkpoint runs no code
+of it.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ class TensorSpec:
     """What is known of a tensor before its content.
 
     Attributes:
-        dtype: as safetensors calls it, such as `F32` or `BF16`.
+        dtype: as safetensors calls it, such as `F32` or `BF16`; also `C128` and `C32`.
         shape: its dimensions.
     """
 
@@ -49,8 +50,8 @@ class Tensor(Protocol):
     def write(self, content: np.ndarray, start: int = 0) -> None:
         """Put `content`, a piece of what `read` gives, where it begins at byte `start`.
 
-        A small tensor comes in one piece. A large one comes in several, of whole elements, from
-        the first byte to the last one after the other.
+        A tensor comes in one piece or in several, of whole elements, from the first byte to the
+        last one after the other. The memory of a piece is aligned for its elements.
         """
         ...
 
@@ -68,11 +69,12 @@ class Part(Protocol):
         Changes nothing that counts yet. Every rank is asked, and `adopt` follows only if all agree.
 
         Args:
-            tree: as `capture` gave it, with a `TensorSpec` in place of each tensor.
+            tree: as `capture` gave it, with a `TensorSpec` in place of each tensor. NumPy arrays
+                in it have no content yet.
 
         Returns:
             The same tree, with a `Tensor` in place of each `TensorSpec`: one of the part's own,
-            or a new one, on the right device.
+            or a new one, on the right device. NumPy arrays stay, and are filled too.
 
         Raises:
             UsageError: the state does not fit, naming the first things that differ.
@@ -122,7 +124,7 @@ class Discarded:
 class RankPart(Protocol):
     """A part that each rank has for itself, such as its random numbers. Every rank's is saved.
 
-    Its tree is small: it has no `Tensor`s, but may have bytes.
+    Its tree is small: it has no `Tensor`s and no arrays, but may have bytes.
     """
 
     def capture(self) -> Tree:

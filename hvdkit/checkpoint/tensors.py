@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from hvdkit.checkpoint import manifest
 from hvdkit.checkpoint.chunks import ReadInto
-from hvdkit.checkpoint.dtypes import ELEMENT_BYTES
+from hvdkit.checkpoint.dtypes import ELEMENT_BYTES, in_file
 from hvdkit.checkpoint.errors import Damaged
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.errors import UsageError
@@ -29,6 +29,8 @@ Content = np.ndarray | Callable[[], np.ndarray]
 MAX_HEADER_BYTES = 50_000_000
 
 _LENGTH_BYTES = 8
+# The contents begin at a multiple of this.
+_ALIGNMENT = 64
 
 
 def nbytes(spec: TensorSpec) -> int:
@@ -64,30 +66,7 @@ def serialize(tensors: Mapping[str, tuple[TensorSpec, Content]]) -> Iterator[mem
     """
     # Wide elements first, as the library does: so each tensor is aligned in a mapped file.
     names = sorted(tensors, key=lambda name: -ELEMENT_BYTES.get(tensors[name][0].dtype, 0))
-    ends = spans({name: tensors[name][0] for name in names})
-    # Some tools open only files that say which framework they are for.
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    entries |= {
-        name: {
-            "dtype": tensors[name][0].dtype,
-            "shape": list(tensors[name][0].shape),
-            "data_offsets": list(ends[name]),
-        }
-        for name in names
-    }
-    try:
-        header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"a tensor's name is not Unicode text ({error}); give it another name."
-        ) from error
-    header += b" " * (-len(header) % _LENGTH_BYTES)
-    if len(header) > MAX_HEADER_BYTES:
-        raise UsageError(
-            f"the names and shapes of {len(names)} tensors take {len(header)} bytes; expected at "
-            f"most {MAX_HEADER_BYTES}. Divide them between several parts."
-        )
-    yield memoryview(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
+    yield memoryview(header({name: tensors[name][0] for name in names}))
     for name in names:
         spec, given = tensors[name]
         content = given() if callable(given) else given
@@ -98,6 +77,42 @@ def serialize(tensors: Mapping[str, tuple[TensorSpec, Content]]) -> Iterator[mem
             )
         if content.size:
             yield content.reshape(-1).data
+
+
+def header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return all of a file that precedes the tensors' contents.
+
+    Args:
+        specs: name -> dtype and shape, in the order of the contents.
+        metadata: texts by name that the file has beside the tensors.
+
+    Raises:
+        UsageError: a dtype or name that safetensors has not, or too many tensors.
+    """
+    ends = spans(specs)
+    # Some tools open only files that say which framework they are for.
+    entries: dict[str, Any] = {"__metadata__": {**(metadata or {}), "format": "pt"}}
+    for name, spec in specs.items():
+        stored = in_file(spec)
+        entries[name] = {
+            "dtype": stored.dtype,
+            "shape": list(stored.shape),
+            "data_offsets": list(ends[name]),
+        }
+    try:
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"a tensor's name is not Unicode text ({error}); give it another name."
+        ) from error
+    # No element of any dtype is in two chunks then.
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise UsageError(
+            f"the names and shapes of {len(specs)} tensors take {len(text)} bytes; expected at "
+            f"most {MAX_HEADER_BYTES}. Divide them between several parts."
+        )
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def read_header(read_into: ReadInto, size: int, name: str) -> tuple[int, dict[str, TensorSpec]]:

@@ -1,7 +1,9 @@
 """Trees as JSON, and back, with nothing lost and no code run.
 
 JSON has no name for much that a training's state is made of. It is written as an object with one
-key that begins with `$`, such as `{"$tuple": [1, 2]}` or `{"$tensor": "layer.weight"}`.
+key that begins with `$`, such as `{"$tuple": [1, 2]}` or `{"$tensor": "layer.weight"}`. A NumPy
+array is a tensor with a mark of its own, `{"$array": "history"}`. Where the file has another dtype,
+the mark says which one the tensor has: `{"$tensor": ["spectrum", "C128"]}`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdkit.checkpoint import arrays, dtypes
+from hvdkit.checkpoint.arrays import ArrayTensor
 from hvdkit.checkpoint.state import TensorSpec, Tree
 from hvdkit.errors import UsageError
 
@@ -23,7 +27,7 @@ MAX_DEPTH = 50
 
 _ALLOWED = (
     "None, bool, int, float, complex, str, bytes, lists, tuples, dicts, Counters, NumPy scalars "
-    "and tensors"
+    "and arrays"
 )
 _NUMPY_SCALAR = re.compile(r"[<|][biufc](?:1|2|4|8|16|32)")
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -45,7 +49,8 @@ def encode(tree: Tree, subject: str) -> tuple[Any, dict[str, Any]]:
         subject: what it is, for errors: `metadata` gives `metadata['x'] is a Foo`.
 
     Returns:
-        The JSON form (`json.dumps` takes it), and name -> tensor in the order of the tree.
+        The JSON form (`json.dumps` takes it), and name -> tensor in the order of the tree. An array
+        is an `ArrayTensor` there.
 
     Raises:
         UsageError: something in it cannot be saved; names the path to it.
@@ -57,8 +62,14 @@ def encode(tree: Tree, subject: str) -> tuple[Any, dict[str, Any]]:
 def decode(encoded: Any, tensors: Mapping[str, Any]) -> Tree:
     """The tree of which `encode` gave `encoded`, with `tensors[name]` in the tensors' places.
 
+    Args:
+        encoded: the JSON form.
+        tensors: what is known of the tensors. Of a `TensorSpec`, whether of the file or of the
+            tensor, the tensor's is put in place, and a new array where an array was.
+
     Raises:
         ValueError: `encoded` is not what `encode` gives, or names a tensor that is not there.
+        UsageError: there is an array of a dtype that only ml_dtypes has, which is not installed.
     """
     # The deepest that `encode` gives: a mark, its list, and a pair for each level.
     return _decode(encoded, tensors, 3 * MAX_DEPTH + 1)
@@ -100,11 +111,18 @@ class _Encoder:
         if isinstance(value, np.generic):
             return self._numpy(value, path)
         if isinstance(value, TensorSpec) or isinstance(getattr(value, "spec", None), TensorSpec):
-            return {"$tensor": self._name(value, path)}
+            return self._tensor(value, path)
+        if kind is np.ndarray:
+            return self._tensor(ArrayTensor(value, f"the array {self._where(path)}"), path)
         raise UsageError(
             f"{self._where(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint "
-            f"cannot hold; expected {_ALLOWED}."
+            f"cannot hold; expected {_ALLOWED}.{_advice(value, path)}"
         )
+
+    def _tensor(self, tensor: Any, path: tuple[Any, ...]) -> Any:
+        name, dtype = self._name(tensor, path), spec_of(tensor).dtype
+        mark = "$array" if isinstance(tensor, ArrayTensor) else "$tensor"
+        return {mark: [name, dtype] if dtype in dtypes.PAIRS else name}
 
     def _pairs(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> list[list[Any]]:
         pairs = []
@@ -141,6 +159,21 @@ class _Encoder:
         return self._subject + "".join(f"[{key!r}]" for key in path)
 
 
+def spec_of(tensor: Any) -> TensorSpec:
+    """Return the dtype and shape of one of the tensors that `encode` gave."""
+    spec: TensorSpec = tensor if isinstance(tensor, TensorSpec) else tensor.spec
+    return spec
+
+
+def _advice(value: Any, path: tuple[Any, ...]) -> str:
+    """Return how a value that a checkpoint cannot hold can be given, if this is known."""
+    if isinstance(value, np.random.Generator):
+        return " Give it to the checkpointer as generators={...}, or its bit_generator.state here."
+    if callable(getattr(value, "numpy", None)):
+        return f" Give a NumPy array instead, such as {path[-1] if path else 'tensor'}.numpy()."
+    return ""
+
+
 def _is_plain(key: Any) -> bool:
     if type(key) is tuple:
         return all(_is_plain(item) for item in key)
@@ -161,7 +194,10 @@ def _decode(value: Any, tensors: Mapping[str, Any], levels: int) -> Tree:
     ((mark, content),) = value.items()
     try:
         if mark == "$tensor":
-            return tensors[content]
+            return _found(content, tensors)
+        if mark == "$array":
+            found = _found(content, tensors)
+            return arrays.empty(found) if isinstance(found, TensorSpec) else found
         if mark in ("$tuple", "$dict", "$counter"):
             items = _decode(_list(content), tensors, levels - 1)
             if mark == "$tuple":
@@ -170,6 +206,17 @@ def _decode(value: Any, tensors: Mapping[str, Any], levels: int) -> Tree:
         return _SCALARS[mark](content)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(f"wrong content of {mark}: {_shortened(content)} ({error})") from error
+
+
+def _found(content: Any, tensors: Mapping[str, Any]) -> Any:
+    """The tensor that a mark names, with the dtype that the mark says."""
+    if isinstance(content, str):
+        return tensors[content]
+    name, dtype = content
+    found = tensors[name]
+    if not isinstance(found, TensorSpec) or found.dtype == dtype:
+        return found
+    return dtypes.from_file(found, dtype)
 
 
 def _list(content: Any) -> list[Any]:

@@ -334,4 +334,9 @@ def _json(name: str, content: Any) -> memoryview:
             f"{name} would have {len(data)} bytes; expected at most "
             f"{manifest.MAX_JSON_BYTES}. Keep large data in tensors."
         )
+    if manifest.json_values(data, manifest.MAX_JSON_VALUES) > manifest.MAX_JSON_VALUES:
+        raise UsageError(
+            f"{name} would have more than {manifest.MAX_JSON_VALUES} values; expected fewer. Keep "
+            "large data in tensors or NumPy arrays."
+        )
     return memoryview(data)

@@ -11,8 +11,7 @@ from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
 
-from hvdkit.checkpoint import h5
-from hvdkit.checkpoint.dtypes import code_of, numpy_dtype
+from hvdkit.checkpoint import arrays, h5
 from hvdkit.checkpoint.parts import Variables, largest_statistics, named, plain
 from hvdkit.checkpoint.state import Part, RankPart, TensorSpec, Tree
 from hvdkit.errors import UsageError
@@ -90,7 +89,7 @@ class Layout:
 
     def prepare(self, tree: Tree) -> Tree:
         """Where the other tensors go, which nobody looks at."""
-        others = {name: ArrayTensor.empty(spec) for name, spec in tree["others"].items()}
+        others = {name: arrays.empty(spec) for name, spec in tree["others"].items()}
         return {**tree, "others": others}
 
     def adopt(self, tree: Tree) -> None:
@@ -282,36 +281,6 @@ def _slots(optimizer: Any, variable: Any) -> list[Any]:
     ]
 
 
-class ArrayTensor:
-    """`hvdkit.checkpoint.state.Tensor` of an array in host memory."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    @classmethod
-    def empty(cls, spec: TensorSpec) -> "ArrayTensor":
-        """One to be filled."""
-        return cls(np.empty(spec.shape, numpy_dtype(spec.dtype)))
-
-    @property
-    def spec(self) -> TensorSpec:
-        """Its dtype and shape."""
-        return TensorSpec(code_of(self.array.dtype.name, "an array"), self.array.shape)
-
-    def read(self, out: np.ndarray) -> None:
-        """A copy."""
-        out[:] = self.memory()
-
-    def memory(self) -> np.ndarray:
-        """The array's own memory, if it is row-major; otherwise a copy."""
-        return np.ascontiguousarray(self.array).reshape(-1).view(np.uint8)
-
-    def write(self, content: np.ndarray, start: int = 0) -> None:
-        """Into the array."""
-        flat = self.array.reshape(-1).view(np.uint8)
-        flat[start : start + content.size] = content
-
-
 #: What Keras's callbacks must remember for the next epoch to be what it would have been.
 _REMEMBERED: Mapping[str, Sequence[str]] = {
     "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
@@ -336,24 +305,23 @@ class CallbackStates:
 
     def capture(self) -> Tree:
         """By class and place among those of the class."""
-        return {key: _with_tensors(_state(callback)) for key, callback in self._named().items()}
+        return {key: _with_arrays(_state(callback)) for key, callback in self._named().items()}
 
     def prepare(self, tree: Tree) -> Tree:
-        """Memory for the weights among them."""
+        """Memory for the weights among them, which were tensors in the format's version 1."""
         return _mapped(
-            tree, lambda leaf: ArrayTensor.empty(leaf) if isinstance(leaf, TensorSpec) else leaf
+            tree, lambda leaf: arrays.empty(leaf) if isinstance(leaf, TensorSpec) else leaf
         )
 
     def adopt(self, tree: Tree) -> None:
         """Hand each its own; what is no longer there, or was not, goes without."""
-        content = _mapped(tree, lambda leaf: leaf.array if isinstance(leaf, ArrayTensor) else leaf)
         for key, callback in self._named().items():
-            if key not in content:
+            if key not in tree:
                 continue
             if hasattr(callback, "load_state_dict"):
-                callback.load_state_dict(content[key])
+                callback.load_state_dict(tree[key])
                 continue
-            for name, value in content[key].items():
+            for name, value in tree[key].items():
                 setattr(callback, name, value)
 
     def _named(self) -> dict[str, Any]:
@@ -379,10 +347,10 @@ def _state(callback: Any) -> dict[str, Any] | None:
     return None
 
 
-def _with_tensors(state: Any) -> Tree:
+def _with_arrays(state: Any) -> Tree:
     def leaf(value: Any) -> Any:
         if isinstance(value, np.ndarray) and value.ndim:
-            return ArrayTensor(value)
+            return value
         # A log may be a number of the framework.
         if hasattr(value, "shape") and not isinstance(value, np.generic):
             return float(value)

@@ -81,7 +81,8 @@ class Checkpointer(Manager):
             data: a `ResumableSampler`.
             metadata: what `hvdkit.checkpoint.state` calls plain. It is read at every save, and
                 `restore` puts what was saved into it.
-            generators: name -> `tf.random.Generator`, besides the global one.
+            generators: your own `tf.random.Generator`s, `numpy.random.Generator`s and
+                `random.Random`s by name, besides TensorFlow's global one.
             every_steps: see `maybe_save`.
             every_minutes: see `maybe_save`.
             keep_last: how many checkpoints stay; None: all.

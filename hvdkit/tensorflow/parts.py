@@ -97,7 +97,7 @@ class Randomness:
     count in their kernels, where nobody can read it.
 
     Args:
-        generators: name -> `tf.random.Generator`.
+        generators: those of the user's own, by name: of TensorFlow, NumPy or Python.
         seeds: gives the variables in which Keras's layers count, when asked.
     """
 
@@ -106,16 +106,14 @@ class Randomness:
         generators: Mapping[str, Any] | None = None,
         seeds: Callable[[], Sequence[Any]] = list,
     ) -> None:
-        self._generators = dict(generators or {})
+        self._generators = self._of(generators)
         self._seeds = seeds
 
     def capture(self) -> Tree:
         """This rank's."""
         of_keras = global_seed_state()
         return randomness.capture() | {
-            "generators": {
-                name: _content(generator.state) for name, generator in self._all().items()
-            },
+            "generators": self._generators.capture() | self._global().capture(),
             "seeds": [_content(variable) for variable in self._seeds()],
             "keras": None if of_keras is None else _content(of_keras),
         }
@@ -125,9 +123,8 @@ class Randomness:
         if _GLOBAL in tree["generators"]:
             # It is made when it is asked for.
             tf.random.get_global_generator()
-        own = self._all()
-        for name in own.keys() & tree["generators"].keys():
-            _put(own[name].state, tree["generators"][name])
+        self._generators.adopt(tree["generators"])
+        self._global().adopt(tree["generators"])
         for variable, content in zip(self._seeds(), tree["seeds"], strict=False):
             _put(variable, content)
         if tree["keras"] is not None:
@@ -135,11 +132,19 @@ class Randomness:
         # Last, because what is made above draws from Python's.
         randomness.adopt(tree)
 
-    def _all(self) -> dict[str, Any]:
-        found = dict(self._generators)
-        if stateful_random_ops.global_generator is not None:
-            found[_GLOBAL] = stateful_random_ops.global_generator
-        return found
+    def _global(self) -> randomness.Generators:
+        made = stateful_random_ops.global_generator
+        return self._of({} if made is None else {_GLOBAL: made})
+
+    @staticmethod
+    def _of(generators: Mapping[str, Any] | None) -> randomness.Generators:
+        return randomness.Generators(
+            generators,
+            tf.random.Generator,
+            "tf.random.Generator",
+            lambda generator: _content(generator.state),
+            lambda generator, content: _put(generator.state, content),
+        )
 
 
 class Statistics:

@@ -6,32 +6,31 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
+from hvdkit.checkpoint.broadcasting import Broadcast
 from hvdkit.checkpoint.manager import Manager
 from hvdkit.checkpoint.parts import data_part, kept_in, several
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.signals import STOP_SIGNALS
-from hvdkit.checkpoint.state import Part, TensorSpec
+from hvdkit.checkpoint.state import Part
 from hvdkit.checkpoint.store import Store
-from hvdkit.checkpoint.tensors import nbytes
+from hvdkit.checkpoint.weights import TIED
 from hvdkit.core.collectives import check_member
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.devices import host_memory
 from hvdkit.torch.parts import (
-    TIED,
     ModelPart,
     OptimizerPart,
     Randomness,
     ReductionPart,
     StatefulPart,
     Statistics,
-    TorchTensor,
-    empty,
+    on_host,
+    without_tensors,
 )
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
@@ -55,9 +54,11 @@ class Checkpointer(Manager):
         lr_scheduler: anything with `state_dict` and `load_state_dict`, or several in a dict.
         scaler: a `GradScaler`, or anything else of that kind.
         data: a `ResumableSampler`.
-        metadata: a dict of your own with plain values (see `hvdkit.checkpoint.state`), such as
-            counters. It is read at every save, and `restore` puts what was saved into it.
-        generators: your own `torch.Generator`s by name; each rank has its own.
+        metadata: a dict of your own with plain values and NumPy arrays (see
+            `hvdkit.checkpoint.state`), such as counters. It is read at every save, and `restore`
+            puts what was saved into it.
+        generators: your own `torch.Generator`s, `numpy.random.Generator`s and `random.Random`s by
+            name; each rank has its own.
         every_steps: `maybe_save` saves after so many steps.
         every_minutes: `maybe_save` saves after so many minutes.
         keep_last: how many checkpoints stay; None: all.
@@ -97,7 +98,7 @@ class Checkpointer(Manager):
         scaler: Any = None,
         data: Any = None,
         metadata: MutableMapping[str, Any] | None = None,
-        generators: Mapping[str, torch.Generator] | None = None,
+        generators: Mapping[str, Any] | None = None,
         every_steps: int | None = None,
         every_minutes: float | None = None,
         keep_last: int | None = 3,
@@ -183,18 +184,11 @@ def export(checkpoint: OpenCheckpoint, target: str | os.PathLike[str]) -> None:
 
 
 def _state_dict(checkpoint: OpenCheckpoint, part: str) -> dict[str, Any]:
-    tree = checkpoint.outline.tree(part)
-    state = {
-        name: empty(value, torch.device("cpu")) if isinstance(value, TensorSpec) else value
-        for name, value in tree.items()
-        if name != TIED
-    }
-    stream = checkpoint.stream(part)
-    for name, spec in checkpoint.outline.specs.get(part, {}).items():
-        content = np.empty(nbytes(spec), np.uint8)
-        stream.read_into(content)
-        TorchTensor(state[name]).write(content)
-    return state | {name: state[holder] for name, holder in tree.get(TIED, {}).items()}
+    prepared = on_host(checkpoint.outline.tree(part))
+    Broadcast({part: prepared}, checkpoint.outline).read(checkpoint)
+    state = without_tensors(prepared)
+    tied = state.pop(TIED, {})
+    return state | {name: state[holder] for name, holder in tied.items()}
 
 
 def _save(content: Any, target: Path) -> None:

@@ -1,7 +1,9 @@
 """What a PyTorch training consists of, as `hvdkit.checkpoint.state` describes state."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +14,7 @@ from horovod.torch import SyncBatchNorm
 from hvdkit.checkpoint import dtypes, randomness
 from hvdkit.checkpoint.parts import largest_statistics
 from hvdkit.checkpoint.state import Discarded, TensorSpec, Tree
+from hvdkit.checkpoint.weights import TIED
 from hvdkit.core.reduction import ReductionState
 from hvdkit.errors import UsageError
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
@@ -22,24 +25,39 @@ _DTYPES = {
 }
 _BY_CODE = {code: dtype for dtype, code in _DTYPES.items()}
 
-#: In a model's tree: names of tensors that are another one's memory -> that one's name.
-TIED = "(tied)"
-
 _SHOWN = 3
 
 
 class TorchTensor:
     """`hvdkit.checkpoint.state.Tensor` of a torch tensor, on whatever device.
 
+    Args:
+        tensor: of a class without operations of its own, because a class with operations may keep
+            its content elsewhere.
+        subject: what it is, for errors.
+
     Raises:
-        UsageError: it is of a dtype or layout that no file of tensors has.
+        UsageError: it is of such a class, or not initialised, or of a dtype or layout that no file
+            of tensors has.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, subject: str = "a tensor") -> None:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise UsageError(
+                f"{subject} is not initialised, and has no shape yet: call the model on one batch "
+                f"before this"
+            )
+        kind = type(tensor)
+        if _has_own_operations(kind):
+            raise UsageError(
+                f"{subject} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot "
+                f"hold: expected a torch.Tensor, or a subclass without operations of its own. "
+                f"Convert it, or return the tensors that it consists of from get_extra_state()"
+            )
         if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
             raise UsageError(
-                f"a tensor is {tensor.dtype} with layout {tensor.layout}: a checkpoint holds dense "
-                f"tensors of {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}"
+                f"{subject} is {tensor.dtype} with layout {tensor.layout}: a checkpoint holds "
+                f"dense tensors of {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}"
             )
         self.tensor = tensor.detach()
         # The thread that writes reads after what this one has started on the device.
@@ -97,12 +115,37 @@ class TorchTensor:
                 self._staged = None
 
 
-def with_tensors(value: Any) -> Tree:
-    """`value` with a `TorchTensor` in place of each tensor in it."""
-    return _mapped(value, lambda leaf, _: TorchTensor(leaf) if _is_tensor(leaf) else leaf)
+def _has_own_operations(kind: type) -> bool:
+    function = getattr(kind, "__torch_function__", None)
+    plain = (
+        vars(torch.Tensor)["__torch_function__"].__func__,
+        # Of parameters.
+        torch._C._disabled_torch_function_impl,
+    )
+    if getattr(function, "__func__", function) not in plain:
+        return True
+    return getattr(kind, "__torch_dispatch__", None) != torch.Tensor.__torch_dispatch__
 
 
-def _without_tensors(value: Tree) -> Any:
+def with_tensors(value: Any, subject: str) -> Tree:
+    """`value` with a `TorchTensor` in place of each tensor in it.
+
+    Args:
+        value: dicts, lists and tuples with tensors in them.
+        subject: what it is, for errors.
+    """
+    return _mapped(
+        value,
+        lambda leaf, path: TorchTensor(leaf, _at(subject, path)) if _is_tensor(leaf) else leaf,
+    )
+
+
+def _at(subject: str, path: tuple[Any, ...]) -> str:
+    return subject + "".join(f"[{key!r}]" for key in path)
+
+
+def without_tensors(value: Tree) -> Any:
+    """A tree with the tensor itself in place of each `TorchTensor`."""
     return _mapped(value, lambda leaf, _: leaf.tensor if isinstance(leaf, TorchTensor) else leaf)
 
 
@@ -132,6 +175,15 @@ def empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     return torch.empty(spec.shape, dtype=_BY_CODE[spec.dtype], device=device)
 
 
+def on_host(tree: Tree) -> Tree:
+    """A tree with new memory on the host in place of each `TensorSpec`."""
+
+    def into(leaf: Any, _: Any) -> Any:
+        return TorchTensor(empty(leaf, _CPU)) if isinstance(leaf, TensorSpec) else leaf
+
+    return _mapped(tree, into)
+
+
 def _differences(subject: str, lines: list[str]) -> UsageError:
     more = f", and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     return UsageError(
@@ -151,26 +203,46 @@ class ModelPart:
     """
 
     def __init__(self, model: torch.nn.Module, subject: str = "model") -> None:
-        # A compiled model is the same one with a prefix to all names.
-        self._model = getattr(model, "_orig_mod", model)
+        self._model = model
         self._subject = subject
         self._to_load: list[str] = []
+        #: Names in the tree that is restored -> names in the module's `state_dict`.
+        self._names: dict[str, str] = {}
+
+    def _state(self, saved: Collection[str] = ()) -> dict[str, Any]:
+        """The module's `state_dict`, without the prefixes that `torch.compile` gives to names.
+
+        Args:
+            saved: the names in the tree that is restored. Those of earlier versions have prefixes.
+        """
+        state = self._model.state_dict()
+        plain = _without_prefixes(self._model)
+        earlier = {_PREFIX.sub("", name): name for name in saved if _PREFIX.search(name)}
+        self._names = {}
+        for name in state:
+            known = plain(name)
+            if known not in saved and known in earlier:
+                known = earlier[known]
+            # A module may have both names, if it is not the compiled one.
+            self._names[name if known in self._names else known] = name
+        return {known: state[name] for known, name in self._names.items()}
 
     def capture(self) -> Tree:
         """Names -> tensors, and whatever else modules give as extra state."""
         tree: dict[str, Any] = {}
         tied: dict[str, str] = {}
         holders: dict[Any, str] = {}
-        for name, value in self._model.state_dict().items():
+        for name, value in self._state().items():
             if not _is_tensor(value):
-                tree[name] = value
+                tree[name] = with_tensors(value, _at(self._subject, (name,)))
                 continue
+            tensor = TorchTensor(value, _at(self._subject, (name,)))
             # Empty tensors share the address 0, and nothing else.
             holder = holders.setdefault(_memory(value), name) if value.numel() else name
             if holder != name:
                 tied[name] = holder
             else:
-                tree[name] = TorchTensor(value)
+                tree[name] = tensor
         return {**tree, TIED: tied} if tied else tree
 
     def prepare(self, tree: Tree) -> Tree:
@@ -208,14 +280,15 @@ class ModelPart:
     def _compared(self, tree: Tree) -> tuple[dict[str, torch.Tensor], list[str]]:
         """The model's tensors that the saved state has alike, and what differs of the others."""
         # By all names, because the first of several may be another one now.
-        own = {n: v for n, v in self._model.state_dict().items() if _is_tensor(v)}
+        names = {*tree, *tree.get(TIED, {})}
+        own = {n: v for n, v in self._state(names).items() if _is_tensor(v)}
         saved = {name: spec for name, spec in tree.items() if isinstance(spec, TensorSpec)}
         named = saved | {name: saved[holder] for name, holder in tree.get(TIED, {}).items()}
         lines = [f"it has no {name}" for name in own if name not in named]
         lines += [f"it has {name}, which is not in here" for name in named if name not in own]
         alike = {}
         for name in own:
-            here = TorchTensor(own[name]).spec
+            here = TorchTensor(own[name], _at(self._subject, (name,))).spec
             if name in named and named[name] == here:
                 alike[name] = own[name]
             elif name in named:
@@ -245,6 +318,8 @@ class ModelPart:
         handed_over = {tied.get(name, name) for name in self._to_load}
         for name, spec in tree.items():
             if not isinstance(spec, TensorSpec):
+                if name != TIED:
+                    prepared[name] = on_host(spec)
                 continue
             if name in own and name not in self._to_load:
                 prepared[name] = TorchTensor(own[name])
@@ -259,12 +334,40 @@ class ModelPart:
         tied = tree.get(TIED, {})
         loaded = {name: tree[tied.get(name, name)].tensor for name in self._to_load}
         extra = {
-            name: value
+            name: without_tensors(value)
             for name, value in tree.items()
             if not isinstance(value, TorchTensor | Discarded) and name != TIED
         }
         if loaded or extra:
-            self._model.load_state_dict({**loaded, **extra}, strict=False)
+            state = {self._names.get(n, n): value for n, value in {**loaded, **extra}.items()}
+            self._model.load_state_dict(state, strict=False)
+
+
+#: What `torch.compile` puts into the names of what a module contains.
+_PREFIX = re.compile(r"(?<![^.])_orig_mod\.")
+
+
+def _without_prefixes(model: torch.nn.Module) -> Callable[[str], str]:
+    """Return a function that removes what `torch.compile` has put into a name in `model`."""
+    # Loaded by torch.compile, and slow to load.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    prefixes = {
+        f"{path}._orig_mod".removeprefix(".")
+        for path, module in model.named_modules(remove_duplicate=False)
+        if dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    }
+
+    def plain(name: str) -> str:
+        if not prefixes:
+            return name
+        words = name.split(".")
+        return ".".join(
+            word
+            for place, word in enumerate(words)
+            if word != "_orig_mod" or ".".join(words[: place + 1]) not in prefixes
+        )
+
+    return plain
 
 
 def _are_one(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
@@ -291,8 +394,8 @@ class OptimizerPart:
         """As `state_dict` gives it, and what it belongs to."""
         state = self._optimizer.state_dict()
         return {
-            "state": with_tensors(state["state"]),
-            "param_groups": with_tensors(state["param_groups"]),
+            "state": with_tensors(state["state"], f"{self._subject}['state']"),
+            "param_groups": with_tensors(state["param_groups"], f"{self._subject}['param_groups']"),
             "optimizer": type(self._optimizer).__name__,
             "shapes": self._shapes(),
             # Step counters of a model on an accelerator are on the host, for some optimizers.
@@ -339,7 +442,7 @@ class OptimizerPart:
             held = own_leaves.get(path)
             device = device_of(path, held)
             if isinstance(held, torch.Tensor) and held.device == device:
-                kept = TorchTensor(held)
+                kept = TorchTensor(held, _at(f"{self._subject}['state']", path))
                 if kept.spec == leaf:
                     return kept
             return TorchTensor(
@@ -399,12 +502,12 @@ class OptimizerPart:
         """In place, because LR schedulers and wrappers hold on to these very containers."""
         optimizer = self._optimizer
         parameters = self._parameters()
-        state = _without_tensors(tree["state"])
+        state = without_tensors(tree["state"])
         optimizer.state.clear()
         optimizer.state.update(
             {parameters[k] if isinstance(k, int) else k: value for k, value in state.items()}
         )
-        groups = _without_tensors(tree["param_groups"])
+        groups = without_tensors(tree["param_groups"])
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         if isinstance(optimizer, WrappedOptimizer):
@@ -434,18 +537,15 @@ class StatefulPart:
                 f"and load_state_dict(state)"
             )
         self._stateful = stateful
+        self._subject = subject
 
     def capture(self) -> Tree:
         """As `state_dict` gives it."""
-        return with_tensors(self._stateful.state_dict())
+        return with_tensors(self._stateful.state_dict(), self._subject)
 
     def prepare(self, tree: Tree) -> Tree:
         """New memory for tensors, if there are any."""
-
-        def into(leaf: Any, _: Any) -> Any:
-            return TorchTensor(empty(leaf, _CPU)) if isinstance(leaf, TensorSpec) else leaf
-
-        return _mapped(tree, into)
+        return on_host(tree)
 
     def prepare_partly(self, tree: Tree) -> tuple[Tree, list[str]]:
         """Prepare all of it, if it has the same entries.
@@ -463,7 +563,7 @@ class StatefulPart:
 
     def adopt(self, tree: Tree) -> None:
         """As `load_state_dict` does."""
-        self._stateful.load_state_dict(_without_tensors(tree))
+        self._stateful.load_state_dict(without_tensors(tree))
 
 
 class ReductionPart:
@@ -515,17 +615,17 @@ class Randomness:
     """A `RankPart`: the random numbers of Python, NumPy, torch, this rank's GPU and generators.
 
     Args:
-        generators: those of the user's own, by name.
+        generators: those of the user's own, by name: of torch, NumPy or Python.
     """
 
-    def __init__(self, generators: Mapping[str, torch.Generator] | None = None) -> None:
-        self._generators = dict(generators or {})
-        for name, generator in self._generators.items():
-            if not isinstance(generator, torch.Generator):
-                raise UsageError(
-                    f"generators[{name!r}] is a {type(generator).__name__}: expected a "
-                    f"torch.Generator"
-                )
+    def __init__(self, generators: Mapping[str, Any] | None = None) -> None:
+        self._generators = randomness.Generators(
+            generators,
+            torch.Generator,
+            "torch.Generator",
+            lambda generator: generator.get_state().numpy().tobytes(),
+            lambda generator, content: generator.set_state(_state(content)),
+        )
 
     def capture(self) -> Tree:
         """This rank's."""
@@ -534,10 +634,7 @@ class Randomness:
         return randomness.capture() | {
             "torch": torch.get_rng_state().numpy().tobytes(),
             "cuda": torch.cuda.get_rng_state().numpy().tobytes() if gpu else None,
-            "generators": {
-                name: generator.get_state().numpy().tobytes()
-                for name, generator in self._generators.items()
-            },
+            "generators": self._generators.capture(),
         }
 
     def adopt(self, tree: Tree) -> None:
@@ -546,8 +643,7 @@ class Randomness:
         torch.set_rng_state(_state(tree["torch"]))
         if tree["cuda"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(_state(tree["cuda"]))
-        for name in self._generators.keys() & tree["generators"].keys():
-            self._generators[name].set_state(_state(tree["generators"][name]))
+        self._generators.adopt(tree["generators"])
 
 
 class Statistics:
@@ -575,18 +671,22 @@ class Statistics:
     def adopt(self, tree: Tree) -> None:
         """Go on with them."""
         own = self._buffers()
-        for name in own.keys() & tree.keys():
-            TorchTensor(own[name]).write(np.frombuffer(bytearray(tree[name]), np.uint8))
+        # Names of earlier versions have the prefixes of torch.compile.
+        saved = {_PREFIX.sub("", name): content for name, content in tree.items()} | tree
+        for name in own.keys() & saved.keys():
+            TorchTensor(own[name]).write(np.frombuffer(bytearray(saved[name]), np.uint8))
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{model}.{layer}.{name}": buffer
-            for model, module in self._models.items()
-            for layer, norm in module.named_modules()
-            if isinstance(norm, torch.nn.modules.batchnorm._NormBase)
-            and not isinstance(norm, torch.nn.SyncBatchNorm | SyncBatchNorm)
-            for name, buffer in norm.named_buffers(recurse=False)
-        }
+        found = {}
+        for model, module in self._models.items():
+            plain = _without_prefixes(module)
+            for layer, norm in module.named_modules():
+                if isinstance(norm, torch.nn.modules.batchnorm._NormBase) and not isinstance(
+                    norm, torch.nn.SyncBatchNorm | SyncBatchNorm
+                ):
+                    for name, buffer in norm.named_buffers(recurse=False):
+                        found[f"{model}.{plain(f'{layer}.{name}')}"] = buffer
+        return found
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

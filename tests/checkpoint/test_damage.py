@@ -376,6 +376,33 @@ def test_json_larger_than_any_that_is_written(store, newest, caplog, monkeypatch
 
 
 @usually_in_a_folder
+@pytest.mark.parametrize("unit", [b"[]", b'{"a":0}', b'"ab"', b"1.5"])
+def test_json_with_more_values_than_is_written(store, newest, caplog, monkeypatch, unit):
+    """A small file may take all memory once it is parsed."""
+    monkeypatch.setattr(manifest, "MAX_JSON_VALUES", 10_000)
+    forge(newest, {"ranks.json": b"[" + b",".join([unit] * 10_001) + b"]"})
+    refused(store, caplog, "ranks.json")
+    assert "ranks.json: it has more than 10000 values" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (b"1", 0),
+        (b"[1,2,3]", 3),
+        (b"[[],{}]", 7),
+        (b'["[{,",",,,,",{"a,":0}]', 7),
+        (b'["\\"[{,\\\\",1]', 2),
+        (b'"[[[[[["', 0),
+        (b"[" * 100, 100),
+    ],
+)
+def test_values_are_counted_without_texts(text, count):
+    # A limit that the rough count exceeds, and the exact one does not.
+    assert manifest.json_values(text + b'"' + b"[" * 10_000, 200) == count
+
+
+@usually_in_a_folder
 def test_a_manifest_larger_than_any_that_is_written(store, newest, caplog):
     (newest / "manifest.json").write_bytes(b" " * (manifest.MAX_MANIFEST_BYTES + 1))
     refused(store, caplog, "manifest.json")

@@ -199,7 +199,7 @@ def test_prune_leaves_the_folder_of_a_live_training_alone(store, run):
 def test_export_asks_for_a_name_that_says_how(store, run):
     status, _, err = run("export", store.location, "model.onnx")
     assert status == 2
-    assert "model.onnx; expected *.pt or *.pth (PyTorch's state_dict) or *.weights.h5" in err
+    assert "model.onnx; expected *.pt or *.pth (PyTorch's state_dict), *.safetensors" in err
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from hvdkit.checkpoint import manifest, reading
+from hvdkit.checkpoint import manifest, reading, tree
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.reading import Outline
@@ -406,9 +406,9 @@ def test_a_snapshot_that_nobody_can_write(change, said):
 
 def test_what_is_wrong_with_a_snapshot_leaves_nothing_behind(place):
     store = save(place, 1)
-    wrong = EncodedPart({"$tensor": "x"}, {"x": (TensorSpec("C128", ()), np.zeros(16, np.uint8))})
+    wrong = EncodedPart({"$tensor": "x"}, {"x": (TensorSpec("F4", ()), np.zeros(16, np.uint8))})
     with store.open_for_writing() as writer:
-        with pytest.raises(UsageError, match="dtype is C128"):
+        with pytest.raises(UsageError, match="dtype is F4"):
             writer.write(dataclasses.replace(snapshot(2), parts={"model": wrong}))
         writer.write(Snapshot(3, None, 1, {}, {}, {}))
     assert leftovers(place) == []
@@ -427,6 +427,28 @@ def test_more_json_than_can_be_read_is_not_written(place, monkeypatch):
         writer.write(snapshot(2))
     monkeypatch.undo()
     assert_newest_good(store, 1)
+
+
+def test_more_values_than_can_be_read_are_not_written(place, monkeypatch):
+    store = save(place, 1)
+    monkeypatch.setattr(manifest, "MAX_JSON_VALUES", 20)
+    with (
+        store.open_for_writing() as writer,
+        pytest.raises(UsageError, match=r"state.json would have more than 20 values; expected"),
+    ):
+        writer.write(snapshot(2))
+    monkeypatch.undo()
+    assert_newest_good(store, 1)
+
+
+def test_a_text_with_many_commas_is_one_value(place, monkeypatch):
+    monkeypatch.setattr(manifest, "MAX_JSON_VALUES", 1000)
+    store = save(place, 1)
+    text = EncodedPart(tree.encode({"table": "[{,\n" * 5000}, "metadata")[0])
+    with store.open_for_writing() as writer:
+        writer.write(dataclasses.replace(snapshot(2), parts={"metadata": text}))
+    with store.newest_good() as opened:
+        assert opened.outline.tree("metadata") == {"table": "[{,\n" * 5000}
 
 
 def test_keep_last_below_one(place):

@@ -7,8 +7,9 @@ from enum import IntEnum
 import numpy as np
 import pytest
 
-from hvdkit.checkpoint import tree
+from hvdkit.checkpoint import dtypes, tree
 from hvdkit.checkpoint.state import TensorSpec
+from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.errors import UsageError
 
 F32 = TensorSpec("F32", (2,))
@@ -114,6 +115,53 @@ def test_two_paths_of_one_name():
     assert tree.decode(encoded, tensors) == value
 
 
+def test_arrays_are_tensors_that_come_back_as_arrays():
+    value = {"a": np.array([1, 2], ">i4"), "b": [np.array(True), np.zeros((0, 2), complex)]}
+    encoded, tensors = tree.encode(value, "it")
+    assert encoded == {"a": {"$array": "a"}, "b": [{"$array": "b.0"}, {"$array": ["b.1", "C128"]}]}
+    stored = {name: dtypes.in_file(tensor.spec) for name, tensor in tensors.items()}
+    assert stored["b.1"] == TensorSpec("F64", (0, 2, 2))
+    again = tree.decode(encoded, stored)
+    _, places = tree.encode(again, "it")
+    for name, tensor in tensors.items():
+        content = np.empty(nbytes(tensor.spec), np.uint8)
+        tensor.read(content)
+        places[name].write(content)
+    np.testing.assert_array_equal(again["a"], value["a"])
+    assert again["a"].dtype == np.int32
+    for one, other in zip(again["b"], value["b"], strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_safetensors_has_no_dtype_for_is_said_in_the_tree():
+    value = {"x": TensorSpec("C128", (3,)), "y": TensorSpec("C32", ())}
+    encoded, tensors = tree.encode(value, "it")
+    assert encoded == {"x": {"$tensor": ["x", "C128"]}, "y": {"$tensor": ["y", "C32"]}}
+    assert tree.decode(encoded, tensors) == value
+    stored = {name: dtypes.in_file(spec) for name, spec in tensors.items()}
+    assert stored == {"x": TensorSpec("F64", (3, 2)), "y": TensorSpec("F16", (2,))}
+    assert tree.decode(encoded, stored) == value
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        ["x", "C128"],
+        ["x", "F32"],
+        ["x"],
+        ["x", "C64", "C64"],
+        [[], "C128"],
+        {"x": 1},
+        None,
+    ],
+)
+@pytest.mark.parametrize("kind", ["$tensor", "$array"])
+def test_a_dtype_that_the_file_does_not_have(kind, mark):
+    with pytest.raises(ValueError, match=r"wrong content of \$"):
+        tree.decode({kind: mark}, {"x": TensorSpec("F64", (3, 4))})
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [
@@ -121,7 +169,9 @@ def test_two_paths_of_one_name():
         ([1, {2: {3}}], r"metadata\[1\]\[2\] is a builtins.set"),
         (Color.RED, "metadata is a .*Color"),
         (Point(1, 2), "metadata is a .*Point"),
-        (np.zeros(2), "metadata is a numpy.ndarray"),
+        (np.ma.zeros(2), "metadata is a numpy.ma.*MaskedArray"),
+        ([np.array(["x"])], r"the array metadata\[0\] is of <U1: expected one of bool"),
+        (np.random.default_rng(0), r"metadata is a .*Generator.* generators={...}"),
         (np.str_("x"), "metadata is a NumPy scalar of dtype <U1"),
         (np.datetime64("2020-01-01"), "metadata is a NumPy scalar"),
         ({b"x": 1}, r"metadata has a key b'x' of type bytes"),

@@ -131,19 +131,21 @@ def test_a_loop_goes_on_with_variables_seeds_and_generators(hvd, tmp_path):
         module = tf.Module()
         module.rows = tf.Variable(tf.ones((4, 3)))
         noise = tf.random.Generator.from_seed(5)
+        of_numpy, of_python = np.random.default_rng(6), random.Random(7)
         counts = {}
         checkpointer = hvd.Checkpointer(
             tmp_path / "steps",
             model={"net": model, "module": module},
             optimizer=[tf.Variable(1.5)],
-            generators={"noise": noise},
+            generators={"noise": noise, "numpy": of_numpy, "python": of_python},
             metadata=counts,
         )
 
         def draw():
             dropped = model(module.rows, training=True).numpy()
             drawn = noise.normal([2]).numpy().tolist(), keras.random.normal([2]).numpy().tolist()
-            return dropped.tolist(), drawn, random.random(), float(np.random.rand())
+            own = float(of_numpy.random()), of_python.random()
+            return dropped.tolist(), drawn, own, random.random(), float(np.random.rand())
 
         return checkpointer, module, counts, draw
 
@@ -153,11 +155,13 @@ def test_a_loop_goes_on_with_variables_seeds_and_generators(hvd, tmp_path):
         draw()
         module.rows.assign_add(tf.ones((4, 3)))
         counts["seen"] = {"words": (1, 2.5)}
+        counts["array"] = np.arange(3, dtype=np.float16)
         checkpointer.save(7, metrics={"loss": 0.5})
         expected = [draw(), draw()]
     checkpointer, module, counts, draw = make()
     with checkpointer:
         assert checkpointer.restore().step == 7
+        assert counts.pop("array").tobytes() == np.arange(3, dtype=np.float16).tobytes()
         assert counts == {"seen": {"words": (1, 2.5)}}
         assert module.rows.numpy().tolist() == [[2.0] * 3] * 4
         drawn = [draw(), draw()]
@@ -172,6 +176,14 @@ def test_what_cannot_be_saved_is_said_at_once(hvd, tmp_path):
 
     with pytest.raises(UsageError, match="neither model nor optimizer"):
         hvd.Checkpointer(tmp_path)
+    with pytest.raises(UsageError, match=r"generators\['x'\] is a int: expected a tf.random.Gen"):
+        hvd.Checkpointer(tmp_path, model=[tf.Variable(1)], generators={"x": 3})
+    metadata = {"x": tf.ones(2)}
+    with (
+        hvd.Checkpointer(tmp_path / "x", model=[tf.Variable(1)], metadata=metadata) as checkpointer,
+        pytest.raises(UsageError, match=r"metadata\['x'\] is a .*EagerTensor.* x.numpy\(\)"),
+    ):
+        checkpointer.save(1)
     with pytest.raises(UsageError, match=r"call its build\(model.trainable_variables\)"):
         hvd.Checkpointer(tmp_path, optimizer=keras.optimizers.SGD())
     with pytest.raises(UsageError, match="a float was given"):

@@ -80,7 +80,7 @@ class Record:
             Damaged: it is not that.
             CheckpointError: it is of a later version of hvdkit.
         """
-        fields = manifest.unsealed(name, data, _FORMAT, _VERSION)
+        fields = manifest.unsealed(name, data, _FORMAT, (_VERSION,))
         try:
             return cls(
                 int(fields["number"]),

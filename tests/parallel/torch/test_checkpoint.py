@@ -518,6 +518,46 @@ def test_half_precision_on_a_large_tensor_comes_in_pieces(hvd):
         assert torch.equal(model.flat, content.view(-1))
 
 
+def test_arrays_are_the_first_ranks_and_generators_each_ranks_own(hvd):
+    rank = hvd.rank()
+    with shared_folder(hvd) as folder:
+
+        def make(seed):
+            metadata = {"array": np.full((3, 100_000), rank + seed, np.int32)}
+            own = np.random.default_rng([rank, seed]), random.Random(10 * rank + seed)
+            made = hvd.Checkpointer(
+                folder,
+                model=nn.Linear(1, 1),
+                metadata=metadata,
+                generators={"numpy": own[0], "python": own[1]},
+            )
+            return made, metadata, own
+
+        saving, _, own = make(1)
+        with saving:
+            saving.save(1)
+        expected = own[0].integers(1 << 40), own[1].random()
+        restoring, metadata, own = make(2)
+        with restoring:
+            restoring.restore()
+        assert np.array_equal(metadata["array"], np.full((3, 100_000), 1, np.int32))
+        assert (own[0].integers(1 << 40), own[1].random()) == expected
+
+
+def test_another_generator_on_one_rank_is_an_error_on_all(hvd):
+    with shared_folder(hvd) as folder:
+        with hvd.Checkpointer(
+            folder, model=nn.Linear(1, 1), generators={"x": random.Random(1)}
+        ) as checkpointer:
+            checkpointer.save(1)
+        own = np.random.default_rng(1) if hvd.rank() == hvd.size() - 1 else random.Random(1)
+        with (
+            pytest.raises(UsageError, match=r"generators\['x'\] was of the kind random.Random"),
+            hvd.Checkpointer(folder, model=nn.Linear(1, 1), generators={"x": own}) as checkpointer,
+        ):
+            checkpointer.restore()
+
+
 def test_export_writes_a_state_dict(hvd):
     from hvdkit.torch.checkpoint import export
 

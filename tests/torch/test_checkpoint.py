@@ -1,0 +1,628 @@
+"""Values of all kinds in a checkpoint of a job of one rank."""
+
+import random
+
+import numpy as np
+import pytest
+
+
+def saved_and_restored(hvd, folder, make, fill, **options):
+    """Save what `fill(make())` gives, and restore it into what `make()` gives.
+
+    Args:
+        hvd: `hvdkit.torch`.
+        folder: of the checkpoints.
+        make: returns a module.
+        fill: changes the module that is saved.
+        options: of the checkpointer that restores.
+    """
+    saved, restored = make(), make()
+    fill(saved)
+    with hvd.Checkpointer(folder, model=saved, metadata=options.pop("saved", None)) as checkpointer:
+        checkpointer.save(1)
+    with hvd.Checkpointer(folder, model=restored, **options) as checkpointer:
+        checkpointer.restore()
+    return saved, restored
+
+
+ARRAYS = {
+    "floats": np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4),
+    "masks": [np.array([[True, False]]), np.array(True)],
+    "none": np.zeros((0, 3), np.int16),
+    "columns": np.asfortranarray(np.arange(6).reshape(2, 3)),
+    "strided": np.arange(20, dtype=np.uint8)[::3],
+    "complex": (np.array([1 + 2j, 3j]), np.array([1j], np.complex64)),
+    "large": np.arange(300_000, dtype=np.int64),
+}
+
+
+def same(one, other):
+    if isinstance(one, np.ndarray):
+        assert type(other) is np.ndarray
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        np.testing.assert_array_equal(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert type(one) is type(other)
+        for a, b in zip(one, other, strict=True):
+            same(a, b)
+    else:
+        assert one == other
+
+
+def test_arrays_in_metadata(hvd, tmp_path):
+    import torch
+
+    generator = np.random.Generator(np.random.MT19937(3))
+    generator.random(5)
+    values = {**ARRAYS, "generator": generator.bit_generator.state}
+    metadata = {"old": 1}
+    model = torch.nn.Linear(2, 2)
+    saved_and_restored(
+        hvd, tmp_path, lambda: model, lambda _: None, saved=values, metadata=metadata
+    )
+    same(values, metadata)
+    metadata["floats"][:] = 0  # the restored arrays are the user's own
+    again = np.random.Generator(np.random.MT19937())
+    again.bit_generator.state = metadata["generator"]
+    assert again.random() == generator.random()
+
+
+def test_arrays_and_tensors_in_extra_state(hvd, tmp_path):
+    import torch
+
+    class Odd(torch.nn.Linear):
+        extra = None
+
+        def get_extra_state(self):
+            return self.extra
+
+        def set_extra_state(self, state):
+            self.extra = state
+
+    def fill(model):
+        model[0].extra = {"arrays": ARRAYS, "tensors": [torch.arange(3), (torch.ones(2, 2),)]}
+
+    _, restored = saved_and_restored(hvd, tmp_path, lambda: torch.nn.Sequential(Odd(2, 2)), fill)
+    same(ARRAYS, restored[0].extra["arrays"])
+    first, (second,) = restored[0].extra["tensors"]
+    assert torch.equal(first, torch.arange(3))
+    assert torch.equal(second, torch.ones(2, 2))
+
+
+def test_arrays_in_the_state_of_schedulers_scalers_and_optimizers(hvd, tmp_path):
+    import torch
+
+    class Stateful:
+        def __init__(self, value=None):
+            self.value = value
+
+        def state_dict(self):
+            return {"value": self.value, "tensor": torch.ones(2)}
+
+        def load_state_dict(self, state):
+            self.value = state["value"]
+
+    def checkpointer(value):
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer.state["history"] = value
+        scheduler, scaler = Stateful(value), Stateful(value)
+        return (
+            hvd.Checkpointer(
+                tmp_path, model=model, optimizer=optimizer, lr_scheduler=scheduler, scaler=scaler
+            ),
+            lambda: [optimizer.state["history"], scheduler.value, scaler.value],
+        )
+
+    with checkpointer(ARRAYS)[0] as saving:
+        saving.save(1)
+    restoring, values = checkpointer(None)
+    with restoring:
+        restoring.restore()
+    same([ARRAYS] * 3, values())
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("torch.ones(2)", r"metadata\['x'\] is a torch.Tensor.* x.numpy\(\)"),
+        ("np.random.default_rng()", r"generators=\{.*or its bit_generator.state"),
+        ("np.array(['a'])", r"the array metadata\['x'\] is of <U1: expected one of bool"),
+        ("np.array([None])", r"is of object"),
+        ("np.zeros(1, np.longdouble)", r"is of (float128|longdouble)"),
+        ("np.ma.zeros(2)", r"is a numpy.ma.*MaskedArray"),
+    ],
+)
+def test_what_metadata_cannot_hold_is_named(hvd, tmp_path, value, said):
+    import torch
+
+    from hvdkit.errors import UsageError
+
+    metadata = {"x": eval(value, {"torch": torch, "np": np})}
+    with (
+        hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), metadata=metadata) as checkpointer,
+        pytest.raises(UsageError, match=said),
+    ):
+        checkpointer.save(1)
+
+
+GENERATORS = {
+    "python": lambda seed: random.Random(seed),
+    "pcg64": lambda seed: np.random.default_rng(seed),
+    **{
+        name: lambda seed, name=name: np.random.Generator(getattr(np.random, name)(seed))
+        for name in ("MT19937", "Philox", "SFC64", "PCG64DXSM")
+    },
+}
+
+
+def draws(generators):
+    return [
+        [generator.random(), generator.integers(9) if hasattr(generator, "integers") else None]
+        for generator in generators.values()
+    ]
+
+
+def test_generators_of_numpy_and_python(hvd, tmp_path):
+    import torch
+
+    def checkpointer(seed):
+        own = {name: make(seed) for name, make in GENERATORS.items()}
+        draws(own)
+        of_torch = torch.Generator().manual_seed(seed)
+        made = hvd.Checkpointer(
+            tmp_path, model=torch.nn.Linear(1, 1), generators={**own, "torch": of_torch}
+        )
+        return made, lambda: [draws(own), torch.rand(1, generator=of_torch).item()]
+
+    saving, expected = checkpointer(1)
+    with saving:
+        saving.save(1)
+    restoring, found = checkpointer(2)
+    with restoring:
+        restoring.restore()
+    assert found() == expected()
+
+
+def test_a_generator_of_another_kind_under_the_same_name(hvd, tmp_path):
+    import torch
+
+    from hvdkit.errors import HvdkitError
+
+    def checkpointer(kind):
+        generators = {"noise": GENERATORS[kind](1)}
+        return hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), generators=generators)
+
+    with checkpointer("python") as saving:
+        saving.save(1)
+    with (
+        pytest.raises(HvdkitError, match=r"generators\['noise'\] .*random.Random.* MT19937"),
+        checkpointer("MT19937") as restoring,
+    ):
+        restoring.restore()
+
+
+@pytest.mark.parametrize("wrong", ["3", "random.SystemRandom()", "np.random.PCG64(1)"])
+def test_what_is_no_generator(hvd, tmp_path, wrong):
+    import torch
+
+    from hvdkit.errors import UsageError
+
+    with pytest.raises(UsageError, match=r"generators\['x'\] is a .*expected a torch.Generator,"):
+        hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), generators={"x": eval(wrong)})
+
+
+class Block:
+    """Makes models with a submodule that is compiled, or not."""
+
+    @staticmethod
+    def model(compiled):
+        import torch
+
+        class Normed(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = torch.nn.Linear(4, 4)
+                self.norm = torch.nn.BatchNorm1d(4)
+
+            def get_extra_state(self):
+                return {"seen": int(self.norm.running_mean[0])}
+
+            def set_extra_state(self, state):
+                self.seen = state["seen"]
+
+        block = Normed()
+        if compiled == "in place":
+            block.compile()
+        elif compiled == "nested":
+            block.linear = torch.compile(block.linear)
+        if compiled in ("block", "nested", "all"):
+            block = torch.compile(block)
+        made = torch.nn.Module()
+        made.block, made.head = block, torch.nn.Linear(4, 4)
+        made.head.weight = block.linear.weight
+        return torch.compile(made) if compiled == "all" else made
+
+
+COMPILED = ["no", "in place", "block", "nested", "all"]
+
+
+@pytest.mark.parametrize("here", COMPILED)
+@pytest.mark.parametrize("there", COMPILED)
+def test_compiled_submodules(hvd, tmp_path, there, here):
+    import torch
+
+    saved, restored = Block.model(there), Block.model(here)
+    block = saved.block
+    with torch.no_grad():
+        block.norm.running_mean += 3
+        block.norm.running_var *= 2
+    with hvd.Checkpointer(tmp_path, model=saved) as checkpointer:
+        checkpointer.save(1)
+    (step,) = checkpointer._store.steps()
+    names = [*safetensors_names(f"{step.location}/model.safetensors")]
+    assert not [name for name in names if "_orig_mod" in name]
+    assert "block.linear.weight" in names
+    with hvd.Checkpointer(tmp_path, model=restored) as checkpointer:
+        checkpointer.restore()
+    one, other = (list(each.state_dict().items()) for each in (saved, restored))
+    for (name, tensor), (_, again) in zip(one, other, strict=True):
+        if isinstance(tensor, torch.Tensor):
+            assert torch.equal(tensor, again), name
+    assert restored.block.seen == 3
+    assert restored.head.weight is restored.block.linear.weight
+
+
+def safetensors_names(file):
+    from safetensors import safe_open
+
+    with safe_open(file, framework="np") as opened:
+        return list(opened.keys())
+
+
+@pytest.mark.parametrize("here", COMPILED)
+@pytest.mark.parametrize("strict", [True, False])
+def test_names_with_a_prefix_from_an_earlier_version(hvd, tmp_path, here, strict):
+    """Names had the prefix of `torch.compile` in their middle."""
+    import torch
+
+    from hvdkit.torch import parts
+
+    saved, restored = Block.model("block"), Block.model(here)
+    with torch.no_grad():
+        saved.block.norm.running_mean += 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "_without_prefixes", lambda _: str)
+        with hvd.Checkpointer(tmp_path, model=saved) as checkpointer:
+            checkpointer.save(1)
+    (step,) = checkpointer._store.steps()
+    names = safetensors_names(f"{step.location}/model.safetensors")
+    assert "block._orig_mod.linear.weight" in names
+    with hvd.Checkpointer(tmp_path, model=restored) as checkpointer:
+        checkpointer.restore(strict=strict)
+    assert torch.equal(restored.head.weight, saved.head.weight)
+    assert restored.block.norm.running_mean.tolist() == [3] * 4
+    assert restored.block.seen == 3
+
+
+def dtypes_of_torch():
+    """Names of all dtypes of the torch that is installed, each once."""
+    import torch
+
+    found = {
+        value: name for name, value in sorted(vars(torch).items()) if type(value) is torch.dtype
+    }
+    return sorted(str(dtype).removeprefix("torch.") for dtype in found)
+
+
+def random_tensor(dtype, shape):
+    """A tensor of random bytes, which stand for numbers of any dtype."""
+    import torch
+
+    random_bytes = np.random.default_rng(3).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
+    if dtype == torch.bool:
+        random_bytes &= 1
+    return torch.from_numpy(random_bytes).view(dtype).reshape(shape)
+
+
+def as_bytes(tensor):
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_every_dtype_of_torch(hvd, tmp_path):
+    """Each one is restored exactly, or refused with its name."""
+    import torch
+    from safetensors.torch import load_file
+
+    from hvdkit.checkpoint.store import Store
+    from hvdkit.errors import UsageError
+    from hvdkit.torch.checkpoint import export
+
+    kept, refused, told = [], [], []
+    for name in dtypes_of_torch():
+        dtype = getattr(torch, name)
+        model, folder = torch.nn.Module(), tmp_path / name
+        try:
+            model.register_buffer("x", random_tensor(dtype, (3, 4)))
+            model.register_buffer("scalar", random_tensor(dtype, ()))
+            model.register_buffer("turned", random_tensor(dtype, (3, 4)).T)
+        except (RuntimeError, NotImplementedError, TypeError):
+            model.register_buffer("x", torch.empty(4, dtype=dtype))
+        with hvd.Checkpointer(folder, model=model) as checkpointer:
+            try:
+                checkpointer.save(1, wait=True)
+            except UsageError as error:
+                refused.append(name)
+                told.append(f"model['x'] is torch.{name}" in str(error))
+                continue
+            expected = {key: as_bytes(value) for key, value in model.state_dict().items()}
+            for buffer in model.buffers():
+                nothing = torch.zeros(buffer.numel() * dtype.itemsize, dtype=torch.uint8)
+                buffer.copy_(nothing.view(dtype).view(buffer.shape))
+            checkpointer.restore()
+        found = {key: as_bytes(value) for key, value in model.state_dict().items()}
+        assert found == expected, name
+        with Store(folder).newest_good() as opened:
+            export(opened, tmp_path / "x.pt")
+            file = f"{opened.location}/model.safetensors"
+        exported = torch.load(tmp_path / "x.pt", weights_only=True)
+        assert {value.dtype for value in exported.values()} == {dtype}
+        assert {key: as_bytes(value) for key, value in exported.items()} == expected, name
+        raw = load_file(file)
+        assert {key: as_bytes(value) for key, value in raw.items()} == expected, name
+        if name == "complex128":
+            assert torch.equal(torch.view_as_complex(raw["x"]), exported["x"])
+        kept.append(name)
+    assert all(told)
+    assert {"complex128", "float8_e4m3fn", "float8_e5m2", "bfloat16", "uint64"} <= set(kept)
+    if hasattr(torch, "float4_e2m1fn_x2"):
+        assert "float4_e2m1fn_x2" in refused
+    assert not {name for name in refused if name.startswith(("float8", "complex"))}
+
+
+def test_complex128_in_an_optimizer_and_partly(hvd, tmp_path):
+    import torch
+
+    def checkpointer(value):
+        model = torch.nn.Module()
+        model.spectrum = torch.nn.Parameter(torch.full((3, 2), value, dtype=torch.complex128))
+        model.other = torch.nn.Parameter(torch.ones(2 if value else 3))
+        optimizer = torch.optim.Adam(model.parameters())
+        if value:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter) * 2
+            optimizer.step()
+        made = hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer)
+        return made, model, optimizer
+
+    saving, saved, optimizer = checkpointer(1 + 2j)
+    with saving:
+        saving.save(1)
+    restoring, restored, _ = checkpointer(0)
+    with restoring:
+        restoring.restore(strict=False)
+    assert torch.equal(saved.spectrum, restored.spectrum)
+    assert restored.other.tolist() == [1, 1, 1]
+    _, again, other = checkpointer(1j)
+    with hvd.Checkpointer(tmp_path, model=again, optimizer=other) as restoring:
+        restoring.restore()
+    one, two = (each.state[each.param_groups[0]["params"][0]] for each in (optimizer, other))
+    assert one["exp_avg"].dtype == torch.complex128
+    assert torch.equal(one["exp_avg"], two["exp_avg"])
+    assert torch.equal(saved.spectrum, again.spectrum)
+
+
+SUBCLASSES = """
+import torch
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+class Named(torch.Tensor):
+    "Without code of its own for operations."
+
+class Scaled(torch.Tensor):
+    "As quantised tensors are: the content is in other tensors."
+    @staticmethod
+    def __new__(cls, inner, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+    def __init__(self, inner, scale):
+        self.inner, self.scale = inner, scale
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args, kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].inner, args[0].scale)
+        plain = [a.inner * a.scale if isinstance(a, Scaled) else a for a in args]
+        return function(*plain, **(kwargs or {}))
+
+class Watched(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+class OwnParameter(torch.nn.Parameter):
+    pass
+"""
+
+
+def subclasses():
+    found = {}
+    exec(SUBCLASSES, found)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["Scaled", "Watched"])
+@pytest.mark.parametrize("place", ["parameter", "buffer", "optimizer", "scheduler"])
+def test_a_tensor_of_a_class_with_its_own_operations_is_refused(hvd, tmp_path, kind, place):
+    import torch
+
+    from hvdkit.errors import UsageError
+
+    own = subclasses()
+    content = torch.ones(2)
+    odd = own["Scaled"](content, 3.0) if kind == "Scaled" else content.as_subclass(own[kind])
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    names = {
+        "parameter": r"model\['0.odd'\]",
+        "buffer": r"model\['0.odd'\]",
+        "optimizer": r"optimizer\['state'\]\['x'\]\['y'\]",
+        "scheduler": r"lr_scheduler\['odd'\]",
+    }
+    if place == "parameter":
+        model[0].odd = torch.nn.Parameter(odd)
+    elif place == "buffer":
+        model[0].register_buffer("odd", odd)
+    optimizer = torch.optim.SGD(model[0].parameters())
+    if place == "optimizer":
+        optimizer.state["x"] = {"y": odd}
+
+    class Scheduler:
+        def state_dict(self):
+            return {"odd": odd if place == "scheduler" else 1}
+
+        def load_state_dict(self, state):
+            pass
+
+    said = f"{names[place]} is a .*{kind}, .* expected a torch.Tensor"
+    with (
+        hvd.Checkpointer(
+            tmp_path, model=model, optimizer=optimizer, lr_scheduler=Scheduler()
+        ) as checkpointer,
+        pytest.raises(UsageError, match=said),
+    ):
+        checkpointer.save(1)
+
+
+def test_tensors_of_classes_without_operations_of_their_own(hvd, tmp_path):
+    import torch
+
+    own = subclasses()
+    model = torch.nn.Module()
+    model.a = own["OwnParameter"](torch.arange(3.0))
+    model.register_buffer("b", torch.arange(3).as_subclass(own["Named"]))
+    if hasattr(torch.nn, "Buffer"):
+        model.c = torch.nn.Buffer(torch.ones(2))
+    with hvd.Checkpointer(tmp_path, model=model) as checkpointer:
+        checkpointer.save(1)
+        with torch.no_grad():
+            model.a.zero_()
+            model.b.zero_()
+        checkpointer.restore()
+    assert model.a.tolist() == [0, 1, 2]
+    assert model.b.tolist() == [0, 1, 2]
+    assert type(model.a) is own["OwnParameter"]
+    assert type(model.b) is own["Named"]
+
+
+def test_parameters_without_a_shape_yet(hvd, tmp_path):
+    import torch
+
+    from hvdkit.errors import UsageError
+
+    def model():
+        return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(2))
+
+    said = r"model\['1.weight'\] is not initialised.* one batch"
+    checkpointer = hvd.Checkpointer(tmp_path, model=model())
+    with checkpointer, pytest.raises(UsageError, match=said):
+        checkpointer.save(1)
+    whole = model()
+    whole(torch.ones(1, 2))
+    with hvd.Checkpointer(tmp_path, model=whole) as checkpointer:
+        checkpointer.save(1)
+    checkpointer = hvd.Checkpointer(tmp_path, model=model())
+    with checkpointer, pytest.raises(UsageError, match=said):
+        checkpointer.restore()
+
+
+def test_exports_that_safetensors_loads(hvd, tmp_path):
+    """A tied weight, extra state and a compiled submodule, in one file and in several."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file, load_model
+
+    from hvdkit.checkpoint import weights
+    from hvdkit.checkpoint.store import Store
+    from hvdkit.torch.checkpoint import export
+
+    saved = Block.model("block")
+    with torch.no_grad():
+        saved.block.norm.running_mean += 3
+    with hvd.Checkpointer(tmp_path / "steps", model=saved) as checkpointer:
+        checkpointer.save(1)
+    with Store(tmp_path / "steps").newest_good() as opened:
+        export(opened, tmp_path / "x.pt")
+        weights.export_file(opened, tmp_path / "x.safetensors")
+        weights.export_folder(opened, tmp_path / "folder", shard_bytes=100)
+    expected = {
+        name: value
+        for name, value in torch.load(tmp_path / "x.pt", weights_only=True).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+    plain = torch.nn.Sequential()
+    plain.block = torch.nn.Module()
+    plain.block.linear, plain.block.norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+    plain.head = torch.nn.Linear(4, 4)
+    plain.head.weight = plain.block.linear.weight
+    load_model(plain, tmp_path / "x.safetensors")
+    assert expected.keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+    index = json.loads((tmp_path / "folder" / "model.safetensors.index.json").read_text())
+    state = {}
+    for file in set(index["weight_map"].values()):
+        state |= load_file(tmp_path / "folder" / file)
+    assert state.keys() == index["weight_map"].keys() == expected.keys() - {"head.weight"}
+    assert sum(value.nbytes for value in state.values()) == index["metadata"]["total_size"]
+    for name, value in state.items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_an_export_has_the_arrays_of_the_extra_state(hvd, tmp_path):
+    import torch
+
+    from hvdkit.checkpoint.store import Store
+    from hvdkit.torch.checkpoint import export
+
+    class Odd(torch.nn.Linear):
+        def get_extra_state(self):
+            return {"array": np.arange(3), "tensor": torch.ones(2)}
+
+        def set_extra_state(self, state):
+            self.extra = state
+
+    with hvd.Checkpointer(tmp_path, model=Odd(2, 2)) as checkpointer:
+        checkpointer.save(1)
+    with Store(tmp_path).newest_good() as opened:
+        export(opened, tmp_path / "x.pt")
+    model = Odd(2, 2)
+    model.load_state_dict(torch.load(tmp_path / "x.pt", weights_only=False))
+    assert model.extra["array"].tolist() == [0, 1, 2]
+    assert model.extra["tensor"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_statistics_of_compiled_submodules(hvd, compiled):
+    import torch
+
+    from hvdkit.torch.parts import Statistics
+
+    saved, restored = Block.model(compiled), Block.model("no")
+    with torch.no_grad():
+        saved.block.norm.running_mean += 3
+    own = Statistics({"model": saved}, 2).capture()
+    assert own.keys() == Statistics({"model": restored}, 2).capture().keys()
+    Statistics({"model": restored}, 2).adopt(own)
+    assert restored.block.norm.running_mean.tolist() == [3] * 4
+    # As earlier versions named them.
+    earlier = {f"model._orig_mod.{name.removeprefix('model.')}": own[name] for name in own}
+    for model in (Block.model("no"), Block.model(compiled)):
+        Statistics({"model": model}, 2).adopt(earlier)
+        assert model.block.norm.running_mean.tolist() == [3] * 4
