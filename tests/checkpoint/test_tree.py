@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvdkit.checkpoint import tree
-from hvdkit.checkpoint.state import TensorSpec
+from hvdkit.checkpoint.state import SmallTensor, TensorSpec
 from hvdkit.errors import UsageError
 
 F32 = TensorSpec("F32", (2,))
@@ -115,13 +115,59 @@ def test_two_paths_of_one_name():
 
 
 @pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.int16).reshape(2, 3),
+        np.array([[1.5, -0.0], [np.nan, np.inf]]),
+        np.array(True),
+        np.zeros((0, 4), np.complex64),
+        np.arange(12).reshape(3, 4)[:, ::2],
+        np.arange(3, dtype=">u4"),
+        np.zeros(125_000),
+    ],
+)
+def test_small_arrays(array):
+    back = through_json({"a": [array]})["a"][0]
+    assert type(back) is np.ndarray
+    assert back.shape == array.shape
+    assert back.dtype == array.dtype.newbyteorder("<")
+    np.testing.assert_array_equal(back, array)
+    back[...] = 0
+
+
+def test_small_tensors():
+    value = [SmallTensor(TensorSpec("BF16", (2, 1)), b"\1\2\3\4"), SmallTensor(F32, bytes(8))]
+    assert through_json(value) == value
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        {"$array": ["<f4", [2], "AAAA"]},
+        {"$array": ["<f4", [-1], "AAAAAA=="]},
+        {"$array": ["|O", [1], "AAAAAAAAAAA="]},
+        {"$array": ["<f4", 1, "AAAAAA=="]},
+        {"$array": ["<f4", [True], "AAAAAA=="]},
+        {"$small": ["F32", [2], "AAAA"]},
+        {"$small": ["X", [1], "AAAA"]},
+        {"$small": ["F32", [1]]},
+    ],
+)
+def test_arrays_that_encode_does_not_give(encoded):
+    with pytest.raises(ValueError, match="wrong content of"):
+        tree.decode(encoded, {})
+
+
+@pytest.mark.parametrize(
     ("value", "said"),
     [
         ({"x": object()}, r"metadata\['x'\] is a builtins.object, which a checkpoint cannot hold"),
         ([1, {2: {3}}], r"metadata\[1\]\[2\] is a builtins.set"),
         (Color.RED, "metadata is a .*Color"),
         (Point(1, 2), "metadata is a .*Point"),
-        (np.zeros(2), "metadata is a numpy.ndarray"),
+        ({"x": np.zeros(125_001)}, r"metadata\['x'\] is an array of 1000008 bytes; expected at"),
+        (np.array([object()]), "metadata is a NumPy array of dtype object"),
+        (SmallTensor(F32, bytes(1_000_001)), "metadata is a tensor of 1000001 bytes"),
         (np.str_("x"), "metadata is a NumPy scalar of dtype <U1"),
         (np.datetime64("2020-01-01"), "metadata is a NumPy scalar"),
         ({b"x": 1}, r"metadata has a key b'x' of type bytes"),
