@@ -20,12 +20,12 @@ import hvdkit
 from hvdkit.checkpoint import tree
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.exchange import StepWord, compare, exchange
-from hvdkit.checkpoint.manifest import check_part_name
+from hvdkit.checkpoint.manifest import Manifest, check_part_name
 from hvdkit.checkpoint.reading import OpenCheckpoint, Outline
 from hvdkit.checkpoint.retention import KeepBest, Mode
 from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
 from hvdkit.checkpoint.snapshot import SnapshotMemory
-from hvdkit.checkpoint.state import Part, PartialPart, RankPart, Tensor, Tree
+from hvdkit.checkpoint.state import Part, PartialPart, RankPart, RequiredRankPart, Tensor, Tree
 from hvdkit.checkpoint.storage import MAX_STEP
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.tensors import nbytes
@@ -88,8 +88,9 @@ class Manager:
         collectives: of the ranks of the job.
         parts: what all ranks hold alike, by name (as `Snapshot.parts` has them). The first
             rank's is saved, and restored on all. They are restored in this order.
-        rank_parts: what each rank has for itself. Restored last, and only in a job of the same
-            size.
+        rank_parts: what each rank has for itself. Saved in this order; restored in it, after
+            `parts`, and only in a job of the same size. Where a `RequiredRankPart` cannot be
+            restored, the restore is an error, unless it is not strict.
         alike: names of parts without tensors that are compared between the ranks at each save.
         of_this_size: names of parts that mean nothing in a job of another size: restored where
             the checkpoint has them and the size is the same.
@@ -130,7 +131,7 @@ class Manager:
             raise UsageError(f"every_steps is {every_steps!r}: expected a whole number >= 1")
         if every_minutes is not None and not every_minutes > 0:
             raise UsageError(f"every_minutes is {every_minutes!r}: expected more than 0")
-        for name in parts:
+        for name in (*parts, *(rank_parts or {})):
             check_part_name(name)
         self._store = store
         self._collectives = collectives
@@ -206,6 +207,8 @@ class Manager:
             trees = {name: self._parts[name].capture() for name in self._parts_to_capture()}
             message = {
                 "step": int(step),
+                "ranks": ", ".join(self._rank_parts),
+                "parts": ", ".join(self._parts),
                 "alike": {name: _fingerprint(trees[name], name) for name in self._alike},
                 "own": tree.encode(
                     {name: part.capture() for name, part in self._rank_parts.items()}, "rank"
@@ -217,6 +220,8 @@ class Manager:
             problem = error
         gathered = exchange(self._collectives, message, problem, f"step {step} was not saved")
         compare(self._collectives, [each["step"] for each in gathered], "the step to save")
+        for kind, subject in (("ranks", "what each rank has for itself"), ("parts", "the parts")):
+            compare(self._collectives, [each[kind] for each in gathered], subject)
         for name in self._alike:
             compare(
                 self._collectives,
@@ -574,6 +579,15 @@ class Manager:
             # Everything that may fail on one rank alone, memory too, comes before the first bucket.
             travel = Transfer({key: nbytes(tensor.spec) for key, tensor in tensors.items()})
             own = outline.rank(ranks.index(self._collectives.rank)) if same_size else {}
+            for name, part in self._rank_parts.items():
+                if name in wanted and isinstance(part, RequiredRankPart):
+                    try:
+                        self._check_rank_part(name, part, own, manifest)
+                    except UsageError as error:
+                        if strict:
+                            raise
+                        own.pop(name, None)
+                        left.append(str(error))
             message = {
                 "left": digest(left).hex(),
                 "tensors": digest([str(key) for key in tensors]).hex(),
@@ -611,9 +625,9 @@ class Manager:
             )
         if self._first and not same_size:
             _log.warning(
-                "step %d was saved by %d ranks, and this job has %d: what is left of its epoch is "
-                "divided anew, and random numbers start anew",
+                "step %d was saved by %d ranks, and this job has %d: %srandom numbers start anew",
                 *(manifest.step, manifest.world_size, len(ranks)),
+                "what is left of its epoch is divided anew, and " if self._alike else "",
             )
         return Restored(manifest.step, manifest.epoch, manifest.metrics, manifest.world_size)
 
@@ -655,6 +669,30 @@ class Manager:
         left += [f"{name}: {line}" for line in lines]
         return prepared
 
+    def _check_rank_part(
+        self, name: str, part: RequiredRankPart, own: Mapping[str, Tree], manifest: Manifest
+    ) -> None:
+        """Check that this rank's saved state of a part can be restored.
+
+        Raises:
+            UsageError: it was saved by another number of ranks or not at all, or does not fit.
+        """
+        size = len(self._collectives.ranks)
+        if manifest.world_size != size:
+            plural = "" if manifest.world_size == 1 else "s"
+            raise UsageError(
+                f"step {manifest.step} was saved by {manifest.world_size} rank{plural}, and this "
+                f"job has {size}: {name} has a position of each rank, which no other number of "
+                f"ranks can resume from. Resume with {manifest.world_size} rank{plural}, or "
+                f"restore with strict=False, which leaves {name} as it is"
+            )
+        if name not in own:
+            raise UsageError(
+                f"the checkpoint of step {manifest.step} has no {name} of each rank. Restore with "
+                f"what it was saved with, or with strict=False"
+            )
+        part.check(own[name])
+
     def _parts_to_restore(
         self, outline: Outline, same_size: bool, wanted: Collection[str], strict: bool
     ) -> list[str]:
@@ -670,7 +708,9 @@ class Manager:
                 f"{', '.join(sorted(lacking))}; it has {', '.join(sorted(outline.trees))}. Restore "
                 f"with what it was saved with, or with strict=False"
             )
+        of_ranks = outline.ranks[0].keys() if outline.ranks else set()
         unused = outline.trees.keys() - self._parts.keys() - self._of_this_size
+        unused |= of_ranks - self._rank_parts.keys()
         if unused and self._first:
             _log.warning(
                 "step %d has %s, which this job does not ask for",
