@@ -89,8 +89,9 @@ class Manager:
         collectives: of the ranks of the job.
         parts: what all ranks hold alike, by name (as `Snapshot.parts` has them). The first
             rank's is saved, and restored on all. They are restored in this order.
-        rank_parts: what each rank has for itself. Restored last, and only in a job of the same
-            size.
+        rank_parts: what each rank has for itself. Saved in this order; restored in it, after
+            `parts`, and only in a job of the same size. Where a `RequiredRankPart` cannot be
+            restored, the restore is an error, unless it is not strict.
         alike: names of parts without tensors that are compared between the ranks at each save.
         of_this_size: names of parts that mean nothing in a job of another size: restored where
             the checkpoint has them and the size is the same.
@@ -133,7 +134,7 @@ class Manager:
             raise UsageError(f"every_steps is {every_steps!r}: expected a whole number >= 1")
         if every_minutes is not None and not every_minutes > 0:
             raise UsageError(f"every_minutes is {every_minutes!r}: expected more than 0")
-        for name in parts:
+        for name in (*parts, *(rank_parts or {})):
             check_part_name(name)
         self._store = store
         self._collectives = collectives
@@ -212,6 +213,8 @@ class Manager:
             trees = {name: self._parts[name].capture() for name in self._parts_to_capture()}
             message = {
                 "step": int(step),
+                "ranks": ", ".join(self._rank_parts),
+                "parts": ", ".join(self._parts),
                 "alike": {name: _fingerprint(trees[name], name) for name in self._alike},
                 "own": _encoded_plainly(
                     {name: part.capture() for name, part in self._rank_parts.items()}, "rank"
@@ -223,6 +226,8 @@ class Manager:
             problem = error
         gathered = exchange(self._collectives, message, problem, consequence)
         compare(self._collectives, [each["step"] for each in gathered], "the step to save")
+        for kind, subject in (("ranks", "what each rank has for itself"), ("parts", "the parts")):
+            compare(self._collectives, [each[kind] for each in gathered], subject)
         for name in self._alike:
             compare(
                 self._collectives,
@@ -627,10 +632,10 @@ def _encoded_plainly(content: Tree, name: str) -> Any:
     Raises:
         UsageError: it has some, or something that cannot be saved.
     """
-    encoded, tensors = tree.encode(content, name)
+    encoded, tensors = tree.encode(content, name, inline=True)
     if tensors:
         raise UsageError(
-            f"{name} has tensors or arrays ({', '.join([*tensors][:3])}): expected plain values, "
-            f"such as lists or bytes"
+            f"{name} has tensors ({', '.join([*tensors][:3])}): expected plain values, such as "
+            f"NumPy arrays"
         )
     return encoded

@@ -173,7 +173,28 @@ def data_part(data: Any) -> Part:
     Raises:
         UsageError: it is not.
     """
-    if not all(hasattr(data, method) for method in ("capture", "prepare", "adopt")):
-        raise UsageError(f"data is a {type(data).__name__}: expected a hvd.ResumableSampler")
-    part: Part = data
-    return part
+    if is_part(data):
+        part: Part = data
+        return part
+    sampler = getattr(data, "sampler", None)
+    if is_part(sampler):
+        advice = "its ResumableSampler, data=loader.sampler"
+    else:
+        advice = "a hvd.ResumableSampler"
+    if all(hasattr(data, method) for method in ("state_dict", "load_state_dict")):
+        advice += "; only the hvd.Checkpointer of hvdkit.torch keeps a state_dict() of each rank"
+    raise UsageError(f"data is a {type(data).__name__}: expected {advice}")
+
+
+def is_part(value: Any) -> bool:
+    """Return whether `value` has the methods of a `Part`, as a `ResumableSampler` has."""
+    return all(hasattr(value, method) for method in ("capture", "prepare", "adopt"))
+
+
+_LARGEST_DATA_STATE = 16_000_000
+_LARGEST_DATA_STATE_OF_ALL = 96_000_000
+
+
+def largest_data_state(ranks: int, count: int) -> int:
+    """Bytes of JSON that each of so many ranks may save of each of `count` data."""
+    return min(_LARGEST_DATA_STATE, _LARGEST_DATA_STATE_OF_ALL // ranks) // count

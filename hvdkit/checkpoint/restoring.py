@@ -10,7 +10,7 @@ from hvdkit.checkpoint.errors import Damaged
 from hvdkit.checkpoint.exchange import compare, exchange
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import OpenCheckpoint, Outline
-from hvdkit.checkpoint.state import Part, PartialPart, RankPart, Tree
+from hvdkit.checkpoint.state import Part, PartialPart, RankPart, RequiredRankPart, Tree
 from hvdkit.checkpoint.store import Search
 from hvdkit.core.agreement import digest
 from hvdkit.core.collectives import Collectives
@@ -194,9 +194,9 @@ class Restoring:
             )
         if manifest.world_size != ranks:
             _log.warning(
-                "step %d was saved by %d ranks, and this job has %d: the rest of its epoch is "
-                "divided anew, and random numbers start anew",
+                "step %d was saved by %d ranks, and this job has %d: %srandom numbers start anew",
                 *(manifest.step, manifest.world_size, ranks),
+                "the rest of its epoch is divided anew, and " if "data" in prepared.parts else "",
             )
 
     def _prepare(self, outline: Outline) -> _Prepared:
@@ -217,6 +217,15 @@ class Restoring:
             wanted = wanted - {"statistics"}
         saved = outline.rank(ranks.index(self._collectives.rank)) if same_size else {}
         own = {name: saved[name] for name in self._rank_parts if name in saved and name in wanted}
+        for name, part in self._rank_parts.items():
+            if name in wanted and isinstance(part, RequiredRankPart):
+                try:
+                    self._check_rank_part(name, part, saved, outline.manifest)
+                except UsageError as error:
+                    if self._strict:
+                        raise
+                    own.pop(name, None)
+                    left.append(str(error))
         return _Prepared(outline, parts, Broadcast(parts, outline), own, left)
 
     def _prepare_part(self, name: str, outline: Outline, left: list[str]) -> Tree:
@@ -237,6 +246,30 @@ class Restoring:
         left += [f"{name}: {line}" for line in lines]
         return prepared
 
+    def _check_rank_part(
+        self, name: str, part: RequiredRankPart, saved: Mapping[str, Tree], manifest: Manifest
+    ) -> None:
+        """Check that this rank's saved state of a part can be restored.
+
+        Raises:
+            UsageError: it was saved by another number of ranks or not at all, or does not fit.
+        """
+        size = len(self._collectives.ranks)
+        if manifest.world_size != size:
+            plural = "" if manifest.world_size == 1 else "s"
+            raise UsageError(
+                f"step {manifest.step} was saved by {manifest.world_size} rank{plural}, and this "
+                f"job has {size}: {name} has a position of each rank, which no other number of "
+                f"ranks can resume from. Resume with {manifest.world_size} rank{plural}, or "
+                f"restore with strict=False, which leaves {name} as it is"
+            )
+        if name not in saved:
+            raise UsageError(
+                f"the checkpoint of step {manifest.step} has no {name} of each rank. Restore with "
+                f"what it was saved with, or with strict=False"
+            )
+        part.check(saved[name])
+
     def _names(self, outline: Outline, same_size: bool) -> list[str]:
         """The parts to restore of those that the step has."""
         step, saved = outline.manifest.step, outline.trees.keys()
@@ -249,7 +282,9 @@ class Restoring:
             )
         if lacking and self._first:
             _log.warning("step %d has no %s; left as they are", step, ", ".join(sorted(lacking)))
+        of_ranks = outline.ranks[0].keys() if outline.ranks else set()
         unused = saved - self._parts.keys() - self._of_this_size
+        unused |= of_ranks - self._rank_parts.keys()
         if unused and self._first:
             _log.warning(
                 "step %d has %s, which this job does not ask for", step, ", ".join(sorted(unused))

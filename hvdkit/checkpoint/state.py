@@ -2,8 +2,8 @@
 
 A tree is what JSON knows (None, bool, int, float, str, lists, dicts with string keys), and besides
 it tuples, dicts with other keys that are plain, bytes, complex numbers, infinities and NaN, NumPy
-scalars and arrays, and `Tensor`s. Nothing else, and no pickle: what opens a checkpoint runs no code
-of it.
+scalars and arrays, `Tensor`s and `SmallTensor`s. Nothing else, and no pickle: what opens a
+checkpoint runs no code of it.
 """
 
 from dataclasses import dataclass
@@ -54,6 +54,19 @@ class Tensor(Protocol):
         last one after the other. The memory of a piece is aligned for its elements.
         """
         ...
+
+
+@dataclass(frozen=True)
+class SmallTensor:
+    """A tensor with its content, which is written into the tree itself.
+
+    Attributes:
+        spec: its dtype and shape.
+        content: its bytes, row-major; at most `hvdkit.checkpoint.tree.MAX_ARRAY_BYTES`.
+    """
+
+    spec: TensorSpec
+    content: bytes
 
 
 class Part(Protocol):
@@ -124,7 +137,7 @@ class Discarded:
 class RankPart(Protocol):
     """A part that each rank has for itself, such as its random numbers. Every rank's is saved.
 
-    Its tree is small: it has no `Tensor`s and no arrays, but may have bytes.
+    Its tree is small: it has no `Tensor`s, but may have bytes, NumPy arrays and `SmallTensor`s.
     """
 
     def capture(self) -> Tree:
@@ -133,4 +146,20 @@ class RankPart(Protocol):
 
     def adopt(self, tree: Tree) -> None:
         """Take over what the same rank of a job of the same size has saved."""
+        ...
+
+
+@runtime_checkable
+class RequiredRankPart(RankPart, Protocol):
+    """A `RankPart` that a job cannot resume without, such as a rank's position in its own data.
+
+    A restore that cannot restore it is an error, unless it is one with `strict=False`.
+    """
+
+    def check(self, tree: Tree) -> None:
+        """Compare a saved state with this rank's, before anything is restored.
+
+        Raises:
+            UsageError: the state does not fit.
+        """
         ...

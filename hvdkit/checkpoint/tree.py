@@ -12,18 +12,21 @@ import base64
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from hvdkit.checkpoint import arrays, dtypes
 from hvdkit.checkpoint.arrays import ArrayTensor
-from hvdkit.checkpoint.state import TensorSpec, Tree
+from hvdkit.checkpoint.state import SmallTensor, TensorSpec, Tree
 from hvdkit.errors import UsageError
 
 #: Levels in a tree. One that is deeper contains itself, or was made to exhaust the stack.
 MAX_DEPTH = 50
+
+#: Content of an array or a small tensor, which is written as text.
+MAX_ARRAY_BYTES = 1_000_000
 
 _ALLOWED = (
     "None, bool, int, float, complex, str, bytes, lists, tuples, dicts, Counters, NumPy scalars "
@@ -35,7 +38,7 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _JSON_INT_BITS = 53
 
 
-def encode(tree: Tree, subject: str) -> tuple[Any, dict[str, Any]]:
+def encode(tree: Tree, subject: str, *, inline: bool = False) -> tuple[Any, dict[str, Any]]:
     """Give the JSON form of `tree` and the tensors in it.
 
     A tensor (a `Tensor`, or a `TensorSpec` in its place) is named by the path to it: `layer.weight`
@@ -47,6 +50,7 @@ def encode(tree: Tree, subject: str) -> tuple[Any, dict[str, Any]]:
     Args:
         tree: as `hvdkit.checkpoint.state` describes.
         subject: what it is, for errors: `metadata` gives `metadata['x'] is a Foo`.
+        inline: write the content of NumPy arrays, which must be small, into the JSON form.
 
     Returns:
         The JSON form (`json.dumps` takes it), and name -> tensor in the order of the tree. An array
@@ -55,7 +59,7 @@ def encode(tree: Tree, subject: str) -> tuple[Any, dict[str, Any]]:
     Raises:
         UsageError: something in it cannot be saved; names the path to it.
     """
-    encoder = _Encoder(subject)
+    encoder = _Encoder(subject, inline)
     return encoder.encode(tree, ()), encoder.tensors
 
 
@@ -76,8 +80,9 @@ def decode(encoded: Any, tensors: Mapping[str, Any]) -> Tree:
 
 
 class _Encoder:
-    def __init__(self, subject: str) -> None:
+    def __init__(self, subject: str, inline: bool) -> None:
         self.tensors: dict[str, Any] = {}
+        self._inline = inline
         self._subject = subject
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
@@ -110,8 +115,14 @@ class _Encoder:
             return {"$complex": [self.encode(part, path) for part in (value.real, value.imag)]}
         if isinstance(value, np.generic):
             return self._numpy(value, path)
+        if kind is SmallTensor:
+            self._check_size("a tensor", len(value.content), path)
+            content = base64.b64encode(value.content).decode()
+            return {"$small": [value.spec.dtype, list(value.spec.shape), content]}
         if isinstance(value, TensorSpec) or isinstance(getattr(value, "spec", None), TensorSpec):
             return self._tensor(value, path)
+        if kind is np.ndarray and self._inline:
+            return self._array(value, path)
         if kind is np.ndarray:
             return self._tensor(ArrayTensor(value, f"the array {self._where(path)}"), path)
         raise UsageError(
@@ -144,6 +155,24 @@ class _Encoder:
             )
         content = np.asarray(value).astype(dtype).tobytes()
         return {"$numpy": [dtype.str, base64.b64encode(content).decode()]}
+
+    def _array(self, value: np.ndarray, path: tuple[Any, ...]) -> Any:
+        dtype = value.dtype.newbyteorder("<")
+        if not _NUMPY_SCALAR.fullmatch(dtype.str):
+            raise UsageError(
+                f"{self._where(path)} is a NumPy array of dtype {value.dtype}; expected a bool, "
+                "integer, float or complex one."
+            )
+        self._check_size("an array", value.nbytes, path)
+        content = base64.b64encode(value.astype(dtype).tobytes()).decode()
+        return {"$inline": [dtype.str, list(value.shape), content]}
+
+    def _check_size(self, kind: str, size: int, path: tuple[Any, ...]) -> None:
+        if size > MAX_ARRAY_BYTES:
+            raise UsageError(
+                f"{self._where(path)} is {kind} of {size} bytes; expected at most "
+                f"{MAX_ARRAY_BYTES} bytes in a tree."
+            )
 
     def _name(self, tensor: Any, path: tuple[Any, ...]) -> str:
         plain = ".".join(map(str, path)) or "tensor"
@@ -243,12 +272,35 @@ def _numpy_scalar(content: Any) -> np.generic:
     return scalar
 
 
-_SCALARS = {
+def _array(content: Any) -> np.ndarray:
+    dtype, shape, data = content
+    if not _NUMPY_SCALAR.fullmatch(dtype):
+        raise ValueError(f"dtype {dtype!r}")
+    return np.frombuffer(bytearray(_bytes(data)), dtype).reshape(_shape(shape))
+
+
+def _small_tensor(content: Any) -> SmallTensor:
+    dtype, shape, data = content
+    found = SmallTensor(TensorSpec(dtype, _shape(shape)), _bytes(data))
+    if dtypes.ELEMENT_BYTES[dtype] * math.prod(found.spec.shape) != len(found.content):
+        raise ValueError(f"{len(found.content)} bytes for {dtype}{shape}")
+    return found
+
+
+def _shape(content: Any) -> tuple[int, ...]:
+    if not all(type(length) is int and length >= 0 for length in _list(content)):
+        raise ValueError(f"shape {content!r}")
+    return tuple(content)
+
+
+_SCALARS: dict[str, Callable[[Any], Any]] = {
     "$int": lambda content: int(content, 16),
     "$float": lambda content: _NOT_FINITE[content],
     "$bytes": _bytes,
     "$complex": _complex,
     "$numpy": _numpy_scalar,
+    "$inline": _array,
+    "$small": _small_tensor,
 }
 
 

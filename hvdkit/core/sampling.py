@@ -8,7 +8,8 @@ from there.
 """
 
 import logging
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,10 @@ def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> np.n
     # so sort by random keys. Equal ones, if any, stay in their order.
     keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(count)
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+
+
+#: Puts the samples of an epoch into another order: `order(numbers, epoch)`, see `Epochs`.
+Order = Callable[[np.ndarray, int], Any]
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,8 @@ class Epochs:
         rank: this one's place among the ranks.
         ranks: how many there are.
         how_to_count: for the error, what a loop has to do so that its batches are counted.
+        order: called with the drawn order of an epoch (int64) and the epoch; returns the same
+            numbers in the order to use. The result must be the same on all ranks and in all jobs.
 
     Attributes:
         batch_size: as given.
@@ -184,7 +191,14 @@ class Epochs:
         rank: int,
         ranks: int,
         how_to_count: str,
+        order: Order | None = None,
     ) -> None:
+        if order is not None and not callable(order):
+            raise UsageError(
+                f"order is {order!r:.40}: expected a function of the samples' numbers and the epoch"
+            )
+        self._order = order
+        self._checksum: tuple[int, int] | None = None
         self._count = _whole("the number of samples", count, 1)
         self.batch_size = _whole("batch_size", batch_size, 1)
         self._seed = _whole("seed", seed, 0)
@@ -235,8 +249,32 @@ class Epochs:
     def left(self) -> tuple[int, np.ndarray]:
         """The epoch, and the numbers of its samples that are still to come on this rank."""
         epoch, share, batches = self._now
-        order = epoch_order(self._count, self._seed, epoch, self._shuffle)
+        order = self._order_of(epoch)
         return epoch, order[share.places()][batches * self.batch_size :]
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        drawn = epoch_order(self._count, self._seed, epoch, self._shuffle)
+        if self._order is None:
+            return drawn
+        order = np.asarray(self._order(drawn, epoch))
+        whole = np.issubdtype(order.dtype, np.integer)
+        if not whole or not np.array_equal(np.sort(order, axis=None), np.arange(self._count)):
+            raise UsageError(
+                f"order() returned {order.size} numbers of {order.dtype} for epoch {epoch}: "
+                f"expected each of 0 to {self._count - 1} once"
+            )
+        order = order.astype(np.int64)
+        self._checksum = (epoch, zlib.crc32(order.tobytes()))
+        return order
+
+    def _checksum_of(self, epoch: int) -> int | None:
+        """Return a checksum of an epoch's order, if a function of the user's made it."""
+        if self._order is None:
+            return None
+        if self._checksum is None or self._checksum[0] != epoch:
+            self._order_of(epoch)
+        assert self._checksum is not None
+        return self._checksum[1]
 
     def count(self, batches: Iterator[Any]) -> Iterator[Any]:
         """This epoch's `batches`, counted as they are handed out; then the next one begins.
@@ -286,7 +324,12 @@ class Epochs:
                 f"{self._how_to_count}"
             )
         position = self.position
-        return {**self._identity(), "epoch": position.epoch, "consumed": position.consumed}
+        return {
+            **self._identity(),
+            "epoch": position.epoch,
+            "consumed": position.consumed,
+            "order": self._checksum_of(position.epoch),
+        }
 
     def _identity(self) -> dict[str, Any]:
         return {"samples": self._count, "shuffle": self._shuffle, "seed": self._seed}
@@ -303,6 +346,13 @@ class Epochs:
                     f"the checkpoint was saved with data of {name} {tree[name]}, and this "
                     f"ResumableSampler has {name} {value}: expected the same"
                 )
+        # Steps of earlier versions have none.
+        if tree.get("order") != self._checksum_of(tree["epoch"]):
+            raise UsageError(
+                f"the checkpoint was saved with another order of the samples in epoch "
+                f"{tree['epoch']}: give the ResumableSampler the function order= that it had, and "
+                f"let it return the same for the same epoch"
+            )
         return tree
 
     def adopt(self, tree: dict[str, Any]) -> None:

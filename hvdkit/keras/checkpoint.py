@@ -14,7 +14,7 @@ import keras
 from keras.src.utils import io_utils
 
 from hvdkit.checkpoint.manager import Manager
-from hvdkit.checkpoint.parts import Plain, kept_in
+from hvdkit.checkpoint.parts import Plain, data_part, kept_in
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.signals import STOP_SIGNALS
 from hvdkit.checkpoint.state import Part, RankPart, Tree
@@ -113,7 +113,7 @@ class Checkpoint(FollowsFit):
             verbose: 1 to have the first rank print where it goes on.
 
         Raises:
-            UsageError: `every_epochs` makes no sense.
+            UsageError: `every_epochs` makes no sense, or `data` is not a `ResumableSampler`.
         """
         super().__init__()
         if every_epochs is not None and (not isinstance(every_epochs, int) or every_epochs < 1):
@@ -126,6 +126,8 @@ class Checkpoint(FollowsFit):
             storage_options=storage_options,
         )
         self._every_epochs = every_epochs
+        if data is not None:
+            data_part(data)
         self._data = data
         self._resume = resume
         self._overwrite = not resume

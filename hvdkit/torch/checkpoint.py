@@ -11,7 +11,7 @@ from horovod.torch import mpi_ops
 
 from hvdkit.checkpoint.broadcasting import Broadcast
 from hvdkit.checkpoint.manager import Manager
-from hvdkit.checkpoint.parts import data_part, kept_in, several
+from hvdkit.checkpoint.parts import kept_in, several
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.signals import STOP_SIGNALS
@@ -21,6 +21,7 @@ from hvdkit.checkpoint.weights import TIED
 from hvdkit.core.collectives import check_member
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch.collectives import TorchCollectives
+from hvdkit.torch.data import data_parts
 from hvdkit.torch.devices import host_memory
 from hvdkit.torch.parts import (
     ModelPart,
@@ -53,7 +54,9 @@ class Checkpointer(Manager):
         optimizer: any of torch's, wrapped by `DistributedOptimizer` or not, or several in a dict.
         lr_scheduler: anything with `state_dict` and `load_state_dict`, or several in a dict.
         scaler: a `GradScaler`, or anything else of that kind.
-        data: a `ResumableSampler`.
+        data: a `ResumableSampler`; or anything with `state_dict` and `load_state_dict` that has
+            this rank's position in its data, such as torchdata's `StatefulDataLoader`; or several
+            in a dict. A position of each rank is restored in a job of as many ranks.
         metadata: a dict of your own with plain values and NumPy arrays (see
             `hvdkit.checkpoint.state`), such as counters. It is read at every save, and `restore`
             puts what was saved into it.
@@ -129,11 +132,12 @@ class Checkpointer(Manager):
         for argument, given in (("lr_scheduler", lr_scheduler), ("scaler", scaler)):
             for name, each in several(argument, given).items():
                 parts[name] = StatefulPart(each, name)
-        if data is not None:
-            parts["data"] = data_part(data)
+        collectives = TorchCollectives(process_set)
+        ranks = len(collectives.ranks)
+        shared, own = data_parts(data, ranks)
+        parts |= shared
         parts["metadata"] = kept_in(self.metadata)
         wrapped = [o for o in optimizers.values() if isinstance(o, WrappedOptimizer)]
-        collectives = TorchCollectives(process_set)
         super().__init__(
             Store(
                 folder,
@@ -144,10 +148,13 @@ class Checkpointer(Manager):
             ),
             collectives,
             parts,
+            # Creating a loader's iterator draws random numbers, so `random` comes after `data`.
             rank_parts={
-                "statistics": Statistics(models, len(collectives.ranks)),
+                **own,
+                "statistics": Statistics(models, ranks),
                 "random": Randomness(generators),
             },
+            alike=list(shared),
             versions={"torch": torch.__version__},
             every_steps=every_steps,
             every_minutes=every_minutes,

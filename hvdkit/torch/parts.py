@@ -13,7 +13,8 @@ from horovod.torch import SyncBatchNorm
 
 from hvdkit.checkpoint import dtypes, randomness
 from hvdkit.checkpoint.parts import largest_statistics
-from hvdkit.checkpoint.state import Discarded, TensorSpec, Tree
+from hvdkit.checkpoint.state import Discarded, SmallTensor, TensorSpec, Tree
+from hvdkit.checkpoint.tree import MAX_ARRAY_BYTES
 from hvdkit.checkpoint.weights import TIED
 from hvdkit.core.reduction import ReductionState
 from hvdkit.errors import UsageError
@@ -127,6 +128,45 @@ def _has_own_operations(kind: type) -> bool:
     return getattr(kind, "__torch_dispatch__", None) != torch.Tensor.__torch_dispatch__
 
 
+def with_small_tensors(value: Any, subject: str) -> Tree:
+    """Return `value` with a `SmallTensor` in place of each tensor in it.
+
+    Args:
+        value: a tree with tensors on any device.
+        subject: what it is, for errors.
+
+    Raises:
+        UsageError: a tensor is too large, or of a dtype or layout that no checkpoint has.
+    """
+
+    def into(leaf: Any, path: tuple[Any, ...]) -> Any:
+        if not _is_tensor(leaf):
+            return leaf
+        where = _at(subject, path)
+        if leaf.layout == torch.strided and _nbytes(leaf) > MAX_ARRAY_BYTES:
+            raise UsageError(
+                f"{where} is a tensor of {_nbytes(leaf)} bytes: expected at most {MAX_ARRAY_BYTES} "
+                f"bytes in the state of a rank"
+            )
+        tensor = TorchTensor(leaf, where)
+        return SmallTensor(tensor.spec, _content(tensor.tensor))
+
+    return _mapped(value, into)
+
+
+def without_small_tensors(value: Tree) -> Any:
+    """Return what `with_small_tensors` was given, its tensors on the CPU."""
+
+    def into(leaf: Any, _: Any) -> Any:
+        if not isinstance(leaf, SmallTensor):
+            return leaf
+        tensor = empty(leaf.spec, _CPU)
+        TorchTensor(tensor).write(np.frombuffer(bytearray(leaf.content), np.uint8))
+        return tensor
+
+    return _mapped(value, into)
+
+
 def with_tensors(value: Any, subject: str) -> Tree:
     """`value` with a `TorchTensor` in place of each tensor in it.
 
@@ -155,7 +195,8 @@ def _is_tensor(leaf: Any) -> bool:
 
 def _mapped(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: Any = ()) -> Any:
     """A copy with every leaf changed; `change` is told the keys that lead to it."""
-    if isinstance(value, dict):
+    # Other dicts, such as a defaultdict, are no tree: encoding them names the path.
+    if type(value).__name__ in ("dict", "OrderedDict", "Counter") and isinstance(value, dict):
         changed = {key: _mapped(item, change, (*path, key)) for key, item in value.items()}
         # A Counter (as MultiStepLR has) stays one.
         return changed if type(value).__name__ in ("dict", "OrderedDict") else type(value)(changed)

@@ -8,10 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 from horovod.torch import mpi_ops
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    get_worker_info,
+)
 from torch.utils.data import distributed as torch_distributed
 
-from hvdkit.core.sampling import Epochs
+from hvdkit.core.sampling import Epochs, Order
 from hvdkit.errors import UsageError
 
 
@@ -46,11 +53,16 @@ class ResumableSampler(Epochs, Sampler[int]):
 
     Args:
         data: the data set, or how many samples it has.
-        batch_size: samples per batch on each rank; the `DataLoader`'s must be the same.
+        batch_size: samples per batch on each rank; the `DataLoader`'s, or that of its
+            `BatchSampler`, must be the same.
         shuffle: draw a new order for every epoch.
         seed: of these orders; the same on every rank.
         drop_last: leave out the samples that do not fill a batch on every rank.
         process_set: the ranks that share the data.
+        order: puts the samples of an epoch into another order, such as by length. It is called
+            with their numbers in the drawn order (int64) and the epoch, and returns the same
+            numbers. The result must be the same on all ranks and after a resume. All ranks
+            together take the next samples of this order for each batch.
 
     Raises:
         UsageError: the arguments make no sense, or Horovod is not initialised.
@@ -74,6 +86,7 @@ class ResumableSampler(Epochs, Sampler[int]):
         seed: int = 0,
         drop_last: bool = False,
         process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
+        order: Order | None = None,
     ) -> None:
         if not mpi_ops.is_initialized():
             raise UsageError("Horovod is not initialised: call hvd.init() before this")
@@ -87,6 +100,7 @@ class ResumableSampler(Epochs, Sampler[int]):
             rank=process_set.rank() if included else 0,
             ranks=process_set.size() if included else 1,
             how_to_count="iterate its DataLoader with `for batch in sampler.batches(loader)`",
+            order=order,
         )
         self._awaited = False
         self._seeded = False
@@ -222,19 +236,52 @@ def _seed_from(numbers: list[int]) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
 
 
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that gives the numbers of a loader's samples, inside a `BatchSampler` too.
+
+    None if its `batch_sampler` has none.
+    """
+    if _has_own_batches(loader):
+        return getattr(loader.batch_sampler, "sampler", None)
+    return loader.sampler
+
+
+def _has_own_batches(loader: DataLoader[Any]) -> bool:
+    """Return whether the loader was made with `batch_sampler=`."""
+    return loader.batch_size is None and loader.batch_sampler is not None
+
+
 def _check_loader(loader: Any, sampler: ResumableSampler) -> None:
     if not isinstance(loader, DataLoader):
         return
-    if loader.sampler is not sampler:
+    if isinstance(loader.dataset, IterableDataset):
+        raise UsageError(
+            "the DataLoader has an IterableDataset, whose samples have no numbers: use "
+            "torchdata.stateful_dataloader.StatefulDataLoader, and give hvd.Checkpointer "
+            "data=loader"
+        )
+    by: Any = loader
+    if _has_own_batches(loader):
+        by = loader.batch_sampler
+        # Others may take samples in another order: then the samples that are done have no number.
+        if type(by) is not BatchSampler:
+            raise UsageError(
+                f"the DataLoader has a batch_sampler of type {type(by).__name__}: expected "
+                f"torch.utils.data.BatchSampler(sampler, batch_size, drop_last). To batch samples "
+                f"of similar lengths, give the ResumableSampler order="
+            )
+    if sampler_of(loader) is not sampler:
         raise UsageError(
             "the DataLoader has another sampler: make it with sampler= this ResumableSampler"
         )
-    if loader.batch_size != sampler.batch_size:
+    # With batch_size=None every sample is a batch that the data set has made.
+    made_by_dataset = by is loader and loader.batch_size is None and sampler.batch_size == 1
+    if by.batch_size != sampler.batch_size and not made_by_dataset:
         raise UsageError(
-            f"the DataLoader has batch_size {loader.batch_size}, and its ResumableSampler "
+            f"the DataLoader has batch_size {by.batch_size}, and its ResumableSampler "
             f"{sampler.batch_size}: expected the same"
         )
-    if loader.drop_last and not sampler.drop_last:
+    if by.drop_last and not sampler.drop_last:
         raise UsageError(
             "the DataLoader has drop_last=True, and its ResumableSampler has not: give it to the "
             "sampler, which drops the same on all ranks"

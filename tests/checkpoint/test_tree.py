@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvdkit.checkpoint import dtypes, tree
-from hvdkit.checkpoint.state import TensorSpec
+from hvdkit.checkpoint.state import SmallTensor, TensorSpec
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.errors import UsageError
 
@@ -22,8 +22,8 @@ class Color(IntEnum):
 Point = namedtuple("Point", "x y")
 
 
-def through_json(value):
-    encoded, tensors = tree.encode(value, "it")
+def through_json(value, **how):
+    encoded, tensors = tree.encode(value, "it", **how)
     return tree.decode(json.loads(json.dumps(encoded, allow_nan=False)), tensors)
 
 
@@ -163,6 +163,50 @@ def test_a_dtype_that_the_file_does_not_have(kind, mark):
 
 
 @pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.int16).reshape(2, 3),
+        np.array([[1.5, -0.0], [np.nan, np.inf]]),
+        np.array(True),
+        np.zeros((0, 4), np.complex64),
+        np.arange(12).reshape(3, 4)[:, ::2],
+        np.arange(3, dtype=">u4"),
+        np.zeros(125_000),
+    ],
+)
+def test_small_arrays(array):
+    back = through_json({"a": [array]}, inline=True)["a"][0]
+    assert type(back) is np.ndarray
+    assert back.shape == array.shape
+    assert back.dtype == array.dtype.newbyteorder("<")
+    np.testing.assert_array_equal(back, array)
+    back[...] = 0
+
+
+def test_small_tensors():
+    value = [SmallTensor(TensorSpec("BF16", (2, 1)), b"\1\2\3\4"), SmallTensor(F32, bytes(8))]
+    assert through_json(value) == value
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        {"$inline": ["<f4", [2], "AAAA"]},
+        {"$inline": ["<f4", [-1], "AAAAAA=="]},
+        {"$inline": ["|O", [1], "AAAAAAAAAAA="]},
+        {"$inline": ["<f4", 1, "AAAAAA=="]},
+        {"$inline": ["<f4", [True], "AAAAAA=="]},
+        {"$small": ["F32", [2], "AAAA"]},
+        {"$small": ["X", [1], "AAAA"]},
+        {"$small": ["F32", [1]]},
+    ],
+)
+def test_arrays_that_encode_does_not_give(encoded):
+    with pytest.raises(ValueError, match="wrong content of"):
+        tree.decode(encoded, {})
+
+
+@pytest.mark.parametrize(
     ("value", "said"),
     [
         ({"x": object()}, r"metadata\['x'\] is a builtins.object, which a checkpoint cannot hold"),
@@ -172,6 +216,7 @@ def test_a_dtype_that_the_file_does_not_have(kind, mark):
         (np.ma.zeros(2), "metadata is a numpy.ma.*MaskedArray"),
         ([np.array(["x"])], r"the array metadata\[0\] is of <U1: expected one of bool"),
         (np.random.default_rng(0), r"metadata is a .*Generator.* generators={...}"),
+        (SmallTensor(F32, bytes(1_000_001)), "metadata is a tensor of 1000001 bytes"),
         (np.str_("x"), "metadata is a NumPy scalar of dtype <U1"),
         (np.datetime64("2020-01-01"), "metadata is a NumPy scalar"),
         ({b"x": 1}, r"metadata has a key b'x' of type bytes"),
@@ -181,6 +226,13 @@ def test_a_dtype_that_the_file_does_not_have(kind, mark):
 def test_what_cannot_be_saved_is_named_by_its_path(value, said):
     with pytest.raises(UsageError, match=said):
         tree.encode(value, "metadata")
+
+
+def test_arrays_that_are_too_large_to_be_inline():
+    with pytest.raises(UsageError, match=r"metadata\['x'\] is an array of 1000008 bytes; expected"):
+        tree.encode({"x": np.zeros(125_001)}, "metadata", inline=True)
+    with pytest.raises(UsageError, match="metadata is a NumPy array of dtype object"):
+        tree.encode(np.array([object()]), "metadata", inline=True)
 
 
 def test_a_tree_that_contains_itself():

@@ -276,3 +276,25 @@ def test_a_fit_that_is_left_by_an_exception_gives_the_folder_back(hvd, tmp_path)
         pass
     callback, _ = fit(hvd, compiled(), tmp_path)
     assert callback.step == 3
+
+
+def test_data_without_a_position_are_refused(hvd, tmp_path):
+    from hvdkit.errors import UsageError
+
+    class Stateful:
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    class Loader:
+        sampler = hvd.ResumableSampler(4, 2)
+
+    for data, words in (
+        ([1, 2], "data is a list: expected a hvd.ResumableSampler$"),
+        (Stateful(), "data is a Stateful: expected .*only the hvd.Checkpointer of hvdkit.torch"),
+        (Loader(), "expected its ResumableSampler, data=loader.sampler"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            hvd.callbacks.Checkpoint(tmp_path, data=data)

@@ -38,6 +38,7 @@ REPOSITORY = Path(__file__).parents[2]
 #: Tests of what a script does, whatever the controller: two ranks show it, and time is short.
 _ONE_JOB = (
     "test_custom_format",
+    "test_data",
     "test_details",
     "test_final_gradients",
     "test_migrating",

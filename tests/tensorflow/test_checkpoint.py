@@ -242,3 +242,23 @@ print("tensorflow" in sys.modules)
 """
     )
     assert output.splitlines() == ["3 {'v': TensorSpec(dtype='F32', shape=(2,))}", "False"]
+
+
+def test_data_without_a_position_are_refused(hvd, tmp_path):
+    import tensorflow as tf
+
+    from hvdkit.errors import UsageError
+
+    class Stateful:
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    for data, words in (
+        (tf.data.Dataset.range(4), "expected a hvd.ResumableSampler$"),
+        (Stateful(), "data is a Stateful: expected .*only the hvd.Checkpointer of hvdkit.torch"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            hvd.Checkpointer(tmp_path, model=[tf.Variable(1.0)], data=data)

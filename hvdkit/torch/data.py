@@ -1,0 +1,189 @@
+"""Positions in data, for a checkpoint: `data=` of `hvd.Checkpointer`.
+
+A `ResumableSampler` has one position for all ranks. A `StatefulDataLoader`, or anything else with
+`state_dict` and `load_state_dict`, has a position on each rank.
+"""
+
+import json
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from hvdkit.checkpoint import tree
+from hvdkit.checkpoint.manifest import check_part_name
+from hvdkit.checkpoint.parts import is_part, largest_data_state, several
+from hvdkit.checkpoint.state import Part, RankPart, Tree
+from hvdkit.errors import UsageError
+from hvdkit.torch.parts import Randomness, with_small_tensors, without_small_tensors
+from hvdkit.torch.sampling import ResumableSampler, sampler_of
+
+_STATEFUL = "torchdata.stateful_dataloader.StatefulDataLoader"
+
+
+def data_parts(data: Any, ranks: int) -> tuple[dict[str, Part], dict[str, RankPart]]:
+    """Return the parts of `data=` by name: those that all ranks share, and those of each rank.
+
+    Args:
+        data: as `Checkpointer` takes it; None for nothing.
+        ranks: how many ranks the job has.
+
+    Raises:
+        UsageError: something in it has no position that can be kept.
+    """
+    given = several("data", data)
+    shared = {name: each for name, each in given.items() if is_part(each)}
+    own: dict[str, RankPart] = {
+        name: DataState(each, name, largest_data_state(ranks, len(given)))
+        for name, each in given.items()
+        if name not in shared
+    }
+    for name in given:
+        check_part_name(name)
+    return shared, own
+
+
+class DataState:
+    """A `RequiredRankPart`: the `state_dict` of something that has this rank's position.
+
+    Args:
+        stateful: has `state_dict` and `load_state_dict`.
+        subject: its name, for errors.
+        largest: bytes of JSON that its state may take.
+
+    Raises:
+        UsageError: it has no such methods, or its position is that of a `ResumableSampler`.
+    """
+
+    def __init__(self, stateful: Any, subject: str, largest: int) -> None:
+        _check_stateful(stateful, subject)
+        self._stateful = stateful
+        self._subject = subject
+        self._largest = largest
+
+    def capture(self) -> Tree:
+        """Return the state, and with how many workers it goes.
+
+        Raises:
+            UsageError: `state_dict()` has raised, or a checkpoint cannot hold what it returned.
+        """
+        state = with_small_tensors(self._call("state_dict"), self._subject)
+        encoded, _ = tree.encode(state, self._subject, inline=True)
+        size = len(json.dumps(encoded))
+        if size > self._largest:
+            raise UsageError(
+                f"the state of {self._subject} takes {size} bytes on this rank: expected at most "
+                f"{self._largest} on this number of ranks. Let state_dict() return positions, not "
+                f"data"
+            )
+        if _lacks_position(state):
+            raise UsageError(
+                f"{self._subject} is a {type(self._stateful).__name__} over an IterableDataset "
+                f"without a state: it would lose samples when it resumes twice. Give the data set, "
+                f"or the iterator that it returns, state_dict() and load_state_dict(state)"
+            )
+        return {"workers": self._workers, "state": state, "generator": self._generator_state()}
+
+    def check(self, tree: Tree) -> None:
+        """Compare the number of workers, each of which has its own part of the state.
+
+        Raises:
+            UsageError: it has changed.
+        """
+        if tree["workers"] != self._workers:
+            raise UsageError(
+                f"{self._subject} was saved with num_workers {tree['workers']}, and has "
+                f"num_workers {self._workers} here: expected the same, or strict=False, which "
+                f"leaves {self._subject} as it is"
+            )
+
+    def adopt(self, tree: Tree) -> None:
+        """Load a saved state.
+
+        Raises:
+            UsageError: `load_state_dict()` has raised.
+        """
+        self._call("load_state_dict", without_small_tensors(tree["state"]))
+        if isinstance(self._stateful, DataLoader):
+            if self._stateful.generator is not None and tree["generator"] is not None:
+                self._stateful.generator.set_state(without_small_tensors(tree["generator"]))
+            _keep_random_numbers(self._stateful)
+
+    def _generator_state(self) -> Tree:
+        generator = getattr(self._stateful, "generator", None)
+        if not isinstance(self._stateful, DataLoader) or generator is None:
+            return None
+        return with_small_tensors(generator.get_state(), self._subject)
+
+    @property
+    def _workers(self) -> int | None:
+        return self._stateful.num_workers if isinstance(self._stateful, DataLoader) else None
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._stateful, method)(*arguments)
+        except Exception as error:
+            raise UsageError(
+                f"{self._subject}: {method}() of the {type(self._stateful).__name__} raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def _keep_random_numbers(loader: Any) -> None:
+    """Let the next iterator of a loader leave random numbers as they were before.
+
+    It continues one of the run that has saved, where these numbers were drawn before the save.
+    """
+
+    def first() -> Any:
+        del loader._get_iterator
+        generators = {} if loader.generator is None else {"loader": loader.generator}
+        randomness = Randomness(generators)
+        before = randomness.capture()
+        try:
+            return loader._get_iterator()
+        finally:
+            randomness.adopt(before)
+
+    # Not now: a loop calls `sampler.set_epoch(epoch)` first.
+    loader._get_iterator = first
+
+
+def _lacks_position(state: Any) -> bool:
+    """Return whether a state is one of torchdata's for an IterableDataset that has none.
+
+    torchdata 0.11 then reads batches and drops them, and counts them twice: the second resume
+    leaves out samples.
+    """
+    if not isinstance(state, dict):
+        return False
+    fetcher = state.get("fetcher_state")
+    if isinstance(fetcher, dict) and "dataset_state" in state:
+        return state["dataset_state"] is None and fetcher.get("dataset_iter_state") is None
+    return any(map(_lacks_position, state.values()))
+
+
+def _check_stateful(given: Any, subject: str) -> None:
+    kind = type(given).__name__
+    loader = isinstance(given, DataLoader)
+    if loader and isinstance(sampler_of(given), ResumableSampler):
+        raise UsageError(
+            f"{subject} is a {kind} with a ResumableSampler, which has the position: give "
+            f"hvd.Checkpointer data=sampler, and iterate sampler.batches(loader)"
+        )
+    if all(hasattr(given, method) for method in ("state_dict", "load_state_dict")):
+        return
+    if loader and isinstance(given.dataset, IterableDataset):
+        raise UsageError(
+            f"{subject} is a {kind} over an IterableDataset, which does not tell its position: use "
+            f"{_STATEFUL} in its place (pip install torchdata)"
+        )
+    if loader:
+        raise UsageError(
+            f"{subject} is a {kind}, which does not tell its position: give it a "
+            f"hvd.ResumableSampler and hvd.Checkpointer data=sampler, or use {_STATEFUL} in its "
+            f"place (pip install torchdata)"
+        )
+    raise UsageError(
+        f"{subject} is a {kind}: expected a hvd.ResumableSampler, or something with state_dict() "
+        f"and load_state_dict(state), such as {_STATEFUL}"
+    )
