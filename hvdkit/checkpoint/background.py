@@ -39,10 +39,12 @@ class _Write:
 
     Attributes:
         failure: what went wrong.
+        step: its number.
     """
 
     def __init__(self, writer: Writer, snapshot: Snapshot) -> None:
         self.failure: Exception | None = None
+        self.step = snapshot.step
         self._writer = writer
         self._snapshot = snapshot
         self._progress: int | None = None
@@ -66,6 +68,7 @@ class _Write:
             CheckpointError: nothing was stored for a long time.
         """
         end = time.monotonic() + seconds
+        # A thread that an interrupt has kept from starting has ended, too.
         while self._thread.is_alive():
             left = end - time.monotonic()
             if left <= 0:
@@ -208,14 +211,15 @@ class BackgroundWriter:
         """
         assert self._writer is not None
         assert self._write is None
-        write = _Write(self._writer, snapshot)
+        # Known before it begins: an interrupt may come at any moment.
+        write = self._write = _Write(self._writer, snapshot)
+        _writing.add(write)
         try:
             write.start()
         except RuntimeError as error:
+            _writing.discard(write)
+            self._write = None
             self._failure = CheckpointError(f"step {snapshot.step} was not saved: {error}")
-            return
-        self._write = write
-        _writing.add(write)
 
     def finished(self, seconds: float) -> bool:
         """Wait for the write that is going on, if any, at most for some seconds.
@@ -228,7 +232,7 @@ class BackgroundWriter:
         if write is not None:
             said = min(seconds, _WAIT_WORTH_SAYING_SECONDS)
             if not write.ended(said):
-                _log.info("waiting until the checkpoint before this one is written")
+                _log.info("waiting until step %d is written", write.step)
                 if not write.ended(seconds - said):
                     return False
             _writing.discard(write)

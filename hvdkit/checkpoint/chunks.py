@@ -62,6 +62,8 @@ class FileRecord:
         Returns:
             An iterator: the number of the chunk, and where the piece begins and ends in the file.
         """
+        if begin >= self.size > 0:
+            return
         step = self.chunk_bytes
         for number in range(begin // step, max(-(-end // step), begin // step + 1)):
             first, last = self.chunk(number)
@@ -171,7 +173,7 @@ class ChunkedFile:
             CheckpointError: the file cannot be read, for a reason that says nothing about it.
         """
         places = list(self._record.pieces(begin, self._record.size if end is None else end))
-        longest = max(stop - start for _, start, stop in places)
+        longest = max((stop - start for _, start, stop in places), default=0)
         # One piece is in use while the others are read.
         buffers = [
             np.empty(longest + room, np.uint8) for _ in range(min(self._readers + 1, len(places)))
@@ -198,8 +200,8 @@ class ChunkedFile:
     ) -> Iterator[tuple[tuple[int, int, int], np.ndarray, str | None]]:
         """Read the pieces, ahead of their use if there are readers."""
         if len(buffers) < 2:
-            for place in places:
-                yield place, *self._load(place, buffers[0])
+            for place, buffer in zip(places, itertools.cycle(buffers), strict=False):
+                yield place, *self._load(place, buffer)
             return
         with ThreadPoolExecutor(self._readers, "hvdkit-checkpoint-read") as pool:
             waiting = iter(zip(places, itertools.cycle(buffers), strict=False))

@@ -49,13 +49,16 @@ def exchange(
     raise kind(f"{told} ({consequence})" if consequence else told) from problem
 
 
-def compare(collectives: Collectives, values: Sequence[Any], subject: str) -> None:
+def compare(
+    collectives: Collectives, values: Sequence[Any], subject: str, consequence: str = ""
+) -> None:
     """Check that every rank had the same value. Each has all of them, so it communicates nothing.
 
     Args:
         collectives: of the ranks.
         values: one of each rank.
         subject: what they are, for the error.
+        consequence: of a difference, to be added to the error.
 
     Raises:
         UsageError: they are not all equal.
@@ -65,7 +68,8 @@ def compare(collectives: Collectives, values: Sequence[Any], subject: str) -> No
         holders.setdefault(value, []).append(rank)
     if len(holders) > 1:
         who = "; ".join(f"{_named(ranks)}: {value}" for value, ranks in holders.items())
-        raise UsageError(f"ranks disagree about {subject} ({who}): all must do the same steps")
+        text = f"ranks disagree about {subject} ({who}): all must do the same steps"
+        raise UsageError(f"{text} ({consequence})" if consequence else text)
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -198,9 +198,9 @@ class Manager:
         message: dict[str, Any] = {}
         problem: Exception | None = None
         consequence = f"step {step} was not saved"
-        wait = wait or not self._asynchronous
+        wait = bool(wait) or not self._asynchronous
         # The copy before this one is in use until it is written.
-        self._finish(consequence)
+        self._finish("save", consequence)
         try:
             values = _checked(step, epoch, metrics or {})
             if self._window_open():
@@ -213,6 +213,7 @@ class Manager:
             trees = {name: self._parts[name].capture() for name in self._parts_to_capture()}
             message = {
                 "step": int(step),
+                "wait": str(wait),
                 "ranks": ", ".join(self._rank_parts),
                 "parts": ", ".join(self._parts),
                 "alike": {name: _fingerprint(trees[name], name) for name in self._alike},
@@ -226,7 +227,11 @@ class Manager:
             problem = error
         gathered = exchange(self._collectives, message, problem, consequence)
         compare(self._collectives, [each["step"] for each in gathered], "the step to save")
-        for kind, subject in (("ranks", "what each rank has for itself"), ("parts", "the parts")):
+        for kind, subject in (
+            ("wait", "whether to wait until it is written"),
+            ("ranks", "what each rank has for itself"),
+            ("parts", "the parts"),
+        ):
             compare(self._collectives, [each[kind] for each in gathered], subject)
         for name in self._alike:
             compare(
@@ -245,11 +250,11 @@ class Manager:
                 parts=content,
                 ranks=[each["own"] for each in gathered],
             )
-            self._writer.begin(snapshot)
-        if not wait:
-            return
         try:
-            self._finish()
+            if self._first:
+                self._writer.begin(snapshot)
+            if wait:
+                self._finish("save")
         except BaseException:
             # The caller may go on and change the state, which is read where it is.
             if self._first:
@@ -371,7 +376,7 @@ class Manager:
         that; any other error has changed nothing.
         """
         self._check_open()
-        self._finish(NOTHING_RESTORED)
+        self._finish("restore", NOTHING_RESTORED)
         message: dict[str, Any] = {}
         problem: Exception | None = None
         try:
@@ -480,7 +485,7 @@ class Manager:
             UsageError, CheckpointError: on all ranks: the call raised.
         """
         self._check_open()
-        self._finish()
+        self._finish("look")
         sent = b""
         problem: Exception | None = None
         try:
@@ -498,26 +503,29 @@ class Manager:
         Raises:
             CheckpointError: on all ranks: a write failed.
         """
-        self._finish()
+        self._finish("wait")
 
-    def _finish(self, consequence: str = "") -> None:
+    def _finish(self, call: str, consequence: str = "") -> None:
         """Wait for the write that is going on, if any. A collective.
 
         The ranks communicate while they wait, so that Horovod takes none of them for stalled.
 
         Args:
+            call: what the ranks do, which must be the same.
             consequence: of a problem, to be added to it.
         """
         going_on = True
         while going_on:
             problem: Exception | None = None
-            message: dict[str, Any] = {}
+            message: dict[str, Any] = {"call": call}
             try:
                 if self._first:
-                    message = {"going on": not self._writer.finished(_WAIT_SECONDS)}
+                    message["going on"] = not self._writer.finished(_WAIT_SECONDS)
             except Exception as error:
                 problem = error
-            going_on = exchange(self._collectives, message, problem, consequence)[0]["going on"]
+            told = exchange(self._collectives, message, problem, consequence)
+            compare(self._collectives, [each.get("call") for each in told], "what to do")
+            going_on = told[0]["going on"]
 
     def close(self) -> None:
         """`wait`, and give the folder back. A collective; may be called again.

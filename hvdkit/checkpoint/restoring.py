@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdkit.checkpoint.broadcasting import Broadcast
-from hvdkit.checkpoint.errors import Damaged
+from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.exchange import compare, exchange
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import OpenCheckpoint, Outline
@@ -90,36 +90,47 @@ class Restoring:
             UsageError: on all ranks: no such step, or it does not fit.
             CheckpointError: on all ranks: no step is good, or one of them cannot be read.
         """
+        damaged: list[str] | None = None
         while True:
-            opened: OpenCheckpoint | None = None
+            opened, sent = self._open(search, damaged)
             try:
-                opened, sent = self._open(search)
                 if not sent:
                     return None
                 prepared = self._agree(sent)
-                self._fill(opened, prepared)
-            except Damaged as error:
-                # All ranks raise it together. An older step is restored over what came before.
-                self._consequence = _HALF_RESTORED
-                if search is not None:
-                    search.reject(error)
-                continue
+                damaged = self._fill(opened, prepared)
             finally:
                 if opened is not None:
                     opened.close()
-            self._adopt(prepared)
-            if search is not None:
-                search.end()
-            return prepared.outline.manifest
+            if damaged is None:
+                break
+            self._consequence = _HALF_RESTORED
+            if not self._strict:
+                # An older step may lack tensors that this one has overwritten.
+                raise CheckpointError(f"{Damaged(*damaged)} ({_HALF_RESTORED})")
+            # Its tensors may be memory that the next step needs.
+            del prepared
+        self._adopt(prepared)
+        if search is not None:
+            self._end(search)
+        return prepared.outline.manifest
 
-    def _open(self, search: Search | None) -> tuple[OpenCheckpoint | None, bytes]:
-        """Open a step on the first rank. All ranks get its outline, or b"" if there is none."""
+    def _open(
+        self, search: Search | None, damaged: list[str] | None
+    ) -> tuple[OpenCheckpoint | None, bytes]:
+        """Open a step on the first rank. All ranks get its outline, or b"" if there is none.
+
+        Args:
+            search: on the first rank, what finds the steps.
+            damaged: the file and the reason, if the step before this one proved to be damaged.
+        """
         opened: OpenCheckpoint | None = None
         sent = b""
         problem: Exception | None = None
         try:
             if search is not None:
-                opened = search.open_next(whole=False)
+                if damaged is not None:
+                    search.reject(Damaged(*damaged))
+                opened = search.open_next(whole=not self._strict)
                 sent = opened.outline.to_bytes() if opened else b""
         except Exception as error:
             problem = error
@@ -148,27 +159,30 @@ class Restoring:
         gathered = exchange(self._collectives, message, problem, self._consequence)
         for subject in message:
             told = [each[subject] for each in gathered]
-            compare(self._collectives, told, "what of the checkpoint fits")
+            compare(*(self._collectives, told, "what of the checkpoint fits"), self._consequence)
         return prepared
 
-    def _fill(self, opened: OpenCheckpoint | None, prepared: _Prepared) -> None:
+    def _fill(self, opened: OpenCheckpoint | None, prepared: _Prepared) -> list[str] | None:
         """Read the tensors on the first rank, and broadcast them.
 
+        Returns:
+            On all ranks, the file and the reason if a chunk is not what was written.
+
         Raises:
-            Damaged: on all ranks: a chunk is not what was written.
             CheckpointError: on all ranks: one of them could not read or write.
         """
         message: dict[str, Any] = {}
         problem: Exception | None = None
         try:
             prepared.broadcast.run(self._collectives, opened)
-        except Damaged as error:
-            message = {"damaged": [error.file, error.reason]}
         except Exception as error:
-            problem = error
+            if opened is not None and isinstance(error, Damaged):
+                message = {"damaged": [error.file, error.reason]}
+            else:
+                problem = error
         gathered = exchange(self._collectives, message, problem, _HALF_RESTORED)
-        if "damaged" in gathered[0]:
-            raise Damaged(*gathered[0]["damaged"])
+        damaged: list[str] | None = gathered[0].get("damaged")
+        return damaged
 
     def _adopt(self, prepared: _Prepared) -> None:
         """Let the parts take over what was filled."""
@@ -184,6 +198,13 @@ class Restoring:
         exchange(self._collectives, {}, problem, _HALF_RESTORED)
         if self._first:
             self._report(prepared)
+
+    def _end(self, search: Search) -> None:
+        """Quarantine what was found damaged. The state is restored, whatever comes of it."""
+        try:
+            search.end()
+        except Exception:
+            _log.exception("damaged steps were not quarantined")
 
     def _report(self, prepared: _Prepared) -> None:
         manifest, ranks = prepared.outline.manifest, len(self._collectives.ranks)

@@ -350,7 +350,12 @@ class Search:
             known = {(entry.name, entry.identity) for entry, _ in self._damaged}
             listed = store.candidates(self._step, self._run)
             if not listed and not self._damaged:
-                return None
+                if self._opened is None:
+                    return None
+                raise CheckpointError(
+                    f"step {self._opened.step} in {store.location} was removed while it was read, "
+                    f"and there is no other. Keep more steps."
+                )
             for entry in listed:
                 if (entry.name, entry.identity) in known:
                     continue

@@ -226,10 +226,7 @@ class Writer:
             draft.write(manifest.NAME, [memoryview(made.to_bytes())])
             self._read_back(draft, step)
             if withdrawn is not None and withdrawn.is_set():
-                raise CheckpointError(
-                    f"step {step} was not saved: the call of save() was interrupted, and the "
-                    f"state may have changed since. Save again."
-                )
+                raise _interrupted(step)
             return self._writer.commit(draft)
         except BaseException:
             self._writer.discard(draft)
@@ -256,7 +253,10 @@ class Writer:
 
     def _write_files(self, snapshot: Snapshot, draft: Draft) -> Manifest:
         """Write the files of a snapshot. Returns the manifest that belongs to them."""
-        files = {file: draft.write(file, pieces) for file, pieces in _contents(snapshot)}
+        files = {
+            file: draft.write(file, _until_withdrawn(pieces, snapshot))
+            for file, pieces in _contents(snapshot)
+        }
         return Manifest(
             step=snapshot.step,
             epoch=snapshot.epoch,
@@ -325,6 +325,20 @@ def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Iterable[memoryview]]]:
         [_json(manifest.STATE, {n: part.tree for n, part in snapshot.parts.items()})],
     )
     yield manifest.RANKS, [_json(manifest.RANKS, list(snapshot.ranks))]
+
+
+def _until_withdrawn(pieces: Iterable[memoryview], snapshot: Snapshot) -> Iterator[memoryview]:
+    for piece in pieces:
+        if snapshot.withdrawn.is_set():
+            raise _interrupted(snapshot.step)
+        yield piece
+
+
+def _interrupted(step: int) -> CheckpointError:
+    return CheckpointError(
+        f"step {step} was not saved: the call of save() was interrupted, and the state may have "
+        f"changed since. Save again."
+    )
 
 
 def _json(name: str, content: Any) -> memoryview:

@@ -91,7 +91,9 @@ class TorchTensor:
             return None
         if tensor.is_conj() or tensor.is_neg():
             return None
-        memory: np.ndarray = tensor.view(-1).view(torch.uint8).numpy()
+        # One element may have any stride.
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        memory: np.ndarray = flat.view(torch.uint8).numpy()
         return memory
 
     @torch.no_grad()

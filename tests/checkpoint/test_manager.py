@@ -20,10 +20,10 @@ from hvdkit.checkpoint.manager import Manager, Stopped
 from hvdkit.checkpoint.parts import Plain
 from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.signals import StopSignals
-from hvdkit.checkpoint.store import Store
+from hvdkit.checkpoint.store import Search, Store
 from hvdkit.core.collectives import check_member
 from hvdkit.errors import RESUMABLE, UsageError
-from tests.checkpoint.material import as_version_1, step_folder
+from tests.checkpoint.material import as_version_1, remove, step_folder
 from tests.checkpoint.simulated_state import Arrays, ArrayTensor, Own
 from tests.core.simulated_ranks import on_every_rank
 
@@ -500,6 +500,86 @@ def test_steps_of_version_1_are_restored_and_continued(place, small_chunks, dama
         assert not any(store.verify(step) for step in (1, 2, 3, 4))
 
 
+def test_a_storage_that_fails_after_a_damaged_chunk_is_an_error_on_every_rank(
+    place, small_chunks, monkeypatch
+):
+    def run(collectives):
+        saved(collectives, place, 1, 2)
+        if collectives.rank == 0:
+            corrupt(place, 2)
+
+            def is_same(storage, entry):
+                raise CheckpointError("cannot look")
+
+            monkeypatch.setattr(type(Store(str(place))._storage), "is_same", is_same)
+        with (
+            make(collectives, place) as restoring,
+            pytest.raises(CheckpointError, match="rank 0: cannot look .*half restored"),
+        ):
+            restoring.restore()
+
+    on_ranks(run)
+
+
+def test_two_steps_are_not_mixed_where_a_part_may_be_missing(place, small_chunks):
+    """The older step has not all that the damaged one has."""
+
+    def run(collectives):
+        saved(collectives, place, 1)
+        with make(collectives, place, others={"more": state(0)}) as saving:
+            saving.restore(strict=False)
+            saving.save(2)
+        if collectives.rank == 0:
+            corrupt(place, 2)
+        more = state(7)
+        with make(collectives, place, part := state(0), others={"more": more}) as restoring:
+            assert restoring.restore(strict=False).step == 1
+        assert same(part, 1)
+        assert same(more, 7)
+
+    on_ranks(run)
+
+
+def test_a_step_that_is_removed_while_it_is_read_is_not_no_checkpoint(
+    tmp_path, small_chunks, monkeypatch
+):
+    def run(collectives):
+        saved(collectives, tmp_path, 1)
+        if collectives.rank == 0:
+            corrupt(tmp_path, 1)
+            note = Search._note
+
+            def removed(search, entry, problems):
+                remove(tmp_path / entry.name)
+                return note(search, entry, problems)
+
+            monkeypatch.setattr(Search, "_note", removed)
+        with (
+            make(collectives, tmp_path) as restoring,
+            pytest.raises(CheckpointError, match="removed while it was read.*half restored"),
+        ):
+            restoring.restore()
+
+    on_ranks(run)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_part_of_empty_tensors_alone(place, version):
+    def run(collectives):
+        part = Arrays(3, empty=np.empty((0, 2), np.float32))
+        with make(collectives, place, part) as saving:
+            saving.save(1)
+        if collectives.rank == 0 and version == 1:
+            as_version_1(step_folder(Store(str(place)), 1))
+        collectives.sum([1], "it is of that version")
+        part = Arrays(0, empty=np.empty((0, 2), np.float32))
+        with make(collectives, place, part) as restoring:
+            assert restoring.restore().step == 1
+        assert part.value == 3
+
+    on_ranks(run)
+
+
 @pytest.mark.parametrize("wanted", [None, 2])
 def test_where_all_prove_to_be_damaged_the_error_says_half_restored(place, small_chunks, wanted):
     def run(collectives):
@@ -600,6 +680,53 @@ def test_a_synchronous_save_that_is_interrupted_writes_nothing(tmp_path, monkeyp
 
     on_ranks(run, size=1)
     assert steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_an_interrupt_while_a_write_begins_writes_nothing(tmp_path, monkeypatch, wait):
+    go_on = threading.Event()
+    monkeypatch.setattr(
+        disk, "before_step", lambda step, file: step == "fsync" and go_on.wait(10) and None
+    )
+    start = background._Write.start
+
+    def interrupted(write):
+        start(write)
+        raise KeyboardInterrupt
+
+    def run(collectives):
+        part = state(1)
+        saving = make(collectives, tmp_path, part)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(background._Write, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                saving.save(1, wait=wait)
+        part.arrays["weights"][:] = 2
+        go_on.set()
+        with pytest.raises(CheckpointError, match="step 1 was not saved: .* was interrupted"):
+            saving.wait()
+        saving.close()
+
+    on_ranks(run, size=1)
+    assert steps(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda saving, rank: saving.save(1, wait=rank == 0), "whether to wait"),
+        (lambda saving, rank: saving.save(1) if rank else saving.restore(), "what to do"),
+        (lambda saving, rank: saving.wait() if rank else saving.steps(), "what to do"),
+    ],
+)
+def test_ranks_that_call_otherwise_are_told(tmp_path, call, said):
+    def run(collectives):
+        saving = make(collectives, tmp_path)
+        with pytest.raises(UsageError, match=f"ranks disagree about {said}"):
+            call(saving, collectives.rank)
+        saving.close()
+
+    on_ranks(run)
 
 
 def test_ranks_communicate_while_they_wait_for_a_write(tmp_path, monkeypatch):
@@ -1054,7 +1181,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.broadcasting import Broadcast
 from hvdkit.checkpoint.posix import disk
-from hvdkit.checkpoint.store import Store
+from hvdkit.checkpoint.store import Search, Store
 from tests.checkpoint.material import snapshot
 
 def slow(step, file):

@@ -309,6 +309,21 @@ def test_names_with_a_prefix_from_an_earlier_version(hvd, tmp_path, here, strict
     assert restored.block.seen == 3
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_one_element_of_any_stride(hvd, tmp_path, wait):
+    import torch
+
+    model = torch.nn.Module()
+    model.register_buffer("x", torch.arange(10.0)[5::5])
+    model.register_buffer("y", torch.tensor([1 + 2j]).imag)
+    with hvd.Checkpointer(tmp_path, model=model) as checkpointer:
+        checkpointer.save(1, wait=wait)
+        model.x.zero_()
+        model.y.zero_()
+        checkpointer.restore()
+    assert (model.x.item(), model.y.item()) == (5, 2)
+
+
 def dtypes_of_torch():
     """Names of all dtypes of the torch that is installed, each once."""
     import torch

@@ -28,6 +28,9 @@ from hvdkit.checkpoint.storage import Draft, Entry, StepFiles
 
 _log = logging.getLogger(__name__)
 
+#: What is waited for at once: a system may have taken in far more than its disk can write soon.
+_SYNC_BYTES = 1_000_000_000
+
 #: What the names of folders begin with that are being written and deleted.
 _WRITING, _DELETING = ".writing-", ".deleting-"
 
@@ -116,7 +119,7 @@ class PosixDraft:
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> FileRecord:
         """Write a file, hash it on its way, and wait until it is on the disk."""
-        hasher, size, started = ChunkHasher(), 0, 0
+        hasher, size, started, synced = ChunkHasher(), 0, 0, 0
         with failing("write", self._path / name), disk.folder(self.name, self._parent) as folder:
             descriptor = disk.create(name, folder)
             try:
@@ -131,6 +134,10 @@ class PosixDraft:
                             # The disk writes this while the processor prepares the next chunk.
                             disk.forget(descriptor, started, size)
                             started = size
+                        if size - synced >= _SYNC_BYTES:
+                            # A disk that is slow shows that it goes on.
+                            disk.sync(descriptor, name)
+                            synced = size
                 disk.sync(descriptor, name)
                 disk.forget(descriptor, 0, size)
             finally:
