@@ -29,6 +29,7 @@ Content = np.ndarray | Callable[[], np.ndarray]
 MAX_HEADER_BYTES = 50_000_000
 
 _LENGTH_BYTES = 8
+_FIRST_BYTES = 1_000_000
 # The contents begin at a multiple of this.
 _ALIGNMENT = 64
 
@@ -131,17 +132,20 @@ def read_header(read_into: ReadInto, size: int, name: str) -> tuple[int, dict[st
     """
     if size < _LENGTH_BYTES:
         raise Damaged(name, f"it has {size} bytes; a safetensors file has {_LENGTH_BYTES} or more")
-    raw = np.empty(_LENGTH_BYTES, np.uint8)
+    # Most headers are in it: each read reads and checks a whole chunk.
+    raw = np.empty(min(size, _FIRST_BYTES), np.uint8)
     read_into(raw, 0)
-    length = int.from_bytes(raw.tobytes(), "little")
+    length = int.from_bytes(raw[:_LENGTH_BYTES].tobytes(), "little")
     if length > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
         raise Damaged(
             name,
             f"its header would have {length} bytes; expected at most {MAX_HEADER_BYTES} and no "
             "more than the file has",
         )
-    raw = np.empty(_LENGTH_BYTES + length, np.uint8)
-    read_into(raw, 0)
+    if _LENGTH_BYTES + length > raw.size:
+        raw = np.empty(_LENGTH_BYTES + length, np.uint8)
+        read_into(raw, 0)
+    raw = raw[: _LENGTH_BYTES + length]
     _check_header(raw, size, name)
     entries = manifest.parse_json(name, raw[_LENGTH_BYTES:].tobytes())
     entries.pop("__metadata__", None)

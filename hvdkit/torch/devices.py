@@ -1,11 +1,15 @@
 """This rank's GPU, and host memory for copies from it."""
 
 import logging
+import weakref
 
 import numpy as np
 import torch
 
 _log = logging.getLogger(__name__)
+
+# cudaHostRegisterPortable: pinned for all GPUs of the process.
+_PORTABLE = 1
 
 
 def use_own_gpu(local_rank: int) -> None:
@@ -32,12 +36,17 @@ def host_memory(nbytes: int) -> np.ndarray:
     """Return new host memory: uint8, pinned if this process uses CUDA.
 
     Copies from a GPU to pinned memory need no second copy inside the driver. Memory that the
-    system refuses to pin is ordinary memory.
+    system refuses to pin is ordinary memory. PyTorch's own pinned memory takes a power of two of
+    bytes, and is not given back to the system.
     """
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        try:
-            pinned: np.ndarray = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-            return pinned
-        except RuntimeError as error:
-            _log.info("%d bytes of host memory cannot be pinned: %s", nbytes, error)
-    return np.empty(nbytes, np.uint8)
+    memory = np.empty(nbytes, np.uint8)
+    if nbytes and torch.cuda.is_available() and torch.cuda.is_initialized():
+        runtime = torch.cuda.cudart()
+        address = memory.ctypes.data
+        status = int(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+        if status:
+            _log.info("%d bytes of host memory cannot be pinned: CUDA error %d", nbytes, status)
+        else:
+            # Before the memory is freed. At the process's end CUDA may be gone before.
+            weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+    return memory

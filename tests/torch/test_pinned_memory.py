@@ -1,0 +1,40 @@
+"""Host memory for copies from a GPU, with a simulated CUDA."""
+
+import numpy as np
+import pytest
+import torch
+
+from hvdkit.torch import devices
+
+
+class Runtime:
+    """Pins nothing, and notes what it was asked for."""
+
+    def __init__(self, status):
+        self.pinned = {}
+        self._status = status
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        if not self._status:
+            self.pinned[address] = nbytes
+        return self._status
+
+    def cudaHostUnregister(self, address):
+        del self.pinned[address]
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_memory_is_pinned_until_nobody_has_it(monkeypatch, status):
+    runtime = Runtime(status)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = devices.host_memory(1000)
+    assert (memory.dtype, memory.shape) == (np.uint8, (1000,))
+    assert runtime.pinned == ({} if status else {memory.ctypes.data: 1000})
+    part = memory[:10]
+    del memory
+    assert len(runtime.pinned) == (status == 0)
+    del part
+    assert runtime.pinned == {}
+    assert devices.host_memory(0).shape == (0,)
