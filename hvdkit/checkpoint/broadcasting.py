@@ -13,6 +13,7 @@ import numpy as np
 
 from hvdkit.checkpoint import tensors, tree
 from hvdkit.checkpoint.dtypes import ELEMENT_BYTES
+from hvdkit.checkpoint.memory import allocate
 from hvdkit.checkpoint.reading import OpenCheckpoint, Outline
 from hvdkit.checkpoint.state import Tensor, Tree
 from hvdkit.core.collectives import Collectives
@@ -65,7 +66,7 @@ class Broadcast:
             self.names += [(part, name) for name in own]
             self._pieces += _pieces(own, part, outline)
         # Memory that cannot be had is missing before the first collective.
-        self._memory = np.empty(max((p.size for p in self._pieces), default=0) + 1, np.uint8)
+        self._memory = allocate(max((p.size for p in self._pieces), default=0) + 1)
 
     def read(self, opened: OpenCheckpoint) -> None:
         """Read the tensors in this process, without a collective.

@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from hvdkit.checkpoint.errors import Damaged
+from hvdkit.checkpoint.memory import allocate
 
 #: Bytes of a chunk; the last one of a file may be shorter.
 CHUNK_BYTES = 16_000_000
@@ -175,9 +176,7 @@ class ChunkedFile:
         places = list(self._record.pieces(begin, self._record.size if end is None else end))
         longest = max((stop - start for _, start, stop in places), default=0)
         # One piece is in use while the others are read.
-        buffers = [
-            np.empty(longest + room, np.uint8) for _ in range(min(self._readers + 1, len(places)))
-        ]
+        buffers = [allocate(longest + room) for _ in range(min(self._readers + 1, len(places)))]
         running = xxhash.xxh3_128()
         for place, buffer, hashed in self._loaded(places, buffers):
             number, start, stop = place

@@ -17,14 +17,15 @@ from typing import Any, Self
 import numpy as np
 
 import hvdkit
-from hvdkit.checkpoint import tree
+from hvdkit.checkpoint import memory, tree
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.exchange import StepWord, compare, exchange
 from hvdkit.checkpoint.manifest import check_part_name
+from hvdkit.checkpoint.memory import Allocate
 from hvdkit.checkpoint.restoring import NOTHING_RESTORED, Restoring
 from hvdkit.checkpoint.retention import KeepBest, Mode
 from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
-from hvdkit.checkpoint.snapshot import Allocate, SnapshotMemory, in_place, ordinary_memory
+from hvdkit.checkpoint.snapshot import SnapshotMemory, in_place
 from hvdkit.checkpoint.state import Part, RankPart, Tree
 from hvdkit.checkpoint.storage import MAX_STEP
 from hvdkit.checkpoint.store import Store
@@ -128,7 +129,7 @@ class Manager:
         run: int | None = None,
         stop_signals: Sequence[int] = STOP_SIGNALS,
         window_open: Callable[[], bool] = lambda: False,
-        allocate: Allocate = ordinary_memory,
+        allocate: Allocate = memory.allocate,
     ) -> None:
         if every_steps is not None and (not isinstance(every_steps, int) or every_steps < 1):
             raise UsageError(f"every_steps is {every_steps!r}: expected a whole number >= 1")

@@ -1,26 +1,16 @@
 """The state as it is written: a copy in host memory, or the tensors' own memory."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hvdkit.checkpoint import tree
+from hvdkit.checkpoint import memory, tree
+from hvdkit.checkpoint.memory import ALIGNMENT, Allocate
 from hvdkit.checkpoint.state import Tensor, Tree
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.checkpoint.writing import EncodedPart
-
-_ALIGNMENT = 64
-
-
-#: Returns new host memory: uint8, of so many bytes.
-Allocate = Callable[[int], np.ndarray]
-
-
-def ordinary_memory(nbytes: int) -> np.ndarray:
-    """Return new host memory: uint8."""
-    return np.empty(nbytes, np.uint8)
 
 
 class SnapshotMemory:
@@ -30,7 +20,7 @@ class SnapshotMemory:
         allocate: where the memory comes from.
     """
 
-    def __init__(self, allocate: Allocate = ordinary_memory) -> None:
+    def __init__(self, allocate: Allocate = memory.allocate) -> None:
         self._allocate = allocate
         self._memory = np.empty(0, np.uint8)
 
@@ -49,7 +39,7 @@ class SnapshotMemory:
         for part, (_, tensors) in encoded.items():
             for name, tensor in tensors.items():
                 places[part, name] = slice(end, end + nbytes(tensor.spec))
-                end += -(-nbytes(tensor.spec) // _ALIGNMENT) * _ALIGNMENT
+                end += -(-nbytes(tensor.spec) // ALIGNMENT) * ALIGNMENT
         if len(self._memory) < end:
             # The old memory goes before the new one comes.
             self._memory = np.empty(0, np.uint8)
@@ -58,9 +48,9 @@ class SnapshotMemory:
         for part, (content, tensors) in encoded.items():
             copies = {}
             for name, tensor in tensors.items():
-                memory = self._memory[places[part, name]]
-                tensor.read(memory)
-                copies[name] = (tensor.spec, memory)
+                place = self._memory[places[part, name]]
+                tensor.read(place)
+                copies[name] = (tensor.spec, place)
             parts[part] = EncodedPart(content, copies)
         return parts
 
@@ -92,8 +82,8 @@ def _encoded(trees: Mapping[str, Tree]) -> dict[str, tuple[Any, dict[str, Tensor
 
 
 def _content(tensor: Tensor) -> np.ndarray:
-    memory = tensor.memory()
-    if memory is None:
-        memory = np.empty(nbytes(tensor.spec), np.uint8)
-        tensor.read(memory)
-    return memory
+    content = tensor.memory()
+    if content is None:
+        content = memory.allocate(nbytes(tensor.spec))
+        tensor.read(content)
+    return content

@@ -6,6 +6,8 @@ import weakref
 import numpy as np
 import torch
 
+from hvdkit.checkpoint.memory import allocate
+
 _log = logging.getLogger(__name__)
 
 # cudaHostRegisterPortable: pinned for all GPUs of the process.
@@ -39,7 +41,7 @@ def host_memory(nbytes: int) -> np.ndarray:
     system refuses to pin is ordinary memory. PyTorch's own pinned memory takes a power of two of
     bytes, and is not given back to the system.
     """
-    memory = np.empty(nbytes, np.uint8)
+    memory = allocate(nbytes)
     if nbytes and torch.cuda.is_available() and torch.cuda.is_initialized():
         runtime = torch.cuda.cudart()
         address = memory.ctypes.data
@@ -47,6 +49,8 @@ def host_memory(nbytes: int) -> np.ndarray:
         if status:
             _log.info("%d bytes of host memory cannot be pinned: CUDA error %d", nbytes, status)
         else:
-            # Before the memory is freed. At the process's end CUDA may be gone before.
-            weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+            # Before the memory is freed: all arrays in it refer to this one. At the process's end
+            # CUDA may be gone before.
+            owner = memory if memory.base is None else memory.base
+            weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False
     return memory
