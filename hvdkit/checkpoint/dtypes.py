@@ -65,7 +65,7 @@ def numpy_dtype(code: str) -> np.dtype:
 
 
 def code_of(name: str, what: str) -> str:
-    """What safetensors calls a dtype.
+    """Return the name that safetensors has for a dtype.
 
     Args:
         name: what frameworks or NumPy call it.

@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint."""
+"""Errors of checkpoints."""
 
 import errno
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What ranks tell each other around a save or a restore, such that all come to the same verdict."""
+"""Coordination: all ranks succeed in a save or a restore, or all of them fail."""
 
 import json
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ _BITS = 15
 
 @dataclass(frozen=True)
 class StepWord:
-    """What the ranks tell each other at every step, added up over them in one int64.
+    """Flags of each rank at a step, summed over the ranks in one int64.
 
     Attributes:
         present: 1; what is missing to the number of ranks has called `join`.

@@ -1,7 +1,7 @@
-"""What the ranks of a job do together to save and restore. Only the first rank touches the folder.
+"""Saving and restoring on all ranks of a job together. Only the first rank uses the storage.
 
 All ranks enter each method together, and leave it together: with the same result, or all with an
-error, whoever had the problem. Whatever only one rank knows (the clock, a signal, a failed write)
+error, whichever rank had the problem. Whatever only one rank knows (the clock, a signal, a failed write)
 is agreed on before anything depends on it.
 """
 
@@ -50,7 +50,7 @@ class Stopped(SystemExit):
 
 @dataclass(frozen=True)
 class Restored:
-    """What a job goes on from.
+    """The step that a job resumes from.
 
     Attributes:
         step: as given to `save`.
@@ -544,8 +544,10 @@ class Manager:
             self._writer.close()
 
     def abandon(self) -> None:
-        """As `close`, but for this rank alone, and an error is only logged: on the way out with an
-        exception that the other ranks may not have. Leaving the `with` block calls the right one.
+        """Close on this rank alone, and only log an error. Not a collective.
+
+        For a rank that ends with an exception that the other ranks may not have. The end of the
+        `with` block calls `close` or `abandon`.
         """
         if self._closed:
             return

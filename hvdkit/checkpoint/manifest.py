@@ -1,4 +1,4 @@
-"""The manifest: what a step says of itself and of each of its files.
+"""The manifest: the description of a step and of each of its files.
 
 It is JSON, and its last entry is the hash of all bytes before that entry. So no bit of it can
 change unnoticed, also where nothing else would tell, such as in a metric's value.
@@ -45,7 +45,7 @@ _STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|([,\[{])', re.DOTALL)
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a step says of itself.
+    """The description of a step.
 
     Attributes:
         step: how many steps were trained.

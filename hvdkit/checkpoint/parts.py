@@ -136,7 +136,7 @@ class Plain:
         self._take = take
 
     def capture(self) -> Tree:
-        """As it is now."""
+        """Return the state now."""
         return self._get()
 
     def prepare(self, tree: Tree) -> Tree:

@@ -11,7 +11,7 @@ from hvdkit.errors import UsageError
 
 
 def capture() -> Tree:
-    """Where the generators of the modules `random` and `numpy.random` are."""
+    """Return the states of the generators of the modules `random` and `numpy.random`."""
     version, internal, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     inner = legacy["state"]
@@ -31,7 +31,7 @@ def capture() -> Tree:
 
 
 def adopt(tree: Tree) -> None:
-    """Go on with what `capture` gave."""
+    """Restore the states that `capture` returned."""
     version, internal, gauss = tree["python"]
     random.setstate((version, tuple(np.frombuffer(internal, np.uint32).tolist()), gauss))
     legacy = tree["numpy"]

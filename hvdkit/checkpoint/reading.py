@@ -77,7 +77,7 @@ class Outline:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Outline:
-        """What `to_bytes` has made."""
+        """Return the outline that `to_bytes` was called on."""
         text, trees, specs, begins, ranks = json.loads(data)
         return cls(
             manifest=Manifest.from_bytes(text.encode()),
@@ -111,7 +111,7 @@ class OpenCheckpoint:
 
     @property
     def manifest(self) -> Manifest:
-        """What the step says of itself."""
+        """The description of the step."""
         return self.outline.manifest
 
     def stream(self, part: str) -> TensorStream:

@@ -1,4 +1,4 @@
-"""What `hvdkit checkpoint` shows of a folder, for people."""
+"""The output of `hvdkit checkpoint`."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def _epoch(manifest: Manifest) -> str:
 
 
 def _age(manifest: Manifest) -> str:
-    """How long ago it was saved, by this machine's clock and the writer's."""
+    """Return the time since the step was saved, by this machine's clock and the writer's."""
     seconds = time.time() - manifest.time
     if not 0 <= seconds < 10**10:
         return "?"  # one of the two clocks is wrong

@@ -25,7 +25,7 @@ _HALF_RESTORED = "the state is half restored: end the job"
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What this rank restores of a step.
+    """The state that this rank restores from a step.
 
     Attributes:
         outline: of the step.

@@ -111,7 +111,7 @@ class KeepBest:
 
 @dataclass(frozen=True)
 class Retention:
-    """How many steps stay.
+    """The steps that stay.
 
     Attributes:
         keep_last: the newest ones, at least 1; None: all.

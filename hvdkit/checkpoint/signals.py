@@ -63,7 +63,7 @@ class StopSignals:
             self._previous[number] = signal.signal(number, self._note)
 
     def remove(self) -> None:
-        """What the signals did before, they do again."""
+        """Restore the handlers that the signals had before."""
         if threading.current_thread() is threading.main_thread():
             for number in list(self._previous):
                 self._restore(number)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as an adapter describes it: trees with tensors for leaves.
+"""The state in a checkpoint: trees whose leaves are plain values and tensors.
 
 A tree is what JSON knows (None, bool, int, float, str, lists, dicts with string keys), and besides
 it tuples, dicts with other keys that are plain, bytes, complex numbers, infinities and NaN, NumPy
@@ -16,7 +16,7 @@ Tree = Any
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a tensor before its content.
+    """The dtype and the shape of a tensor.
 
     Attributes:
         dtype: as safetensors calls it, such as `F32` or `BF16`; also `C128` and `C32`.

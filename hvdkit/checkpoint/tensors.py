@@ -48,7 +48,7 @@ def nbytes(spec: TensorSpec) -> int:
 
 
 def spans(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, int]]:
-    """Where each tensor's content begins and ends, counted from the end of the header."""
+    """Return where each tensor's content begins and ends, counted from the end of the header."""
     found, end = {}, 0
     for name, spec in specs.items():
         found[name] = (end, end + nbytes(spec))

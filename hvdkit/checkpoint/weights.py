@@ -38,7 +38,7 @@ _COPIED_BYTES = 4_000_000
 
 @dataclass(frozen=True)
 class _Weights:
-    """What a model's file of tensors is to become.
+    """The tensors of a model that are exported.
 
     Attributes:
         part: of the checkpoint.

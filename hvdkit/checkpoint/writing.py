@@ -45,7 +45,7 @@ class EncodedPart:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is written as one step. It must not change until `Writer.write` is back.
+    """The content of one step. It must not change until `Writer.write` has returned.
 
     Attributes:
         step: how many steps were trained, 0 or more.

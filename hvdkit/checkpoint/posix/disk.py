@@ -186,7 +186,7 @@ def open_plain(name: str, parent: int) -> tuple[int, int]:
         CheckpointError: it cannot be opened, for a reason that says nothing about it.
     """
     with reading(name):
-        # O_NONBLOCK: opening a pipe must not wait for somebody to write to it.
+        # O_NONBLOCK: opening a pipe must not wait for a process that writes to it.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = _tried(lambda: os.open(name, flags, dir_fd=parent))
         status = os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""Steps in a folder: what is listed in it is whole.
+"""Steps in a folder. Each step that is listed is whole.
 
 DIR/step-000000001200/    one step, made visible by one rename
     manifest.json         step, epoch, world size, versions, size and hash of each file
