@@ -1,8 +1,8 @@
 """Saving and restoring on all ranks of a job together. Only the first rank uses the storage.
 
 All ranks enter each method together, and leave it together: with the same result, or all with an
-error, whichever rank had the problem. Whatever only one rank knows (the clock, a signal, a failed write)
-is agreed on before anything depends on it.
+error, whichever rank had the problem. The ranks agree on whatever only one of them knows (the
+clock, a signal, a failed write) before anything depends on it.
 """
 
 import json
