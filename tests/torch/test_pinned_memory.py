@@ -1,10 +1,6 @@
 """Host memory for copies from a GPU, with a simulated CUDA."""
 
-import numpy as np
 import pytest
-import torch
-
-from hvdkit.torch import devices
 
 
 class Runtime:
@@ -24,17 +20,21 @@ class Runtime:
 
 
 @pytest.mark.parametrize("status", [0, 2])
-def test_memory_is_pinned_until_nobody_has_it(monkeypatch, status):
+def test_memory_is_pinned_until_nobody_has_it(hvd, status):
+    import torch
+
+    from hvdkit.torch import devices
+
     runtime = Runtime(status)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    memory = devices.host_memory(1000)
-    assert (memory.dtype, memory.shape) == (np.uint8, (1000,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "cudart", lambda: runtime)
+        memory = devices.host_memory(1000)
+    assert (memory.dtype, memory.shape) == ("uint8", (1000,))
     assert runtime.pinned == ({} if status else {memory.ctypes.data: 1000})
     part = memory[:10]
     del memory
     assert len(runtime.pinned) == (status == 0)
     del part
     assert runtime.pinned == {}
-    assert devices.host_memory(0).shape == (0,)
