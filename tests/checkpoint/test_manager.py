@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from hvdkit.checkpoint import background, chunks, manager
+from hvdkit.checkpoint import background, chunks, manager, tensors
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.broadcasting import Broadcast
 from hvdkit.checkpoint.errors import CheckpointError
@@ -453,6 +453,7 @@ def test_a_step_that_cannot_be_restored_is_an_error_on_every_rank(place, wanted,
 def small_chunks(monkeypatch):
     """The tensors of a small part are in several chunks, too."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 48)
+    monkeypatch.setattr(tensors, "_FIRST_BYTES", 8)
 
 
 def test_an_older_step_is_restored_over_one_that_proves_to_be_damaged(place, small_chunks, caplog):
