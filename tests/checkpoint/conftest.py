@@ -82,6 +82,18 @@ def place(request):
     return request.getfixturevalue(f"on_{request.param}")
 
 
+@pytest.fixture(
+    params=[
+        "s3",
+        pytest.param("azure", marks=pytest.mark.long),
+        pytest.param("rados", marks=pytest.mark.long),
+    ]
+)
+def place_on_server(request):
+    """A path for a test on one of the servers."""
+    return request.getfixturevalue(f"on_{request.param}")
+
+
 @pytest.fixture
 def s3_proxy(s3, on_s3):
     """A proxy before the S3 server."""
