@@ -224,7 +224,7 @@ class Bucket:
             raise self._no_place(error) from error
 
     def expect_exclusive_create(self, name: str) -> None:
-        """Check that the store refuses to create an object that exists. No object stays.
+        """Check that the store refuses to create an object that exists.
 
         Args:
             name: of objects that no other process creates. It may delete them.
@@ -244,7 +244,10 @@ class Bucket:
         raise self._unconditional("it overwrote an object that was to be created exclusively")
 
     def _refuses_second_create(self, name: str) -> bool:
-        """Create an object, try to create it once more, and delete it."""
+        """Create an object, try to create it once more, and delete it.
+
+        If the object cannot be deleted, this only warns: the next writer deletes it.
+        """
 
         def create_again() -> bool:
             try:
