@@ -1,10 +1,13 @@
-"""The stores that the tests run against: a folder, an S3 server, and Azurite in long tests."""
+"""The stores that the tests run against: a folder and an S3 server.
+
+In long tests also Azurite, and another S3 server: Ceph's RADOS Gateway.
+"""
 
 import itertools
 
 import pytest
 
-from tests.checkpoint import azure_server, s3_server
+from tests.checkpoint import azure_server, rados_gateway, s3_server
 from tests.checkpoint.material import path_of
 
 _numbers = itertools.count()
@@ -20,10 +23,30 @@ def s3(tmp_path_factory):
 @pytest.fixture
 def on_s3(s3, monkeypatch):
     """A path for a test on the S3 server."""
+    return _path_on(s3, monkeypatch)
+
+
+def _path_on(address, monkeypatch):
+    """A new path on the S3 server at `address`, for clients in this test."""
     for name, value in s3_server.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
     return path_of(f"s3://{s3_server.BUCKET}/{next(_numbers)}")
+
+
+@pytest.fixture(scope="session")
+def rados():
+    """The address of Ceph's RADOS Gateway."""
+    if reason := rados_gateway.missing():
+        pytest.skip(reason)
+    with rados_gateway.running() as address:
+        yield address
+
+
+@pytest.fixture
+def on_rados(rados, monkeypatch):
+    """A path for a test on RADOS Gateway."""
+    return _path_on(rados, monkeypatch)
 
 
 @pytest.fixture(scope="session")
@@ -44,11 +67,30 @@ def on_azure(azure, monkeypatch):
     return path_of(f"abfs://{azure_server.CONTAINER}/{next(_numbers)}")
 
 
-@pytest.fixture(params=["folder", "s3", pytest.param("azure", marks=pytest.mark.long)])
+@pytest.fixture(
+    params=[
+        "folder",
+        "s3",
+        pytest.param("azure", marks=pytest.mark.long),
+        pytest.param("rados", marks=pytest.mark.long),
+    ]
+)
 def place(request):
-    """A path for a test, which nothing is at yet: in a folder, on the S3 server, on Azurite."""
+    """A path for a test, which nothing is at yet: in a folder or on one of the servers."""
     if request.param == "folder":
         return request.getfixturevalue("tmp_path") / "place"
+    return request.getfixturevalue(f"on_{request.param}")
+
+
+@pytest.fixture(
+    params=[
+        "s3",
+        pytest.param("azure", marks=pytest.mark.long),
+        pytest.param("rados", marks=pytest.mark.long),
+    ]
+)
+def place_on_server(request):
+    """A path for a test on one of the servers."""
     return request.getfixturevalue(f"on_{request.param}")
 
 

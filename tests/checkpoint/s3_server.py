@@ -67,7 +67,8 @@ class Proxy(ThreadingHTTPServer):
         act: called for each with its number, counted from 1, its method and its path. Returns
             None: pass it on. "500", "503": answer with that. "cut": close the connection.
             "lost": pass it on and close the connection without the answer. "stale": answer as the
-            first time that it was asked this.
+            first time that it was asked this. "unconditional": pass it on without the header
+            If-None-Match. "501": answer with that if it has this header.
     """
 
     daemon_threads = True
@@ -111,6 +112,11 @@ class Proxy(ThreadingHTTPServer):
 _SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please wait.</Message></Error>"
 _FAILED = b"<Error><Code>InternalError</Code><Message>We had a problem.</Message></Error>"
 
+_NOT_IMPLEMENTED = (
+    b"<Error><Code>NotImplemented</Code><Message>A header you provided implies functionality "
+    b"that is not implemented</Message></Error>"
+)
+
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -130,6 +136,11 @@ class _Handler(BaseHTTPRequestHandler):
         if what == "stale" and self.path in self.server.answers:
             self._answer(*self.server.answers[self.path])
             return
+        if what == "501" and "If-None-Match" in self.headers:
+            self._answer(501, [], _NOT_IMPLEMENTED)
+            return
+        if what == "unconditional":
+            del self.headers["If-None-Match"]
         connection = http.client.HTTPConnection(self.server.behind, timeout=60)
         headers = {k: v for k, v in self.headers.items() if k.lower() != "transfer-encoding"}
         headers["Content-Length"] = str(len(body))

@@ -5,8 +5,10 @@ import itertools
 import os
 import signal
 import socket
+import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -191,15 +193,72 @@ def test_listings_that_are_behind(on_s3, s3_proxy):
     assert_newest_good(store, 4)
 
 
-def test_a_store_that_overwrites_what_should_not_exist(on_s3, s3, monkeypatch):
-    call = Bucket._call
+def objects_of(place):
+    """All objects under a URL, with their content."""
+    there = Bucket(str(place), {})
+    return {name: there.read(name) for name in there.sizes()}
 
-    def careless(self, method, *arguments, mode="overwrite", **keywords):
-        return call(self, method, *arguments, **keywords)
 
-    monkeypatch.setattr(Bucket, "_call", careless)
-    with pytest.raises(CheckpointError, match="does not refuse to create an object that exists"):
-        Store(str(on_s3)).open_for_writing()
+@pytest.mark.parametrize("answer", ["unconditional", "501"])
+@pytest.mark.parametrize("steps", [(), (1, 2)], ids=["empty", "with_steps"])
+def test_a_store_without_conditional_writes_is_refused(on_s3, s3_proxy, answer, steps):
+    save(on_s3, *steps)
+    before = objects_of(on_s3)
+    s3_proxy.act = lambda number, method, path: answer
+    for _ in range(2):
+        began = time.monotonic()
+        with pytest.raises(CheckpointError, match="does not offer conditional writes") as caught:
+            through(s3_proxy, on_s3).open_for_writing()
+        assert time.monotonic() - began < 30
+        # Neither a record of the log nor the object of the check is left.
+        assert objects_of(on_s3) == before
+    said = "it overwrote an object" if answer == "unconditional" else "it refused to create"
+    assert said in str(caught.value)
+    s3_proxy.act = lambda number, method, path: None
+    write(through(s3_proxy, on_s3), 3)
+    assert_newest_good(Store(str(on_s3)), 3)
+
+
+def test_one_of_several_creates_an_object(place_on_server):
+    """The log relies on that when several writers create the next record at once."""
+    buckets = [Bucket(str(place_on_server), {}) for _ in range(4)]
+    together = threading.Barrier(len(buckets))
+
+    def create(there, name, content):
+        together.wait(timeout=60)
+        return there.create(name, content)
+
+    with ThreadPoolExecutor(len(buckets)) as pool:
+        for number in range(20):
+            name = f"race/{number}"
+            contents = [f"{number} of writer {writer}".encode() for writer in range(len(buckets))]
+            created = list(pool.map(create, buckets, [name] * len(buckets), contents))
+            assert created.count(True) == 1
+            assert buckets[0].read(name) == contents[created.index(True)]
+
+
+def test_the_check_for_conditional_writes_leaves_nothing(on_s3, s3_proxy):
+    with through(s3_proxy, on_s3).open_for_writing():
+        probes = [request for request in s3_proxy.seen if "probe" in request[1]]
+        assert [method for method, _ in probes if method in CHANGES] == ["PUT", "PUT", "DELETE"]
+        assert not [name for name in objects_of(on_s3) if "probe" in name]
+
+
+def test_another_writer_may_delete_the_object_of_the_check(on_s3, s3_proxy):
+    """A writer that begins deletes what it does not know under `writers/`."""
+    deleted = []
+
+    def act(number, method, path):
+        if not deleted and method == "PUT" and s3_proxy.seen.count((method, path)) == 2:
+            there = Bucket(str(on_s3), {})
+            deleted.extend(name for name in there.sizes("writers") if "probe" in name)
+            there.delete(deleted)
+
+    s3_proxy.act = act
+    write(through(s3_proxy, on_s3), 1)
+    assert len(deleted) == 1
+    assert_newest_good(Store(str(on_s3)), 1)
+    assert leftovers(on_s3) == []
 
 
 def test_a_server_that_never_answers(on_s3, monkeypatch, quick):
@@ -453,6 +512,10 @@ def test_objects_that_may_not_be_deleted_are_kept_in_mind(on_s3, quick, monkeypa
         assert len(list((on_s3 / "steps").iterdir())) == 2
         allowed.append(True)
         writer.write(snapshot(3))
+    # The next writer deletes the object of the check for conditional writes.
+    assert all("probe" in name for name in leftovers(on_s3))
+    with Store(str(on_s3), keep_last=1).open_for_writing():
+        pass
     assert leftovers(on_s3) == []
 
 

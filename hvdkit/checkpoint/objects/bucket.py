@@ -44,7 +44,7 @@ _PARTS_AT_ONCE = 4
 _MAX_PARTS = 9_000
 _PART_UNIT = 2**18
 
-#: Trying again does not help.
+# Trying again does not help with these, nor with S3's NotImplemented, an OSError with ENOSYS.
 _LASTING = (
     PermissionError,
     IsADirectoryError,
@@ -55,6 +55,9 @@ _LASTING = (
     ValueError,
     AttributeError,
 )
+
+#: How often the check for exclusive creation is made: another process may disturb it.
+_PROBES = 3
 
 _INSTALL = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _INSTALL |= dict.fromkeys(("abfs", "abfss", "az"), "azure")
@@ -205,9 +208,9 @@ class Bucket:
         def try_once() -> bool:
             try:
                 self._call("pipe_file", self._path(name), data, mode="create")
-            except _LASTING:
-                raise
-            except Exception:
+            except Exception as error:
+                if _is_lasting(error):
+                    raise
                 # Refused, or the answer to this request or to one before it was lost.
                 there = self.read(name)
                 if there is None:
@@ -220,34 +223,59 @@ class Bucket:
         except FileNotFoundError as error:
             raise self._no_place(error) from error
 
-    def expect_exclusive_create(self, name: str, data: bytes) -> None:
+    def expect_exclusive_create(self, name: str) -> None:
         """Check that the store refuses to create an object that exists.
 
         Args:
-            name: of an object that exists.
-            data: its content.
+            name: of objects that no other process creates. It may delete them.
 
         Raises:
-            CheckpointError: the store overwrites it.
+            CheckpointError: the store overwrites an object, or refuses conditional requests.
+        """
+        try:
+            for attempt in range(_PROBES):
+                if self._refuses_second_create(f"{name}-{attempt}.json"):
+                    return
+        except CheckpointError as error:
+            if _errno(error.__cause__) != errno.ENOSYS:
+                raise
+            found = f"it refused to create an object exclusively ({self._text(error.__cause__)})"
+            raise self._unconditional(found) from error
+        raise self._unconditional("it overwrote an object that was to be created exclusively")
+
+    def _refuses_second_create(self, name: str) -> bool:
+        """Create an object, try to create it once more, and delete it.
+
+        If the object cannot be deleted, this only warns: the next writer deletes it.
         """
 
-        def try_once() -> bool:
+        def create_again() -> bool:
             try:
-                self._call("pipe_file", self._path(name), data, mode="create")
+                self._call("pipe_file", self._path(name), b"second", mode="create")
             except FileExistsError:
                 return True
             except OSError as error:
-                # What s3fs makes of S3's PreconditionFailed.
+                # For S3's PreconditionFailed, s3fs raises EINVAL. The request was valid before.
                 if error.errno == errno.EINVAL:
                     return True
                 raise
             return False
 
-        if self._tried("write", name, try_once):
-            return
-        raise CheckpointError(
-            f"{self.url} does not refuse to create an object that exists (S3: If-None-Match). "
-            f"Without that two jobs could overwrite each other's checkpoints. Use one that does."
+        self.create(name, b"first")
+        try:
+            return bool(self._tried("write", name, create_again))
+        finally:
+            try:
+                self.delete([name])
+            except CheckpointError as error:
+                _log.warning("%s/%s stays for now: %s", self.url, name, error)
+
+    def _unconditional(self, found: str) -> CheckpointError:
+        return CheckpointError(
+            f"the store of {self.url} does not offer conditional writes: {found}. Without them two "
+            f"jobs could overwrite each other's checkpoints. hvdkit needs a store that creates an "
+            f"object only if it does not exist (S3: PutObject with If-None-Match: *). Update the "
+            f"store, use another one that is listed in docs/object-stores.md, or give a folder."
         )
 
     def upload(self, name: str, content: Content) -> None:
@@ -348,7 +376,7 @@ class Bucket:
                 patience = PATIENCE_SECONDS if self._reached else FIRST_PATIENCE_SECONDS
                 late = time.monotonic() - began > patience
                 # A long request may take all that time at once.
-                if isinstance(error, _LASTING) or (late and (tries > 1 or not self._reached)):
+                if _is_lasting(error) or (late and (tries > 1 or not self._reached)):
                     advice = self._advice(error)
                     # The next request does not wait as long, if the store is gone.
                     self._reached = False
@@ -423,3 +451,11 @@ class Bucket:
             else "install fsspec's package for it"
         )
         return UsageError(f"checkpoints are to be kept in {self.url}: {error}. To do: {what}.")
+
+
+def _is_lasting(error: BaseException) -> bool:
+    return isinstance(error, _LASTING) or _errno(error) == errno.ENOSYS
+
+
+def _errno(error: BaseException | None) -> int | None:
+    return error.errno if isinstance(error, OSError) else None

@@ -4,6 +4,7 @@ URL/log/00000000000000000042.json    the steps there are after 42 changes; see `
 URL/steps/NAME/manifest.json, …      the files of one step, as in a folder
 URL/steps/NAME/damaged.json          found damaged: not a step any more
 URL/writers/TOKEN.json               heartbeat of the process that writes
+URL/writers/TOKEN-probe-0.json       for a moment, to check that creation is exclusive
 
 A store needs exclusive creation of objects (S3's If-None-Match), and nothing else: no rename, no
 listing that is up to date. What a killed writer has uploaded is deleted by the next one.
@@ -379,6 +380,8 @@ class ObjectWriter:
             The names of steps that others have left unlisted.
         """
         url = self._bucket.url
+        # Before anything is created in the log: the store could overwrite a record.
+        self._bucket.expect_exclusive_create(f"writers/{self._lease.token}-probe")
         for _ in range(_LOOKS):
             head = log.read_head(self._bucket)
             if head.record is not None and head.record.is_open:
@@ -391,12 +394,10 @@ class ObjectWriter:
             there = [each for each in head.steps if not _is_gone(self._bucket, each, sizes)]
             there += self._lost(head, sizes)
             record = Record(head.number + 1, self._lease, tuple(there))
-            content = record.to_bytes()
-            if self._bucket.create(log.name_of(record.number), content):
+            if log.append(self._bucket, record):
                 break
         else:
             raise conflict(url, None)
-        self._bucket.expect_exclusive_create(log.name_of(record.number), content)
         self._head = Head(record.number, record)
         # Every other writer is replaced by now: what is not listed, it has left behind.
         return [name for name in sizes if name not in {each.name for each in there}]
