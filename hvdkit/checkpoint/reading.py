@@ -108,6 +108,9 @@ class OpenCheckpoint:
         self.outline = outline
         self.location = ""
         self._files = files
+        # The files, and above them what reads ahead in them.
+        self._resources = ExitStack()
+        self._resources.callback(files.close)
 
     @property
     def manifest(self) -> Manifest:
@@ -120,7 +123,9 @@ class OpenCheckpoint:
         Raises:
             CheckpointError: the step has no tensors for such a part.
         """
-        return TensorStream(self._file(part), self.outline.begins[part])
+        stream = TensorStream(self._file(part), self.outline.begins[part])
+        self._resources.callback(stream.close)
+        return stream
 
     def pieces(self, part: str, *, room: int = 0) -> Generator[tuple[int, np.ndarray], None, None]:
         """Read the file of `part` from its first tensor's chunk on, as `ChunkedFile.pieces`.
@@ -128,7 +133,9 @@ class OpenCheckpoint:
         Raises:
             CheckpointError: the step has no tensors for such a part.
         """
-        return self._file(part).pieces(self.outline.begins[part], room=room)
+        pieces = self._file(part).pieces(self.outline.begins[part], room=room)
+        self._resources.callback(pieces.close)
+        return pieces
 
     def read(self, part: str, name: str, out: np.ndarray) -> None:
         """Copy the content of one tensor into `out`: uint8, contiguous, of its size in bytes.
@@ -146,8 +153,8 @@ class OpenCheckpoint:
         file.read(out, self.outline.begins[part] + begin)
 
     def close(self) -> None:
-        """Close the files. May be called again."""
-        self._files.close()
+        """Stop reading ahead and close the files. May be called again."""
+        self._resources.close()
 
     def _file(self, part: str) -> ChunkedFile:
         if part not in self.outline.specs:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from hvdkit.checkpoint import manifest, reading, tree
+from hvdkit.checkpoint import chunks, manifest, reading, tree
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.reading import Outline
@@ -144,6 +144,29 @@ def test_one_tensor_can_be_read(place):
             opened.stream("loop")
         with pytest.raises(CheckpointError, match="has no part 'gone'; it has model, optimizer"):
             opened.outline.tree("gone")
+
+
+@pytest.mark.parametrize("way", ["stream", "pieces"])
+def test_nothing_is_read_ahead_once_a_step_is_closed(place, monkeypatch, way):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 32)
+    save(place, 1)
+    before = set(threading.enumerate())
+    with Store(str(place)).newest_good() as opened:
+        if way == "stream":
+            unfinished = opened.stream("model")
+            unfinished.read_into(np.empty(1, np.uint8))
+        else:
+            unfinished = opened.pieces("model")
+            next(unfinished)
+        assert _readers_beyond(before)
+    # The caller still has the reader.
+    assert unfinished is not None
+    assert not _readers_beyond(before)
+
+
+def _readers_beyond(before):
+    new = set(threading.enumerate()) - before
+    return {thread for thread in new if thread.name.startswith("hvdkit-checkpoint-read")}
 
 
 def test_the_outline_goes_to_other_ranks_as_bytes(place):
