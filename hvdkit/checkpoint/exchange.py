@@ -72,6 +72,29 @@ def compare(
         raise UsageError(f"{text} ({consequence})" if consequence else text)
 
 
+def gather(collectives: Collectives, data: bytes, name: str) -> list[bytes]:
+    """Send every rank's data to the first one. A collective.
+
+    Returns:
+        On the first rank, those of each rank; on the others, empty ones.
+    """
+    parts = [data] + [b""] * (len(collectives.ranks) - 1)
+    return collectives.alltoall(parts, name)
+
+
+def scatter(collectives: Collectives, data: Sequence[bytes], name: str) -> bytes:
+    """Send each rank its data from the first one. A collective.
+
+    Args:
+        collectives: of the ranks.
+        data: on the first rank, one for each rank; it does not matter on the others.
+        name: of the collective.
+    """
+    is_first = collectives.rank == collectives.ranks[0]
+    parts = list(data) if is_first else [b""] * len(collectives.ranks)
+    return collectives.alltoall(parts, name)[0]
+
+
 def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 

@@ -19,7 +19,7 @@ import numpy as np
 import hvdkit
 from hvdkit.checkpoint import memory, tree
 from hvdkit.checkpoint.background import BackgroundWriter
-from hvdkit.checkpoint.exchange import StepWord, compare, exchange
+from hvdkit.checkpoint.exchange import StepWord, compare, exchange, gather
 from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.memory import Allocate
 from hvdkit.checkpoint.restoring import NOTHING_RESTORED, Restoring
@@ -29,7 +29,7 @@ from hvdkit.checkpoint.snapshot import SnapshotMemory, in_place
 from hvdkit.checkpoint.state import Part, RankPart, Tree
 from hvdkit.checkpoint.storage import MAX_STEP
 from hvdkit.checkpoint.store import Store
-from hvdkit.checkpoint.writing import Snapshot
+from hvdkit.checkpoint.writing import Snapshot, rank_to_bytes
 from hvdkit.core.agreement import digest
 from hvdkit.core.collectives import Collectives
 from hvdkit.errors import RESUMABLE, UsageError
@@ -218,10 +218,12 @@ class Manager:
                 "ranks": ", ".join(self._rank_parts),
                 "parts": ", ".join(self._parts),
                 "alike": {name: _fingerprint(trees[name], name) for name in self._alike},
-                "own": _encoded_plainly(
-                    {name: part.capture() for name, part in self._rank_parts.items()}, "rank"
-                ),
             }
+            own = rank_to_bytes(
+                _encoded_plainly(
+                    {name: part.capture() for name, part in self._rank_parts.items()}, "rank"
+                )
+            )
             if self._first:
                 content = in_place(trees) if wait else self._memory.copy(trees)
         except Exception as error:
@@ -240,16 +242,16 @@ class Manager:
                 [each["alike"][name] for each in gathered],
                 f"where they are in {name!r}",
             )
+        ranks = gather(self._collectives, own, "hvdkit.checkpoint.ranks")
         self._last_step, self._last_time = int(step), time.monotonic()
         if self._first:
             snapshot = Snapshot(
                 step=int(step),
                 epoch=None if epoch is None else int(epoch),
-                world_size=len(self._collectives.ranks),
                 metrics=values,
                 versions=self._versions,
                 parts=content,
-                ranks=[each["own"] for each in gathered],
+                ranks=ranks,
             )
         try:
             if self._first:

@@ -20,12 +20,16 @@ from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.errors import UsageError
 
 NAME = "manifest.json"
-STATE, RANKS = "state.json", "ranks.json"
+STATE, RANKS = "state.json", "ranks.jsonl"
+#: What was written before RANKS: one list with an entry for each rank.
+RANKS_IN_A_LIST = "ranks.json"
 TENSORS_SUFFIX = ".safetensors"
 
 #: Larger JSON files are neither written nor read: a stranger's could fill the memory.
 MAX_MANIFEST_BYTES = 16_000_000
 MAX_JSON_BYTES = 256_000_000
+#: Of each rank.
+MAX_RANK_BYTES = 64_000_000
 #: As `json_values` counts them. 100,000 parameters with Adam take 4 million. So many take about 0.7
 #: GB of memory at most, and without a limit 60 MB of JSON may take more than 4 GB.
 MAX_JSON_VALUES = 6_000_000
@@ -190,7 +194,7 @@ def check_file_name(name: str) -> str:
         ValueError: it may not.
     """
     stem = name.removesuffix(TENSORS_SUFFIX)
-    if name in (STATE, RANKS) or (stem != name and _PART.fullmatch(stem)):
+    if name in (STATE, RANKS, RANKS_IN_A_LIST) or (stem != name and _PART.fullmatch(stem)):
         return name
     raise ValueError(f"{name[:80]!r} is no name of a file in a checkpoint")
 

@@ -71,17 +71,9 @@ class Variables:
         """They have been written to."""
 
 
-# Everyone's are told to everyone, and go into one file of JSON.
-_LARGEST_STATISTICS = 4_000_000
-_LARGEST_STATISTICS_OF_ALL = 64_000_000
-
-
-def largest_statistics(ranks: int) -> int:
-    """Bytes of statistics that each of so many ranks may save as its own.
-
-    Where a rank has more, as all have alike, all ranks get the first one's.
-    """
-    return min(_LARGEST_STATISTICS, _LARGEST_STATISTICS_OF_ALL // ranks)
+#: Bytes of normalisation statistics that a rank saves as its own; the first rank holds all ranks'
+#: in memory. A model with more of them saves the first rank's alone.
+LARGEST_STATISTICS = 4_000_000
 
 
 def plain(name: str) -> str:
@@ -189,12 +181,3 @@ def data_part(data: Any) -> Part:
 def is_part(value: Any) -> bool:
     """Return whether `value` has the methods of a `Part`, as a `ResumableSampler` has."""
     return all(hasattr(value, method) for method in ("capture", "prepare", "adopt"))
-
-
-_LARGEST_DATA_STATE = 16_000_000
-_LARGEST_DATA_STATE_OF_ALL = 96_000_000
-
-
-def largest_data_state(ranks: int, count: int) -> int:
-    """Bytes of JSON that each of so many ranks may save of each of `count` data."""
-    return min(_LARGEST_DATA_STATE, _LARGEST_DATA_STATE_OF_ALL // ranks) // count

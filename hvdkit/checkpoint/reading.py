@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,14 +33,14 @@ class Outline:
             the part's file. They lie there without gaps. The dtypes are those of the tensors, of
             which a file may have others (`dtypes.PAIRS`).
         begins: part -> where the first tensor begins in the part's file.
-        ranks: each rank's JSON form.
+        rank_parts: the names of what each rank has for itself.
     """
 
     manifest: Manifest
     trees: Mapping[str, Any]
     specs: Mapping[str, Mapping[str, TensorSpec]]
     begins: Mapping[str, int]
-    ranks: tuple[Any, ...]
+    rank_parts: frozenset[str]
 
     def tree(self, part: str) -> Tree:
         """The tree of `part`, with a `TensorSpec` in place of each tensor.
@@ -61,10 +61,6 @@ class Outline:
         """Return the record of the file with the tensors of `part`."""
         return self.manifest.files[part + manifest.TENSORS_SUFFIX]
 
-    def rank(self, rank: int) -> Tree:
-        """The tree that `rank` saved for itself."""
-        return tree.decode(self.ranks[rank], {})
-
     def to_bytes(self) -> bytes:
         """To be sent to the other ranks."""
         specs = {
@@ -72,13 +68,19 @@ class Outline:
             for part, entries in self.specs.items()
         }
         return json.dumps(
-            [self.manifest.to_bytes().decode(), self.trees, specs, self.begins, self.ranks]
+            [
+                self.manifest.to_bytes().decode(),
+                self.trees,
+                specs,
+                self.begins,
+                sorted(self.rank_parts),
+            ]
         ).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Outline:
         """Return the outline that `to_bytes` was called on."""
-        text, trees, specs, begins, ranks = json.loads(data)
+        text, trees, specs, begins, rank_parts = json.loads(data)
         return cls(
             manifest=Manifest.from_bytes(text.encode()),
             trees=trees,
@@ -87,7 +89,7 @@ class Outline:
                 for part, entries in specs.items()
             },
             begins=begins,
-            ranks=tuple(ranks),
+            rank_parts=frozenset(rank_parts),
         )
 
 
@@ -100,13 +102,15 @@ class OpenCheckpoint:
     Attributes:
         outline: all of it but its tensors' content.
         location: its path or URL.
+        ranks: what each rank has for itself; `rank_tree` reads it.
 
     In a folder it can be read to its end even if the step is removed meanwhile.
     """
 
-    def __init__(self, outline: Outline, files: StepFiles) -> None:
+    def __init__(self, outline: Outline, files: StepFiles, ranks: Sequence[bytes]) -> None:
         self.outline = outline
         self.location = ""
+        self.ranks = ranks
         self._files = files
         # The files, and above them what reads ahead in them.
         self._resources = ExitStack()
@@ -323,36 +327,70 @@ def _chunked(files: StepFiles, found: Manifest, name: str, readers: int = 0) -> 
     return ChunkedFile(name, found.files[name], partial(files.read_into, name), readers)
 
 
+def rank_tree(content: bytes) -> Tree:
+    """The tree that a rank has saved for itself.
+
+    Raises:
+        Damaged: it is not what hvdkit writes.
+    """
+    return _check(manifest.RANKS, lambda: tree.decode(_parsed(manifest.RANKS, content), {}))
+
+
 def _json(files: StepFiles, found: Manifest, name: str) -> Any:
     """The content of a file that is JSON."""
+    return _parsed(name, _content(files, found, name, manifest.MAX_JSON_BYTES))
+
+
+def _content(files: StepFiles, found: Manifest, name: str, most: int) -> bytes:
+    """The content of a file that has at most so many bytes."""
     if name not in found.files:
         raise Damaged(name, "the manifest does not list it")
     size = found.files[name].size
-    if size > manifest.MAX_JSON_BYTES:
-        raise Damaged(
-            name, f"it has {size} bytes; expected at most {manifest.MAX_JSON_BYTES} of JSON"
-        )
-    raw = np.empty(size, np.uint8)
-    _chunked(files, found, name).read(raw, 0)
-    content = raw.tobytes()
+    if size > most:
+        raise Damaged(name, f"it has {size} bytes; expected at most {most} of JSON")
+    content = np.empty(size, np.uint8)
+    _chunked(files, found, name).read(content, 0)
+    return content.tobytes()
+
+
+def _parsed(name: str, content: bytes) -> Any:
     if manifest.json_values(content, manifest.MAX_JSON_VALUES) > manifest.MAX_JSON_VALUES:
         raise Damaged(name, f"it has more than {manifest.MAX_JSON_VALUES} values, as none has")
     return manifest.parse_json(name, content)
 
 
+def _ranks(files: StepFiles, found: Manifest) -> list[bytes]:
+    """What each rank has for itself: a line of a file, or an entry of the list of older ones."""
+    if manifest.RANKS_IN_A_LIST in found.files:
+        ranks = _json(files, found, manifest.RANKS_IN_A_LIST)
+        if not isinstance(ranks, list):
+            raise Damaged(manifest.RANKS_IN_A_LIST, "it is no list with an entry for each rank")
+        return [json.dumps(rank).encode() for rank in ranks]
+    most = found.world_size * (manifest.MAX_RANK_BYTES + 1)
+    *lines, rest = _content(files, found, manifest.RANKS, most).split(b"\n")
+    if rest:
+        raise Damaged(manifest.RANKS, "its last line has no end")
+    for line in lines:
+        if len(line) > manifest.MAX_RANK_BYTES:
+            raise Damaged(
+                manifest.RANKS,
+                f"it has a line of {len(line)} bytes; expected at most {manifest.MAX_RANK_BYTES}",
+            )
+    return lines
+
+
 def _opened(found: Manifest, files: StepFiles) -> OpenCheckpoint:
     """The step that `files` are, if their contents fit together."""
-    trees, ranks = (_json(files, found, name) for name in (manifest.STATE, manifest.RANKS))
+    trees, ranks = _json(files, found, manifest.STATE), _ranks(files, found)
     begins, specs = {}, {}
     for part in found.parts_with_tensors:
         name = part + manifest.TENSORS_SUFFIX
         begins[part], specs[part] = tensors.read_header(
             _chunked(files, found, name).read, found.files[name].size, name
         )
-    outline = Outline(found, trees, specs, begins, tuple(ranks) if isinstance(ranks, list) else ())
-    _check(manifest.RANKS, lambda: _check_ranks(outline, ranks))
+    outline = Outline(found, trees, specs, begins, _rank_parts(found, ranks))
     outline = replace(outline, specs=_check(manifest.STATE, lambda: _checked_specs(outline)))
-    return OpenCheckpoint(outline, files)
+    return OpenCheckpoint(outline, files, ranks)
 
 
 def _check(name: str, check: Callable[[], Result]) -> Result:
@@ -362,11 +400,17 @@ def _check(name: str, check: Callable[[], Result]) -> Result:
         raise Damaged(name, f"it is not what hvdkit writes ({error})") from error
 
 
-def _check_ranks(outline: Outline, ranks: Any) -> None:
-    if not isinstance(ranks, list):
-        raise ValueError("not a list with an entry for each rank")
-    for rank in range(len(ranks)):
-        outline.rank(rank)
+def _rank_parts(found: Manifest, ranks: Sequence[bytes]) -> frozenset[str]:
+    """The names of what each rank has for itself. All lines are read."""
+    if len(ranks) != found.world_size:
+        raise Damaged(manifest.RANKS, f"it has {len(ranks)} ranks instead of {found.world_size}")
+    names: set[str] = set()
+    for rank in ranks:
+        parts = rank_tree(rank)
+        if not isinstance(parts, dict):
+            raise Damaged(manifest.RANKS, "it has a rank without names of parts")
+        names.update(parts)
+    return frozenset(names)
 
 
 def _checked_specs(outline: Outline) -> dict[str, dict[str, TensorSpec]]:

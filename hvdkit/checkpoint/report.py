@@ -94,7 +94,7 @@ def show_step(opened: OpenCheckpoint, console: Console) -> None:
     _print(console, "\nparts:")
     for part in outline.trees:
         _print(console, f"  {part:20} {_tensors(outline.specs.get(part, {}))}")
-    _print(console, f"  {'of each rank':20} {_count(len(outline.ranks), 'rank')}")
+    _print(console, f"  {'of each rank':20} {_count(len(opened.ranks), 'rank')}")
     _print(console, "\nfiles:")
     for name, record in manifest.files.items():
         hashes = f"xxh3_128 {record.hashes[0]}"

@@ -1,15 +1,15 @@
 """Restoring on all ranks together: the first rank reads, checks and broadcasts."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hvdkit.checkpoint.broadcasting import Broadcast
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
-from hvdkit.checkpoint.exchange import compare, exchange
+from hvdkit.checkpoint.exchange import compare, exchange, scatter
 from hvdkit.checkpoint.manifest import Manifest
-from hvdkit.checkpoint.reading import OpenCheckpoint, Outline
+from hvdkit.checkpoint.reading import OpenCheckpoint, Outline, rank_tree
 from hvdkit.checkpoint.state import Part, PartialPart, RankPart, RequiredRankPart, Tree
 from hvdkit.checkpoint.store import Search
 from hvdkit.core.agreement import digest
@@ -92,11 +92,11 @@ class Restoring:
         """
         damaged: list[str] | None = None
         while True:
-            opened, sent = self._open(search, damaged)
+            opened, sent, own = self._open(search, damaged)
             try:
                 if not sent:
                     return None
-                prepared = self._agree(sent)
+                prepared = self._agree(sent, own)
                 damaged = self._fill(opened, prepared)
             finally:
                 if opened is not None:
@@ -116,15 +116,18 @@ class Restoring:
 
     def _open(
         self, search: Search | None, damaged: list[str] | None
-    ) -> tuple[OpenCheckpoint | None, bytes]:
+    ) -> tuple[OpenCheckpoint | None, bytes, bytes]:
         """Open a step on the first rank. All ranks get its outline, or b"" if there is none.
+
+        Each rank also gets what it has saved for itself, or b"" if the job had another size.
 
         Args:
             search: on the first rank, what finds the steps.
             damaged: the file and the reason, if the step before this one proved to be damaged.
         """
         opened: OpenCheckpoint | None = None
-        sent = b""
+        sent, own = b"", b""
+        ranks: Sequence[bytes] = [b""] * len(self._collectives.ranks)
         problem: Exception | None = None
         try:
             if search is not None:
@@ -132,24 +135,34 @@ class Restoring:
                     search.reject(Damaged(*damaged))
                 opened = search.open_next(whole=not self._strict)
                 sent = opened.outline.to_bytes() if opened else b""
+                if opened and opened.manifest.world_size == len(ranks):
+                    ranks = opened.ranks
         except Exception as error:
             problem = error
         try:
             exchange(self._collectives, {}, problem, self._consequence)
             first = self._collectives.ranks[0]
-            return opened, self._collectives.broadcast(sent, first, "hvdkit.checkpoint.outline")
+            sent = self._collectives.broadcast(sent, first, "hvdkit.checkpoint.outline")
+            if sent:
+                own = scatter(self._collectives, ranks, "hvdkit.checkpoint.ranks")
+            return opened, sent, own
         except BaseException:
             if opened is not None:
                 opened.close()
             raise
 
-    def _agree(self, sent: bytes) -> _Prepared:
-        """Prepare the parts, and check that all ranks restore the same of the step."""
+    def _agree(self, sent: bytes, own: bytes) -> _Prepared:
+        """Prepare the parts, and check that all ranks restore the same of the step.
+
+        Args:
+            sent: the step's outline.
+            own: what this rank has saved for itself.
+        """
         problem: Exception | None = None
         message: dict[str, Any] = {}
         try:
             # Everything that may fail on one rank alone comes before the first broadcast.
-            prepared = self._prepare(Outline.from_bytes(sent))
+            prepared = self._prepare(Outline.from_bytes(sent), own)
             message = {
                 "left": digest(prepared.left).hex(),
                 "tensors": digest(list(map(str, prepared.broadcast.names))).hex(),
@@ -220,9 +233,8 @@ class Restoring:
                 "the rest of its epoch is divided anew, and " if "data" in prepared.parts else "",
             )
 
-    def _prepare(self, outline: Outline) -> _Prepared:
-        ranks = self._collectives.ranks
-        same_size = outline.manifest.world_size == len(ranks)
+    def _prepare(self, outline: Outline, own_state: bytes) -> _Prepared:
+        same_size = outline.manifest.world_size == len(self._collectives.ranks)
         parts: dict[str, Tree] = {}
         left: list[str] = []
         for name in self._names(outline, same_size):
@@ -236,7 +248,7 @@ class Restoring:
         if left:
             # Those of layers that may be others now.
             wanted = wanted - {"statistics"}
-        saved = outline.rank(ranks.index(self._collectives.rank)) if same_size else {}
+        saved = rank_tree(own_state) if same_size else {}
         own = {name: saved[name] for name in self._rank_parts if name in saved and name in wanted}
         for name, part in self._rank_parts.items():
             if name in wanted and isinstance(part, RequiredRankPart):
@@ -303,9 +315,8 @@ class Restoring:
             )
         if lacking and self._first:
             _log.warning("step %d has no %s; left as they are", step, ", ".join(sorted(lacking)))
-        of_ranks = outline.ranks[0].keys() if outline.ranks else set()
         unused = saved - self._parts.keys() - self._of_this_size
-        unused |= of_ranks - self._rank_parts.keys()
+        unused |= outline.rank_parts - self._rank_parts.keys()
         if unused and self._first:
             _log.warning(
                 "step %d has %s, which this job does not ask for", step, ", ".join(sorted(unused))

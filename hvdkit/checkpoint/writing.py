@@ -50,21 +50,19 @@ class Snapshot:
     Attributes:
         step: how many steps were trained, 0 or more.
         epoch: the epoch that the step is in, if the training counts epochs.
-        world_size: ranks of the job.
         metrics: values by name; NaN and infinities are allowed.
         versions: of what wrote it, by name: hvdkit, python, the framework.
         parts: name -> part. A name is a letter and up to 63 letters, digits, `_` or `-`.
-        ranks: one tree for each rank, in its JSON form (`tree.encode`), without tensors.
+        ranks: one tree for each rank, without tensors, as `rank_to_bytes` gives it.
         withdrawn: when set, the step is given up: its tensors may have changed.
     """
 
     step: int
     epoch: int | None
-    world_size: int
     metrics: Mapping[str, float]
     versions: Mapping[str, str]
     parts: Mapping[str, EncodedPart]
-    ranks: Sequence[Any] = ()
+    ranks: Sequence[bytes]
     withdrawn: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -260,7 +258,7 @@ class Writer:
         return Manifest(
             step=snapshot.step,
             epoch=snapshot.epoch,
-            world_size=snapshot.world_size,
+            world_size=len(snapshot.ranks),
             commit=self._writer.commit_number,
             run=self.run,
             time=time.time(),
@@ -322,9 +320,15 @@ def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Iterable[memoryview]]]:
             yield name + manifest.TENSORS_SUFFIX, tensors.serialize(part.tensors)
     yield (
         manifest.STATE,
-        [_json(manifest.STATE, {n: part.tree for n, part in snapshot.parts.items()})],
+        [
+            _json(
+                manifest.STATE,
+                {n: part.tree for n, part in snapshot.parts.items()},
+                manifest.MAX_JSON_BYTES,
+            )
+        ],
     )
-    yield manifest.RANKS, [_json(manifest.RANKS, list(snapshot.ranks))]
+    yield manifest.RANKS, (memoryview(line) for rank in snapshot.ranks for line in (rank, b"\n"))
 
 
 def _until_withdrawn(pieces: Iterable[memoryview], snapshot: Snapshot) -> Iterator[memoryview]:
@@ -341,12 +345,24 @@ def _interrupted(step: int) -> CheckpointError:
     )
 
 
-def _json(name: str, content: Any) -> memoryview:
+def rank_to_bytes(encoded: Any) -> bytes:
+    """Return what is written of one rank: a line of JSON.
+
+    Args:
+        encoded: its tree in its JSON form (`tree.encode`), without tensors.
+
+    Raises:
+        UsageError: it is too large.
+    """
+    return bytes(_json("the state of this rank alone", encoded, manifest.MAX_RANK_BYTES))
+
+
+def _json(name: str, content: Any, most: int) -> memoryview:
     data = json.dumps(content, allow_nan=False).encode()
-    if len(data) > manifest.MAX_JSON_BYTES:
+    if len(data) > most:
         raise UsageError(
-            f"{name} would have {len(data)} bytes; expected at most "
-            f"{manifest.MAX_JSON_BYTES}. Keep large data in tensors."
+            f"{name} would have {len(data)} bytes; expected at most {most}. Keep large data in "
+            "tensors."
         )
     if manifest.json_values(data, manifest.MAX_JSON_VALUES) > manifest.MAX_JSON_VALUES:
         raise UsageError(

@@ -45,6 +45,34 @@ def check_member(process_set: Membership) -> None:
         )
 
 
+def alltoall_in_rounds(
+    collectives: "Collectives",
+    parts: Sequence[bytes],
+    name: str,
+    alltoall: Callable[[list[memoryview]], Sequence[bytes]],
+    most: int = 1 << 30,
+) -> list[bytes]:
+    """Implement `Collectives.alltoall` with one that takes less than 2 GiB: MPI counts in 32 bits.
+
+    Args:
+        collectives: of the ranks.
+        parts: as `Collectives.alltoall` takes them.
+        name: of the collective.
+        alltoall: sends to each rank its part, and returns what each has sent.
+        most: bytes that a rank sends or receives in one round.
+    """
+    step = max(most // len(parts), 1)
+    longest = max(len(part) for part in parts)
+    (rounds,) = collectives.max([-(-longest // step)], f"{name}.rounds")
+    received = [bytearray() for _ in parts]
+    for number in range(rounds):
+        place = slice(number * step, (number + 1) * step)
+        pieces = alltoall([memoryview(part)[place] for part in parts])
+        for whole, piece in zip(received, pieces, strict=True):
+            whole += piece
+    return [bytes(whole) for whole in received]
+
+
 class Collectives(Protocol):
     """Small collectives of one process set, on host data.
 
@@ -91,6 +119,10 @@ class Collectives(Protocol):
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:
         """Every rank's `data`, of any length."""
+        ...
+
+    def alltoall(self, parts: Sequence[bytes], name: str) -> list[bytes]:
+        """Send `parts[i]`, of any length, to `ranks[i]`. Return what each rank sent to this one."""
         ...
 
     def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:

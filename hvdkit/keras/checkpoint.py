@@ -192,7 +192,7 @@ class Checkpoint(FollowsFit):
         self._distribution = distribution = distribution_of(model.optimizer)
         self._metrics.model = model
         collectives = distribution.collectives if distribution else backend.collectives()
-        self._rank_parts = rank_parts_of(model, len(collectives.ranks))
+        self._rank_parts = rank_parts_of(model)
         parts: dict[str, Part] = parts_of(model) | {
             "progress": Plain(place.progress, place.take_progress),
             "callbacks": CallbackStates(lambda: place.callbacks),

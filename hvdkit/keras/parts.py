@@ -12,7 +12,7 @@ from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
 
 from hvdkit.checkpoint import arrays, h5
-from hvdkit.checkpoint.parts import Variables, largest_statistics, named, plain
+from hvdkit.checkpoint.parts import LARGEST_STATISTICS, Variables, named, plain
 from hvdkit.checkpoint.state import Part, RankPart, TensorSpec, Tree
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
@@ -37,17 +37,16 @@ def parts_of(model: Any) -> dict[str, Part]:
     return parts
 
 
-def rank_parts_of(model: Any, ranks: int) -> dict[str, RankPart]:
+def rank_parts_of(model: Any) -> dict[str, RankPart]:
     """The parts that each rank has for itself, but for its metrics.
 
     Args:
         model: built and compiled.
-        ranks: how many ranks the job has.
     """
     return {
         "seeds": OwnVariables(lambda: _seeds(model)),
         "global_seed": GlobalSeed(),
-        "variables": OwnVariables(lambda: _local(model, largest_statistics(ranks))),
+        "variables": OwnVariables(lambda: _local(model)),
         # Last, because a seed that has to be made is drawn with Python's random numbers.
         "random": backend.randomness(),
     }
@@ -242,19 +241,19 @@ class GlobalSeed:
             backend.write(state, np.frombuffer(tree, np.uint8))
 
 
-def _local(model: Any, largest: int) -> list[Any]:
+def _local(model: Any) -> list[Any]:
     """What differs between ranks by intention or by nature.
 
     Layers that are left out of the reduction with the optimizer's state of them; statistics that
     layers gather themselves, as BatchNormalization does from this rank's batches, where they are
-    no larger than `largest` bytes.
+    no larger than `LARGEST_STATISTICS` bytes.
     """
     statistics = {
         id(variable): variable
         for layer in model._flatten_layers()
         for variable in layer._non_trainable_variables
     }
-    if sum(map(backend.bytes_of, statistics.values())) > largest:
+    if sum(map(backend.bytes_of, statistics.values())) > LARGEST_STATISTICS:
         statistics = {}
     own = list(statistics.values())
     distribution = distribution_of(model.optimizer)

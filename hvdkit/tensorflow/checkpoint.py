@@ -128,7 +128,7 @@ class Checkpointer(Manager):
             collectives,
             parts,
             rank_parts={
-                "statistics": Statistics(models, len(collectives.ranks)),
+                "statistics": Statistics(models),
                 "random": Randomness(generators, lambda: _seeds(models.values())),
             },
             versions={"tensorflow": tf.__version__, "keras": keras.__version__},

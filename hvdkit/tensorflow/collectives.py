@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.collectives import is_alone
+from hvdkit.core.collectives import alltoall_in_rounds, is_alone
 from hvdkit.tensorflow import runtime
 
 
@@ -74,6 +74,23 @@ class TensorFlowCollectives:
             joined = mpi_ops.allgather(own, name, process_set=self.process_set).numpy()
             bounds = np.cumsum(sizes.numpy())[:-1]
         return [part.tobytes() for part in np.split(joined, bounds)]
+
+    def alltoall(self, parts: Sequence[bytes], name: str) -> list[bytes]:
+        """Send each rank its bytes, and return what each has sent to this one."""
+        if self.alone:
+            return list(parts)
+
+        def send(pieces: list[memoryview]) -> list[bytes]:
+            with _now():
+                joined = tf.constant(np.frombuffer(b"".join(pieces), np.uint8))
+                splits = tf.constant([len(piece) for piece in pieces], tf.int32)
+                received, sizes = mpi_ops.alltoall(
+                    joined, splits, name, process_set=self.process_set
+                )
+                parts = np.split(received.numpy(), np.cumsum(sizes.numpy())[:-1])
+            return [part.tobytes() for part in parts]
+
+        return alltoall_in_rounds(self, parts, name, send)
 
     def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
         """Rank `root_rank`'s bytes; what the other ranks pass does not matter."""

@@ -15,7 +15,7 @@ from tensorflow.python.ops import stateful_random_ops
 
 from hvdkit.checkpoint import randomness
 from hvdkit.checkpoint.dtypes import code_of
-from hvdkit.checkpoint.parts import largest_statistics
+from hvdkit.checkpoint.parts import LARGEST_STATISTICS
 from hvdkit.checkpoint.state import TensorSpec, Tree
 from hvdkit.tensorflow.sync_batch_norm import SyncBatchNormalization
 from hvdkit.tensorflow.variables import tf_variable
@@ -150,23 +150,21 @@ class Randomness:
 class Statistics:
     """A `RankPart`: what the batch normalisation of Keras models has gathered on this rank alone.
 
-    In training it changes nothing but itself, yet a rank's validation depends on it. Where it is
-    too large to be told to all, all ranks get the first one's.
+    In training it changes nothing but itself, yet a rank's validation depends on it. Above
+    `LARGEST_STATISTICS` bytes, all ranks get the first one's.
 
     Args:
         models: those that the layers are in, by name. What is no Keras model has none.
-        ranks: of the job.
     """
 
-    def __init__(self, models: Mapping[str, Any], ranks: int) -> None:
+    def __init__(self, models: Mapping[str, Any]) -> None:
         self._models = models
-        self._largest = largest_statistics(ranks)
 
     def capture(self) -> Tree:
         """This rank's."""
         own = self._variables()
         size = sum(tf_variable(v).dtype.size * math.prod(v.shape) for v in own.values())
-        return {} if size > self._largest else {name: _content(v) for name, v in own.items()}
+        return {} if size > LARGEST_STATISTICS else {name: _content(v) for name, v in own.items()}
 
     def adopt(self, tree: Tree) -> None:
         """Put it back."""

@@ -133,8 +133,7 @@ class Checkpointer(Manager):
             for name, each in several(argument, given).items():
                 parts[name] = StatefulPart(each, name)
         collectives = TorchCollectives(process_set)
-        ranks = len(collectives.ranks)
-        shared, own = data_parts(data, ranks)
+        shared, own = data_parts(data)
         parts |= shared
         parts["metadata"] = kept_in(self.metadata)
         wrapped = [o for o in optimizers.values() if isinstance(o, WrappedOptimizer)]
@@ -151,7 +150,7 @@ class Checkpointer(Manager):
             # Creating a loader's iterator draws random numbers, so `random` comes after `data`.
             rank_parts={
                 **own,
-                "statistics": Statistics(models, ranks),
+                "statistics": Statistics(models),
                 "random": Randomness(generators),
             },
             alike=list(shared),

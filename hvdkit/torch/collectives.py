@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
-from hvdkit.core.collectives import is_alone
+from hvdkit.core.collectives import alltoall_in_rounds, is_alone
 from hvdkit.torch import runtime
 
 
@@ -64,6 +64,21 @@ class TorchCollectives:
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NO_BYTES
         joined = mpi_ops.allgather(own, name=name, process_set=self.process_set)
         return [part.numpy().tobytes() for part in joined.split(sizes.tolist())]
+
+    def alltoall(self, parts: Sequence[bytes], name: str) -> list[bytes]:
+        """Send each rank its bytes, and return what each has sent to this one."""
+        if self.alone:
+            return list(parts)
+
+        def send(pieces: list[memoryview]) -> list[bytes]:
+            joined = np.frombuffer(b"".join(pieces), np.uint8).copy()
+            splits = torch.tensor([len(piece) for piece in pieces], dtype=torch.int32, device="cpu")
+            received, sizes = mpi_ops.alltoall(
+                torch.from_numpy(joined), splits, name=name, process_set=self.process_set
+            )
+            return [part.numpy().tobytes() for part in received.split(sizes.tolist())]
+
+        return alltoall_in_rounds(self, parts, name, send)
 
     def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
         """Rank `root_rank`'s bytes; what the other ranks pass does not matter."""

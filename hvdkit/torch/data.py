@@ -11,21 +11,22 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hvdkit.checkpoint import tree
 from hvdkit.checkpoint.manifest import check_part_name
-from hvdkit.checkpoint.parts import is_part, largest_data_state, several
+from hvdkit.checkpoint.parts import is_part, several
 from hvdkit.checkpoint.state import Part, RankPart, Tree
 from hvdkit.errors import UsageError
 from hvdkit.torch.parts import Randomness, with_small_tensors, without_small_tensors
 from hvdkit.torch.sampling import ResumableSampler, sampler_of
 
+# Bytes of JSON. The first rank holds the states of all ranks in memory.
+_LARGEST_STATE = 16_000_000
 _STATEFUL = "torchdata.stateful_dataloader.StatefulDataLoader"
 
 
-def data_parts(data: Any, ranks: int) -> tuple[dict[str, Part], dict[str, RankPart]]:
+def data_parts(data: Any) -> tuple[dict[str, Part], dict[str, RankPart]]:
     """Return the parts of `data=` by name: those that all ranks share, and those of each rank.
 
     Args:
         data: as `Checkpointer` takes it; None for nothing.
-        ranks: how many ranks the job has.
 
     Raises:
         UsageError: something in it has no position that can be kept.
@@ -33,9 +34,7 @@ def data_parts(data: Any, ranks: int) -> tuple[dict[str, Part], dict[str, RankPa
     given = several("data", data)
     shared = {name: each for name, each in given.items() if is_part(each)}
     own: dict[str, RankPart] = {
-        name: DataState(each, name, largest_data_state(ranks, len(given)))
-        for name, each in given.items()
-        if name not in shared
+        name: DataState(each, name) for name, each in given.items() if name not in shared
     }
     for name in given:
         check_part_name(name)
@@ -48,17 +47,15 @@ class DataState:
     Args:
         stateful: has `state_dict` and `load_state_dict`.
         subject: its name, for errors.
-        largest: bytes of JSON that its state may take.
 
     Raises:
         UsageError: it has no such methods, or its position is that of a `ResumableSampler`.
     """
 
-    def __init__(self, stateful: Any, subject: str, largest: int) -> None:
+    def __init__(self, stateful: Any, subject: str) -> None:
         _check_stateful(stateful, subject)
         self._stateful = stateful
         self._subject = subject
-        self._largest = largest
 
     def capture(self) -> Tree:
         """Return the state, and with how many workers it goes.
@@ -69,11 +66,10 @@ class DataState:
         state = with_small_tensors(self._call("state_dict"), self._subject)
         encoded, _ = tree.encode(state, self._subject, inline=True)
         size = len(json.dumps(encoded))
-        if size > self._largest:
+        if size > _LARGEST_STATE:
             raise UsageError(
                 f"the state of {self._subject} takes {size} bytes on this rank: expected at most "
-                f"{self._largest} on this number of ranks. Let state_dict() return positions, not "
-                f"data"
+                f"{_LARGEST_STATE}. Let state_dict() return positions, not data"
             )
         if _lacks_position(state):
             raise UsageError(

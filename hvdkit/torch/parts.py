@@ -12,7 +12,7 @@ import torch
 from horovod.torch import SyncBatchNorm
 
 from hvdkit.checkpoint import dtypes, randomness
-from hvdkit.checkpoint.parts import largest_statistics
+from hvdkit.checkpoint.parts import LARGEST_STATISTICS
 from hvdkit.checkpoint.state import Discarded, SmallTensor, TensorSpec, Tree
 from hvdkit.checkpoint.tree import MAX_ARRAY_BYTES
 from hvdkit.checkpoint.weights import TIED
@@ -692,22 +692,20 @@ class Randomness:
 class Statistics:
     """A `RankPart`: what normalisation layers have gathered from this rank's batches alone.
 
-    In training they change nothing but themselves, yet a rank's validation depends on them. Where
-    they are too large to be told to all, all ranks get the first one's.
+    In training they change nothing but themselves, yet a rank's validation depends on them. Above
+    `LARGEST_STATISTICS` bytes, all ranks get the first one's.
 
     Args:
         models: those that the layers are in, by name.
-        ranks: of the job.
     """
 
-    def __init__(self, models: Mapping[str, torch.nn.Module], ranks: int) -> None:
+    def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
         self._models = models
-        self._largest = largest_statistics(ranks)
 
     def capture(self) -> Tree:
         """This rank's."""
         own = self._buffers()
-        if sum(map(_nbytes, own.values())) > self._largest:
+        if sum(map(_nbytes, own.values())) > LARGEST_STATISTICS:
             return {}
         return {name: _content(buffer) for name, buffer in own.items()}
 

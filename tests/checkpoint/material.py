@@ -7,11 +7,11 @@ import numpy as np
 import xxhash
 from upath import UPath
 
-from hvdkit.checkpoint import chunks, manifest, tensors, tree
+from hvdkit.checkpoint import chunks, manifest, reading, tensors, tree
 from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.store import Store
-from hvdkit.checkpoint.writing import EncodedPart, Snapshot
+from hvdkit.checkpoint.writing import EncodedPart, Snapshot, rank_to_bytes
 
 #: part -> a tree with tensors of all kinds: none of it, one number, one byte wide, two.
 TREES = {
@@ -45,11 +45,13 @@ def snapshot(step, metrics=None, epoch=1):
     return Snapshot(
         step=step,
         epoch=epoch,
-        world_size=2,
         metrics=metrics or {},
         versions={"hvdkit": "0", "python": "3"},
         parts={name: part(name, 1000 * step + i) for i, name in enumerate(TREES)},
-        ranks=[tree.encode({"rng": bytes([rank, step % 256])}, "rank")[0] for rank in range(2)],
+        ranks=[
+            rank_to_bytes(tree.encode({"rng": bytes([rank, step % 256])}, "rank")[0])
+            for rank in range(2)
+        ],
     )
 
 
@@ -86,7 +88,7 @@ def assert_holds(opened, step):
         if part.tensors
     }
     assert {name: opened.outline.tree(name) for name in TREES} == TREES
-    assert opened.outline.rank(1) == {"rng": bytes([1, step % 256])}
+    assert reading.rank_tree(opened.ranks[1]) == {"rng": bytes([1, step % 256])}
 
 
 def assert_newest_good(store, step):
@@ -172,6 +174,11 @@ def as_version_1(folder):
     fields = json.loads(path.read_bytes())
     del fields["xxh3_128"]
     fields["version"] = 1
+    ranks = (folder / manifest.RANKS).read_text().splitlines()
+    (folder / manifest.RANKS_IN_A_LIST).write_text(f"[{', '.join(ranks)}]")
+    (folder / manifest.RANKS).unlink()
+    del fields["files"][manifest.RANKS]
+    fields["files"][manifest.RANKS_IN_A_LIST] = None
     fields["files"] = {
         name: {
             "bytes": (folder / name).stat().st_size,

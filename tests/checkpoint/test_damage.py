@@ -41,7 +41,7 @@ usually_in_a_folder = pytest.mark.parametrize(
 #: Made by code in a checkpoint, if any of it were run.
 RAN = Path(tempfile.gettempdir()) / f"hvdkit-tests-ran-{os.getpid()}"
 
-FILES = ["manifest.json", "state.json", "ranks.json", "model.safetensors", "optimizer.safetensors"]
+FILES = ["manifest.json", "state.json", "ranks.jsonl", "model.safetensors", "optimizer.safetensors"]
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_missing_file(store, newest, caplog, file):
     assert_set_aside(store, caplog, file)
 
 
-@pytest.mark.parametrize("file", ["ranks.json", "model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("file", ["ranks.jsonl", "model.safetensors", "optimizer.safetensors"])
 def test_a_file_of_another_step(store, newest, caplog, file):
     (newest / file).write_bytes((step_folder(store, 1) / file).read_bytes())
     assert_set_aside(store, caplog, file)
@@ -310,7 +310,7 @@ def test_a_folder_in_place_of_a_file(store, newest, caplog):
     refused(store, caplog, "state.json")
 
 
-@pytest.mark.parametrize("file", ["state.json", "ranks.json", "model.safetensors"])
+@pytest.mark.parametrize("file", ["state.json", "ranks.jsonl", "model.safetensors"])
 @usually_in_a_folder
 def test_a_pickle_is_not_opened_as_one(store, newest, caplog, file):
     forge(newest, {file: pickle.dumps(Canary(RAN))})
@@ -370,9 +370,17 @@ def test_a_header_larger_than_any_that_is_written(store, newest, caplog, monkeyp
 @usually_in_a_folder
 def test_json_larger_than_any_that_is_written(store, newest, caplog, monkeypatch):
     monkeypatch.setattr(manifest, "MAX_JSON_BYTES", 1000)
-    forge(newest, {"ranks.json": b"[" + b" " * 2000 + b"]"})
-    refused(store, caplog, "ranks.json")
+    forge(newest, {"state.json": b"{" + b" " * 2000 + b"}"})
+    refused(store, caplog, "state.json")
     assert "expected at most 1000 of JSON" in caplog.text
+
+
+@usually_in_a_folder
+def test_a_line_of_a_rank_larger_than_any_that_is_written(store, newest, caplog, monkeypatch):
+    monkeypatch.setattr(manifest, "MAX_RANK_BYTES", 1000)
+    forge(newest, {"ranks.jsonl": b"{" + b" " * 1500 + b"}\n{}\n"})
+    refused(store, caplog, "ranks.jsonl")
+    assert "it has a line of 1502 bytes; expected at most 1000" in caplog.text
 
 
 @usually_in_a_folder
@@ -380,9 +388,9 @@ def test_json_larger_than_any_that_is_written(store, newest, caplog, monkeypatch
 def test_json_with_more_values_than_is_written(store, newest, caplog, monkeypatch, unit):
     """A small file may take all memory once it is parsed."""
     monkeypatch.setattr(manifest, "MAX_JSON_VALUES", 10_000)
-    forge(newest, {"ranks.json": b"[" + b",".join([unit] * 10_001) + b"]"})
-    refused(store, caplog, "ranks.json")
-    assert "ranks.json: it has more than 10000 values" in caplog.text
+    forge(newest, {"ranks.jsonl": b"{}\n[" + b",".join([unit] * 10_001) + b"]\n"})
+    refused(store, caplog, "ranks.jsonl")
+    assert "ranks.jsonl: it has more than 10000 values" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from hvdkit.checkpoint.signals import StopSignals
 from hvdkit.checkpoint.store import Search, Store
 from hvdkit.core.collectives import check_member
 from hvdkit.errors import RESUMABLE, UsageError
-from tests.checkpoint.material import as_version_1, remove, step_folder
+from tests.checkpoint.material import as_version_1, forge, remove, step_folder
 from tests.checkpoint.simulated_state import Arrays, ArrayTensor, Own
 from tests.core.simulated_ranks import on_every_rank
 
@@ -101,6 +101,52 @@ def test_what_is_restored_is_what_the_first_rank_and_each_rank_had(tmp_path):
 
     assert on_ranks(run) == [(7, 2, {"loss": 0.5}, SIZE)] * SIZE
     assert not (tmp_path / "of").exists()
+
+
+def test_what_a_rank_has_for_itself_goes_to_the_first_rank_and_to_no_other(tmp_path):
+    large = 100_000
+
+    def run(collectives):
+        received = []
+        alltoall, exchange = collectives.alltoall, collectives.exchange
+
+        def count(values):
+            received.extend(len(value) for value in values if isinstance(value, bytes))
+            return values
+
+        collectives.alltoall = lambda parts, name: count(alltoall(parts, name))
+        collectives.exchange = lambda value, name: count(exchange(value, name))
+        own = Own(bytes([collectives.rank]) * large)
+        with make(collectives, tmp_path, state(0), own=own) as saving:
+            saving.save(1)
+        saved = sum(received)
+        received.clear()
+        with make(collectives, tmp_path, state(0), own=own) as restoring:
+            restoring.restore()
+        assert own.value == bytes([collectives.rank]) * large
+        return saved, sum(received)
+
+    for rank, (saved, restored) in enumerate(on_ranks(run)):
+        # In base64, and beside it the messages of the ranks.
+        assert saved < (1.5 * SIZE * large if rank == 0 else 0.2 * large)
+        assert large < restored < 1.5 * large
+
+
+@pytest.mark.parametrize("count", [0, 1, SIZE + 1])
+def test_a_step_without_a_line_for_each_rank_is_damaged(tmp_path, caplog, count):
+    def run(collectives):
+        part = state(1)
+        with make(collectives, tmp_path, part, own=Own(0)) as saving:
+            saving.save(1)
+            saving.save(2)
+        if collectives.rank == 0:
+            forge(step_folder(Store(str(tmp_path)), 2), {"ranks.jsonl": b"{}\n" * count})
+        collectives.sum([0], "it is damaged")
+        with make(collectives, tmp_path, part, own=Own(0)) as restoring:
+            return restoring.restore().step
+
+    assert on_ranks(run) == [1] * SIZE
+    assert f"it has {count} ranks instead of {SIZE}" in caplog.text
 
 
 def test_a_job_without_a_checkpoint_begins_at_the_beginning(tmp_path):

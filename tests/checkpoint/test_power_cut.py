@@ -50,13 +50,16 @@ def record(tmp_path, program, skipped=None):
     return recorder
 
 
-def survivors(seed):
+def survivors(recorder, count):
     """Choose the changes without fsync that survive a power cut: none, all, or any."""
     yield lambda change: False
     yield lambda change: True
-    # A file system may write names earlier than contents.
+    # A file system may write changes in any order: contents last, or one of several renames.
     yield lambda change: change[0] != "content"
-    drawn = random.Random(seed)
+    for name, *arguments in recorder.calls[:count]:
+        if name == "rename":
+            yield lambda change, lost=("rename", *arguments[1:]): change != lost
+    drawn = random.Random(count)
     yield lambda change: drawn.random() < 0.5
 
 
@@ -65,7 +68,7 @@ def violations(tmp_path, recorder):
     for count in range(len(recorder.calls) + 1):
         said = [step for at, step in recorder.marks if at <= count]
         under_way = next((step for at, step in recorder.marks if at > count), None)
-        for number, survives in enumerate(survivors(count)):
+        for number, survives in enumerate(survivors(recorder, count)):
             place = tmp_path / f"after-{count}-{number}"
             Disk(recorder.number, recorder.calls, count).after_power_cut(place, survives)
             store = Store(place / "a" / "b")

@@ -433,7 +433,7 @@ def test_what_is_wrong_with_a_snapshot_leaves_nothing_behind(place):
     with store.open_for_writing() as writer:
         with pytest.raises(UsageError, match="dtype is F4"):
             writer.write(dataclasses.replace(snapshot(2), parts={"model": wrong}))
-        writer.write(Snapshot(3, None, 1, {}, {}, {}))
+        writer.write(Snapshot(3, None, {}, {}, {}, [b"{}"]))
     assert leftovers(place) == []
     with store.newest_good() as opened:
         assert opened.manifest.step == 3

@@ -29,7 +29,7 @@ def stored(folder, tree, specs, others=None):
     parts = {"model": EncodedPart(tree, contents), **(others or {})}
     store = Store(str(folder))
     with store.open_for_writing() as writer:
-        writer.write(Snapshot(7, None, 1, {}, {}, parts, [1]))
+        writer.write(Snapshot(7, None, {}, {}, parts, [b"{}"]))
     return store, contents
 
 
@@ -181,7 +181,7 @@ def test_what_has_no_such_file(tmp_path, change, said):
         parts = {name: part for name, part in ({"model": EncodedPart({})} | change).items() if part}
         store = Store(str(tmp_path / "place"))
         with store.open_for_writing() as writer:
-            writer.write(Snapshot(7, None, 1, {}, {}, parts, [1]))
+            writer.write(Snapshot(7, None, {}, {}, parts, [b"{}"]))
     with store.newest_good() as opened, pytest.raises(UsageError, match=said):
         weights.export_file(opened, tmp_path / "x.safetensors")
 

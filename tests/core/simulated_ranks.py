@@ -148,6 +148,9 @@ class SimulatedCollectives:
     def allgather(self, data: bytes, name: str) -> list[bytes]:
         return self.exchange(data, name)
 
+    def alltoall(self, parts: Sequence[bytes], name: str) -> list[bytes]:
+        return [sent[self.rank] for sent in self.exchange(list(parts), name)]
+
     def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
         return self.exchange(data, name)[root_rank]
 

@@ -3,7 +3,7 @@
 DIR/step-000000001200/    one step, made visible by one rename
     manifest.json         step, epoch, world size, versions, size and hash of each file
     state.json            the trees, with marks where tensors are
-    ranks.json            what each rank has for itself
+    ranks.jsonl           what each rank has for itself, a line for each
     PART.safetensors      the tensors of each part that has some
 DIR/damaged-step-…        found damaged and renamed
 DIR/.writing-…            being written; swept once its writer is dead

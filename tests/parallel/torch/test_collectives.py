@@ -82,3 +82,28 @@ def test_objects_may_differ_in_type_between_ranks(hvd):
     mixed = "text" if hvd.rank() % 2 else hvd.rank()
     expected = ["text" if rank % 2 else rank for rank in range(hvd.size())]
     assert hvd.allgather_object(mixed) == expected
+
+
+def test_bytes_from_each_rank_to_each_rank(hvd):
+    from hvdkit.torch.collectives import TorchCollectives
+
+    def exchange(process_set, members):
+        collectives = TorchCollectives(process_set)
+        own = [b"%d" % hvd.rank() * (3 * receiver) for receiver in members]
+        place = members.index(hvd.rank())
+        expected = [b"%d" % sender * (3 * hvd.rank()) for sender in members]
+        assert collectives.alltoall(own, "to each") == expected
+        assert collectives.alltoall([b""] * len(members), "nothing") == [b""] * len(members)
+        # What a checkpoint does: all send to the first rank.
+        sent = [b"%d" % hvd.rank(), *[b""] * (len(members) - 1)]
+        received = [b"%d" % sender for sender in members] if place == 0 else [b""] * len(members)
+        assert collectives.alltoall(sent, "to the first") == received
+
+    exchange(hvd.global_process_set, list(range(hvd.size())))
+    members = list(range(1, hvd.size()))
+    process_set = hvd.add_process_set(members)
+    try:
+        if hvd.rank() in members:
+            exchange(process_set, members)
+    finally:
+        hvd.remove_process_set(process_set)
