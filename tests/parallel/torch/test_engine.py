@@ -1,7 +1,9 @@
 """What the engine's fixes change, seen from PyTorch. On a stock Horovod most of this fails."""
 
+import ctypes
 import json
 import sys
+import threading
 import time
 
 import horovod.torch
@@ -268,6 +270,7 @@ def test_horovods_optimizer_takes_set_to_none(hvd):
 
 FUSED = """
 import sys
+import threading
 import time
 import torch
 import horovod.torch as hvd
@@ -438,3 +441,24 @@ def read_timeline(timeline):
     events = json.loads(timeline.rstrip().rstrip(",").removesuffix("]") + "]")
     tensors = {e["pid"]: e["args"].get("name") for e in events if e.get("name") == "process_name"}
     return tensors, events
+
+
+def thread_states():
+    """Count Python's thread states in this process."""
+    python = ctypes.pythonapi
+    for name in ("PyInterpreterState_Get", "PyInterpreterState_ThreadHead", "PyThreadState_Next"):
+        getattr(python, name).restype = ctypes.c_void_p
+    count = 0
+    state = python.PyInterpreterState_ThreadHead(ctypes.c_void_p(python.PyInterpreterState_Get()))
+    while state is not None:
+        count += 1
+        state = python.PyThreadState_Next(ctypes.c_void_p(state))
+    return count
+
+
+def test_horovods_thread_keeps_its_python_state(hvd):
+    """With a new state for each collective, a fork now and then hangs: its child cannot begin."""
+    hvd.allreduce(torch.zeros(3), op=hvd.Sum, name="freed by Horovod's thread")
+    hvd.barrier()
+    # Those that Python has not started itself, such as Horovod's, are not among threading's.
+    assert thread_states() > threading.active_count()
