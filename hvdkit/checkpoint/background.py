@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401 (registers its own function first)
-import contextlib
 import errno
 import logging
 import threading
@@ -117,10 +116,15 @@ _writing: set[_Write] = set()
 
 
 def _finish_writing() -> None:
+    """Wait for writes whose manager was not closed, and log those that failed."""
     for write in list(_writing):
-        with contextlib.suppress(CheckpointError):
+        try:
             while not write.ended(_LOOK_SECONDS):
                 pass
+        except CheckpointError as error:
+            _log.error("%s", error)
+        if write.failure is not None:
+            _log.error("the last save failed: %s", write.failure)
 
 
 # Uploads need thread pools, which end before the functions of `atexit` are called, in the reverse

@@ -12,6 +12,7 @@ from hvdkit.checkpoint import report
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.retention import KeepBest, Retention
 from hvdkit.checkpoint.store import Store
+from hvdkit.errors import UsageError
 
 HELP = "list, check, thin out and export the checkpoints in a folder"
 EXAMPLE = """\
@@ -134,6 +135,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace) -> int:
+    for argument, number in (("-n", options.keep_last), ("--keep-every", options.keep_every)):
+        if number is not None and number < 1:
+            raise UsageError(f"{argument} is {number}; expected 1 or more.")
     best = [KeepBest.parse(text) for text in options.keep_best]
     retention = Retention(options.keep_last, best, options.keep_every)
     report.prune(

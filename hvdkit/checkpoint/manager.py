@@ -155,6 +155,7 @@ class Manager:
         self._window_open = window_open
         self._closed = False
         self._last_step = 0
+        self._unknown_metrics: set[str] = set()
         # Not the time of day, which may jump.
         self._last_time = time.monotonic()
         # These two are the first rank's; on others they stay empty.
@@ -253,6 +254,7 @@ class Manager:
                 parts=content,
                 ranks=ranks,
             )
+            self._warn_of_missing(values)
         try:
             if self._first:
                 self._writer.begin(snapshot)
@@ -263,6 +265,17 @@ class Manager:
             if self._first:
                 snapshot.withdrawn.set()
             raise
+
+    def _warn_of_missing(self, metrics: Mapping[str, float]) -> None:
+        """Warn once of each metric of `keep_best` that a step with metrics does not have."""
+        missing = set(self._store.retention.missing(metrics)) if metrics else set()
+        for name in sorted(missing - self._unknown_metrics):
+            _log.warning(
+                "keep_best does not keep a step without its metric: it asks for %r, and save() got "
+                "%s",
+                *(name, ", ".join(sorted(metrics))),
+            )
+        self._unknown_metrics |= missing
 
     def maybe_save(
         self,
@@ -445,13 +458,21 @@ class Manager:
             mode: "min" or "max"; may be missing where the name tells it, as `KeepBest` says.
 
         Returns:
-            The newest of several; None if no step has a value that is a number.
+            The newest of several; None if there are no steps, or the metric was NaN in all.
 
         Raises:
-            UsageError: the name does not tell the mode.
+            UsageError: the name does not tell the mode; or there are steps, and none has the
+                metric.
             CheckpointError: as `steps`.
         """
-        return KeepBest(metric, mode).of([(saved.step, saved.metrics) for saved in self.steps()])
+        wanted, steps = KeepBest(metric, mode), self.steps()
+        if steps and not any(metric in saved.metrics for saved in steps):
+            known = sorted({name for saved in steps for name in saved.metrics})
+            raise UsageError(
+                f"none of the steps has the metric {metric!r}: expected one of "
+                f"{', '.join(known) or 'none, because none was given to save()'}"
+            )
+        return wanted.of([(saved.step, saved.metrics) for saved in steps])
 
     def delete(self, step: int) -> None:
         """Delete a step of the newest run. A collective.
@@ -623,8 +644,10 @@ def _checked(step: Any, epoch: Any, metrics: Any) -> dict[str, float]:
         if not isinstance(name, str):
             raise UsageError(f"metrics has the name {name!r}: expected a text")
         try:
+            if isinstance(value, str | bytes):
+                raise TypeError("a text")
             values[name] = float(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"the metric {name!r} is {value!r:.40}: expected a number") from error
     return values
 

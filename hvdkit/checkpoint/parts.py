@@ -140,14 +140,15 @@ class Plain:
         self._take(tree)
 
 
-def kept_in(values: MutableMapping[str, Any]) -> Plain:
-    """A `Part`: plain values of the user's own, which what was saved replaces."""
+def kept_in(values: Any) -> Plain:
+    """Return the `Part` of a dict of the user's own. A restore leaves names that were not saved.
 
-    def take(tree: Tree) -> None:
-        values.clear()
-        values.update(tree)
-
-    return Plain(lambda: dict(values), take)
+    Raises:
+        UsageError: it is no dict.
+    """
+    if not isinstance(values, MutableMapping):
+        raise UsageError(f"metadata is a {type(values).__name__}: expected a dict")
+    return Plain(lambda: dict(values), values.update)
 
 
 def several(argument: str, given: Any) -> dict[str, Any]:

@@ -65,6 +65,8 @@ class Generators:
         get: Callable[[Any], bytes],
         put: Callable[[Any, bytes], None],
     ) -> None:
+        if generators is not None and not isinstance(generators, Mapping):
+            raise UsageError(f"generators is a {type(generators).__name__}: expected a dict")
         self._generators = dict(generators or {})
         self._get, self._put = get, put
         for name, generator in self._generators.items():
@@ -94,24 +96,32 @@ class Generators:
             return {"kind": state["bit_generator"], "state": _without_arrays(state)}
         return self._get(generator)
 
-    def adopt(self, tree: Tree) -> None:
-        """Restore the states of those that were saved.
+    def check(self, tree: Tree) -> None:
+        """Compare the saved generators with these.
 
         Raises:
-            UsageError: a generator is of another kind than the one that was saved.
+            UsageError: there are others, or one is of another kind.
         """
+        if tree.keys() != self._generators.keys():
+            saved, own = (", ".join(map(repr, names)) for names in (tree, self._generators))
+            raise UsageError(
+                f"the checkpoint has generators {saved or 'none'}, and generators= has "
+                f"{own or 'none'} here. Give those that were saved, or restore with strict=False"
+            )
+        for name, saved_state in tree.items():
+            saved, own = map(_kind, (saved_state, self._state(self._generators[name])))
+            if saved != own:
+                raise UsageError(
+                    f"generators[{name!r}] was of the kind {saved} when it was saved, and is of "
+                    f"the kind {own} here. Give one of the same kind, or restore with strict=False"
+                )
+
+    def adopt(self, tree: Tree) -> None:
+        """Restore the states of those that were saved, have the same name, and the same kind."""
         for name in self._generators.keys() & tree.keys():
             generator, saved = self._generators[name], tree[name]
-            own = self._state(generator)
-            kinds = [
-                each["kind"] if isinstance(each, dict) else "the framework's"
-                for each in (saved, own)
-            ]
-            if kinds[0] != kinds[1]:
-                raise UsageError(
-                    f"generators[{name!r}] was of the kind {kinds[0]} when it was saved, and is "
-                    f"of the kind {kinds[1]} here: give one of the same kind"
-                )
+            if _kind(saved) != _kind(self._state(generator)):
+                continue
             if isinstance(generator, random.Random):
                 version, internal, gauss = saved["state"]
                 generator.setstate(
@@ -121,6 +131,10 @@ class Generators:
                 generator.bit_generator.state = _with_arrays(saved["state"])
             else:
                 self._put(generator, saved)
+
+
+def _kind(state: Tree) -> str:
+    return state["kind"] if isinstance(state, dict) else "the framework's"
 
 
 def _without_arrays(state: Any) -> Tree:

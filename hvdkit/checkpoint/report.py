@@ -36,7 +36,9 @@ def list_steps(store: Store, console: Console) -> None:
     _expect_folder(store)
     entries, quarantined = store.entries(), store.quarantined()
     if not entries and not quarantined:
-        _print(console, f"no steps in {store.location}")
+        inside = store.location.rpartition("/")[2].startswith("step-")
+        hint = ": it is a step itself; give the folder that it is in" if inside else ""
+        _print(console, f"no steps in {store.location}{hint}")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     runs = {entry.run for entry in entries}
@@ -157,6 +159,7 @@ def prune(
         CheckpointError: the folder or a step cannot be read.
     """
     _expect_folder(store)
+    _expect_metrics(retention, store)
     with contextlib.ExitStack() as resources:
         if not dry_run:
             # Before it is chosen what goes: a training may write others under these names.
@@ -259,6 +262,18 @@ def _expect_folder(store: Store) -> None:
             f"there is no folder {store.location}; expected the one that checkpoints are saved to."
             if "://" not in store.location
             else f"there is nothing at {store.location}; expected where checkpoints are saved to."
+        )
+
+
+def _expect_metrics(retention: Retention, store: Store) -> None:
+    """Check that a step of the newest run has each metric by which the best step is kept."""
+    steps = store.steps_of_newest_run()
+    known = {name: 0.0 for info in steps for name in info.manifest.metrics}
+    missing = retention.missing(known) if steps else []
+    if missing:
+        raise UsageError(
+            f"--keep-best has the metric {missing[0]!r}, which no step has; expected one of: "
+            f"{', '.join(sorted(known)) or 'none, because the steps have no metrics'}"
         )
 
 

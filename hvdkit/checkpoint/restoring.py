@@ -10,7 +10,14 @@ from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.exchange import compare, exchange, scatter
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import OpenCheckpoint, Outline, rank_tree
-from hvdkit.checkpoint.state import Part, PartialPart, RankPart, RequiredRankPart, Tree
+from hvdkit.checkpoint.state import (
+    CheckedRankPart,
+    Part,
+    PartialPart,
+    RankPart,
+    RequiredRankPart,
+    Tree,
+)
 from hvdkit.checkpoint.store import Search
 from hvdkit.core.agreement import digest
 from hvdkit.core.collectives import Collectives
@@ -251,14 +258,20 @@ class Restoring:
         saved = rank_tree(own_state) if same_size else {}
         own = {name: saved[name] for name in self._rank_parts if name in saved and name in wanted}
         for name, part in self._rank_parts.items():
-            if name in wanted and isinstance(part, RequiredRankPart):
-                try:
-                    self._check_rank_part(name, part, saved, outline.manifest)
-                except UsageError as error:
-                    if self._strict:
-                        raise
+            required = isinstance(part, RequiredRankPart)
+            if not isinstance(part, CheckedRankPart) or not (name in own or required):
+                continue
+            try:
+                if required and name in wanted:
+                    self._expect_rank_part(name, saved, outline.manifest)
+                if name in own:
+                    part.check(own[name])
+            except UsageError as error:
+                if self._strict:
+                    raise
+                if required:
                     own.pop(name, None)
-                    left.append(str(error))
+                left.append(str(error))
         return _Prepared(outline, parts, Broadcast(parts, outline), own, left)
 
     def _prepare_part(self, name: str, outline: Outline, left: list[str]) -> Tree:
@@ -279,13 +292,11 @@ class Restoring:
         left += [f"{name}: {line}" for line in lines]
         return prepared
 
-    def _check_rank_part(
-        self, name: str, part: RequiredRankPart, saved: Mapping[str, Tree], manifest: Manifest
-    ) -> None:
-        """Check that this rank's saved state of a part can be restored.
+    def _expect_rank_part(self, name: str, saved: Mapping[str, Tree], manifest: Manifest) -> None:
+        """Check that this rank's state of a part was saved.
 
         Raises:
-            UsageError: it was saved by another number of ranks or not at all, or does not fit.
+            UsageError: it was saved by another number of ranks, or not at all.
         """
         size = len(self._collectives.ranks)
         if manifest.world_size != size:
@@ -301,7 +312,6 @@ class Restoring:
                 f"the checkpoint of step {manifest.step} has no {name} of each rank. Restore with "
                 f"what it was saved with, or with strict=False"
             )
-        part.check(saved[name])
 
     def _names(self, outline: Outline, same_size: bool) -> list[str]:
         """The parts to restore of those that the step has."""

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.errors import UsageError
@@ -62,12 +62,15 @@ class KeepBest:
     count: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.metric, str):
+            raise UsageError(f"KeepBest's metric is {self.metric!r:.40}; expected its name.")
         if self.mode is None:
             object.__setattr__(self, "mode", _mode_of(self.metric))
         if self.mode is None:
             raise UsageError(
-                f"whether the smallest or the largest {self.metric} is best, its name does not "
-                f"tell; expected KeepBest({self.metric!r}, 'min') or 'max'."
+                f"KeepBest({self.metric!r}) does not say whether the smallest or the largest value "
+                f"is best, and the name of the metric does not tell; expected "
+                f"KeepBest({self.metric!r}, 'min') or KeepBest({self.metric!r}, 'max')."
             )
         if self.mode not in ("min", "max"):
             raise UsageError(f"{self.metric}'s mode is {self.mode!r}; expected 'min' or 'max'.")
@@ -124,12 +127,17 @@ class Retention:
     keep_every: int | None = None
 
     def __post_init__(self) -> None:
-        if self.keep_every is not None and self.keep_every < 1:
-            raise UsageError(f"keep_every is {self.keep_every}; expected 1 or more steps, or None.")
-        if self.keep_last is not None and self.keep_last < 1:
-            raise UsageError(
-                f"keep_last is {self.keep_last}; expected 1 or more, or None to keep all steps."
-            )
+        _check_count("keep_every", self.keep_every, "None for no such steps")
+        _check_count("keep_last", self.keep_last, "None to keep all steps")
+        for best in self.keep_best:
+            if not isinstance(best, KeepBest):
+                raise UsageError(
+                    f"keep_best has {best!r:.40}; expected KeepBest, such as KeepBest('loss')."
+                )
+
+    def missing(self, metrics: Mapping[str, float]) -> list[str]:
+        """Return the metrics of `keep_best` that a step does not have."""
+        return [best.metric for best in self.keep_best if best.metric not in metrics]
 
     def kept(self, manifests: Sequence[Manifest]) -> set[int]:
         """Which of `manifests`, oldest first, stay: the numbers of their places.
@@ -154,3 +162,10 @@ class Retention:
             valued.sort(key=lambda place: (sign * manifests[place].metrics[best.metric], -place))
             stay.update(valued[: best.count])
         return stay
+
+
+def _check_count(name: str, value: Any, otherwise: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} is {value!r}; expected a whole number >= 1, or {otherwise}.")

@@ -150,16 +150,26 @@ class RankPart(Protocol):
 
 
 @runtime_checkable
-class RequiredRankPart(RankPart, Protocol):
-    """A `RankPart` that a job cannot resume without, such as a rank's position in its own data.
-
-    A restore that cannot restore it is an error, unless it is one with `strict=False`.
-    """
+class CheckedRankPart(RankPart, Protocol):
+    """A `RankPart` that may not fit a saved state."""
 
     def check(self, tree: Tree) -> None:
         """Compare a saved state with this rank's, before anything is restored.
 
         Raises:
-            UsageError: the state does not fit.
+            UsageError: the state does not fit. A restore with `strict=False` restores what fits.
         """
         ...
+
+
+@runtime_checkable
+class RequiredRankPart(CheckedRankPart, Protocol):
+    """A `CheckedRankPart` that a job cannot resume without, such as a rank's position in its data.
+
+    A restore that cannot restore it is an error; with `strict=False` it leaves it as it is.
+
+    Attributes:
+        required: true.
+    """
+
+    required: bool

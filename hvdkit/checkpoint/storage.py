@@ -313,4 +313,4 @@ def open_storage(
         )
     from hvdkit.checkpoint.posix.storage import PosixStorage
 
-    return PosixStorage(url[2] if url is not None else text)
+    return PosixStorage(url[2] if url is not None else os.path.expanduser(text))

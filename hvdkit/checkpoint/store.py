@@ -43,6 +43,7 @@ class Store:
 
     Attributes:
         location: the absolute path of the folder, or the URL.
+        retention: which steps stay.
     """
 
     def __init__(
@@ -67,8 +68,8 @@ class Store:
         """
         self._storage = open_storage(folder, storage_options)
         self.location = str(self._storage)
-        best = (keep_best,) if isinstance(keep_best, KeepBest) else tuple(keep_best)
-        self._retention = Retention(keep_last, best, keep_every)
+        best = [keep_best] if isinstance(keep_best, KeepBest | str) else list(keep_best)
+        self.retention = Retention(keep_last, best, keep_every)
 
     def open_for_writing(self, *, run: int | None = None, new_run: bool = False) -> Writer:
         """Take the right to write, and remove what dead writers have left.
@@ -85,7 +86,7 @@ class Store:
             WriterConflict: another process, which is alive, writes here.
             CheckpointError: the place cannot be made or written to.
         """
-        return Writer(self._storage, self._retention, run, new_run)
+        return Writer(self._storage, self.retention, run, new_run)
 
     def steps(self) -> list[StepInfo]:
         """The whole steps, oldest first: in the order in which they were committed.
@@ -271,7 +272,8 @@ class Store:
                 if number is not None
             )
             there = ", ".join(
-                str(e.step) if e.run == 1 else f"{e.step} of run {e.run}" for e in entries
+                str(e.step) if e.run == 1 and run is None else f"{e.step} of run {e.run}"
+                for e in entries
             )
             raise UsageError(
                 f"there is no {name} in {self.location}; expected one of: {there or 'none'}."

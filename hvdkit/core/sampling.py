@@ -223,6 +223,7 @@ class Epochs:
     def _go_to(self, position: Position) -> None:
         # One assignment: what reads ahead may ask from a thread of its own.
         self._now = (position.epoch, self._share(position.consumed), 0)
+        self._iterated = False
 
     @property
     def epoch(self) -> int:
@@ -276,6 +277,24 @@ class Epochs:
         assert self._checksum is not None
         return self._checksum[1]
 
+    def begin_iteration(self) -> bool:
+        """Prepare a loop over the rest of the epoch. If a loop has left this epoch, begin the next.
+
+        Returns:
+            Whether batches are left. If not, the job was restored at the end of the epoch, and the
+            next epoch has begun now.
+        """
+        if self._iterated:
+            if self._rank == 0 and self.batches_left:
+                epoch, left, all_batches = self.epoch, self.batches_left, self.batches_per_epoch
+                _log.info("epoch %d: %d of %d batches were left out", epoch, left, all_batches)
+            self.end_epoch()
+        if not self.batches_left:
+            self.end_epoch()
+            return False
+        self._iterated = True
+        return True
+
     def count(self, batches: Iterator[Any]) -> Iterator[Any]:
         """This epoch's `batches`, counted as they are handed out; then the next one begins.
 
@@ -308,9 +327,10 @@ class Epochs:
         self.uncounted = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, unless the job is in it already."""
+        """Begin an epoch, or continue it where a loop has left it if the job is in it already."""
         if epoch != self.epoch:
             self._go_to(Position(_whole("epoch", epoch, 0)))
+        self._iterated = False
 
     def capture(self) -> dict[str, Any]:
         """For a checkpoint: where the job is, and in what order.

@@ -166,8 +166,16 @@ class Checkpoint(FollowsFit):
             )
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        self._place.callbacks = [callback for callback in callbacks if callback is not self]
-        self._place.epoch_steps = self.params.get("steps")
+        place = self._place
+        place.callbacks = [callback for callback in callbacks if callback is not self]
+        place.epoch_steps = self.params.get("steps")
+        place.fit += 1
+        if self._data is not None and place.epoch_steps not in (None, self._data.batches_per_epoch):
+            raise UsageError(
+                f"an epoch of fit has {place.epoch_steps} steps, and the ResumableSampler has "
+                f"{self._data.batches_per_epoch} batches: leave out steps_per_epoch, or give the "
+                f"sampler fewer samples"
+            )
         self._open(model)
         assert self._manager is not None
         if self._resume:
@@ -194,7 +202,7 @@ class Checkpoint(FollowsFit):
         collectives = distribution.collectives if distribution else backend.collectives()
         self._rank_parts = rank_parts_of(model)
         parts: dict[str, Part] = parts_of(model) | {
-            "progress": Plain(place.progress, place.take_progress),
+            "progress": place,
             "callbacks": CallbackStates(lambda: place.callbacks),
             "metadata": kept_in(metadata),
         }
@@ -225,6 +233,12 @@ class Checkpoint(FollowsFit):
         place = self._place
         if self._data is not None and place.batches and place.epoch_steps:
             place.batches = max(place.epoch_steps - self._data.batches_left, 0)
+        if place.epoch >= self.params["epochs"] and not place.stopped and not place.batches:
+            log.warning(
+                "fit has nothing to do: the checkpoint in %s has %d epochs, and epochs=%d. Another "
+                "fit of this script needs a folder of its own",
+                *(self._store.location, place.epoch, self.params["epochs"]),
+            )
         # `fit` looks at it once its callbacks have begun.
         self.model._initial_epoch = self.params["epochs"] if place.stopped else place.epoch
         if not place.batches or place.stopped:
@@ -332,10 +346,11 @@ class Checkpoint(FollowsFit):
 
 @dataclass
 class _Place:
-    """Where the training is.
+    """A `Part`: where the training is.
 
     Attributes:
         step: batches that each rank has trained.
+        fit: how many times `fit` was called with this callback.
         epoch: the epoch that it is in, or that comes next.
         batches: of that epoch that are done.
         epoch_steps: batches of an epoch, where that is known.
@@ -346,6 +361,7 @@ class _Place:
     """
 
     step: int = 0
+    fit: int = 0
     epoch: int = 0
     batches: int = 0
     epoch_steps: int | None = None
@@ -354,18 +370,34 @@ class _Place:
     epoch_began: Tree = None
     callbacks: Sequence[Any] = ()
 
-    def progress(self) -> Tree:
-        """What all ranks hold alike."""
+    def capture(self) -> Tree:
+        """Return what all ranks hold alike."""
         return {
             "step": self.step,
+            "fit": self.fit,
             "epoch": self.epoch,
             "batches": self.batches,
             "epoch_steps": self.epoch_steps,
             "stopped": self.stopped,
         }
 
-    def take_progress(self, tree: Tree) -> None:
-        """As a checkpoint has it."""
+    def prepare(self, tree: Tree) -> Tree:
+        """Compare the calls of `fit`.
+
+        Raises:
+            UsageError: the checkpoint was saved in another one.
+        """
+        # Earlier versions did not save it.
+        saved = tree.get("fit", self.fit)
+        if saved != self.fit:
+            raise UsageError(
+                f"the checkpoint was saved in call {saved} of fit with this callback, and this is "
+                f"call {self.fit}. Give each call of fit a callback and a folder of its own"
+            )
+        return tree
+
+    def adopt(self, tree: Tree) -> None:
+        """Continue where a checkpoint was."""
         self.step, self.epoch, self.batches = tree["step"], tree["epoch"], tree["batches"]
         self.stopped = tree["stopped"]
         before, now = tree["epoch_steps"], self.epoch_steps

@@ -118,8 +118,17 @@ class Randomness:
             "keras": None if of_keras is None else _content(of_keras),
         }
 
+    def check(self, tree: Tree) -> None:
+        """Compare the saved generators with these.
+
+        Raises:
+            UsageError: there are others, or one is of another kind.
+        """
+        saved = tree["generators"]
+        self._generators.check({name: saved[name] for name in saved if name != _GLOBAL})
+
     def adopt(self, tree: Tree) -> None:
-        """Go on from there."""
+        """Restore the states."""
         if _GLOBAL in tree["generators"]:
             # It is made when it is asked for.
             tf.random.get_global_generator()

@@ -127,12 +127,13 @@ class ResumableSampler(Epochs):
             dataset: made of `dataset()`, with as many batches.
 
         Returns:
-            An iterator. Once it has ended, `epoch` is the next one.
+            An iterator. Once it has ended, `epoch` is the next one. After a loop that has left it
+            before its end, the next call begins the next epoch. Call `end_epoch()` before such a
+            `break`, so that a checkpoint that is saved after it has the next epoch, too.
 
         Raises:
             UsageError: `dataset` has fewer batches.
         """
-        if not self.batches_left:
-            self.end_epoch()
+        if not self.begin_iteration():
             return
         yield from self.count(iter(dataset))

@@ -120,6 +120,8 @@ class Checkpointer(Manager):
         optimizers = several("optimizer", optimizer)
         parts: dict[str, Part] = {}
         models = several("model", model)
+        if not models:
+            raise UsageError(f"model is {model!r}: expected a module, or several in a dict")
         for name, module in models.items():
             if not isinstance(module, torch.nn.Module):
                 raise UsageError(f"{name} is a {type(module).__name__}: expected a module")

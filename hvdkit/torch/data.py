@@ -52,6 +52,8 @@ class DataState:
         UsageError: it has no such methods, or its position is that of a `ResumableSampler`.
     """
 
+    required = True
+
     def __init__(self, stateful: Any, subject: str) -> None:
         _check_stateful(stateful, subject)
         self._stateful = stateful

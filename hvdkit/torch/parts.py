@@ -587,7 +587,22 @@ class StatefulPart:
         return with_tensors(self._stateful.state_dict(), self._subject)
 
     def prepare(self, tree: Tree) -> Tree:
-        """New memory for tensors, if there are any."""
+        """Allocate memory for tensors, if there are any.
+
+        Raises:
+            UsageError: it is the state of something else: both have entries of their own. A version
+                of PyTorch may have added some.
+        """
+        own = self._stateful.state_dict()
+        if isinstance(own, dict) and isinstance(tree, dict):
+            saved_alone, own_alone = tree.keys() - own.keys(), own.keys() - tree.keys()
+            if saved_alone and own_alone:
+                raise UsageError(
+                    f"{self._subject} is a {type(self._stateful).__name__} with "
+                    f"{', '.join(sorted(map(str, own_alone)))}, and was saved with "
+                    f"{', '.join(sorted(map(str, saved_alone)))}: expected one of the same class. "
+                    f"strict=False leaves it as it is"
+                )
         return on_host(tree)
 
     def prepare_partly(self, tree: Tree) -> tuple[Tree, list[str]]:
@@ -680,8 +695,16 @@ class Randomness:
             "generators": self._generators.capture(),
         }
 
+    def check(self, tree: Tree) -> None:
+        """Compare the saved generators with these.
+
+        Raises:
+            UsageError: there are others, or one is of another kind.
+        """
+        self._generators.check(tree["generators"])
+
     def adopt(self, tree: Tree) -> None:
-        """Go on from there."""
+        """Restore the states."""
         randomness.adopt(tree)
         torch.set_rng_state(_state(tree["torch"]))
         if tree["cuda"] is not None and torch.cuda.is_available():

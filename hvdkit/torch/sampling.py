@@ -130,15 +130,15 @@ class ResumableSampler(Epochs, Sampler[int]):
                 the numbers of the samples, an int64 tensor for each batch.
 
         Returns:
-            An iterator. Once it has ended, `epoch` is the next one; a loop that leaves it before
-            goes on in the same place with the next call.
+            An iterator. Once it has ended, `epoch` is the next one. After a loop that has left it
+            before its end, the next call begins the next epoch. Call `end_epoch()` before such a
+            `break`, so that a checkpoint that is saved after it has the next epoch, too.
 
         Raises:
             UsageError: the loader does not fit this sampler, or has fewer batches.
         """
         _check_loader(loader, self)
-        if not self.batches_left:
-            self.end_epoch()
+        if not self.begin_iteration():
             return
         yield from self.count(self._numbers() if loader is None else self._begin(loader))
 

@@ -19,6 +19,7 @@ from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.manager import Manager, Stopped
 from hvdkit.checkpoint.parts import Plain
 from hvdkit.checkpoint.posix import disk
+from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.signals import StopSignals
 from hvdkit.checkpoint.store import Search, Store
 from hvdkit.core.collectives import check_member
@@ -147,6 +148,50 @@ def test_a_step_without_a_line_for_each_rank_is_damaged(tmp_path, caplog, count)
 
     assert on_ranks(run) == [1] * SIZE
     assert f"it has {count} ranks instead of {SIZE}" in caplog.text
+
+
+def test_a_metric_that_no_step_has(tmp_path, caplog):
+    def run(collectives):
+        with Manager(
+            Store(str(tmp_path), keep_last=1, keep_best=KeepBest("val_acc")),
+            collectives,
+            {"model": state(1)},
+        ) as saving:
+            for step in (1, 2):
+                saving.save(step, metrics={"val_accuracy": 0.5})
+            # Steps without metrics are usual in the middle of an epoch.
+            saving.save(3)
+
+    on_ranks(run)
+    warnings = [r.message for r in caplog.records if "keep_best" in r.message]
+    assert warnings == [
+        "keep_best does not keep a step without its metric: it asks for 'val_acc', and save() got "
+        "val_accuracy"
+    ]
+
+
+def test_the_best_step_by_a_metric_that_no_step_has(tmp_path):
+    def run(collectives):
+        with make(collectives, tmp_path, state(1)) as saving:
+            assert saving.best("loss") is None
+            saving.save(1, metrics={"val_loss": float("nan")})
+            assert saving.best("val_loss") is None
+            with pytest.raises(UsageError, match="has the metric 'loss': expected one of val_loss"):
+                saving.best("loss")
+
+    on_ranks(run)
+
+
+@pytest.mark.parametrize("value", ["0.1", b"1", 10**400, None])
+def test_a_metric_that_is_no_number(tmp_path, value):
+    def run(collectives):
+        with (
+            make(collectives, tmp_path, state(1)) as saving,
+            pytest.raises(UsageError, match="the metric 'loss' is .*: expected a number"),
+        ):
+            saving.save(1, metrics={"loss": value})
+
+    on_ranks(run)
 
 
 def test_a_job_without_a_checkpoint_begins_at_the_beginning(tmp_path):
@@ -1255,8 +1300,7 @@ def test_steps_are_listed_alike_on_all_ranks(place):
             assert (found[0].epoch, found[0].metrics) == (7, {"loss": 0.5})
             assert found[0].location.startswith(str(place))
             assert (saving.latest(), saving.best("loss"), saving.best("loss", "max")) == (4, 4, 1)
-            assert saving.best("accuracy") is None
-            with pytest.raises(UsageError, match="its name does not tell"):
+            with pytest.raises(UsageError, match="the name of the metric does not tell"):
                 saving.best("score")
             saving.delete(4)
             assert saving.best("loss") == 2

@@ -69,6 +69,25 @@ def test_ls_of_a_folder_without_steps(tmp_path, run):
     assert run("ls", tmp_path) == (0, f"no steps in {tmp_path}\n", "")
 
 
+def test_ls_of_a_step(tmp_path, run):
+    save(tmp_path, 1)
+    out = run("ls", tmp_path / "step-000000000001")[1]
+    assert "it is a step itself; give the folder that it is in" in out
+
+
+def test_prune_by_a_metric_that_no_step_has(store, run):
+    status, _, err = run("prune", store.location, "--keep-best", "los:min")
+    assert status == 2
+    assert "--keep-best has the metric 'los', which no step has; expected one of: loss" in err
+    assert len(store.steps()) == 3
+
+
+def test_show_of_a_run_that_is_not_there_names_the_runs(store, run):
+    status, _, err = run("show", store.location, "--run", 7)
+    assert status == 2
+    assert "300 of run 1" in err
+
+
 def test_an_age_that_cannot_be_is_not_told(tmp_path, run, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 4e9)
     save(tmp_path, 1)
@@ -213,7 +232,7 @@ def test_export_asks_for_a_name_that_says_how(store, run):
         (["show", "FOLDER", "7"], "there is no step 7 in"),
         (["verify", "FOLDER", "7"], "there is no step 7 in"),
         (["export", "FOLDER", "x.pt", "--step", "7"], "there is no step 7 in"),
-        (["prune", "FOLDER", "-n", "0"], "keep_last is 0; expected 1 or more"),
+        (["prune", "FOLDER", "-n", "0"], "-n is 0; expected 1 or more"),
         (["prune", "FOLDER", "--keep-best", "loss"], "--keep-best is 'loss'; expected a metric"),
     ],
 )

@@ -66,13 +66,13 @@ def test_a_step_that_was_saved_again_counts_once():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Retention(keep_last=0), "keep_last is 0; expected 1 or more"),
+        (lambda: Retention(keep_last=0), "keep_last is 0; expected a whole number >= 1"),
         (lambda: KeepBest("loss", "low"), "loss's mode is 'low'; expected 'min' or 'max'"),
         (lambda: KeepBest("loss", count=0), "expected 1 or more"),
-        (lambda: KeepBest("score"), r"its name does not tell; expected KeepBest\('score', 'min'\)"),
-        (lambda: KeepBest("accuracy_loss"), "its name does not tell"),
-        (lambda: KeepBest("neg_log_loss"), "its name does not tell"),
-        (lambda: KeepBest("1 - accuracy"), "its name does not tell"),
+        (lambda: KeepBest("score"), r"does not tell; expected KeepBest\('score', 'min'\)"),
+        (lambda: KeepBest("accuracy_loss"), "the name of the metric does not tell"),
+        (lambda: KeepBest("neg_log_loss"), "the name of the metric does not tell"),
+        (lambda: KeepBest("1 - accuracy"), "the name of the metric does not tell"),
         (lambda: KeepBest.parse("loss"), "expected a metric and which is best, such as loss:min"),
         (lambda: KeepBest.parse(":min"), "expected a metric"),
         (lambda: KeepBest.parse("loss:low"), "expected a metric"),

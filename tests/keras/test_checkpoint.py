@@ -298,3 +298,50 @@ def test_data_without_a_position_are_refused(hvd, tmp_path):
     ):
         with pytest.raises(UsageError, match=words):
             hvd.callbacks.Checkpoint(tmp_path, data=data)
+
+
+def test_a_checkpoint_of_another_call_of_fit(hvd, tmp_path):
+    """Resuming it in the first call would train the first fit with the second one's state."""
+    from hvdkit.errors import UsageError
+
+    model = compiled()
+    callback = hvd.callbacks.Checkpoint(tmp_path)
+    x, y = values()
+    for _ in range(2):
+        model.fit(x, y, epochs=2, verbose=0, callbacks=[callback])
+    with pytest.raises(UsageError, match="saved in call 2 of fit with this callback, .* call 1"):
+        fit(hvd, compiled(), tmp_path, epochs=2)
+
+
+def test_a_fit_with_nothing_to_do_says_so(hvd, tmp_path):
+    import logging
+
+    fit(hvd, compiled(), tmp_path, epochs=2)
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("hvdkit.keras").addHandler(handler)
+    try:
+        fit(hvd, compiled(), tmp_path, epochs=3)
+        assert records == []
+        fit(hvd, compiled(), tmp_path, epochs=3)
+    finally:
+        logging.getLogger("hvdkit.keras").removeHandler(handler)
+    assert "fit has nothing to do" in records[0]
+    assert "has 3 epochs, and epochs=3" in records[0]
+
+
+def test_steps_per_epoch_beside_a_sampler(hvd, tmp_path):
+    import keras
+    import tensorflow as tf
+
+    from hvdkit.errors import UsageError
+
+    if keras.backend.backend() != "tensorflow":
+        return
+    x, y = values()
+    sampler = hvd.ResumableSampler(12, batch_size=4)
+    data = sampler.dataset().map(lambda i: (tf.gather(x, i), tf.gather(y, i)))
+    callback = hvd.callbacks.Checkpoint(tmp_path, data=sampler)
+    with pytest.raises(UsageError, match="fit has 2 steps, and the ResumableSampler has 3"):
+        compiled().fit(data, steps_per_epoch=2, verbose=0, callbacks=[callback])

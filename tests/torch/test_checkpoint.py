@@ -1,5 +1,6 @@
 """Values of all kinds in a checkpoint of a job of one rank."""
 
+import itertools
 import random
 
 import numpy as np
@@ -59,11 +60,13 @@ def test_arrays_in_metadata(hvd, tmp_path):
     generator = np.random.Generator(np.random.MT19937(3))
     generator.random(5)
     values = {**ARRAYS, "generator": generator.bit_generator.state}
-    metadata = {"old": 1}
+    metadata = {"floats": None, "new": 1}
     model = torch.nn.Linear(2, 2)
     saved_and_restored(
         hvd, tmp_path, lambda: model, lambda _: None, saved=values, metadata=metadata
     )
+    # A name that the checkpoint does not have keeps its value.
+    assert metadata.pop("new") == 1
     same(values, metadata)
     metadata["floats"][:] = 0  # the restored arrays are the user's own
     again = np.random.Generator(np.random.MT19937())
@@ -204,6 +207,112 @@ def test_a_generator_of_another_kind_under_the_same_name(hvd, tmp_path):
         checkpointer("MT19937") as restoring,
     ):
         restoring.restore()
+
+
+@pytest.mark.parametrize("names", [("noise", "new"), ("renamed",), ()])
+def test_generators_with_other_names(hvd, tmp_path, names):
+    import torch
+
+    from hvdkit.errors import UsageError
+
+    def checkpointer(own):
+        return hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), generators=own)
+
+    with checkpointer({"noise": random.Random(1)}) as saving:
+        saving.save(1)
+    own = {name: random.Random(2) for name in names}
+    with (
+        pytest.raises(UsageError, match="has generators 'noise', and generators= has "),
+        checkpointer(own) as restoring,
+    ):
+        restoring.restore()
+    with checkpointer(own) as restoring:
+        restoring.restore(strict=False)
+    if "noise" in own:
+        assert own["noise"].random() == random.Random(1).random()
+    for name in {*own} - {"noise"}:
+        assert own[name].random() == random.Random(2).random()
+
+
+def test_another_scheduler(hvd, tmp_path):
+    import torch
+    from torch.optim import lr_scheduler
+
+    from hvdkit.errors import UsageError
+
+    def checkpointer(make):
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        scheduler = make(optimizer)
+        return hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer, lr_scheduler=scheduler)
+
+    with checkpointer(lambda optimizer: lr_scheduler.StepLR(optimizer, 3)) as saving:
+        saving.save(1)
+    with (
+        pytest.raises(UsageError, match="lr_scheduler is a CosineAnnealingLR with T_max"),
+        checkpointer(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 3)) as restoring,
+    ):
+        restoring.restore()
+
+
+@pytest.mark.parametrize("leave", ["after all", "after 2", "islice"])
+def test_a_loop_that_leaves_an_epoch_is_followed_by_the_next_epoch(hvd, leave):
+    sampler = hvd.ResumableSampler(20, batch_size=4, shuffle=False)
+    seen = []
+    for epoch in range(4):
+        assert sampler.epoch == epoch
+        count = 2 if leave == "after 2" else 5
+        batches = sampler.batches()
+        if leave == "islice":
+            seen.append([batch.tolist() for batch in itertools.islice(batches, count)])
+        else:
+            seen.append([])
+            for batch in batches:
+                seen[-1].append(batch.tolist())
+                if len(seen[-1]) == count:
+                    # As a checkpoint that is saved now must have it.
+                    sampler.end_epoch()
+                    break
+        # A loop that has not called end_epoch() is still in the epoch.
+        assert sampler.epoch == (epoch if leave == "islice" else epoch + 1)
+        if leave == "islice":
+            sampler.set_epoch(epoch + 1)
+    assert seen == [[[*range(k, k + 4)] for k in range(0, 4 * count, 4)]] * 4
+
+
+def test_without_end_epoch_the_next_loop_begins_the_next_epoch(hvd):
+    sampler = hvd.ResumableSampler(20, batch_size=4, shuffle=False)
+    lengths = [len(list(itertools.islice(sampler.batches(), 3))) for _ in range(4)]
+    assert lengths == [3, 3, 3, 3]
+    assert sampler.epoch == 3
+    # A job that resumes here has the rest of this epoch.
+    resumed = hvd.ResumableSampler(20, batch_size=4, shuffle=False)
+    resumed.adopt(resumed.prepare(sampler.capture()))
+    assert [batch.tolist() for batch in resumed.batches()] == [[12, 13, 14, 15], [16, 17, 18, 19]]
+    assert resumed.epoch == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"model": None}, "model is None: expected a module"),
+        ({"model": {}}, "model is {}: expected a module"),
+        ({"metadata": [1]}, "metadata is a list: expected a dict"),
+        ({"generators": [random.Random()]}, "generators is a list: expected a dict"),
+        ({"keep_best": "loss"}, "keep_best has 'loss'; expected KeepBest"),
+        ({"keep_best": ["loss"]}, "keep_best has 'loss'; expected KeepBest"),
+        ({"keep_last": 1.5}, "keep_last is 1.5; expected a whole number"),
+        ({"keep_every": True}, "keep_every is True; expected a whole number"),
+    ],
+)
+def test_wrong_arguments(hvd, tmp_path, wrong, words):
+    import torch
+
+    from hvdkit.errors import UsageError
+
+    with pytest.raises(UsageError) as caught:
+        hvd.Checkpointer(tmp_path, **{"model": torch.nn.Linear(1, 1)} | wrong)
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("wrong", ["3", "random.SystemRandom()", "np.random.PCG64(1)"])
@@ -632,12 +741,12 @@ def test_statistics_of_compiled_submodules(hvd, compiled):
     saved, restored = Block.model(compiled), Block.model("no")
     with torch.no_grad():
         saved.block.norm.running_mean += 3
-    own = Statistics({"model": saved}, 2).capture()
-    assert own.keys() == Statistics({"model": restored}, 2).capture().keys()
-    Statistics({"model": restored}, 2).adopt(own)
+    own = Statistics({"model": saved}).capture()
+    assert own.keys() == Statistics({"model": restored}).capture().keys()
+    Statistics({"model": restored}).adopt(own)
     assert restored.block.norm.running_mean.tolist() == [3] * 4
     # As earlier versions named them.
     earlier = {f"model._orig_mod.{name.removeprefix('model.')}": own[name] for name in own}
     for model in (Block.model("no"), Block.model(compiled)):
-        Statistics({"model": model}, 2).adopt(earlier)
+        Statistics({"model": model}).adopt(earlier)
         assert model.block.norm.running_mean.tolist() == [3] * 4

@@ -255,7 +255,7 @@ def test_every_sample_comes_once_in_an_epoch_over_all_ranks(hvd, drop_last):
     assert sampler.epoch == 2
 
 
-def test_a_loop_that_is_left_goes_on_in_the_same_place(hvd):
+def test_set_epoch_continues_an_epoch_that_a_loop_has_left(hvd):
     sampler = hvd.ResumableSampler(40, 2)
     whole = [batch.tolist() for batch in sampler.batches()]
     sampler.set_epoch(0)
