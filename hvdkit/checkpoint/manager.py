@@ -24,6 +24,7 @@ from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.memory import Allocate
 from hvdkit.checkpoint.restoring import NOTHING_RESTORED, Restoring
 from hvdkit.checkpoint.retention import KeepBest, Mode
+from hvdkit.checkpoint.sharding import ShardedPart, check_layouts
 from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
 from hvdkit.checkpoint.snapshot import SnapshotMemory, in_place
 from hvdkit.checkpoint.state import Part, RankPart, Tree
@@ -89,7 +90,8 @@ class Manager:
         store: the folder. Only the first rank uses it.
         collectives: of the ranks of the job.
         parts: what all ranks hold alike, by name (as `Snapshot.parts` has them). The first
-            rank's is saved, and restored on all. They are restored in this order.
+            rank's is saved, and restored on all. They are restored in this order. Of a
+            `ShardedPart`, every rank's rows are saved.
         rank_parts: what each rank has for itself. Saved in this order; restored in it, after
             `parts`, and only in a job of the same size. Where a `RequiredRankPart` cannot be
             restored, the restore is an error, unless it is not strict.
@@ -142,6 +144,9 @@ class Manager:
         self._parts = dict(parts)
         self._rank_parts = dict(rank_parts or {})
         self._alike = [name for name in self._parts if name in alike]
+        self._sharded = {
+            name: part for name, part in self._parts.items() if isinstance(part, ShardedPart)
+        }
         self._of_this_size = set(of_this_size)
         self._versions = {
             "hvdkit": hvdkit.__version__,
@@ -219,6 +224,7 @@ class Manager:
                 "ranks": ", ".join(self._rank_parts),
                 "parts": ", ".join(self._parts),
                 "alike": {name: _fingerprint(trees[name], name) for name in self._alike},
+                "shards": {name: part.layout() for name, part in self._sharded.items()},
             }
             own = rank_to_bytes(
                 _encoded_plainly(
@@ -227,6 +233,7 @@ class Manager:
             )
             if self._first:
                 content = in_place(trees) if wait else self._memory.copy(trees)
+                wholes = {name: part.allocate() for name, part in self._sharded.items()}
         except Exception as error:
             problem = error
         gathered = exchange(self._collectives, message, problem, consequence)
@@ -243,6 +250,12 @@ class Manager:
                 [each["alike"][name] for each in gathered],
                 f"where they are in {name!r}",
             )
+        for name, part in self._sharded.items():
+            layouts = [each["shards"][name] for each in gathered]
+            check_layouts(self._collectives.ranks, layouts)
+            whole = part.gather(self._collectives, layouts, wholes[name] if self._first else {})
+            if whole is not None:
+                content[name] = whole
         ranks = gather(self._collectives, own, "hvdkit.checkpoint.ranks")
         self._last_step, self._last_time = int(step), time.monotonic()
         if self._first:
@@ -606,7 +619,10 @@ class Manager:
             raise UsageError("the checkpointer is closed: make a new one")
 
     def _parts_to_capture(self) -> Collection[str]:
-        return self._parts if self._first else self._alike
+        """The names of parts that this rank captures; it has its rows of sharded ones besides."""
+        if not self._first:
+            return self._alike
+        return [name for name in self._parts if name not in self._sharded]
 
     def _parts_wanted(self, only: Collection[str] | None) -> set[str]:
         """The names of the parts to restore, of those that each rank has for itself too.

@@ -79,6 +79,7 @@ from horovod.tensorflow.util import _executing_eagerly as _executing_eagerly
 
 from hvdkit.checkpoint.manager import Stopped
 from hvdkit.checkpoint.retention import KeepBest
+from hvdkit.checkpoint.sharding import Shard
 from hvdkit.errors import RESUMABLE
 from hvdkit.tensorflow import elastic
 from hvdkit.tensorflow import mpi_ops as mpi_ops
@@ -118,6 +119,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "ResumableSampler",
+    "Shard",
     "Stopped",
     "Sum",
     "SyncBatchNormalization",

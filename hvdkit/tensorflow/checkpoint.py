@@ -12,6 +12,7 @@ from horovod.tensorflow import mpi_ops
 from hvdkit.checkpoint.manager import Manager
 from hvdkit.checkpoint.parts import Variables, data_part, kept_in, named, several
 from hvdkit.checkpoint.retention import KeepBest
+from hvdkit.checkpoint.sharding import Shard, ShardedPart
 from hvdkit.checkpoint.signals import STOP_SIGNALS
 from hvdkit.checkpoint.state import Part, Tree
 from hvdkit.checkpoint.store import Store
@@ -58,6 +59,7 @@ class Checkpointer(Manager):
         model: Any = None,
         optimizer: Any = None,
         data: Any = None,
+        sharded: Mapping[str, Shard] | None = None,
         metadata: MutableMapping[str, Any] | None = None,
         generators: Mapping[str, Any] | None = None,
         every_steps: int | None = None,
@@ -79,6 +81,9 @@ class Checkpointer(Manager):
             optimizer: a Keras optimizer whose variables exist (`optimizer.build(variables)`) or a
                 list of variables, or several in a dict.
             data: a `ResumableSampler`.
+            sharded: by name, this rank's rows of variables that are divided between the ranks, such
+                as `hvd.Shard(embedding, first, total)`. Any number of ranks restores them, divided
+                in any way.
             metadata: what `hvdkit.checkpoint.state` calls plain. It is read at every save, and
                 `restore` puts what was saved into it.
             generators: your own `tf.random.Generator`s, `numpy.random.Generator`s and
@@ -115,6 +120,8 @@ class Checkpointer(Manager):
         parts["reduction"] = _Reduction(distributions)
         if data is not None:
             parts["data"] = data_part(data)
+        if sharded is not None:
+            parts["sharded"] = ShardedPart(sharded, lambda variable, _: _tensor(variable))
         parts["metadata"] = kept_in(self.metadata)
         collectives = TensorFlowCollectives(process_set)
         super().__init__(

@@ -79,6 +79,7 @@ from horovod.torch import (
 
 from hvdkit.checkpoint.manager import Stopped
 from hvdkit.checkpoint.retention import KeepBest
+from hvdkit.checkpoint.sharding import Shard
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.agreement import RanksDisagree
 from hvdkit.core.coordination import BackwardFailed, GradientsChanged
@@ -118,6 +119,7 @@ __all__ = [
     "Product",
     "RanksDisagree",
     "ResumableSampler",
+    "Shard",
     "Stopped",
     "Sum",
     "SyncBatchNorm",

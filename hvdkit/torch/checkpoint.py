@@ -14,6 +14,7 @@ from hvdkit.checkpoint.manager import Manager
 from hvdkit.checkpoint.parts import kept_in, several
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.retention import KeepBest
+from hvdkit.checkpoint.sharding import Shard, ShardedPart
 from hvdkit.checkpoint.signals import STOP_SIGNALS
 from hvdkit.checkpoint.state import Part
 from hvdkit.checkpoint.store import Store
@@ -30,6 +31,7 @@ from hvdkit.torch.parts import (
     ReductionPart,
     StatefulPart,
     Statistics,
+    TorchTensor,
     on_host,
     without_tensors,
 )
@@ -57,6 +59,9 @@ class Checkpointer(Manager):
         data: a `ResumableSampler`; or anything with `state_dict` and `load_state_dict` that has
             this rank's position in its data, such as torchdata's `StatefulDataLoader`; or several
             in a dict. A position of each rank is restored in a job of as many ranks.
+        sharded: by name, this rank's rows of tensors that are divided between the ranks, such as
+            `hvd.Shard(embedding.weight, first, total)`. Any number of ranks restores them, divided
+            in any way.
         metadata: a dict of your own with plain values and NumPy arrays (see
             `hvdkit.checkpoint.state`), such as counters. It is read at every save, and `restore`
             puts what was saved into it.
@@ -100,6 +105,7 @@ class Checkpointer(Manager):
         lr_scheduler: Any = None,
         scaler: Any = None,
         data: Any = None,
+        sharded: Mapping[str, Shard] | None = None,
         metadata: MutableMapping[str, Any] | None = None,
         generators: Mapping[str, Any] | None = None,
         every_steps: int | None = None,
@@ -137,6 +143,8 @@ class Checkpointer(Manager):
         collectives = TorchCollectives(process_set)
         shared, own = data_parts(data)
         parts |= shared
+        if sharded is not None:
+            parts["sharded"] = ShardedPart(sharded, TorchTensor)
         parts["metadata"] = kept_in(self.metadata)
         wrapped = [o for o in optimizers.values() if isinstance(o, WrappedOptimizer)]
         super().__init__(

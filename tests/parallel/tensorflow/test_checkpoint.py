@@ -246,3 +246,25 @@ def test_resuming_needs_a_folder(name):
     done = run_plain(sys.executable, example(name), "--resume")
     assert done.returncode == 2
     assert "--resume needs --checkpoint-dir" in done.stderr
+
+
+def test_a_variable_that_is_divided_between_the_ranks(hvd):
+    import tensorflow as tf
+
+    size, rank = hvd.size(), hvd.rank()
+    rows = 3 * size + 1
+    first, end = 3 * rank, 3 * rank + (4 if rank == size - 1 else 3)
+    with common_folder(hvd) as folder:
+        own = tf.Variable(tf.range(first, end, dtype=tf.float32)[:, None] * tf.ones((1, 2)))
+        expected = own.numpy()
+
+        def checkpointer():
+            shards = {"table": hvd.Shard(own, first, rows)}
+            return hvd.Checkpointer(folder, model=[tf.Variable(1.0)], sharded=shards)
+
+        with checkpointer() as saving:
+            saving.save(1)
+        own.assign(0 * own)
+        with checkpointer() as restoring:
+            assert restoring.restore().step == 1
+        np.testing.assert_array_equal(own.numpy(), expected)

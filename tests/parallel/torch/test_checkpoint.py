@@ -573,3 +573,41 @@ def test_export_writes_a_state_dict(hvd):
             assert torch.equal(model.head.weight, torch.full((5, 4), 2.0))
             assert model.secret == 2.0
         hvd.barrier()
+
+
+def test_an_embedding_that_is_divided_between_the_ranks(hvd):
+    """With its optimizer's state, and restored by a job with another number of ranks."""
+    rows, width = 13, 5
+    table = torch.arange(rows * width, dtype=torch.float32).view(rows, width)
+
+    def shards(collectives_rank, size, content):
+        first, end = (rows * k // size for k in (collectives_rank, collectives_rank + 1))
+        own = {name: whole[first:end].clone() for name, whole in content.items()}
+        own["weight"] = nn.Parameter(own["weight"])
+        return own, {name: hvd.Shard(tensor, first, rows) for name, tensor in own.items()}
+
+    whole = {"weight": table, "exp_avg": table.double() / 3, "transposed": table.flip(0)}
+    with shared_folder(hvd) as folder:
+        own, sharded = shards(hvd.rank(), hvd.size(), whole)
+        sharded["transposed"] = hvd.Shard(
+            own["transposed"].t().contiguous().t(), sharded["transposed"].first, rows
+        )
+        with hvd.Checkpointer(folder, model=nn.Linear(1, 1), sharded=sharded) as checkpointer:
+            checkpointer.save(1)
+        saved = torch.cat(hvd.allgather_object(own["weight"].detach()))
+        assert torch.equal(saved, table)
+        members = list(range(1, hvd.size()))
+        process_set = hvd.add_process_set(members)
+        try:
+            if hvd.rank() in members:
+                zeros = {name: 0 * tensor for name, tensor in whole.items()}
+                own, sharded = shards(members.index(hvd.rank()), len(members), zeros)
+                with hvd.Checkpointer(
+                    folder, model=nn.Linear(1, 1), sharded=sharded, process_set=process_set
+                ) as checkpointer:
+                    assert checkpointer.restore().step == 1
+                for name, shard in sharded.items():
+                    expected = whole[name][shard.first : shard.first + len(own[name])]
+                    assert torch.equal(own[name].detach(), expected)
+        finally:
+            hvd.remove_process_set(process_set)

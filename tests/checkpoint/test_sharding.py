@@ -1,0 +1,189 @@
+"""Tensors whose rows are divided between simulated ranks."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdkit.checkpoint import chunks, sharding
+from hvdkit.checkpoint.arrays import ArrayTensor
+from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.manager import Manager
+from hvdkit.checkpoint.sharding import Shard, ShardedPart
+from hvdkit.checkpoint.store import Store
+from hvdkit.errors import UsageError
+from tests.checkpoint.simulated_state import Arrays
+from tests.core.simulated_ranks import on_every_rank
+
+ROWS = 23
+
+
+def whole(seed, dtype=np.float32, shape=(ROWS, 3)):
+    random = np.random.default_rng(seed)
+    return random.integers(0, 100, shape).astype(dtype)
+
+
+def part_of(collectives, arrays, cuts):
+    """This rank's rows of arrays: those between two of the sorted `cuts`."""
+    bounds = [0, *sorted(cuts), ROWS]
+    first, end = bounds[collectives.rank : collectives.rank + 2]
+    own = {name: array[first:end].copy() for name, array in arrays.items()}
+    shards = {name: Shard(array, first, ROWS) for name, array in own.items()}
+    return own, ShardedPart(shards, ArrayTensor)
+
+
+def manager(collectives, folder, part, **others):
+    return Manager(
+        Store(str(folder), keep_last=None),
+        collectives,
+        {"model": Arrays(0, weights=np.zeros(4, np.float32)), "sharded": part},
+        **others,
+    )
+
+
+def on_ranks(size, run):
+    results = on_every_rank(size, run)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+divisions = st.integers(1, 4).flatmap(
+    lambda size: st.lists(st.integers(0, ROWS), min_size=size - 1, max_size=size - 1)
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    saved=divisions, restored=divisions, chunk=st.sampled_from([40, 64, 1000]), wait=st.booleans()
+)
+def test_rows_come_back_to_any_division(tmp_path_factory, saved, restored, chunk, wait):
+    folder = tmp_path_factory.mktemp("sharded")
+    arrays = {
+        "a": whole(1),
+        "b": whole(2, np.int64, (ROWS,)),
+        "c": whole(3, np.uint8, (ROWS, 2, 2)),
+    }
+
+    def save(collectives):
+        _, part = part_of(collectives, arrays, saved)
+        with manager(collectives, folder, part) as saving:
+            saving.save(1, wait=wait)
+
+    def restore(collectives):
+        own, part = part_of(collectives, {name: 0 * a for name, a in arrays.items()}, restored)
+        with manager(collectives, folder, part) as restoring:
+            assert restoring.restore().step == 1
+        return own
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "CHUNK_BYTES", chunk)
+        # Several rounds for each tensor.
+        patch.setattr(sharding, "_ROUND_BYTES", 50)
+        on_ranks(len(saved) + 1, save)
+        found = on_ranks(len(restored) + 1, restore)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(np.concatenate([own[name] for own in found]), array)
+
+
+def test_the_file_has_the_whole_tensors(tmp_path):
+    import safetensors.numpy
+
+    arrays = {"a": whole(1)}
+
+    def save(collectives):
+        with manager(collectives, tmp_path, part_of(collectives, arrays, [5, 20])[1]) as saving:
+            saving.save(1)
+
+    on_ranks(3, save)
+    (file,) = tmp_path.glob("step-*/sharded.safetensors")
+    np.testing.assert_array_equal(safetensors.numpy.load_file(file)["a"], arrays["a"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda rank: {"a": (4 * rank, 4, 8)}, None),
+        (lambda rank: {"a": (3 * rank, 4, 8)}, "rank 1 begins at row 3: expected row 4"),
+        (lambda rank: {"a": (0, 4, 8)}, "rank 1 begins at row 0: expected row 4"),
+        (lambda rank: {"a": (4 * rank, 4, 9)}, "has 8 rows on all ranks together: expected 9"),
+        (lambda rank: {"ab"[rank]: (4 * rank, 4, 8)}, "rank 1 has the sharded tensors b, and rank"),
+        (lambda rank: {"a": (4 * rank, 4, 8 + rank)}, r"F32\[9, 3\] on rank 1, and F32\[8, 3\]"),
+        (
+            lambda rank: {"a": (6, 4, 8)},
+            r"first \+ rows is 10, expected .* from 0 to 8",
+        ),
+        (lambda rank: {"a": (-1, 4, 8)}, "first is -1, expected"),
+        (lambda rank: {"a": (0.0, 4, 8)}, "first is 0.0, expected"),
+    ],
+)
+def test_rows_that_do_not_make_up_a_tensor(tmp_path, change, words):
+    def save(collectives):
+        part = ShardedPart(
+            {
+                name: Shard(np.zeros((rows, 3), np.float32), first, total)
+                for name, (first, rows, total) in change(collectives.rank).items()
+            },
+            ArrayTensor,
+        )
+        with manager(collectives, tmp_path, part) as saving:
+            saving.save(1)
+
+    results = on_every_rank(2, save)
+    for result in results:
+        assert words is None or isinstance(result, UsageError)
+        if words is not None:
+            with pytest.raises(UsageError, match=words):
+                raise result
+    assert bool([*tmp_path.glob("step-*")]) == (words is None)
+
+
+def test_memory_that_cannot_be_had_is_an_error_on_all_ranks(tmp_path, monkeypatch):
+    def none(nbytes):
+        raise MemoryError(f"{nbytes} bytes")
+
+    monkeypatch.setattr(sharding, "allocate", none)
+
+    def save(collectives):
+        _, part = part_of(collectives, {"a": whole(1)}, [5])
+        with manager(collectives, tmp_path, part) as saving:
+            saving.save(1)
+
+    for result in on_every_rank(2, save):
+        assert isinstance(result, CheckpointError)
+        assert "MemoryError" in str(result)
+
+
+def test_other_tensors_in_the_checkpoint(tmp_path):
+    def run(collectives):
+        with manager(
+            collectives, tmp_path, part_of(collectives, {"a": whole(1), "b": whole(2)}, [5])[1]
+        ) as saving:
+            saving.save(1)
+        own, part = part_of(collectives, {"a": whole(3), "c": whole(4)}, [7])
+        with (
+            manager(collectives, tmp_path, part) as restoring,
+            pytest.raises(UsageError, match=r"c is F32\[23, 3\] here and missing in the check"),
+        ):
+            restoring.restore()
+        with manager(collectives, tmp_path, part) as restoring:
+            restoring.restore(strict=False)
+        return own
+
+    found = on_ranks(2, run)
+    np.testing.assert_array_equal(np.concatenate([own["a"] for own in found]), whole(1))
+    np.testing.assert_array_equal(np.concatenate([own["c"] for own in found]), whole(4))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ([1], "sharded is a list: expected a dict of hvd.Shard"),
+        ({"a": np.zeros(3)}, r"sharded\['a'\] is a ndarray: expected a hvd.Shard"),
+        ({"a": Shard(np.zeros(()), 0, 1)}, "has no dimensions"),
+    ],
+)
+def test_what_is_no_shard(wrong, words):
+    with pytest.raises(UsageError, match=words):
+        ShardedPart(wrong, ArrayTensor)
