@@ -360,7 +360,7 @@ def _parsed(name: str, content: bytes) -> Any:
 
 
 def _ranks(files: StepFiles, found: Manifest) -> list[bytes]:
-    """What each rank has for itself: a line of a file, or an entry of the list of older ones."""
+    """Return the JSON of each rank: a line of a file each, or entries of a list in older steps."""
     if manifest.RANKS_IN_A_LIST in found.files:
         ranks = _json(files, found, manifest.RANKS_IN_A_LIST)
         if not isinstance(ranks, list):

@@ -149,7 +149,7 @@ class ShardedPart:
         return {name: fitting.get(name, Discarded(spec)) for name, spec in tree.items()}, left
 
     def adopt(self, tree: Tree) -> None:
-        """Do nothing: the rows have been written."""
+        """The rows are in the tensors already."""
 
 
 class _Rows:

@@ -1,10 +1,9 @@
-"""Which sample goes to which rank, and when: an epoch that can be gone on with anywhere.
+"""Shard an epoch over ranks, resumable at any batch.
 
-An epoch is one order of all samples, drawn from the seed and the epoch's number, the same on every
-rank. Ranks take turns in it: of what was left when the job began, or went on, rank r of n takes
-every n-th sample, from the r-th one on. After some batches, what all ranks together have had is
-the beginning of the order, so one number says where the job is, and any number of ranks can go on
-from there.
+An epoch is an order of all samples, drawn from the seed and the epoch's number: the same on every
+rank. Of the samples that are left when a job starts or resumes, rank r of n takes every n-th one,
+beginning with the r-th. After some batches, the ranks together have consumed a prefix of the order.
+So one number is the position of the job, and any number of ranks can resume from it.
 """
 
 import logging
@@ -21,18 +20,18 @@ _log = logging.getLogger("hvdkit.data")
 
 
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
-    """All sample numbers in the order of an epoch; the same everywhere, int64 of shape [count].
+    """Return all sample numbers in the order of an epoch: int64 of shape [count].
 
     Args:
         count: of the samples.
         seed: of the run, 0 or more.
-        epoch: from 0 on; each has an order of its own.
+        epoch: from 0 on; each has another order.
         shuffle: otherwise the order is 0, 1, 2, ...
     """
     if not shuffle:
         return np.arange(count, dtype=np.int64)
-    # NumPy promises a bit generator's stream for ever, but not what `permutation` makes of it:
-    # so sort by random keys. Equal ones, if any, stay in their order.
+    # NumPy keeps the stream of a bit generator stable across versions, but not `permutation`: so
+    # sort by random keys. The sort is stable for equal keys.
     keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(count)
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
@@ -43,17 +42,17 @@ Order = Callable[[np.ndarray, int], Any]
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of what is left of an epoch.
+    """One rank's share of the rest of an epoch.
 
-    Every rank has the same number of batches. Without `drop_last` each sample that is left goes
-    to exactly one rank, and the last batches may differ by a sample; a rank that would have a
-    batch fewer than others gets one more, from the epoch's beginning.
+    Every rank has the same number of batches. Without `drop_last` each sample goes to exactly one
+    rank, and the last batches may have different sizes. A rank that would have a batch less than
+    others gets one sample from the beginning of the epoch.
 
     Attributes:
         count: samples of an epoch.
-        begin: how many of them the ranks had had together when the job began or went on.
-        rank: this one's place among the ranks.
-        ranks: how many there are.
+        begin: samples that all ranks together had consumed when the job started or resumed.
+        rank: index of this rank.
+        ranks: number of ranks.
         batch_size: samples per batch on each rank.
         drop_last: leave out what does not fill a batch on every rank.
 
@@ -85,7 +84,7 @@ class Share:
 
     @property
     def batches(self) -> int:
-        """How many batches every rank has."""
+        """Return the number of batches, which is the same on every rank."""
         if self.drop_last:
             return self.left // (self.ranks * self.batch_size)
         largest = -(-self.left // self.ranks)
@@ -93,7 +92,7 @@ class Share:
 
     @property
     def tail(self) -> str:
-        """In words, what becomes of the samples that do not come out even; empty if they do."""
+        """Describe what happens to samples that do not fill a batch on every rank; "" if none."""
         odd = self.left % (self.ranks * self.batch_size)
         if not odd:
             return ""
@@ -116,18 +115,18 @@ class Share:
         return not self.drop_last and -(-self._own // self.batch_size) < self.batches
 
     def places(self) -> np.ndarray:
-        """This rank's samples, as places in the epoch's order."""
+        """Return this rank's samples, as indices into the order of the epoch."""
         if self.drop_last:
             end = self.begin + self.batches * self.ranks * self.batch_size
             return np.arange(self.begin + self.rank, end, self.ranks)
         places = np.arange(self.begin + self.rank, self.count, self.ranks)
         if self._repeats:
-            # The same one wherever in the epoch the job began.
+            # The same sample at whichever position the job resumed.
             places = np.append(places, self.rank % self.count)
         return places
 
     def split(self, order: np.ndarray) -> Iterator[np.ndarray]:
-        """This rank's batches of sample numbers.
+        """Yield this rank's batches of sample numbers.
 
         Args:
             order: of the epoch, as `epoch_order` gives it.
@@ -137,17 +136,17 @@ class Share:
             yield mine[first : first + self.batch_size]
 
     def after(self, batches: int) -> int:
-        """What all ranks together have had of the epoch after so many batches of each."""
+        """Return how many samples all ranks together have consumed after `batches` of each."""
         return min(self.begin + batches * self.ranks * self.batch_size, self.count)
 
 
 @dataclass
 class Position:
-    """Where all ranks together are in the data: what a checkpoint keeps.
+    """The position of all ranks together in the data, as a checkpoint keeps it.
 
     Attributes:
-        epoch: which one, from 0 on.
-        consumed: samples of it that are done.
+        epoch: its number, from 0 on.
+        consumed: samples of the epoch that are done.
     """
 
     epoch: int = 0
@@ -155,9 +154,9 @@ class Position:
 
 
 class Epochs:
-    """Where a job is in its data, and what comes next on this rank: what samplers have in common.
+    """Base class of the samplers: the position of a job in its data.
 
-    A `hvdkit.checkpoint.state.Part`: a checkpoint keeps the epoch and one number.
+    A `hvdkit.checkpoint.state.Part`: a checkpoint keeps the epoch and the samples consumed.
 
     Args:
         count: of the samples; they are called 0 to count - 1.
@@ -165,16 +164,16 @@ class Epochs:
         shuffle: draw a new order for every epoch; otherwise 0, 1, 2, ...
         seed: of these orders, 0 or more; the same on every rank.
         drop_last: leave out the samples that do not fill a batch on every rank.
-        rank: this one's place among the ranks.
-        ranks: how many there are.
-        how_to_count: for the error, what a loop has to do so that its batches are counted.
+        rank: index of this rank.
+        ranks: number of ranks.
+        how_to_count: how a loop lets its batches be counted, for the error.
         order: called with the drawn order of an epoch (int64) and the epoch; returns the same
             numbers in the order to use. The result must be the same on all ranks and in all jobs.
 
     Attributes:
         batch_size: as given.
         drop_last: as given.
-        uncounted: whether samples have been handed out, and no batch was counted since.
+        uncounted: whether samples were read, and no batch was counted since.
 
     Raises:
         UsageError: an argument makes no sense, or no rank would have a batch.
@@ -227,12 +226,12 @@ class Epochs:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the job is in, or that comes next; from 0 on."""
+        """Number of the current epoch, or of the next one between two epochs; from 0 on."""
         return self._now[0]
 
     @property
     def position(self) -> Position:
-        """Where all ranks together are."""
+        """Position of all ranks together."""
         epoch, share, batches = self._now
         return Position(epoch, share.after(batches))
 
@@ -296,7 +295,7 @@ class Epochs:
         return True
 
     def count(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """This epoch's `batches`, counted as they are handed out; then the next one begins.
+        """Yield the batches of this epoch and count them; then begin the next epoch.
 
         Raises:
             UsageError: they end before the epoch.
@@ -316,13 +315,13 @@ class Epochs:
             self.end_epoch()
 
     def advance(self, batches: int = 1) -> None:
-        """So many more batches are done on every rank; `batches()` and Keras's `fit` do this."""
+        """Count batches that are done on every rank. `batches()` and Keras's `fit` call it."""
         epoch, share, done = self._now
         self._now = (epoch, share, min(done + batches, share.batches))
         self.uncounted = False
 
     def end_epoch(self) -> None:
-        """The next epoch begins."""
+        """Begin the next epoch."""
         self.set_epoch(self.epoch + 1)
         self.uncounted = False
 
@@ -333,10 +332,10 @@ class Epochs:
         self._iterated = False
 
     def capture(self) -> dict[str, Any]:
-        """For a checkpoint: where the job is, and in what order.
+        """Return the position and the identity of the data, for a checkpoint.
 
         Raises:
-            UsageError: the data have been read, and nobody has counted.
+            UsageError: the data were read, and no batch was counted.
         """
         if self.uncounted:
             raise UsageError(
@@ -376,7 +375,7 @@ class Epochs:
         return tree
 
     def adopt(self, tree: dict[str, Any]) -> None:
-        """Go on where the checkpoint was."""
+        """Resume at the position of the checkpoint."""
         self._go_to(Position(tree["epoch"], tree["consumed"]))
         self.uncounted = False
 
