@@ -4,8 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hvdkit.core.sampling import Share, epoch_order
+from hvdkit.core.sampling import Epochs, Share, epoch_order
 from hvdkit.errors import UsageError
 
 
@@ -110,3 +112,65 @@ def test_what_becomes_of_the_tail_is_said():
 def test_numbers_that_make_no_sense_are_refused(arguments, words):
     with pytest.raises(UsageError, match=words):
         Share(*arguments)
+
+
+actions = st.one_of(
+    st.tuples(st.just("loop"), st.integers(0, 6)),
+    st.tuples(st.sampled_from(["whole loop", "end_epoch", "continue", "resume"]), st.none()),
+    st.tuples(st.just("set_epoch"), st.integers(0, 3)),
+)
+
+
+@given(st.lists(actions, max_size=12), st.integers(1, 2))
+def test_loops_that_leave_epochs_and_jobs_that_resume(sequence, ranks):
+    """Each loop has the batches of the epoch that a reader of the guide expects."""
+    count, size = 18, 4
+
+    def epochs():
+        how = {"shuffle": True, "seed": 1, "drop_last": False, "how_to_count": ""}
+        return Epochs(count, size, rank=0, ranks=ranks, **how)
+
+    def loop(sampler):
+        if sampler.begin_iteration():
+            epoch, mine = sampler.left()
+            starts = range(0, len(mine), size)
+            yield from sampler.count((epoch, mine[k : k + size].tolist()) for k in starts)
+
+    job = epochs()
+    whole = [b.tolist() for b in job._share(0).split(epoch_order(count, 1, 0))]
+    epoch = position = 0
+    was_left = False
+    for action, value in sequence:
+        if action == "resume":
+            state = job.capture()
+            job = epochs()
+            job.adopt(job.prepare(state))
+            was_left = False
+        elif action == "continue":
+            job.set_epoch(job.epoch)
+            was_left = False
+        elif action in ("end_epoch", "set_epoch"):
+            job.end_epoch() if action == "end_epoch" else job.set_epoch(value)
+            before, epoch = epoch, epoch + 1 if action == "end_epoch" else value
+            position = position if epoch == before else 0
+            was_left = False
+        else:
+            found = list(itertools.islice(loop(job), value))
+            if value == 0:
+                # A loop that asks for no batch has not begun.
+                continue
+            if was_left:
+                epoch, position = epoch + 1, 0
+            expected = [b.tolist() for b in job._share(0).split(epoch_order(count, 1, epoch))]
+            end = len(whole) if value is None else min(position + value, len(whole))
+            assert found == [(epoch, batch) for batch in expected[position:end]]
+            at_end = position == len(whole)
+            was_left = not at_end and value is not None and position + value <= len(whole)
+            if was_left:
+                position = end
+            else:
+                epoch, position = epoch + 1, 0
+        assert (job.epoch, job.position.consumed) == (
+            epoch,
+            min(position * ranks * size, count),
+        )
