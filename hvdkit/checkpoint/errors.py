@@ -35,8 +35,8 @@ _ADVICE = {
     errno.ENOSPC: "Free some space, or keep fewer steps",
     errno.EDQUOT: "Free some of your quota, or keep fewer steps",
     errno.EROFS: "Give a folder that can be written to",
-    errno.EACCES: "Give a folder that can be written to",
-    errno.EPERM: "Give a folder that can be written to",
+    errno.EACCES: "Check its permissions and its owner, or give another folder",
+    errno.EPERM: "Check its permissions and its owner, or give another folder",
     errno.ENOENT: "Somebody has removed it; see that it is there",
     errno.EIO: "Check the disk, or the connection to it",
 }
@@ -49,7 +49,9 @@ def failing(action: str, path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "Check the disk and the folder")
+        name = error.filename
+        inside = f" of {name}" if isinstance(name, str) and name not in str(path) else ""
         raise CheckpointError(
-            f"cannot {action} {path}: {error.strerror}. {advice}; the steps that are listed are "
-            "whole."
+            f"cannot {action} {path}: {error.strerror}{inside}. {advice}; the steps that are "
+            f"listed are whole."
         ) from error

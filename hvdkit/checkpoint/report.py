@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from hvdkit.checkpoint import tensors
-from hvdkit.checkpoint.errors import Damaged, printable
+from hvdkit.checkpoint.errors import CheckpointError, Damaged, printable
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.retention import Retention
@@ -106,11 +106,11 @@ def show_step(opened: OpenCheckpoint, console: Console) -> None:
 
 
 def verify(store: Store, step: int | None, console: Console) -> bool:
-    """Read and hash `step`, or all steps, and print what is wrong. Returns whether all are good.
+    """Read and hash `step`, or all steps, and print what is wrong. Return whether all are good.
 
     Raises:
         UsageError: there is no such step, or none at all.
-        CheckpointError: the folder or a step cannot be read.
+        CheckpointError: the folder cannot be read.
     """
     _expect_folder(store)
     entries = [entry for entry in store.entries() if step in (None, entry.step)]
@@ -123,15 +123,24 @@ def verify(store: Store, step: int | None, console: Console) -> bool:
         )
     total = sum(entry.manifest.size for entry in entries if entry.manifest)
     verdicts: list[tuple[Entry, list[Damaged]]] = []
+    unread: list[tuple[Entry, CheckpointError]] = []
     with _progress(console, "verifying", total) as progress:
-        verdicts.extend((entry, store.verify_entry(entry, progress)) for entry in entries)
+        for entry in entries:
+            try:
+                verdicts.append((entry, store.verify_entry(entry, progress)))
+            except CheckpointError as error:
+                # Of this step alone, such as a missing permission.
+                unread.append((entry, error))
     for entry, problems in verdicts:
         _print(console, f"{entry.name}: {'damaged' if problems else 'good'}")
         for problem in problems:
             _print(console, f"    {problem}")
+    for entry, reason in unread:
+        _print(console, f"{entry.name}: not read: {reason}")
     damaged = sum(bool(problems) for _, problems in verdicts)
-    _print(console, f"{len(verdicts) - damaged} good, {damaged} damaged")
-    return not damaged
+    summary = f"{len(verdicts) - damaged} good, {damaged} damaged"
+    _print(console, summary + (f", {len(unread)} not read" if unread else ""))
+    return not damaged and not unread
 
 
 def prune(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit import cli
+from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.report import size_text
 from hvdkit.checkpoint.store import Store
 from tests.checkpoint.material import forge, save, snapshot, step_folder
@@ -142,6 +143,22 @@ def test_verify_reads_all_again(store, run):
     assert run("verify", store.location, 100)[0] == 0
     assert run("verify", store.location, 200)[0] == 1
     assert store.quarantined() == []
+
+
+def test_verify_goes_past_a_step_that_cannot_be_read(tmp_path, run, monkeypatch):
+    store = save(tmp_path, 100, 200, 300)
+    verify_entry = Store.verify_entry
+
+    def refused(self, entry, progress=None):
+        if entry.step == 200:
+            raise CheckpointError("cannot read it: Permission denied")
+        return verify_entry(self, entry, progress)
+
+    monkeypatch.setattr(Store, "verify_entry", refused)
+    status, out, _ = run("verify", store.location)
+    assert status == 1
+    assert re.search(r"step-000000000200\S*: not read: cannot read it", out)
+    assert out.splitlines()[-1] == "2 good, 0 damaged, 1 not read"
 
 
 def test_a_stranger_s_names_do_not_steer_the_terminal(tmp_path, run):
