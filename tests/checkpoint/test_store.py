@@ -475,5 +475,5 @@ def test_a_text_with_many_commas_is_one_value(place, monkeypatch):
 
 
 def test_keep_last_below_one(place):
-    with pytest.raises(UsageError, match="keep_last is 0; expected 1 or more, or None"):
+    with pytest.raises(UsageError, match="keep_last is 0; expected a whole number >= 1, or None"):
         Store(str(place), keep_last=0)
