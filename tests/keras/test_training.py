@@ -36,12 +36,8 @@ def test_one_method_of_callback_lists_is_wrapped_and_once(hvd):
 
 
 def test_lists_of_other_models_and_on_one_rank_stay_what_they_are(hvd):
-    import gc
-
     import keras
 
-    # Callback lists are followed while there is a sampler, such as that of a test before this.
-    gc.collect()
     plain = model_of(keras.optimizers.SGD(0.1))
     ours = model_of(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     for model in (plain, ours):
