@@ -6,11 +6,15 @@ In long tests also Azurite, and another S3 server: Ceph's RADOS Gateway.
 import itertools
 
 import pytest
+from s3fs import S3FileSystem
 
 from tests.checkpoint import azure_server, rados_gateway, s3_server
 from tests.checkpoint.material import path_of
 
 _numbers = itertools.count()
+
+#: The S3 server that fsspec's cached clients talk to.
+_connected = None
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +31,12 @@ def on_s3(s3, monkeypatch):
 
 
 def _path_on(address, monkeypatch):
-    """A new path on the S3 server at `address`, for clients in this test."""
+    """Return a new path on the S3 server at `address`, for clients in this test."""
+    global _connected
+    if address != _connected:
+        # fsspec caches clients by their options. The endpoint in the environment is not one.
+        S3FileSystem.clear_instance_cache()
+        _connected = address
     for name, value in s3_server.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", address)
