@@ -357,7 +357,7 @@ def one_run(
             if not options.keep_running:
                 job.pause()
             jobs.append(job)
-        check_agreement(jobs)
+        check_consistency(jobs)
         run |= {"parameters": jobs[0].facts["parameters"], "bytes": jobs[0].facts["bytes"]}
         run["idle"] = {job.contender.name: job.idle_share() for job in jobs}
         run["seconds"] = {job.contender.name: [] for job in jobs}
@@ -394,7 +394,7 @@ def check_memory(jobs: "Sequence[Job]") -> None:
         )
 
 
-def check_agreement(jobs: "Sequence[Job]") -> None:
+def check_consistency(jobs: "Sequence[Job]") -> None:
     """Raise where a contender's first reduced gradients are not those of the others."""
     norms = {
         j.contender.name: j.norms

@@ -31,8 +31,8 @@ from hvdkit.checkpoint.state import Part, RankPart, Tree
 from hvdkit.checkpoint.storage import MAX_STEP
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.writing import Snapshot, rank_to_bytes
-from hvdkit.core.agreement import digest
 from hvdkit.core.collectives import Collectives
+from hvdkit.core.consistency import digest
 from hvdkit.errors import RESUMABLE, UsageError
 
 _log = logging.getLogger("hvdkit.checkpoint")

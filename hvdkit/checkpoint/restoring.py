@@ -19,8 +19,8 @@ from hvdkit.checkpoint.state import (
     Tree,
 )
 from hvdkit.checkpoint.store import Search
-from hvdkit.core.agreement import digest
 from hvdkit.core.collectives import Collectives
+from hvdkit.core.consistency import digest
 from hvdkit.errors import UsageError
 
 _log = logging.getLogger("hvdkit.checkpoint")

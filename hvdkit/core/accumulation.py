@@ -5,8 +5,8 @@ before it add up on each rank by themselves. The counts of the ranks are equal a
 runs the same loop; they are compared in every reduction.
 """
 
-from hvdkit.core.agreement import texts_by_rank
 from hvdkit.core.collectives import Collectives
+from hvdkit.core.consistency import texts_by_rank
 from hvdkit.errors import HvdkitError, UsageError
 
 

@@ -1,4 +1,4 @@
-"""What the synchronizer asks of a framework. Each adapter implements it, and no more than it."""
+"""The interface between the synchronizer and a framework. Each adapter implements it."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
@@ -10,10 +10,10 @@ Handle = TypeVar("Handle")
 
 
 class BucketMemory(Protocol[Buffer]):
-    """The gradients of one bucket, and how a wire format gets at them.
+    """The gradients of one bucket, as a wire format reads and writes them.
 
     `Buffer` is the framework's contiguous memory for a whole bucket. A gradient that does not
-    exist counts as zeros. Factors are plain numbers.
+    exist counts as zeros. Factors are Python numbers.
     """
 
     @property
@@ -21,17 +21,17 @@ class BucketMemory(Protocol[Buffer]):
         """The framework's name for the gradients' element type."""
         ...
 
-    def home(self, factor: float) -> Buffer:
-        """Memory in the gradients' own dtype which the gradients now live in, times `factor`.
+    def in_place(self, factor: float) -> Buffer:
+        """Move the gradients, times `factor`, into one buffer of their own dtype.
 
-        What happens to it happens to the gradients: there is nothing to unpack.
+        The gradients are views of the buffer afterwards, so there is nothing to unpack.
         """
         ...
 
     def pack(self, dtype: str, factor: float, keep: bool = True) -> Buffer:
-        """A copy of the gradients, times `factor`, rounded to `dtype` once, in one pass.
+        """Return a copy of the gradients, times `factor`, rounded to `dtype` once, in one pass.
 
-        With `keep` the memory is used again every step, otherwise given back after it.
+        With `keep` every step reuses the buffer; without it the buffer is freed after the step.
         """
         ...
 
@@ -40,50 +40,49 @@ class BucketMemory(Protocol[Buffer]):
         ...
 
     def unpack(self, buffer: Buffer, factor: float) -> None:
-        """Make `buffer`, times `factor`, the bucket's gradients."""
+        """Write `buffer`, times `factor`, into the bucket's gradients."""
         ...
 
     def rows(self, factor: float) -> Any:
-        """A sparse bucket's gradient, times `factor`, as `Backend.gather` takes it."""
+        """Return a sparse bucket's gradient, times `factor`, for `Backend.gather`."""
         ...
 
-    def put_rows(self, rows: Any) -> None:
-        """Make `rows`, which `Backend.gather` gave, the sparse bucket's gradient."""
+    def set_rows(self, rows: Any) -> None:
+        """Make a result of `Backend.gather` the sparse bucket's gradient."""
         ...
 
 
 class Backend(Protocol[Buffer, Handle]):
-    """How one framework reduces the gradients of a bucket plan.
-
-    `Handle` is a collective in flight.
-    """
+    """A framework's collectives on buckets. `Handle` is a collective in flight."""
 
     def memory(self, bucket: Bucket) -> BucketMemory[Buffer]:
-        """Access to the bucket's gradients. Called once per bucket of a plan."""
+        """Return access to the bucket's gradients. Called once per bucket of a plan."""
         ...
 
     def sum(self, buffer: Buffer, name: str) -> Handle:
-        """Begin to add up `buffer` in place over the ranks, under `name`, and return at once."""
+        """Start to add up `buffer` in place over the ranks, under `name`."""
         ...
 
     def gather(self, rows: Any, name: str) -> Handle:
-        """Begin to collect every rank's `rows`, and return at once."""
+        """Start to gather every rank's `rows`."""
         ...
 
     def wait(self, handle: Handle) -> Any:
-        """The result, once the collective has ended; raise the framework's error if it failed."""
+        """Wait for a collective and return its result, or raise the framework's error."""
         ...
 
-    def peaks(self, buffers: Sequence[Buffer]) -> list[float]:
-        """The largest magnitude in each buffer; infinity or NaN where something is not finite."""
+    def abs_max(self, buffers: Sequence[Buffer]) -> list[float]:
+        """Return each buffer's absolute maximum; infinity or NaN where one is not finite."""
         ...
 
     @property
-    def batches_peaks(self) -> bool:
-        """Whether `peaks` is better called once for all buckets, because its answer comes from an
-        accelerator, than for each bucket as soon as it has arrived."""
+    def batches_abs_max(self) -> bool:
+        """Whether one call of `abs_max` for all buckets is faster than a call for each.
+
+        It is on an accelerator, where each call copies to the host.
+        """
         ...
 
     def sparse_dims(self, i: int) -> int:
-        """The sparse dimensions of parameter `i`'s gradient; 0 where it is dense or missing."""
+        """Return the sparse dimensions of parameter `i`'s gradient; 0 if dense or missing."""
         ...

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from hvdkit.core.agreement import digest
+from hvdkit.core.consistency import digest
 from hvdkit.errors import UsageError
 
 MB = 1_000_000

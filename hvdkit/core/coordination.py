@@ -199,7 +199,7 @@ class Coordinator:
         Raises:
             PassesDiffer: on every rank, when ranks are in different steps or rounds.
             BackwardFailed: on every rank, when the pass of a rank has raised.
-            RanksDisagree: on every rank, when they are to reduce different things.
+            RankMismatchError: on every rank, when they are to reduce different things.
             GradientsChanged: on every rank, see there.
         """
         if self._collectives.alone:
@@ -218,7 +218,7 @@ class Coordinator:
         Otherwise nothing happens.
 
         Raises:
-            PassesDiffer, BackwardFailed, RanksDisagree, GradientsChanged: see `wait`.
+            PassesDiffer, BackwardFailed, RankMismatchError, GradientsChanged: see `wait`.
         """
         if self._collectives.alone:
             # Without a window gradients are left as the framework makes them.
@@ -243,7 +243,7 @@ class Coordinator:
         A collective: every rank calls it for the same optimizer.
 
         Raises:
-            PassesDiffer, BackwardFailed, RanksDisagree, GradientsChanged: see `wait`.
+            PassesDiffer, BackwardFailed, RankMismatchError, GradientsChanged: see `wait`.
         """
         if not self._collectives.alone:
             rounds.renew()

@@ -4,16 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hvdkit.core import bucketing
-from hvdkit.core.agreement import check_agreement, digest
 from hvdkit.core.bucketing import BucketPlan, ParameterSpec
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.compression import Channel, SparseRows, WireFormat
+from hvdkit.core.consistency import check_consistency, digest
+from hvdkit.core.wire_format import SparseRows, WireFormat
 
-#: In the place of a number of sparse dimensions: the rank has no gradient.
+#: Instead of a number of sparse dimensions: the rank has no gradient.
 ABSENT = -1
 
-# Two models alike (a GAN's twins) have equal digests, and both may have buckets in flight. Their
-# names must differ, so every plan gets a number when its ranks agree.
+# Two equal models have equal digests, and both may have buckets in flight. The names of their
+# collectives must differ, so every plan gets a number when its ranks agree.
 _next_number = 0
 
 
@@ -22,16 +22,15 @@ class Reduction:
     """The settings of a reduction of gradients; the same on every rank.
 
     Attributes:
-        format: what they travel as.
+        format: the wire format.
         average: divide the sum by the number of ranks.
-        predivide: of an average's division, what is divided by before the sum; None: as suits
+        predivide: of an average's scaling, what is divided by before the sum; None: as suits
             the format.
-        passes: backward passes per step that are added up. A gradient is ready when it has
-            arrived that often.
+        passes: backward passes per step. A gradient is ready when it has arrived this often.
         bucket_bytes: the largest bucket of several gradients.
         groups: see `bucketing.plan`.
         sparse_as_dense: reduce sparse gradients in buckets.
-        find_unused: leave parameters without a gradient that no rank has used.
+        find_unused: leave a parameter without a gradient if no rank has used it.
     """
 
     format: WireFormat
@@ -44,7 +43,7 @@ class Reduction:
     find_unused: bool = False
 
     def describe(self) -> list[str]:
-        """One line per setting, for ranks to compare."""
+        """Return one line per setting, for ranks to compare."""
         return [
             f"compression: {self.format.name}",
             f"op: {'average' if self.average else 'sum'}",
@@ -59,44 +58,44 @@ class Reduction:
 
 @dataclass(frozen=True)
 class ReductionState:
-    """What a checkpoint keeps of how gradients are reduced: without it sums round differently.
+    """The state of a reduction that a checkpoint needs to resume with bit-identical sums.
 
     Attributes:
-        gradients: tells apart gradients of other names, shapes and dtypes, and other settings.
-        order: of the parameters, from which the plan follows.
-        channels: each bucket's `Channel.state`.
+        gradients: a digest of the settings and of the gradients' names, shapes and dtypes.
+        order: the order of the parameters, which determines the plan.
+        codecs: the `WireFormat.state` of each bucket's codec.
     """
 
     gradients: str
     order: tuple[int, ...]
-    channels: tuple[tuple[int, ...], ...]
+    codecs: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class AgreedBuckets:
-    """What the ranks have agreed on.
+    """The buckets that the ranks have agreed on.
 
     Attributes:
         plan: the buckets.
-        name: what the names of their collectives begin with; like no other plan's.
-        channels: the wire format at work, for each bucket.
-        gradients: as `ReductionState.gradients`.
-        order: of the parameters, from which the plan follows; None: the usual one.
+        name: the prefix of their collectives' names, unique to this plan.
+        codecs: each bucket's copy of the wire format.
+        gradients: see `ReductionState.gradients`.
+        order: see `ReductionState.order`; None for the default order.
     """
 
     plan: BucketPlan
     name: str
-    channels: Sequence[Channel]
+    codecs: Sequence[WireFormat]
     gradients: str
     order: Sequence[int] | None
 
     @property
     def state(self) -> ReductionState:
-        """What to keep of it, between two steps."""
+        """The state to keep in a checkpoint, between two steps."""
         return ReductionState(
             self.gradients,
             tuple(self.order or ()),
-            tuple(tuple(int(n) for n in channel.state) for channel in self.channels),
+            tuple(tuple(int(n) for n in codec.state) for codec in self.codecs),
         )
 
 
@@ -110,22 +109,22 @@ def agree_on_buckets(
     context: Sequence[str] = (),
     resumed: ReductionState | None = None,
 ) -> AgreedBuckets:
-    """Compare what the ranks mean to reduce, and plan it. A collective.
+    """Compare the gradients and settings of all ranks, and plan the buckets. A collective.
 
     Args:
         collectives: of the ranks.
-        specs: of the gradients.
-        reduction: what to do with them.
+        specs: the gradients.
+        reduction: the settings.
         window: passes of an accumulation window.
         sparse_dims: for each gradient, its sparse dimensions on this rank, 0 where it is dense, or
             `ABSENT`. A gradient that is absent on all ranks is in no bucket.
-        order: asks for the order in which gradients become ready, when the rest agrees; a
-            collective, too. Default: see `bucketing.plan`.
-        context: further lines that must be the same on every rank, for the errors' sake first.
-        resumed: what to go on from, if it is of the same gradients.
+        order: a collective that returns the order in which gradients become ready, called once
+            the rest agrees. Default: see `bucketing.plan`.
+        context: further lines that must be the same on every rank; errors show them first.
+        resumed: the state to restore, if it is of the same gradients.
 
     Raises:
-        RanksDisagree: on every rank, when they mean different things.
+        RankMismatchError: on every rank, if they differ.
     """
     global _next_number
     settings = [*context, *reduction.describe(), f"accumulation_steps: {window}"]
@@ -136,9 +135,9 @@ def agree_on_buckets(
     devices = bucketing.describe_devices(specs)
     count = f"{len(specs)} gradients in all"
     lines = [*settings, f"resumes from: {resumed}", *described, count, *devices]
-    check_agreement(collectives, lines, "what the optimizer reduces")
-    # Ranks may have made different numbers of other optimizers; the largest count is free on all
-    # of them.
+    check_consistency(collectives, lines, "what the optimizer reduces")
+    # Ranks may have made different numbers of other optimizers. The largest number is free on all
+    # ranks.
     number, *dims = collectives.max([_next_number, *sparse_dims], "hvdkit.agreement.number")
     _next_number = number + 1
     if resumed is not None and resumed.order:
@@ -156,15 +155,15 @@ def agree_on_buckets(
         else reduction.groups,
         sparse_dims={i: count for i, count in enumerate(dims) if count > 0},
     )
-    channels = [
-        SparseRows() if bucket.sparse_dims else reduction.format.channel(bucket.dtype)
+    codecs = [
+        SparseRows() if bucket.sparse_dims else reduction.format.codec(bucket.dtype)
         for bucket in plan.buckets
     ]
-    if resumed is not None and len(resumed.channels) == len(channels):
-        for channel, state in zip(channels, resumed.channels, strict=True):
-            if len(state) == len(channel.state):
-                channel.state = state
+    if resumed is not None and len(resumed.codecs) == len(codecs):
+        for codec, state in zip(codecs, resumed.codecs, strict=True):
+            if len(state) == len(codec.state):
+                codec.state = state
     # The engine never fuses names with "hvdkit." in them, because buckets are large already.
     prefix = "hvdkit_tensors" if reduction.format.tensor_by_tensor else "hvdkit"
     name = f"{prefix}.{plan.digest[:16]}.{number}"
-    return AgreedBuckets(plan, name, channels, gradients, agreed_order)
+    return AgreedBuckets(plan, name, codecs, gradients, agreed_order)

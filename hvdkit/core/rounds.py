@@ -232,7 +232,7 @@ class Rounds:
         """Agree with the other ranks on the buckets. A collective.
 
         Raises:
-            RanksDisagree: on every rank, when they are to reduce different things.
+            RankMismatchError: on every rank, when they are to reduce different things.
         """
         if self.gradients.moved():
             self.gradients.replan()

@@ -1,15 +1,15 @@
-"""The gradient synchronizer: which buckets to reduce, and when. One for all frameworks.
+"""The gradient synchronizer: decide which buckets to reduce, and when, for all frameworks.
 
 It works in rounds. In a round every rank reduces every bucket once:
 
-    mark_ready(i) ...   during the backward pass; a bucket that is full is sent at the next arrival
+    mark_ready(i) ...   during the backward pass; the next call after a bucket is full sends it
     send()              start the buckets that have not started
-    wait()              wait for all of them; afterwards every gradient is the reduced one
+    wait()              wait for all buckets; afterwards every gradient is the reduced gradient
 
-`hvdkit.core.rounds` decides when there is a round. No decision that a collective depends on is
-taken from data that only one rank has. What the ranks reduce is compared before the first bucket.
-The order in which their first backward pass went is averaged, and the buckets follow from it.
-Buckets may be reduced in any order, because Horovod pairs them up by name.
+`hvdkit.core.coordination` decides when there is a round. No decision about a collective depends on
+data of one rank alone. Before the first bucket the ranks compare their parameters and settings.
+Buckets follow the order in which gradients arrived in the first backward pass, averaged over the
+ranks. Ranks may send buckets in different orders, because Horovod matches them by name.
 """
 
 import threading
@@ -23,29 +23,37 @@ from hvdkit.core.accumulation import Window
 from hvdkit.core.backend import Backend, BucketMemory, Buffer, Handle
 from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.compression import (
-    Channel,
-    Division,
-    Gather,
-    Largest,
-    Peak,
-    Request,
-    Sum,
-    Travel,
-    decided,
-)
 from hvdkit.core.reduction import AgreedBuckets, Reduction, ReductionState, agree_on_buckets
+from hvdkit.core.wire_format import (
+    AbsMax,
+    BucketReduction,
+    Gather,
+    GlobalMax,
+    Request,
+    Scaling,
+    Sum,
+    WireFormat,
+    run_conditions,
+)
 from hvdkit.errors import HvdkitError
 
-# Buckets that `wait` itself sends ahead of the one that it waits for.
+# Buckets that `wait` starts ahead of the bucket that it waits for.
 _IN_FLIGHT = 4
 
 
 @dataclass
-class _BucketReduction(Generic[Handle]):
-    """One bucket's pack, collectives and unpack in one round, and how far they are."""
+class _RunningReduction(Generic[Handle]):
+    """The bucket reduction of one round, from pack to unpack.
 
-    steps: Travel
+    Attributes:
+        steps: the wire format's generator.
+        name: of the bucket's collectives.
+        request: the request that the generator waits for; None when the reduction is done.
+        handle: the collective in flight.
+        collectives: the number of collectives started.
+    """
+
+    steps: BucketReduction
     name: str
     request: Request | None = None
     handle: Handle | None = None
@@ -57,33 +65,33 @@ class _Round(Generic[Handle]):
     """The state of the current round.
 
     Attributes:
-        generation: that of the collectives when the round began.
-        missing: for each bucket, its parameters whose gradients have not arrived.
+        generation: the generation of the collectives when the round began.
+        missing: for each bucket, the number of gradients that have not arrived.
         arrived: the parameters whose gradients have arrived, in that order.
-        full: buckets whose last gradient has arrived, with the thread in which it did.
-        reductions: bucket index -> its reduction, once it has started.
+        full: buckets whose gradients have all arrived, with the thread of the last one.
+        reductions: bucket index -> its running reduction.
     """
 
     generation: int
     missing: list[int]
     arrived: dict[int, None] = field(default_factory=dict)
     full: list[tuple[int, Bucket]] = field(default_factory=list)
-    reductions: dict[int, _BucketReduction[Handle]] = field(default_factory=dict)
+    reductions: dict[int, _RunningReduction[Handle]] = field(default_factory=dict)
 
 
 class Synchronizer(Generic[Buffer, Handle]):
-    """Reduces gradients over the ranks of a process set.
+    """Reduce gradients over the ranks of a process set.
 
     Args:
-        specs: of the parameters, in the order of the forward pass.
+        specs: the parameters, in the order of the forward pass.
         backend: the framework.
-        collectives: of the same process set as the backend's.
+        collectives: of the process set that the backend uses.
         reduction: how to reduce the gradients.
         window: the accumulation window that the rounds belong to.
         context: further lines that must be the same on every rank; errors show them first.
 
     Raises:
-        UsageError: the specs or settings make no sense; nothing has been communicated.
+        UsageError: the specs or settings are invalid; nothing has been communicated.
     """
 
     def __init__(
@@ -108,12 +116,12 @@ class Synchronizer(Generic[Buffer, Handle]):
         self._plan: BucketPlan | None = None
         self._name = ""
         self._memory: list[BucketMemory[Buffer]] = []
-        self._channels: Sequence[Channel] = ()
+        self._codecs: Sequence[WireFormat] = ()
         self._buckets: AgreedBuckets | None = None
         self._resumed: ReductionState | None = None
-        # Of which generation, which reductions wait, and for what.
+        # The generation, the reductions that wait for a deferred request, and its result.
         self._deferred: (
-            tuple[int, list[_BucketReduction[Handle]], Callable[[], list[int]]] | None
+            tuple[int, list[_RunningReduction[Handle]], Callable[[], list[int]]] | None
         ) = None
         self._begin_round()
 
@@ -146,9 +154,9 @@ class Synchronizer(Generic[Buffer, Handle]):
         return self._buckets.state
 
     def resume(self, state: ReductionState | None) -> None:
-        """Restore a state: the next agreement makes the same plan and the same scales.
+        """Restore a state: the next `agree` makes the same plan and the same scales.
 
-        A state of other gradients is ignored.
+        Ignore a state of other gradients.
 
         Args:
             state: a value of the property `state`, the same on every rank.
@@ -157,22 +165,22 @@ class Synchronizer(Generic[Buffer, Handle]):
         self.forget()
 
     def forget(self) -> None:
-        """Void the agreement, the same way on every rank: the next round begins with a new one."""
+        """Drop the plan, on all ranks alike: the next round begins with `agree`."""
         self._agreed = None
         self._begin_round()
 
     def mark_ready(self, i: int) -> None:
         """Record that the gradient of parameter `i` has arrived in this round.
 
-        A bucket is packed when a later gradient arrives, and not with its last one: hooks of the
-        user that run after ours may still change that.
+        A full bucket is packed when the next gradient arrives, because the user's hooks that run
+        after ours may still change the bucket's last gradient.
 
         Raises:
             HvdkitError: the gradient is in a bucket that has started.
         """
         with self._lock:
             if self._round.generation != self._collectives.generation:
-                # The end of Horovod has interrupted it.
+                # Horovod was shut down during the round.
                 self._begin_round()
             current = self._round
             if i in current.arrived:
@@ -181,8 +189,8 @@ class Synchronizer(Generic[Buffer, Handle]):
                     raise HvdkitError(self._arrived_late(i))
                 return
             current.arrived[i] = None
-            # Before the ranks have agreed nothing is reduced: a bucket that only some of them
-            # have would stay in flight.
+            # Start nothing before the ranks have agreed: a bucket that only some ranks have would
+            # stay in flight.
             if self._plan is None or not self.agreed:
                 return
             thread = threading.get_ident()
@@ -195,10 +203,10 @@ class Synchronizer(Generic[Buffer, Handle]):
                 current.full.append((thread, bucket))
 
     def agree(self) -> None:
-        """Compare with the other ranks what to reduce, and plan the buckets. A collective.
+        """Compare parameters and settings with the other ranks and plan the buckets. A collective.
 
         Raises:
-            RanksDisagree: on every rank, when their parameters or settings differ.
+            RankMismatchError: on every rank, when their parameters or settings differ.
         """
         dense = self._reduction.sparse_as_dense
         buckets = agree_on_buckets(
@@ -212,20 +220,20 @@ class Synchronizer(Generic[Buffer, Handle]):
             self._resumed,
         )
         self._resumed = None
-        # It belongs to the plan before, and fails where Horovod was shut down in between.
+        # This belongs to the previous plan, and fails if Horovod was shut down since.
         with suppress(Exception):
             self.settle()
         self._buckets = buckets
-        self._plan, self._name, self._channels = buckets.plan, buckets.name, buckets.channels
+        self._plan, self._name, self._codecs = buckets.plan, buckets.name, buckets.codecs
         self._memory = [self._backend.memory(bucket) for bucket in self._plan.buckets]
         self._agreed = self._collectives.generation
         self._begin_round()
 
     def send(self) -> None:
-        """Start the buckets that have not started, a few at most; `wait` starts the others.
+        """Start a few of the buckets that have not started; `wait` starts the others.
 
         A gradient that does not exist counts as zeros, so ranks may use different parts of the
-        model. The ranks have agreed before.
+        model. `agree` comes first.
         """
         with self._lock:
             assert self._plan is not None
@@ -235,22 +243,21 @@ class Synchronizer(Generic[Buffer, Handle]):
                 self._start(bucket)
 
     def wait(self) -> None:
-        """Wait for every bucket and unpack it. A collective, to which `send` belongs."""
+        """Complete the collective that `send` has started: wait for every bucket and unpack it."""
         try:
             self._finish()
         except BaseException:
-            # Collectives may still write into the buffers: they keep those, and the next
-            # agreement makes new ones.
+            # Collectives may still write into the buffers. `agree` makes new ones.
             self._agreed = None
             raise
         finally:
             self._begin_round()
 
     def synchronize(self) -> None:
-        """Reduce every gradient: `agree` where that is due, `send`, `wait`. A collective.
+        """Reduce every gradient: `agree` if needed, `send`, `wait`. A collective.
 
         Raises:
-            RanksDisagree: see `agree`.
+            RankMismatchError: see `agree`.
         """
         if not self.agreed:
             self.agree()
@@ -258,13 +265,13 @@ class Synchronizer(Generic[Buffer, Handle]):
         self.wait()
 
     def settle(self) -> None:
-        """Wait for what the formats learn from the last round. Every rank has started it."""
+        """Complete the deferred requests of the last round. Every rank has started them."""
         if self._deferred is None:
             return
         generation, waiting, result = self._deferred
         self._deferred = None
         if generation != self._collectives.generation:
-            return  # Horovod has ended since, and with it the collective
+            return  # Horovod was shut down, and the collective with it.
         for reduction, value in zip(waiting, result(), strict=True):
             self._advance(reduction, value)
 
@@ -282,8 +289,8 @@ class Synchronizer(Generic[Buffer, Handle]):
         )
 
     def _agree_on_order(self) -> list[int]:
-        """The parameters by the mean place of their gradients in the ranks' backward passes."""
-        # What has not arrived comes last, as if the backward pass went through it in reverse.
+        """Return the parameters by their gradients' mean position in the ranks' backward passes."""
+        # Gradients that have not arrived come last, in the reverse order of the forward pass.
         count = len(self._specs)
         arrived = self._round.arrived
         places = [0] * count
@@ -291,30 +298,30 @@ class Synchronizer(Generic[Buffer, Handle]):
             [*arrived, *(i for i in reversed(range(count)) if i not in arrived)]
         ):
             places[i] = place
-        # A rank that has called `join` adds zeros, to all alike.
+        # A rank that has called `join` adds zero to every position.
         summed = self._collectives.sum(places, "hvdkit.agreement.order")
         return sorted(range(count), key=lambda i: (summed[i], -i))
 
-    def _division(self) -> Division:
+    def _scaling(self) -> Scaling:
         ranks = len(self._collectives.ranks)
         total = 1.0 / self._window.divisor / (ranks if self._reduction.average else 1)
-        return Division(total, self._reduction.predivide, ranks)
+        return Scaling(total, self._reduction.predivide, ranks)
 
     def _start(self, bucket: Bucket) -> None:
         self.settle()
-        channel, memory = self._channels[bucket.index], self._memory[bucket.index]
-        steps = decided(channel.travel(memory, self._division()))
-        reduction: _BucketReduction[Handle] = _BucketReduction(
+        codec, memory = self._codecs[bucket.index], self._memory[bucket.index]
+        steps = run_conditions(codec.reduce(memory, self._scaling()))
+        reduction: _RunningReduction[Handle] = _RunningReduction(
             steps, f"{self._name}.{bucket.index}"
         )
         self._advance(reduction, None)
-        # Not before: where packing has raised, the bucket has not been sent.
+        # Only now: if packing raises, the bucket has not started.
         self._round.reductions[bucket.index] = reduction
 
-    def _advance(self, reduction: _BucketReduction[Handle], answer: Any) -> None:
-        """Give a bucket reduction its answer; start the collective that it asks for next."""
+    def _advance(self, reduction: _RunningReduction[Handle], result: Any) -> None:
+        """Send a result to a bucket reduction; start the collective that it requests next."""
         try:
-            reduction.request = reduction.steps.send(answer)
+            reduction.request = reduction.steps.send(result)
         except StopIteration:
             reduction.request = None
             return
@@ -328,27 +335,29 @@ class Synchronizer(Generic[Buffer, Handle]):
             else:
                 reduction.handle = self._backend.gather(reduction.request.rows, name)
 
-    def _settle_bucket(self, reduction: _BucketReduction[Handle]) -> None:
-        """Wait until a bucket asks for what is answered for all buckets at once, or is done."""
+    def _settle_bucket(self, reduction: _RunningReduction[Handle]) -> None:
+        """Advance a bucket until it is done or makes a request that all buckets make together."""
         while True:
             request = reduction.request
             if isinstance(request, Sum | Gather):
                 assert reduction.handle is not None
                 handle, reduction.handle = reduction.handle, None
                 self._advance(reduction, self._backend.wait(handle))
-            elif isinstance(request, Peak) and (request.at_once or not self._backend.batches_peaks):
-                (peak,) = self._backend.peaks([request.buffer])
-                self._advance(reduction, peak)
+            elif isinstance(request, AbsMax) and (
+                request.immediate or not self._backend.batches_abs_max
+            ):
+                (value,) = self._backend.abs_max([request.buffer])
+                self._advance(reduction, value)
             else:
                 return
 
     def _finish(self) -> None:
-        """Start what has not started, and complete every bucket reduction."""
+        """Start the buckets that have not started, and complete every bucket reduction."""
         assert self._plan is not None
         buckets = self._plan.buckets
         reductions = self._round.reductions
-        # Waited for by bucket, and not in the order of their start, in which ranks may differ. A
-        # few are in flight at once, and not all, which may need more memory in the first round.
+        # Wait in the order of buckets, which all ranks share, not in the order of their start. Only
+        # a few are in flight, because all of them may need more memory in the first round.
         for bucket in buckets:
             if bucket.index not in reductions:
                 self._start(bucket)
@@ -359,20 +368,20 @@ class Synchronizer(Generic[Buffer, Handle]):
         while waiting := [
             reductions[b] for b in range(len(buckets)) if reductions[b].request is not None
         ]:
-            peaks = [r for r in waiting if isinstance(r.request, Peak)]
-            if peaks:
-                buffers = [r.request.buffer for r in waiting if isinstance(r.request, Peak)]
-                found = self._backend.peaks(buffers)
+            asking = [r for r in waiting if isinstance(r.request, AbsMax)]
+            if asking:
+                buffers = [r.request.buffer for r in waiting if isinstance(r.request, AbsMax)]
+                values = self._backend.abs_max(buffers)
                 del buffers
-                for reduction, peak in zip(peaks, found, strict=True):
-                    self._advance(reduction, peak)
+                for reduction, value in zip(asking, values, strict=True):
+                    self._advance(reduction, value)
                     self._settle_bucket(reduction)
                 continue
-            asked = [r.request for r in waiting if isinstance(r.request, Largest)]
+            requests = [r.request for r in waiting if isinstance(r.request, GlobalMax)]
             result = self._collectives.start_max(
-                [request.value for request in asked], f"{self._name}.largest"
+                [request.value for request in requests], f"{self._name}.largest"
             )
-            if all(request.deferred for request in asked):
+            if all(request.deferred for request in requests):
                 self._deferred = self._collectives.generation, waiting, result
                 return
             for reduction, value in zip(waiting, result(), strict=True):

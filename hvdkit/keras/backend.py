@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 from packaging.version import Version
 
-from hvdkit.core.agreement import check_agreement
 from hvdkit.core.bucketing import uncounted
+from hvdkit.core.consistency import check_consistency
 from hvdkit.engine.describe import EngineMissing
 from hvdkit.errors import HvdkitError, UsageError
 
@@ -140,7 +140,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: A
         process_set: the ranks that take part.
 
     Raises:
-        RanksDisagree: on every rank, when shapes or dtypes differ between ranks.
+        RankMismatchError: on every rank, when shapes or dtypes differ between ranks.
         UsageError: `root_rank` is not one of the ranks.
     """
     variables = list(variables)
@@ -152,7 +152,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: A
         )
     if group.alone:
         return
-    check_agreement(
+    check_consistency(
         group,
         [
             f"{len(variables)} variables from rank {root_rank}",

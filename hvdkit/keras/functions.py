@@ -97,7 +97,7 @@ def broadcast_model(
         optimizer: by default the one that the model is compiled with.
 
     Raises:
-        RanksDisagree: on every rank, when the models or optimizers differ between ranks.
+        RankMismatchError: on every rank, when the models or optimizers differ between ranks.
     """
     optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
     if optimizer is not None and not optimizer.built:

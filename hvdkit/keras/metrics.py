@@ -19,7 +19,7 @@ import numpy as np
 # one object, from a user's own metric that has others inside.
 from keras.src.trainers.compile_utils import CompileMetrics
 
-from hvdkit.core.agreement import RanksDisagree, check_agreement
+from hvdkit.core.consistency import RankMismatchError, check_consistency
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 
@@ -132,7 +132,7 @@ def reduce_logs(
         For every number in the logs of the ranks that have some: its value over all of them.
 
     Raises:
-        RanksDisagree: on every rank, when metrics, their shapes or the logs' names differ.
+        RankMismatchError: on every rank, when metrics, their shapes or the logs' names differ.
     """
     layout: _Layout = []
     arrays: list[np.ndarray] = []
@@ -191,12 +191,12 @@ def _agreed(layout: _Layout, group: Any, everyone: bool) -> _Layout:
     """The layout of those ranks that have one, once it is sure that it is the same."""
     lines = [json.dumps(entry) for entry in layout]
     if everyone:
-        check_agreement(group, lines, _SUBJECT)
+        check_consistency(group, lines, _SUBJECT)
         return layout
     gathered = group.allgather("\n".join(lines).encode(), "hvdkit.keras.metrics.layout")
     theirs = {data for data in gathered if data}
     if len(theirs) > 1:
-        raise RanksDisagree(
+        raise RankMismatchError(
             f"ranks disagree about {_SUBJECT}: "
             + "; ".join(
                 f"rank {rank} has {', '.join(data.decode().splitlines()) or 'none'}"

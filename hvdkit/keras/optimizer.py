@@ -54,7 +54,7 @@ def DistributedOptimizer(
         name: accepted because Horovod's function has it, as are `device_dense` and
             `device_sparse`: gradients are reduced where they are.
         compression: what gradients travel as: `"none"`, `"fp16"`, `"bf16"`, the same of
-            `hvd.Compression`, a `hvdkit.core.compression.WireFormat`, or a class like Horovod's
+            `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat`, or a class like Horovod's
             compressors, which sees gradients one by one.
         sparse_as_dense: reduce `tf.IndexedSlices` as dense gradients. Otherwise their rows are
             gathered.

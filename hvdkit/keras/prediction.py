@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdkit.core.agreement import check_agreement
+from hvdkit.core.consistency import check_consistency
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.keras import backend
 
@@ -31,7 +31,7 @@ def predict(
 
     Raises:
         UsageError: the arrays have different numbers of rows, or none.
-        RanksDisagree: on every rank, when ranks have different numbers of rows.
+        RankMismatchError: on every rank, when ranks have different numbers of rows.
         HvdkitError: on every rank, when `model.predict` has raised on one.
 
     Example:
@@ -51,7 +51,7 @@ def predict(
     rows = counts[0] if counts else 0
     group = backend.collectives(process_set)
     if not group.alone:
-        check_agreement(
+        check_consistency(
             group,
             [problem or "no problem", f"{rows} rows", f"{len(arrays)} arrays"],
             "the data of predict",

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdkit.core.agreement import RanksDisagree, are_equal, check_agreement
+from hvdkit.core.consistency import RankMismatchError, are_equal, check_consistency
 from hvdkit.core.sharding import Division
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
@@ -88,7 +88,7 @@ def shard(
     Raises:
         UsageError: on every rank: the data are of another kind, infinite, or fewer than ranks; an
             argument is not as above.
-        RanksDisagree: on every rank: what they compare of the data, or an argument, differs.
+        RankMismatchError: on every rank: what they compare of the data, or an argument, differs.
     """
     if not backend.hvd.is_initialized():
         raise UsageError("Horovod is not initialised: call hvd.init() before this")
@@ -147,8 +147,8 @@ def _is_of(data: Any, framework: str) -> bool:
 def _agree(group: Any, problem: str, lines: Sequence[str], cause: Exception | None = None) -> None:
     """Raise, on every rank, if there is a problem on one, or the ranks' data differ."""
     try:
-        check_agreement(group, [problem or "no problem", *lines], _SUBJECT, _ADVICE)
-    except RanksDisagree as error:
+        check_consistency(group, [problem or "no problem", *lines], _SUBJECT, _ADVICE)
+    except RankMismatchError as error:
         raise error from cause
     if problem:
         raise UsageError(problem) from cause

@@ -43,8 +43,8 @@ from typing import Any
 import keras
 from keras.callbacks import CallbackList, ProgbarLogger
 
-from hvdkit.core.agreement import check_agreement, texts_by_rank
 from hvdkit.core.bucketing import uncounted
+from hvdkit.core.consistency import check_consistency, texts_by_rank
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.data import any_samplers, forget_reads, samplers_read
@@ -278,7 +278,7 @@ class _Coordination:
                 not compared.
 
         Raises:
-            RanksDisagree: on every rank: ranks have different variables, or see `check_values`.
+            RankMismatchError: on every rank: ranks have different variables, or see `check_values`.
         """
         if self._compares_values:
             self._compares_values = False
@@ -287,7 +287,7 @@ class _Coordination:
             trained = {id(variable) for variable in shared}
             others = [v for v in self._untrained_variables() if id(v) not in trained]
             variables = [*shared, *others]
-            check_agreement(
+            check_consistency(
                 self.group,
                 [f"{uncounted(v.path)}, {v.dtype} {list(v.shape)}" for v in variables],
                 "the variables of the model",

@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import xxhash
 
-from hvdkit.core.agreement import RanksDisagree, are_equal, texts_by_rank
 from hvdkit.core.collectives import Collectives
+from hvdkit.core.consistency import RankMismatchError, are_equal, texts_by_rank
 from hvdkit.keras import backend
 
 # Relative to the largest element of a variable. Ranks on processors of different kinds may round a
@@ -31,8 +31,8 @@ def check_values(group: Collectives, values: Sequence[tuple[Any, int]]) -> None:
             `digest_of`.
 
     Raises:
-        RanksDisagree: on every rank, naming the first variable that differs. Values that differ no
-            more than by rounding are equal.
+        RankMismatchError: on every rank, naming the first variable that differs by more than
+            rounding.
     """
     digests = ",".join(str(digest) for _, digest in values)
     digest = xxhash.xxh64_intdigest(digests.encode()) & 0xFFFFFF
@@ -45,7 +45,7 @@ def check_values(group: Collectives, values: Sequence[tuple[Any, int]]) -> None:
         return
     variable, _ = values[differ.index(1)]
     told = "; ".join(texts_by_rank(group, _first_elements(variable), "hvdkit.keras.values.told"))
-    raise RanksDisagree(
+    raise RankMismatchError(
         f"ranks have different values of {variable.path!r} after the first batch ({told}), and "
         f"nothing makes them equal from then on. Give fit a "
         f"hvd.callbacks.BroadcastGlobalVariablesCallback(0), or call "

@@ -1,12 +1,13 @@
 """How TensorFlow packs, checks and unpacks the gradients of a bucket, inside a graph."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvdkit.core.bucketing import Bucket, ParameterSpec
-from hvdkit.core.numbers import Number
+from hvdkit.core.scalar_ops import Scalar
 
 _NARROW = (tf.float16, tf.bfloat16)
 
@@ -100,7 +101,7 @@ class GraphMemory:
         dtype = tf.as_dtype(self.dtype)
         self.content = self._side_by_side([tf.cast(gradient, dtype) for gradient in gradients])
 
-    def home(self, factor: float) -> Wire:
+    def in_place(self, factor: float) -> Wire:
         """No pass over memory but the one that brought them together."""
         flat = self._flat
         if flat.dtype.is_complex:
@@ -109,7 +110,7 @@ class GraphMemory:
         self._home = Wire(flat, factor)
         return self._home
 
-    def pack(self, dtype: str, factor: Number, keep: bool = True) -> Wire:  # noqa: ARG002
+    def pack(self, dtype: str, factor: Scalar, keep: bool = True) -> Wire:  # noqa: ARG002
         """One pass for the factor, unless the collective can take care of it, and one to cast."""
         wanted = tf.as_dtype(dtype)
         if wanted not in _NARROW and isinstance(factor, float):
@@ -120,7 +121,7 @@ class GraphMemory:
         """In the buffer's dtype."""
         buffer.tensor = buffer.tensor * number(factor, buffer.tensor.dtype)
 
-    def unpack(self, buffer: Wire, factor: Number) -> None:
+    def unpack(self, buffer: Wire, factor: Scalar) -> None:
         """One pass to cast, one for the factor."""
         self.content = _scaled(buffer.tensor, factor, tf.as_dtype(self.dtype))
 
@@ -130,18 +131,18 @@ class GraphMemory:
         values = self._sparse.values
         return self._sparse.indices, values * number(factor, values.dtype)
 
-    def put_rows(self, rows: tuple[tf.Tensor, tf.Tensor]) -> None:
+    def set_rows(self, rows: tuple[tf.Tensor, tf.Tensor]) -> None:
         """Not added up: Keras and `tf.Variable` do that where it matters."""
         indices, values = rows
         self._sparse = tf.IndexedSlices(values, indices, tf.constant(self._shapes[0], tf.int64))
 
 
-def number(value: Number, dtype: tf.DType) -> tf.Tensor:
+def number(value: Scalar, dtype: tf.DType) -> tf.Tensor:
     """A scalar of `dtype`; one of Python's is not rounded to float32 on the way."""
     return tf.cast(value, dtype) if tf.is_tensor(value) else tf.constant(value, dtype)
 
 
-def _scaled(flat: tf.Tensor, factor: Number, dtype: tf.DType) -> tf.Tensor:
+def _scaled(flat: tf.Tensor, factor: Scalar, dtype: tf.DType) -> tf.Tensor:
     """`flat` x `factor` in `dtype`, rounded once."""
     if isinstance(factor, float) and factor == 1.0:
         scaled = flat
@@ -157,7 +158,7 @@ def _as(dtype: tf.DType, flat: tf.Tensor) -> tf.Tensor:
     return tf.bitcast(tf.reshape(flat, [-1, 2]), dtype)
 
 
-def peak(buffer: Wire) -> tf.Tensor:
+def abs_max(buffer: Wire) -> tf.Tensor:
     """The largest magnitude, as float64; not finite where anything is not."""
     bits = {2: tf.int16, 4: tf.int32, 8: tf.int64}[buffer.tensor.dtype.size]
     # Without its sign a float is ordered as the integer of the same bits, infinity above all
@@ -168,31 +169,26 @@ def peak(buffer: Wire) -> tf.Tensor:
     return magnitude * abs(buffer.factor)
 
 
-class GraphNumbers:
-    """`hvdkit.core.numbers.Numbers` of int32 and float64 scalars."""
+class GraphOps:
+    """`hvdkit.core.scalar_ops.ScalarOps` of bool, int32 and float64 scalars."""
 
-    def less(self, a: Number, b: Number) -> Number:
-        """int32."""
-        return tf.cast(a < b, tf.int32)
+    where = staticmethod(tf.where)
+    logical_and = staticmethod(tf.logical_and)
+    logical_not = staticmethod(tf.logical_not)
+    less = staticmethod(operator.lt)
+    minimum = staticmethod(tf.minimum)
+    is_finite = staticmethod(tf.math.is_finite)
 
-    def least(self, a: Number, b: Number) -> Number:
-        """Of int32."""
-        return tf.minimum(a, b)
-
-    def largest(self, values: Sequence[Number]) -> Number:
-        """Of int32."""
+    def largest(self, values: Sequence[Scalar]) -> Scalar:
+        """Return the largest of some int32 scalars."""
         return tf.reduce_max(tf.stack(values))
 
-    def is_finite(self, x: Number) -> Number:
-        """int32."""
-        return tf.cast(tf.math.is_finite(x), tf.int32)
-
-    def exponent(self, x: Number) -> Number:
-        """From the exponent's bits of a float64."""
+    def exponent(self, x: Scalar) -> Scalar:
+        """Return the exponent, read from the bits of the float64 `x`."""
         bits = tf.bitwise.right_shift(tf.bitcast(x, tf.int64), tf.constant(52, tf.int64))
         return tf.cast(bits, tf.int32) - 1022
 
-    def power_of_two(self, exponent: Number) -> Number:
-        """Made of its bits, as float64."""
+    def power_of_two(self, exponent: Scalar) -> Scalar:
+        """Return a float64 with the bits of 2^exponent."""
         bits = tf.cast(exponent, tf.int64) + 1023
         return tf.bitcast(tf.bitwise.left_shift(bits, tf.constant(52, tf.int64)), tf.float64)

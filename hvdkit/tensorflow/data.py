@@ -11,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.agreement import check_agreement
 from hvdkit.core.collectives import Collectives
+from hvdkit.core.consistency import check_consistency
 from hvdkit.core.sharding import Division
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
@@ -111,7 +111,7 @@ def shard(
     Raises:
         UsageError: on every rank: the dataset is infinite, is batched, or has fewer elements than
             there are ranks; elements cannot carry a weight; an argument is not as above.
-        RanksDisagree: on every rank: the dataset, or an argument, is not the same on all ranks,
+        RankMismatchError: on every rank: the dataset, or an argument, is not the same on all ranks,
             or cannot be read on one of them.
     """
     if not process_set.included():
@@ -243,7 +243,7 @@ def _agree_on_examples(
         # The user's own code and files: whatever it is, the other ranks must learn of it.
         problem = f"the dataset cannot be read: {type(error).__name__}: {error}"
     lines = [problem or f"{count} elements", settings, str(dataset.element_spec), digest]
-    check_agreement(collectives, lines, _SUBJECT)
+    check_consistency(collectives, lines, _SUBJECT)
     if problem:
         raise UsageError(problem)
     return count, first
@@ -321,7 +321,7 @@ def _count_together(
     settings: str,
 ) -> list[int]:
     """How many elements each file has. Each rank counts every size-th file."""
-    check_agreement(
+    check_consistency(
         collectives,
         # Hosts may have their disks at different places.
         [settings, *(f"file {os.path.basename(name)}" for name in names)],

@@ -9,7 +9,7 @@ import cloudpickle
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.agreement import check_agreement
+from hvdkit.core.consistency import check_consistency
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.variables import tf_variables
@@ -46,7 +46,7 @@ def broadcast_variables(
             otherwise small ones travel together.
 
     Raises:
-        RanksDisagree: on every rank, when names, shapes or dtypes differ between ranks. (In a
+        RankMismatchError: on every rank, when names, shapes or dtypes differ between ranks. (In a
             graph Horovod itself complains, of different sizes.)
         UsageError: there is something among them that cannot be sent, no such rank, or this is a
             graph of TensorFlow 1.
@@ -70,7 +70,7 @@ def broadcast_variables(
         return
     if tf.executing_eagerly():
         # Not while tracing, which one rank alone may do once more.
-        check_agreement(
+        check_consistency(
             collectives,
             [
                 f"broadcast_variables from rank {root_rank}{', in place' if inplace else ''}",

@@ -13,7 +13,7 @@ import tensorflow as tf
 import xxhash
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.consistency import RankMismatchError
 from hvdkit.tensorflow.graphs import Counter
 from hvdkit.tensorflow.variables import tf_variable_or_none
 
@@ -64,7 +64,7 @@ class InitialValues:
             variables: gives the places of variables among the names, and these.
 
         Raises:
-            RanksDisagree: on every rank, naming the first variable that differs.
+            RankMismatchError: on every rank, naming the first variable that differs.
         """
         count, self._counted = self._counted, self._counted + 1
         if count in _COMPARED:
@@ -157,7 +157,7 @@ class InitialValues:
             )
             if reductions >= _ERROR:
                 self._begin_anew()
-                raise RanksDisagree(text)
+                raise RankMismatchError(text)
             if mpi_ops.rank() == ranks[0]:
                 _log.warning("%s This will be an error after %d reductions.", text, _ERROR)
             return 0

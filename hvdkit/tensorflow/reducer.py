@@ -1,8 +1,7 @@
-"""Gradients reduced over all ranks, inside a graph: what core's synchronizer does step by step.
+"""Reduce gradients over all ranks inside a graph, as core's synchronizer does in Python.
 
-The journeys of core's wire formats are run once, while a graph is traced. From then on a step is
-ops: gradients are brought together in buckets, each bucket's collective begins as soon as its
-gradients are there, and no Python runs.
+The generators of wire formats run once, while a graph is traced. After that a step consists of ops:
+they pack gradients into buckets and start each bucket's collective as soon as its gradients exist.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,21 +13,21 @@ from horovod.tensorflow import mpi_ops
 from tensorflow.python.ops import control_flow_util
 
 from hvdkit.core.bucketing import ParameterSpec, uncounted, unique_names
-from hvdkit.core.compression import (
-    Channel,
-    Choose,
-    Division,
-    Gather,
-    Largest,
-    Peak,
-    Request,
-    Sum,
-    Travel,
-)
-from hvdkit.core.numbers import Number
 from hvdkit.core.reduction import ABSENT, AgreedBuckets, Reduction, agree_on_buckets
+from hvdkit.core.scalar_ops import Scalar
+from hvdkit.core.wire_format import (
+    AbsMax,
+    BucketReduction,
+    Cond,
+    Gather,
+    GlobalMax,
+    Request,
+    Scaling,
+    Sum,
+    WireFormat,
+)
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.tensorflow.backend import GraphMemory, GraphNumbers, Wire, number, peak
+from hvdkit.tensorflow.backend import GraphMemory, GraphOps, Wire, abs_max, number
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.graphs import new_variable, trace_again_after_init
 from hvdkit.tensorflow.initial_values import InitialValues
@@ -47,7 +46,7 @@ class GradientReducer:
     no rank has one. All ranks must come to a new set in the same call.
 
     Args:
-        reduction: what to do with the gradients.
+        reduction: the settings.
         process_set: the ranks to reduce over; on others gradients stay as they are.
         context: further lines that must be the same on every rank, for the errors' sake first.
         passes: backward passes that the gradients are the sum of; the result is their mean.
@@ -110,7 +109,7 @@ class GradientReducer:
             As many, in the same order; None where no rank has a gradient.
 
         Raises:
-            RanksDisagree: on every rank, when they are to reduce different things, or see
+            RankMismatchError: on every rank, when they are to reduce different things, or see
                 `InitialValues`.
             UsageError: inside a function that XLA is to compile.
         """
@@ -163,11 +162,11 @@ class GradientReducer:
         )
         ranks = len(self._collectives.ranks)
         total = 1.0 / self._passes / (ranks if self._reduction.average else 1)
-        division = Division(total, self._reduction.predivide, ranks)
+        scaling = Scaling(total, self._reduction.predivide, ranks)
         states = self._states_of(agreed)
         process_set = self._collectives.process_set
         values = InitialValues([spec.name for spec in specs], agreed.name, process_set)
-        self._plans[key] = _Plan(agreed, division, states, process_set, values, eager)
+        self._plans[key] = _Plan(agreed, scaling, states, process_set, values, eager)
         return self._plans[key]
 
     def _states_of(self, agreed: AgreedBuckets) -> "_States":
@@ -175,7 +174,7 @@ class GradientReducer:
         digest = agreed.plan.digest
         key = (self._collectives.generation, digest)
         if key not in self._states:
-            self._states[key] = _States(agreed.channels, self._saved.pop(digest, None))
+            self._states[key] = _States(agreed.codecs, self._saved.pop(digest, None))
         return self._states[key]
 
 
@@ -215,13 +214,13 @@ class _States:
         variables: one for each bucket; None where its wire format learns nothing.
     """
 
-    def __init__(self, channels: Sequence[Channel], saved: Sequence[Sequence[int]] | None) -> None:
+    def __init__(self, codecs: Sequence[WireFormat], saved: Sequence[Sequence[int]] | None) -> None:
         """
         Args:
-            channels: of the buckets, as new.
+            codecs: of the buckets, as new.
             saved: what `numbers` returned; the states begin there.
         """
-        initial: list[Sequence[int]] = [channel.state for channel in channels]
+        initial: list[Sequence[int]] = [codec.state for codec in codecs]
         if saved is not None:
             initial = list(map(_fitting, initial, saved))
         self.variables = [new_variable(numbers) if numbers else None for numbers in initial]
@@ -247,7 +246,7 @@ class _Plan:
 
     Args:
         agreed: the buckets.
-        division: of the sums.
+        scaling: of the sums.
         states: of the buckets' wire formats.
         process_set: the ranks to reduce over.
         values: compares those of the variables.
@@ -257,14 +256,14 @@ class _Plan:
     def __init__(
         self,
         agreed: AgreedBuckets,
-        division: Division,
+        scaling: Scaling,
         states: _States,
         process_set: mpi_ops.ProcessSet,
         values: InitialValues,
         eager: bool,
     ) -> None:
         self._agreed = agreed
-        self._division = division
+        self._scaling = scaling
         self._values = values
         self._process_set = process_set
         self._eager = eager
@@ -285,7 +284,7 @@ class _Plan:
                 gradient of are left out.
 
         Raises:
-            RanksDisagree: see `InitialValues`.
+            RankMismatchError: see `InitialValues`.
         """
         given = {i: self._as_planned(i, gradients[i]) for i in self._planned}
         if not self._eager:
@@ -341,18 +340,18 @@ class _Plan:
             for bucket in plan.buckets
         ]
         with self._symbolic_states():
-            journeys = [
-                _Journey(
+            reductions = [
+                _TracedReduction(
                     memory,
-                    channel.travel(memory, self._division),
+                    codec.reduce(memory, self._scaling),
                     f"{self._agreed.name}.{index}",
                     self._process_set,
                 )
-                for index, (memory, channel) in enumerate(
-                    zip(memories, self._agreed.channels, strict=True)
+                for index, (memory, codec) in enumerate(
+                    zip(memories, self._agreed.codecs, strict=True)
                 )
             ]
-            self._run(journeys)
+            self._run(reductions)
         return {
             i: gradient
             for bucket, memory in zip(plan.buckets, memories, strict=True)
@@ -361,51 +360,55 @@ class _Plan:
 
     @contextmanager
     def _symbolic_states(self) -> Iterator[None]:
-        """Lend the channels what the graph knows of their states, and keep what they make of it."""
-        for channel, state in zip(self._agreed.channels, self._states, strict=True):
-            channel.numbers = GraphNumbers()
+        """Let the codecs read and write their states in the graph."""
+        for codec, state in zip(self._agreed.codecs, self._states, strict=True):
+            codec.ops = GraphOps()
             if state is not None:
-                channel.state = tuple(tf.unstack(state.read_value()))
+                codec.state = tuple(tf.unstack(state.read_value()))
         try:
             yield
-            for channel, state in zip(self._agreed.channels, self._states, strict=True):
+            for codec, state in zip(self._agreed.codecs, self._states, strict=True):
                 if state is not None:
-                    state.assign(tf.stack(channel.state))
+                    state.assign(tf.stack(codec.state))
         finally:
-            for channel in self._agreed.channels:
-                channel.state = ()
+            for codec in self._agreed.codecs:
+                codec.state = ()
 
-    def _run(self, journeys: Sequence["_Journey"]) -> None:
-        """All journeys to their ends, with one collective for what they ask for at once."""
-        asked = [journey.run() for journey in journeys]
+    def _run(self, reductions: Sequence["_TracedReduction"]) -> None:
+        """Run all reductions to their ends, with one collective for simultaneous `GlobalMax`es."""
+        asked = [reduction.run() for reduction in reductions]
         rounds = 0
         while waiting := [k for k, value in enumerate(asked) if value is not None]:
             values = tf.stack([tf.cast(asked[k], tf.int32) for k in waiting])
             name = f"{self._agreed.name}.largest.{rounds}"
             largest = _allreduce(values, name, self._process_set, op=mpi_ops.Max)
             for k, answer in zip(waiting, tf.unstack(largest), strict=True):
-                asked[k] = journeys[k].run(answer)
+                asked[k] = reductions[k].run(answer)
             rounds += 1
 
 
-class _Journey:
-    """One bucket's travel, traced."""
+class _TracedReduction:
+    """The reduction of one bucket, while a graph is traced."""
 
     def __init__(
-        self, memory: GraphMemory, travel: Travel, name: str, process_set: mpi_ops.ProcessSet
+        self,
+        memory: GraphMemory,
+        steps: BucketReduction,
+        name: str,
+        process_set: mpi_ops.ProcessSet,
     ) -> None:
         self._memory = memory
-        self._travel = travel
+        self._steps = steps
         self._name = name
         self._process_set = process_set
         self._collectives = 0
 
-    def run(self, answer: Any = None) -> Number | None:
-        """Go on until all buckets are asked for a `Largest`, which is returned, or to the end."""
+    def run(self, answer: Any = None) -> Scalar | None:
+        """Run until the next `GlobalMax`, and return its value; None at the end."""
         try:
-            request = self._travel.send(answer)
-            while not isinstance(request, Largest):
-                request = self._travel.send(self._answer(request))
+            request = self._steps.send(answer)
+            while not isinstance(request, GlobalMax):
+                request = self._steps.send(self._answer(request))
         except StopIteration:
             return None
         return request.value
@@ -421,17 +424,17 @@ class _Journey:
         if isinstance(request, Gather):
             indices, values = request.rows
             return self._gather(indices), self._gather(values)
-        if isinstance(request, Peak):
-            return peak(request.buffer)
-        if isinstance(request, Choose):
+        if isinstance(request, AbsMax):
+            return abs_max(request.buffer)
+        if isinstance(request, Cond):
             return self._choose(request)
         raise HvdkitError(
             f"a wire format asked for {type(request).__name__} where TensorFlow cannot answer it: "
-            f"see hvdkit.core.compression.Choose"
+            f"see hvdkit.core.wire_format.Cond"
         )
 
-    def _choose(self, request: Choose) -> tuple[tf.Tensor, ...]:
-        def branch(make: Callable[[], Travel]) -> Callable[[], list[tf.Tensor]]:
+    def _choose(self, request: Cond) -> tuple[tf.Tensor, ...]:
+        def branch(make: Callable[[], BucketReduction]) -> Callable[[], list[tf.Tensor]]:
             def run() -> list[tf.Tensor]:
                 before = self._memory.content
                 numbers = self._to_the_end(make())
@@ -441,15 +444,15 @@ class _Journey:
 
             return run
 
-        first, second = branch(request.first), branch(request.second)
-        self._memory.content, *numbers = tf.cond(request.condition > 0, first, second)
+        first, second = branch(request.if_true), branch(request.if_false)
+        self._memory.content, *numbers = tf.cond(request.condition, first, second)
         return tuple(numbers)
 
-    def _to_the_end(self, travel: Travel) -> Sequence[Number]:
+    def _to_the_end(self, steps: BucketReduction) -> Sequence[Scalar]:
         answer = None
         while True:
             try:
-                request = travel.send(answer)
+                request = steps.send(answer)
             except StopIteration as end:
                 return end.value
             answer = self._answer(request)

@@ -49,7 +49,7 @@ def DistributedGradientTape(
         device_dense: where to reduce, as for `tf.device`. Default: where the gradients are.
         device_sparse: the same; Horovod has two, only the first that is given counts.
         compression: what gradients travel as: `"none"`, `"fp16"`, `"bf16"`, the same of
-            `hvd.Compression`, a `hvdkit.core.compression.WireFormat`, or a class like Horovod's
+            `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat`, or a class like Horovod's
             compressors, which sees gradients one by one.
         sparse_as_dense: reduce `tf.IndexedSlices` as dense gradients. Otherwise their rows are
             gathered.

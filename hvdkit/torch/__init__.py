@@ -81,7 +81,7 @@ from hvdkit.checkpoint.manager import Stopped
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.sharding import Shard
 from hvdkit.core.accumulation import PassesDiffer
-from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.coordination import BackwardFailed, GradientsChanged
 from hvdkit.errors import RESUMABLE
 from hvdkit.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm  # noqa: F401
@@ -98,6 +98,9 @@ from hvdkit.torch.functions import (
 from hvdkit.torch.joining import join
 from hvdkit.torch.optimizer import DistributedOptimizer, no_sync
 from hvdkit.torch.sampling import DistributedSampler, ResumableSampler
+
+#: The name of `RankMismatchError` before 0.1, for one release.
+RanksDisagree = RankMismatchError
 
 __all__ = [
     "RESUMABLE",
@@ -117,6 +120,7 @@ __all__ = [
     "PassesDiffer",
     "ProcessSet",
     "Product",
+    "RankMismatchError",
     "RanksDisagree",
     "ResumableSampler",
     "Shard",

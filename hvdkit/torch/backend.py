@@ -104,7 +104,7 @@ class TorchMemory:
         return gradient.to_dense()
 
     @torch.no_grad()
-    def home(self, factor: float) -> torch.Tensor:
+    def in_place(self, factor: float) -> torch.Tensor:
         """One pass, and none for gradients that are there already when the factor is 1."""
         flat, views = self._buffer(getattr(torch, self._bucket.dtype), keep=True)
         start, itemsize = flat.data_ptr(), flat.element_size()
@@ -181,7 +181,7 @@ class TorchMemory:
         return gradient.indices().t().contiguous(), gradient.values() * factor
 
     @torch.no_grad()
-    def put_rows(self, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def set_rows(self, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Coalesced, so that all ranks hold the same."""
         (p,) = self._parameters
         indices, values = rows
@@ -339,7 +339,7 @@ class TorchBackend:
         return handle
 
     @torch.no_grad()
-    def peaks(self, buffers: Sequence[torch.Tensor]) -> list[float]:
+    def abs_max(self, buffers: Sequence[torch.Tensor]) -> list[float]:
         """One pass over each, and one transfer from each accelerator."""
         by_device: dict[torch.device, list[int]] = {}
         for k, buffer in enumerate(buffers):
@@ -355,7 +355,7 @@ class TorchBackend:
         return found
 
     @property
-    def batches_peaks(self) -> bool:
+    def batches_abs_max(self) -> bool:
         """With any parameter on an accelerator."""
         return self._on_accelerator
 

@@ -1,4 +1,4 @@
-"""What `compression=` may be in PyTorch: wire formats, and Horovod's compressors."""
+"""PyTorch's values for `compression=`: wire formats, and Horovod's compressors."""
 
 import functools
 import logging
@@ -9,7 +9,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.compression import Compressor, FP16Compressor, NoneCompressor
 
 from hvdkit.core import compression as formats
-from hvdkit.core.compression import Channel, Division, Sum, Travel, WireFormat
+from hvdkit.core.wire_format import BucketReduction, Scaling, Sum, WireFormat
 from hvdkit.torch import runtime
 from hvdkit.torch.backend import TorchMemory
 
@@ -19,26 +19,26 @@ log = logging.getLogger("hvdkit.torch")
 
 
 class BF16Compressor(Compressor):
-    """Casts floating-point tensors to bfloat16 and back."""
+    """Cast floating-point tensors to bfloat16 and back."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-        """The tensor as bfloat16, and its dtype."""
+        """Return the tensor as bfloat16, and the dtype that it had."""
         narrow = tensor.dtype in (torch.float32, torch.float64, torch.float16)
         return tensor.to(torch.bfloat16) if narrow else tensor, tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:
-        """The tensor in the dtype that it had."""
+        """Return the tensor in the dtype that it had."""
         return tensor.to(ctx)
 
 
 class Compression:
-    """What gradients may travel as.
+    """Wire formats for gradients, with the names of Horovod.
 
-    For a `DistributedOptimizer`, `fp16` and `bf16` stand for the formats of the same name, which
-    cast whole buckets; `fp16` scales them and repeats in float32 what overflowed. For a single
-    `allreduce` they are plain casts, as in Horovod.
+    In a `DistributedOptimizer`, `fp16` and `bf16` cast whole
+    buckets. `fp16` also scales each bucket and repeats it in float32 after an overflow. In a single
+    `allreduce` they cast only, as in Horovod.
     """
 
     none = NoneCompressor
@@ -50,26 +50,26 @@ _BY_COMPRESSOR = {NoneCompressor: "none", FP16Compressor: "fp16", BF16Compressor
 
 
 def wire_format(compression: Any) -> WireFormat:
-    """The wire format that a user's `compression` means, see `hvdkit.core.compression.chosen`."""
+    """Return the wire format for a `compression` argument, see `resolve`."""
     bfloat16 = "bfloat16" in runtime.engine.fixes
-    chosen = formats.chosen(compression, _BY_COMPRESSOR, _TensorByTensor, bfloat16)
-    if isinstance(chosen, formats.BFloat16) and not bfloat16:
-        _say_that_bfloat16_is_missing()
-    return chosen
+    resolved = formats.resolve(compression, _BY_COMPRESSOR, _TensorByTensor, bfloat16)
+    if isinstance(resolved, formats.BFloat16) and not bfloat16:
+        _warn_without_bfloat16()
+    return resolved
 
 
 @functools.cache
-def _say_that_bfloat16_is_missing() -> None:
+def _warn_without_bfloat16() -> None:
     if mpi_ops.rank() == 0:
         log.warning(
-            "Horovod %s does not know bfloat16: gradients travel as float32. `hvdkit build` makes "
-            "one that does.",
+            "Horovod %s has no bfloat16: gradients are sent as float32. Run `hvdkit build` for a "
+            "Horovod with bfloat16.",
             runtime.engine.version,
         )
 
 
 class _TensorByTensor(WireFormat):
-    """A Horovod compressor; it sees the gradients one at a time, as Horovod's optimizer does."""
+    """A compressor of Horovod's interface, which sees one gradient at a time."""
 
     tensor_by_tensor = True
 
@@ -78,19 +78,14 @@ class _TensorByTensor(WireFormat):
         kind = compressor if isinstance(compressor, type) else type(compressor)
         self.name = f"{kind.__module__}.{kind.__qualname__}"
 
-    def channel(self, dtype: str) -> Channel:  # noqa: ARG002
-        return _CompressorChannel(self._compressor)
-
-
-class _CompressorChannel(Channel):
-    def __init__(self, compressor: Any) -> None:
-        self._compressor = compressor
-
-    def travel(self, memory: TorchMemory, division: Division) -> Travel:  # type: ignore[override]
+    def reduce(  # type: ignore[override]
+        self, memory: TorchMemory, scaling: Scaling
+    ) -> BucketReduction:
+        """Compress, reduce and decompress the bucket's only gradient."""
         (gradient,) = memory.gradients()
         wire, context = self._compressor.compress(gradient)
         wire = wire.contiguous()
         yield Sum(wire)
-        if division.total != 1.0:
-            memory.scale(wire, division.total)
+        if scaling.total != 1.0:
+            memory.scale(wire, scaling.total)
         memory.put_gradients([self._compressor.decompress(wire, context)])

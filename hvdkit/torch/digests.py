@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import xxhash
 
-from hvdkit.core.agreement import check_agreement
+from hvdkit.core.consistency import check_consistency
 from hvdkit.torch.collectives import TorchCollectives
 
 _CHUNK = 1 << 24
@@ -20,10 +20,10 @@ def check_values(collectives: TorchCollectives, parameters: Mapping[str, torch.T
     """Raise if a parameter has not the same value on every rank. A collective.
 
     Raises:
-        RanksDisagree: on every rank, naming the first parameter that differs.
+        RankMismatchError: on every rank, naming the first parameter that differs.
     """
     pairs = zip(parameters, digests(list(parameters.values())), strict=True)
-    check_agreement(
+    check_consistency(
         collectives,
         [f"{name!r} has a value with digest {d:016x}" for name, d in pairs],
         "the values of the parameters",

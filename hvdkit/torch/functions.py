@@ -8,7 +8,7 @@ import torch
 from horovod.torch import functions as horovod_functions
 from horovod.torch import mpi_ops
 
-from hvdkit.core.agreement import check_agreement
+from hvdkit.core.consistency import check_consistency
 from hvdkit.errors import UsageError
 from hvdkit.torch.collectives import TorchCollectives
 
@@ -30,7 +30,7 @@ def broadcast_parameters(
         process_set: the ranks that take part.
 
     Raises:
-        RanksDisagree: on every rank, when names, shapes or dtypes differ between ranks.
+        RankMismatchError: on every rank, when names, shapes or dtypes differ between ranks.
     """
     if isinstance(params, torch.Tensor):
         raise UsageError(
@@ -51,7 +51,7 @@ def broadcast_parameters(
         ((str(name), value) for name, value in named if isinstance(value, torch.Tensor)),
         key=lambda pair: pair[0],
     )
-    check_agreement(
+    check_consistency(
         TorchCollectives(process_set),
         [
             f"broadcast_parameters from rank {root_rank}",
@@ -118,7 +118,7 @@ def broadcast_optimizer_state(
         model: accepted because Horovod's function has it; not needed.
 
     Raises:
-        RanksDisagree: on every rank, when their optimizers are over different parameters.
+        RankMismatchError: on every rank, when their optimizers are over different parameters.
         UsageError: the optimizer is LBFGS, whose state belongs to no single parameter.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -128,7 +128,7 @@ def broadcast_optimizer_state(
         )
     process_set = mpi_ops.global_process_set
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    check_agreement(
+    check_consistency(
         TorchCollectives(process_set),
         [
             f"optimizer {type(optimizer).__name__}, state from rank {root_rank}",

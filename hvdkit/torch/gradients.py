@@ -16,7 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdkit.core.accumulation import Window
-from hvdkit.core.agreement import are_equal
+from hvdkit.core.consistency import are_equal
 from hvdkit.core.reduction import Reduction
 from hvdkit.core.synchronizer import Synchronizer
 from hvdkit.errors import HvdkitError

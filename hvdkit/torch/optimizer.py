@@ -46,7 +46,7 @@ def DistributedOptimizer(
         named_parameters: usually `model.named_parameters()`; the names appear in errors. All or
             none of the optimizer's parameters.
         compression: what gradients travel as: `"none"`, `"fp16"`, `"bf16"`, the same of
-            `hvd.Compression`, a `hvdkit.core.compression.WireFormat`, or a class like Horovod's
+            `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat`, or a class like Horovod's
             compressors, which sees gradients one by one.
         backward_passes_per_step: how many backward passes there are before each `step()`. Their
             gradients are summed.

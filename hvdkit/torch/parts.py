@@ -642,7 +642,7 @@ class ReductionPart:
                 and {
                     "gradients": state.gradients,
                     "order": list(state.order),
-                    "channels": [list(numbers) for numbers in state.channels],
+                    "channels": [list(numbers) for numbers in state.codecs],
                 }
                 for state in optimizer.reduction_states()
             ]

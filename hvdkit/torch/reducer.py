@@ -199,7 +199,7 @@ class GradientReducer:
             As many, in the same order; None where no rank has a gradient.
 
         Raises:
-            RanksDisagree: on every rank, when they are to reduce different things.
+            RankMismatchError: on every rank, when they are to reduce different things.
             BackwardFailed: on every rank, when the backward pass has raised on some only.
         """
         known = self._parameters(parameters, names)

@@ -108,7 +108,7 @@ class NumpyMemory:
             return np.zeros(self.specs[i].shape, self.dtype)
         return gradient.dense(self.specs[i].shape) if isinstance(gradient, Rows) else gradient
 
-    def home(self, factor: float) -> np.ndarray:
+    def in_place(self, factor: float) -> np.ndarray:
         buffer = self._buffer(self.dtype, keep=True)
         for i, place in self._places():
             buffer[place] = self._gradient(i).ravel() * factor
@@ -140,7 +140,7 @@ class NumpyMemory:
             gradient = Rows(np.arange(len(gradient)), gradient)
         return Rows(gradient.indices, gradient.values * factor)
 
-    def put_rows(self, rows: Rows) -> None:
+    def set_rows(self, rows: Rows) -> None:
         (i,) = self.bucket.parameters
         self.gradients[i] = rows
 
@@ -160,12 +160,12 @@ class NumpyBackend:
         self,
         collectives: SimulatedCollectives,
         specs: Sequence[ParameterSpec],
-        batches_peaks: bool = False,
+        batches_abs_max: bool = False,
     ) -> None:
         self.collectives = collectives
         self.specs = specs
         self.gradients: list[Any] = [None] * len(specs)
-        self.batches_peaks = batches_peaks
+        self.batches_abs_max = batches_abs_max
         self.diary: list[str] = []
         self.sent: dict[str, Any] = {}
         self.temporaries = Temporaries()
@@ -192,7 +192,7 @@ class NumpyBackend:
             raise RuntimeError("the network is down")
         return self.collectives.group.wait(handle)
 
-    def peaks(self, buffers: Sequence[np.ndarray]) -> list[float]:
+    def abs_max(self, buffers: Sequence[np.ndarray]) -> list[float]:
         return [float(np.max(np.abs(buffer), initial=0)) for buffer in buffers]
 
     def sparse_dims(self, i: int) -> int:

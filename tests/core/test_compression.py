@@ -6,21 +6,10 @@ import numpy as np
 import pytest
 
 from hvdkit.core.bucketing import Bucket, ParameterSpec
-from hvdkit.core.compression import (
-    BFloat16,
-    Channel,
-    Division,
-    Float16,
-    Largest,
-    NoCompression,
-    Peak,
-    Sum,
-    WireFormat,
-    by_name,
-    decided,
-)
+from hvdkit.core.compression import BFloat16, Float16, NoCompression, by_name
 from hvdkit.core.reduction import Reduction
 from hvdkit.core.synchronizer import Synchronizer
+from hvdkit.core.wire_format import AbsMax, GlobalMax, Scaling, Sum, WireFormat, run_conditions
 from hvdkit.errors import UsageError
 from tests.core.simulated_framework import NumpyBackend, NumpyMemory, ring_sum, rounded
 from tests.core.simulated_ranks import on_every_rank
@@ -36,11 +25,11 @@ def nudged(buffer, direction):
 
 
 class Ranks:
-    """One bucket on `count` ranks, whose channels take their turns side by side.
+    """One bucket on `count` ranks, whose codecs take their turns side by side.
 
     Attributes:
         turns: of the last step, what all ranks asked for, such as `Sum float16`.
-        codes: the values of every `Largest`, by rank.
+        codes: the values of every `GlobalMax`, by rank.
     """
 
     def __init__(self, count, wire_format=None, dtype="float32", total=None, elements=ELEMENTS):
@@ -50,8 +39,8 @@ class Ranks:
         self.count = count
         self.dtype = dtype
         self.memories = [NumpyMemory(bucket, [spec], [None]) for _ in range(count)]
-        self.channels = [wire_format.channel(dtype) for _ in range(count)]
-        self.division = Division(1 / count if total is None else total, None, count)
+        self.codecs = [wire_format.codec(dtype) for _ in range(count)]
+        self.scaling = Scaling(1 / count if total is None else total, None, count)
         self.turns = []
         self.codes = []
         self.differ = lambda rank, reduced: reduced
@@ -62,8 +51,8 @@ class Ranks:
             memory.gradients[0] = None if gradient is None else np.array(gradient, self.dtype)
             memory.packed.clear()
         travels = [
-            decided(channel.travel(memory, self.division))
-            for channel, memory in zip(self.channels, self.memories, strict=True)
+            run_conditions(codec.reduce(memory, self.scaling))
+            for codec, memory in zip(self.codecs, self.memories, strict=True)
         ]
         self.turns = []
         answers = [None] * self.count
@@ -94,7 +83,7 @@ class Ranks:
             for rank, request in enumerate(requests):
                 request.buffer[:] = self.differ(rank, total)
             return [request.buffer for request in requests]
-        if isinstance(requests[0], Peak):
+        if isinstance(requests[0], AbsMax):
             return [float(np.max(np.abs(request.buffer), initial=0)) for request in requests]
         values = [request.value for request in requests]
         self.codes.append(values)
@@ -114,9 +103,9 @@ class Ranks:
 
 
 # What the turns of a step of `Float16` can be.
-NARROW = ["Sum float16", "Peak", "Largest"]
-WIDE = ["Sum float32", "Peak", "Largest"]
-REPEATED = ["Sum float16", "Peak", "Sum float32", "Peak", "Largest"]
+NARROW = ["Sum float16", "AbsMax", "GlobalMax"]
+WIDE = ["Sum float32", "AbsMax", "GlobalMax"]
+REPEATED = ["Sum float16", "AbsMax", "Sum float32", "AbsMax", "GlobalMax"]
 
 
 def test_float16_gradients_are_final_before_the_largest_sum_of_the_ranks_is_known():
@@ -124,7 +113,7 @@ def test_float16_gradients_are_final_before_the_largest_sum_of_the_ranks_is_know
     answer, before = ranks._answer, []
 
     def watched(requests):
-        if isinstance(requests[0], Largest):
+        if isinstance(requests[0], GlobalMax):
             assert all(request.deferred for request in requests)
             before.append([memory.gradients[0].copy() for memory in ranks.memories])
         return answer(requests)
@@ -495,7 +484,7 @@ def test_sums_in_another_order_on_each_rank_keep_the_ranks_in_step():
     def step(gradients):
         # Each rank adds in its own order; `total` is the ring's and only says what is asked for.
         def differ(rank, total):
-            factor = ranks.scale if total.dtype == np.float16 else ranks.division.total
+            factor = ranks.scale if total.dtype == np.float16 else ranks.scaling.total
             stack = (np.array(gradients, "float32").astype("float64") * factor)[orders[rank]]
             stacks.append(total.dtype)
             return ring_sum([rounded(part, total.dtype.name) for part in stack])
@@ -658,9 +647,9 @@ def test_what_needs_a_scale_beyond_two_to_the_100_is_never_lost(dtype, magnitude
     for _ in range(20):
         result = ranks.step(np.full((2, ELEMENTS), magnitude))[0]
         assert result == pytest.approx(magnitude, rel=1e-6)
-        assert ranks.turns == [f"Sum {dtype}", "Peak", "Largest"]
+        assert ranks.turns == [f"Sum {dtype}", "AbsMax", "GlobalMax"]
     # And what comes after it finds its scale.
-    for turns in ([f"Sum {dtype}", "Peak", "Largest"], NARROW):
+    for turns in ([f"Sum {dtype}", "AbsMax", "GlobalMax"], NARROW):
         assert (ranks.step(np.ones((2, ELEMENTS)))[0] == 1.0).all()
         assert ranks.turns == turns
 
@@ -738,10 +727,10 @@ def test_where_bfloat16_is_unknown_another_type_travels():
 
 
 def test_the_division_is_before_the_sum_except_for_narrow_types_or_as_the_user_wants():
-    assert Division(1 / 8).split("float32") == (1 / 8, 1.0)
-    assert Division(1 / 8).split("float16") == Division(1 / 8).split("bfloat16") == (1.0, 1 / 8)
-    assert Division(1 / 8, 2.0).split("float32") == Division(1 / 8, 2.0).split("float16")
-    assert Division(1 / 8, 2.0).split("float32") == (0.5, 0.25)
+    assert Scaling(1 / 8).split("float32") == (1 / 8, 1.0)
+    assert Scaling(1 / 8).split("float16") == Scaling(1 / 8).split("bfloat16") == (1.0, 1 / 8)
+    assert Scaling(1 / 8, 2.0).split("float32") == Scaling(1 / 8, 2.0).split("float16")
+    assert Scaling(1 / 8, 2.0).split("float32") == (0.5, 0.25)
 
 
 def test_formats_have_names():
@@ -759,35 +748,30 @@ class Int8(WireFormat):
 
     name = "int8"
 
-    def channel(self, dtype):
-        return Int8Channel()
-
-
-class Int8Channel(Channel):
-    def travel(self, memory, division):
-        own = yield Peak(memory.pack("float32", 1.0))
+    def reduce(self, memory, scaling):
+        own = yield AbsMax(memory.pack("float32", 1.0))
         finite = math.isfinite(own)
         # What all ranks are to scale by, they have to ask for: a power of two above the largest.
-        answer = yield Largest(math.frexp(own)[1] + 1000 if finite else 2000)
+        answer = yield GlobalMax(math.frexp(own)[1] + 1000 if finite else 2000)
         if answer == 2000:
-            buffer = memory.home(division.total)
+            buffer = memory.in_place(scaling.total)
             yield Sum(buffer)
             return
-        factor = 127 // division.ranks * 2.0 ** (1000 - answer)
+        factor = 127 // scaling.ranks * 2.0 ** (1000 - answer)
         wire = memory.pack("int8", factor)
         yield Sum(wire)
-        memory.unpack(wire, division.total / factor)
+        memory.unpack(wire, scaling.total / factor)
 
 
-@pytest.mark.parametrize("batches_peaks", [False, True])
-def test_a_format_of_ones_own_works_through_the_public_interface(batches_peaks):
+@pytest.mark.parametrize("batches_abs_max", [False, True])
+def test_a_format_of_ones_own_works_through_the_public_interface(batches_abs_max):
     specs = [ParameterSpec(f"p{i}", (50,), "float32", 4, "cpu") for i in range(4)]
     rng = np.random.default_rng(7)
     gradients = rng.standard_normal((5, 3, 4, 50)).astype("float32") * [[[[1e-9], [1], [5], [9]]]]
     gradients[4, 1, 2, 3] = np.inf
 
     def run(collectives):
-        backend = NumpyBackend(collectives, specs, batches_peaks)
+        backend = NumpyBackend(collectives, specs, batches_abs_max)
         reduction = Reduction(Int8(), bucket_bytes=400)
         synchronizer = Synchronizer(specs, backend, collectives, reduction)
         results = []

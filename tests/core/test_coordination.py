@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from hvdkit.core.accumulation import PassesDiffer
-from hvdkit.core.agreement import RanksDisagree
 from hvdkit.core.compression import Float16, NoCompression
+from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.coordination import BackwardFailed, Coordinator, GradientsChanged
 from hvdkit.errors import HvdkitError
 from tests.core import simulated_ranks
@@ -207,7 +207,7 @@ def test_an_error_of_one_optimizer_leaves_the_round_of_another():
     def run(collectives):
         script = Script(collectives, 1)
         script.optimizers.append(script.add(bucket_bytes=32 + collectives.rank))
-        with pytest.raises(RanksDisagree, match="bucket_bytes"):
+        with pytest.raises(RankMismatchError, match="bucket_bytes"):
             script.backward({0, 1}, 1.0 + collectives.rank)
         return script.optimizers[0].values[0]
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hvdkit.core.accumulation import PassesDiffer, Window
-from hvdkit.core.agreement import RanksDisagree
 from hvdkit.core.compression import Float16, NoCompression
+from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.coordination import BackwardFailed, GradientsChanged
 from hvdkit.errors import HvdkitError
 from tests.core.simulated_framework import Rows
@@ -559,7 +559,7 @@ def test_ranks_that_disagree_in_their_first_round_can_go_on_once_they_agree():
     def run(collectives):
         optimizer = SimulatedOptimizer(collectives)
         optimizer.parameters[0].dtype = "float32" if collectives.rank else "float64"
-        with pytest.raises(RanksDisagree, match="'p0', float32"):
+        with pytest.raises(RankMismatchError, match="'p0', float32"):
             optimizer.backward(1.0)
         optimizer.parameters[0].dtype = "float32"
         optimizer.zero()

@@ -11,9 +11,9 @@ import pytest
 
 from hvdkit.core import bucketing
 from hvdkit.core.accumulation import Window
-from hvdkit.core.agreement import RanksDisagree
 from hvdkit.core.bucketing import ParameterSpec
 from hvdkit.core.compression import BFloat16, Float16, NoCompression
+from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.reduction import Reduction
 from hvdkit.core.synchronizer import Synchronizer
 from hvdkit.errors import HvdkitError, UsageError
@@ -42,7 +42,7 @@ def on_ranks(size, function):
 
 def make(collectives, specs=SPECS, wire_format=NONE, window=None, context=(), batches=False, **how):
     how = {"bucket_bytes": TWO, "average": False, **how}
-    backend = NumpyBackend(collectives, specs, batches_peaks=batches)
+    backend = NumpyBackend(collectives, specs, batches_abs_max=batches)
     reduction = Reduction(wire_format, **how)
     return Synchronizer(specs, backend, collectives, reduction, window, context), backend
 
@@ -379,7 +379,7 @@ def test_ranks_that_differ_fail_on_all_of_them_before_anything_is_reduced(settin
         synchronizer, backend = make(collectives, **(setting if collectives.rank == 1 else {}))
         give(backend, 1.0)
         arrive(synchronizer, backend)
-        with pytest.raises(RanksDisagree, match=words):
+        with pytest.raises(RankMismatchError, match=words):
             synchronizer.synchronize()
         return backend.diary, [gradient.tolist() for gradient in backend.gradients[:3]]
 
@@ -394,7 +394,7 @@ def test_ranks_whose_devices_divide_the_model_differently_fail_on_all_of_them():
         synchronizer, backend = make(collectives, specs)
         give(backend, 1.0)
         words = "ranks 0, 2: gradient 2 is on cuda device number 1 of the model; rank 1: "
-        with pytest.raises(RanksDisagree, match=words):
+        with pytest.raises(RankMismatchError, match=words):
             synchronizer.synchronize()
         return backend.diary
 
@@ -680,7 +680,7 @@ def test_scales_are_waited_for_before_the_state_is_returned():
         state = synchronizer.state
         assert events == ["wait"]
         # `known` is 1: the next step is in float16.
-        assert [channel[0] for channel in state.channels] == [1, 1]
+        assert [codec[0] for codec in state.codecs] == [1, 1]
         assert state == settled.state
         step(synchronizer, backend, 1.0)
         return [memory.packed[-1][0] for memory in synchronizer._memory]
@@ -968,7 +968,7 @@ def test_ranks_that_resume_from_different_states_are_told():
             after.resume(before.state)
         give(other, 1.0)
         arrive(after, other)
-        with pytest.raises(RanksDisagree, match="resumes from: None"):
+        with pytest.raises(RankMismatchError, match="resumes from: None"):
             after.synchronize()
 
     on_ranks(3, run)

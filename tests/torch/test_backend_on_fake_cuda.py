@@ -73,9 +73,7 @@ def parameters_of(dtype):
         "no element": torch.empty(0, 4, device="cuda"),
         "plain": torch.empty(7, 9, device="cuda"),
         "transposed": torch.empty(5, 6, device="cuda").t(),
-        "channels last": torch.empty(2, 3, 4, 4, device="cuda").to(
-            memory_format=torch.channels_last
-        ),
+        "codecs last": torch.empty(2, 3, 4, 4, device="cuda").to(memory_format=torch.channels_last),
         "every second": torch.empty(6, 5, device="cuda")[::2],
         "no gradient": torch.empty(3, device="cuda"),
         "another bucket": torch.empty(300, device="cuda"),

@@ -389,7 +389,7 @@ def load_on_one_rank(world: World, number: int) -> None:
 @action
 def forget_the_broadcast(world: World, number: int) -> None:
     """An error on every rank, which a broadcast mends."""
-    from hvdkit.core.agreement import RanksDisagree
+    from hvdkit.core.consistency import RankMismatchError
 
     if world.hvd.size() == 1:
         return
@@ -400,7 +400,7 @@ def forget_the_broadcast(world: World, number: int) -> None:
     try:
         x, y = world.rows(number, 2)
         world.model.fit(world.own(x), world.own(y), batch_size=BATCH, verbose=0, shuffle=False)
-    except RanksDisagree as error:
+    except RankMismatchError as error:
         raised = str(error)
     assert same_everywhere(raised) is not None
     world.statistics_differ = False

@@ -68,12 +68,12 @@ def test_variables_of_every_dtype_are_broadcast(hvd):
 def test_variables_that_differ_between_ranks_are_refused(hvd):
     import keras
 
-    from hvdkit.core.agreement import RanksDisagree
+    from hvdkit.core.consistency import RankMismatchError
     from hvdkit.errors import UsageError
     from hvdkit.keras import backend
 
     shape = (2 + hvd.rank() % 2,)
-    with pytest.raises(RanksDisagree, match=r"variable 0, float32 \[2\]"):
+    with pytest.raises(RankMismatchError, match=r"variable 0, float32 \[2\]"):
         backend.broadcast_variables([keras.Variable(np.zeros(shape, "float32"))], 0)
     with pytest.raises(UsageError, match="root_rank is 9"):
         backend.broadcast_variables([keras.Variable(np.zeros(2))], 9)

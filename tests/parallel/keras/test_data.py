@@ -188,7 +188,7 @@ def test_a_data_loader(hvd, drop_last):
 def test_what_cannot_be_shared_out(hvd):
     import keras
 
-    from hvdkit.core.agreement import RanksDisagree
+    from hvdkit.core.consistency import RankMismatchError
     from hvdkit.errors import UsageError
 
     x, y = numbered()
@@ -221,7 +221,7 @@ def test_what_cannot_be_shared_out(hvd):
         (x if hvd.rank() else [1], {}),
         (batches_of(x, y, 1 if hvd.rank() else 2), {}),
     ]:
-        with pytest.raises(RanksDisagree, match="the same data in the same order on every rank"):
+        with pytest.raises(RankMismatchError, match="same data in the same order on every rank"):
             hvd.shard(other, **options)
 
 

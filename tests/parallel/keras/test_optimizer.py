@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 
-from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.consistency import RankMismatchError
 from hvdkit.errors import UsageError
 from hvdkit.keras.optimizer import distribution_of
 from tests.parallel.keras import oracle
@@ -257,14 +257,14 @@ def test_different_models_are_an_error_on_every_rank(hvd):
     width = 16 if hvd.rank() else 17
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(width)])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
-    with pytest.raises(RanksDisagree, match=r"\[4, 17\]"):
+    with pytest.raises(RankMismatchError, match=r"\[4, 17\]"):
         model.fit(np.ones((4, 4)), np.ones((4, width)), verbose=0)
 
 
 def test_different_settings_are_an_error_on_every_rank(hvd):
     compression = "bf16" if hvd.rank() else "none"
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
-    with pytest.raises(RanksDisagree, match="compression: none"):
+    with pytest.raises(RankMismatchError, match="compression: none"):
         optimizer.apply([keras.ops.ones((2,))], [keras.Variable(np.ones(2, "float32"))])
 
 

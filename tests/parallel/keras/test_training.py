@@ -208,11 +208,11 @@ def test_logs_that_are_no_metrics_are_averaged(hvd):
 
 
 def test_ranks_with_other_metrics_are_told(hvd):
-    from hvdkit.core.agreement import RanksDisagree
+    from hvdkit.core.consistency import RankMismatchError
 
     metrics = ["accuracy"] if hvd.rank() else ["accuracy", "mae"]
     model = classifier(distributed(hvd), metrics)
-    with pytest.raises(RanksDisagree, match=r"metrics and logs.*First difference: rank 0: .*mae"):
+    with pytest.raises(RankMismatchError, match=r"metrics and logs.*First difference: .*mae"):
         fit(hvd, model)
 
 

@@ -219,14 +219,14 @@ def test_different_numbers_of_steps_are_an_error_on_every_rank(hvd):
 def test_ranks_that_start_with_different_values(hvd, broadcast):
     import keras
 
-    from hvdkit.core.agreement import RanksDisagree
+    from hvdkit.core.consistency import RankMismatchError
 
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.1), check_parameters=broadcast != "not wanted"
     )
     model = classifier(optimizer, seed=hvd.rank())
     if broadcast == "forgotten":
-        with pytest.raises(RanksDisagree, match=r"of 'sequential[_0-9]*/dense[_0-9]*/kernel'"):
+        with pytest.raises(RankMismatchError, match=r"of 'sequential[_0-9]*/dense[_0-9]*/kernel'"):
             fit(model, hvd.rank())
         hvd.broadcast_model(model, root_rank=0)
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
@@ -239,7 +239,7 @@ def test_a_frozen_layer_that_one_rank_has_loaded(hvd):
     """Its gradients are not reduced, but those of all other layers are computed with it."""
     import keras
 
-    from hvdkit.core.agreement import RanksDisagree
+    from hvdkit.core.consistency import RankMismatchError
 
     model = classifier(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     base = model.layers[0]
@@ -247,7 +247,7 @@ def test_a_frozen_layer_that_one_rank_has_loaded(hvd):
     model.compile(model.optimizer, loss="mse")
     if hvd.rank() == hvd.size() - 1:
         base.set_weights([weights + 1 for weights in base.get_weights()])
-    with pytest.raises(RanksDisagree, match=r"of 'sequential[_0-9]*/dense[_0-9]*/kernel'"):
+    with pytest.raises(RankMismatchError, match=r"of 'sequential[_0-9]*/dense[_0-9]*/kernel'"):
         fit(model, hvd.rank())
     hvd.broadcast_model(model, root_rank=0)
     fit(model, hvd.rank())
@@ -259,7 +259,7 @@ def test_a_normalization_that_one_rank_has_adapted(hvd, broadcast):
     """On TensorFlow it computes with constants, which a broadcast has to replace, too."""
     import keras
 
-    from hvdkit.core.agreement import RanksDisagree
+    from hvdkit.core.consistency import RankMismatchError
 
     normalization = keras.layers.Normalization()
     normalization.build((None, 3))
@@ -272,7 +272,7 @@ def test_a_normalization_that_one_rank_has_adapted(hvd, broadcast):
     root = hvd.size() - 1
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(root)]
     if broadcast == "forgotten":
-        with pytest.raises(RanksDisagree, match=r"different values of 'normalization.*mean'"):
+        with pytest.raises(RankMismatchError, match=r"different values of 'normalization.*mean'"):
             model.fit(x, y, batch_size=4, verbose=0)
     else:
         # Functions that know the old constants.
@@ -298,7 +298,7 @@ def test_different_models_in_a_window_are_an_error_on_every_rank(hvd, differing)
     """In its first batches nothing is reduced that would tell."""
     import keras
 
-    from hvdkit.core.agreement import RanksDisagree
+    from hvdkit.core.consistency import RankMismatchError
 
     trainable = "frozen" not in differing
     units = 4 + (hvd.rank() if "units" in differing else 0)
@@ -307,7 +307,7 @@ def test_different_models_in_a_window_are_an_error_on_every_rank(hvd, differing)
     model = keras.Sequential([keras.Input((3,)), *hidden, keras.layers.Dense(1)])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), accumulation_steps=2)
     model.compile(optimizer, loss="mse")
-    with pytest.raises(RanksDisagree, match=f"rank {hvd.size() - 1}"):
+    with pytest.raises(RankMismatchError, match=f"rank {hvd.size() - 1}"):
         fit(model, hvd.rank())
 
 
@@ -410,7 +410,7 @@ def test_values_that_differ_by_rounding_are_equal(hvd):
     """Processors of different kinds round differently."""
     import keras
 
-    from hvdkit.core.agreement import RanksDisagree
+    from hvdkit.core.consistency import RankMismatchError
     from hvdkit.keras import backend
     from hvdkit.keras.values import check_values, digest_of
 
@@ -433,7 +433,7 @@ def test_values_that_differ_by_rounding_are_equal(hvd):
             check_values(group, pairs)
             continue
         with pytest.raises(
-            RanksDisagree, match=r"rank 0: [-.\d]+, [-.\d]+, [-.\d]+, \.\.\.; rank 1"
+            RankMismatchError, match=r"rank 0: [-.\d]+, [-.\d]+, [-.\d]+, \.\.\.; rank 1"
         ):
             check_values(group, pairs)
 

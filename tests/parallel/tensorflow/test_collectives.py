@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hvdkit.core.agreement import RanksDisagree, check_agreement
+from hvdkit.core.consistency import RankMismatchError, check_consistency
 from tests.parallel.tensorflow.oracle import assert_raised_on_all_ranks
 
 WHERE = ["eager", "graph"]
@@ -71,10 +71,10 @@ def test_ranks_that_disagree_while_tracing(hvd):
     collectives = TensorFlowCollectives(hvd.global_process_set)
     assert_raised_on_all_ranks(
         hvd,
-        RanksDisagree,
+        RankMismatchError,
         "ranks? 0.*: a 0; ranks? 1.*: a 1",
         lambda: traced(
-            lambda: check_agreement(collectives, [f"a {min(hvd.rank(), 1)}"], "a thing")
+            lambda: check_consistency(collectives, [f"a {min(hvd.rank(), 1)}"], "a thing")
         ),
     )
 

@@ -169,9 +169,9 @@ def files_of_other_names(rank):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_ranks_that_differ_all_get_an_error(hvd, unlike, message):
-    from hvdkit.core.agreement import RanksDisagree
+    from hvdkit.core.consistency import RankMismatchError
 
-    with pytest.raises(RanksDisagree, match=message):
+    with pytest.raises(RankMismatchError, match=message):
         hvd.shard(**unlike(hvd.rank()))
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.consistency import RankMismatchError
 from hvdkit.errors import HvdkitError, UsageError
 from tests.parallel.tensorflow.oracle import assert_raised_on_all_ranks, assert_same_on_all_ranks
 
@@ -175,7 +175,7 @@ def test_different_variables_are_an_error_on_every_rank(hvd):
     variables = [tf.Variable(1.0, name="a"), tf.Variable(tf.ones(3 if other else 2), name="b")]
     assert_raised_on_all_ranks(
         hvd,
-        RanksDisagree,
+        RankMismatchError,
         r"'b', float32 \(2,\).*'b', float32 \(3,\)",
         lambda: hvd.broadcast_variables(variables, root_rank=0),
     )

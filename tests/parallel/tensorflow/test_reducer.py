@@ -1,22 +1,14 @@
-"""Gradients reduced inside a graph, by the journeys of core's wire formats."""
+"""Reduce gradients inside a graph, with core's wire formats."""
 
 import math
 
 import numpy as np
 import pytest
 
-from hvdkit.core.agreement import RanksDisagree
-from hvdkit.core.compression import (
-    BFloat16,
-    Channel,
-    Float16,
-    Largest,
-    NoCompression,
-    Peak,
-    Sum,
-    WireFormat,
-)
+from hvdkit.core.compression import BFloat16, Float16, NoCompression
+from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.reduction import Reduction
+from hvdkit.core.wire_format import AbsMax, GlobalMax, Sum, WireFormat
 
 SHAPES = [(10, 20), (7,), (300, 5), (3, 3, 3)]
 FORMATS = {"none": NoCompression, "bf16": BFloat16, "fp16": Float16}
@@ -130,7 +122,7 @@ def test_the_state_of_float16_is_cores(hvd):
         function(tf.constant(every[hvd.rank()], tf.float32))
         simulated.step(every)
         ((state,),) = reduce.state().values()
-        assert tuple(state) == simulated.channels[0].state, f"step {step}"
+        assert tuple(state) == simulated.codecs[0].state, f"step {step}"
 
 
 @pytest.mark.parametrize("saved_after", [1, 3, 5])
@@ -248,22 +240,17 @@ def test_another_trace_needs_no_agreement(hvd):
 
 
 class Int8(WireFormat):
-    """One byte per value, as far as a graph can take it."""
+    """One byte per value, written for graphs."""
 
     name = "int8"
 
-    def channel(self, dtype):
-        return Int8Channel()
-
-
-class Int8Channel(Channel):
-    def travel(self, memory, division):
-        own = yield Peak(memory.pack("float32", 1.0))
-        answer = yield Largest(self.numbers.exponent(own) + 1000)
-        factor = 127 // division.ranks * self.numbers.power_of_two(1000 - answer)
+    def reduce(self, memory, scaling):
+        own = yield AbsMax(memory.pack("float32", 1.0))
+        largest = yield GlobalMax(self.ops.exponent(own) + 1000)
+        factor = 127 // scaling.ranks * self.ops.power_of_two(1000 - largest)
         wire = memory.pack("int8", factor)
         yield Sum(wire)
-        memory.unpack(wire, division.total / factor)
+        memory.unpack(wire, scaling.total / factor)
 
 
 def test_a_format_of_ones_own(hvd):
@@ -284,5 +271,5 @@ def test_ranks_that_disagree_hear_of_it_while_tracing(hvd):
     length = 4 if hvd.rank() else 5
     reduce = GradientReducer(Reduction(NoCompression()))
     variable = tf.Variable(tf.zeros(length), name="mine")
-    with pytest.raises(RanksDisagree, match=r"rank 0: gradient 0 is 'mine:0', float32 \[5\]"):
+    with pytest.raises(RankMismatchError, match=r"rank 0: gradient 0 is 'mine:0', float32 \[5\]"):
         tf.function(lambda: reduce([tf.ones(length)], [variable]))()

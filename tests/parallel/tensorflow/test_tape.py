@@ -6,7 +6,7 @@ import tempfile
 import numpy as np
 import pytest
 
-from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.consistency import RankMismatchError
 from tests.logs import recorded
 from tests.parallel.tensorflow.oracle import (
     assert_raised_on_all_ranks,
@@ -509,7 +509,7 @@ def test_ranks_that_disagree_all_hear_of_it(hvd, where, difference, message):
         return hvd.DistributedGradientTape(tape, **options).gradient(loss, [v])
 
     assert_raised_on_all_ranks(
-        hvd, RanksDisagree, message, tf.function(step) if where == "graph" else step
+        hvd, RankMismatchError, message, tf.function(step) if where == "graph" else step
     )
 
 
@@ -556,7 +556,9 @@ def test_values_that_are_never_made_equal(hvd, where):
     # Of the second, third, sixth, ... reduction.
     assert len(messages) == (7 if hvd.rank() == 0 else 0)
     assert all("after 170 reductions" in message for message in messages)
-    with pytest.raises((RanksDisagree, tf.errors.OpError), match="different values of") as caught:
+    with pytest.raises(
+        (RankMismatchError, tf.errors.OpError), match="different values of"
+    ) as caught:
         step()
     assert "rank 0: " in str(caught.value)
     assert "check_parameters=False to hvd.Distributed" in str(caught.value)

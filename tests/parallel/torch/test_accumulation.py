@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hvdkit.core.accumulation import PassesDiffer
-from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.consistency import RankMismatchError
 from hvdkit.errors import HvdkitError, UsageError
 from tests.parallel.torch.oracle import (
     DEVICE,
@@ -389,7 +389,7 @@ def test_different_windows_are_an_error_on_every_rank(hvd):
     optimizer = wrapped(hvd, model, accumulation_steps=steps)
     for number in range(steps - 1):
         backward(hvd, model, number)
-    with pytest.raises(RanksDisagree, match=r"accumulation_steps: 2.*accumulation_steps: 3"):
+    with pytest.raises(RankMismatchError, match=r"accumulation_steps: 2.*accumulation_steps: 3"):
         backward(hvd, model, steps)
     optimizer.zero_grad()
 

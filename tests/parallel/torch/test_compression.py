@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hvdkit.core.agreement import RanksDisagree
-from hvdkit.core.compression import Channel, Sum, WireFormat
+from hvdkit.core.compression import Sum, WireFormat
+from hvdkit.core.consistency import RankMismatchError
 from hvdkit.engine.describe import installed
 from hvdkit.errors import UsageError
 from tests.parallel.torch.oracle import (
@@ -81,8 +81,8 @@ ADVERSARIES = {
 def scale_of(optimizer):
     """What the only bucket is multiplied by in the next step; None while that is unknown."""
     optimizer.settle()
-    channels = optimizer._gradients.synchronizers[0]._channels
-    known, exponent, *_ = channels[0].state if channels else (0, 0)
+    codecs = optimizer._gradients.synchronizers[0]._channels
+    known, exponent, *_ = codecs[0].state if codecs else (0, 0)
     return 2.0**exponent if known else None
 
 
@@ -329,19 +329,14 @@ def test_a_compressor_sees_sparse_gradients_as_rows(hvd):
 
 
 class Doubled(WireFormat):
-    """A format of one's own."""
+    """A user's format."""
 
     name = "doubled"
 
-    def channel(self, dtype):
-        return DoubledChannel()
-
-
-class DoubledChannel(Channel):
-    def travel(self, memory, division):
+    def reduce(self, memory, scaling):
         wire = memory.pack("float64", 2.0)
         yield Sum(wire)
-        memory.unpack(wire, division.total / 2.0)
+        memory.unpack(wire, scaling.total / 2.0)
 
 
 def test_a_wire_format_of_the_users(hvd):
@@ -365,7 +360,7 @@ def test_different_formats_are_an_error_on_every_rank(hvd, pair):
         sgd(model.parameters()), compression=pair[0] if hvd.rank() == 0 else pair[1]
     )
     loss = model(torch.ones(1, 5, dtype=torch.float64, device=DEVICE)).sum()
-    with pytest.raises(RanksDisagree, match=rf"rank 0: compression: {pair[0]}; rank") as caught:
+    with pytest.raises(RankMismatchError, match=rf"rank 0: compression: {pair[0]}; rank") as caught:
         loss.backward()
     optimizer.zero_grad()
     assert_raised_on_all_ranks(hvd, caught)

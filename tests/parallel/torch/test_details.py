@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.coordination import BackwardFailed
 from tests.parallel.torch.oracle import (
     DEVICE,
@@ -65,7 +65,7 @@ def test_values_of_all_parameter_groups_are_compared(hvd):
         with torch.no_grad():
             model[2].bias.add_(1)
     optimizer = hvd.DistributedOptimizer(two_groups(model), model.named_parameters())
-    with pytest.raises(RanksDisagree, match=r"'2\.bias' has a value"):
+    with pytest.raises(RankMismatchError, match=r"'2\.bias' has a value"):
         loss_of(model, batch_of(hvd.rank(), 0)).backward()
     assert optimizer is not None
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.coordination import BackwardFailed
 from hvdkit.errors import HvdkitError, UsageError
 from tests.parallel.torch.oracle import (
@@ -232,7 +232,7 @@ def test_who_has_joined_is_not_asked_what_it_means(hvd):
         sgd(model.parameters()), bucket_bytes=400 if different else 500
     )
     if hvd.rank() != 0:
-        with pytest.raises(RanksDisagree):
+        with pytest.raises(RankMismatchError):
             loss_of(model, batch_of(hvd.rank(), 0)).backward()
         optimizer.zero_grad()
     hvd.join()
@@ -448,7 +448,7 @@ def test_the_first_difference_is_named_on_every_rank(hvd, difference):
     for _ in range(passes - 1 if different else 0):
         sum(p.sum().double() for p in model.parameters()).backward()
     last = sum(p.sum().double() for p in model.parameters())
-    with pytest.raises(RanksDisagree, match=message) as caught:
+    with pytest.raises(RankMismatchError, match=message) as caught:
         last.backward()
     optimizer.zero_grad()
     assert time.monotonic() - began < 10
@@ -463,12 +463,12 @@ def test_different_orders_and_optimizers(hvd):
     parameters = list(model.named_parameters())
     parameters = parameters[::-1] if first else parameters
     optimizer = hvd.DistributedOptimizer(sgd([p for _, p in parameters]), parameters)
-    with pytest.raises(RanksDisagree, match=r"parameter 0 .*'4.bias'.*'0.weight'"):
+    with pytest.raises(RankMismatchError, match=r"parameter 0 .*'4.bias'.*'0.weight'"):
         loss_of(model, batch_of(0, 0)).backward()
     optimizer.zero_grad()
     model = small_model()
     optimizer = hvd.DistributedOptimizer((sgd if first else adamw)(model.parameters()))
-    with pytest.raises(RanksDisagree, match=r"optimizer: SGD.*optimizer: AdamW"):
+    with pytest.raises(RankMismatchError, match=r"optimizer: SGD.*optimizer: AdamW"):
         loss_of(model, batch_of(0, 0)).backward()
     optimizer.zero_grad()
 
@@ -478,7 +478,7 @@ def test_after_a_disagreement_training_goes_on(hvd):
     optimizer = hvd.DistributedOptimizer(
         sgd(model.parameters()), op=hvd.Sum if hvd.rank() == 0 else hvd.Average
     )
-    with pytest.raises(RanksDisagree):
+    with pytest.raises(RankMismatchError):
         loss_of(model, batch_of(0, 0)).backward()
     optimizer.zero_grad()
     model, reference = trained(hvd, sgd, steps=3)

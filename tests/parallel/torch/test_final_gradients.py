@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvdkit.core.accumulation import PassesDiffer
-from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.coordination import BackwardFailed
 from hvdkit.errors import HvdkitError, UsageError
 from tests.logs import recorded
@@ -727,7 +727,7 @@ def different_models(hvd):
 def test_a_forgotten_broadcast_is_an_error_in_the_first_pass(hvd, mended):
     model = different_models(hvd)
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-    with pytest.raises(RanksDisagree, match="'2.bias' has a value") as caught:
+    with pytest.raises(RankMismatchError, match="'2.bias' has a value") as caught:
         loss_of(model, batch_of(hvd.rank(), 0)).backward()
     message = assert_raised_on_all_ranks(hvd, caught)
     assert "hvd.broadcast_parameters(model.state_dict(), root_rank=0)" in message
@@ -752,7 +752,7 @@ def test_a_frozen_layer_that_one_rank_has_loaded_is_an_error_in_the_first_pass(h
             model[2].bias[3] += 1e-6
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = hvd.DistributedOptimizer(sgd(trained), model.named_parameters())
-    with pytest.raises(RanksDisagree, match="'2.bias' has a value") as caught:
+    with pytest.raises(RankMismatchError, match="'2.bias' has a value") as caught:
         loss_of(model, batch_of(hvd.rank(), 0)).backward()
     assert_raised_on_all_ranks(hvd, caught)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -789,7 +789,7 @@ def test_models_that_an_uneven_epoch_left_different_are_an_error_until_a_broadca
         optimizer.step()
     last = hvd.join()
     optimizer.zero_grad()
-    with pytest.raises(RanksDisagree, match="root_rank=last") as caught:
+    with pytest.raises(RankMismatchError, match="root_rank=last") as caught:
         loss_of(model, batch_of(hvd.rank(), 9)).backward()
     assert_raised_on_all_ranks(hvd, caught)
     hvd.broadcast_parameters(model.state_dict(), root_rank=last)

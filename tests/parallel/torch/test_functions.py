@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.consistency import RankMismatchError
 from tests.parallel.torch.oracle import DEVICE
 
 # Several take the values of rank 1.
@@ -79,7 +79,7 @@ def test_broadcast_parameters_of_every_kind_of_tensor(hvd):
 
 def test_broadcast_parameters_of_different_models_is_an_error_on_every_rank(hvd):
     model = nn.Linear(3, 2 + hvd.rank() // (hvd.size() - 1)).to(DEVICE)
-    with pytest.raises(RanksDisagree, match=r"'bias', torch.float32 \[2\].*\[3\]"):
+    with pytest.raises(RankMismatchError, match=r"'bias', torch.float32 \[2\].*\[3\]"):
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
 
@@ -152,5 +152,5 @@ def test_broadcast_optimizer_state_keeps_float32_state_of_bfloat16_parameters(hv
 def test_broadcast_optimizer_state_of_different_models_is_an_error_on_every_rank(hvd):
     model = nn.Linear(3, 2 if hvd.rank() else 3).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(RanksDisagree, match="group 0, parameter 0"):
+    with pytest.raises(RankMismatchError, match="group 0, parameter 0"):
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.consistency import RankMismatchError
 from tests.parallel.rank_pool import REPOSITORY
 from tests.parallel.torch.oracle import (
     adamw,
@@ -170,7 +170,7 @@ def test_parameters_are_broadcast_or_compared(hvd):
     with torch.no_grad():
         model[0].weight += hvd.rank()
     optimizer = wrapped(hvd, model)
-    with pytest.raises(RanksDisagree, match="Call hvd.broadcast_parameters"):
+    with pytest.raises(RankMismatchError, match="Call hvd.broadcast_parameters"):
         loss_of(model, batch_of(0, 0)).backward()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = wrapped(hvd, model)

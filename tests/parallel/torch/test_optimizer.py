@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvdkit.core.agreement import RanksDisagree
+from hvdkit.core.consistency import RankMismatchError
 from hvdkit.errors import HvdkitError, UsageError
 from tests.parallel.torch.oracle import (
     DEVICE,
@@ -416,7 +416,7 @@ def test_different_models_are_the_same_clear_error_on_every_rank(hvd):
     optimizer = hvd.DistributedOptimizer(
         OPTIMIZERS["sgd"](model.parameters()), model.named_parameters()
     )
-    with pytest.raises(RanksDisagree) as caught:
+    with pytest.raises(RankMismatchError) as caught:
         loss_of(model, batch_of(hvd.rank(), 0)).backward()
     optimizer.zero_grad()
     message = str(caught.value)
@@ -432,7 +432,7 @@ def test_different_settings_are_an_error_on_every_rank(hvd):
     optimizer = hvd.DistributedOptimizer(
         OPTIMIZERS["sgd"](model.parameters()), op=hvd.Sum if hvd.rank() == 0 else hvd.Average
     )
-    with pytest.raises(RanksDisagree, match=r"rank 0: op: sum; ranks? 1.*: op: average"):
+    with pytest.raises(RankMismatchError, match=r"rank 0: op: sum; ranks? 1.*: op: average"):
         loss_of(model, batch_of(hvd.rank(), 0)).backward()
     optimizer.zero_grad()
 

@@ -638,13 +638,13 @@ def test_a_step_more_on_one_rank_is_found_again_after_the_error(hvd):
             if step == 1 and hvd.rank() == 0:
                 continue
             optimizer.step()
-        except (hvd.PassesDiffer, hvd.RanksDisagree) as error:
+        except (hvd.PassesDiffer, hvd.RankMismatchError) as error:
             errors.append(type(error))
             if len(errors) == 2:
                 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
                 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer.zero_grad()
-    assert errors == [hvd.PassesDiffer, hvd.RanksDisagree]
+    assert errors == [hvd.PassesDiffer, hvd.RankMismatchError]
     loss_of(model, batch_of(hvd.rank(), 9)).backward()
     optimizer.step()
     assert_same_on_all_ranks(hvd, model)

@@ -7,7 +7,7 @@ from hvdkit.core.collectives import Collectives
 from hvdkit.errors import HvdkitError
 
 
-class RanksDisagree(HvdkitError):
+class RankMismatchError(HvdkitError):
     """Ranks of one job hold different descriptions of what they are about to do together."""
 
 
@@ -46,7 +46,7 @@ def are_equal(collectives: Collectives, number: int, name: str) -> bool:
 _ADVICE = "Every rank must build the same model and use the same settings."
 
 
-def check_agreement(
+def check_consistency(
     collectives: Collectives, lines: Sequence[str], subject: str, advice: str = _ADVICE
 ) -> None:
     """Compare `lines` between all ranks. A collective: every rank of the set calls it.
@@ -60,7 +60,7 @@ def check_agreement(
         advice: what to do about a difference, for the error.
 
     Raises:
-        RanksDisagree: on every rank, naming the first line that differs and who has what.
+        RankMismatchError: on every rank, naming the first line that differs and who has what.
     """
     # Sums alone tell whether n values are all equal: n * sum(x^2) == sum(x)^2 only then. A rank
     # that has called `join` adds zeros to all three sums, n included, so it does not count.
@@ -72,7 +72,7 @@ def check_agreement(
     joined = len(collectives.ranks) - count
     if joined:
         # They enter nothing but reductions.
-        raise RanksDisagree(
+        raise RankMismatchError(
             f"ranks disagree about {subject}. Who has what cannot be told, because {joined} of "
             f"{len(collectives.ranks)} ranks have called join() already. {advice}"
         )
@@ -82,7 +82,7 @@ def check_agreement(
         rank: data.decode().split("\n")
         for rank, data in zip(collectives.ranks, gathered, strict=True)
     }
-    raise RanksDisagree(f"{_difference(by_rank, subject)} {advice}")
+    raise RankMismatchError(f"{_difference(by_rank, subject)} {advice}")
 
 
 def _difference(by_rank: dict[int, list[str]], subject: str) -> str:

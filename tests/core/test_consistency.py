@@ -1,13 +1,13 @@
 import pytest
 
-from hvdkit.core.agreement import RanksDisagree, check_agreement, digest
+from hvdkit.core.consistency import RankMismatchError, check_consistency, digest
 from tests.core.simulated_ranks import on_every_rank
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_ranks_that_agree_pay_one_collective(size):
     def check(collectives):
-        check_agreement(collectives, ["a", "b"], "letters")
+        check_consistency(collectives, ["a", "b"], "letters")
         return collectives.names
 
     assert on_every_rank(size, check) == [["hvdkit.agreement"]] * size
@@ -19,10 +19,10 @@ def test_one_rank_that_differs_is_named_on_every_rank(size):
 
     def check(collectives):
         lines = ["same", "weight [3]" if collectives.rank == odd_one else "weight [4]", "more"]
-        check_agreement(collectives, lines, "the model")
+        check_consistency(collectives, lines, "the model")
 
     errors = on_every_rank(size, check)
-    assert all(isinstance(error, RanksDisagree) for error in errors)
+    assert all(isinstance(error, RankMismatchError) for error in errors)
     assert len({str(error) for error in errors}) == 1
     assert f"rank {odd_one}: weight [3]" in str(errors[0])
     assert "weight [4]" in str(errors[0])
@@ -31,14 +31,14 @@ def test_one_rank_that_differs_is_named_on_every_rank(size):
 
 def test_a_shorter_description_differs():
     def check(collectives):
-        check_agreement(collectives, ["a", "b"][: 1 + collectives.rank], "letters")
+        check_consistency(collectives, ["a", "b"][: 1 + collectives.rank], "letters")
 
     errors = on_every_rank(2, check)
     assert "rank 0: nothing more; rank 1: b" in str(errors[0])
 
 
 def test_three_different_descriptions_are_all_listed():
-    errors = on_every_rank(3, lambda c: check_agreement(c, [f"line {c.rank}"], "lines"))
+    errors = on_every_rank(3, lambda c: check_consistency(c, [f"line {c.rank}"], "lines"))
     assert "rank 0: line 0; rank 1: line 1; rank 2: line 2" in str(errors[2])
 
 
@@ -53,7 +53,7 @@ def test_ranks_that_have_joined_do_not_count():
             assert name == "hvdkit.agreement"
             return [2 * value for value in values]
 
-    check_agreement(WithJoinedRanks(), ["a"], "letters")
+    check_consistency(WithJoinedRanks(), ["a"], "letters")
 
 
 def test_ranks_that_have_joined_are_not_asked_what_they_hold():
@@ -73,5 +73,5 @@ def test_ranks_that_have_joined_are_not_asked_what_they_hold():
         def allgather(self, data, name):
             raise AssertionError("a rank that has joined does not enter this")
 
-    with pytest.raises(RanksDisagree, match=r"about letters.*2 of 4 ranks have called join\(\)"):
-        check_agreement(WithJoinedRanks(), ["a"], "letters")
+    with pytest.raises(RankMismatchError, match=r"letters.*2 of 4 ranks have called join\(\)"):
+        check_consistency(WithJoinedRanks(), ["a"], "letters")

@@ -1,0 +1,84 @@
+"""Scalar operations that work on Python numbers and on scalars of a traced graph.
+
+A wire format that decides by a scalar uses these operations instead of `if`, `max` and `math`,
+which cannot read a scalar whose value only the running graph knows.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+#: An int, float or bool, or a graph's scalar of one of these. Supports +, -, * and /.
+Scalar = Any
+
+
+class ScalarOps(Protocol):
+    """Operations for which Python's operators do not work on a graph's scalars."""
+
+    def where(self, condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
+        """Return the integer `a` where the condition is true, otherwise the integer `b`."""
+        ...
+
+    def logical_and(self, a: Scalar, b: Scalar) -> Scalar:
+        """Return whether both conditions are true."""
+        ...
+
+    def logical_not(self, a: Scalar) -> Scalar:
+        """Return whether the condition is false."""
+        ...
+
+    def less(self, a: Scalar, b: Scalar) -> Scalar:
+        """Return whether a < b."""
+        ...
+
+    def minimum(self, a: Scalar, b: Scalar) -> Scalar:
+        """Return the smaller of two integers."""
+        ...
+
+    def largest(self, values: Sequence[Scalar]) -> Scalar:
+        """Return the largest of some integers."""
+        ...
+
+    def is_finite(self, x: Scalar) -> Scalar:
+        """Return whether the float `x` is neither infinite nor NaN."""
+        ...
+
+    def exponent(self, x: Scalar) -> Scalar:
+        """Return the smallest e with x < 2^e for a positive float; any integer for others."""
+        ...
+
+    def power_of_two(self, exponent: Scalar) -> Scalar:
+        """Return 2^exponent as a float, for exponents from -126 to 127."""
+        ...
+
+
+class _PythonOps:
+    def where(self, condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
+        return a if condition else b
+
+    def logical_and(self, a: Scalar, b: Scalar) -> Scalar:
+        return a and b
+
+    def logical_not(self, a: Scalar) -> Scalar:
+        return not a
+
+    def less(self, a: Scalar, b: Scalar) -> Scalar:
+        return a < b
+
+    def minimum(self, a: Scalar, b: Scalar) -> Scalar:
+        return min(a, b)
+
+    def largest(self, values: Sequence[Scalar]) -> Scalar:
+        return max(values)
+
+    def is_finite(self, x: Scalar) -> Scalar:
+        return math.isfinite(x)
+
+    def exponent(self, x: Scalar) -> Scalar:
+        return math.frexp(x)[1]
+
+    def power_of_two(self, exponent: Scalar) -> Scalar:
+        return 2.0**exponent
+
+
+PYTHON_OPS: ScalarOps = _PythonOps()
