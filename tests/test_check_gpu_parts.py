@@ -24,7 +24,7 @@ from gpu_checks.report import Report, read  # noqa: E402
 #: A dry run's limit is that of its part; a busy machine needs some time beside it.
 SECONDS = 240
 
-#: Part -> the beginnings of the names of checks, and the outcomes that each may have.
+#: StatefulItem -> the beginnings of the names of checks, and the outcomes that each may have.
 EXPECTED = {
     "speed": {
         "memory: copy, pack, unpack": {"passed"},

@@ -19,15 +19,15 @@ import numpy as np
 import hvdkit
 from hvdkit.checkpoint import memory, tree
 from hvdkit.checkpoint.background import BackgroundWriter
-from hvdkit.checkpoint.exchange import StepWord, compare, exchange, gather
+from hvdkit.checkpoint.coordination import StepWord, compare, exchange, gather
 from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.memory import Allocate
 from hvdkit.checkpoint.restoring import NOTHING_RESTORED, Restoring
 from hvdkit.checkpoint.retention import KeepBest, Mode
-from hvdkit.checkpoint.sharding import ShardedPart, check_layouts
+from hvdkit.checkpoint.sharding import ShardedItem, check_layouts
 from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
 from hvdkit.checkpoint.snapshot import SnapshotMemory, in_place
-from hvdkit.checkpoint.state import Part, RankPart, Tree
+from hvdkit.checkpoint.state import RankItem, StatefulItem, Tree
 from hvdkit.checkpoint.storage import MAX_STEP
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.writing import Snapshot, rank_to_bytes
@@ -91,9 +91,9 @@ class Manager:
         collectives: of the ranks of the job.
         parts: what all ranks hold alike, by name (as `Snapshot.parts` has them). The first
             rank's is saved, and restored on all. They are restored in this order. Of a
-            `ShardedPart`, every rank's rows are saved.
+            `ShardedItem`, every rank's rows are saved.
         rank_parts: what each rank has for itself. Saved in this order; restored in it, after
-            `parts`, and only in a job of the same size. Where a `RequiredRankPart` cannot be
+            `parts`, and only in a job of the same size. Where a `RequiredRankItem` cannot be
             restored, the restore is an error, unless it is not strict.
         alike: names of parts without tensors that are compared between the ranks at each save.
         of_this_size: names of parts that mean nothing in a job of another size: restored where
@@ -118,9 +118,9 @@ class Manager:
         self,
         store: Store,
         collectives: Collectives,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, StatefulItem],
         *,
-        rank_parts: Mapping[str, RankPart] | None = None,
+        rank_parts: Mapping[str, RankItem] | None = None,
         alike: Collection[str] = ("data",),
         of_this_size: Collection[str] = ("reduction",),
         versions: Mapping[str, str] | None = None,
@@ -145,7 +145,7 @@ class Manager:
         self._rank_parts = dict(rank_parts or {})
         self._alike = [name for name in self._parts if name in alike]
         self._sharded = {
-            name: part for name, part in self._parts.items() if isinstance(part, ShardedPart)
+            name: part for name, part in self._parts.items() if isinstance(part, ShardedItem)
         }
         self._of_this_size = set(of_this_size)
         self._versions = {
@@ -217,7 +217,7 @@ class Manager:
                 )
             if self._first:
                 self._writer.open()
-            trees = {name: self._parts[name].capture() for name in self._parts_to_capture()}
+            trees = {name: self._parts[name].save() for name in self._parts_to_capture()}
             message = {
                 "step": int(step),
                 "wait": str(wait),
@@ -228,7 +228,7 @@ class Manager:
             }
             own = rank_to_bytes(
                 _encoded_plainly(
-                    {name: part.capture() for name, part in self._rank_parts.items()}, "rank"
+                    {name: part.save() for name, part in self._rank_parts.items()}, "rank"
                 )
             )
             if self._first:

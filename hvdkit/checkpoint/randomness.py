@@ -10,7 +10,7 @@ from hvdkit.checkpoint.state import Tree
 from hvdkit.errors import UsageError
 
 
-def capture() -> Tree:
+def save() -> Tree:
     """Return the states of the generators of the modules `random` and `numpy.random`."""
     version, internal, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
@@ -30,8 +30,8 @@ def capture() -> Tree:
     }
 
 
-def adopt(tree: Tree) -> None:
-    """Restore the states that `capture` returned."""
+def restore(tree: Tree) -> None:
+    """Restore the states that `save` returned."""
     version, internal, gauss = tree["python"]
     random.setstate((version, tuple(np.frombuffer(internal, np.uint32).tolist()), gauss))
     legacy = tree["numpy"]
@@ -80,7 +80,7 @@ class Generators:
                     f"{kind_name}, a numpy.random.Generator or a random.Random"
                 )
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """The states by name: bytes for one of the framework."""
         return {name: self._state(generator) for name, generator in self._generators.items()}
 
@@ -116,7 +116,7 @@ class Generators:
                     f"the kind {own} here. Give one of the same kind, or restore with strict=False"
                 )
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """Restore the states of those that were saved, have the same name, and the same kind."""
         for name in self._generators.keys() & tree.keys():
             generator, saved = self._generators[name], tree[name]

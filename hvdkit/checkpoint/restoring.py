@@ -5,17 +5,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdkit.checkpoint.broadcasting import Broadcast
+from hvdkit.checkpoint.broadcast import Broadcast
+from hvdkit.checkpoint.coordination import compare, exchange, scatter
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
-from hvdkit.checkpoint.exchange import compare, exchange, scatter
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import OpenCheckpoint, Outline, rank_tree
 from hvdkit.checkpoint.state import (
-    CheckedRankPart,
-    Part,
-    PartialPart,
-    RankPart,
-    RequiredRankPart,
+    CheckedRankItem,
+    PartialItem,
+    RankItem,
+    RequiredRankItem,
+    StatefulItem,
     Tree,
 )
 from hvdkit.checkpoint.store import Search
@@ -64,8 +64,8 @@ class Restoring:
     def __init__(
         self,
         collectives: Collectives,
-        parts: Mapping[str, Part],
-        rank_parts: Mapping[str, RankPart],
+        parts: Mapping[str, StatefulItem],
+        rank_parts: Mapping[str, RankItem],
         of_this_size: Collection[str],
         *,
         wanted: Collection[str],
@@ -209,10 +209,10 @@ class Restoring:
         problem: Exception | None = None
         try:
             for name, content in prepared.parts.items():
-                self._parts[name].adopt(content)
+                self._parts[name].restore(content)
             # Last, because what comes before may draw random numbers.
             for name, tree in prepared.own.items():
-                self._rank_parts[name].adopt(tree)
+                self._rank_parts[name].restore(tree)
         except Exception as error:
             problem = error
         exchange(self._collectives, {}, problem, _HALF_RESTORED)
@@ -258,8 +258,8 @@ class Restoring:
         saved = rank_tree(own_state) if same_size else {}
         own = {name: saved[name] for name in self._rank_parts if name in saved and name in wanted}
         for name, part in self._rank_parts.items():
-            required = isinstance(part, RequiredRankPart)
-            if not isinstance(part, CheckedRankPart) or not (name in own or required):
+            required = isinstance(part, RequiredRankItem)
+            if not isinstance(part, CheckedRankItem) or not (name in own or required):
                 continue
             try:
                 if required and name in wanted:
@@ -286,9 +286,9 @@ class Restoring:
             UsageError: the state does not fit.
         """
         part, tree = self._parts[name], outline.tree(name)
-        if self._strict or not isinstance(part, PartialPart):
-            return part.prepare(tree)
-        prepared, lines = part.prepare_partly(tree)
+        if self._strict or not isinstance(part, PartialItem):
+            return part.plan_restore(tree)
+        prepared, lines = part.plan_partial_restore(tree)
         left += [f"{name}: {line}" for line in lines]
         return prepared
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit.checkpoint import tree
-from hvdkit.checkpoint.exchange import gather
+from hvdkit.checkpoint.coordination import gather
 from hvdkit.checkpoint.memory import allocate
 from hvdkit.checkpoint.state import Discarded, Tensor, TensorSpec, Tree
 from hvdkit.checkpoint.tensors import nbytes
@@ -45,8 +45,8 @@ class Shard:
     total: int
 
 
-class ShardedPart:
-    """A `Part`: shards by name. Every rank captures its own rows.
+class ShardedItem:
+    """A `StatefulItem`: shards by name. Every rank captures its own rows.
 
     Args:
         shards: the tensors of this rank.
@@ -81,7 +81,7 @@ class ShardedPart:
                     )
             self._shards[name] = _Rows(own, shard.first, shard.total)
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """Return the dtypes and shapes of the whole tensors."""
         return {name: rows.spec for name, rows in self._shards.items()}
 
@@ -123,21 +123,21 @@ class ShardedPart:
                         wholes[name][at : at + len(content)] = np.frombuffer(content, np.uint8)
         if collectives.rank != collectives.ranks[0]:
             return None
-        encoded, specs = tree.encode(self.capture(), "sharded")
+        encoded, specs = tree.encode(self.save(), "sharded")
         return EncodedPart(encoded, {name: (specs[name], wholes[name]) for name in specs})
 
-    def prepare(self, tree: Tree) -> Tree:
+    def plan_restore(self, tree: Tree) -> Tree:
         """Return what writes this rank's rows of each tensor.
 
         Raises:
             UsageError: the checkpoint has other tensors.
         """
-        prepared, left = self.prepare_partly(tree)
+        prepared, left = self.plan_partial_restore(tree)
         if left:
             raise UsageError(f"the checkpoint does not fit sharded=: {'; '.join(left[:3])}")
         return prepared
 
-    def prepare_partly(self, tree: Tree) -> tuple[Tree, list[str]]:
+    def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
         """Prepare those tensors that have the same name, shape and dtype."""
         left = [
             f"{name} is {_text(rows.spec)} here and {_text(tree.get(name))} in the checkpoint"
@@ -148,7 +148,7 @@ class ShardedPart:
         fitting = {name: rows for name, rows in self._shards.items() if tree.get(name) == rows.spec}
         return {name: fitting.get(name, Discarded(spec)) for name, spec in tree.items()}, left
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """The rows are in the tensors already."""
 
 

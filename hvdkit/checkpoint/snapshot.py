@@ -28,7 +28,7 @@ class SnapshotMemory:
         """Copy the state, over the copy before it.
 
         Args:
-            trees: of the parts, as their `capture` gives them.
+            trees: of the parts, as their `save` gives them.
 
         Raises:
             UsageError: something in a tree cannot be saved.
@@ -61,7 +61,7 @@ def in_place(trees: Mapping[str, Tree]) -> dict[str, EncodedPart]:
     A tensor that is on another device, or is not row-major, is copied when it is written.
 
     Args:
-        trees: of the parts, as their `capture` gives them.
+        trees: of the parts, as their `save` gives them.
 
     Raises:
         UsageError: something in a tree cannot be saved.

@@ -69,20 +69,20 @@ class SmallTensor:
     content: bytes
 
 
-class Part(Protocol):
+class StatefulItem(Protocol):
     """A part of the state that all ranks hold alike, such as a model. Rank 0's is saved."""
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """The state now. Tensors in it stay where they are; the caller reads them at once."""
         ...
 
-    def prepare(self, tree: Tree) -> Tree:
+    def plan_restore(self, tree: Tree) -> Tree:
         """Say where a saved state's tensors are to go.
 
-        Changes nothing that counts yet. Every rank is asked, and `adopt` follows only if all agree.
+        Changes nothing: `restore` follows only if every rank could make its plan.
 
         Args:
-            tree: as `capture` gave it, with a `TensorSpec` in place of each tensor. NumPy arrays
+            tree: as `save` gave it, with a `TensorSpec` in place of each tensor. NumPy arrays
                 in it have no content yet.
 
         Returns:
@@ -94,16 +94,16 @@ class Part(Protocol):
         """
         ...
 
-    def adopt(self, tree: Tree) -> None:
-        """Take over the state, once what `prepare` returned has been filled."""
+    def restore(self, tree: Tree) -> None:
+        """Take over the state, once what `plan_restore` returned has been filled."""
         ...
 
 
 @runtime_checkable
-class PartialPart(Part, Protocol):
-    """A `Part` that can restore some of its tensors, such as a model with another last layer."""
+class PartialItem(StatefulItem, Protocol):
+    """An item that can restore some of its tensors, such as a model with another last layer."""
 
-    def prepare_partly(self, tree: Tree) -> tuple[Tree, list[str]]:
+    def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
         """Prepare the tensors that fit, of a state that does not fit everywhere.
 
         Returns:
@@ -134,24 +134,24 @@ class Discarded:
         """Ignore the content."""
 
 
-class RankPart(Protocol):
+class RankItem(Protocol):
     """A part that each rank has for itself, such as its random numbers. Every rank's is saved.
 
     Its tree is small: it has no `Tensor`s, but may have bytes, NumPy arrays and `SmallTensor`s.
     """
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """This rank's state now."""
         ...
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """Take over what the same rank of a job of the same size has saved."""
         ...
 
 
 @runtime_checkable
-class CheckedRankPart(RankPart, Protocol):
-    """A `RankPart` that may not fit a saved state."""
+class CheckedRankItem(RankItem, Protocol):
+    """A `RankItem` that may not fit a saved state."""
 
     def check(self, tree: Tree) -> None:
         """Compare a saved state with this rank's, before anything is restored.
@@ -163,8 +163,8 @@ class CheckedRankPart(RankPart, Protocol):
 
 
 @runtime_checkable
-class RequiredRankPart(CheckedRankPart, Protocol):
-    """A `CheckedRankPart` that a job cannot resume without, such as a rank's position in its data.
+class RequiredRankItem(CheckedRankItem, Protocol):
+    """A `CheckedRankItem` that a job cannot resume without, such as a rank's position in its data.
 
     A restore that cannot restore it is an error; with `strict=False` it leaves it as it is.
 

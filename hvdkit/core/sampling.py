@@ -156,7 +156,7 @@ class Position:
 class Epochs:
     """Base class of the samplers: the position of a job in its data.
 
-    A `hvdkit.checkpoint.state.Part`: a checkpoint keeps the epoch and the samples consumed.
+    A `hvdkit.checkpoint.state.StatefulItem`: a checkpoint keeps the epoch and the samples consumed.
 
     Args:
         count: of the samples; they are called 0 to count - 1.
@@ -331,7 +331,7 @@ class Epochs:
             self._go_to(Position(_whole("epoch", epoch, 0)))
         self._iterated = False
 
-    def capture(self) -> dict[str, Any]:
+    def save(self) -> dict[str, Any]:
         """Return the position and the identity of the data, for a checkpoint.
 
         Raises:
@@ -353,7 +353,7 @@ class Epochs:
     def _identity(self) -> dict[str, Any]:
         return {"samples": self._count, "shuffle": self._shuffle, "seed": self._seed}
 
-    def prepare(self, tree: dict[str, Any]) -> dict[str, Any]:
+    def plan_restore(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Compare a checkpoint's data with these.
 
         Raises:
@@ -374,7 +374,7 @@ class Epochs:
             )
         return tree
 
-    def adopt(self, tree: dict[str, Any]) -> None:
+    def restore(self, tree: dict[str, Any]) -> None:
         """Resume at the position of the checkpoint."""
         self._go_to(Position(tree["epoch"], tree["consumed"]))
         self.uncounted = False

@@ -77,7 +77,7 @@ _new_collectives: Any = getattr(
 GradientReducer: Any = importlib.import_module(f"hvdkit.{NAME}.reducer").GradientReducer
 wire_format: Any = importlib.import_module(f"hvdkit.{NAME}.compression").wire_format
 
-_parts: Any = importlib.import_module(f"hvdkit.{NAME}.parts")
+_items: Any = importlib.import_module(f"hvdkit.{NAME}.items")
 
 # Bytes that one broadcast carries: few calls for many small variables, and no second copy of a
 # large model in memory. MPI counts in 32 bits.
@@ -243,13 +243,13 @@ def write(variable: Any, content: np.ndarray) -> None:
 
 def tensor_of(variable: Any) -> Any:
     """`hvdkit.checkpoint.state.Tensor` of a `keras.Variable`."""
-    kind = _parts.TorchTensor if NAME == "torch" else _parts.VariableTensor
+    kind = _items.TorchTensor if NAME == "torch" else _items.VariableTensor
     return kind(variable.value)
 
 
 def randomness() -> Any:
-    """A `RankPart`: this rank's random numbers of Python, NumPy and the framework."""
-    return _parts.Randomness()
+    """A `RankItem`: this rank's random numbers of Python, NumPy and the framework."""
+    return _items.Randomness()
 
 
 def framework_version() -> str:

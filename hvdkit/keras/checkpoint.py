@@ -13,24 +13,24 @@ import keras
 # What Keras's own callbacks print with.
 from keras.src.utils import io_utils
 
+from hvdkit.checkpoint.items import Plain, data_item, kept_in
 from hvdkit.checkpoint.manager import Manager
-from hvdkit.checkpoint.parts import Plain, data_part, kept_in
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.signals import STOP_SIGNALS
-from hvdkit.checkpoint.state import Part, RankPart, Tree
+from hvdkit.checkpoint.state import RankItem, StatefulItem, Tree
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.data import samplers_read
-from hvdkit.keras.models import finalize
-from hvdkit.keras.optimizer import distribution_of
-from hvdkit.keras.parts import (
+from hvdkit.keras.items import (
     CallbackStates,
     OwnVariables,
     metric_variables,
     parts_of,
     rank_parts_of,
 )
+from hvdkit.keras.models import finalize
+from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.resuming import Beginning, begin_next_epoch
 from hvdkit.keras.training import FollowsFit
 
@@ -127,7 +127,7 @@ class Checkpoint(FollowsFit):
         )
         self._every_epochs = every_epochs
         if data is not None:
-            data_part(data)
+            data_item(data)
         self._data = data
         self._resume = resume
         self._overwrite = not resume
@@ -141,7 +141,7 @@ class Checkpoint(FollowsFit):
         self.metadata = {} if metadata is None else metadata
         self._place = _Place()
         self._metrics = _Metrics()
-        self._rank_parts: dict[str, RankPart] = {}
+        self._rank_parts: dict[str, RankItem] = {}
         self._beginning: Beginning | None = None
         self._manager: Manager | None = None
         self._distribution: Any = None
@@ -201,7 +201,7 @@ class Checkpoint(FollowsFit):
         self._metrics.model = model
         collectives = distribution.collectives if distribution else backend.collectives()
         self._rank_parts = rank_parts_of(model)
-        parts: dict[str, Part] = parts_of(model) | {
+        parts: dict[str, StatefulItem] = parts_of(model) | {
             "progress": place,
             "callbacks": CallbackStates(lambda: place.callbacks),
             "metadata": kept_in(metadata),
@@ -243,7 +243,7 @@ class Checkpoint(FollowsFit):
         self.model._initial_epoch = self.params["epochs"] if place.stopped else place.epoch
         if not place.batches or place.stopped:
             return
-        own = {name: part.capture() for name, part in self._rank_parts.items()}
+        own = {name: part.save() for name, part in self._rank_parts.items()}
         metrics, began = self._metrics.taken, place.epoch_began
 
         def prepare(epoch: Any) -> None:
@@ -252,13 +252,13 @@ class Checkpoint(FollowsFit):
 
         def before() -> None:
             if self._data is None and began is not None:
-                self._rank_parts["random"].adopt(began)
+                self._rank_parts["random"].restore(began)
 
         def after() -> None:
             # Beginning to iterate draws random numbers, which the run that was killed has drawn
             # before it saved.
             for name, content in own.items():
-                self._rank_parts[name].adopt(content)
+                self._rank_parts[name].restore(content)
 
         self._beginning = Beginning(
             place.batches, self._data is None, prepare=prepare, before=before, after=after
@@ -274,7 +274,7 @@ class Checkpoint(FollowsFit):
             place.epoch, place.batches = epoch, 0
             if self._data is None:
                 # What data of `fit`'s own are shuffled with.
-                place.epoch_began = self._rank_parts["random"].capture()
+                place.epoch_began = self._rank_parts["random"].save()
 
     def batch_ends(self, batch: int) -> None:
         """Save, if it is time. A collective."""
@@ -346,7 +346,7 @@ class Checkpoint(FollowsFit):
 
 @dataclass
 class _Place:
-    """A `Part`: where the training is.
+    """A `StatefulItem`: where the training is.
 
     Attributes:
         step: batches that each rank has trained.
@@ -370,7 +370,7 @@ class _Place:
     epoch_began: Tree = None
     callbacks: Sequence[Any] = ()
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """Return what all ranks hold alike."""
         return {
             "step": self.step,
@@ -381,7 +381,7 @@ class _Place:
             "stopped": self.stopped,
         }
 
-    def prepare(self, tree: Tree) -> Tree:
+    def plan_restore(self, tree: Tree) -> Tree:
         """Compare the calls of `fit`.
 
         Raises:
@@ -396,7 +396,7 @@ class _Place:
             )
         return tree
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """Continue where a checkpoint was."""
         self.step, self.epoch, self.batches = tree["step"], tree["epoch"], tree["batches"]
         self.stopped = tree["stopped"]
@@ -411,7 +411,7 @@ class _Place:
 
 
 class _Metrics:
-    """A `RankPart`: what this rank's metrics have counted since the epoch began.
+    """A `RankItem`: what this rank's metrics have counted since the epoch began.
 
     Attributes:
         count: whether they have counted anything that is still needed.
@@ -426,18 +426,18 @@ class _Metrics:
     def _variables(self) -> OwnVariables:
         return OwnVariables(lambda: metric_variables(self.model))
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """Nothing between two epochs, because `fit` resets them then."""
-        return self._variables().capture() if self.count else None
+        return self._variables().save() if self.count else None
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """Keep it until `fit` has reset them."""
         self.taken = tree
 
     def put_back(self, tree: Tree) -> None:
         """Let them go on counting there."""
         if tree is not None:
-            self._variables().adopt(tree)
+            self._variables().restore(tree)
             self.count = True
 
 

@@ -9,18 +9,18 @@ import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from hvdkit.checkpoint.items import Variables, data_item, kept_in, named, several
 from hvdkit.checkpoint.manager import Manager
-from hvdkit.checkpoint.parts import Variables, data_part, kept_in, named, several
 from hvdkit.checkpoint.retention import KeepBest
-from hvdkit.checkpoint.sharding import Shard, ShardedPart
+from hvdkit.checkpoint.sharding import Shard, ShardedItem
 from hvdkit.checkpoint.signals import STOP_SIGNALS
-from hvdkit.checkpoint.state import Part, Tree
+from hvdkit.checkpoint.state import StatefulItem, Tree
 from hvdkit.checkpoint.store import Store
 from hvdkit.core.collectives import check_member
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow import tape
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
-from hvdkit.tensorflow.parts import Randomness, Statistics, VariableTensor
+from hvdkit.tensorflow.items import Randomness, Statistics, VariableTensor
 from hvdkit.tensorflow.variables import tf_variable
 
 
@@ -110,7 +110,7 @@ class Checkpointer(Manager):
             raise UsageError("neither model nor optimizer is given: expected what is to be saved")
         self.metadata = {} if metadata is None else metadata
         models, optimizers = several("model", model), several("optimizer", optimizer)
-        parts: dict[str, Part] = {}
+        parts: dict[str, StatefulItem] = {}
         for name, given in {**models, **optimizers}.items():
             _check_built(given, name)
             parts[name] = Variables(functools.partial(_named, given), name, _tensor)
@@ -119,9 +119,9 @@ class Checkpointer(Manager):
         distributions = {name: found for name, found in wrapped.items() if found is not None}
         parts["reduction"] = _Reduction(distributions)
         if data is not None:
-            parts["data"] = data_part(data)
+            parts["data"] = data_item(data)
         if sharded is not None:
-            parts["sharded"] = ShardedPart(sharded, lambda variable, _: _tensor(variable))
+            parts["sharded"] = ShardedItem(sharded, lambda variable, _: _tensor(variable))
         parts["metadata"] = kept_in(self.metadata)
         collectives = TensorFlowCollectives(process_set)
         super().__init__(
@@ -149,21 +149,21 @@ class Checkpointer(Manager):
 
 
 class _Reduction:
-    """A `Part`: what the wire formats of tapes and of Keras's optimizers have learned."""
+    """A `StatefulItem`: what the wire formats of tapes and of Keras's optimizers have learned."""
 
     def __init__(self, distributions: Mapping[str, Any]) -> None:
         self._distributions = distributions
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """As it is now."""
         states = {name: d.reduction_state() for name, d in self._distributions.items()}
         return {"tapes": tape.reduction_state(), "optimizers": states}
 
-    def prepare(self, tree: Tree) -> Tree:
+    def plan_restore(self, tree: Tree) -> Tree:
         """Nothing to fill."""
         return tree
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """What is of no use to an optimizer, it does not take."""
         tape.adopt_reduction_state(tree["tapes"])
         for name, distribution in self._distributions.items():

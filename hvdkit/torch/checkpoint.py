@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from hvdkit.checkpoint.broadcasting import Broadcast
+from hvdkit.checkpoint.broadcast import Broadcast
+from hvdkit.checkpoint.items import kept_in, several
 from hvdkit.checkpoint.manager import Manager
-from hvdkit.checkpoint.parts import kept_in, several
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.retention import KeepBest
-from hvdkit.checkpoint.sharding import Shard, ShardedPart
+from hvdkit.checkpoint.sharding import Shard, ShardedItem
 from hvdkit.checkpoint.signals import STOP_SIGNALS
-from hvdkit.checkpoint.state import Part
+from hvdkit.checkpoint.state import StatefulItem
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.weights import TIED
 from hvdkit.core.collectives import check_member
@@ -24,12 +24,12 @@ from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.data import data_parts
 from hvdkit.torch.devices import host_memory
-from hvdkit.torch.parts import (
-    ModelPart,
-    OptimizerPart,
+from hvdkit.torch.items import (
+    ModelItem,
+    OptimizerItem,
     Randomness,
-    ReductionPart,
-    StatefulPart,
+    ReductionItem,
+    StateDictItem,
     Statistics,
     TorchTensor,
     on_host,
@@ -124,27 +124,27 @@ class Checkpointer(Manager):
         check_member(process_set)
         self.metadata = {} if metadata is None else metadata
         optimizers = several("optimizer", optimizer)
-        parts: dict[str, Part] = {}
+        parts: dict[str, StatefulItem] = {}
         models = several("model", model)
         if not models:
             raise UsageError(f"model is {model!r}: expected a module, or several in a dict")
         for name, module in models.items():
             if not isinstance(module, torch.nn.Module):
                 raise UsageError(f"{name} is a {type(module).__name__}: expected a module")
-            parts[name] = ModelPart(module, name)
+            parts[name] = ModelItem(module, name)
         for name, each in optimizers.items():
             if not isinstance(each, torch.optim.Optimizer):
                 raise UsageError(f"{name} is a {type(each).__name__}: expected a torch optimizer")
-            parts[name] = OptimizerPart(each, name)
-        parts["reduction"] = ReductionPart(optimizers)
+            parts[name] = OptimizerItem(each, name)
+        parts["reduction"] = ReductionItem(optimizers)
         for argument, given in (("lr_scheduler", lr_scheduler), ("scaler", scaler)):
             for name, each in several(argument, given).items():
-                parts[name] = StatefulPart(each, name)
+                parts[name] = StateDictItem(each, name)
         collectives = TorchCollectives(process_set)
         shared, own = data_parts(data)
         parts |= shared
         if sharded is not None:
-            parts["sharded"] = ShardedPart(sharded, TorchTensor)
+            parts["sharded"] = ShardedItem(sharded, TorchTensor)
         parts["metadata"] = kept_in(self.metadata)
         wrapped = [o for o in optimizers.values() if isinstance(o, WrappedOptimizer)]
         super().__init__(

@@ -10,11 +10,11 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from hvdkit.checkpoint import tree
+from hvdkit.checkpoint.items import is_item, several
 from hvdkit.checkpoint.manifest import check_part_name
-from hvdkit.checkpoint.parts import is_part, several
-from hvdkit.checkpoint.state import Part, RankPart, Tree
+from hvdkit.checkpoint.state import RankItem, StatefulItem, Tree
 from hvdkit.errors import UsageError
-from hvdkit.torch.parts import Randomness, with_small_tensors, without_small_tensors
+from hvdkit.torch.items import Randomness, with_small_tensors, without_small_tensors
 from hvdkit.torch.sampling import ResumableSampler, sampler_of
 
 # Bytes of JSON. The first rank holds the states of all ranks in memory.
@@ -22,7 +22,7 @@ _LARGEST_STATE = 16_000_000
 _STATEFUL = "torchdata.stateful_dataloader.StatefulDataLoader"
 
 
-def data_parts(data: Any) -> tuple[dict[str, Part], dict[str, RankPart]]:
+def data_parts(data: Any) -> tuple[dict[str, StatefulItem], dict[str, RankItem]]:
     """Return the parts of `data=` by name: those that all ranks share, and those of each rank.
 
     Args:
@@ -32,8 +32,8 @@ def data_parts(data: Any) -> tuple[dict[str, Part], dict[str, RankPart]]:
         UsageError: something in it has no position that can be kept.
     """
     given = several("data", data)
-    shared = {name: each for name, each in given.items() if is_part(each)}
-    own: dict[str, RankPart] = {
+    shared = {name: each for name, each in given.items() if is_item(each)}
+    own: dict[str, RankItem] = {
         name: DataState(each, name) for name, each in given.items() if name not in shared
     }
     for name in given:
@@ -42,7 +42,7 @@ def data_parts(data: Any) -> tuple[dict[str, Part], dict[str, RankPart]]:
 
 
 class DataState:
-    """A `RequiredRankPart`: the `state_dict` of something that has this rank's position.
+    """A `RequiredRankItem`: the `state_dict` of something that has this rank's position.
 
     Args:
         stateful: has `state_dict` and `load_state_dict`.
@@ -59,7 +59,7 @@ class DataState:
         self._stateful = stateful
         self._subject = subject
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """Return the state, and with how many workers it goes.
 
         Raises:
@@ -94,7 +94,7 @@ class DataState:
                 f"leaves {self._subject} as it is"
             )
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """Load a saved state.
 
         Raises:
@@ -136,11 +136,11 @@ def _keep_random_numbers(loader: Any) -> None:
         del loader._get_iterator
         generators = {} if loader.generator is None else {"loader": loader.generator}
         randomness = Randomness(generators)
-        before = randomness.capture()
+        before = randomness.save()
         try:
             return loader._get_iterator()
         finally:
-            randomness.adopt(before)
+            randomness.restore(before)
 
     # Not now: a loop calls `sampler.set_epoch(epoch)` first.
     loader._get_iterator = first

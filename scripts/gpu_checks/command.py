@@ -16,7 +16,7 @@ from gpu_checks import build, pack
 from gpu_checks.part import REPOSITORY, Setting
 from gpu_checks.report import Report, read, write_summary
 
-#: Part -> the seconds that it may take. Together less than 20 minutes.
+#: StatefulItem -> the seconds that it may take. Together less than 20 minutes.
 PARTS = {
     "build": 480,
     "doctor": 60,

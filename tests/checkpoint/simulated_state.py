@@ -29,36 +29,36 @@ class ArrayTensor:
 
 
 class Arrays:
-    """A `Part` of arrays by name, and of a value."""
+    """A `StatefulItem` of arrays by name, and of a value."""
 
     def __init__(self, value=0, **arrays):
         self.arrays = arrays
         self.value = value
         self.adopted = 0
 
-    def capture(self):
+    def save(self):
         return {"value": self.value} | {k: ArrayTensor(a) for k, a in self.arrays.items()}
 
-    def prepare(self, tree):
+    def plan_restore(self, tree):
         own = {k: ArrayTensor(a).spec for k, a in self.arrays.items()}
         saved = {k: v for k, v in tree.items() if isinstance(v, TensorSpec)}
         if own != saved:
             raise UsageError(f"the checkpoint has {saved}, and here is {own}")
         return tree | {k: ArrayTensor(a) for k, a in self.arrays.items()}
 
-    def adopt(self, tree):
+    def restore(self, tree):
         self.value = tree["value"]
         self.adopted += 1
 
 
 class Own:
-    """A `RankPart`: a value."""
+    """A `RankItem`: a value."""
 
     def __init__(self, value):
         self.value = value
 
-    def capture(self):
+    def save(self):
         return self.value
 
-    def adopt(self, tree):
+    def restore(self, tree):
         self.value = tree

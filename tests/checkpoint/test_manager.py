@@ -14,10 +14,10 @@ import pytest
 
 from hvdkit.checkpoint import background, chunks, manager, tensors
 from hvdkit.checkpoint.background import BackgroundWriter
-from hvdkit.checkpoint.broadcasting import Broadcast
+from hvdkit.checkpoint.broadcast import Broadcast
 from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.items import Plain
 from hvdkit.checkpoint.manager import Manager, Stopped
-from hvdkit.checkpoint.parts import Plain
 from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.signals import StopSignals
@@ -325,7 +325,7 @@ def test_a_second_writer_is_refused_on_every_rank(place):
 @pytest.mark.parametrize("where", [0, 2])
 def test_a_problem_of_one_rank_is_an_error_on_all(place, kind, where):
     class Broken(Own):
-        def capture(self):
+        def save(self):
             raise kind("cannot be told")
 
     def run(collectives):
@@ -943,18 +943,18 @@ def test_parts_that_the_checkpoint_does_not_have_are_named(place, caplog):
     assert "step 2 has scaler, which this job does not ask for" in caplog.text
 
 
-@pytest.mark.parametrize("broken", ["write", "adopt"])
+@pytest.mark.parametrize("broken", ["write", "restore"])
 def test_a_rank_that_cannot_take_the_state_over_ends_all(place, monkeypatch, broken):
     class Broken(Arrays):
-        def adopt(self, tree):
+        def restore(self, tree):
             raise ValueError("no room")
 
     def write(self, content, start=0):
         raise ValueError("no room")
 
     class BrokenTensors(Arrays):
-        def prepare(self, tree):
-            prepared = super().prepare(tree)
+        def plan_restore(self, tree):
+            prepared = super().plan_restore(tree)
             tensor = prepared["weights"]
             tensor.__class__ = type("Broken", (ArrayTensor,), {"write": write})
             return prepared
@@ -963,7 +963,7 @@ def test_a_rank_that_cannot_take_the_state_over_ends_all(place, monkeypatch, bro
         saved(collectives, place, 1)
         part = state(0)
         if collectives.rank == 1:
-            part.__class__ = Broken if broken == "adopt" else BrokenTensors
+            part.__class__ = Broken if broken == "restore" else BrokenTensors
         with (
             make(collectives, place, part) as restoring,
             pytest.raises(CheckpointError, match=r"rank 1: .*no room \(.*half restored"),
@@ -999,7 +999,7 @@ def test_a_job_of_another_size_goes_on_without_what_belongs_to_the_old_one(place
     def run_of(size):
         def run(collectives):
             part, reduction, own = state(1), Own(0), Own(0)
-            others = {"reduction": Plain(lambda: size, reduction.adopt)}
+            others = {"reduction": Plain(lambda: size, reduction.restore)}
             with make(collectives, place, part, others, own) as going_on:
                 restored = going_on.restore()
                 seen = restored and (restored.world_size, reduction.value, own.value)
@@ -1271,7 +1271,7 @@ def test_a_program_that_ends_lets_the_write_come_to_its_end(tmp_path):
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
 from hvdkit.checkpoint.background import BackgroundWriter
-from hvdkit.checkpoint.broadcasting import Broadcast
+from hvdkit.checkpoint.broadcast import Broadcast
 from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.store import Search, Store
 from tests.checkpoint.material import snapshot

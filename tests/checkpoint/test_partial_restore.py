@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hvdkit.checkpoint.parts import Plain, Variables
+from hvdkit.checkpoint.items import Plain, Variables
 from hvdkit.checkpoint.state import Discarded
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
@@ -130,10 +130,10 @@ def test_a_model_that_fits_in_other_places_on_one_rank_is_told(tmp_path):
 
 def test_what_is_discarded_has_its_size():
     part, arrays = variables(a=filled(1, 2))
-    prepared, lines = part.prepare_partly({"a": ArrayTensor(filled(0, 2)).spec})
+    prepared, lines = part.plan_partial_restore({"a": ArrayTensor(filled(0, 2)).spec})
     assert (prepared["a"].array is arrays["a"], lines) == (True, [])
     spec = ArrayTensor(filled(0, 3)).spec
-    prepared, _ = part.prepare_partly({"a": spec})
+    prepared, _ = part.plan_partial_restore({"a": spec})
     assert isinstance(prepared["a"], Discarded)
     assert prepared["a"].spec == spec
 
@@ -142,12 +142,12 @@ def test_layers_of_a_kind_are_told_apart_by_their_order():
     """Keras numbers them on and on, from model to model."""
     saved = {f"dense_{n}/kernel": ArrayTensor(filled(n, 2)).spec for n in (1, 2)}
     part, arrays = variables(**{f"dense_{n}/kernel": filled(0, 2) for n in (7, 8)})
-    prepared, lines = part.prepare_partly(saved)
+    prepared, lines = part.plan_partial_restore(saved)
     assert [each.array for each in prepared.values()] == list(arrays.values())
     assert lines == []
     # One of them is gone, and only its name tells which.
     part, arrays = variables(**{"dense_2/kernel": filled(0, 2)})
-    prepared, lines = part.prepare_partly(saved)
+    prepared, lines = part.plan_partial_restore(saved)
     assert isinstance(prepared["dense_1/kernel"], Discarded)
     assert prepared["dense_2/kernel"].array is arrays["dense_2/kernel"]
     assert lines == ["it has dense_1/kernel (dense/kernel F32[2]), which is not in here"]

@@ -9,7 +9,7 @@ from hvdkit.checkpoint import chunks, sharding
 from hvdkit.checkpoint.arrays import ArrayTensor
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.manager import Manager
-from hvdkit.checkpoint.sharding import Shard, ShardedPart
+from hvdkit.checkpoint.sharding import Shard, ShardedItem
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
 from tests.checkpoint.simulated_state import Arrays
@@ -29,7 +29,7 @@ def part_of(collectives, arrays, cuts):
     first, end = bounds[collectives.rank : collectives.rank + 2]
     own = {name: array[first:end].copy() for name, array in arrays.items()}
     shards = {name: Shard(array, first, ROWS) for name, array in own.items()}
-    return own, ShardedPart(shards, ArrayTensor)
+    return own, ShardedItem(shards, ArrayTensor)
 
 
 def manager(collectives, folder, part, **others):
@@ -120,7 +120,7 @@ def test_the_file_has_the_whole_tensors(tmp_path):
 )
 def test_rows_that_do_not_make_up_a_tensor(tmp_path, change, words):
     def save(collectives):
-        part = ShardedPart(
+        part = ShardedItem(
             {
                 name: Shard(np.zeros((rows, 3), np.float32), first, total)
                 for name, (first, rows, total) in change(collectives.rank).items()
@@ -186,4 +186,4 @@ def test_other_tensors_in_the_checkpoint(tmp_path):
 )
 def test_what_is_no_shard(wrong, words):
     with pytest.raises(UsageError, match=words):
-        ShardedPart(wrong, ArrayTensor)
+        ShardedItem(wrong, ArrayTensor)

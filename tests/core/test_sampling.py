@@ -142,9 +142,9 @@ def test_loops_that_leave_epochs_and_jobs_that_resume(sequence, ranks):
     was_left = False
     for action, value in sequence:
         if action == "resume":
-            state = job.capture()
+            state = job.save()
             job = epochs()
-            job.adopt(job.prepare(state))
+            job.restore(job.plan_restore(state))
             was_left = False
         elif action == "continue":
             job.set_epoch(job.epoch)

@@ -11,7 +11,7 @@ def test_tensors_of_every_dtype_come_back_in_pieces(hvd):
 
     from hvdkit.checkpoint.dtypes import CODES
     from hvdkit.checkpoint.tensors import nbytes
-    from hvdkit.tensorflow.parts import VariableTensor
+    from hvdkit.tensorflow.items import VariableTensor
 
     random = np.random.default_rng(1)
     for name in CODES:
@@ -85,9 +85,9 @@ def test_it_goes_on_at_any_batch_without_reading_what_came_before(hvd):
         sampler, data, _ = make()
         batches = (b for _ in range(2) for b in sampler.batches(data))
         assert [rows(next(batches)) for _ in range(done)] == whole[:done]
-        state = sampler.capture()
+        state = sampler.save()
         other, data, read = make()
-        other.adopt(other.prepare(state))
+        other.restore(other.plan_restore(state))
         rest = [rows(b) for _ in range(other.epoch, 2) for b in other.batches(data)]
         assert rest == whole[done:]
         assert len(read) == 22 - sum(len(numbers) for numbers, _ in whole[:done])
@@ -96,11 +96,11 @@ def test_it_goes_on_at_any_batch_without_reading_what_came_before(hvd):
 def test_another_seed_or_number_of_samples_is_refused(hvd):
     from hvdkit.errors import UsageError
 
-    state = hvd.ResumableSampler(10, 2, seed=1).capture()
+    state = hvd.ResumableSampler(10, 2, seed=1).save()
     with pytest.raises(UsageError, match="seed 1, and this ResumableSampler has seed 2"):
-        hvd.ResumableSampler(10, 2, seed=2).prepare(state)
+        hvd.ResumableSampler(10, 2, seed=2).plan_restore(state)
     with pytest.raises(UsageError, match="samples 10, and this"):
-        hvd.ResumableSampler(12, 2, seed=1).prepare(state)
+        hvd.ResumableSampler(12, 2, seed=1).plan_restore(state)
     for arguments in ((0, 1), (4, 0), (4, 2.0)):
         with pytest.raises(UsageError, match="expected a whole number"):
             hvd.ResumableSampler(*arguments)
@@ -114,9 +114,9 @@ def test_samples_that_nobody_counts_are_an_error_at_the_next_save(hvd):
     sampler = hvd.ResumableSampler(10, 2)
     next(iter(sampler.dataset()))
     with pytest.raises(UsageError, match=r"for batch in sampler.batches\(dataset\)"):
-        sampler.capture()
+        sampler.save()
     next(sampler.batches(sampler.dataset()))
-    assert sampler.capture()["consumed"] == 2
+    assert sampler.save()["consumed"] == 2
 
 
 def test_a_loop_goes_on_with_variables_seeds_and_generators(hvd, tmp_path):

@@ -287,7 +287,7 @@ def test_without_end_epoch_the_next_loop_begins_the_next_epoch(hvd):
     assert sampler.epoch == 3
     # A job that resumes here has the rest of this epoch.
     resumed = hvd.ResumableSampler(20, batch_size=4, shuffle=False)
-    resumed.adopt(resumed.prepare(sampler.capture()))
+    resumed.restore(resumed.plan_restore(sampler.save()))
     assert [batch.tolist() for batch in resumed.batches()] == [[12, 13, 14, 15], [16, 17, 18, 19]]
     assert resumed.epoch == 4
 
@@ -399,13 +399,13 @@ def test_names_with_a_prefix_from_an_earlier_version(hvd, tmp_path, here, strict
     """Names had the prefix of `torch.compile` in their middle."""
     import torch
 
-    from hvdkit.torch import parts
+    from hvdkit.torch import items
 
     saved, restored = Block.model("block"), Block.model(here)
     with torch.no_grad():
         saved.block.norm.running_mean += 3
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "_without_prefixes", lambda _: str)
+        patch.setattr(items, "_without_prefixes", lambda _: str)
         with hvd.Checkpointer(tmp_path, model=saved) as checkpointer:
             checkpointer.save(1)
     (step,) = checkpointer._store.steps()
@@ -736,17 +736,17 @@ def test_an_export_has_the_arrays_of_the_extra_state(hvd, tmp_path):
 def test_statistics_of_compiled_submodules(hvd, compiled):
     import torch
 
-    from hvdkit.torch.parts import Statistics
+    from hvdkit.torch.items import Statistics
 
     saved, restored = Block.model(compiled), Block.model("no")
     with torch.no_grad():
         saved.block.norm.running_mean += 3
-    own = Statistics({"model": saved}).capture()
-    assert own.keys() == Statistics({"model": restored}).capture().keys()
-    Statistics({"model": restored}).adopt(own)
+    own = Statistics({"model": saved}).save()
+    assert own.keys() == Statistics({"model": restored}).save().keys()
+    Statistics({"model": restored}).restore(own)
     assert restored.block.norm.running_mean.tolist() == [3] * 4
     # As earlier versions named them.
     earlier = {f"model._orig_mod.{name.removeprefix('model.')}": own[name] for name in own}
     for model in (Block.model("no"), Block.model(compiled)):
-        Statistics({"model": model}).adopt(earlier)
+        Statistics({"model": model}).restore(earlier)
         assert model.block.norm.running_mean.tolist() == [3] * 4

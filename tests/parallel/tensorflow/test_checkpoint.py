@@ -59,7 +59,7 @@ def test_what_is_left_is_divided_among_another_number_of_ranks(hvd):
         left = []
         if half.included():
             other = hvd.ResumableSampler(count, 2, seed=1, process_set=half)
-            other.adopt(other.prepare(sampler.capture()))
+            other.restore(other.plan_restore(sampler.save()))
             left = batches(other, other.dataset())
         seen = [i for each in of_every_rank(hvd, [*done, *left]) for b in each for i in b]
         assert set(seen) == set(range(count))

@@ -8,18 +8,20 @@ def there_and_back(saved, restored):
     """Take the state of one optimizer over into another."""
     from hvdkit.checkpoint import tree
     from hvdkit.checkpoint.tensors import nbytes
-    from hvdkit.torch.parts import OptimizerPart
+    from hvdkit.torch.items import OptimizerItem
 
-    encoded, tensors = tree.encode(OptimizerPart(saved).capture(), "optimizer")
-    part = OptimizerPart(restored)
-    prepared = part.prepare(tree.decode(encoded, {name: t.spec for name, t in tensors.items()}))
+    encoded, tensors = tree.encode(OptimizerItem(saved).save(), "optimizer")
+    part = OptimizerItem(restored)
+    prepared = part.plan_restore(
+        tree.decode(encoded, {name: t.spec for name, t in tensors.items()})
+    )
     _, places = tree.encode(prepared, "optimizer")
     for name, tensor in tensors.items():
         content = np.empty(nbytes(tensor.spec), np.uint8)
         tensor.read(content)
         if places[name].tensor.device.type != "meta":
             places[name].write(content)
-    part.adopt(prepared)
+    part.restore(prepared)
 
 
 def stepped(name, device="cpu", **options):

@@ -12,7 +12,7 @@ import torch
 from horovod.torch import SyncBatchNorm
 
 from hvdkit.checkpoint import dtypes, randomness
-from hvdkit.checkpoint.parts import LARGEST_STATISTICS
+from hvdkit.checkpoint.items import LARGEST_STATISTICS
 from hvdkit.checkpoint.state import Discarded, SmallTensor, TensorSpec, Tree
 from hvdkit.checkpoint.tree import MAX_ARRAY_BYTES
 from hvdkit.checkpoint.weights import TIED
@@ -239,8 +239,8 @@ def _text(spec: TensorSpec) -> str:
     return f"{spec.dtype} {list(spec.shape)}"
 
 
-class ModelPart:
-    """A `Part`: a module's `state_dict`, its tensors by their names.
+class ModelItem:
+    """A `StatefulItem`: a module's `state_dict`, its tensors by their names.
 
     A tensor that has several names is saved once, under the first.
     """
@@ -270,7 +270,7 @@ class ModelPart:
             self._names[name if known in self._names else known] = name
         return {known: state[name] for known, name in self._names.items()}
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """Names -> tensors, and whatever else modules give as extra state."""
         tree: dict[str, Any] = {}
         tied: dict[str, str] = {}
@@ -288,7 +288,7 @@ class ModelPart:
                 tree[name] = tensor
         return {**tree, TIED: tied} if tied else tree
 
-    def prepare(self, tree: Tree) -> Tree:
+    def plan_restore(self, tree: Tree) -> Tree:
         """The model's own memory; new one where a module's `state_dict` gives copies.
 
         Raises:
@@ -300,7 +300,7 @@ class ModelPart:
             raise _differences(self._subject, lines)
         return self._destinations(tree, own)
 
-    def prepare_partly(self, tree: Tree) -> tuple[Tree, list[str]]:
+    def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
         """Prepare those tensors that have the same name, shape and dtype."""
         own, lines = self._compared(tree)
         for name, line in self._two_there(tree, own):
@@ -372,7 +372,7 @@ class ModelPart:
                 prepared[name] = Discarded(spec)
         return prepared
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """Hand over what could not be written in place."""
         tied = tree.get(TIED, {})
         loaded = {name: tree[tied.get(name, name)].tensor for name in self._to_load}
@@ -423,8 +423,8 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.device, tensor.dtype, shape, strides
 
 
-class OptimizerPart:
-    """A `Part`: an optimizer's state and options, with shapes, dtypes and devices as they are.
+class OptimizerItem:
+    """An optimizer's state and options, with their own shapes, dtypes and devices.
 
     torch's own `load_state_dict` casts state to its parameter's dtype, which loses bits.
     """
@@ -433,7 +433,7 @@ class OptimizerPart:
         self._optimizer = optimizer
         self._subject = subject
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """As `state_dict` gives it, and what it belongs to."""
         state = self._optimizer.state_dict()
         return {
@@ -452,7 +452,7 @@ class OptimizerPart:
     def _shapes(self) -> list[list[list[int]]]:
         return [[list(p.shape) for p in group["params"]] for group in self._optimizer.param_groups]
 
-    def prepare(self, tree: Tree) -> Tree:
+    def plan_restore(self, tree: Tree) -> Tree:
         """The optimizer's own memory where there is some of the same kind, otherwise new one.
 
         Raises:
@@ -541,7 +541,7 @@ class OptimizerPart:
     def _parameters(self) -> list[torch.Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """In place, because LR schedulers and wrappers hold on to these very containers."""
         optimizer = self._optimizer
         parameters = self._parameters()
@@ -570,8 +570,8 @@ def _like(spec: TensorSpec, parameter: torch.Tensor, device: torch.device) -> to
     return empty(spec, device)
 
 
-class StatefulPart:
-    """A `Part`: anything with `state_dict` and `load_state_dict`, such as an LR scheduler."""
+class StateDictItem:
+    """An object with `state_dict` and `load_state_dict`, such as an LR scheduler."""
 
     def __init__(self, stateful: Any, subject: str) -> None:
         if not all(hasattr(stateful, name) for name in ("state_dict", "load_state_dict")):
@@ -582,11 +582,11 @@ class StatefulPart:
         self._stateful = stateful
         self._subject = subject
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """As `state_dict` gives it."""
         return with_tensors(self._stateful.state_dict(), self._subject)
 
-    def prepare(self, tree: Tree) -> Tree:
+    def plan_restore(self, tree: Tree) -> Tree:
         """Allocate memory for tensors, if there are any.
 
         Raises:
@@ -605,7 +605,7 @@ class StatefulPart:
                 )
         return on_host(tree)
 
-    def prepare_partly(self, tree: Tree) -> tuple[Tree, list[str]]:
+    def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
         """Prepare all of it, if it has the same entries.
 
         Raises:
@@ -617,15 +617,15 @@ class StatefulPart:
                 f"it was saved with {', '.join(map(str, tree))}, and has "
                 f"{', '.join(map(str, own))} here"
             )
-        return self.prepare(tree), []
+        return self.plan_restore(tree), []
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """As `load_state_dict` does."""
         self._stateful.load_state_dict(without_tensors(tree))
 
 
-class ReductionPart:
-    """A `Part`: how wrapped optimizers reduce gradients. Without it sums round differently."""
+class ReductionItem:
+    """The reduction states of wrapped optimizers, which bit-identical sums need."""
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self._optimizers = {
@@ -634,7 +634,7 @@ class ReductionPart:
             if isinstance(optimizer, WrappedOptimizer)
         }
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """For each optimizer, that of each of its sets of parameters."""
         return {
             name: [
@@ -649,11 +649,11 @@ class ReductionPart:
             for name, optimizer in self._optimizers.items()
         }
 
-    def prepare(self, tree: Tree) -> Tree:
+    def plan_restore(self, tree: Tree) -> Tree:
         """Nothing to fill."""
         return tree
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """What is of no use to an optimizer, it does not take."""
         for name, optimizer in self._optimizers.items():
             optimizer.resume_reduction(
@@ -670,7 +670,7 @@ class ReductionPart:
 
 
 class Randomness:
-    """A `RankPart`: the random numbers of Python, NumPy, torch, this rank's GPU and generators.
+    """A `RankItem`: the random numbers of Python, NumPy, torch, this rank's GPU and generators.
 
     Args:
         generators: those of the user's own, by name: of torch, NumPy or Python.
@@ -685,14 +685,14 @@ class Randomness:
             lambda generator, content: generator.set_state(_state(content)),
         )
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """This rank's."""
         # Asking for a GPU's would start CUDA in a process that does not use it.
         gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-        return randomness.capture() | {
+        return randomness.save() | {
             "torch": torch.get_rng_state().numpy().tobytes(),
             "cuda": torch.cuda.get_rng_state().numpy().tobytes() if gpu else None,
-            "generators": self._generators.capture(),
+            "generators": self._generators.save(),
         }
 
     def check(self, tree: Tree) -> None:
@@ -703,17 +703,17 @@ class Randomness:
         """
         self._generators.check(tree["generators"])
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """Restore the states."""
-        randomness.adopt(tree)
+        randomness.restore(tree)
         torch.set_rng_state(_state(tree["torch"]))
         if tree["cuda"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(_state(tree["cuda"]))
-        self._generators.adopt(tree["generators"])
+        self._generators.restore(tree["generators"])
 
 
 class Statistics:
-    """A `RankPart`: what normalisation layers have gathered from this rank's batches alone.
+    """A `RankItem`: what normalisation layers have gathered from this rank's batches alone.
 
     In training they change nothing but themselves, yet a rank's validation depends on them. Above
     `LARGEST_STATISTICS` bytes, all ranks get the first one's.
@@ -725,14 +725,14 @@ class Statistics:
     def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
         self._models = models
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """This rank's."""
         own = self._buffers()
         if sum(map(_nbytes, own.values())) > LARGEST_STATISTICS:
             return {}
         return {name: _content(buffer) for name, buffer in own.items()}
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """Go on with them."""
         own = self._buffers()
         # Names of earlier versions have the prefixes of torch.compile.

@@ -4,12 +4,12 @@ import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from hvdkit.checkpoint.state import Discarded, Part, Tensor, TensorSpec, Tree
+from hvdkit.checkpoint.state import Discarded, StatefulItem, Tensor, TensorSpec, Tree
 from hvdkit.errors import UsageError
 
 
 class Variables:
-    """A `Part`: variables in their order, by names.
+    """A `StatefulItem`: variables in their order, by names.
 
     Args:
         variables: gives them when asked: name -> variable. The order counts, and the names
@@ -28,29 +28,29 @@ class Variables:
         self._subject = subject
         self._tensor = tensor
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """Names -> tensors."""
         return {name: self._tensor(variable) for name, variable in self._variables().items()}
 
-    def prepare(self, tree: Tree) -> Tree:
+    def plan_restore(self, tree: Tree) -> Tree:
         """The variables' own memory.
 
         Raises:
             UsageError: they are not those that were saved.
         """
-        own = self.capture()
+        own = self.save()
         saved_lines = [_line(name, spec) for name, spec in tree.items()]
         own_lines = [_line(name, tensor.spec) for name, tensor in own.items()]
         if saved_lines != own_lines:
             raise UsageError(_difference(saved_lines, own_lines, self._subject))
         return dict(zip(tree, own.values(), strict=True))
 
-    def prepare_partly(self, tree: Tree) -> tuple[Tree, list[str]]:
+    def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
         """Prepare those variables that have the same name, shape and dtype.
 
         Of layers of a kind, which Keras numbers, there must be as many; or their names are equal.
         """
-        tensors = self.capture()
+        tensors = self.save()
         own = _by_line({name: tensor.spec for name, tensor in tensors.items()})
         saved = _by_line(tree)
         prepared = {name: Discarded(spec) for name, spec in tree.items()}
@@ -67,7 +67,7 @@ class Variables:
             left += [f"it has {n} ({line}), which is not in here" for n in there if n not in both]
         return prepared, left
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """They have been written to."""
 
 
@@ -121,27 +121,27 @@ def named(variables: Sequence[Any]) -> dict[str, Any]:
 
 
 class Plain:
-    """A `Part` without tensors: what `get` gives and `take` takes."""
+    """A `StatefulItem` without tensors: what `get` gives and `take` takes."""
 
     def __init__(self, get: Callable[[], Tree], take: Callable[[Tree], None]) -> None:
         self._get = get
         self._take = take
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """Return the state now."""
         return self._get()
 
-    def prepare(self, tree: Tree) -> Tree:
+    def plan_restore(self, tree: Tree) -> Tree:
         """Nothing to fill."""
         return tree
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """Take it over."""
         self._take(tree)
 
 
 def kept_in(values: Any) -> Plain:
-    """Return the `Part` of a dict of the user's own. A restore leaves names that were not saved.
+    """Return the item of a user's dict. A restore keeps names that were not saved.
 
     Raises:
         UsageError: it is no dict.
@@ -160,17 +160,17 @@ def several(argument: str, given: Any) -> dict[str, Any]:
     return {argument: given}
 
 
-def data_part(data: Any) -> Part:
+def data_item(data: Any) -> StatefulItem:
     """`data`, which must be able to say where the job is in them.
 
     Raises:
         UsageError: it is not.
     """
-    if is_part(data):
-        part: Part = data
+    if is_item(data):
+        part: StatefulItem = data
         return part
     sampler = getattr(data, "sampler", None)
-    if is_part(sampler):
+    if is_item(sampler):
         advice = "its ResumableSampler, data=loader.sampler"
     else:
         advice = "a hvd.ResumableSampler"
@@ -179,6 +179,6 @@ def data_part(data: Any) -> Part:
     raise UsageError(f"data is a {type(data).__name__}: expected {advice}")
 
 
-def is_part(value: Any) -> bool:
-    """Return whether `value` has the methods of a `Part`, as a `ResumableSampler` has."""
-    return all(hasattr(value, method) for method in ("capture", "prepare", "adopt"))
+def is_item(value: Any) -> bool:
+    """Return whether `value` has the methods of a `StatefulItem`, as a `ResumableSampler` has."""
+    return all(hasattr(value, method) for method in ("save", "plan_restore", "restore"))

@@ -8,11 +8,11 @@ def take_over(saved, restored):
     """Restore what fits of one model in another. Returns what did not."""
     from hvdkit.checkpoint import tree
     from hvdkit.checkpoint.tensors import nbytes
-    from hvdkit.torch.parts import ModelPart
+    from hvdkit.torch.items import ModelItem
 
-    encoded, tensors = tree.encode(ModelPart(saved).capture(), "model")
-    part = ModelPart(restored)
-    prepared, lines = part.prepare_partly(
+    encoded, tensors = tree.encode(ModelItem(saved).save(), "model")
+    part = ModelItem(restored)
+    prepared, lines = part.plan_partial_restore(
         tree.decode(encoded, {name: t.spec for name, t in tensors.items()})
     )
     _, places = tree.encode(prepared, "model")
@@ -20,7 +20,7 @@ def take_over(saved, restored):
         content = np.empty(nbytes(tensor.spec), np.uint8)
         tensor.read(content)
         places[name].write(content)
-    part.adopt(prepared)
+    part.restore(prepared)
     return lines
 
 
@@ -79,15 +79,15 @@ def test_the_state_of_another_scheduler(hvd):
     import torch
 
     from hvdkit.errors import UsageError
-    from hvdkit.torch.parts import StatefulPart
+    from hvdkit.torch.items import StateDictItem
 
     def part(kind, **options):
         weight = torch.ones(1, requires_grad=True)
-        return StatefulPart(kind(torch.optim.SGD([weight], lr=0.5), **options), "lr_scheduler")
+        return StateDictItem(kind(torch.optim.SGD([weight], lr=0.5), **options), "lr_scheduler")
 
     schedulers = torch.optim.lr_scheduler
-    saved = part(schedulers.StepLR, step_size=3).capture()
-    prepared, lines = part(schedulers.StepLR, step_size=5).prepare_partly(saved)
+    saved = part(schedulers.StepLR, step_size=3).save()
+    prepared, lines = part(schedulers.StepLR, step_size=5).plan_partial_restore(saved)
     assert (prepared["step_size"], lines) == (3, [])
     with pytest.raises(UsageError, match="it was saved with .*step_size"):
-        part(schedulers.CosineAnnealingLR, T_max=7).prepare_partly(saved)
+        part(schedulers.CosineAnnealingLR, T_max=7).plan_partial_restore(saved)

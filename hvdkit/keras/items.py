@@ -12,18 +12,18 @@ from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
 
 from hvdkit.checkpoint import arrays, h5
-from hvdkit.checkpoint.parts import LARGEST_STATISTICS, Variables, named, plain
-from hvdkit.checkpoint.state import Part, RankPart, TensorSpec, Tree
+from hvdkit.checkpoint.items import LARGEST_STATISTICS, Variables, named, plain
+from hvdkit.checkpoint.state import RankItem, StatefulItem, TensorSpec, Tree
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.metrics import flat_metrics
 from hvdkit.keras.optimizer import distribution_of
 
 
-def parts_of(model: Any) -> dict[str, Part]:
+def parts_of(model: Any) -> dict[str, StatefulItem]:
     """What all ranks hold alike of a model that is built and compiled."""
     optimizer = model.optimizer
-    parts: dict[str, Part] = {
+    parts: dict[str, StatefulItem] = {
         "model": Variables(lambda: named(model.weights), "the model", backend.tensor_of)
     }
     if optimizer is not None:
@@ -37,7 +37,7 @@ def parts_of(model: Any) -> dict[str, Part]:
     return parts
 
 
-def rank_parts_of(model: Any) -> dict[str, RankPart]:
+def rank_parts_of(model: Any) -> dict[str, RankItem]:
     """The parts that each rank has for itself, but for its metrics.
 
     Args:
@@ -53,45 +53,45 @@ def rank_parts_of(model: Any) -> dict[str, RankPart]:
 
 
 class Reduction:
-    """A `Part`: what the wire formats have learned. Without it sums round differently."""
+    """A `StatefulItem`: what the wire formats have learned. Without it sums round differently."""
 
     def __init__(self, distribution: Any) -> None:
         self._distribution = distribution
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """As it is now."""
         return self._distribution.reduction_state()
 
-    def prepare(self, tree: Tree) -> Tree:
+    def plan_restore(self, tree: Tree) -> Tree:
         """Nothing to fill."""
         return tree
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """Go on with it."""
         self._distribution.adopt_reduction_state(tree)
 
 
 class Layout:
-    """A `Part` that is only saved: where Keras puts each variable in a `.weights.h5` file."""
+    """An item that is only saved: the place of each variable in a `.weights.h5` file."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._layout: Tree = None
         self._others: dict[str, Any] = {}
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """The layout, and the tensors that are in the file but neither weights nor optimizer's."""
         if self._layout is None:
             self._layout = self._look_up()
         others = {name: backend.tensor_of(variable) for name, variable in self._others.items()}
         return {h5.LAYOUT: self._layout, "others": others}
 
-    def prepare(self, tree: Tree) -> Tree:
+    def plan_restore(self, tree: Tree) -> Tree:
         """Where the other tensors go, which nobody looks at."""
         others = {name: arrays.empty(spec) for name, spec in tree["others"].items()}
         return {**tree, "others": others}
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """Nothing to take over."""
 
     def _look_up(self) -> Tree:
@@ -181,7 +181,7 @@ class _Recorder(saving_lib.H5IOStore):
 
 
 class OwnVariables:
-    """A `RankPart`: small variables of which each rank has its own.
+    """A `RankItem`: small variables of which each rank has its own.
 
     Args:
         variables: gives them when asked, in the same order in each run of the program.
@@ -190,11 +190,11 @@ class OwnVariables:
     def __init__(self, variables: Callable[[], Sequence[Any]]) -> None:
         self._variables = variables
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """Their contents, each with its dtype and shape."""
         return [[_line(v), backend.read(v).tobytes()] for v in self._variables()]
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """Put them back.
 
         Raises:
@@ -226,15 +226,15 @@ def _seeds(model: Any) -> list[Any]:
 
 
 class GlobalSeed:
-    """A `RankPart`: where `keras.random` counts for what is given no seed."""
+    """A `RankItem`: where `keras.random` counts for what is given no seed."""
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """None until something has asked for it."""
         if global_state.get_global_attribute("global_seed_generator") is None:
             return None
         return backend.read(seed_generator.global_seed_generator().state).tobytes()
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """Go on from there."""
         if tree is not None:
             state = seed_generator.global_seed_generator().state
@@ -292,7 +292,7 @@ _REMEMBERED: Mapping[str, Sequence[str]] = {
 
 
 class CallbackStates:
-    """A `Part`: what the other callbacks of a `fit` remember.
+    """A `StatefulItem`: what the other callbacks of a `fit` remember.
 
     Those of Keras in which it matters, and any that has `state_dict()` and `load_state_dict()`,
     which give and take plain values and NumPy arrays. The first rank's count, because logs are the
@@ -302,17 +302,17 @@ class CallbackStates:
     def __init__(self, callbacks: Callable[[], Sequence[Any]]) -> None:
         self._callbacks = callbacks
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """By class and place among those of the class."""
         return {key: _with_arrays(_state(callback)) for key, callback in self._named().items()}
 
-    def prepare(self, tree: Tree) -> Tree:
+    def plan_restore(self, tree: Tree) -> Tree:
         """Memory for the weights among them, which were tensors in the format's version 1."""
         return _mapped(
             tree, lambda leaf: arrays.empty(leaf) if isinstance(leaf, TensorSpec) else leaf
         )
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """Hand each its own; what is no longer there, or was not, goes without."""
         for key, callback in self._named().items():
             if key not in tree:

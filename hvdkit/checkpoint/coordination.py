@@ -33,7 +33,7 @@ def exchange(
         if not isinstance(problem, HvdkitError):
             text = f"{type(problem).__name__}: {text}"
         message = {"problem": text, "usage": isinstance(problem, UsageError)}
-    data = collectives.allgather(json.dumps(message).encode(), "hvdkit.checkpoint.exchange")
+    data = collectives.allgather(json.dumps(message).encode(), "hvdkit.checkpoint.coordination")
     gathered: list[dict[str, Any]] = [json.loads(each) for each in data]
     holders: dict[str, list[int]] = {}
     for rank, each in zip(collectives.ranks, gathered, strict=True):

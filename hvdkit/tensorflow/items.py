@@ -15,7 +15,7 @@ from tensorflow.python.ops import stateful_random_ops
 
 from hvdkit.checkpoint import randomness
 from hvdkit.checkpoint.dtypes import code_of
-from hvdkit.checkpoint.parts import LARGEST_STATISTICS
+from hvdkit.checkpoint.items import LARGEST_STATISTICS
 from hvdkit.checkpoint.state import TensorSpec, Tree
 from hvdkit.tensorflow.sync_batch_norm import SyncBatchNormalization
 from hvdkit.tensorflow.variables import tf_variable
@@ -90,7 +90,7 @@ def _boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple
 
 
 class Randomness:
-    """A `RankPart`: the random numbers of Python, NumPy, TensorFlow and Keras.
+    """A `RankItem`: the random numbers of Python, NumPy, TensorFlow and Keras.
 
     TensorFlow's are those of `tf.random.get_global_generator()` and of further generators. Its
     older operations (`tf.random.uniform` and others with neither a generator nor a stateless name)
@@ -109,11 +109,11 @@ class Randomness:
         self._generators = self._of(generators)
         self._seeds = seeds
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """This rank's."""
         of_keras = global_seed_state()
-        return randomness.capture() | {
-            "generators": self._generators.capture() | self._global().capture(),
+        return randomness.save() | {
+            "generators": self._generators.save() | self._global().save(),
             "seeds": [_content(variable) for variable in self._seeds()],
             "keras": None if of_keras is None else _content(of_keras),
         }
@@ -127,19 +127,19 @@ class Randomness:
         saved = tree["generators"]
         self._generators.check({name: saved[name] for name in saved if name != _GLOBAL})
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """Restore the states."""
         if _GLOBAL in tree["generators"]:
             # It is made when it is asked for.
             tf.random.get_global_generator()
-        self._generators.adopt(tree["generators"])
-        self._global().adopt(tree["generators"])
+        self._generators.restore(tree["generators"])
+        self._global().restore(tree["generators"])
         for variable, content in zip(self._seeds(), tree["seeds"], strict=False):
             _put(variable, content)
         if tree["keras"] is not None:
             _put(global_seed_state(create=True), tree["keras"])
         # Last, because what is made above draws from Python's.
-        randomness.adopt(tree)
+        randomness.restore(tree)
 
     def _global(self) -> randomness.Generators:
         made = stateful_random_ops.global_generator
@@ -157,7 +157,7 @@ class Randomness:
 
 
 class Statistics:
-    """A `RankPart`: what the batch normalisation of Keras models has gathered on this rank alone.
+    """A `RankItem`: what the batch normalisation of Keras models has gathered on this rank alone.
 
     In training it changes nothing but itself, yet a rank's validation depends on it. Above
     `LARGEST_STATISTICS` bytes, all ranks get the first one's.
@@ -169,13 +169,13 @@ class Statistics:
     def __init__(self, models: Mapping[str, Any]) -> None:
         self._models = models
 
-    def capture(self) -> Tree:
+    def save(self) -> Tree:
         """This rank's."""
         own = self._variables()
         size = sum(tf_variable(v).dtype.size * math.prod(v.shape) for v in own.values())
         return {} if size > LARGEST_STATISTICS else {name: _content(v) for name, v in own.items()}
 
-    def adopt(self, tree: Tree) -> None:
+    def restore(self, tree: Tree) -> None:
         """Put it back."""
         own = self._variables()
         for name in own.keys() & tree.keys():
