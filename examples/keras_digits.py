@@ -1,7 +1,7 @@
-"""Train a small convolutional network on handwritten digits, with Keras and Horovod.
+"""Train a small convolutional network on handwritten digits, with Keras.
 
-The data are the 1797 scans of 8x8 pixels that come with scikit-learn: nothing is downloaded.
-One rank or many, on TensorFlow or PyTorch, the accuracy on the held-out fifth is the same:
+The data are 1797 scans of 8x8 pixels from scikit-learn; nothing is downloaded. The accuracy on the
+held-out fifth does not depend on the number of ranks, nor on TensorFlow or PyTorch as backend:
 
     python examples/keras_digits.py
     hvdkit run -np 2 python examples/keras_digits.py
@@ -9,7 +9,7 @@ One rank or many, on TensorFlow or PyTorch, the accuracy on the held-out fifth i
     KERAS_BACKEND=torch horovodrun -np 2 python examples/keras_digits.py
     mpirun -np 2 --oversubscribe python examples/keras_digits.py
 
-With a folder for checkpoints it can be stopped or killed at any moment, and goes on from there:
+With a folder for checkpoints the job can be stopped or killed at any moment, and resumes there:
 
     hvdkit run -np 2 python examples/keras_digits.py --checkpoint-dir digits --resume
 """
@@ -32,7 +32,7 @@ WARMUP_EPOCHS = 2
 
 
 def digit_net() -> keras.Model:
-    """Two convolutions, one pooling, one hidden layer: 8x8 pixels in, ten scores out."""
+    """Return a network with two convolutions and one hidden layer: 8x8 pixels, ten scores."""
     return keras.Sequential(
         [
             keras.Input((8, 8, 1)),
@@ -50,7 +50,7 @@ def digit_net() -> keras.Model:
 
 
 def load_data() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Training images and labels, test images and labels; the same split on every rank."""
+    """Return training images and labels, test images and labels, the same on every rank."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16.0).astype(np.float32).reshape(-1, 8, 8, 1)
     train_images, test_images, train_labels, test_labels = train_test_split(
@@ -60,7 +60,7 @@ def load_data() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def my_share(images: np.ndarray, labels: np.ndarray, sampler: Any, batch_size: int) -> Any:
-    """Batches of the images that the sampler gives this rank, as suits what Keras runs on."""
+    """Return the batches of this rank, as the sampler chooses them, for the backend of Keras."""
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
@@ -75,9 +75,9 @@ def my_share(images: np.ndarray, labels: np.ndarray, sampler: Any, batch_size: i
 
 
 def one_thread() -> None:
-    """Ranks on one host share its cores, and so small a network gains nothing from more than one.
+    """Use one thread: ranks share the cores of a host, and a network this small needs no more.
 
-    For a large one: len(os.sched_getaffinity(0)) // hvd.local_size().
+    A large network needs len(os.sched_getaffinity(0)) // hvd.local_size() threads.
     """
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
@@ -104,7 +104,7 @@ def main() -> None:
         "--checkpoint-every", type=int, default=50, metavar="N", help="steps between (default 50)"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest good checkpoint in DIR"
+        "--resume", action="store_true", help="resume from the newest good checkpoint in DIR"
     )
     args = parser.parse_args()
     if args.resume and not args.checkpoint_dir:
@@ -114,7 +114,7 @@ def main() -> None:
 
     one_thread()
     hvd.init()
-    # Every rank drops, shifts and shuffles differently; the weights are made equal by a callback.
+    # Each rank has a seed of its own, for dropout and shifts. A callback broadcasts the weights.
     keras.utils.set_random_seed(args.seed * 1000 + hvd.rank())
 
     train_images, train_labels, test_images, test_labels = load_data()
@@ -125,7 +125,7 @@ def main() -> None:
             f"each; {hvd.size()} ranks share {len(train_labels)} images"
         )
 
-    # All ranks shuffle alike, and together they see each image once per epoch.
+    # Together the ranks see each image once per epoch, in an order that all of them share.
     sampler = hvd.ResumableSampler(len(train_labels), args.batch_size, seed=args.seed)
     steps_per_epoch = sampler.batches_per_epoch
     warmup_steps = min(WARMUP_EPOCHS, args.epochs) * steps_per_epoch
@@ -143,17 +143,17 @@ def main() -> None:
         metrics=["accuracy"],
     )
 
-    speaks = hvd.rank() == 0
-    # Open MPI gives rank 0 a terminal of its own, even when what it prints goes to a file.
-    show_bar = speaks and sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
+    is_root = hvd.rank() == 0
+    # Open MPI gives rank 0 a terminal even when its output goes to a file.
+    show_bar = is_root and sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
 
-    def say(epoch: int, logs: dict[str, float]) -> None:
-        if speaks and not show_bar and (epoch + 1) % 10 == 0:
+    def print_loss(epoch: int, logs: dict[str, float]) -> None:
+        if is_root and not show_bar and (epoch + 1) % 10 == 0:
             print(f"epoch {epoch + 1}/{args.epochs} loss {logs['loss']:.4f}", flush=True)
 
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-        keras.callbacks.LambdaCallback(on_epoch_end=say),
+        keras.callbacks.LambdaCallback(on_epoch_end=print_loss),
     ]
     if args.checkpoint_dir:
         checkpoint = hvd.callbacks.Checkpoint(
@@ -168,23 +168,23 @@ def main() -> None:
     model.fit(
         my_share(train_images, train_labels, sampler, args.batch_size),
         epochs=args.epochs,
-        shuffle=False,  # the sampler has done so
+        shuffle=False,  # the sampler shuffles
         verbose=1 if show_bar else 0,
         callbacks=callbacks,
     )
 
-    # Each rank looks at its share of the test images; the callback adds up what all have found.
+    # Each rank tests its share of the images; the callback makes the metrics those of all ranks.
     mine = slice(hvd.rank(), None, hvd.size())
-    found = model.evaluate(
+    metrics = model.evaluate(
         test_images[mine],
         test_labels[mine],
         verbose=0,
         return_dict=True,
         callbacks=[hvd.callbacks.MetricAverageCallback()],
     )
-    if speaks:
+    if is_root:
         print(f"{hvd.size()} ranks, {args.epochs} epochs, {len(test_labels)} test images")
-        print(f"accuracy={found['accuracy']:.4f}")
+        print(f"accuracy={metrics['accuracy']:.4f}")
     hvd.shutdown()
 
 

@@ -1,14 +1,14 @@
-"""Train a small convolutional network on handwritten digits, in a TensorFlow loop of one's own.
+"""Train a small convolutional network on handwritten digits, in a TensorFlow loop.
 
-The data are the 1797 scans of 8x8 pixels that come with scikit-learn: nothing is downloaded.
-One rank or many, the accuracy on the held-out fifth is the same:
+The data are 1797 scans of 8x8 pixels from scikit-learn; nothing is downloaded. The accuracy on the
+held-out fifth does not depend on the number of ranks:
 
     python examples/tensorflow_digits.py
     hvdkit run -np 2 python examples/tensorflow_digits.py
     horovodrun -np 2 python examples/tensorflow_digits.py
     mpirun -np 2 --oversubscribe python examples/tensorflow_digits.py
 
-With a folder for checkpoints it can be stopped or killed at any moment, and goes on from there:
+With a folder for checkpoints the job can be stopped or killed at any moment, and resumes there:
 
     hvdkit run -np 2 python examples/tensorflow_digits.py --checkpoint-dir digits --resume
 """
@@ -28,14 +28,13 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import hvdkit.tensorflow as hvd
-from hvdkit.core.schedules import WarmupCosine
 
 BASE_LR = 0.02  # suits one rank with the default batch size
 WARMUP_EPOCHS = 2
 
 
 def digit_net() -> keras.Model:
-    """Two convolutions, one pooling, one hidden layer: 8x8 pixels in, ten scores out."""
+    """Return a network with two convolutions and one hidden layer: 8x8 pixels, ten scores."""
     return keras.Sequential(
         [
             keras.Input((8, 8, 1)),
@@ -51,7 +50,7 @@ def digit_net() -> keras.Model:
 
 
 def load_data() -> tuple[tf.Tensor, tf.Tensor, tf.data.Dataset]:
-    """Training images and labels, and test examples, in the same order on every rank."""
+    """Return training images and labels, and test examples, in the same order on every rank."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16.0).astype(np.float32).reshape(-1, 8, 8, 1)
     train_images, test_images, train_labels, test_labels = train_test_split(
@@ -62,24 +61,24 @@ def load_data() -> tuple[tf.Tensor, tf.Tensor, tf.data.Dataset]:
 
 
 def shift_randomly(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-    """Move the image by up to one pixel in each direction, filling with background.
+    """Move the image by up to one pixel in each direction, and fill with background.
 
-    By a seed for each image and epoch, because what random operations do otherwise no checkpoint
-    can keep.
+    Use a seed for each image and epoch. A checkpoint cannot save the state of other random
+    operations of TensorFlow.
     """
     padded = tf.pad(image, [[1, 1], [1, 1], [0, 0]])
     return tf.image.stateless_random_crop(padded, (8, 8, 1), seed)
 
 
 def mean_accuracy(model: keras.Model, test: tf.data.Dataset) -> float:
-    """The accuracy over all test images, of which each rank looks at its share."""
+    """Return the accuracy over all test images; each rank tests its share."""
     correct, seen = 0.0, 0.0
     for images, labels, weights in hvd.shard(test, batch_size=64, tail="pad"):
         right = tf.argmax(model(images, training=False), axis=1) == labels
-        # An image that is there to make the shares equal has weight 0.
+        # An image that fills up the share of a rank has weight 0.
         correct += tf.reduce_sum(tf.cast(right, tf.float32) * weights)
         seen += tf.reduce_sum(weights)
-    # Sums, not a mean of means: the shares may differ by one image.
+    # Reduce sums, not means: the shares may differ by one image.
     totals = hvd.allreduce(tf.stack([correct, seen]), op=hvd.Sum, name="accuracy")
     return float(totals[0] / totals[1])
 
@@ -98,7 +97,7 @@ def main() -> None:
         "--checkpoint-every", type=int, default=50, metavar="N", help="steps between (default 50)"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest good checkpoint in DIR"
+        "--resume", action="store_true", help="resume from the newest good checkpoint in DIR"
     )
     args = parser.parse_args()
     if args.resume and not args.checkpoint_dir:
@@ -106,12 +105,12 @@ def main() -> None:
     if args.checkpoint_every < 1:
         parser.error(f"--checkpoint-every {args.checkpoint_every}: expected at least 1")
 
-    # Ranks on one host share its cores, and so small a network gains nothing from more than one.
-    # For a large one: len(os.sched_getaffinity(0)) // hvd.local_size().
+    # Ranks share the cores of a host, and a network this small needs one thread. A large one needs
+    # len(os.sched_getaffinity(0)) // hvd.local_size().
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     hvd.init()
-    # Every rank drops, shifts and shuffles differently; the weights are made equal below.
+    # Each rank has a seed of its own, for dropout. Weights are broadcast below.
     keras.utils.set_random_seed(args.seed * 1000 + hvd.rank())
 
     train_images, train_labels, test = load_data()
@@ -122,8 +121,8 @@ def main() -> None:
             f"{args.epochs} epochs of {steps_per_epoch} steps: expected at least 1 of each; "
             f"{hvd.size()} ranks share {count} images"
         )
-    # All ranks shuffle alike, and together they see each image once per epoch. What does not fill a
-    # batch on every rank is left out.
+    # Together the ranks see each image once per epoch, in an order that all of them share. Images
+    # that do not fill a batch on every rank are left out.
     sampler = hvd.ResumableSampler(count, args.batch_size, seed=args.seed, drop_last=True)
 
     def load(number: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -136,7 +135,7 @@ def main() -> None:
     optimizer.build(model.trainable_variables)
     hvd.broadcast_variables([*model.variables, *optimizer.variables], root_rank=0)
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    schedule = WarmupCosine(
+    schedule = hvd.WarmupCosine(
         base_lr=BASE_LR,
         total_steps=args.epochs * steps_per_epoch,
         warmup_steps=min(WARMUP_EPOCHS, args.epochs) * steps_per_epoch,
@@ -153,7 +152,7 @@ def main() -> None:
         return loss
 
     console = Console()
-    speaks = hvd.rank() == 0
+    is_root = hvd.rank() == 0
     columns = (
         TextColumn("epoch"),
         MofNCompleteColumn(),
@@ -161,8 +160,8 @@ def main() -> None:
         TextColumn("loss {task.fields[loss]:.4f}"),
         TimeElapsedColumn(),
     )
-    # Open MPI gives rank 0 a terminal of its own, even when what it prints goes to a file.
-    show_bar = speaks and console.is_terminal and "OMPI_COMM_WORLD_SIZE" not in os.environ
+    # Open MPI gives rank 0 a terminal even when its output goes to a file.
+    show_bar = is_root and console.is_terminal and "OMPI_COMM_WORLD_SIZE" not in os.environ
     progress = Progress(*columns, console=console, disable=not show_bar)
     if args.checkpoint_dir:
         checkpointer: Any = hvd.Checkpointer(
@@ -177,7 +176,7 @@ def main() -> None:
     with progress, checkpointer:
         restored = checkpointer.restore() if args.resume else None
         step = restored.step if restored else 0
-        if restored and speaks:
+        if restored and is_root:
             print(f"resumed after step {step}, in epoch {sampler.epoch + 1}", flush=True)
         loss = float("nan")
         task = progress.add_task(
@@ -191,13 +190,13 @@ def main() -> None:
                 if args.checkpoint_dir:
                     checkpointer.maybe_save(step, epoch)
             progress.update(task, advance=1, loss=float(loss))
-            if speaks and not show_bar and (epoch + 1) % 10 == 0:
+            if is_root and not show_bar and (epoch + 1) % 10 == 0:
                 print(f"epoch {epoch + 1}/{args.epochs} loss {float(loss):.4f}", flush=True)
         if args.checkpoint_dir and (restored is None or step > restored.step):
             checkpointer.save(step, args.epochs)
 
     accuracy = mean_accuracy(model, test)
-    if speaks:
+    if is_root:
         print(f"{hvd.size()} ranks, {args.epochs} epochs, {int(test.cardinality())} test images")
         print(f"accuracy={accuracy:.4f}")
     hvd.shutdown()

@@ -1,14 +1,14 @@
-"""Train a small convolutional network on handwritten digits, with PyTorch and Horovod.
+"""Train a small convolutional network on handwritten digits, with PyTorch.
 
-The data are the 1797 scans of 8x8 pixels that come with scikit-learn: nothing is downloaded.
-One rank or many, the accuracy on the held-out fifth is the same:
+The data are 1797 scans of 8x8 pixels from scikit-learn; nothing is downloaded. The accuracy on the
+held-out fifth does not depend on the number of ranks:
 
     python examples/torch_digits.py
     hvdkit run -np 2 python examples/torch_digits.py
     horovodrun -np 2 python examples/torch_digits.py
     mpirun -np 2 --oversubscribe python examples/torch_digits.py
 
-With a folder for checkpoints it can be stopped or killed at any moment, and goes on from there:
+With a folder for checkpoints the job can be stopped or killed at any moment, and resumes there:
 
     hvdkit run -np 2 python examples/torch_digits.py --checkpoint-dir digits --resume
 """
@@ -28,14 +28,13 @@ from torch import nn
 from torch.nn import functional
 
 import hvdkit.torch as hvd
-from hvdkit.core.schedules import WarmupCosine
 
 BASE_LR = 0.02  # suits one rank with the default batch size
 WARMUP_EPOCHS = 2
 
 
 class DigitNet(nn.Module):
-    """Two convolutions, one pooling, one hidden layer: 8x8 pixels in, ten scores out."""
+    """Two convolutions, one pooling and one hidden layer, from 8x8 pixels to ten scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +52,7 @@ class DigitNet(nn.Module):
 
 
 def load_data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Training images and labels, test images and labels; the same split on every rank."""
+    """Return training images and labels, test images and labels, the same on every rank."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16.0).astype(np.float32).reshape(-1, 1, 8, 8)
     parts = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
@@ -62,7 +61,7 @@ def load_data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def shift_randomly(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Move each image by up to one pixel in each direction, filling with background."""
+    """Move each image by up to one pixel in each direction, and fill with background."""
     count, _, height, width = images.shape
     padded = functional.pad(images, (1, 1, 1, 1))
     down = torch.randint(0, 3, (count, 1), generator=generator) + torch.arange(height)
@@ -73,12 +72,12 @@ def shift_randomly(images: torch.Tensor, generator: torch.Generator) -> torch.Te
 
 @torch.no_grad()
 def mean_accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """The accuracy over all test images, of which each rank looks at its share."""
+    """Return the accuracy over all test images; each rank tests its share."""
     model.eval()
     mine = slice(hvd.rank(), None, hvd.size())
     correct = (model(images[mine]).argmax(dim=1) == labels[mine]).sum()
     totals = torch.stack([correct, torch.tensor(len(labels[mine]))])
-    # Sums, not a mean of means: the shares may differ by one image.
+    # Reduce sums, not means: the shares may differ by one image.
     all_correct, all_seen = hvd.allreduce(totals, op=hvd.Sum, name="accuracy").tolist()
     return all_correct / all_seen
 
@@ -97,7 +96,7 @@ def main() -> None:
         "--checkpoint-every", type=int, default=50, metavar="N", help="steps between (default 50)"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest good checkpoint in DIR"
+        "--resume", action="store_true", help="resume from the newest good checkpoint in DIR"
     )
     args = parser.parse_args()
     if args.resume and not args.checkpoint_dir:
@@ -106,10 +105,10 @@ def main() -> None:
         parser.error(f"--checkpoint-every {args.checkpoint_every}: expected at least 1")
 
     hvd.init()
-    # Ranks on one host share its cores, and so small a network gains nothing from more than one.
-    # For a large one: len(os.sched_getaffinity(0)) // hvd.local_size().
+    # Ranks share the cores of a host, and a network this small needs one thread. A large one needs
+    # len(os.sched_getaffinity(0)) // hvd.local_size().
     torch.set_num_threads(1)
-    # Every rank drops and shifts differently; the weights are made equal below.
+    # Each rank has a seed of its own, for dropout and shifts. Weights are broadcast below.
     torch.manual_seed(args.seed * 1000 + hvd.rank())
     shifts = torch.Generator().manual_seed(args.seed * 1000 + hvd.rank())
 
@@ -121,8 +120,8 @@ def main() -> None:
             f"{hvd.size()} ranks share {len(train_labels)} images"
         )
 
-    # All ranks shuffle alike, and together they see each image once per epoch. What does not fill a
-    # batch on every rank is left out.
+    # Together the ranks see each image once per epoch, in an order that all of them share. Images
+    # that do not fill a batch on every rank are left out.
     sampler = hvd.ResumableSampler(
         len(train_labels), args.batch_size, seed=args.seed, drop_last=True
     )
@@ -133,7 +132,7 @@ def main() -> None:
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    schedule = WarmupCosine(
+    schedule = hvd.WarmupCosine(
         base_lr=BASE_LR,
         total_steps=args.epochs * steps_per_epoch,
         warmup_steps=min(WARMUP_EPOCHS, args.epochs) * steps_per_epoch,
@@ -141,7 +140,7 @@ def main() -> None:
     )
 
     console = Console()
-    speaks = hvd.rank() == 0
+    is_root = hvd.rank() == 0
     columns = (
         TextColumn("epoch"),
         MofNCompleteColumn(),
@@ -149,8 +148,8 @@ def main() -> None:
         TextColumn("loss {task.fields[loss]:.4f}"),
         TimeElapsedColumn(),
     )
-    # Open MPI gives rank 0 a terminal of its own, even when what it prints goes to a file.
-    show_bar = speaks and console.is_terminal and "OMPI_COMM_WORLD_SIZE" not in os.environ
+    # Open MPI gives rank 0 a terminal even when its output goes to a file.
+    show_bar = is_root and console.is_terminal and "OMPI_COMM_WORLD_SIZE" not in os.environ
     progress = Progress(*columns, console=console, disable=not show_bar)
     if args.checkpoint_dir:
         checkpointer: Any = hvd.Checkpointer(
@@ -166,7 +165,7 @@ def main() -> None:
     with progress, checkpointer:
         restored = checkpointer.restore() if args.resume else None
         step = restored.step if restored else 0
-        if restored and speaks:
+        if restored and is_root:
             print(f"resumed after step {step}, in epoch {sampler.epoch + 1}", flush=True)
         loss = torch.tensor(float("nan"))
         task = progress.add_task(
@@ -186,13 +185,13 @@ def main() -> None:
                 if args.checkpoint_dir:
                     checkpointer.maybe_save(step, epoch)
             progress.update(task, advance=1, loss=loss.item())
-            if speaks and not show_bar and (epoch + 1) % 10 == 0:
+            if is_root and not show_bar and (epoch + 1) % 10 == 0:
                 print(f"epoch {epoch + 1}/{args.epochs} loss {loss.item():.4f}", flush=True)
         if args.checkpoint_dir and (restored is None or step > restored.step):
             checkpointer.save(step, args.epochs)
 
     accuracy = mean_accuracy(model, test_images, test_labels)
-    if speaks:
+    if is_root:
         print(f"{hvd.size()} ranks, {args.epochs} epochs, {len(test_labels)} test images")
         print(f"accuracy={accuracy:.4f}")
     hvd.shutdown()

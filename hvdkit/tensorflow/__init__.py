@@ -80,6 +80,7 @@ from horovod.tensorflow.util import _executing_eagerly as _executing_eagerly
 from hvdkit.checkpoint.manager import Stopped
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.sharding import Shard
+from hvdkit.core.schedules import WarmupCosine
 from hvdkit.errors import RESUMABLE
 from hvdkit.tensorflow import elastic
 from hvdkit.tensorflow import mpi_ops as mpi_ops
@@ -123,6 +124,7 @@ __all__ = [
     "Stopped",
     "Sum",
     "SyncBatchNormalization",
+    "WarmupCosine",
     "add_process_set",
     "allgather",
     "allgather_object",

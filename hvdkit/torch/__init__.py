@@ -83,6 +83,7 @@ from hvdkit.checkpoint.sharding import Shard
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.coordination import BackwardFailed, GradientsChanged
+from hvdkit.core.schedules import WarmupCosine
 from hvdkit.errors import RESUMABLE
 from hvdkit.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm  # noqa: F401
 from hvdkit.torch.amp import GradScaler, teach_torchs_grad_scaler
@@ -127,6 +128,7 @@ __all__ = [
     "Stopped",
     "Sum",
     "SyncBatchNorm",
+    "WarmupCosine",
     "add_process_set",
     "allgather",
     "allgather_async",

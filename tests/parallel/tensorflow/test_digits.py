@@ -1,4 +1,4 @@
-"""The examples on TensorFlow, and the Keras one on PyTorch too, as a user runs them."""
+"""The TensorFlow and Keras examples, run as a user runs them; Keras also on PyTorch."""
 
 import re
 import sys
@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from tests.parallel.rank_pool import REPOSITORY, Configuration, start_ranks_of
-from tests.parallel.torch.test_digits import run_plain
+from tests.parallel.torch.test_digits import minimal_accuracy, run_plain
 
-# In which TensorFlow says nothing, as the ranks that do not speak should not either.
+# TensorFlow logs nothing with these, so the ranks that print nothing have no output at all.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_ENABLE_ONEDNN_OPTS": "0"}
 EXAMPLES = [
     ("tensorflow_digits", "tensorflow"),
@@ -32,6 +32,12 @@ def accuracy(name, configuration, *arguments):
 @pytest.mark.parametrize(("name", "framework"), EXAMPLES)
 def test_two_ranks_learn_digits_in_a_few_epochs(name, framework):
     assert accuracy(name, Configuration(framework, "gloo", 2), "--epochs", "6") > 0.9
+
+
+@pytest.mark.parametrize(("name", "framework"), EXAMPLES)
+def test_the_minimal_examples_learn(name, framework):
+    name = name.partition("_")[0]
+    assert minimal_accuracy(Configuration(framework, "gloo", 2), name, QUIET) > 0.9
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The example, as a user runs it."""
+"""The PyTorch examples, run as a user runs them."""
 
 import os
 import re
@@ -29,6 +29,19 @@ def test_two_ranks_learn_digits_in_a_few_epochs_and_the_same_ones_again():
     first = accuracy(two, "--epochs", "8", "--seed", "3")
     assert first > 0.9
     assert accuracy(two, "--epochs", "8", "--seed", "3") == first
+
+
+def minimal_accuracy(configuration, name, environment=None):
+    """Return the accuracy that a minimal example prints, on rank 0 only."""
+    command = [sys.executable, str(REPOSITORY / "examples" / f"{name}_minimal.py")]
+    results = start_ranks_of(configuration, command, environment).wait(timeout=180)
+    assert [result.output for result in results[1:]] == [""] * (configuration.size - 1)
+    line = rf"accuracy=([01]\.\d{{3}}) on {configuration.size} ranks\n"
+    return float(re.fullmatch(line, results[0].output).group(1))
+
+
+def test_the_minimal_example_learns():
+    assert minimal_accuracy(Configuration("torch", "gloo", 2), "torch") > 0.9
 
 
 @pytest.mark.long
