@@ -6,8 +6,8 @@ import sys
 from rich.console import Console
 
 from hvdkit import doctor
+from hvdkit.diagnostics import ERROR, OK, WARNING, Diagnostic, has_error, show
 from hvdkit.engine import describe
-from hvdkit.findings import ERROR, OK, WARNING, Finding, has_error, show
 
 
 def finding(name, findings):
@@ -80,8 +80,8 @@ def test_an_extension_that_does_not_load_is_an_error(tmp_path, monkeypatch):
 def test_what_is_shown_has_advice_below_the_line():
     out = io.StringIO()
     findings = [
-        Finding("one", OK, "fine"),
-        Finding("two", WARNING, "[odd]", "do this"),
+        Diagnostic("one", OK, "fine"),
+        Diagnostic("two", WARNING, "[odd]", "do this"),
     ]
     show(findings, Console(file=out, width=200))
     lines = out.getvalue().splitlines()

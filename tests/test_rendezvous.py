@@ -18,7 +18,7 @@ from hvdkit.launch.gloo import place_variables
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.network import LOOPBACK
 from hvdkit.launch.plan import make_plan
-from hvdkit.processes import without_place
+from hvdkit.processes import without_rank_variables
 from hvdkit.ranks import RankCommand, start_ranks
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
@@ -159,7 +159,7 @@ def test_one_without_the_key_cannot_join_a_mesh(key):
         request(server, "PUT", "/mesh/2.abc.1.global", b"of 1", server.key)
         status, said = request(server, "GET", "/mesh/2.abc.1.global?10", key=server.key)
         assert status == 408
-        assert said.startswith(b"rank 0 of 2 did not come to the mesh 'global' within 0.01 s")
+        assert said.startswith(b"rank 0 of 2 did not join the mesh 'global' within 0.01 s")
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_the_client_says_what_is_wrong(driver):
         said = late.communicate(timeout=20)[1].splitlines()
         assert len(said) == 2
         # The second to give up misses the first one, too.
-        assert any("ranks 0, 3 of 4 did not come to the mesh 'global'" in line for line in said)
+        assert any("ranks 0, 3 of 4 did not join the mesh 'global'" in line for line in said)
     gone = play(driver, server, 4, 0, 1, seconds=1)
     assert "Connection refused" in gone.communicate(timeout=20)[1]
 
@@ -298,7 +298,7 @@ def needs_the_engine():
 def start(server, code, size=2, hosts=(2,), **variables):
     """Ranks that run `code`, as if on hosts of which each has so many."""
     plan = make_plan(["x"], "/", [Host(f"host{i}", slots) for i, slots in enumerate(hosts)], size)
-    base = without_place(os.environ) | {"OMP_NUM_THREADS": "1"}
+    base = without_rank_variables(os.environ) | {"OMP_NUM_THREADS": "1"}
     places = place_variables(plan, server.address, server.port, server.key)
     command = [sys.executable, "-c", code]
     ranks = [base | places(place, LOOPBACK) | variables for place in plan.places]
@@ -352,7 +352,7 @@ except Exception as error:
 def test_a_rank_that_waits_in_vain_raises():
     needs_the_engine()
     with RendezvousServer() as server:
-        base = without_place(os.environ) | {"HOROVOD_GLOO_TIMEOUT_SECONDS": "1"}
+        base = without_rank_variables(os.environ) | {"HOROVOD_GLOO_TIMEOUT_SECONDS": "1"}
         env = base | gloo_environment(0, 2, server.address, server.port, key=server.key)
         done = subprocess.run(
             [sys.executable, "-c", RANK_THAT_WAITS],
@@ -364,7 +364,7 @@ def test_a_rank_that_waits_in_vain_raises():
         )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "ValueError"
-    assert "rank 1 of 2 did not come to the mesh 'global' within" in done.stderr
+    assert "rank 1 of 2 did not join the mesh 'global' within" in done.stderr
 
 
 @pytest.mark.parametrize("key", [None, "of our own job"], ids=["other server", "other key"])

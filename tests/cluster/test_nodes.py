@@ -143,7 +143,7 @@ def test_a_node_that_is_killed_ends_the_job(start, cluster, node):
     jobs[node].kill()
     status, _, stderr = end(jobs[1 - node])
     assert status == 1
-    assert ("node 0 is gone" if node == 0 else "lost host1") in stderr
+    assert ("lost node 0" if node == 0 else "lost host1") in stderr
     jobs[node].wait(timeout=20)
     cluster.check_nothing_is_left()
 
@@ -151,9 +151,9 @@ def test_a_node_that_is_killed_ends_the_job(start, cluster, node):
 @pytest.mark.parametrize(
     ("changed", "told", "seen"),
     [
-        ({"key": "f" * 16}, "its key is another one", "host1 (node 1): its key is another one"),
-        ({"nodes": 3}, "it says --nodes 3, node 0 says --nodes 2", "it says --nodes 3"),
-        ({"size": 4}, "it says -np 4, node 0 says -np 2", "it says -np 4"),
+        ({"key": "f" * 16}, "it has another key", "host1 (node 1): it has another key"),
+        ({"nodes": 3}, "it has --nodes 3, node 0 has --nodes 2", "it has --nodes 3"),
+        ({"size": 4}, "it has -np 4, node 0 has -np 2", "it has -np 4"),
     ],
 )
 def test_a_node_that_does_not_fit_is_told_so(start, changed, told, seen):
@@ -162,7 +162,7 @@ def test_a_node_that_does_not_fit_is_told_so(start, changed, told, seen):
     assert (status, told in stderr) == (1, True), stderr
     status, _, stderr = end(first)
     assert status == 1
-    assert "node 1 of 2 did not come to --rdzv" in stderr
+    assert "node 1 of 2 did not connect to --rdzv" in stderr
     assert seen in stderr
 
 
@@ -173,8 +173,8 @@ def test_two_nodes_with_the_same_number(start):
     assert [status for status, _, _ in ends] == [1, 1]
     said = sorted((stderr for _, _, stderr in ends), key=lambda text: "the job ended" in text)
     assert "there is a node 1 already; give each its own --node-rank" in said[0], said
-    assert "the job ended with status 1: node 2 of 3 did not come" in said[1], said
-    assert "node 2 of 3 did not come" in end(first)[2]
+    assert "the job ended with status 1: node 2 of 3 did not connect" in said[1], said
+    assert "node 2 of 3 did not connect" in end(first)[2]
 
 
 def test_a_node_may_come_again_before_all_have_come(start):
@@ -230,7 +230,7 @@ def test_a_file_of_another_job_is_not_taken(start, tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     status, _, stderr = end(start(0, "true", key=None, meeting=meeting))
-    assert (status, "another job's nodes meet there now" in stderr) == (2, True), stderr
+    assert (status, "is in use by another job" in stderr) == (2, True), stderr
     status, _, stderr = end(start(1, "true", key=None, meeting=meeting, nodes=3))
     assert (status, "node 0 says --nodes 2" in stderr) == (1, True), stderr
     second = start(1, "true", key=None, meeting=meeting)

@@ -155,7 +155,7 @@ def test_a_host_that_refuses_ssh(launches, refusing):
     done = launches.run(*BOTH, "true")
     assert done.returncode == 1
     assert "1 of 2 hosts cannot take part; nothing was started" in done.stderr
-    assert "host1: it does not let you in without a password" in done.stderr
+    assert "host1: it does not accept a login without a password" in done.stderr
     assert "ssh-copy-id host1" in done.stderr
 
 
@@ -175,7 +175,7 @@ def test_an_unknown_host_key(launches):
 def test_a_host_that_does_not_exist(launches):
     done = launches.run("-H", "host0:1,host7:1", "true")
     assert done.returncode == 1
-    assert "host7: its name is not known here" in done.stderr
+    assert "host7: its name does not resolve" in done.stderr
 
 
 def test_a_host_that_is_silent(launches):
@@ -273,7 +273,7 @@ def test_ctrl_c_lets_every_rank_save(start):
     out, err = job.communicate(timeout=30)
     assert sorted(out.splitlines()) == ["[0] saving", "[1] saving"]
     assert "SIGINT: asking all ranks to stop; again: at once" in err
-    assert "stopped, and can go on" in err
+    assert "start the job again to resume it" in err
     assert job.returncode == 75
 
 
@@ -361,7 +361,7 @@ def test_doctor_examines_the_hosts(launches):
     assert found["ssh"] == "2 of 2 hosts answer unattended"
     assert found["Python"].endswith("(both hosts)")
     assert "eth0 (host0); ens3 (host1)" in found["network"]
-    assert found["TCP"] == "every host reaches every other and the launcher (4 ways)"
+    assert found["TCP"] == "every host reaches every other and the launcher (4 connections)"
     assert "to 127.x on host0, host1, which is fine" in found["hostnames"]
     assert "Gbit/s from host0 to host1" in found["bandwidth"]
     launches.check_nothing_is_left(5)
@@ -371,7 +371,7 @@ def test_doctor_says_what_is_wrong_with_a_host_and_examines_the_others(launches,
     done = doctor(launches, "--hosts", "host0,host1")
     assert done.returncode == 1
     assert "1 of 2 hosts answer unattended" in done.stdout
-    assert "-> it does not let you in without a password" in done.stdout
+    assert "-> it does not accept a login without a password" in done.stdout
     assert "(host0)" in done.stdout
 
 
@@ -391,7 +391,7 @@ def test_a_start_that_cannot_succeed_is_stopped_by_the_preflight(launches, firew
     done = launches.run(*BOTH, "true")
     assert done.returncode == 1
     assert "the hosts are not ready; nothing was started" in done.stderr
-    assert "TCP: 2 of 4 ways fail: host1 to host0" in done.stderr
+    assert "TCP: 2 of 4 connections fail: host1 to host0" in done.stderr
     assert "host1 to the launcher" in done.stderr
     assert launches.run(*BOTH, "--no-preflight", "true").returncode == 0
 

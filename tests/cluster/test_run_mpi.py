@@ -99,5 +99,5 @@ def test_ctrl_c_lets_every_rank_save(start, mpi):
     job.send_signal(signal.SIGINT)
     out, err = job.communicate(timeout=30)
     assert sorted(out.splitlines()) == ["[0] saving", "[1] saving"]
-    assert "stopped, and can go on" in err
+    assert "start the job again to resume it" in err
     assert job.returncode == 75

@@ -214,7 +214,7 @@ def test_ctrl_c_lets_every_rank_save(jobs, start):
     os.kill(launcher, signal.SIGINT)
     out, err = job.communicate(timeout=30)
     assert sorted(out.splitlines()) == ["[0] saving", "[1] saving", "[2] saving"]
-    assert "stopped, and can go on" in err
+    assert "start the job again to resume it" in err
     assert job.returncode == 75
 
 
@@ -291,7 +291,7 @@ def test_a_job_that_was_told_to_stop_goes_on_after_it_was_put_back(jobs, script,
     wait_until(lambda: output.exists() and "begins at 0" in output.read_text())
     jobs.slurm.run("scancel", *signalled, job)
     wait_until(lambda: jobs.slurm.state(job) == "PENDING")
-    assert "saved; back into the queue (restart 1)" in output.read_text()
+    assert "saved; requeueing (restart 1)" in output.read_text()
     # Slurm lets two minutes pass, which it decides once the first run is cleared away.
     wait_until(lambda: "Reason=BeginTime" in jobs.slurm.run("scontrol", "show", "job", job))
     jobs.slurm.run("scontrol", "update", f"jobid={job}", "starttime=now")
@@ -307,7 +307,7 @@ def test_a_job_that_was_cancelled_saves_and_stays_away(jobs, script):
     job, output = script
     wait_until(lambda: output.exists() and "begins at 0" in output.read_text())
     jobs.slurm.run("scancel", job)
-    wait_until(lambda: "stopped, and can go on" in output.read_text())
+    wait_until(lambda: "start the job again to resume it" in output.read_text())
     jobs.check_nothing_is_left(40)
     wait_until(lambda: jobs.slurm.state(job) == "CANCELLED")
-    assert "back into the queue" not in output.read_text()
+    assert "requeueing" not in output.read_text()

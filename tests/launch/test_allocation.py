@@ -28,7 +28,7 @@ def test_node_lists(text, expected):
 
 @pytest.mark.parametrize("text", ["", "a[", "a[1-]", "a[x]", "a b", "a]1[", "$(reboot)"])
 def test_what_is_no_node_list(text):
-    with pytest.raises(UsageError, match="list of nodes"):
+    with pytest.raises(UsageError, match="node list"):
         allocation.expand_nodes(text)
 
 

@@ -211,7 +211,7 @@ def test_standard_output_and_error_stay_apart():
     [
         ("sys.exit(3) if rank else time.sleep(60)", 3, "rank 1 on localhost failed: exit status 3"),
         ("os.kill(os.getpid(), 11) if rank else time.sleep(60)", 139, "Segmentation fault"),
-        ("sys.exit(75) if rank else time.sleep(1)", 75, "stopped, and can go on"),
+        ("sys.exit(75) if rank else time.sleep(1)", 75, "start the job again to resume it"),
         # What is worse than a stop is not hidden by it.
         ("time.sleep(1 - rank); sys.exit(75 if rank else 3)", 3, "exit status 3"),
     ],
@@ -385,9 +385,12 @@ def test_a_reader_that_has_enough_ends_the_job():
         (["-np", "0", "true"], "-np is 0; expected at least 1"),
         (["--start-timeout", "inf", "true"], "'inf': expected seconds, above 0"),
         (["--stop-grace", "-1", "true"], "'-1': expected seconds, above 0"),
-        (["-np", "many", "true"], "'many' is no number; expected one, or auto"),
+        (["-np", "many", "true"], "'many' is not a number; expected a number, or auto"),
         (["-np", "1", "--env-file", "/nonexistent", "true"], "--env-file /nonexistent: No such"),
-        (["-np", "1", "-x", "NOT_HERE_*", "true"], "-x NOT_HERE_*: no variable here begins so"),
+        (
+            ["-np", "1", "-x", "NOT_HERE_*", "true"],
+            "-x NOT_HERE_*: no variable here has this prefix",
+        ),
         (["-np", "2"], "there is no command to run"),
         (["-np", "0", "true"], "-np is 0"),
         (["-np", "3", "-H", "localhost:2", "true"], "the hosts have 2 slots"),

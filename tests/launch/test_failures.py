@@ -69,7 +69,7 @@ def test_each_kind_of_failure_is_shown_once():
 
 def test_a_rank_that_has_left_in_good_order_is_named():
     report = failures((0, 1, LOST), (1, 1, LOST)).report(ended=0, finished=[2])
-    assert "Each rank that failed had lost a peer, and none said why." in report
+    assert "Each rank that failed had lost a peer, and none reported why." in report
     assert "rank 2 had ended without an error" in report
 
 

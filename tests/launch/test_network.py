@@ -68,7 +68,7 @@ def test_where_ssh_came_over_ipv6(monkeypatch):
 
 def test_a_host_without_ipv4_is_named():
     hosts = {"a": host(Interface("eth0", "10.0.0.1", 24)), "b": HostNetwork([], None)}
-    with pytest.raises(HvdkitError, match="no IPv4 address that others could reach on b: Horovod"):
+    with pytest.raises(HvdkitError, match="b has no IPv4 address that other hosts could reach"):
         choose_interfaces(hosts)
 
 

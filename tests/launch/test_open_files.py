@@ -7,7 +7,7 @@ CODE = """
 import resource, subprocess, sys
 from hvdkit.launch import open_files
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
-print(open_files.largest(), open_files.allow(int(sys.argv[1])))
+print(open_files.hard_limit(), open_files.raise_limit(int(sys.argv[1])))
 print(resource.getrlimit(resource.RLIMIT_NOFILE))
 subprocess.run(["sh", "-c", "ulimit -n"])
 """

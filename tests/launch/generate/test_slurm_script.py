@@ -106,7 +106,7 @@ def test_a_signal_reaches_hvdkit_and_the_script_waits_for_it(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--nodes", "2"], "what do the ranks run?"),
+        (["--nodes", "2"], "there is no command for the ranks"),
         (["--nodes", "0", "python"], "--nodes is 0; expected at least 1"),
         (["--time", "a day", "python"], "--time is a day; expected"),
         (["--partition", "a b", "python"], "expected one word"),

@@ -15,7 +15,7 @@ import yaml
 
 from hvdkit.cli import main
 from hvdkit.launch.hosts import Host, read_hostfile
-from hvdkit.launch.job import Limits
+from hvdkit.launch.job import Timeouts
 
 CRD = os.environ.get("HVDKIT_MPIJOB_CRD")
 
@@ -218,7 +218,7 @@ def test_a_job_that_saved_and_stopped_is_started_again(generate):
     assert job["spec"]["runPolicy"]["backoffLimit"] == 5
     assert job["spec"]["mpiReplicaSpecs"]["Launcher"]["restartPolicy"] == "Never"
     grace = pods(job)["Launcher"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace > Limits.stop
+    assert grace > Timeouts.stop
 
 
 def test_the_command_is_one_that_hvdkit_run_takes(generate, monkeypatch, capsys):
@@ -276,7 +276,7 @@ def test_the_job_is_called_like_its_script(generate, script, name):
         (["--key-secret", "mine"], "choose --kind job or jobset"),
         (["--memory", "much"], "--memory is 'much'"),
         (["--name", "Big_Job"], "--name is 'Big_Job'"),
-        (["--name", "x" * 60], "63 are allowed"),
+        (["--name", "x" * 60], "expected at most 63"),
         (["--gpus-per-worker", "-1"], "--gpus-per-worker is -1"),
     ],
 )

@@ -15,8 +15,8 @@ import yaml
 
 from hvdkit.cli import main
 from hvdkit.errors import RESUMABLE
-from hvdkit.launch.job import Limits
-from tests.launch.test_kubernetes import COUNT, TEXT, closed
+from hvdkit.launch.job import Timeouts
+from tests.launch.generate.test_kubernetes import COUNT, TEXT, closed
 
 CRD = os.environ.get("HVDKIT_JOBSET_CRD")
 
@@ -292,7 +292,7 @@ def test_a_pod_that_saved_or_was_evicted_is_no_failure(generate, kind, uncounted
     assert action(rules, status=1) is None
     # Kubernetes accepts such rules with this policy only.
     assert generated.pod["restartPolicy"] == "Never"
-    assert generated.pod["terminationGracePeriodSeconds"] > Limits.stop
+    assert generated.pod["terminationGracePeriodSeconds"] > Timeouts.stop
 
 
 def test_a_job_set_does_not_count_the_restart_of_such_a_pod(generate):
@@ -342,11 +342,11 @@ def test_comments_stand_above_their_keys(generate, kind):
     # The names of pod 9: NAME-9 is a host's, NAME-worker-0-9-abcde is what JobSet checks.
     [("job", 63 - len("-9")), ("jobset", 63 - len("-worker-0-9-abcde"))],
 )
-def test_a_name_leaves_room_for_those_of_pods(generate, capsys, kind, longest):
+def test_the_length_of_pod_names_is_limited(generate, capsys, kind, longest):
     generate(kind, *SMALL, "--workers", "10", "--name", "x" * longest)
     arguments = ["--kind", kind, *SMALL, "--workers", "10", "--name", "x" * (longest + 1)]
     assert main(["generate", "kubernetes", *arguments, "python", "train.py"]) == 2
-    assert "64 characters, and 63 are allowed; give a shorter --name" in capsys.readouterr().err
+    assert "64 characters; expected at most 63. Give a shorter --name" in capsys.readouterr().err
 
 
 @KINDS
