@@ -42,7 +42,7 @@ def test_get_waits_for_the_last_rank():
 def test_the_missing_ranks_are_named():
     meshes = Meshes()
     all_40 = members(40)
-    for member in (all_40[0], members_of_40[2]):
+    for member in (all_40[0], all_40[2]):
         meshes.put(member, addresses(member.rank, 40))
     shown = "ranks 1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17 and 22 more of 40 did not"
     with pytest.raises(IncompleteMesh, match=shown):

@@ -37,7 +37,7 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """How a job is started, apart from its command and hosts.
+    """The settings of a start, apart from the command and the hosts.
 
     Attributes:
         ssh: how to reach other hosts.

@@ -1,4 +1,4 @@
-"""`hvdkit run --launcher mpi` on several hosts, with each MPI that is here."""
+"""`hvdkit run --launcher mpi` on several hosts, with each installed MPI."""
 
 import signal
 import sys
@@ -14,7 +14,7 @@ from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsup
 MPI = ("--launcher", "mpi", *BOTH)
 PATHS = {
     "own": which("mpirun") or "no mpirun",
-    # `scripts/test --long` puts them there.
+    # Installed by `scripts/test --long`.
     "openmpi4": str(REPOSITORY / ".venv-openmpi4/bin/mpirun"),
     "mpich": str(REPOSITORY / ".venv-mpich/bin/mpirun"),
 }

@@ -17,13 +17,13 @@ def put(server, path, key=None):
 @pytest.mark.parametrize(
     ("engines", "counted"), [([6, 6], {1}), ([7, 6], {1}), ([6, 5], {0, 1}), ([0], {0, 1})]
 )
-def test_ranks_without_the_key_count_where_engines_cannot_show_it(engines, counted):
+def test_ranks_without_the_key_count_if_an_engine_cannot_send_it(engines, counted):
     facts = {number: {"engine": engine} for number, engine in enumerate(engines)}
     with RendezvousServer() as server:
         ranks = gloo.registered_ranks(server, 2, facts, pytest.fail)
         put(server, "/mesh/2.abc.1.global", server.key)
         put(server, "/global/0")
-        put(server, "/global/77")  # a stranger's
+        put(server, "/global/77")  # of a stranger
         assert ranks() == counted
 
 
