@@ -184,7 +184,7 @@ def _horovod(found: Sequence[frameworks.Framework]) -> Iterator[Diagnostic]:
         yield Diagnostic(
             "Horovod",
             OK,
-            f"{engine.version} (ours, {len(engine.fixes)} fixes), for {has}, over "
+            f"{engine.version} (hvdkit's, {len(engine.fixes)} patches), for {has}, over "
             f"{', '.join(engine.controllers or ())}, GPU operations: {engine.gpu}",
         )
     else:
@@ -192,7 +192,7 @@ def _horovod(found: Sequence[frameworks.Framework]) -> Iterator[Diagnostic]:
             "Horovod",
             WARNING,
             f"{engine.version} (stock), for {has or 'no framework'}",
-            "`hvdkit build` replaces it by one with our fixes",
+            "`hvdkit build` replaces it by one with hvdkit's patches",
         )
     for framework in found:
         built_for = engine.frameworks.get(framework.name)
