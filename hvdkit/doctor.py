@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -25,12 +24,9 @@ _SHM_BYTES = 1_000_000_000
 
 def examine() -> list[Diagnostic]:
     """Check what training on this machine depends on. Changes nothing."""
-    installed = _installed_frameworks()
-    results = [_python(), _system(), _memory(), _gpus()]
-    results += installed.diagnostics
-    results += [_compiler(), _cmake()]
-    results += [_mpi(), _nccl(installed.frameworks), *_horovod(installed.frameworks)]
-    results += [_shared_memory(), _hostname()]
+    installed, found = _installed_frameworks()
+    results = [_python(), _system(), _memory(), _gpus(), *found, _compiler(), _cmake()]
+    results += [_mpi(), _nccl(installed), *_horovod(installed), _shared_memory(), _hostname()]
     return results
 
 
@@ -96,13 +92,7 @@ def _gpus() -> Diagnostic:
     return Diagnostic("GPUs", OK, "; ".join(answer.stdout.strip().splitlines()))
 
 
-@dataclass(frozen=True)
-class _Frameworks:
-    frameworks: tuple[frameworks.Framework, ...]
-    diagnostics: list[Diagnostic]
-
-
-def _installed_frameworks() -> _Frameworks:
+def _installed_frameworks() -> tuple[list[frameworks.Framework], list[Diagnostic]]:
     usable: list[frameworks.Framework] = []
     results: list[Diagnostic] = []
     for name in frameworks.OLDEST:
@@ -126,7 +116,7 @@ def _installed_frameworks() -> _Frameworks:
                 "pip install torch, or pip install tensorflow-cpu",
             )
         )
-    return _Frameworks(tuple(usable), results)
+    return usable, results
 
 
 def _compiler() -> Diagnostic:

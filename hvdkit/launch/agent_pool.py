@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
+from operator import methodcaller
 from typing import Any, Self
 
 import hvdkit
@@ -52,12 +52,7 @@ class AgentPool:
         self._heartbeat.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._stop.set()
         self._heartbeat.join()
         for connection in self.connections:
@@ -158,7 +153,9 @@ class AgentPool:
         silent = [c for c in self.connections if c not in facts and c not in problems]
         # In threads, because each explanation may wait a moment for ssh's last output.
         with ThreadPoolExecutor(max_workers=_EXPLAINING) as pool:
-            for connection, why in zip(silent, pool.map(_explain, silent), strict=True):
+            for connection, why in zip(
+                silent, pool.map(methodcaller("explain"), silent), strict=True
+            ):
                 problems[connection] = f"did not come up within {timeout:g} s: {why}"
         return facts, problems
 
@@ -214,10 +211,6 @@ class _Retries:
         found = [connection for at, connection in self._waiting if at <= now]
         self._waiting = [(at, connection) for at, connection in self._waiting if at > now]
         return found
-
-
-def _explain(connection: Connection) -> str:
-    return connection.explain()
 
 
 def _report(problems: Mapping[Connection, str], size: int) -> str:

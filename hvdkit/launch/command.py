@@ -7,7 +7,7 @@ import contextlib
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,10 @@ def run(options: argparse.Namespace) -> int:
         return 0
     settings = _settings(
         options,
-        variables=[*_from_files(options.env_file), *options.variables],
+        variables=[
+            *(line for path in options.env_file for line in environment.read_file(path)),
+            *options.variables,
+        ],
         pin_gpus=options.pin_gpus,
         preflight=not options.no_preflight,
         torch_env=not options.no_torch_env,
@@ -276,7 +279,7 @@ def _plan(options: argparse.Namespace, slurm_allocation: Allocation | None) -> P
         _say(f"the hosts of {variable}: {shown}{more}")
     if job_hosts is None:
         slots = _ranks_here() if options.num_proc is None else max(1, options.num_proc)
-        job_hosts = [hosts.local_host(slots)]
+        job_hosts = [hosts.Host("localhost", slots)]
     size = hosts.total_slots(job_hosts) if options.num_proc is None else options.num_proc
     return make_plan(command, _directory(), job_hosts, size)
 
@@ -293,10 +296,6 @@ def _ranks_here() -> int:
     one = "1 rank, because there is no GPU here; -np N starts N"
     _say(f"{gpus} rank{'s' if gpus > 1 else ''}, one for each GPU" if gpus else one)
     return max(1, gpus)
-
-
-def _from_files(paths: Sequence[Path]) -> list[str]:
-    return [line for path in paths for line in environment.read_file(path)]
 
 
 def _with_python(command: list[str], python: str) -> list[str]:

@@ -82,16 +82,12 @@ def run_with(
 ) -> Outcome:
     """Start and watch the ranks of `plan`, with the running agents of its hosts."""
     facts = prepare.collect_facts(agents, plan, settings)
-    interfaces, address = prepare.choose_network(plan, facts, settings)
-    prepare.warn_of_faster_network(plan, facts, interfaces, settings, say)
+    interfaces, address = prepare.choose_network(plan, facts, settings, say)
     with RendezvousServer(address, size=plan.size) as server:
         launcher_address = (address, server.port)
         preflight.before_start(agents, interfaces, plan, settings, launcher_address, say)
         places = place_variables(plan, address, server.port, server.key)
-        master = prepare.master(agents, plan, interfaces, settings)
-        ranks = prepare.rank_messages(plan, facts, settings, interfaces, places, master)
-        for connection in agents.connections:
-            prepare.send_start(connection, plan, ranks[connection.host])
+        prepare.start_ranks(agents, plan, facts, settings, interfaces, places)
         ready = registered_ranks(server, plan.size, facts, say)
         return Job(plan, agents, output, settings.rank_timeouts, ready, say).run()
 

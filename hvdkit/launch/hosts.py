@@ -167,10 +167,5 @@ def are_local(
     return {host: found.get(host, False) for host in hosts}
 
 
-def local_host(slots: int) -> Host:
-    """Return this machine as a host with `slots` slots."""
-    return Host("localhost", slots)
-
-
 def total_slots(hosts: Sequence[Host]) -> int:
     return sum(host.slots for host in hosts)

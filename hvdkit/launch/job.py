@@ -180,15 +180,8 @@ class Job:
         if now > self._end_deadline:
             silent = [c for c in self._agents.connections if c not in self._finished]
             names = ", ".join(sorted({connection.host.name for connection in silent}))
-            self._problem = "\n".join(
-                filter(
-                    None,
-                    [
-                        self._problem,
-                        f"{names} did not confirm that its ranks have ended; look there with `ps`",
-                    ],
-                )
-            )
+            unconfirmed = f"{names} did not confirm that its ranks have ended; look there with `ps`"
+            self._problem = f"{self._problem}\n{unconfirmed}".lstrip()
             self._finished.update(silent)
 
     def _running(self) -> list[int]:

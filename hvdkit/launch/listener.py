@@ -164,57 +164,8 @@ def _enable_keepalive(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-@contextmanager
-def agents_started_by(
-    name: str,
-    command: Sequence[str],
-    env: Mapping[str, str],
-    listener: AgentListener,
-    plan: Plan,
-    timeout: float,
-    say: Callable[[str], None],
-) -> Iterator[AgentPool]:
-    """Run mpirun or srun, which starts an agent for each rank, and accept the agents.
-
-    On exit all have ended, and the listener is closed.
-
-    Args:
-        name: mpirun or srun.
-        command: its command line.
-        env: its environment.
-        listener: the listener for its agents.
-        plan: the job.
-        timeout: seconds for all agents to connect.
-        say: prints a message for the user.
-
-    Yields:
-        The agents, in the order of ranks.
-
-    Raises:
-        HvdkitError: the command cannot be started or ends, or agents do not connect in time.
-    """
-    launcher = ExternalLauncher(name, command, env, say)
-    try:
-        with AgentPool() as agents:
-            accept_agents(agents, listener, launcher, plan, timeout)
-            yield agents
-    finally:
-        listener.close()
-        launcher.end()
-
-
-class ExternalLauncher:
-    """A running mpirun or srun, whose output is shown to the user.
-
-    Args:
-        name: mpirun or srun.
-        command: its command line.
-        env: its environment.
-        say: prints a message for the user.
-
-    Raises:
-        HvdkitError: it cannot be started.
-    """
+class _ExternalLauncher:
+    """A running mpirun or srun, whose output is shown to the user."""
 
     def __init__(
         self,
@@ -258,34 +209,53 @@ class ExternalLauncher:
                 self._say(f"{self._name}: {text.removeprefix(own)}")
 
 
-def accept_agents(
-    agents: AgentPool,
+@contextmanager
+def agents_started_by(
+    name: str,
+    command: Sequence[str],
+    env: Mapping[str, str],
     listener: AgentListener,
-    launcher: ExternalLauncher,
     plan: Plan,
     timeout: float,
-) -> None:
-    """Wait for the agents of all ranks; add them to `agents`, in the order of ranks.
+    say: Callable[[str], None],
+) -> Iterator[AgentPool]:
+    """Run mpirun or srun, which starts an agent for each rank, and accept the agents.
+
+    Yields the agents, in the order of ranks. On exit all have ended, and the listener is closed.
+
+    Args:
+        name: mpirun or srun.
+        command: its command line.
+        env: its environment.
+        listener: the listener for its agents.
+        plan: the job.
+        timeout: seconds for all agents to connect.
+        say: prints a message for the user.
 
     Raises:
-        HvdkitError: agents do not connect within `timeout` seconds, or `launcher` has ended.
+        HvdkitError: the command cannot be started or ends, or agents do not connect in time.
     """
+    launcher = _ExternalLauncher(name, command, env, say)
     connected: dict[int, SocketConnection] = {}
     deadline = time.monotonic() + timeout
     try:
-        while len(connected) < plan.size:
-            launcher.check()
-            if time.monotonic() > deadline:
-                missing = [place for place in plan.places if place.rank not in connected]
-                names = ", ".join(f"{place.rank} on {place.host.name}" for place in missing[:8])
-                raise HvdkitError(
-                    f"rank {names} did not come up within {timeout:g} s (--start-timeout)"
-                )
-            if (accepted := listener.accept()) is not None:
-                rank, connection = accepted
-                host = plan.places[rank].host
-                connected[rank] = SocketConnection(host, connection, agents.events)
-                # At once, because agents without heartbeats take the launcher for lost.
-                agents.connections.append(connected[rank])
+        with AgentPool() as agents:
+            while len(connected) < plan.size:
+                launcher.check()
+                if time.monotonic() > deadline:
+                    missing = [place for place in plan.places if place.rank not in connected]
+                    names = ", ".join(f"{place.rank} on {place.host.name}" for place in missing[:8])
+                    raise HvdkitError(
+                        f"rank {names} did not come up within {timeout:g} s (--start-timeout)"
+                    )
+                if (accepted := listener.accept()) is not None:
+                    rank, connection = accepted
+                    host = plan.places[rank].host
+                    connected[rank] = SocketConnection(host, connection, agents.events)
+                    # At once, because agents without heartbeats take the launcher for lost.
+                    agents.connections.append(connected[rank])
+            agents.connections[:] = [connected[rank] for rank in sorted(connected)]
+            yield agents
     finally:
-        agents.connections[:] = [connected[rank] for rank in sorted(connected)]
+        listener.close()
+        launcher.end()

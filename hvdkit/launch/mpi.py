@@ -22,7 +22,6 @@ from hvdkit.launch.hosts import Host
 from hvdkit.launch.job import Job, Outcome
 from hvdkit.launch.launcher import Settings
 from hvdkit.launch.listener import AgentListener, agents_started_by
-from hvdkit.launch.messages import Message
 from hvdkit.launch.network import Interface
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
@@ -174,8 +173,7 @@ class Mpi:
         with AgentPool() as agents:
             prepare.start_agents(agents, self.plan, self.settings)
             facts = prepare.collect_facts(agents, self.plan, self.settings)
-            interfaces, address = prepare.choose_network(self.plan, facts, self.settings)
-            prepare.warn_of_faster_network(self.plan, facts, interfaces, self.settings, say)
+            interfaces, address = prepare.choose_network(self.plan, facts, self.settings, say)
             listener = AgentListener(address, self.plan.size)
             preflight.before_start(
                 agents, interfaces, self.plan, self.settings, listener.address, say
@@ -195,10 +193,9 @@ class Mpi:
         timeout = self.settings.timeouts.start
         with agents_started_by("mpirun", command, env, listener, self.plan, timeout, say) as agents:
             agents.require_facts(prepare.task(self.plan), timeout)
-            master = prepare.master(agents, self.plan, interfaces, self.settings)
-            ranks = _rank_messages(self.plan, facts, self.settings, interfaces, master)
-            for rank, connection in enumerate(agents.connections):
-                prepare.send_start(connection, self.plan, [ranks[rank]])
+            prepare.start_ranks(
+                agents, self.plan, facts, self.settings, interfaces, lambda *_: CONTROLLER
+            )
             every_rank = set(range(self.plan.size))
             timeouts = self.settings.timeouts
             return Job(self.plan, agents, output, timeouts, lambda: every_rank, say).run()
@@ -237,15 +234,3 @@ class Mpi:
                 f"  {shlex.join(['env', *shown, *command])}",
             ]
         )
-
-
-def _rank_messages(
-    plan: Plan,
-    facts: Mapping[Host, Message],
-    settings: Settings,
-    interfaces: Mapping[Host, Interface],
-    master: tuple[str, int] | None,
-) -> list[Message]:
-    """Return the messages of all ranks, without variables for their places, which MPI sets."""
-    ranks = prepare.rank_messages(plan, facts, settings, interfaces, lambda *_: CONTROLLER, master)
-    return [message for host in plan.hosts for message in ranks[host]]

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from hvdkit.errors import UsageError
@@ -96,12 +95,7 @@ class Output:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from hvdkit.launch import binding, environment, network
 from hvdkit.launch.agent_pool import AgentPool
-from hvdkit.launch.connection import Connection
 from hvdkit.launch.hosts import Host, are_local
 from hvdkit.launch.launcher import Settings
 from hvdkit.launch.messages import Message
@@ -72,7 +71,10 @@ def script(command: Sequence[str], directory: str) -> list[str]:
 
 
 def choose_network(
-    plan: Plan, facts: Mapping[Host, Message], settings: Settings
+    plan: Plan,
+    facts: Mapping[Host, Message],
+    settings: Settings,
+    say: Callable[[str], None] | None = None,
 ) -> tuple[dict[Host, Interface], str]:
     """Return the interface of each host's ranks, and this machine's address for the rendezvous.
 
@@ -80,44 +82,37 @@ def choose_network(
         plan: the job.
         facts: by host (`host_facts.facts`).
         settings: the user's choices.
+        say: prints a warning if the hosts share a faster network than that of ssh.
     """
     local = local_hosts(plan)
     if all(local.values()) and settings.network is None:
         return dict.fromkeys(facts, network.LOOPBACK), network.LOOPBACK.address
-    chosen = network.choose_interfaces(_networks(facts, local), settings.network)
+    networks = {host.name: _network_of(found, local[host]) for host, found in facts.items()}
+    chosen = network.choose_interfaces(networks, settings.network)
     address = network.rendezvous_address(chosen, network.own_interfaces())
+    if say is not None and settings.network is None:
+        _warn_of_faster_network(networks, chosen, say)
     return {host: chosen[host.name] for host in facts}, address
-
-
-def warn_of_faster_network(
-    plan: Plan,
-    facts: Mapping[Host, Message],
-    interfaces: Mapping[Host, Interface],
-    settings: Settings,
-    say: Callable[[str], None],
-) -> None:
-    """Warn if the hosts share a faster network than the one that ssh uses."""
-    local = local_hosts(plan)
-    if settings.network is not None or all(local.values()):
-        return
-    chosen = {host.name: interface for host, interface in interfaces.items()}
-    if (found := network.faster_network(_networks(facts, local), chosen)) is not None:
-        faster, faster_speed, speed = found
-        subnet = next(iter(chosen.values())).network
-        say(
-            f"the ranks use the network of ssh, {subnet} ({speed / 1000:g} Gbit/s). The hosts "
-            f"share a faster one ({faster_speed / 1000:g} Gbit/s): --network {faster}"
-        )
-
-
-def _networks(facts: Mapping[Host, Message], local: Mapping[Host, bool]) -> dict[str, HostNetwork]:
-    return {host.name: _network_of(found, local[host]) for host, found in facts.items()}
 
 
 def _network_of(facts: Message, local: bool) -> HostNetwork:
     interfaces = [Interface(**fields) for fields in facts["interfaces"]]
     # On this machine, the address is that of the user's own login, unrelated to the other hosts.
     return HostNetwork(interfaces, None if local else facts["reached_at"])
+
+
+def _warn_of_faster_network(
+    networks: Mapping[str, HostNetwork],
+    chosen: Mapping[str, Interface],
+    say: Callable[[str], None],
+) -> None:
+    if (found := network.faster_network(networks, chosen)) is not None:
+        faster, faster_speed, speed = found
+        subnet = next(iter(chosen.values())).network
+        say(
+            f"the ranks use the network of ssh, {subnet} ({speed / 1000:g} Gbit/s). The hosts "
+            f"share a faster one ({faster_speed / 1000:g} Gbit/s): --network {faster}"
+        )
 
 
 def rank_messages(
@@ -175,9 +170,26 @@ def bound_cpus(plan: Plan, host: Host, facts: Message, settings: Settings) -> li
     return binding.assign(facts["topology"], count) if settings.bind else [[] for _ in range(count)]
 
 
-def send_start(connection: Connection, plan: Plan, ranks: Sequence[Message]) -> None:
-    """Send an agent the `start` message for these ranks of `plan`."""
-    connection.send("start", ranks=ranks, size=plan.size)
+def start_ranks(
+    agents: AgentPool,
+    plan: Plan,
+    facts: Mapping[Host, Message],
+    settings: Settings,
+    interfaces: Mapping[Host, Interface],
+    place_variables: Callable[[Place, Interface], Mapping[str, str]],
+) -> None:
+    """Let the agents start the ranks.
+
+    The arguments are those of `rank_messages`. There is one agent for each host, or one for each
+    rank, in the order of the plan.
+    """
+    address = master(agents, plan, interfaces, settings)
+    by_host = rank_messages(plan, facts, settings, interfaces, place_variables, address)
+    groups = [by_host[host] for host in plan.hosts]
+    if len(agents.connections) == plan.size:
+        groups = [[rank] for ranks in groups for rank in ranks]
+    for connection, ranks in zip(agents.connections, groups, strict=True):
+        connection.send("start", ranks=ranks, size=plan.size)
 
 
 def master(

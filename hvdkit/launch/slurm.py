@@ -111,6 +111,14 @@ class _Started:
     interfaces: Mapping[Host, Interface]
     address: str
 
+    def start_ranks(
+        self,
+        plan: Plan,
+        settings: Settings,
+        places: Callable[[Place, Interface], Mapping[str, str]],
+    ) -> None:
+        prepare.start_ranks(self.agents, plan, self.facts, settings, self.interfaces, places)
+
 
 @contextmanager
 def _started(
@@ -134,8 +142,7 @@ def _started(
                 host: _facts(answers[agent], host, plan, allocation)
                 for host, agent in first.items()
             }
-            interfaces, address = prepare.choose_network(plan, facts, settings)
-            prepare.warn_of_faster_network(plan, facts, interfaces, settings, say)
+            interfaces, address = prepare.choose_network(plan, facts, settings, say)
             preflight.before_start(agents, interfaces, plan, settings, listener.address, say)
         finally:
             agents.connections = every_agent
@@ -224,14 +231,14 @@ class Slurm:
         with _started(self.plan, self.allocation, settings, self.kind or "none", say) as started:
             if self.kind is not None:
                 variables = mpi.CONTROLLER | _open_mpi_network(started.interfaces)
-                _send_start(started, self.plan, settings, lambda *_: variables)
+                started.start_ranks(self.plan, settings, lambda *_: variables)
                 every_rank = set(range(self.plan.size))
                 return Job(
                     self.plan, started.agents, output, timeouts, lambda: every_rank, say
                 ).run()
             with RendezvousServer(started.address, size=self.plan.size) as server:
                 places = gloo.place_variables(self.plan, started.address, server.port, server.key)
-                _send_start(started, self.plan, settings, places)
+                started.start_ranks(self.plan, settings, places)
                 ready = gloo.registered_ranks(server, self.plan.size, started.facts, say)
                 return Job(self.plan, started.agents, output, timeouts, ready, say).run()
 
@@ -279,16 +286,3 @@ def _open_mpi_network(interfaces: Mapping[Host, Interface]) -> dict[str, str]:
     name = "OMPI_MCA_btl_tcp_if_include"
     subnets = mpi.open_mpi_subnets(interfaces)
     return {name: subnets} if subnets and name not in os.environ else {}
-
-
-def _send_start(
-    started: _Started,
-    plan: Plan,
-    settings: Settings,
-    places: Callable[[Place, Interface], Mapping[str, str]],
-) -> None:
-    master = prepare.master(started.agents, plan, started.interfaces, settings)
-    ranks = prepare.rank_messages(plan, started.facts, settings, started.interfaces, places, master)
-    by_number = {message["rank"]: message for host in plan.hosts for message in ranks[host]}
-    for number, connection in enumerate(started.agents.connections):
-        prepare.send_start(connection, plan, [by_number[number]])

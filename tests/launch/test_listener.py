@@ -7,9 +7,8 @@ import pytest
 
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import messages
-from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.listener import AgentListener, ExternalLauncher, accept_agents
+from hvdkit.launch.listener import AgentListener, agents_started_by
 from hvdkit.launch.plan import make_plan
 
 
@@ -61,13 +60,12 @@ def test_agents_get_heartbeats_while_others_are_missing(listener, monkeypatch):
     """Otherwise agents would take the launcher for lost after LOST_SECONDS."""
     monkeypatch.setattr(messages, "HEARTBEAT_SECONDS", 0.05)
     plan = make_plan(["true"], "/", [Host("localhost", 2)], 2)
-    launcher = ExternalLauncher("sleep", ["sleep", "3"], dict(os.environ), print)
-    address = listener.address
-    try:
-        with AgentPool() as agents, socket.create_connection(address, timeout=5) as connection:
-            connection.sendall(f"{token(listener)} 0\n".encode())
-            with pytest.raises(HvdkitError, match="rank 1 on localhost did not come up within 1.5"):
-                accept_agents(agents, listener, launcher, plan, timeout=1.5)
-            assert connection.recv(10_000).count(b'"heartbeat"') >= 3
-    finally:
-        launcher.end()
+    with socket.create_connection(listener.address, timeout=5) as connection:
+        connection.sendall(f"{token(listener)} 0\n".encode())
+        command = ("sleep", ["sleep", "3"], dict(os.environ))
+        with (
+            pytest.raises(HvdkitError, match="rank 1 on localhost did not come up within 1.5"),
+            agents_started_by(*command, listener, plan, timeout=1.5, say=print),
+        ):
+            pytest.fail("not all agents are connected")
+        assert connection.recv(10_000).count(b'"heartbeat"') >= 3

@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn, Self
 
 from hvdkit.errors import HvdkitError, UsageError, status_before_start
@@ -60,12 +59,7 @@ class GatheredNodes:
         self._make_hosts(connected)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _type: object, exc: BaseException | None, _traceback: object) -> None:
         self.close(_outcome_of(exc))
 
     def send_outcome(self, outcome: Outcome) -> None:
