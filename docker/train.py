@@ -1,4 +1,4 @@
-"""A line through points, each rank with points of its own: do the ranks of these images train?"""
+"""Fit a line to points, different ones on each rank, to test training with these images."""
 
 import torch
 

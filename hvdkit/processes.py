@@ -1,7 +1,7 @@
-"""The processes of one job on this machine: started with a mark, found by it, and ended.
+"""The processes of one job on this machine: start, find and end them.
 
-Whatever a job's command starts carries the job's mark in its environment, so that a process which
-left its parent and its session (mpirun's ranks, a daemon) is still found and ended.
+All processes of a job have the job's id in an environment variable. A process that has left its
+parent and its session (mpirun's ranks, a daemon) is found by this variable.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ import psutil
 
 from hvdkit.errors import HvdkitError
 
-#: Holds the mark of a process's group (of nested groups: all their marks).
-MARK = "HVDKIT_RANK_GROUP"
+#: The variable with the id of a process's group; of nested groups, all ids.
+GROUP_VARIABLE = "HVDKIT_RANK_GROUP"
 
-# What tells a process its place in a job. A job must not inherit it from the one it is started by.
-_PLACE_PREFIXES = (
+# Variables for a process's rank in a job. A job must not inherit them from an outer job.
+_RANK_PREFIXES = (
     "OMPI_COMM_WORLD_",
     "OMPI_UNIVERSE_",
     "PMI_",
@@ -30,7 +30,7 @@ _PLACE_PREFIXES = (
     "ROLE_",
     "TORCHELASTIC_",
 )
-_PLACE_VARIABLES = {
+_RANK_VARIABLES = {
     "HOROVOD_RANK",
     "HOROVOD_SIZE",
     "HOROVOD_LOCAL_RANK",
@@ -81,21 +81,21 @@ class ProcessGroup:
         """Start `command` in a session of its own, with exactly the environment `env`.
 
         Args:
-            command: what to run.
-            env: its environment, to which the group's mark is added.
-            cwd: its working directory, default this process's.
-            stdout: as `subprocess.Popen` takes it.
-            stderr: as `subprocess.Popen` takes it.
-            stdin: as `subprocess.Popen` takes it.
-            dies_with_us: let the kernel end it when this process is killed. Only where this
-                process has no other threads.
-            cpus: the CPUs that it is bound to; empty for all. Likewise.
+            command: the command.
+            env: its environment, to which the group's id is added.
+            cwd: its working directory; default this process's.
+            stdout: as for `subprocess.Popen`.
+            stderr: as for `subprocess.Popen`.
+            stdin: as for `subprocess.Popen`.
+            dies_with_us: let the kernel end it when this process is killed. Only for a process
+                without other threads.
+            cpus: the CPUs to bind it to; empty for all. Only for a process without other threads.
             pass_fds: open files that it inherits.
 
         Raises:
-            HvdkitError: it cannot be started.
+            HvdkitError: the command cannot be started.
         """
-        outer = os.environ.get(MARK)
+        outer = os.environ.get(GROUP_VARIABLE)
 
         def before() -> None:
             if dies_with_us:
@@ -106,12 +106,12 @@ class ProcessGroup:
         try:
             process = subprocess.Popen(
                 list(command),
-                env=dict(env) | {MARK: f"{outer}:{self._id}" if outer else self._id},
+                env=dict(env) | {GROUP_VARIABLE: f"{outer}:{self._id}" if outer else self._id},
                 cwd=cwd,
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
-                # The terminal's Ctrl-C is for this process, which then ends the others.
+                # The terminal sends Ctrl-C to this process only, which then ends its group.
                 start_new_session=True,
                 preexec_fn=before if dies_with_us or cpus else None,
                 pass_fds=pass_fds,
@@ -127,22 +127,22 @@ class ProcessGroup:
         return process
 
     def running(self) -> bool:
-        """True while a process that was started here has not ended."""
+        """Return whether a process that was started here still runs."""
         return any(process.poll() is None for process in self.started)
 
-    def ending(self, grace: float, kill_grace: float = 3.0) -> Iterator[None]:
-        """End every process: SIGTERM, then SIGKILL to those that are still there after `grace`.
+    def terminate(self, grace: float, kill_grace: float = 3.0) -> Iterator[None]:
+        """End every process: SIGTERM, then SIGKILL to those that still run after `grace` seconds.
 
-        Yields while there is something to wait for; go on with it a few times per second.
+        Yields while processes run. The caller must continue the iteration a few times per second.
 
         Raises:
-            HvdkitError: a process is still there `kill_grace` seconds after SIGKILL.
+            HvdkitError: a process still runs `kill_grace` seconds after SIGKILL.
         """
         for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, kill_grace)):
             deadline = time.monotonic() + seconds
             signalled: set[psutil.Process] = set()
             while members := self._members():
-                # A member may have been born since the last look, so look again each time.
+                # Processes may start new ones meanwhile.
                 for process in members - signalled:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.send_signal(number)
@@ -161,36 +161,35 @@ class ProcessGroup:
         own: set[psutil.Process] = set()
         others: set[psutil.Process] = set()
         for started in self.started:
-            # A process whose first thread has ended looks like a zombie while its others still
-            # run, so for our own ones only this counts, which also takes them off the table.
+            # Not by status: a process whose first thread has ended looks like a zombie while other
+            # threads run. `poll` also reaps the process.
             if started.poll() is None:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process = psutil.Process(started.pid)
                     own.add(process)
-                    # Descendants as well as marked ones: a tool such as sudo gives its children a
-                    # clean environment.
+                    # Descendants as well, because sudo and the like clear the environment.
                     others.update(process.children(recursive=True))
         for process in psutil.process_iter():
-            # Another user's process, or one that ended meanwhile, is not to be ended by us.
+            # Errors: another user's process, or a process that has ended meanwhile.
             with contextlib.suppress(psutil.Error):
-                if self._id in process.environ().get(MARK, "").split(":"):
+                if self._id in process.environ().get(GROUP_VARIABLE, "").split(":"):
                     others.add(process)
         return own | {process for process in others - own if _alive(process)}
 
 
-def without_place(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` without what tells a process its place in a job."""
+def without_rank_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return `env` without the variables for a process's rank in a job."""
     return {
         name: value
         for name, value in env.items()
-        if name not in _PLACE_VARIABLES
-        # PMIX_MCA_* are the user's settings, not a place in a job.
-        and not (name.startswith(_PLACE_PREFIXES) and not name.startswith("PMIX_MCA_"))
+        if name not in _RANK_VARIABLES
+        # PMIX_MCA_* are the user's settings.
+        and not (name.startswith(_RANK_PREFIXES) and not name.startswith("PMIX_MCA_"))
     }
 
 
-def ending_text(status: int) -> str:
-    """How a process ended, in words; a negative status is a signal, as `subprocess` has it."""
+def exit_text(status: int) -> str:
+    """Return a text for the status of a process as `subprocess` has it: negative for a signal."""
     if status < 0:
         return f"killed by signal {-status} ({signal.strsignal(-status)})"
     return f"exit status {status}"

@@ -1,9 +1,8 @@
-"""Start the ranks of one Horovod job on this machine, watch them, and end them.
+"""Start, watch and end the ranks of one Horovod job on this machine.
 
-A rank is a process of the job. Over Gloo each rank is started here, directly, and finds the others
-through `hvdkit.rendezvous`; over MPI `mpirun` starts them. Either way the
-result is a `RankGroup`: every rank writes into a file of its own, `wait` has a deadline, and
-nothing that the job started outlives it.
+A rank is a process of the job. Over Gloo, this module starts each rank, and the ranks find each
+other through `hvdkit.rendezvous`. Over MPI, `mpirun` starts them. Both return a `RankGroup`: each
+rank writes to its own file, `wait` has a timeout, and no process of the job outlives the group.
 
 Example:
     results = start_gloo([sys.executable, "train.py"], 2).wait(timeout=600)
@@ -21,11 +20,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.processes import ProcessGroup, ending_text, without_place
+from hvdkit.processes import ProcessGroup, exit_text, without_rank_variables
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
 _POLL_SECONDS = 0.02
@@ -34,8 +32,8 @@ _TAIL_LINES = 20
 
 @dataclass(frozen=True)
 class RankCommand:
-    """What one rank runs: the command (with any prefix, such as `ip netns exec NAME`) and its
-    complete environment."""
+    """The command of one rank, with any prefix such as `ip netns exec NAME`, and its complete
+    environment."""
 
     command: Sequence[str]
     env: Mapping[str, str]
@@ -43,10 +41,10 @@ class RankCommand:
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank ended.
+    """The result of one rank.
 
-    `exit_status` is negative for a signal, and None for a rank that did not end by itself: it was
-    still running when the group had to be ended (or never started).
+    `exit_status` is negative for a signal. It is None for a rank that did not end by itself: it
+    was ended with the group, or never started.
     """
 
     rank: int
@@ -58,10 +56,10 @@ class RanksFailed(HvdkitError):
     """One or more ranks failed, or the group ran out of time.
 
     Attributes:
-        results: how every rank ended, by rank.
-        failed: the ranks that ended by themselves and not with 0, in the order of their ends. The
-            first is often, not always, the cause: the others end within milliseconds of it.
-        timed_out: True when the deadline passed.
+        results: the result of each rank, by rank.
+        failed: the ranks that ended by themselves with another status than 0, in the order of their
+            ends. The first is often the cause, but the others end within milliseconds of it.
+        timed_out: whether the timeout has passed.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class RanksFailed(HvdkitError):
 
 
 def _ending(status: int | None) -> str:
-    return "ended with the group" if status is None else ending_text(status)
+    return "ended with the group" if status is None else exit_text(status)
 
 
 def _tail(text: str) -> str:
@@ -106,9 +104,9 @@ class _End:
 
 
 class RankGroup:
-    """The running ranks of one job. `start_gloo`, `start_mpi` and `start_ranks` make one.
+    """The running ranks of one job, as `start_gloo`, `start_mpi` and `start_ranks` return them.
 
-    As a context manager it ends its ranks on the way out, whatever happened inside.
+    As a context manager, it ends its ranks on exit.
     """
 
     def __init__(self, size: int, on_stop: Sequence[Callable[[], None]] = ()) -> None:
@@ -121,26 +119,26 @@ class RankGroup:
         atexit.register(self.stop)
 
     def running(self) -> bool:
-        """True while a rank (or mpirun) has not ended."""
+        """Return whether a rank (or mpirun) still runs."""
         return self._group.running()
 
     def output(self, rank: int) -> str:
-        """What `rank` has written until now, standard output and error in one."""
+        """Return the output of `rank` until now, standard output and error together."""
         return _read(self._directory / f"rank.{rank}")
 
     def wait(self, timeout: float, failure_grace: float = 5.0) -> list[RankResult]:
-        """Wait until every rank has ended; the group is stopped and cleaned up in any case.
+        """Wait until every rank has ended, then stop the group and remove its files.
 
         Args:
-            timeout: seconds after which the whole group is ended.
-            failure_grace: seconds that the other ranks get to end by themselves, once one has
-                failed, so that they can say what they saw.
+            timeout: seconds before the whole group is ended.
+            failure_grace: seconds for the other ranks to end by themselves after one has failed, so
+                that they can report errors.
 
         Returns:
             One result per rank, in the order of ranks, all with exit status 0.
 
         Raises:
-            RanksFailed: a rank failed, or time ran out.
+            RanksFailed: a rank failed, or the timeout has passed.
         """
         deadline = time.monotonic() + timeout
         timed_out = False
@@ -148,7 +146,7 @@ class RankGroup:
         try:
             while self.running():
                 now = time.monotonic()
-                # Looked at each time, because it is what notes when a rank ended.
+                # In each iteration, because `_ends` also records the time.
                 failed_until_now = any(end.status for end in self._ends().values())
                 if failing_since is None and failed_until_now:
                     failing_since = now
@@ -160,7 +158,7 @@ class RankGroup:
                 time.sleep(_POLL_SECONDS)
             ends = self._ends()
             launcher_failed = not timed_out and any(p.poll() for p in self._group.started)
-            # Before the files are read: a rank that is told to end may still say something.
+            # Before reading the files, as ranks may write more while they end.
             self._terminate()
             results = [
                 RankResult(rank, ends[rank].status if rank in ends else None, self.output(rank))
@@ -175,7 +173,7 @@ class RankGroup:
         return results
 
     def stop(self) -> None:
-        """End every process of the group (SIGTERM, a grace period, SIGKILL), remove its files.
+        """End every process of the group (SIGTERM, a grace period, SIGKILL), and remove its files.
 
         May be called again.
         """
@@ -193,12 +191,7 @@ class RankGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop()
 
     def _start(
@@ -212,22 +205,22 @@ class RankGroup:
             self._group.start(command, env, cwd, stdout=stream)
 
     def _ends(self) -> dict[int, _End]:
-        """The ranks that have ended by themselves until now."""
+        """Return the ranks that have ended by themselves until now."""
         for rank, process in enumerate(self._group.started):
             if rank not in self._seen and (status := process.poll()) is not None:
                 self._seen[rank] = _End(status, time.time_ns())
         return dict(self._seen)
 
     def _terminate(self, grace: float = 3.0) -> None:
-        for _ in self._group.ending(grace):
+        for _ in self._group.terminate(grace):
             time.sleep(_POLL_SECONDS)
 
 
 class _MpiRankGroup(RankGroup):
-    """Ranks that are mpirun's children, not ours."""
+    """Ranks that mpirun starts."""
 
-    # The launchers mix all ranks into one stream and report one exit status. A shell between
-    # mpirun and each rank keeps both apart, with either MPI, by the rank that it is told.
+    # mpirun mixes the output of all ranks and reports one exit status. A shell between mpirun and
+    # each rank separates both by rank, with either MPI.
     _WRAPPER = (
         'rank=${OMPI_COMM_WORLD_RANK:-$PMI_RANK}; dir=$1; shift; "$@" >"$dir/rank.$rank" 2>&1; '
         'status=$?; echo $status >"$dir/ending.$rank"; '
@@ -242,7 +235,7 @@ class _MpiRankGroup(RankGroup):
         cwd: str | os.PathLike[str] | None,
     ) -> None:
         folder = os.fspath(self._directory)
-        # Where Open MPI (5, 4) keeps its sockets, which it leaves behind when it is killed.
+        # For the sockets of Open MPI (5, 4), which remain when it is killed.
         sessions = {"PRTE_MCA_prte_tmpdir_base": folder, "OMPI_MCA_orte_tmpdir_base": folder}
         wrapped = [*launcher, "sh", "-c", self._WRAPPER, "sh", folder, *command]
         self._start(wrapped, sessions | dict(env), cwd, "launcher")
@@ -252,7 +245,7 @@ class _MpiRankGroup(RankGroup):
             path = self._directory / f"status.{rank}"
             if rank not in self._seen and path.exists():
                 status = int(path.read_text())
-                # 128 + n is the shell's way to say "killed by signal n".
+                # A shell's status 128 + n is signal n.
                 status = 128 - status if 128 < status <= 128 + 64 else status
                 self._seen[rank] = _End(status, path.stat().st_mtime_ns)
         return dict(self._seen)
@@ -264,14 +257,14 @@ def start_ranks(
     cwd: str | os.PathLike[str] | None = None,
     on_stop: Sequence[Callable[[], None]] = (),
 ) -> RankGroup:
-    """Start one process per command; rank i is the i-th.
+    """Start one process per command; rank i runs the i-th.
 
-    For ranks that need a prefix or an environment of their own (network namespaces, a GPU each);
-    `start_gloo` is the ordinary way.
+    For ranks that need different prefixes or environments (network namespaces, a GPU each).
+    Otherwise use `start_gloo`.
 
     Args:
-        commands: what each rank runs, and its complete environment.
-        cwd: the ranks' working directory, default this process's.
+        commands: the command and the complete environment of each rank.
+        cwd: the ranks' working directory; default this process's.
         on_stop: called once when the group is stopped.
     """
     if not commands:
@@ -297,15 +290,14 @@ def start_gloo(
     """Start `size` ranks of `command` on this machine, connected over Gloo.
 
     Args:
-        command: what every rank runs.
-        size: number of ranks.
-        env: the ranks' environment, to which their place in the job is added; default this
-            process's.
-        cwd: the ranks' working directory, default this process's.
-        interface: the network interface that they connect over.
+        command: the command of every rank.
+        size: the number of ranks.
+        env: the ranks' environment, to which the rank variables are added; default this process's.
+        cwd: the ranks' working directory; default this process's.
+        interface: the network interface of the ranks.
     """
     _check_size(size)
-    base = without_place(os.environ if env is None else env)
+    base = without_rank_variables(os.environ if env is None else env)
     server = RendezvousServer(size=size)
     try:
         return start_ranks(
@@ -338,21 +330,21 @@ def start_mpi(
     """Start `size` ranks of `command` on this machine with Open MPI's or MPICH's `mpirun`.
 
     Args:
-        command: what every rank runs.
-        size: number of ranks; may exceed the number of cores.
-        mpirun: the launcher, of the same MPI that the Horovod in use was built with.
-        env: the ranks' environment, to which Horovod's choice of MPI is added; default this
+        command: the command of every rank.
+        size: the number of ranks; may exceed the number of cores.
+        mpirun: the mpirun of the MPI that Horovod was built with.
+        env: the ranks' environment, to which variables that select MPI are added; default this
             process's.
-        cwd: the ranks' working directory, default this process's.
+        cwd: the ranks' working directory; default this process's.
     """
     _check_size(size)
     launcher = [os.fspath(mpirun)]
     if identify_mpirun(launcher[0]).open_mpi:
-        # Horovod's ranks have threads of their own: binding each to one core would starve them.
+        # Horovod's ranks have several threads: bound to one core, they would be slow.
         launcher += ["--oversubscribe", "--bind-to", "none"]
         if os.geteuid() == 0:
             launcher.append("--allow-run-as-root")
-    ranks_env = without_place(os.environ if env is None else env) | {
+    ranks_env = without_rank_variables(os.environ if env is None else env) | {
         "HOROVOD_CONTROLLER": "mpi",
         "HOROVOD_CPU_OPERATIONS": "mpi",
     }
@@ -372,12 +364,12 @@ def _check_size(size: int) -> None:
 
 @dataclass(frozen=True)
 class Mpirun:
-    """The launcher of an MPI.
+    """An MPI's launcher.
 
     Attributes:
-        path: where it is.
-        open_mpi: Open MPI's; else it is Hydra, which MPICH and Intel MPI have.
-        major: the first number of its version; 0 where it does not say.
+        path: its path.
+        open_mpi: whether it is Open MPI's; else it is Hydra, of MPICH and Intel MPI.
+        major: the first number of its version; 0 if unknown.
     """
 
     path: str
@@ -387,10 +379,10 @@ class Mpirun:
 
 @functools.cache
 def identify_mpirun(path: str) -> Mpirun:
-    """Which MPI's launcher is at `path`.
+    """Return the kind of the MPI launcher at `path`.
 
     Raises:
-        HvdkitError: it does not run, or is none that is known.
+        HvdkitError: it does not run, or its kind is unknown.
     """
     try:
         answer = subprocess.run(
@@ -411,5 +403,5 @@ def identify_mpirun(path: str) -> Mpirun:
 
 
 def _read(path: Path) -> str:
-    # A rank that was never started has no file.
+    # The file of a rank that was never started does not exist.
     return path.read_text(errors="replace") if path.exists() else ""

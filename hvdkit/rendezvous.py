@@ -1,8 +1,8 @@
-"""The HTTP server through which the Gloo ranks of one job find each other.
+"""The rendezvous server: the HTTP server through which the Gloo ranks of a job find each other.
 
-Ranks with hvdkit's engine exchange their addresses mesh by mesh (`hvdkit.mesh`), and show the job's
-key. Other engines use the protocol of Horovod's C++ `HTTPStore`: GET, PUT and DELETE of /scope/key.
-What they store there is kept apart, so a stranger cannot lead ranks that have the key astray.
+Ranks with hvdkit's engine exchange their addresses per mesh (`hvdkit.mesh`), and send the job's
+key. Other engines use the protocol of Horovod's C++ `HTTPStore`: GET, PUT and DELETE of /scope/key,
+without a key. The two stores are separate, so a stranger cannot misdirect ranks that have the key.
 """
 
 from __future__ import annotations
@@ -20,35 +20,34 @@ from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from hvdkit.mesh import GLOBAL_SCOPE, Incomplete, Meshes, Place
+from hvdkit.mesh import GLOBAL_SCOPE, IncompleteMesh, Meshes, MeshMember
 
-#: Has the job's key, in the environment of its ranks.
+#: The environment variable with the job's key.
 KEY = "HVDKIT_RENDEZVOUS_KEY"
 
 # Followed by size.attempt.rank.scope.
 _MESH_PREFIX = "/mesh/"
 
-#: Bytes. A rank's value has an address of some 140 bytes for every other rank.
+#: In bytes. A rank's value has an address of about 140 bytes for every other rank.
 _LARGEST_VALUE = 64_000_000
-#: Bytes of all values together that are stored without the key.
+#: In bytes, for all values together that are stored without the key.
 _LARGEST_STORE = 1_000_000_000
-#: Seconds from the begin to the end of a request.
+#: Seconds for a whole request.
 _REQUEST_SECONDS = 60.0
-#: Seconds that a rank may wait for the others.
+#: Seconds that a rank may wait for other ranks.
 _LONGEST_WAIT = 7 * 24 * 3600.0
-#: Connections at once, besides two for each rank.
+#: Open connections at the same time, besides two for each rank.
 _OTHER_CONNECTIONS = 256
-_CUT_SECONDS = 5.0
+_CLOSE_SECONDS = 5.0
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers to ranks: /mesh/… to those that have the key, /scope/key to all."""
+    """Answer requests of ranks: /mesh/… with the key, /scope/key without."""
 
-    timeout = 10  # seconds without a byte after which a connection is dropped
+    timeout = 10  # seconds without a byte before a connection is dropped
     server: _Server
 
     def do_GET(self) -> None:
@@ -69,14 +68,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if not self._is_of_mesh():
             self._store(int(length))
-        elif (place := self._place()) is not None:
+        elif (member := self._member()) is not None:
             value = self.rfile.read(int(length))
-            # Else the client has gone amid its value.
+            # A shorter value: the client has disconnected.
             if len(value) == int(length):
-                self._put_of_mesh(place, value)
+                self._put_of_mesh(member, value)
 
     def _store(self, length: int) -> None:
-        """Keep the value of one who does not show the key, within the memory for all."""
+        """Store a value without the key, if the memory for such values suffices."""
         if not self.server.reserve(len(self.path) + length):
             self._answer(HTTPStatus.INSUFFICIENT_STORAGE)
             return
@@ -88,43 +87,43 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.OK)
 
     def do_DELETE(self) -> None:
-        # Each rank deletes its own key once all have connected, so that a later init on the same
-        # server cannot read the addresses of this one.
+        # A rank deletes its key after all have connected. Otherwise a later init on the same server
+        # would read old addresses.
         self.server.remove(self.path)
         self._answer(HTTPStatus.OK)
 
     def _is_of_mesh(self) -> bool:
         return self.server.key is not None and self.path.startswith(_MESH_PREFIX)
 
-    def _put_of_mesh(self, place: Place, value: bytes) -> None:
+    def _put_of_mesh(self, member: MeshMember, value: bytes) -> None:
         try:
-            self.server.meshes.put(place, value)
+            self.server.meshes.put(member, value)
         except ValueError as error:
             self._answer(HTTPStatus.BAD_REQUEST, str(error).encode())
         else:
             self._answer(HTTPStatus.OK)
 
     def _get_of_mesh(self) -> None:
-        place = self._place()
-        if place is None:
+        member = self._member()
+        if member is None:
             return
         milliseconds = urlsplit(self.path).query
         seconds = int(milliseconds) / 1000 if _is_number(milliseconds, 18) else 0.0
         seconds = min(seconds, _LONGEST_WAIT)
         self.server.allow(self.connection, seconds + _REQUEST_SECONDS)
         try:
-            addresses = self.server.meshes.get(place, seconds)
+            addresses = self.server.meshes.get(member, seconds)
         except LookupError:
             self._answer(HTTPStatus.GONE, b"the server does not know this rank's addresses")
-        except Incomplete as error:
+        except IncompleteMesh as error:
             self._answer(HTTPStatus.REQUEST_TIMEOUT, str(error).encode())
         else:
             self.connection.settimeout(_REQUEST_SECONDS)
             self._answer(HTTPStatus.OK, addresses)
-            self.server.meshes.left(place)
+            self.server.meshes.mark_answered(member)
 
-    def _place(self) -> Place | None:
-        """Return the place that the path names, for one who has the key; else answer."""
+    def _member(self) -> MeshMember | None:
+        """Return the member in the path. If the key or the path is wrong, answer, return None."""
         given = self.headers.get("Authorization", "").encode("latin-1", errors="replace")
         if not hmac.compare_digest(given, f"Bearer {self.server.key}".encode()):
             self._discard()
@@ -136,10 +135,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._discard()
             self._answer(HTTPStatus.BAD_REQUEST)
             return None
-        return Place(scope, int(size), int(rank), attempt)
+        return MeshMember(scope, int(size), int(rank), attempt)
 
     def _discard(self) -> None:
-        """Read the body. A client that is still sending would not read the answer."""
+        """Read the body, because a client reads no answer before it has sent the body."""
         left = int(self.headers.get("Content-Length", "0"))
         while left > 0 and (piece := self.rfile.read(min(left, 1 << 16))):
             left -= len(piece)
@@ -151,28 +150,28 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def send_response(self, code: int, message: str | None = None) -> None:
-        """Send the status alone, without a date and the server's name."""
+        """Send the status without a date and the server's name."""
         self.send_response_only(code, message)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: ranks poll for keys, a line each time would drown their own output."""
+        """Log nothing: ranks poll, and a line for each request would hide their output."""
 
 
 def _is_number(text: str, digits: int = 9) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= digits
 
 
-def _hang_up(connections: Iterable[socket.socket]) -> None:
-    """Let what reads or writes there end at once; the connection's thread closes it."""
+def _shut_down(connections: Iterable[socket.socket]) -> None:
+    """Interrupt reads and writes. The threads of the connections close them."""
     for connection in connections:
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Server(ThreadingHTTPServer):
-    """Serves ranks, and bounds what a stranger can take: connections, their length, memory."""
+    """Serve ranks, with limits on the connections, their duration and the memory of strangers."""
 
-    daemon_threads = True  # the process may end while ranks wait; `cut` ends them otherwise
+    daemon_threads = True  # the process may exit while ranks wait
     request_queue_size = 4096  # all ranks of a job connect at once
 
     def __init__(self, address: str, port: int, key: str | None, size: int) -> None:
@@ -183,12 +182,12 @@ class _Server(ThreadingHTTPServer):
         self.meshes = Meshes()
         self.values: dict[str, bytes] = {}
         self.seen: set[int] = set()
-        # Of each open connection, when it is cut.
+        # The deadline of each open connection.
         self._open: dict[Any, float] = {}
         super().__init__((address, port), _Handler)
 
     def server_bind(self) -> None:
-        """Bind, without asking a name server for this machine's name as HTTPServer does."""
+        """Bind without a DNS query for this machine's name, which HTTPServer would make."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
@@ -208,26 +207,26 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Cut connections that have taken too long, which a client keeps alive byte by byte."""
+        """Close connections after their deadline, also those that send a byte now and then."""
         now = time.monotonic()
         with self.lock:
             late = [request for request, end in self._open.items() if end < now]
-        _hang_up(late)
+        _shut_down(late)
         self.meshes.forget()
 
-    def cut(self) -> None:
-        """End all connections, and wait a moment until their threads have ended."""
-        deadline = time.monotonic() + _CUT_SECONDS
+    def close_connections(self) -> None:
+        """Close all connections, and wait a moment for their threads."""
+        deadline = time.monotonic() + _CLOSE_SECONDS
         while time.monotonic() < deadline:
             with self.lock:
                 left = list(self._open)
             if not left:
                 return
-            _hang_up(left)
+            _shut_down(left)
             time.sleep(0.005)
 
     def allow(self, request: Any, seconds: float) -> None:
-        """Let a connection stay open for so long from now on."""
+        """Set a connection's deadline to `seconds` from now."""
         with self.lock:
             self._open[request] = time.monotonic() + seconds
 
@@ -240,12 +239,12 @@ class _Server(ThreadingHTTPServer):
         return fits
 
     def release(self, length: int) -> None:
-        """Give back what was reserved."""
+        """Free reserved memory."""
         with self.lock:
             self._stored -= length
 
     def store(self, path: str, value: bytes) -> None:
-        """Keep a value for which memory was reserved."""
+        """Store a value for which memory was reserved."""
         self.remove(path)
         rank = path.removeprefix(f"/{GLOBAL_SCOPE}/")
         with self.lock:
@@ -254,14 +253,14 @@ class _Server(ThreadingHTTPServer):
                 self.seen.add(int(rank))
 
     def remove(self, path: str) -> None:
-        """Forget a value."""
+        """Delete a value."""
         with self.lock:
             value = self.values.pop(path, None)
             if value is not None:
                 self._stored -= len(path) + len(value)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a client that has gone is its own affair."""
+        """Log nothing: a client may disconnect at any time."""
 
 
 class RendezvousServer:
@@ -269,13 +268,13 @@ class RendezvousServer:
 
     Args:
         address: the address of this machine to listen on; ranks must be able to reach it.
-        port: where to listen; 0 takes a free one.
-        key: what ranks show for the quick exchange; default a new one, None where there is none.
-        size: the number of the job's ranks, which bounds the number of connections.
+        port: the port to listen on; 0 takes a free one.
+        key: the key for the exchange per mesh; default a new one, None for Horovod's protocol only.
+        size: the number of the job's ranks, which limits the number of connections.
 
     Attributes:
-        address: where it listens.
-        port: likewise.
+        address: the address.
+        port: the port.
         key: the key of the job, for `gloo_environment`.
 
     Example:
@@ -303,11 +302,11 @@ class RendezvousServer:
         self._thread.start()
 
     def registered(self) -> set[int]:
-        """Return the ranks that have come to the job's first mesh, and have shown the key."""
+        """Return the ranks that have joined the mesh of all ranks, with the key."""
         return self._server.meshes.registered()
 
     def without_key(self) -> set[int]:
-        """Return the ranks that have come without the key, or strangers that say that they are."""
+        """Return the ranks that have registered without the key. They may be strangers."""
         with self._server.lock:
             return set(self._server.seen)
 
@@ -317,18 +316,13 @@ class RendezvousServer:
             self._server.meshes.close()
             self._server.shutdown()
             self._thread.join()
-            self._server.cut()
+            self._server.close_connections()
             self._server.server_close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 
@@ -345,12 +339,11 @@ def gloo_environment(
     cross_size: int = 1,
     key: str | None = None,
 ) -> dict[str, str]:
-    """Return the variables that tell a process its place in a Gloo job of `size` ranks.
+    """Return the environment variables of a rank in a Gloo job of `size` ranks.
 
-    Without `local_rank` and `local_size` all ranks are taken to be on one host. `key` is the
-    server's.
+    Without `local_rank` and `local_size`, all ranks are on one host. `key` is the server's.
     """
-    place = {
+    variables = {
         "HOROVOD_RANK": str(rank),
         "HOROVOD_SIZE": str(size),
         "HOROVOD_LOCAL_RANK": str(rank if local_rank is None else local_rank),
@@ -364,13 +357,13 @@ def gloo_environment(
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous_address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(rendezvous_port),
     }
-    return place if key is None else place | {KEY: key}
+    return variables if key is None else variables | {KEY: key}
 
 
 def main() -> None:
-    """`python -m hvdkit.rendezvous ADDRESS PORT`: serve ranks that are started by hand.
+    """Serve ranks that are started by hand: `python -m hvdkit.rendezvous ADDRESS PORT`.
 
-    They show a key where the environment has one (HVDKIT_RENDEZVOUS_KEY).
+    The key is that of HVDKIT_RENDEZVOUS_KEY, if it is set.
     """
     address, port = sys.argv[1:]
     with RendezvousServer(address, int(port), os.environ.get(KEY), size=1024):

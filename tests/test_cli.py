@@ -41,7 +41,7 @@ def test_version():
         (["build", "--sdist", "/gone", "--no-cache"], "there is no such file"),
     ],
 )
-def test_wrong_arguments_are_status_2_and_said_briefly(arguments, expected):
+def test_wrong_arguments_are_status_2_with_a_short_error(arguments, expected):
     answer = run(*arguments)
     assert answer.returncode == 2
     assert expected in answer.stderr
@@ -57,7 +57,7 @@ def test_list_fixes_names_all_of_them():
         assert fix.source in answer.stdout
 
 
-def test_a_reader_that_has_enough_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
     job = subprocess.Popen(
         [sys.executable, "-m", "hvdkit", "doctor", "--json"],
         stdout=subprocess.PIPE,

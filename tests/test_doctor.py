@@ -6,15 +6,11 @@ import sys
 from rich.console import Console
 
 from hvdkit import doctor
+from hvdkit.diagnostics import ERROR, OK, WARNING, Diagnostic, has_error, show
 from hvdkit.engine import describe
-from hvdkit.findings import ERROR, OK, WARNING, Finding, has_error, show
 
 
-def finding(name, findings):
-    return next(f for f in findings if f.name == name)
-
-
-def test_this_machine_is_looked_at_from_top_to_bottom():
+def test_doctor_checks_this_machine():
     answer = subprocess.run(
         [sys.executable, "-m", "hvdkit", "doctor", "--json"],
         capture_output=True,
@@ -32,7 +28,7 @@ def test_this_machine_is_looked_at_from_top_to_bottom():
     assert (answer.returncode == 1) == (report["status"] == "error")
 
 
-def test_a_missing_horovod_is_an_error_that_says_what_to_run(monkeypatch):
+def test_a_missing_horovod_is_an_error_with_advice(monkeypatch):
     monkeypatch.setattr(describe, "installed", lambda: None)
     (found,) = doctor._horovod([])
     assert found.status == ERROR
@@ -54,7 +50,7 @@ def test_a_hostname_that_does_not_resolve_is_a_warning():
     assert "does not resolve" in doctor._hostname(resolve).found
 
 
-def test_headers_are_missed_only_for_a_build(tmp_path, monkeypatch):
+def test_missing_headers_are_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     found = doctor._python()
     assert found.status == WARNING
@@ -77,13 +73,13 @@ def test_an_extension_that_does_not_load_is_an_error(tmp_path, monkeypatch):
     assert "hvdkit build" in found.advice
 
 
-def test_what_is_shown_has_advice_below_the_line():
+def test_advice_is_shown_below_the_line():
     out = io.StringIO()
-    findings = [
-        Finding("one", OK, "fine"),
-        Finding("two", WARNING, "[odd]", "do this"),
+    diagnostics = [
+        Diagnostic("one", OK, "fine"),
+        Diagnostic("two", WARNING, "[odd]", "do this"),
     ]
-    show(findings, Console(file=out, width=200))
+    show(diagnostics, Console(file=out, width=200))
     lines = out.getvalue().splitlines()
     assert lines[0].split() == ["ok", "one", "fine"]
     assert lines[1].split() == ["warning", "two", "[odd]"]

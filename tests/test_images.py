@@ -1,4 +1,4 @@
-"""The images of docker/: what can be said of them without an engine, and one that is built."""
+"""The images of docker/: checks of their files, and the build of one image."""
 
 import os
 import shutil
@@ -27,13 +27,13 @@ def entrypoint(*command, **variables):
     return answer, time.monotonic() - began
 
 
-def test_the_entrypoint_runs_the_command_and_passes_its_status_on():
+def test_the_entrypoint_runs_the_command_and_returns_its_status():
     answer, _ = entrypoint("sh", "-c", "echo $1; exit 75", "-", "a b")
     assert answer.stdout == "a b\n"
     assert answer.returncode == 75
 
 
-def test_the_entrypoint_waits_for_names_and_says_which_does_not_come(tmp_path):
+def test_the_entrypoint_waits_for_names_and_reports_a_missing_one(tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("# two hosts\nlocalhost slots=2\nno-such-host.invalid:1\n")
     answer, seconds = entrypoint(
@@ -55,7 +55,7 @@ def test_the_compose_file_has_two_nodes_that_differ_in_name_only():
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
-def test_all_that_is_copied_exists_and_is_sent_to_the_builder(name):
+def test_copied_files_exist_and_are_sent_to_the_builder(name):
     sent = [
         line[1:]
         for line in (ROOT / ".dockerignore").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""hvdkit is a house of floors (see CONTRIBUTING): what may import what, checked."""
+"""The architecture (see CONTRIBUTING): each package imports only from layers below its own."""
 
 import ast
 import subprocess
@@ -12,14 +12,15 @@ from hvdkit.engine.describe import installed
 PACKAGE = Path(__file__).parents[1] / "hvdkit"
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod"}
 
-#: Room -> the floor it is on. A room imports from lower floors, and from those that ALLOWED names.
-FLOORS = {
+#: Package or module -> its layer. It may import from lower layers, and as ALLOWED.
+LAYERS = {
     "errors": 0,
-    "findings": 0,
+    "diagnostics": 0,
     "mesh": 0,
     "processes": 0,
     "ranks": 0,
     "rendezvous": 0,
+    "signals": 0,
     "core": 1,
     "engine": 1,
     "checkpoint": 1,
@@ -42,29 +43,31 @@ ALLOWED = {
     ("checkpoint", "core"),
     ("cli", "bench"),
     ("launch", "engine"),
-    # Keras runs on either framework's adapter only at its user's choice, never both.
+    # hvdkit.keras imports one of the two adapters, for the user's Keras backend.
     ("keras", "torch"),
     ("keras", "tensorflow"),
 }
-#: A folder that belongs to another room than the one that it is in: a path of horovod's that
-#: scripts import, kept for them.
+#: A folder that belongs to another package than its parent. Scripts import it by Horovod's path.
 BELONGS_TO = {"tensorflow/keras": "keras"}
-#: Module -> the room above it that its functions import from, each only when it is called.
-SEAMS = {"tensorflow/optimizer.py": "keras"}
-FRAMEWORK_FREE = {room for room, floor in FLOORS.items() if floor < 2}
+#: Module -> the package of a higher layer that its functions import when they are called.
+LAZY_IMPORTS = {"tensorflow/optimizer.py": "keras"}
+FRAMEWORK_FREE = {package for package, layer in LAYERS.items() if layer < 2}
 
 
-def rooms():
+def packages():
     found = {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
     return found | {p.stem for p in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
 
 
-def modules_of(room):
-    single = PACKAGE / f"{room}.py"
+def modules_of(package):
+    single = PACKAGE / f"{package}.py"
     if single.exists():
         return [single]
-    folders = [PACKAGE / room, *(PACKAGE / f for f, owner in BELONGS_TO.items() if owner == room)]
-    others = [PACKAGE / f for f, owner in BELONGS_TO.items() if owner != room]
+    folders = [
+        PACKAGE / package,
+        *(PACKAGE / f for f, owner in BELONGS_TO.items() if owner == package),
+    ]
+    others = [PACKAGE / f for f, owner in BELONGS_TO.items() if owner != package]
     return sorted(
         path
         for folder in folders
@@ -74,8 +77,8 @@ def modules_of(room):
 
 
 def imports_of(path):
-    """Absolute names of what a module imports, wherever in it, and whether a function does it."""
-    package = ["hvdkit", *path.relative_to(PACKAGE).parent.parts]
+    """Yield the absolute names that a module imports, and whether a function imports them."""
+    parents = ["hvdkit", *path.relative_to(PACKAGE).parent.parts]
     tree = ast.parse(path.read_text())
     in_functions = {
         id(node)
@@ -88,7 +91,7 @@ def imports_of(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, in_function) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
+            base = parents[: len(parents) - node.level + 1] if node.level else []
             start = ".".join([*base, *([node.module] if node.module else [])])
             yield start, in_function
             yield from ((f"{start}.{alias.name}", in_function) for alias in node.names)
@@ -100,35 +103,35 @@ def run_python(code):
     ).stdout
 
 
-def test_every_room_has_a_floor():
-    assert rooms() <= FLOORS.keys()
+def test_every_package_has_a_layer():
+    assert packages() <= LAYERS.keys()
 
 
-@pytest.mark.parametrize("room", sorted(rooms()))
-def test_a_room_imports_only_from_rooms_below(room):
+@pytest.mark.parametrize("package", sorted(packages()))
+def test_a_package_imports_only_from_lower_layers(package):
     wrong = []
-    for path in modules_of(room):
+    for path in modules_of(package):
         module = path.relative_to(PACKAGE).as_posix()
         for name, in_function in imports_of(path):
             parts = name.split(".")
-            if parts[0] != "hvdkit" or len(parts) < 2 or parts[1] not in FLOORS:
+            if parts[0] != "hvdkit" or len(parts) < 2 or parts[1] not in LAYERS:
                 continue
             other = BELONGS_TO.get("/".join(parts[1:3]), parts[1])
-            if SEAMS.get(module) == other and in_function:
+            if LAZY_IMPORTS.get(module) == other and in_function:
                 continue
-            below = FLOORS[other] < FLOORS[room] or (room, other) in ALLOWED
-            if other != room and not below:
+            below = LAYERS[other] < LAYERS[package] or (package, other) in ALLOWED
+            if other != package and not below:
                 wrong.append(f"{module} imports {name}")
     assert not wrong
 
 
-@pytest.mark.parametrize("room", sorted(rooms() & FRAMEWORK_FREE))
-def test_framework_free_rooms_load_no_framework(room):
+@pytest.mark.parametrize("package", sorted(packages() & FRAMEWORK_FREE))
+def test_framework_free_packages_load_no_framework(package):
     names = [
         ".".join(["hvdkit", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(
             ".__init__"
         )
-        for path in modules_of(room)
+        for path in modules_of(package)
     ]
     code = "; ".join(f"import {name}" for name in names)
     loaded = run_python(f"{code}; import sys; print(*sys.modules)").split()
@@ -145,7 +148,7 @@ def test_hvdkit_is_imported_in_a_fifth_of_a_second():
     assert not FRAMEWORKS & {name.split(".")[0] for name in runs[0][1:]}
 
 
-def test_the_tensorflow_adapter_loads_neither_pytorch_nor_the_room_above():
+def test_the_tensorflow_adapter_loads_neither_pytorch_nor_keras():
     engine = installed()
     if engine is None or "tensorflow" not in engine.frameworks:
         pytest.skip("no Horovod for TensorFlow here: run `hvdkit build`")

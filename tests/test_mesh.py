@@ -4,11 +4,11 @@ import time
 import pytest
 
 from hvdkit import mesh
-from hvdkit.mesh import Incomplete, Meshes, Place
+from hvdkit.mesh import IncompleteMesh, Meshes, MeshMember
 
 
 def addresses(rank, size):
-    """At which `rank` listens for each of the others."""
+    """Return the addresses where `rank` listens for each other rank."""
     return b"".join(b"%2d for %2d" % (rank, other) for other in range(size) if other != rank)
 
 
@@ -16,22 +16,22 @@ def expected(rank, size):
     return b"".join(b"%2d for %2d" % (other, rank) for other in range(size) if other != rank)
 
 
-def places(size, attempt="a", scope="global"):
-    return [Place(scope, size, rank, attempt) for rank in range(size)]
+def members(size, attempt="a", scope="global"):
+    return [MeshMember(scope, size, rank, attempt) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_each_rank_gets_the_addresses_meant_for_it(size):
     meshes = Meshes()
-    for place in places(size):
-        meshes.put(place, addresses(place.rank, size))
-    for place in places(size):
-        assert meshes.get(place, 0) == expected(place.rank, size)
+    for member in members(size):
+        meshes.put(member, addresses(member.rank, size))
+    for member in members(size):
+        assert meshes.get(member, 0) == expected(member.rank, size)
 
 
 def test_get_waits_for_the_last_rank():
     meshes = Meshes()
-    first, last = places(2)
+    first, last = members(2)
     meshes.put(first, addresses(0, 2))
     late = threading.Timer(0.2, meshes.put, (last, addresses(1, 2)))
     late.start()
@@ -41,34 +41,34 @@ def test_get_waits_for_the_last_rank():
 
 def test_the_missing_ranks_are_named():
     meshes = Meshes()
-    everyone = places(40)
-    for place in (everyone[0], everyone[2]):
-        meshes.put(place, addresses(place.rank, 40))
+    all_40 = members(40)
+    for member in (all_40[0], all_40[2]):
+        meshes.put(member, addresses(member.rank, 40))
     shown = "ranks 1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17 and 22 more of 40 did not"
-    with pytest.raises(Incomplete, match=shown):
-        meshes.get(everyone[0], 0.01)
+    with pytest.raises(IncompleteMesh, match=shown):
+        meshes.get(all_40[0], 0.01)
 
 
-def test_a_rank_that_gave_up_is_not_given_to_others():
+def test_a_rank_whose_wait_timed_out_is_not_given_to_others():
     meshes = Meshes()
-    first, last = places(2)
+    first, last = members(2)
     meshes.put(first, addresses(0, 2))
-    with pytest.raises(Incomplete):
+    with pytest.raises(IncompleteMesh):
         meshes.get(first, 0.01)
     meshes.put(last, addresses(1, 2))
-    with pytest.raises(Incomplete, match="rank 0 of 2"):
+    with pytest.raises(IncompleteMesh, match="rank 0 of 2"):
         meshes.get(last, 0.01)
 
 
-def test_ranks_that_come_again_do_not_get_the_addresses_of_before():
+def test_ranks_that_join_again_do_not_get_old_addresses():
     meshes = Meshes()
-    before, again = places(2, "a"), places(2, "b")
-    for place in before:
-        meshes.put(place, addresses(place.rank, 2))
+    before, again = members(2, "a"), members(2, "b")
+    for member in before:
+        meshes.put(member, addresses(member.rank, 2))
     assert meshes.get(before[0], 0)
-    # Rank 0 is quick: it comes again before rank 1 has asked for the first time.
+    # Rank 0 is fast: it joins again before rank 1 has got its first answer.
     meshes.put(again[0], b"new of 0")
-    with pytest.raises(Incomplete, match="rank 1 of 2"):
+    with pytest.raises(IncompleteMesh, match="rank 1 of 2"):
         meshes.get(again[0], 0.01)
     meshes.put(again[0], b"new of 0")
     assert meshes.get(before[1], 0) == expected(1, 2)
@@ -79,53 +79,56 @@ def test_ranks_that_come_again_do_not_get_the_addresses_of_before():
 
 def test_requests_may_be_repeated():
     meshes = Meshes()
-    for place in [*places(2), *places(2)]:
-        meshes.put(place, addresses(place.rank, 2))
-    assert [meshes.get(place, 0) for place in places(2) * 2] == [expected(0, 2), expected(1, 2)] * 2
+    for member in [*members(2), *members(2)]:
+        meshes.put(member, addresses(member.rank, 2))
+    assert [meshes.get(member, 0) for member in members(2) * 2] == [
+        expected(0, 2),
+        expected(1, 2),
+    ] * 2
 
 
-def test_what_all_have_got_is_forgotten_after_a_while(monkeypatch):
+def test_a_mesh_is_deleted_a_while_after_all_answers(monkeypatch):
     meshes = Meshes()
-    for place in places(2):
-        meshes.put(place, addresses(place.rank, 2))
-    for place in places(2):
-        meshes.get(place, 0)
-        meshes.left(place)
+    for member in members(2):
+        meshes.put(member, addresses(member.rank, 2))
+    for member in members(2):
+        meshes.get(member, 0)
+        meshes.mark_answered(member)
     meshes.forget()
-    # An answer may have been lost on the way.
-    assert meshes.get(places(2)[0], 0) == expected(0, 2)
+    # Kept, as an answer may have been lost.
+    assert meshes.get(members(2)[0], 0) == expected(0, 2)
     monkeypatch.setattr(mesh, "_KEPT_SECONDS", 0.0)
     meshes.forget()
     with pytest.raises(LookupError):
-        meshes.get(places(2)[0], 0)
+        meshes.get(members(2)[0], 0)
     assert meshes.registered() == {0, 1}
 
 
-def test_meshes_of_other_names_and_sizes_are_others():
+def test_meshes_differ_by_name_and_size():
     meshes = Meshes()
     for scope, size in (("global", 2), ("global", 3), ("local_a", 2)):
-        meshes.put(Place(scope, size, 0, "a"), addresses(0, size))
+        meshes.put(MeshMember(scope, size, 0, "a"), addresses(0, size))
     for scope, size in (("global", 2), ("global", 3), ("local_a", 2)):
-        with pytest.raises(Incomplete, match=f"of {size} did not come to the mesh '{scope}'"):
-            meshes.get(Place(scope, size, 0, "a"), 0)
+        with pytest.raises(IncompleteMesh, match=f"of {size} did not join the mesh '{scope}'"):
+            meshes.get(MeshMember(scope, size, 0, "a"), 0)
 
 
 @pytest.mark.parametrize(
-    ("place", "given"),
+    ("member", "given"),
     [
-        (Place("global", 2, 2, "a"), b"x"),
-        (Place("global", 3, 0, "a"), b"xyz"),
-        (Place("global", 3, 0, "a"), b""),
+        (MeshMember("global", 2, 2, "a"), b"x"),
+        (MeshMember("global", 3, 0, "a"), b"xyz"),
+        (MeshMember("global", 3, 0, "a"), b""),
     ],
 )
-def test_places_and_addresses_that_cannot_be(place, given):
-    with pytest.raises(ValueError, match=f"rank {place.rank} of {place.size}"):
-        Meshes().put(place, given)
+def test_invalid_ranks_and_addresses(member, given):
+    with pytest.raises(ValueError, match=f"rank {member.rank} of {member.size}"):
+        Meshes().put(member, given)
 
 
-def test_addresses_of_another_length_than_those_of_others():
+def test_addresses_of_different_lengths():
     meshes = Meshes()
-    first, last = places(2)
+    first, last = members(2)
     meshes.put(first, b"1234")
     with pytest.raises(ValueError, match="rank 1 of 2: 3 bytes"):
         meshes.put(last, b"123")
@@ -133,10 +136,10 @@ def test_addresses_of_another_length_than_those_of_others():
 
 def test_close_ends_all_waiting():
     meshes = Meshes()
-    place = places(2)[0]
-    meshes.put(place, addresses(0, 2))
+    member = members(2)[0]
+    meshes.put(member, addresses(0, 2))
     threading.Timer(0.2, meshes.close).start()
-    began = time.monotonic()
-    with pytest.raises(Incomplete, match="because the job does"):
-        meshes.get(place, 30)
-    assert time.monotonic() < began + 10
+    started = time.monotonic()
+    with pytest.raises(IncompleteMesh, match="because the job does"):
+        meshes.get(member, 30)
+    assert time.monotonic() < started + 10

@@ -27,7 +27,7 @@ def python(code):
 
 
 def running(pid):
-    """Whether a process is alive; one that nobody has waited for yet is not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -37,7 +37,7 @@ def running(pid):
 def wait_for_output(group, size):
     deadline = time.monotonic() + 20
     while not all(group.output(rank).strip() for rank in range(size)):
-        assert time.monotonic() < deadline, "a rank says nothing"
+        assert time.monotonic() < deadline, "a rank has no output"
         time.sleep(0.05)
 
 
@@ -69,7 +69,7 @@ def test_ranks_get_the_given_environment_and_folder(start, tmp_path):
     assert controller in ("gloo", "mpi")
 
 
-def test_a_place_in_another_job_is_not_inherited(start):
+def test_rank_variables_of_another_job_are_not_inherited(start):
     env = {**os.environ, "HOROVOD_CROSS_RANK": "7", "OMPI_COMM_WORLD_RANK": "7", "PMIX_RANK": "7"}
     places = "('HOROVOD_CROSS_RANK', 'OMPI_COMM_WORLD_RANK', 'PMIX_RANK')"
     (result,) = start(python(f"print(*map(os.environ.get, {places}))"), 1, env=env).wait(timeout=30)
@@ -81,10 +81,10 @@ def test_the_rank_that_fails_is_named_with_its_last_lines(start):
         "print('\\n'.join(f'line {i}' for i in range(50)), flush=True);"
         "sys.exit(3) if rank == 1 else time.sleep(60)"
     )
-    began = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         start(python(code), 3).wait(timeout=50, failure_grace=0.5)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - started < 20
     failure = caught.value
     assert failure.failed == [1]
     assert not failure.timed_out
@@ -102,17 +102,17 @@ def test_ranks_that_fail_are_listed_in_the_order_of_their_ends():
     assert caught.value.failed == [3, 2, 1]
 
 
-def test_a_signal_is_told_from_an_exit_status(start):
+def test_a_signal_is_not_an_exit_status(start):
     with pytest.raises(RanksFailed, match=r"rank 0 \(killed by signal 11 \(Segmentation fault\)\)"):
         start(python("os.kill(os.getpid(), 11)"), 1).wait(timeout=30)
 
 
-def test_wait_has_a_deadline_and_ends_everything_that_was_started(start):
+def test_wait_has_a_timeout_and_ends_all_processes(start):
     # A child that has left the rank's session and process group, and one that ignores SIGTERM.
-    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+    ignoring = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
     code = (
         "a = subprocess.Popen(['sleep', '60'], start_new_session=True);"
-        f"b = subprocess.Popen([sys.executable, '-c', {stubborn!r}]);"
+        f"b = subprocess.Popen([sys.executable, '-c', {ignoring!r}]);"
         "print(os.getpid(), a.pid, b.pid, flush=True); time.sleep(60)"
     )
     group = start(python(code), 2)
@@ -150,7 +150,7 @@ def test_stop_gives_ranks_time_to_clean_up(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cleaned.0", "cleaned.1"]
 
 
-def test_nothing_is_left_of_a_group(start, tmp_path, monkeypatch):
+def test_no_file_of_a_group_is_left(start, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with start(python("time.sleep(60)"), 2):
         assert list(tmp_path.iterdir())

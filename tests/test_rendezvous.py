@@ -18,7 +18,7 @@ from hvdkit.launch.gloo import place_variables
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.network import LOOPBACK
 from hvdkit.launch.plan import make_plan
-from hvdkit.processes import without_place
+from hvdkit.processes import without_rank_variables
 from hvdkit.ranks import RankCommand, start_ranks
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
@@ -47,16 +47,16 @@ def test_rendezvous_server_keeps_values_under_scope_and_key():
         assert request(server, "GET", "/local/0") == (200, b"other")
 
 
-def raw(server, said):
-    """What the server answers to these bytes, until it closes the connection."""
+def raw(server, data):
+    """Send these bytes; return all bytes of the answer."""
     with socket.create_connection((server.address, server.port), timeout=5) as line:
-        line.sendall(said)
+        line.sendall(data)
         line.shutdown(socket.SHUT_WR)
         return line.makefile("rb").read()
 
 
 @pytest.mark.parametrize(
-    ("said", "status"),
+    ("data", "status"),
     [
         (b"PUT /global/1 HTTP/1.0\r\n\r\n", b"411"),
         (b"PUT /global/1 HTTP/1.0\r\nContent-Length: -5\r\n\r\nhello", b"411"),
@@ -64,14 +64,14 @@ def raw(server, said):
         (b"PUT /global/1 HTTP/1.0\r\nContent-Length: 9\r\n\r\nhello", b""),
         (b"POST / HTTP/1.0\r\n\r\n", b"501"),
         (b"\xff" * 70_000, b"414"),
-        # Digits, but none that number ranks.
+        # A digit of Unicode that is not a number of a rank.
         (b"PUT /global/\xb2 HTTP/1.0\r\nContent-Length: 1\r\n\r\nx", b"200"),
         (b"PUT /mesh/2.a.0.global HTTP/1.0\r\nContent-Length: 9\r\n\r\nhello", b"403"),
     ],
 )
-def test_strangers_do_not_disturb_the_ranks(said, status, capfd):
+def test_strangers_do_not_disturb_the_ranks(data, status, capfd):
     with RendezvousServer() as server:
-        assert status in raw(server, said).partition(b"\r\n")[0]
+        assert status in raw(server, data).partition(b"\r\n")[0]
         assert server.without_key() == set()
         assert request(server, "PUT", "/global/0", b"address") == (200, b"")
         assert server.without_key() == {0}
@@ -79,7 +79,7 @@ def test_strangers_do_not_disturb_the_ranks(said, status, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_connection_that_takes_too_long_is_cut(monkeypatch):
+def test_a_connection_that_takes_too_long_is_closed(monkeypatch):
     monkeypatch.setattr(rendezvous, "_REQUEST_SECONDS", 0.2)
     with RendezvousServer() as server:
         with socket.create_connection((server.address, server.port), timeout=5) as line:
@@ -88,7 +88,7 @@ def test_a_connection_that_takes_too_long_is_cut(monkeypatch):
         assert request(server, "GET", "/global/0") == (404, b"")
 
 
-def test_there_is_an_end_to_connections(monkeypatch):
+def test_the_number_of_connections_is_limited(monkeypatch):
     monkeypatch.setattr(rendezvous, "_OTHER_CONNECTIONS", 0)
     with RendezvousServer(size=1) as server:
         held = [socket.create_connection((server.address, server.port)) for _ in range(3)]
@@ -102,10 +102,10 @@ def test_there_is_an_end_to_connections(monkeypatch):
                 assert request(server, "GET", "/global/0") == (404, b"")
                 break
             except OSError:
-                continue  # the server has not seen yet that the others are gone
+                continue  # the server may not yet have noticed the closed connections
 
 
-def test_no_name_server_is_asked(monkeypatch):
+def test_no_name_is_looked_up(monkeypatch):
     monkeypatch.setattr(socket, "getfqdn", lambda name="": pytest.fail("asked for a name"))
     RendezvousServer().close()
 
@@ -132,7 +132,7 @@ def test_gloo_environment_of_a_rank_on_the_second_of_two_hosts():
     assert gloo_environment(0, 1, "10.0.0.1", 99, key="secret")[rendezvous.KEY] == "secret"
 
 
-# The exchange mesh by mesh
+# The exchange per mesh
 
 
 def test_two_ranks_exchange_addresses():
@@ -148,18 +148,18 @@ def test_two_ranks_exchange_addresses():
 
 
 @pytest.mark.parametrize("key", [None, "", "0" * 32, "\xff"])
-def test_one_without_the_key_cannot_join_a_mesh(key):
+def test_a_rank_without_the_key_cannot_join_a_mesh(key):
     with RendezvousServer() as server:
-        status, said = request(server, "PUT", "/mesh/2.abc.0.global", b"mine", key)
-        assert (status, said) == (403, b"this is not the job's key (HVDKIT_RENDEZVOUS_KEY)")
+        status, data = request(server, "PUT", "/mesh/2.abc.0.global", b"mine", key)
+        assert (status, data) == (403, b"this is not the job's key (HVDKIT_RENDEZVOUS_KEY)")
         assert server.registered() == set()
-        # Nor with the protocol that everybody may use.
+        # Nor with the protocol without a key.
         assert request(server, "PUT", "/global/0", b"mine") == (200, b"")
         assert server.without_key() == {0}
         request(server, "PUT", "/mesh/2.abc.1.global", b"of 1", server.key)
-        status, said = request(server, "GET", "/mesh/2.abc.1.global?10", key=server.key)
+        status, data = request(server, "GET", "/mesh/2.abc.1.global?10", key=server.key)
         assert status == 408
-        assert said.startswith(b"rank 0 of 2 did not come to the mesh 'global' within 0.01 s")
+        assert data.startswith(b"rank 0 of 2 did not join the mesh 'global' within 0.01 s")
 
 
 @pytest.mark.parametrize(
@@ -218,17 +218,17 @@ def test_a_slow_client_does_not_keep_the_server_from_closing():
     waiting.close()
 
 
-def test_a_very_long_wait_is_a_wait(monkeypatch):
+def test_a_very_long_timeout_is_limited(monkeypatch):
     monkeypatch.setattr(rendezvous, "_LONGEST_WAIT", 0.1)
     with RendezvousServer() as server:
         request(server, "PUT", "/mesh/2.abc.0.global", b"x", server.key)
-        status, said = request(server, "GET", f"/mesh/2.abc.0.global?{10**15}", key=server.key)
-        assert (status, b"within 0.1 s" in said) == (408, True)
+        status, data = request(server, "GET", f"/mesh/2.abc.0.global?{10**15}", key=server.key)
+        assert (status, b"within 0.1 s" in data) == (408, True)
 
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    """The engine's client for many ranks at once, without the engine."""
+    """Build a program that runs the engine's client for many ranks."""
     program = tmp_path_factory.mktemp("driver") / "driver"
     flags = ("-O2", "-std=c++17", "-pthread", "-Wall", "-Wextra", "-Werror")
     subprocess.run([find_compiler().path, *flags, str(DRIVER), "-o", str(program)], check=True)
@@ -262,21 +262,21 @@ def test_many_ranks_get_the_right_addresses(driver, size):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_the_client_says_what_is_wrong(driver):
+def test_the_client_reports_errors(driver):
     with RendezvousServer() as server:
         late = play(driver, server, 4, 1, 3, seconds=1)
         other = play(driver, server, 4, 0, 1, key="another")
-        assert "rank 0: rendezvous at 127.0.0.1" in (said := other.communicate(timeout=20)[1])
-        assert "this is not the job's key" in said
-        said = late.communicate(timeout=20)[1].splitlines()
-        assert len(said) == 2
-        # The second to give up misses the first one, too.
-        assert any("ranks 0, 3 of 4 did not come to the mesh 'global'" in line for line in said)
+        assert "rank 0: rendezvous at 127.0.0.1" in (data := other.communicate(timeout=20)[1])
+        assert "this is not the job's key" in data
+        data = late.communicate(timeout=20)[1].splitlines()
+        assert len(data) == 2
+        # For the second rank to fail, the first one is missing too.
+        assert any("ranks 0, 3 of 4 did not join the mesh 'global'" in line for line in data)
     gone = play(driver, server, 4, 0, 1, seconds=1)
     assert "Connection refused" in gone.communicate(timeout=20)[1]
 
 
-def test_the_client_waits_for_a_server_that_comes_late(driver):
+def test_the_client_waits_for_a_late_server(driver):
     with RendezvousServer() as server:
         pass
     ranks = play(driver, server, 2, 0, 2)
@@ -296,16 +296,16 @@ def needs_the_engine():
 
 
 def start(server, code, size=2, hosts=(2,), **variables):
-    """Ranks that run `code`, as if on hosts of which each has so many."""
+    """Start ranks that run `code`, as if on hosts with these numbers of ranks."""
     plan = make_plan(["x"], "/", [Host(f"host{i}", slots) for i, slots in enumerate(hosts)], size)
-    base = without_place(os.environ) | {"OMP_NUM_THREADS": "1"}
+    base = without_rank_variables(os.environ) | {"OMP_NUM_THREADS": "1"}
     places = place_variables(plan, server.address, server.port, server.key)
     command = [sys.executable, "-c", code]
     ranks = [base | places(place, LOOPBACK) | variables for place in plan.places]
     return start_ranks([RankCommand(command, env) for env in ranks])
 
 
-RANK_THAT_ENTERS = """
+ALLREDUCE = """
 import psutil, torch
 import horovod.torch as hvd
 for _ in range(2):
@@ -317,7 +317,7 @@ for _ in range(2):
 """
 
 
-def test_each_rank_asks_twice_per_mesh(monkeypatch):
+def test_each_rank_sends_two_requests_per_mesh(monkeypatch):
     needs_the_engine()
     asked = Counter()
     answer = rendezvous._Handler.send_response
@@ -328,10 +328,10 @@ def test_each_rank_asks_twice_per_mesh(monkeypatch):
 
     monkeypatch.setattr(rendezvous._Handler, "send_response", counted)
     with RendezvousServer() as server:
-        group = start(server, RANK_THAT_ENTERS, size=4, hosts=(2, 2))
+        group = start(server, ALLREDUCE, size=4, hosts=(2, 2))
         results = group.wait(timeout=120)
     for rank, result in enumerate(results):
-        # Connected with three in the mesh of all, and one each in those of host and local rank.
+        # Connected to three ranks in the mesh of all, and one each by host and by local rank.
         assert result.output.splitlines()[-2:] == [f"4 {rank % 2} {rank // 2} 10 5"] * 2
     scopes = ("global", "local_host0", "local_host1", "cross_0", "cross_1")
     ranks = dict.fromkeys(scopes, 2) | {"global": 4}
@@ -340,7 +340,7 @@ def test_each_rank_asks_twice_per_mesh(monkeypatch):
     }
 
 
-RANK_THAT_WAITS = """
+INIT = """
 import horovod.torch as hvd
 try:
     hvd.init()
@@ -349,13 +349,13 @@ except Exception as error:
 """
 
 
-def test_a_rank_that_waits_in_vain_raises():
+def test_a_timeout_raises():
     needs_the_engine()
     with RendezvousServer() as server:
-        base = without_place(os.environ) | {"HOROVOD_GLOO_TIMEOUT_SECONDS": "1"}
+        base = without_rank_variables(os.environ) | {"HOROVOD_GLOO_TIMEOUT_SECONDS": "1"}
         env = base | gloo_environment(0, 2, server.address, server.port, key=server.key)
         done = subprocess.run(
-            [sys.executable, "-c", RANK_THAT_WAITS],
+            [sys.executable, "-c", INIT],
             env=env,
             capture_output=True,
             text=True,
@@ -364,17 +364,17 @@ def test_a_rank_that_waits_in_vain_raises():
         )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "ValueError"
-    assert "rank 1 of 2 did not come to the mesh 'global' within" in done.stderr
+    assert "rank 1 of 2 did not join the mesh 'global' within" in done.stderr
 
 
 @pytest.mark.parametrize("key", [None, "of our own job"], ids=["other server", "other key"])
 def test_ranks_of_an_engine_without_this_exchange(key):
-    """They ask as Horovod does, where the server does not know the exchange or they no key."""
+    """They use Horovod's protocol if the server or the ranks do not support the exchange."""
     needs_the_engine()
     inherited = {} if key is not None else {rendezvous.KEY: "of an outer job"}
     with RendezvousServer(key=key) as server:
         server.key = None  # not given to the ranks
-        results = start(server, RANK_THAT_ENTERS, **inherited).wait(timeout=120)
+        results = start(server, ALLREDUCE, **inherited).wait(timeout=120)
         assert [r.output.splitlines()[-1].split()[3] for r in results] == ["3", "3"]
         assert server.without_key() == {0, 1}
         assert server.registered() == set()

@@ -1,8 +1,17 @@
-"""`hvdkit run`: from a command and a list of hosts to the ranks of a running job.
+"""`hvdkit run`: start the ranks of a job on one or several hosts, and watch them.
 
-`hosts` says where ranks may run, and `plan` gives each its place. `prepare` asks the hosts through
-an `agent` on each, chooses their `network` and gives ranks their `environment`; `preflight` looks
-whether the hosts are ready. Then a launcher, `gloo`, `mpi` or, inside an `allocation`, `slurm`, has
-the agents start the ranks, and `job` watches them until they have ended. `generate` writes files
-for what starts jobs itself.
+The path of `hvdkit run -np 2 python x.py`, downwards:
+
+1. `cli` parses the options (`arguments`, `config_file`) and calls `command.run`.
+2. `command` reads the `hosts` (or an `allocation`), and `plan` gives each rank its place on a host.
+3. `command` chooses a `launcher`: `gloo`, `mpi` or `slurm`. The next steps are those of `gloo`.
+4. `prepare` starts an `agent` on each host, through the `agent_pool`. A `connection` to an agent is
+   a local process, or a process over `ssh`. `messages` is their protocol.
+5. Each agent answers with its `host_facts`. `prepare` chooses the `network` from them, and makes
+   the `environment` of each rank. `preflight` checks several hosts (`inspection`).
+6. `gloo` starts the rendezvous server and sends `start`. The agents start the ranks.
+7. `job` shows the `output` of the ranks, handles signals and `failures`, and returns the outcome.
+
+With `mpi`, `slurm` and `--nodes` (`nodes`), other programs start the agents, which connect to the
+`listener` of the launcher. `generate` writes job files for Slurm and Kubernetes.
 """

@@ -1,7 +1,7 @@
-"""The allocation of a batch system, read from its variables.
+"""The allocation of a batch system, read from environment variables.
 
-Slurm starts the ranks itself, with srun, so `read` finds nodes, tasks and CPUs. `batch_hosts` finds
-the hosts and slots of PBS, LSF and SGE; ranks are started there over ssh, or by an MPI.
+`read` returns the nodes, tasks and CPUs of Slurm, where srun starts the ranks. `batch_hosts`
+returns the hosts and slots of PBS, LSF and SGE, where ranks are started over ssh or by an MPI.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from hvdkit.errors import UsageError
 from hvdkit.launch.hosts import Host, total_slots
 
-# Slurm's numbers for what is no step that srun has started (salloc's shell, the batch script).
+# Slurm's first step number for salloc's shell, the batch script and the like.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
@@ -25,11 +25,12 @@ class Allocation:
     """An allocation of Slurm.
 
     Attributes:
-        hosts: its nodes; slots are the tasks that it has on each.
-        cpus: by node, the CPUs that it has there.
-        cpus_per_task: as the user asked for; None for Slurm's default.
-        pins_gpus: each task sees its own GPUs only.
-        inside_step: srun has started us (`srun --pty bash`), so another step has to share.
+        hosts: its nodes; the slots are the tasks on each.
+        cpus: by node, the number of its CPUs.
+        cpus_per_task: the user's number; None for Slurm's default.
+        pins_gpus: whether each task sees its own GPUs only.
+        inside_step: whether srun has started this process (`srun --pty bash`), so that another step
+            must share the resources.
     """
 
     hosts: Sequence[Host]
@@ -40,16 +41,16 @@ class Allocation:
 
 
 def inside(env: Mapping[str, str]) -> bool:
-    """Whether `env` is that of a process inside an allocation."""
+    """Return whether `env` is that of a process inside a Slurm allocation."""
     return "SLURM_JOB_ID" in env
 
 
 def read(env: Mapping[str, str]) -> Allocation:
-    """The allocation that `env` tells of; inside a step, the nodes and tasks of that step.
+    """Return the allocation in `env`; inside a step, the nodes and tasks of that step.
 
     Raises:
-        UsageError: there is none, its variables are not understood, or srun has started more than
-            one of us.
+        UsageError: there is none, its variables are malformed, or srun has started several
+            processes of hvdkit.
     """
     if not inside(env):
         raise UsageError(
@@ -72,7 +73,7 @@ def read(env: Mapping[str, str]) -> Allocation:
             f"about {len(tasks)}; is one of them set by hand?"
         )
     hosts = [Host(name, count) for name, count in zip(names, tasks, strict=True)]
-    # About all nodes of the job, also within a step.
+    # This variable lists all nodes of the job, also within a step.
     all_names = expand_nodes(_needed(env, "SLURM_JOB_NODELIST"))
     cpus = dict(
         zip(all_names, expand_counts(_needed(env, "SLURM_JOB_CPUS_PER_NODE")), strict=False)
@@ -99,14 +100,14 @@ def _needed(env: Mapping[str, str], name: str) -> str:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """The names in a list of nodes, as Slurm writes it: `a[1-3,05],b07,rack[1-2]n[1-4]`.
+    """Return the names in a node list of Slurm: `a[1-3,05],b07,rack[1-2]n[1-4]`.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the list is malformed.
     """
     found = [name for part in _parts(text) for name in _names(part, text)]
     if not found:
-        raise UsageError("the list of nodes is empty; expected e.g. node[01-04]")
+        raise UsageError("the node list is empty; expected e.g. node[01-04]")
     return found
 
 
@@ -118,7 +119,7 @@ def _parts(text: str) -> list[str]:
 def _names(part: str, text: str) -> Iterator[str]:
     if not re.fullmatch(r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+", part):
         raise UsageError(
-            f"the list of nodes is {text!r}, and {part!r} is none; expected e.g. node[01-04,7]"
+            f"the node list is {text!r}, and {part!r} is not a node; expected e.g. node[01-04,7]"
         )
     pieces = re.split(r"\[([^\]]*)\]", part)
     choices = [_numbers(piece) if number % 2 else [piece] for number, piece in enumerate(pieces)]
@@ -135,10 +136,10 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """A number per node, as Slurm writes it: `2(x3),1` is 2, 2, 2, 1.
+    """Return a number per node, from a list of Slurm: `2(x3),1` is 2, 2, 2, 1.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the list is malformed.
     """
     counts: list[int] = []
     for part in text.split(","):
@@ -149,26 +150,26 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
-def check_size(given: Allocation, size: int) -> None:
-    """Raises UsageError where `size` ranks are more than the allocation has tasks."""
-    tasks = total_slots(given.hosts)
+def check_size(allocation: Allocation, size: int) -> None:
+    """Raise UsageError if `size` ranks are more than the tasks of the allocation."""
+    tasks = total_slots(allocation.hosts)
     if size > tasks:
-        shown = ", ".join(f"{host.name}:{host.slots}" for host in given.hosts[:8])
-        more = ", …" if len(given.hosts) > 8 else ""
-        what = "step" if given.inside_step else "allocation"
+        shown = ", ".join(f"{host.name}:{host.slots}" for host in allocation.hosts[:8])
+        more = ", …" if len(allocation.hosts) > 8 else ""
+        kind = "step" if allocation.inside_step else "allocation"
         raise UsageError(
-            f"-np is {size}, and the {what} has {tasks} tasks ({shown}{more}). Lower -np, or ask "
+            f"-np is {size}, and the {kind} has {tasks} tasks ({shown}{more}). Lower -np, or ask "
             f"Slurm for more: --ntasks={size}; on this node alone: --launcher gloo"
         )
 
 
 def batch_hosts(env: Mapping[str, str]) -> tuple[str, list[Host]] | None:
-    """Return the hosts of a PBS, LSF or SGE job, and the name of the variable that tells them.
+    """Return the hosts of a PBS, LSF or SGE job, and the name of the variable that has them.
 
-    None outside of such a job. A host's slots are the number of ranks that it takes.
+    None outside of such a job.
 
     Raises:
-        UsageError: the variable or its file is not understood.
+        UsageError: the variable or its file is malformed.
     """
     for name, parse in _BATCH_SYSTEMS.items():
         if env.get(name):
@@ -182,12 +183,12 @@ def batch_hosts(env: Mapping[str, str]) -> tuple[str, list[Host]] | None:
 
 
 def _pbs(path: str) -> dict[str, int]:
-    """PBS, Torque: a file with a host in each line, as often as it has slots."""
+    """Parse the file of PBS or Torque: a line with the host for each slot."""
     return dict(Counter(Path(path).read_text(encoding="utf-8").split()))
 
 
 def _lsf(text: str) -> dict[str, int]:
-    """LSF: `host1 4 host2 4`; the first may be a launch node with a slot of its own."""
+    """Parse the variable of LSF: `host1 4 host2 4`. A launch node may come first, with one slot."""
     words = text.split()
     slots: Counter[str] = Counter()
     for name, count in zip(words[::2], words[1::2], strict=True):
@@ -196,7 +197,7 @@ def _lsf(text: str) -> dict[str, int]:
 
 
 def _sge(path: str) -> dict[str, int]:
-    """SGE: a file of lines `host slots queue processors`."""
+    """Parse the file of SGE, with lines `host slots queue processors`."""
     slots: Counter[str] = Counter()
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         if line.strip():

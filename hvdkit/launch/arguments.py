@@ -1,4 +1,4 @@
-"""The arguments of `hvdkit run`, and those of `hvdkit doctor` about several hosts."""
+"""The arguments of `hvdkit run`, and those of `hvdkit doctor` for several hosts."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import math
 import sys
 from pathlib import Path
 
-from hvdkit.launch.job import Limits
-from hvdkit.launch.membership import START_SECONDS
+from hvdkit.launch.job import Timeouts
+from hvdkit.launch.nodes.settings import START_SECONDS
 
 HELP = "start the ranks of a job, on this machine or on several, and watch them"
 EXAMPLE = """\
   hvdkit run -np 2 python train.py
   hvdkit run -np 8 -H host1:4,host2:4 python train.py --epochs 10
   hvdkit run --hostfile hosts.txt --output-dir logs/ -x WANDB_API_KEY python train.py
-  hvdkit run train.py                              # a rank for each GPU; as python train.py
-  hvdkit run -np 2 --dry-run python train.py       # what would be done"""
+  hvdkit run train.py                              # a rank for each GPU; runs python train.py
+  hvdkit run -np 2 --dry-run python train.py       # print the plan"""
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    """The arguments of `hvdkit run`."""
+    """Add the arguments of `hvdkit run`."""
     verb.add_argument(
         "-np",
         "--num-proc",
         type=_count,
         metavar="N",
         help="number of ranks (default, and `auto`: all slots of the hosts or the allocation; else "
-        "one for each GPU here, or one)",
+        "one for each GPU of this machine, or one)",
     )
     verb.add_argument(
         "--launcher",
@@ -38,48 +38,54 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the plan and the commands; hosts are asked, nothing is started",
+        help="print the plan and the commands; hosts are contacted, no rank is started",
     )
     _add_host_arguments(verb)
     verb.add_argument(
         "--no-preflight",
         action="store_true",
-        help="start on several hosts without examining them first (`hvdkit doctor --hosts`)",
+        help="start on several hosts without checking them first (`hvdkit doctor --hosts`)",
     )
     nodes_group = verb.add_argument_group("nodes without ssh: the same command on each")
-    nodes_group.add_argument("--nodes", type=int, metavar="N", help="how many there are")
+    nodes_group.add_argument("--nodes", type=int, metavar="N", help="the number of nodes")
     nodes_group.add_argument(
         "--node-rank",
         type=int,
         metavar="R",
-        help="which of them this is, from 0 (default: what Kubernetes' indexed Jobs, SkyPilot or "
-        "Slurm say)",
+        help="the number of this node, from 0 (default: from Kubernetes' indexed Jobs, SkyPilot or "
+        "Slurm)",
     )
     meeting = nodes_group.add_mutually_exclusive_group()
-    meeting.add_argument("--rdzv", metavar="HOST:PORT", help="where node 0 listens")
+    meeting.add_argument("--rdzv", metavar="HOST:PORT", help="the address of node 0")
     meeting.add_argument(
-        "--rdzv-file", type=Path, metavar="FILE", help="where node 0 writes that, on a shared disk"
+        "--rdzv-file",
+        type=Path,
+        metavar="FILE",
+        help="on a shared disk: node 0 writes its address there",
     )
     nodes_group.add_argument(
         "--key-file",
         type=Path,
         metavar="FILE",
-        help="has the job's key, the same on every node (default: $HVDKIT_JOB_KEY)",
+        help="the file with the job's key, the same on every node (default: $HVDKIT_JOB_KEY)",
     )
     mpi_group = verb.add_argument_group("MPI")
     mpi_group.add_argument(
         "--mpirun",
         metavar="FILE",
-        help="of the MPI that Horovod was built with (default: this environment's, or on PATH)",
+        help="the mpirun of Horovod's MPI (default: this environment's, or on PATH)",
     )
     mpi_group.add_argument(
-        "--mpi-args", default="", metavar="ARGS", help="more for mpirun, e.g. '--report-bindings'"
+        "--mpi-args",
+        default="",
+        metavar="ARGS",
+        help="further arguments for mpirun, e.g. '--report-bindings'",
     )
     slurm_group = verb.add_argument_group("Slurm")
     slurm_group.add_argument(
         "--mpi",
         metavar="KIND",
-        help="ranks over MPI, with srun --mpi=KIND: pmix, pmi2 (default: over Gloo)",
+        help="run ranks over MPI, with srun --mpi=KIND: pmix, pmi2 (default: over Gloo)",
     )
     ranks = verb.add_argument_group("the ranks' environment")
     ranks.add_argument(
@@ -88,8 +94,8 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         default=[],
         dest="variables",
         metavar="NAME[=VALUE]",
-        help="forward this variable too; names like *TOKEN* and *KEY* are not otherwise; 'WANDB_*' "
-        "is all that begin so",
+        help="forward this variable; names like *TOKEN* and *KEY* are forwarded only with -x; "
+        "'WANDB_*' forwards all with this prefix",
     )
     ranks.add_argument(
         "--env-file",
@@ -97,24 +103,23 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="lines NAME=VALUE or NAME, as for -x",
+        help="a file with lines NAME=VALUE or NAME, as for -x",
     )
     ranks.add_argument(
         "--pin-gpus",
         action="store_true",
-        help="CUDA_VISIBLE_DEVICES with one GPU per rank, for programs that take a GPU before "
-        "hvd.init() gives them theirs",
+        help="set CUDA_VISIBLE_DEVICES to one GPU per rank, for programs that use a GPU before "
+        "hvd.init()",
     )
     ranks.add_argument(
         "--bind",
         action="store_true",
-        help="bind each rank to cores of one NUMA node, which no other rank has (--dry-run shows "
-        "them)",
+        help="bind each rank to its own cores, of one NUMA node (--dry-run shows them)",
     )
     ranks.add_argument(
         "--no-torch-env",
         action="store_true",
-        help="without RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the others that torchrun sets",
+        help="do not set the variables of torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...",
     )
     output = verb.add_argument_group("output")
     output.add_argument(
@@ -126,22 +131,22 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "--output-dir",
         type=Path,
         metavar="DIR",
-        help="also keep each rank's output in a new folder of DIR, and the first failure",
+        help="write each rank's output, and the first failure, to a new folder of DIR",
     )
     output.add_argument(
         "--debug-rank",
         type=int,
         metavar="R",
-        help="give rank R this terminal, for breakpoint() and input(); the others wait for it as "
-        "long as it takes",
+        help="give rank R this terminal, for breakpoint() and input(); other ranks wait for it "
+        "without a timeout",
     )
     verb.add_argument(
         "--stop-grace",
         type=_seconds,
-        default=Limits.stop,
+        default=Timeouts.stop,
         metavar="S",
-        help="seconds for ranks to stop in order after Ctrl-C, SIGTERM or SIGUSR1 "
-        f"(default: {Limits.stop:g})",
+        help="seconds for an orderly stop of ranks after Ctrl-C, SIGTERM or SIGUSR1 "
+        f"(default: {Timeouts.stop:g})",
     )
     files = verb.add_argument_group("these arguments in a file")
     files.add_argument(
@@ -154,13 +159,13 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "--write-config",
         type=Path,
         metavar="FILE",
-        help="write these arguments to FILE, and start nothing",
+        help="write these arguments to FILE, and start no rank",
     )
-    verb.add_argument("command", nargs=argparse.REMAINDER, help="what every rank runs")
+    verb.add_argument("command", nargs=argparse.REMAINDER, help="the command of every rank")
 
 
 def add_doctor_arguments(verb: argparse.ArgumentParser) -> None:
-    """The arguments of `hvdkit doctor` that are about several hosts."""
+    """Add the arguments of `hvdkit doctor` for several hosts."""
     _add_host_arguments(verb)
     verb.add_argument(
         "--bandwidth", action="store_true", help="measure it between the first two hosts"
@@ -169,7 +174,7 @@ def add_doctor_arguments(verb: argparse.ArgumentParser) -> None:
 
 def _add_host_arguments(verb: argparse.ArgumentParser) -> None:
     where = verb.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", metavar="H:N,…", help="hosts and their slots")
+    where.add_argument("-H", "--hosts", metavar="H:N,…", help="hosts and their numbers of ranks")
     where.add_argument(
         "--hostfile", type=Path, metavar="FILE", help="the same from a file: `host slots=4` lines"
     )
@@ -180,20 +185,20 @@ def _add_host_arguments(verb: argparse.ArgumentParser) -> None:
         "--ssh-arg", action="append", default=[], metavar="ARG", help="e.g. --ssh-arg=-Jgateway"
     )
     network.add_argument(
-        "--python", default=sys.executable, metavar="FILE", help="the Python there (default: ours)"
+        "--python", default=sys.executable, metavar="FILE", help="their Python (default: this one)"
     )
     network.add_argument(
         "--network",
         metavar="NET",
-        help="what ranks talk over: 10.0.0.0/8, eth1 or host1=eth0,host2=ens3 "
+        help="the ranks' network: 10.0.0.0/8, eth1 or host1=eth0,host2=ens3 "
         "(default: the subnet that all hosts are on)",
     )
     network.add_argument(
         "--start-timeout",
         type=_seconds,
         metavar="S",
-        help="seconds for hosts to answer, and for ranks to follow the first one "
-        f"(default: {Limits.start:g}; for --nodes to come: {START_SECONDS:g})",
+        help="seconds for hosts to answer, and for ranks to register after the first one "
+        f"(default: {Timeouts.start:g}; for --nodes to join: {START_SECONDS:g})",
     )
 
 
@@ -204,7 +209,9 @@ def _count(text: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; expected one, or auto") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number; expected a number, or auto"
+        ) from None
 
 
 def _seconds(text: str) -> float:

@@ -1,7 +1,7 @@
-"""Which CPUs each rank of a host is bound to (`--bind`): cores of one NUMA node.
+"""The CPUs that each rank of a host is bound to (`--bind`): whole cores of one NUMA node.
 
-A core is the group of CPUs (hardware threads) that share it. A core is never split between ranks
-while there are as many cores as ranks.
+A CPU is a hardware thread, and a core is a group of CPUs. Ranks share a core only if there are
+fewer cores than ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-#: The cores of each NUMA node; a core is the numbers of its CPUs.
+#: The cores of each NUMA node; a core is a list of CPU numbers.
 Topology = list[list[list[int]]]
 
 _SYSTEM = Path("/sys/devices/system")
@@ -22,7 +22,7 @@ def topology(usable: set[int] | None = None, system: Path = _SYSTEM) -> Topology
 
     Args:
         usable: the CPUs that it may use; None for its affinity.
-        system: where the kernel describes them.
+        system: the kernel's folder that describes the CPUs.
     """
     usable = os.sched_getaffinity(0) if usable is None else usable
     nodes = []
@@ -33,7 +33,7 @@ def topology(usable: set[int] | None = None, system: Path = _SYSTEM) -> Topology
             left -= cpus
             if cpus:
                 nodes.append(_cores(cpus, system))
-    if left:  # without NUMA
+    if left:  # a kernel without NUMA
         nodes.append(_cores(left, system))
     return nodes
 
@@ -53,10 +53,10 @@ def _cores(cpus: set[int], system: Path) -> list[list[int]]:
 
 
 def parse_list(text: str) -> set[int]:
-    """Return the numbers of the kernel's lists: `0-3,8`.
+    """Return the numbers in a list of the kernel, such as `0-3,8`.
 
     Raises:
-        ValueError: it is no such list.
+        ValueError: the text is not such a list.
     """
     found: set[int] = set()
     for part in text.strip().split(","):
@@ -67,7 +67,7 @@ def parse_list(text: str) -> set[int]:
 
 
 def show_list(numbers: Sequence[int]) -> str:
-    """Return numbers as the kernel writes them: `0-3,8`."""
+    """Return numbers in the kernel's format, such as `0-3,8`."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
@@ -80,16 +80,16 @@ def show_list(numbers: Sequence[int]) -> str:
 def assign(nodes: Topology, ranks: int) -> list[list[int]]:
     """Return the CPUs of each rank, in the order of local ranks.
 
-    Ranks are spread over the NUMA nodes by their numbers of cores, and share the cores of a node
-    evenly. Where a node has fewer cores than ranks, all its ranks get all of it.
+    Each NUMA node gets ranks in proportion to its cores, and its ranks share its cores evenly. If a
+    node has fewer cores than ranks, each of its ranks gets all its cores.
 
     Args:
-        nodes: the host's, as `topology` returns them.
-        ranks: the number of ranks there.
+        nodes: the NUMA nodes of the host, as `topology` returns them.
+        ranks: the number of ranks on the host.
     """
     counts = [0] * len(nodes)
     for _ in range(ranks):
-        # Where a rank would have the largest share.
+        # The node with the most cores per rank.
         best = max(range(len(nodes)), key=lambda node: len(nodes[node]) / (counts[node] + 1))
         counts[best] += 1
     found = []

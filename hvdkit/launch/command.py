@@ -1,4 +1,4 @@
-"""`hvdkit run`: from its arguments to a job."""
+"""`hvdkit run`: choose hosts and a launcher from the options, and run the job."""
 
 from __future__ import annotations
 
@@ -7,52 +7,52 @@ import contextlib
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hvdkit.diagnostics import Diagnostic
 from hvdkit.engine.describe import installed
 from hvdkit.errors import UsageError
-from hvdkit.findings import Finding
 from hvdkit.launch import (
     allocation,
+    config_file,
     environment,
     gloo,
     hosts,
     inspection,
-    joining,
-    membership,
     mpi,
-    nodes,
     open_files,
     output_folder,
     preflight,
     prepare,
-    run_file,
 )
 from hvdkit.launch.allocation import Allocation
 from hvdkit.launch.gloo import Gloo
-from hvdkit.launch.job import Limits, Outcome
-from hvdkit.launch.launcher import Launcher
+from hvdkit.launch.job import Outcome, Timeouts
+from hvdkit.launch.launcher import Launcher, Settings
 from hvdkit.launch.mpi import Mpi
+from hvdkit.launch.nodes import joining
+from hvdkit.launch.nodes import settings as node_options
+from hvdkit.launch.nodes.gathering import GatheredNodes
+from hvdkit.launch.nodes.settings import NodeSettings
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan, check_command, make_plan
-from hvdkit.launch.prepare import Settings
 from hvdkit.launch.slurm import Slurm
 from hvdkit.launch.ssh import Ssh
 
 _SHOWN_HOSTS = 8
 
 
-def examine(options: argparse.Namespace) -> list[Finding]:
-    """Carry out `hvdkit doctor --hosts`.
+def examine(options: argparse.Namespace) -> list[Diagnostic]:
+    """Run `hvdkit doctor --hosts`.
 
     Raises:
-        HvdkitError: no examination was possible.
+        HvdkitError: the hosts cannot be examined.
     """
-    where = _hosts(options)
-    assert where is not None
-    plan = make_plan(["true"], _directory(), where, hosts.total_slots(where))
+    given_hosts = _hosts(options)
+    assert given_hosts is not None
+    plan = make_plan(["true"], _directory(), given_hosts, hosts.total_slots(given_hosts))
     return preflight.examine(plan, _settings(options), options.bandwidth)
 
 
@@ -61,71 +61,79 @@ def _settings(options: argparse.Namespace, **others: Any) -> Settings:
         ssh=Ssh(options.ssh_port, options.ssh_identity, options.ssh_arg),
         python=options.python,
         network=options.network,
-        limits=Limits(
-            options.start_timeout or Limits.start, vars(options).get("stop_grace", Limits.stop)
+        timeouts=Timeouts(
+            options.start_timeout or Timeouts.start, vars(options).get("stop_grace", Timeouts.stop)
         ),
         **others,
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry out `hvdkit run`. Returns the job's exit status.
+    """Run `hvdkit run`. Returns the job's exit status.
 
     Raises:
         HvdkitError: the job could not be started.
     """
     if options.config is not None:
-        options = run_file.combined(options.config, options.parser, options.words)
+        options = config_file.parse_with(options.config, options.parser, options.words)
     if options.write_config is not None:
-        run_file.write(options.write_config, options, options.parser)
+        config_file.write(options.write_config, options, options.parser)
         return 0
     settings = _settings(
         options,
-        variables=[*_from_files(options.env_file), *options.variables],
+        variables=[
+            *(line for path in options.env_file for line in environment.read_file(path)),
+            *options.variables,
+        ],
         pin_gpus=options.pin_gpus,
         preflight=not options.no_preflight,
         torch_env=not options.no_torch_env,
         debug_rank=options.debug_rank,
         bind=options.bind,
-        own_environments=options.nodes is not None,
+        use_agent_environment=options.nodes is not None,
     )
     if options.nodes is not None:
         return _run_as_node(options, settings)
-    _check_for_nodes(options)
-    given = _allocation(options)
-    plan = _plan(options, given)
-    launcher = _launcher(plan, settings, options, given)
+    _refuse_node_options(options)
+    slurm_allocation = _allocation(options)
+    plan = _plan(options, slurm_allocation)
+    launcher = _launcher(plan, settings, options, slurm_allocation)
     if options.dry_run:
         print(launcher.describe(_say))
         return 0
-    return _watch(plan, options, launcher.run)
+    return _run_job(plan, options, launcher.run)
 
 
 def _launcher(
-    plan: Plan, settings: Settings, options: argparse.Namespace, given: Allocation | None
+    plan: Plan,
+    settings: Settings,
+    options: argparse.Namespace,
+    slurm_allocation: Allocation | None,
 ) -> Launcher:
-    if given is not None and options.bind:
+    in_slurm, over_mpi = slurm_allocation is not None, _over_mpi(options.launcher)
+    if in_slurm and options.bind:
         raise UsageError("--bind is not for Slurm, which binds tasks itself: SLURM_CPU_BIND=cores")
-    if options.debug_rank is not None and (given is not None or _over_mpi(options.launcher)):
+    if options.debug_rank is not None and (in_slurm or over_mpi):
         raise UsageError("--debug-rank is for ranks that `hvdkit run` starts: --launcher gloo")
-    if given is not None:
-        return Slurm(plan, settings, given, options.mpi)
-    if _over_mpi(options.launcher):
+    if slurm_allocation is not None:
+        return Slurm(plan, settings, slurm_allocation, options.mpi)
+    if over_mpi:
         return Mpi(plan, settings, mpi.find(options.mpirun), shlex.split(options.mpi_args))
     _check_debug_rank(plan, settings)
     return Gloo(plan, settings)
 
 
-def _watch(
+def _run_job(
     plan: Plan,
     options: argparse.Namespace,
-    carry_out: Callable[[Output, Callable[[str], None]], Outcome],
+    run_ranks: Callable[[Output, Callable[[str], None]], Outcome],
 ) -> int:
-    _allow_files(plan)
+    """Run the ranks, show their output and the outcome, and return the exit status."""
+    _raise_file_limit(plan)
     shown = range(plan.size) if options.all_output else None
     folder = None if options.output_dir is None else output_folder.make(options.output_dir)
     with Output(plan.size, shown, folder, say=_say, progress=options.debug_rank is None) as output:
-        outcome = carry_out(output, _say)
+        outcome = run_ranks(output, _say)
     if outcome.report:
         _say(outcome.report)
     if folder is not None and outcome.failure is not None:
@@ -134,37 +142,37 @@ def _watch(
 
 
 def _run_as_node(options: argparse.Namespace, settings: Settings) -> int:
-    """Carry out `hvdkit run --nodes`."""
+    """Run `hvdkit run --nodes`."""
     command = _command(options)
     check_command(command)
-    mine = _membership(options)
+    node = _node_settings(options)
     if options.dry_run:
-        role = "listens" if mine.node == 0 else "joins node 0"
-        ranks = f"{mine.slots} rank{'s' if mine.slots > 1 else ''}"
+        role = "listens" if node.node == 0 else "joins node 0"
+        ranks = f"{node.slots} rank{'s' if node.slots > 1 else ''}"
         print(
-            f"node {mine.node} of {mine.nodes}: {role} at {mine}\n"
+            f"node {node.node} of {node.nodes}: {role} at {node.rendezvous}\n"
             f"then runs {ranks}, in {_directory()}: {shlex.join(command)}"
         )
         return 0
-    if mine.node > 0:
-        return joining.join(mine, command, _directory(), _say)
+    if node.node > 0:
+        return joining.join(node, command, _directory(), _say)
 
-    with nodes.Nodes(mine, _say) as gathered:
+    with GatheredNodes(node, _say) as gathered:
         plan = make_plan(command, _directory(), gathered.hosts, hosts.total_slots(gathered.hosts))
 
-        def carry_out(output: Output, say: Callable[[str], None]) -> Outcome:
+        def run_ranks(output: Output, say: Callable[[str], None]) -> Outcome:
             outcome = gloo.run_with(gathered.agents, plan, settings, output, say)
-            gathered.tell(outcome)
+            gathered.send_outcome(outcome)
             return outcome
 
-        return _watch(plan, options, carry_out)
+        return _run_job(plan, options, run_ranks)
 
 
-def _membership(options: argparse.Namespace) -> membership.Membership:
-    """Return what the options say of this node.
+def _node_settings(options: argparse.Namespace) -> NodeSettings:
+    """Return this node's settings.
 
     Raises:
-        UsageError: they contradict each other, or something is missing.
+        UsageError: options contradict each other, or one is missing.
     """
     count = options.nodes
     if count < 1:
@@ -177,31 +185,35 @@ def _membership(options: argparse.Namespace) -> membership.Membership:
         "--launcher": None if options.launcher in ("auto", "gloo") else options.launcher,
     }
     if given := [name for name, value in others.items() if value is not None]:
-        raise UsageError(f"{given[0]} does not go with --nodes: there the nodes come by themselves")
+        raise UsageError(
+            f"{given[0]} cannot be combined with --nodes, where each node joins by itself"
+        )
     if options.rdzv is None and options.rdzv_file is None:
-        raise UsageError(f"--nodes {count}: where do they meet? Give --rdzv or --rdzv-file")
+        raise UsageError(
+            f"--nodes is {count}, without the address of node 0; give --rdzv or --rdzv-file"
+        )
     size = options.num_proc
     if size is not None and (size < 1 or size % count):
         raise UsageError(
             f"-np is {size}; with --nodes {count} it is the number of all ranks, and each node has "
             f"as many: expected a multiple of {count}"
         )
-    node = membership.node_rank(options.node_rank, count, os.environ)
-    key = membership.read_key(options.key_file, os.environ, may_lack=options.rdzv_file is not None)
-    return membership.Membership(
+    return NodeSettings(
         nodes=count,
-        node=node,
+        node=node_options.node_rank(options.node_rank, count, os.environ),
         slots=_ranks_here() if size is None else size // count,
-        address=None if options.rdzv is None else membership.parse_address(options.rdzv),
+        address=None if options.rdzv is None else node_options.parse_address(options.rdzv),
         file=options.rdzv_file,
-        key=key,
+        key=node_options.read_key(
+            options.key_file, os.environ, optional=options.rdzv_file is not None
+        ),
         size=size,
-        timeout=options.start_timeout or membership.START_SECONDS,
+        timeout=options.start_timeout or node_options.START_SECONDS,
     )
 
 
-def _check_for_nodes(options: argparse.Namespace) -> None:
-    """Refuse what says something about nodes, without `--nodes`."""
+def _refuse_node_options(options: argparse.Namespace) -> None:
+    """Raise UsageError for options that need `--nodes`."""
     others = {
         "--node-rank": options.node_rank,
         "--rdzv": options.rdzv,
@@ -226,10 +238,10 @@ def _check_debug_rank(plan: Plan, settings: Settings) -> None:
         )
 
 
-def _allow_files(plan: Plan) -> None:
-    """Raise the limit on open files as far as the job needs."""
-    needed = open_files.of_launcher(plan.size, len(plan.hosts))
-    if (limit := open_files.allow(needed)) < needed:
+def _raise_file_limit(plan: Plan) -> None:
+    """Raise the limit on open files to the needs of the job, or warn."""
+    needed = open_files.needed_by_launcher(plan.size, len(plan.hosts))
+    if (limit := open_files.raise_limit(needed)) < needed:
         _say(
             f"this process may open {limit:,} files, and may need {needed:,} for a job of "
             f"{plan.size} ranks; raise the limit (`ulimit -Hn`) if it fails"
@@ -237,7 +249,7 @@ def _allow_files(plan: Plan) -> None:
 
 
 def _allocation(options: argparse.Namespace) -> Allocation | None:
-    """The Slurm allocation that the job is to run in; None where it is none of Slurm's."""
+    """Return the Slurm allocation for the job; None if the job does not use Slurm."""
     hosts_named = options.hosts is not None or options.hostfile is not None
     found = options.launcher == "auto" and not hosts_named and allocation.inside(os.environ)
     if not found and options.launcher != "slurm":
@@ -246,30 +258,30 @@ def _allocation(options: argparse.Namespace) -> Allocation | None:
         return None
     if hosts_named:
         raise UsageError("--launcher slurm: the allocation says which hosts; leave -H out")
-    given = allocation.read(os.environ)
+    slurm_allocation = allocation.read(os.environ)
     if options.mpi is None and _only_mpi():
         raise UsageError(
-            "Horovod was built without Gloo here. Say which of `srun --mpi=list` its MPI takes: "
-            "--mpi pmix or --mpi pmi2"
+            "Horovod was built without Gloo here. Choose a kind of `srun --mpi=list` that its MPI "
+            "supports: --mpi pmix or --mpi pmi2"
         )
-    return given
+    return slurm_allocation
 
 
-def _plan(options: argparse.Namespace, given: Allocation | None) -> Plan:
+def _plan(options: argparse.Namespace, slurm_allocation: Allocation | None) -> Plan:
     command = _command(options)
-    where = list(given.hosts) if given is not None else _hosts(options)
-    if given is not None and options.num_proc is not None:
-        allocation.check_size(given, options.num_proc)
-    if where is None and (found := allocation.batch_hosts(os.environ)) is not None:
-        variable, where = found
-        shown = ", ".join(f"{host.name}:{host.slots}" for host in where[:_SHOWN_HOSTS])
-        more = ", ..." if len(where) > _SHOWN_HOSTS else ""
+    job_hosts = list(slurm_allocation.hosts) if slurm_allocation is not None else _hosts(options)
+    if slurm_allocation is not None and options.num_proc is not None:
+        allocation.check_size(slurm_allocation, options.num_proc)
+    if job_hosts is None and (found := allocation.batch_hosts(os.environ)) is not None:
+        variable, job_hosts = found
+        shown = ", ".join(f"{host.name}:{host.slots}" for host in job_hosts[:_SHOWN_HOSTS])
+        more = ", ..." if len(job_hosts) > _SHOWN_HOSTS else ""
         _say(f"the hosts of {variable}: {shown}{more}")
-    if where is None:
+    if job_hosts is None:
         slots = _ranks_here() if options.num_proc is None else max(1, options.num_proc)
-        where = [hosts.local_host(slots)]
-    size = hosts.total_slots(where) if options.num_proc is None else options.num_proc
-    return make_plan(command, _directory(), where, size)
+        job_hosts = [hosts.Host("localhost", slots)]
+    size = hosts.total_slots(job_hosts) if options.num_proc is None else options.num_proc
+    return make_plan(command, _directory(), job_hosts, size)
 
 
 def _command(options: argparse.Namespace) -> list[str]:
@@ -278,7 +290,7 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 
 def _ranks_here() -> int:
-    """One rank for each GPU that this process may use, else one."""
+    """Return the number of GPUs that this process may use, at least 1."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = len(inspection.gpus()) if visible is None else len([d for d in visible.split(",") if d])
     one = "1 rank, because there is no GPU here; -np N starts N"
@@ -286,12 +298,8 @@ def _ranks_here() -> int:
     return max(1, gpus)
 
 
-def _from_files(paths: Sequence[Path]) -> list[str]:
-    return [line for path in paths for line in environment.read_file(path)]
-
-
 def _with_python(command: list[str], python: str) -> list[str]:
-    """Return the command, with Python before a script that cannot be run by itself."""
+    """Return the command, with Python before a script that is not executable."""
     program = command[0] if command else ""
     if not program.endswith(".py"):
         return command
@@ -306,7 +314,7 @@ def _with_python(command: list[str], python: str) -> list[str]:
 
 
 def _directory() -> str:
-    """Return the working directory as the shell names it: links may differ on other hosts."""
+    """Return the working directory as $PWD has it: links may differ on other hosts."""
     named = os.environ.get("PWD", "")
     return named if named and os.path.realpath(named) == os.getcwd() else os.getcwd()
 
@@ -328,7 +336,7 @@ def _only_mpi() -> bool:
 
 
 def _say(text: str) -> None:
-    # Not through sys.stderr: a signal's handler says something too, perhaps amid another write.
-    # And a terminal that is gone must not keep the ranks from saving.
+    # Not sys.stderr, because a signal handler may call this during another write. Errors are
+    # ignored, because a closed terminal must not prevent the ranks from saving.
     with contextlib.suppress(OSError):
         os.write(2, f"hvdkit run: {text}\n".encode())

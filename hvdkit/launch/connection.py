@@ -1,4 +1,4 @@
-"""The launcher's line to an agent: a process that it started, here or over ssh, or a socket."""
+"""The launcher's connection to an agent: a process started here or over ssh, or a socket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -24,13 +23,13 @@ from hvdkit.launch.ssh import Ssh
 
 _AGENT = ["-m", "hvdkit.launch.agent"]
 _STDERR_LINES = 50
-#: Where Python finds modules, and the linker libraries.
+#: The search paths of Python modules and of libraries.
 _PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")
 
 
 @dataclass(frozen=True)
 class Event:
-    """A message of an agent; of kind `lost` when its line has ended."""
+    """A message of an agent. Its kind is `lost` when the connection has ended."""
 
     connection: Connection
     message: Message
@@ -40,69 +39,69 @@ Events = queue.Queue[Event]
 
 
 class Connection:
-    """A line to an agent. What the agent says is put into the queue `events`.
+    """A connection to an agent. A thread puts the agent's messages into the queue `events`.
 
     Attributes:
         host: the agent's host.
-        greeted: whether the agent has spoken.
-        ended: whether its line has ended.
-        began: when the launcher opened it (`time.monotonic`).
-        peer: the IPv4 address that it connects from; None where it does not connect by itself, or
-            over IPv6.
+        greeted: whether the agent's greeting has arrived.
+        ended: whether the connection has ended.
+        opened_at: when the launcher opened it (`time.monotonic`).
+        peer: the IPv4 address of an agent that connected by itself; None for other agents, and over
+            IPv6.
     """
 
     peer: str | None = None
 
-    def __init__(self, host: Host, orders: int, reports: IO[bytes], events: Events) -> None:
+    def __init__(self, host: Host, send_fd: int, received: IO[bytes], events: Events) -> None:
         self.host = host
         self.greeted = False
         self.ended = False
-        self.began = time.monotonic()
-        self._orders = orders
-        self._reports = reports
+        self.opened_at = time.monotonic()
+        self._send_fd = send_fd
+        self._received = received
         self._events = events
-        self._dropped = threading.Event()
-        # A signal's handler may send while the main thread is about to.
-        self._sending = threading.RLock()
+        self._disconnected = threading.Event()
+        # Reentrant: a signal handler may send while the main thread does.
+        self._send_lock = threading.RLock()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Tell the agent something. One that is gone is noticed by the reader."""
+        """Send a message. The reader notices where the agent has gone."""
         data = messages.encode(kind, **fields)
-        with self._sending, contextlib.suppress(ConnectionError):
-            while data and not self._dropped.is_set():
-                data = data[os.write(self._orders, data) :]
+        with self._send_lock, contextlib.suppress(ConnectionError):
+            while data and not self._disconnected.is_set():
+                data = data[os.write(self._send_fd, data) :]
 
-    def hang_up(self) -> None:
-        """End the agent's input: it ends its ranks and goes."""
-        with self._sending:
-            if not self._dropped.is_set():
-                self._dropped.set()
-                self._end_orders()
+    def disconnect(self) -> None:
+        """End the agent's input, upon which the agent ends its ranks and itself."""
+        with self._send_lock:
+            if not self._disconnected.is_set():
+                self._disconnected.set()
+                self._close_input()
 
     def close(self, timeout: float) -> None:
-        """Wait until the agent has gone; after `timeout` seconds its line is cut."""
+        """Wait until the agent has ended, and cut the connection after `timeout` seconds."""
         raise NotImplementedError
 
     def explain(self) -> str:
-        """Why the agent is not there, and what to do."""
+        """Return why the agent has ended or does not answer, and what to do."""
         raise NotImplementedError
 
-    def refused_for_now(self) -> bool:
-        """Return whether the agent could not be started, and may be a moment later."""
+    def failed_transiently(self) -> bool:
+        """Return whether the agent could not be started, and a restart may succeed."""
         return False
 
-    def again(self) -> Connection:
-        """Close this line, start the agent again, and return the line to it."""
+    def restart(self) -> Connection:
+        """Close this connection, start the agent again, and return the new connection."""
         raise NotImplementedError
 
-    def _end_orders(self) -> None:
+    def _close_input(self) -> None:
         raise NotImplementedError
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError):  # a socket's way to say that the other host is gone
-            for line in self._reports:
+        with contextlib.suppress(OSError):  # raised by a socket whose other host is gone
+            for line in self._received:
                 # An agent that is killed may leave half a line.
                 if self.greeted and line.endswith(b"\n"):
                     self._put(messages.decode(line))
@@ -111,23 +110,23 @@ class Connection:
         self._put({"kind": "lost"})
 
     def _put(self, message: Message) -> None:
-        # Once nobody takes events any more, the agent's line must still be read to its end.
-        while not self._dropped.is_set():
+        # After `disconnect` nothing takes events, but the agent's output must be read to its end.
+        while not self._disconnected.is_set():
             with contextlib.suppress(queue.Full):
                 self._events.put(Event(self, message), timeout=0.1)
                 return
 
 
 class ProcessConnection(Connection):
-    """An agent that is started here, or on its host over ssh.
+    """A connection to an agent that this process starts, here or over ssh.
 
     Args:
         host: its host.
         local: whether that is this machine.
-        ssh: how other hosts are reached.
-        python: the Python that runs it on another host.
-        events: where what it says is put.
-        terminal: whether it gets this process's standard streams, for a rank.
+        ssh: how to reach other hosts.
+        python: the Python of an agent on another host.
+        events: the queue of its messages.
+        terminal: whether the agent gets this process's standard streams, for a rank.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class ProcessConnection(Connection):
         self._local = local
         self._ssh = ssh
         self._python = python
-        self._said: deque[str] = deque(maxlen=_STDERR_LINES)
+        self._stderr: deque[str] = deque(maxlen=_STDERR_LINES)
         command = agent_command(host, local, ssh, python)
         streams = [os.dup(stream) for stream in range(3)] if terminal else []
         shared = {messages.TERMINAL_VARIABLE: ",".join(map(str, streams))} if terminal else {}
@@ -151,12 +150,12 @@ class ProcessConnection(Connection):
                 command,
                 env=os.environ | shared,
                 pass_fds=streams,
-                # What lies in the current directory must not be imported in the agent.
+                # The agent must not import modules from the current directory.
                 cwd="/",
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                # The terminal's Ctrl-C is for the launcher.
+                # The terminal sends its Ctrl-C to the launcher only.
                 start_new_session=True,
             )
         except OSError as error:
@@ -166,32 +165,32 @@ class ProcessConnection(Connection):
                 os.close(stream)
         assert self._process.stdin
         assert self._process.stdout
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
+        self._stderr_reader = threading.Thread(target=self._read_stderr, daemon=True)
+        self._stderr_reader.start()
         super().__init__(host, self._process.stdin.fileno(), self._process.stdout, events)
 
-    def _last_words(self) -> tuple[int | None, str]:
-        """Return the status of the process and what it wrote last, once both are there."""
+    def _status_and_stderr(self) -> tuple[int | None, str]:
+        """Wait a moment for the process to end; return its status and its last errors."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1)
-        self._listener.join(timeout=1)
-        return self._process.poll(), "\n".join(self._said)
+        self._stderr_reader.join(timeout=1)
+        return self._process.poll(), "\n".join(self._stderr)
 
     def explain(self) -> str:
-        status, said = self._last_words()
+        status, stderr = self._status_and_stderr()
         if self._local:
-            last = self._said[-1] if self._said else "it said nothing"
+            last = self._stderr[-1] if self._stderr else "it said nothing"
             return f"its agent ended with status {status}: {last}"
-        return self._ssh.explain(self.host, status, said, self._python)
+        return self._ssh.explain(self.host, status, stderr, self._python)
 
-    def refused_for_now(self) -> bool:
+    def failed_transiently(self) -> bool:
         if self._local or self.greeted:
             return False
-        status, said = self._last_words()
-        return self._ssh.refused_for_now(status, said)
+        status, stderr = self._status_and_stderr()
+        return self._ssh.failed_transiently(status, stderr)
 
-    def again(self) -> Connection:
-        self.hang_up()
+    def restart(self) -> Connection:
+        self.disconnect()
         self.close(timeout=1)
         return ProcessConnection(self.host, self._local, self._ssh, self._python, self._events)
 
@@ -202,46 +201,45 @@ class ProcessConnection(Connection):
             self._kill()
             self._process.wait()
         pipes = (self._process.stdout, self._process.stderr)
-        for thread, pipe in zip((self._reader, self._listener), pipes, strict=True):
+        for thread, pipe in zip((self._reader, self._stderr_reader), pipes, strict=True):
             thread.join(timeout=1)
-            # Another process may hold its other end; to close what is being read would wait for it.
+            # Another process may hold the other end: closing a pipe that is being read would block.
             if pipe is not None and not thread.is_alive():
                 pipe.close()
 
-    def _end_orders(self) -> None:
+    def _close_input(self) -> None:
         assert self._process.stdin
         self._process.stdin.close()
         if not self.greeted:
-            # There is nobody to end anything, only an ssh that still tries to connect.
+            # There is no agent yet, only an ssh that tries to connect.
             self._kill()
 
     def _kill(self) -> None:
-        # With its ProxyCommand, which may not notice that ssh has gone.
+        # The whole group, because a ProxyCommand may not notice the end of ssh.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _listen(self) -> None:
+    def _read_stderr(self) -> None:
         assert self._process.stderr
         for line in self._process.stderr:
-            self._said.append(line.decode(errors="replace").rstrip())
+            self._stderr.append(line.decode(errors="replace").rstrip())
 
 
 class SocketConnection(Connection):
-    """An agent that another launcher (mpirun, srun) started, and that has come by itself.
+    """A connection that an agent has opened by itself, as mpirun, srun or a user started it.
 
     Args:
         host: its host.
-        line: the socket that it speaks through.
-        events: where what it says is put.
-
+        accepted: the socket.
+        events: the queue of its messages.
     """
 
-    def __init__(self, host: Host, line: socket.socket, events: Events) -> None:
-        self._socket = line
-        peer = str(line.getpeername()[0]).removeprefix("::ffff:")
-        # Ranks talk over IPv4.
+    def __init__(self, host: Host, accepted: socket.socket, events: Events) -> None:
+        self._socket = accepted
+        peer = str(accepted.getpeername()[0]).removeprefix("::ffff:")
+        # Ranks communicate over IPv4.
         self.peer = None if ":" in peer else peer
-        super().__init__(host, line.fileno(), line.makefile("rb"), events)
+        super().__init__(host, accepted.fileno(), accepted.makefile("rb"), events)
 
     def explain(self) -> str:
         return "its agent is gone; was the process killed, or the host shut down?"
@@ -249,12 +247,12 @@ class SocketConnection(Connection):
     def close(self, timeout: float) -> None:
         self._reader.join(timeout)
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the reader, if it still reads
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the reader
         self._reader.join(timeout=1)
-        self._reports.close()
+        self._received.close()
         self._socket.close()
 
-    def _end_orders(self) -> None:
+    def _close_input(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -264,17 +262,17 @@ def agent_command(host: Host, local: bool, ssh: Ssh, python: str) -> list[str]:
 
     Args:
         host: its host.
-        local: whether that is this machine, where it runs under the launcher's own Python.
-        ssh: how other hosts are reached.
-        python: the Python that runs it on another host. It finds its modules and libraries as this
-            one does, where environment modules tell so in variables.
+        local: whether that is this machine, where the agent runs with this process's Python.
+        ssh: how to reach other hosts.
+        python: the Python of an agent on another host. It gets this process's PYTHONPATH and
+            LD_LIBRARY_PATH, which environment modules set.
     """
     if local:
-        return own_agent()
+        return local_agent_command()
     paths = [f"{name}={os.environ[name]}" for name in _PATHS if os.environ.get(name)]
     return ssh.command(host, [*(["env", *paths] if paths else []), python, *_AGENT])
 
 
-def own_agent(arguments: Sequence[str] = ()) -> list[str]:
-    """An agent under this very Python."""
-    return [sys.executable, *_AGENT, *arguments]
+def local_agent_command() -> list[str]:
+    """Return the command that starts an agent with this process's Python."""
+    return [sys.executable, *_AGENT]

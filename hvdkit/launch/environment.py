@@ -1,7 +1,6 @@
-"""The environment of the ranks: what is forwarded to other hosts, and what each rank is given.
+"""The environment of the ranks: variables that are forwarded to other hosts or set by hvdkit.
 
-Agents receive it on their standard input, and not on a command line, which other users of a host
-can read.
+Agents receive variables on their standard input, because other users can read command lines.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from pathlib import Path
 
 from hvdkit.errors import UsageError
 from hvdkit.launch.plan import Place, Plan
-from hvdkit.processes import MARK, without_place
+from hvdkit.processes import GROUP_VARIABLE, without_rank_variables
 
-#: What belongs to one host or to one login, and has its own value on another host. An allocation's
-#: variables are read here, and would mislead there.
-_OF_HOST = {
+#: Variables of one host or one login. Those of an allocation are included: the launcher has read
+#: them, and on other hosts they would be wrong.
+_HOST_VARIABLES = {
     "_",
     "COLORTERM",
     "COLUMNS",
@@ -44,7 +43,7 @@ _OF_HOST = {
     "WINDOWID",
     "XAUTHORITY",
 }
-_PREFIXES_OF_HOST = (
+_HOST_PREFIXES = (
     "BASH_",
     "DBUS_",
     "GPG_",
@@ -60,7 +59,7 @@ _PREFIXES_OF_HOST = (
     "XDG_",
 )
 
-#: What training is known to read: shown by a dry run, with values.
+#: Variables that training is known to read. A dry run shows their values.
 _KNOWN = {
     "PATH",
     "PYTHONPATH",
@@ -95,34 +94,31 @@ _KNOWN_PREFIXES = (
     "XLA_",
 )
 
-# But not an InfiniBand partition (UCX_IB_PKEY), TOKENIZERS_PARALLELISM or GIT_AUTHOR_NAME.
+# Except an InfiniBand partition (UCX_IB_PKEY), TOKENIZERS_PARALLELISM and GIT_AUTHOR_NAME.
 _SECRET = re.compile(
     r"TOKEN(?!IZER)|(?<!_IB_P)KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH(?!OR(_|$))", re.IGNORECASE
 )
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 
-# Horovod's Gloo waits this long for a peer, also in mid-training.
+# The timeout of Horovod's Gloo for a peer, also during training.
 _GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 _GLOO_DEFAULT_SECONDS = 30
 
 
 def forwarded(env: Mapping[str, str]) -> dict[str, str]:
-    """Return what of `env` goes to ranks on other hosts, so that all ranks have the same.
-
-    All but secrets and what belongs to this host.
-    """
+    """Return the variables of `env` for other hosts: all but secrets and host variables."""
     return {name: value for name, value in _common(env).items() if not _SECRET.search(name)}
 
 
 def withheld(env: Mapping[str, str]) -> list[str]:
-    """Return the names in `env` whose values the user may miss on other hosts."""
+    """Return the names in `env` that are not forwarded, but may be needed on other hosts."""
     secrets = [name for name in _common(env) if _SECRET.search(name)]
     return sorted([*secrets, *({"CUDA_VISIBLE_DEVICES"} & env.keys())])
 
 
 def known(env: Mapping[str, str]) -> dict[str, str]:
-    """Return what of `forwarded(env)` training is known to read."""
+    """Return the variables of `forwarded(env)` that training is known to read."""
     return {
         name: value
         for name, value in forwarded(env).items()
@@ -133,16 +129,18 @@ def known(env: Mapping[str, str]) -> dict[str, str]:
 def _common(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
-        for name, value in without_place(env).items()
-        if name not in _OF_HOST and not name.startswith(_PREFIXES_OF_HOST) and name != MARK
+        for name, value in without_rank_variables(env).items()
+        if name not in _HOST_VARIABLES
+        and not name.startswith(_HOST_PREFIXES)
+        and name != GROUP_VARIABLE
     }
 
 
 def explicit(env: Mapping[str, str], extra: Sequence[str]) -> dict[str, str]:
-    """The variables of `-x NAME` (its value here), `-x 'PREFIX_*'` and `-x NAME=VALUE`.
+    """Return the variables of `-x NAME` (its value here), `-x 'PREFIX_*'` and `-x NAME=VALUE`.
 
     Raises:
-        UsageError: a name is none, or is not set here.
+        UsageError: a name is not valid, or is not set here.
     """
     chosen: dict[str, str] = {}
     for text in extra:
@@ -150,7 +148,7 @@ def explicit(env: Mapping[str, str], extra: Sequence[str]) -> dict[str, str]:
         if not equals and name.endswith("*"):
             found = {key: env[key] for key in env if key.startswith(name[:-1])}
             if not found:
-                raise UsageError(f"-x {name}: no variable here begins so")
+                raise UsageError(f"-x {name}: no variable here has this prefix")
             chosen |= found
             continue
         if not re.fullmatch(_NAME, name):
@@ -161,27 +159,27 @@ def explicit(env: Mapping[str, str], extra: Sequence[str]) -> dict[str, str]:
     return chosen
 
 
-#: For ranks that wait while one is at a breakpoint.
-PATIENT: dict[str, str] = {
+#: For ranks that wait while one rank is at a breakpoint.
+DEBUG_DEFAULTS: dict[str, str] = {
     "HOROVOD_STALL_CHECK_DISABLE": "1",
     _GLOO_TIMEOUT: str(7 * 24 * 3600),
 }
 
 
 def defaults(place: Place, cores: int, start_timeout: float) -> dict[str, str]:
-    """Return variables for a rank that neither the user nor its host's environment sets.
+    """Return the defaults of variables, for a rank whose user and host do not set them.
 
     Args:
         place: the rank's place.
         cores: the number of cores of its host.
-        start_timeout: seconds that ranks may take, one after the other, to come up.
+        start_timeout: seconds for all ranks to register after the first one.
     """
     return {
-        # Else every rank on a host starts a thread per core, and they fight for them.
+        # By default every rank starts a thread per core, which oversubscribes the host.
         "OMP_NUM_THREADS": str(max(1, cores // place.local_size)),
-        # Into a pipe Python writes in blocks of 8 KB: a log would stand still for minutes.
+        # Python writes to a pipe in blocks of 8 KB: lines would appear minutes later.
         "PYTHONUNBUFFERED": "1",
-        # A rank that is up waits for the last one at least as long as the launcher does.
+        # A rank waits for the last rank at least as long as the launcher does.
         _GLOO_TIMEOUT: str(max(_GLOO_DEFAULT_SECONDS, round(start_timeout) + 5)),
     }
 
@@ -189,7 +187,7 @@ def defaults(place: Place, cores: int, start_timeout: float) -> dict[str, str]:
 def read_file(path: Path) -> list[str]:
     """Return the lines of an `--env-file`, each as an argument of `-x`.
 
-    As Docker has it: `NAME=VALUE` as it stands, or `NAME`, whose value is the one here. Lines that
+    The format is Docker's: `NAME=VALUE` without quotes, or `NAME` for the value here. Lines that
     begin with `#` are comments.
 
     Raises:
@@ -205,7 +203,7 @@ def read_file(path: Path) -> list[str]:
         line = text.removesuffix("\r")
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        # What it says may be a secret, and is not shown.
+        # The line may be a secret, and is not shown.
         if "\0" in line or not re.fullmatch(_NAME, line.partition("=")[0]):
             raise UsageError(f"--env-file {path}, line {number}: expected NAME=VALUE or NAME")
         found.append(line)
@@ -213,17 +211,16 @@ def read_file(path: Path) -> list[str]:
 
 
 def torch_variables(plan: Plan, place: Place, address: str, port: int) -> dict[str, str]:
-    """Return what torchrun tells a rank, for libraries that look for it.
+    """Return the variables that torchrun sets for a rank.
 
-    Lightning, Accelerate and `torch.distributed.init_process_group()` find the ranks by it.
+    Lightning, Accelerate and `torch.distributed.init_process_group()` read them. The user's own
+    MASTER_ADDR and MASTER_PORT (`-x`) take precedence; see `prepare.rank_messages`.
 
     Args:
         plan: the job.
-        place: the rank's.
-        address: rank 0's host, where the others reach it.
-        port: free on that host.
-
-    The user's own MASTER_ADDR and MASTER_PORT (`-x`) win; see `prepare.rank_messages`.
+        place: the rank's place.
+        address: the address of rank 0's host.
+        port: a free port of that host.
     """
     node = str(plan.node(place.host))
     return {
@@ -240,11 +237,11 @@ def torch_variables(plan: Plan, place: Place, address: str, port: int) -> dict[s
 
 
 def pinned_gpu(place: Place, visible: str | None) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES with the one GPU of this local rank.
+    """Return CUDA_VISIBLE_DEVICES with the one GPU of this local rank.
 
     Args:
         place: the rank's place.
-        visible: what the variable is where the rank would run, if set; GPUs are taken from it.
+        visible: the variable's value on the rank's host, of which one GPU is chosen; None if unset.
 
     Raises:
         UsageError: there are fewer GPUs in `visible` than ranks on the host.

@@ -1,9 +1,9 @@
-"""The ranks of a job that have failed: which of them is the cause, and what the user is told.
+"""The ranks of a job that have failed, which of them is the cause, and the report for the user.
 
-When a rank raises, the others lose it as a peer, and often end before it does: its traceback, its
-threads and its `atexit` functions take time, while a lost connection is noticed at once. So the
-first to end is not the cause. Failures are collected for a moment, and those that tell of a lost
-peer come last.
+When a rank raises, the other ranks lose a peer, and often end before that rank does. Its traceback,
+threads and `atexit` functions take time, while a lost connection is noticed at once. Therefore the
+first rank to end need not be the cause. Failures are collected for a moment, and failures that
+report a lost peer are considered last.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hvdkit.errors import RESUMABLE
-from hvdkit.processes import ending_text
+from hvdkit.processes import exit_text
 
-#: Seconds that other ranks get to fail by themselves, by how far the failure tells its own cause:
-#: it does, it may (an exit status alone), it tells of connections, it tells of a lost peer.
+#: Kinds of failures, from probable causes to probable consequences: a traceback or a signal, an
+#: exit status alone, a broken connection, a lost peer.
+_EXPLAINED, _UNEXPLAINED, _BROKEN_CONNECTION, _LOST_PEER = range(4)
+#: By kind, the seconds to wait for other ranks to fail by themselves.
 _WAITS = (0.5, 2.0, 5.0, 5.0)
-_KNOWN, _SILENT, _CONNECTION, _LOST = range(4)
 
-#: Tails of so many failures are shown, each of which ends with another line.
+#: The most failures whose last lines are shown. Their very last lines differ.
 _SHOWN = 3
-#: So many lines of each.
+#: The most lines of each.
 _SHOWN_LINES = 20
 
-# Horovod's own words, and those of systems below it, which may also come from a rank's own
-# connections, such as to a store.
+# Messages of Horovod, and of the libraries below it. The latter may also concern other connections,
+# such as to an object store.
 _SHUT_DOWN = re.compile(r"Horovod has been shut down")
 _INTERNAL = re.compile(r"HorovodInternalError")
 _BROKEN = re.compile(
@@ -45,7 +46,7 @@ class Failure:
     Attributes:
         rank: the rank.
         status: its exit status, negative for a signal.
-        tail: the last lines that it wrote.
+        tail: its last lines of output.
     """
 
     rank: int
@@ -54,48 +55,48 @@ class Failure:
 
     @property
     def traceback(self) -> list[str]:
-        """The lines from the last traceback on; of chained ones, from the first. Empty if none."""
+        """The lines from the last traceback on, with chained ones; empty without a traceback."""
         lines = list(self.tail)
         starts = [i for i, line in enumerate(lines) if _TRACEBACK in line]
         while len(starts) > 1 and _CHAINED.search("\n".join(lines[starts[-2] : starts[-1]])):
-            starts.pop()  # an exception that another one has led to
+            starts.pop()
         return lines[starts[-1] :] if starts else []
 
     @property
     def exception(self) -> str | None:
-        """The line that names the exception, of chained ones the last; None without any."""
+        """The line with the exception, the last of chained ones; None without a traceback."""
         found = None
         before = ""
         for line in self.traceback:
-            # A traceback's own lines are indented, save for its first.
+            # All lines of a traceback but the first are indented.
             if before.startswith("  ") and line[:1].strip():
                 found = line
             before = line
         return found
 
     @property
-    def doubt(self) -> int:
-        """The likelihood that another rank is the cause, from `_KNOWN` (low) to `_LOST`."""
+    def kind(self) -> int:
+        """The kind of the failure, which tells how likely it is the cause of the others."""
         text = "\n".join(self.traceback or self.tail)
         broken = _BROKEN.search(text)
         if _SHUT_DOWN.search(text) or (broken and _INTERNAL.search(text)):
-            return _LOST
+            return _LOST_PEER
         if broken:
-            return _CONNECTION
-        return _KNOWN if self.traceback or self.status < 0 else _SILENT
+            return _BROKEN_CONNECTION
+        return _EXPLAINED if self.traceback or self.status < 0 else _UNEXPLAINED
 
     @property
     def last_line(self) -> str:
-        """The last line, with its numbers left out: equal where ranks failed alike."""
+        """The last line without its numbers, which is equal for ranks that failed alike."""
         lines = [line for line in self.tail if line.strip()]
         return _NUMBER.sub("", lines[-1]) if lines else ""
 
 
 class Failures:
-    """The failures of a job, in the order in which they become known.
+    """The failures of a job, in the order in which they are added.
 
     Args:
-        describe: names ranks, such as "rank 1 on host1".
+        describe: returns a text for ranks, such as "rank 1 on host1".
     """
 
     def __init__(self, describe: Callable[[list[int]], str]) -> None:
@@ -107,59 +108,59 @@ class Failures:
         return bool(self._found)
 
     def add(self, rank: int, status: int, tail: Sequence[str]) -> None:
-        """Record that a rank has ended with `status`, which is not 0."""
+        """Add a rank that has ended with `status`, which is not 0."""
         failure = Failure(rank, status, tail)
         self._found.append(failure)
         if status != RESUMABLE:
-            self._deadline = min(self._deadline, time.monotonic() + _WAITS[failure.doubt])
+            self._deadline = min(self._deadline, time.monotonic() + _WAITS[failure.kind])
 
     @property
     def deadline(self) -> float:
-        """When the ranks that are left are to be ended; infinite while none has failed."""
+        """The time to end the ranks that still run; infinite while none has failed."""
         return self._deadline
 
     @property
     def resumable(self) -> bool:
-        """Whether all of them have stopped in order, and can go on."""
+        """Whether all of them are orderly stops, so that the job can be resumed."""
         return all(failure.status == RESUMABLE for failure in self._found)
 
     @property
     def cause(self) -> Failure:
-        """The failure that has led to the others, as far as is known."""
+        """The failure that is the most likely cause of the others."""
         return self._ordered()[0]
 
     def _ordered(self) -> list[Failure]:
-        worse = [failure for failure in self._found if failure.status != RESUMABLE]
-        return sorted(worse, key=lambda failure: failure.doubt)
+        failures = [failure for failure in self._found if failure.status != RESUMABLE]
+        return sorted(failures, key=lambda failure: failure.kind)
 
     def report(self, ended: int, finished: Sequence[int]) -> str:
-        """Return what the user is told.
+        """Return the report for the user.
 
         Args:
-            ended: the number of ranks that were ended because of the failures.
-            finished: ranks that had ended without an error.
+            ended: the number of ranks that the launcher ended because of the failures.
+            finished: the ranks that ended without an error.
         """
         first, *others = self._ordered()
-        told = [f"{self._describe([first.rank])} failed: {ending_text(first.status)}"]
-        after = [each for each in others if each.doubt == _LOST and first.doubt < _LOST]
+        parts = [f"{self._describe([first.rank])} failed: {exit_text(first.status)}"]
+        after = [f for f in others if f.kind == _LOST_PEER and first.kind < _LOST_PEER]
         if after:
-            told.append(f"{_count(len(after))} failed after it, because a peer was lost")
+            parts.append(f"{_count(len(after))} failed after it, because a peer was lost")
         if ended:
-            told.append(f"the {ended} that still ran {'was' if ended == 1 else 'were'} ended")
-        lines = ["; ".join(told) + "."]
-        if first.doubt == _LOST:
+            parts.append(f"the {ended} that still ran {'was' if ended == 1 else 'were'} ended")
+        lines = ["; ".join(parts) + "."]
+        if first.kind == _LOST_PEER:
             stopped = [each.rank for each in self._found if each.status == RESUMABLE]
             lines.append(_without_cause(self._describe, finished, stopped))
         lines.append(tail_of(first.rank, first.tail))
         shown = {first.last_line}
-        alike = [each for each in others if each.doubt < _LOST or first.doubt == _LOST]
-        for failure in alike:
+        similar = [f for f in others if f.kind < _LOST_PEER or first.kind == _LOST_PEER]
+        for failure in similar:
             if failure.last_line not in shown and len(shown) < _SHOWN:
                 shown.add(failure.last_line)
-                ending = ending_text(failure.status)
+                ending = exit_text(failure.status)
                 lines.append(f"{self._describe([failure.rank])} failed, too: {ending}.")
                 lines.append(tail_of(failure.rank, failure.tail))
-        same = sum(failure.last_line == first.last_line for failure in alike)
+        same = sum(failure.last_line == first.last_line for failure in similar)
         if same:
             lines.append(f"{_count(same)} more failed like rank {first.rank}.")
         return "\n".join(lines)
@@ -168,13 +169,13 @@ class Failures:
 def _without_cause(
     describe: Callable[[list[int]], str], finished: Sequence[int], stopped: Sequence[int]
 ) -> str:
-    """Say what may have happened where every failure tells of a lost peer."""
-    told = "Each rank that failed had lost a peer, and none said why."
+    """Return the possible causes where every failure is a lost peer."""
+    text = "Each rank that failed had lost a peer, and none reported why."
     if finished:
-        told += f" {describe(list(finished))} had ended without an error: with fewer batches?"
+        text += f" {describe(list(finished))} had ended without an error: with fewer batches?"
     if stopped:
-        told += f" {describe(list(stopped))} had stopped in order (exit status {RESUMABLE})."
-    return told
+        text += f" {describe(list(stopped))} had stopped in order (exit status {RESUMABLE})."
+    return text
 
 
 def tail_of(rank: int, tail: Sequence[str]) -> str:

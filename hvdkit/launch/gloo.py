@@ -1,4 +1,4 @@
-"""Carries a plan out over Gloo: an agent on each host, and a rendezvous here."""
+"""Start ranks over Gloo: an agent on each host, and a rendezvous server on this machine."""
 
 from __future__ import annotations
 
@@ -9,33 +9,99 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdkit.launch import environment, network, preflight, prepare
-from hvdkit.launch.agents import Agents
+from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import agent_command
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.job import Job, Outcome
+from hvdkit.launch.launcher import Settings
 from hvdkit.launch.messages import Message
 from hvdkit.launch.network import Interface
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Place, Plan
-from hvdkit.launch.prepare import Settings
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
-#: Ranks, from which on an engine without hvdkit's rendezvous takes many seconds to start.
+#: With this many ranks, an engine without hvdkit's rendezvous takes many seconds to start.
 SLOW_SIZE = 32
-#: The first revision of the engine that shows the rendezvous the job's key.
+#: The first revision of the engine that sends the job's key to the rendezvous.
 KEY_REVISION = 6
+
+
+@dataclass(frozen=True)
+class Gloo:
+    """Start ranks over Gloo, with an agent on each host: here, or over ssh.
+
+    Attributes:
+        plan: the job.
+        settings: how it is started.
+    """
+
+    plan: Plan
+    settings: Settings
+
+    def run(self, output: Output, say: Callable[[str], None]) -> Outcome:
+        """Start the ranks, and watch them until they have ended."""
+        prepare.warn_of_withheld(self.plan, self.settings, say)
+        with AgentPool() as agents:
+            prepare.start_agents(agents, self.plan, self.settings)
+            return run_with(agents, self.plan, self.settings, output, say)
+
+    def describe(self, say: Callable[[str], None]) -> str:  # noqa: ARG002
+        """Return the plan as text, and the commands that would start the ranks."""
+        local = prepare.local_hosts(self.plan)
+        with AgentPool() as agents:
+            prepare.start_agents(agents, self.plan, self.settings)
+            facts = prepare.collect_facts(agents, self.plan, self.settings)
+        interfaces, address = prepare.choose_network(self.plan, facts, self.settings)
+        lines = [f"{self.plan.size} ranks over Gloo, in {self.plan.directory}"]
+        lines += prepare.host_lines(self.plan, facts, interfaces, self.settings)
+        lines += ["", "This starts the agents, which start the ranks:"]
+        for host in self.plan.hosts:
+            agent = agent_command(host, local[host], self.settings.ssh, self.settings.python)
+            lines.append(f"  {shlex.join(agent)}")
+
+        def on_host(host: Host, words: Sequence[str]) -> str:
+            line = f"cd {shlex.quote(self.plan.directory)} && {shlex.join(words)}"
+            if local[host]:
+                return line
+            return shlex.join(["ssh", *self.settings.ssh.options(), host.name, line])
+
+        return "\n".join(
+            [
+                *lines,
+                *manual_commands(self.plan, self.settings, facts, interfaces, address, on_host),
+            ]
+        )
+
+
+def run_with(
+    agents: AgentPool,
+    plan: Plan,
+    settings: Settings,
+    output: Output,
+    say: Callable[[str], None],
+) -> Outcome:
+    """Start and watch the ranks of `plan`, with the running agents of its hosts."""
+    facts = prepare.collect_facts(agents, plan, settings)
+    interfaces, address = prepare.choose_network(plan, facts, settings, say)
+    with RendezvousServer(address, size=plan.size) as server:
+        launcher_address = (address, server.port)
+        preflight.before_start(agents, interfaces, plan, settings, launcher_address, say)
+        places = place_variables(plan, address, server.port, server.key)
+        prepare.start_ranks(agents, plan, facts, settings, interfaces, places)
+        ready = registered_ranks(server, plan.size, facts, say)
+        return Job(plan, agents, output, settings.rank_timeouts, ready, say).run()
 
 
 def place_variables(
     plan: Plan, address: str, port: int, key: str | None = None
 ) -> Callable[[Place, Interface], dict[str, str]]:
-    """Return a function that gives a rank the variables for its place.
+    """Return a function that returns the variables for a rank's place.
 
     Args:
         plan: the job.
-        address: where its rendezvous is.
-        port: likewise.
-        key: what the ranks show there.
+        address: the address of its rendezvous.
+        port: the port of its rendezvous.
+        key: the key for the rendezvous.
     """
 
     def variables(place: Place, interface: Interface) -> dict[str, str]:
@@ -56,15 +122,15 @@ def place_variables(
     return variables
 
 
-def registered(
+def registered_ranks(
     server: RendezvousServer,
     size: int,
     facts: Mapping[Host, Message],
     say: Callable[[str], None],
 ) -> Callable[[], set[int]]:
-    """Return a function that gives the ranks that have come to the rendezvous.
+    """Return a function that returns the ranks that have registered at the rendezvous.
 
-    Where all hosts have an engine that shows the key, ranks without it are not counted: they may be
+    If the engine of every host sends the key, ranks without the key are not counted: they may be
     strangers. The function warns once of an engine that is slow to start at this size.
     """
     warned = False
@@ -86,73 +152,7 @@ def registered(
     return ranks
 
 
-@dataclass(frozen=True)
-class Gloo:
-    """Starts ranks over Gloo: an agent on each host, over ssh where that is another machine.
-
-    Attributes:
-        plan: the job.
-        settings: how it is started.
-    """
-
-    plan: Plan
-    settings: Settings
-
-    def run(self, output: Output, say: Callable[[str], None]) -> Outcome:
-        """Start the ranks, and watch them until they have ended."""
-        prepare.warn_of_withheld(self.plan, self.settings, say)
-        with Agents() as agents:
-            prepare.dial(agents, self.plan, self.settings)
-            return run_with(agents, self.plan, self.settings, output, say)
-
-    def describe(self, say: Callable[[str], None]) -> str:  # noqa: ARG002
-        """Return the plan in words, and the commands that would carry it out."""
-        local = prepare.local_hosts(self.plan)
-        with Agents() as agents:
-            facts = prepare.ask_hosts(agents, self.plan, self.settings)
-        interfaces, address = prepare.choose_network(self.plan, facts, self.settings)
-        lines = [f"{self.plan.size} ranks over Gloo, in {self.plan.directory}"]
-        lines += prepare.host_lines(self.plan, facts, interfaces, self.settings)
-        lines += ["", "This starts the agents, which start the ranks:"]
-        for host in self.plan.hosts:
-            agent = agent_command(host, local[host], self.settings.ssh, self.settings.python)
-            lines.append(f"  {shlex.join(agent)}")
-
-        def on_host(host: Host, words: Sequence[str]) -> str:
-            line = f"cd {shlex.quote(self.plan.directory)} && {shlex.join(words)}"
-            if local[host]:
-                return line
-            return shlex.join(["ssh", *self.settings.ssh.options(), host.name, line])
-
-        return "\n".join(
-            [*lines, *by_hand(self.plan, self.settings, facts, interfaces, address, on_host)]
-        )
-
-
-def run_with(
-    agents: Agents,
-    plan: Plan,
-    settings: Settings,
-    output: Output,
-    say: Callable[[str], None],
-) -> Outcome:
-    """Start and watch the ranks of `plan`, with an agent that is there on each of its hosts."""
-    facts = prepare.contact(agents, plan, settings)
-    interfaces, address = prepare.choose_network(plan, facts, settings)
-    prepare.warn_of_faster_network(plan, facts, interfaces, settings, say)
-    with RendezvousServer(address, size=plan.size) as server:
-        door = (address, server.port)
-        preflight.before_start(agents, interfaces, plan, settings, door, say)
-        places = place_variables(plan, *door, server.key)
-        master = prepare.master(agents, plan, interfaces, settings)
-        ranks = prepare.rank_messages(plan, facts, settings, interfaces, places, master)
-        for connection in agents.connections:
-            prepare.start(connection, plan, ranks[connection.host])
-        come = registered(server, plan.size, facts, say)
-        return Job(plan, agents, output, settings.rank_limits, come, say).run()
-
-
-def by_hand(
+def manual_commands(
     plan: Plan,
     settings: Settings,
     facts: Mapping[Host, Message],
@@ -160,15 +160,15 @@ def by_hand(
     address: str,
     on_host: Callable[[Host, Sequence[str]], str],
 ) -> list[str]:
-    """Lines for people: the commands that start the ranks of `plan` without us.
+    """Return the lines of a dry run with commands that start the ranks without hvdkit.
 
     Args:
         plan: the job.
         settings: how it is started.
-        facts: by host, what its agent says of it.
-        interfaces: by host, what its ranks talk over.
+        facts: by host (`host_facts.facts`).
+        interfaces: by host, that of its ranks.
         address: this machine's, for the rendezvous.
-        on_host: the command that runs these words on that host.
+        on_host: returns the command that runs the given words on a host.
     """
     port = network.free_port(address)
     rendezvous = [sys.executable, "-m", "hvdkit.rendezvous", address, str(port)]
@@ -178,7 +178,7 @@ def by_hand(
     ranks = prepare.rank_messages(
         plan, facts, settings, interfaces, places, master if settings.torch_env else None
     )
-    # What the user forwards by name may be a secret, and so may what nobody knows.
+    # Variables from -x, and variables of unknown use, may be secrets.
     asked = environment.explicit(os.environ, settings.variables)
     hidden = {*asked, *environment.forwarded(os.environ)} - environment.known(os.environ).keys()
     for host in plan.hosts:

@@ -1,4 +1,4 @@
-"""The hosts of a job, as users write them, and how many ranks each takes."""
+"""The hosts of a job, parsed from `-H` or a hostfile, and their slots."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import psutil
 
 from hvdkit.errors import UsageError
 
-# A name or an address, perhaps with a user for ssh. Never one that begins with a dash: ssh would
-# take it for an option.
+# A name or an address, with an optional user for ssh. It must not begin with a dash, because ssh
+# would parse it as an option.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\])")
 
 
@@ -31,9 +31,9 @@ class Host:
     """A host for ranks.
 
     Attributes:
-        name: as the user wrote it: a name or an address, perhaps with `user@` for ssh.
-        slots: the number of ranks that it takes.
-        local: whether it is this machine; None where nobody knows yet.
+        name: the name or address that the user gave, with an optional `user@` for ssh.
+        slots: the largest number of ranks on it.
+        local: whether it is this machine; None if not yet known.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Host:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Hosts as `-H` takes them: `host1:4,host2:4`; one slot where none are given.
+    """Return the hosts of `-H`: `host1:4,host2:4`. The default is one slot.
 
     Raises:
         UsageError: a part is not a host, or a host is named twice.
@@ -57,12 +57,12 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Hosts from a file: a line each, `host slots=4` or `host:4`, `#` begins a comment.
+    """Return the hosts of a file with lines `host slots=4` or `host:4`; `#` begins a comment.
 
-    Open MPI's other settings (`max_slots=8`) are read over. `host` alone is one slot.
+    Open MPI's `max_slots=8` is ignored. `host` alone is one slot.
 
     Raises:
-        UsageError: there is no such file, or a line is not a host.
+        UsageError: the file cannot be read, or a line is not a host.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -87,7 +87,7 @@ def _parse(text: str, where: str) -> Host:
         raise UsageError(f"{where}: {text!r} is not a host; expected HOST or HOST:SLOTS")
     slots = int(match[2] or 1)
     if slots < 1:
-        raise UsageError(f"{where}: host {match[1]} has 0 slots; leave it out, or give it some")
+        raise UsageError(f"{where}: host {match[1]} has 0 slots; leave it out, or give it slots")
     return Host(match[1], slots)
 
 
@@ -103,7 +103,7 @@ def _checked(hosts: Iterable[Host], where: str) -> list[Host]:
 
 
 def own_addresses() -> set[str]:
-    """The addresses of this machine's interfaces."""
+    """Return the addresses of this machine's interfaces."""
     return {
         entry.address.partition("%")[0]
         for entries in psutil.net_if_addrs().values()
@@ -116,7 +116,7 @@ def _resolve(name: str) -> set[str]:
     try:
         return {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
     except OSError:
-        return set()  # ssh may know it by an alias of its own configuration
+        return set()  # the name may be an alias of ssh's configuration
 
 
 def is_local(
@@ -125,7 +125,7 @@ def is_local(
     own: Callable[[], set[str]] = own_addresses,
     resolve: Callable[[str], set[str]] = _resolve,
 ) -> bool:
-    """Whether `host` is this machine, so that no ssh is needed (and none may be set up)."""
+    """Return whether `host` is this machine, which needs no ssh."""
     name = host.address
     if name == "localhost" or name.lower() == socket.gethostname().lower():
         return True
@@ -141,10 +141,10 @@ def are_local(
     timeout: float = _NAME_SECONDS,
     look_up: Callable[[Host], bool] = is_local,
 ) -> dict[Host, bool]:
-    """Return which of `hosts` are this machine, all looked up at once.
+    """Return which of `hosts` are this machine. Names are looked up in parallel.
 
-    A host that no name server has told of after `timeout` seconds counts as another one: ssh may
-    know it.
+    A host whose name does not resolve within `timeout` seconds counts as another machine: it may be
+    an alias of ssh's configuration.
     """
     found: dict[Host, bool] = {}
     waiting: queue.SimpleQueue[Host] = queue.SimpleQueue()
@@ -157,7 +157,7 @@ def are_local(
                 host = waiting.get_nowait()
                 found[host] = look_up(host)
 
-    # Daemons, because nothing ends a name server's silence before its own time.
+    # Daemon threads, because a name lookup cannot be interrupted.
     threads = [threading.Thread(target=work, daemon=True) for _ in hosts[:_NAMES_AT_ONCE]]
     for thread in threads:
         thread.start()
@@ -165,11 +165,6 @@ def are_local(
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return {host: found.get(host, False) for host in hosts}
-
-
-def local_host(slots: int) -> Host:
-    """Return this machine as a host that takes `slots` ranks."""
-    return Host("localhost", slots)
 
 
 def total_slots(hosts: Sequence[Host]) -> int:

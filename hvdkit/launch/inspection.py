@@ -1,4 +1,4 @@
-"""The questions that an agent answers about its host, for `preflight`."""
+"""The questions about a host that its agent answers, for `preflight`."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ PACKAGES = ("hvdkit", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras
 
 _CONNECT_SECONDS = 5.0
 _GPU_SECONDS = 20
-# A connection that says nothing for so long is dropped.
+# A connection without data for so long is dropped.
 _SILENT_SECONDS = 60.0
 _CHUNK = bytes(1 << 20)
 
 
 def examine(directory: str) -> dict[str, Any]:
-    """Everything about this host that a job may depend on; a job would run in `directory`."""
+    """Return the state of this host, for a job in `directory`."""
     versions = {"Python": platform.python_version()}
     for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            continue  # what no host has is not missing, and what one lacks shows beside the others
+            continue  # the launcher compares hosts: a package may be missing on all
     return {
         "versions": versions,
         "own_name": _own_name(),
@@ -44,7 +44,7 @@ def examine(directory: str) -> dict[str, Any]:
         "disk": _free(directory),
         "memory": psutil.virtual_memory().available,
         "gpus": gpus(),
-        "open_files": open_files.largest(),
+        "open_files": open_files.hard_limit(),
     }
 
 
@@ -64,7 +64,7 @@ def _free(path: str) -> int | None:
 
 
 def gpus() -> list[str]:
-    """Each GPU's name and its driver's version."""
+    """Return each GPU's name and driver version."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -78,16 +78,16 @@ def gpus() -> list[str]:
 
 
 def clock() -> float:
-    """This host's time, in seconds since the epoch."""
+    """Return this host's time, in seconds since the epoch."""
     return time.time()
 
 
-# Those that `listen` has opened, and who takes their connections.
+# The sockets that `listen` has opened, and their threads.
 _listeners: list[tuple[socket.socket, threading.Thread]] = []
 
 
 def listen(address: str) -> int:
-    """Take connections at `address` until `stop_listening`, and read what comes.
+    """Accept connections at `address` and read their data, until `stop_listening`.
 
     Returns:
         The port.
@@ -101,7 +101,7 @@ def listen(address: str) -> int:
 
 
 def stop_listening() -> None:
-    """Take no connections any more."""
+    """Close the sockets of `listen`."""
     while _listeners:
         server, thread = _listeners.pop()
         with contextlib.suppress(OSError):
@@ -113,26 +113,30 @@ def stop_listening() -> None:
 def _serve(server: socket.socket) -> None:
     while True:
         try:
-            line, _ = server.accept()
+            connection, _ = server.accept()
         except OSError:
             return  # closed
-        line.settimeout(_SILENT_SECONDS)
-        threading.Thread(target=_drain, args=(line,), daemon=True).start()
+        connection.settimeout(_SILENT_SECONDS)
+        threading.Thread(target=_drain, args=(connection,), daemon=True).start()
 
 
-def _drain(line: socket.socket) -> None:
+def _drain(connection: socket.socket) -> None:
     buffer = bytearray(len(_CHUNK))
-    with line:
+    with connection:
         try:
-            while line.recv_into(buffer):
+            while connection.recv_into(buffer):
                 pass
-            line.sendall(b"!")  # all has arrived
+            connection.sendall(b"!")  # all data has arrived
         except OSError:
-            return  # the other side has gone: nothing to answer
+            return  # the other side has disconnected
 
 
 def connect(targets: Mapping[str, Sequence[Any]]) -> dict[str, str]:
-    """Try to connect to each of `targets` (name -> address and port); why not, or nothing."""
+    """Try to connect to each of `targets` (name -> address and port).
+
+    Returns:
+        Name -> error; empty after a success.
+    """
 
     def attempt(target: Sequence[Any]) -> str:
         try:
@@ -148,19 +152,19 @@ def connect(targets: Mapping[str, Sequence[Any]]) -> dict[str, str]:
 
 
 def send(address: str, port: int, seconds: float) -> float:
-    """Return the speed at which a listener takes data over one connection, in bytes per second."""
-    with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as line:
-        line.settimeout(seconds + 30)
-        began, sent = time.monotonic(), 0
-        while time.monotonic() < began + seconds:
-            line.sendall(_CHUNK)
+    """Return the bandwidth of one connection to a `listen`, in bytes per second."""
+    with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as connection:
+        connection.settimeout(seconds + 30)
+        started, sent = time.monotonic(), 0
+        while time.monotonic() < started + seconds:
+            connection.sendall(_CHUNK)
             sent += len(_CHUNK)
-        line.shutdown(socket.SHUT_WR)
-        line.recv(1)
-        return sent / (time.monotonic() - began)
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)
+        return sent / (time.monotonic() - started)
 
 
-#: What an agent can be asked, by name.
+#: The questions, by name.
 QUESTIONS: Mapping[str, Callable[..., Any]] = {
     question.__name__: question
     for question in (examine, clock, listen, stop_listening, connect, send, free_port)

@@ -1,40 +1,37 @@
-"""A running job, as its launcher sees it: what the ranks write, the first failure, the end."""
+"""A running job on the launcher's side: the ranks' output, failures, signals and outcome."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
 from hvdkit.errors import RESUMABLE
-from hvdkit.launch.agents import Agents
+from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection
 from hvdkit.launch.failures import Failure, Failures, tail_of
 from hvdkit.launch.messages import LOST_SECONDS, Message, as_bytes
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
+from hvdkit.signals import handle_stop_signals
 
 _POLL_SECONDS = 0.1
-# For the ranks' last words between SIGTERM and SIGKILL, when the user wants it to end now.
+# Between SIGTERM and SIGKILL, when the user asks for an immediate end.
 _NOW_SECONDS = 1.0
-# Beyond its grace an agent needs time for SIGKILL, and for its answer to arrive.
+# Added to the grace, for SIGKILL and the agent's answer.
 _ANSWER_SECONDS = 15.0
-
-# Orderly stops: Ctrl-C, a batch system's end and its warning, a lost terminal.
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Seconds that a job is given.
+class Timeouts:
+    """Timeouts of a job, in seconds.
 
     Attributes:
-        start: for hosts to answer, and for ranks to come once the first one has.
-        stop: for an orderly stop (a checkpoint), once it was asked for.
-        end: between SIGTERM and SIGKILL, for the ranks that are left after a failure.
+        start: for hosts to answer, and for ranks to register after the first one.
+        stop: for an orderly stop (a checkpoint) after it was requested.
+        end: between SIGTERM and SIGKILL, for ranks that still run after a failure.
     """
 
     start: float = 60.0
@@ -47,9 +44,9 @@ class Outcome:
     """The end of a job.
 
     Attributes:
-        status: its exit status: that of the rank that failed first of all, 128 + n for a signal.
-        report: what to say about it; empty after a success.
-        failure: of the rank that led to it; None where none did.
+        status: its exit status: that of the rank that caused a failure, 128 + n for a signal.
+        report: the message for the user; empty after a success.
+        failure: the failure that ended the job; None if there is none.
     """
 
     status: int
@@ -58,177 +55,162 @@ class Outcome:
 
 
 class Job:
-    """Watches the ranks of `plan`, which the agents have been told to start, until all have ended.
+    """Watch the ranks of `plan` until all have ended. The agents were asked to start them.
 
     Args:
         plan: the job.
-        agents: of its hosts.
-        output: where the ranks' output goes.
-        limits: of time.
-        registered: gives the ranks that have come up until now.
-        say: tells the user something at once.
+        agents: the agents of its hosts.
+        output: gets the ranks' output.
+        timeouts: of the job.
+        registered: returns the ranks that have registered until now.
+        say: prints a message for the user.
     """
 
     def __init__(
         self,
         plan: Plan,
-        agents: Agents,
+        agents: AgentPool,
         output: Output,
-        limits: Limits,
+        timeouts: Timeouts,
         registered: Callable[[], set[int]],
         say: Callable[[str], None],
     ) -> None:
         self._plan = plan
         self._agents = agents
         self._output = output
-        self._limits = limits
+        self._timeouts = timeouts
         self._registered = registered
         self._say = say
-        self._began = time.monotonic()
-        self._ends: dict[int, int] = {}
+        self._started_at = time.monotonic()
+        self._statuses: dict[int, int] = {}
         self._failures = Failures(self._ranks)
         self._problem = ""
-        self._ended_by_us = 0
-        self._gone: set[Connection] = set()
+        self._ended_by_launcher = 0
+        self._finished: set[Connection] = set()
         self._stopped_by: signal.Signals | None = None
         self._interrupts = 0
-        self._all_up = False
+        self._all_registered = False
         # Deadlines; infinite when inactive.
         self._start_deadline = float("inf")
         self._stop_deadline = float("inf")
         self._end_deadline = float("inf")
 
     def run(self) -> Outcome:
-        """Returns when no process of the job is left on any host that still answers."""
-        with self._signals():
-            while len(self._gone) < len(self._agents.connections):
-                event = self._agents.next(_POLL_SECONDS)
-                if event is not None:
-                    self._take(event.connection, event.message)
-                self._keep_time()
-                self._output.status(self._progress())
+        """Return when no process of the job is left on any host that still answers."""
+        # A stopped launcher could not send heartbeats to the agents.
+        previous = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        try:
+            with handle_stop_signals(self._on_signal):
+                while len(self._finished) < len(self._agents.connections):
+                    event = self._agents.next_event(_POLL_SECONDS)
+                    if event is not None:
+                        self._handle(event.connection, event.message)
+                    self._check_deadlines()
+                    self._output.status(self._progress())
+        finally:
+            signal.signal(signal.SIGTSTP, previous)
         return self._outcome()
 
-    # What agents say
+    # Messages of agents
 
-    def _take(self, connection: Connection, message: Message) -> None:
+    def _handle(self, connection: Connection, message: Message) -> None:
         host = connection.host
         match message["kind"]:
             case "output":
                 text = as_bytes(message["text"])
                 self._output.write(message["rank"], message["stream"], text)
             case "ended":
-                self._take_end(message["rank"], message["status"])
+                self._on_rank_ended(message["rank"], message["status"])
             case "failed":
                 self._fail(f"{host.name}: {message['reason']}")
             case "done":
-                self._gone.add(connection)
-            case "lost" if connection not in self._gone:
-                self._gone.add(connection)
+                self._finished.add(connection)
+            case "lost" if connection not in self._finished:
+                self._finished.add(connection)
                 left = f"what still runs there ends within {LOST_SECONDS:g} s"
                 self._fail(f"lost {host.name}, {left}: {connection.explain()}")
 
-    def _take_end(self, rank: int, status: int) -> None:
+    def _on_rank_ended(self, rank: int, status: int) -> None:
         self._output.finish(rank)
-        self._ends[rank] = status
+        self._statuses[rank] = status
         if status == 0 or self._ending:
             return
         self._failures.add(rank, status, self._output.tail(rank))
         if status == RESUMABLE:
-            # The others are saving too: nobody may disturb them.
-            self._be_patient()
+            # The other ranks are saving too, and must not be interrupted.
+            self._set_stop_deadline()
 
     @property
     def _ending(self) -> bool:
         return self._end_deadline < float("inf")
 
-    def _be_patient(self) -> None:
-        deadline = time.monotonic() + self._limits.stop
+    def _set_stop_deadline(self) -> None:
+        deadline = time.monotonic() + self._timeouts.stop
         self._stop_deadline = min(self._stop_deadline, deadline)
 
     def _fail(self, problem: str) -> None:
-        """Something other than a rank's end has gone wrong."""
+        """End the job because of something other than the end of a rank."""
         if not self._ending:
             self._problem = problem
-            self._end(self._limits.end)
+            self._end(self._timeouts.end)
 
     def _end(self, grace: float) -> None:
         if not self._ending:
-            self._ended_by_us = self._plan.size - len(self._ends)
+            self._ended_by_launcher = self._plan.size - len(self._statuses)
         for connection in self._agents.connections:
             connection.send("end", grace=grace)
         self._stop_deadline = float("inf")
         self._end_deadline = time.monotonic() + grace + _ANSWER_SECONDS
 
-    # Time
+    # Deadlines
 
-    def _keep_time(self) -> None:
+    def _check_deadlines(self) -> None:
         now = time.monotonic()
-        if not self._all_up:
-            self._look_for_ranks(now)
-        if self._output.reader_gone and self._stopped_by is None:
-            # As the end of a pipe ends other programs, but the ranks may save.
+        if not self._all_registered:
+            self._check_registered(now)
+        if self._output.stdout_closed and self._stopped_by is None:
+            # A closed pipe ends other programs at once. Here the ranks may save first.
             self._stop(signal.SIGPIPE)
-        if now > self._failures.deadline and not self._ending and self._left():
-            self._end(self._limits.end)
-        if now > self._stop_deadline and self._left():
-            left = self._ranks(self._left())
-            self._problem = f"{left} did not stop within {self._limits.stop:g} s (--stop-grace)"
-            self._end(self._limits.end)
+        if now > self._failures.deadline and not self._ending and self._running():
+            self._end(self._timeouts.end)
+        if now > self._stop_deadline and self._running():
+            ranks = self._ranks(self._running())
+            self._problem = f"{ranks} did not stop within {self._timeouts.stop:g} s (--stop-grace)"
+            self._end(self._timeouts.end)
         if now > self._end_deadline:
-            silent = [c for c in self._agents.connections if c not in self._gone]
+            silent = [c for c in self._agents.connections if c not in self._finished]
             names = ", ".join(sorted({connection.host.name for connection in silent}))
-            self._problem = "\n".join(
-                filter(
-                    None,
-                    [
-                        self._problem,
-                        f"no word from {names} that its ranks have ended; look there with `ps`",
-                    ],
-                )
-            )
-            self._gone.update(silent)
+            unconfirmed = f"{names} did not confirm that its ranks have ended; look there with `ps`"
+            self._problem = f"{self._problem}\n{unconfirmed}".lstrip()
+            self._finished.update(silent)
 
-    def _left(self) -> list[int]:
-        """The ranks that have not ended."""
-        return [rank for rank in range(self._plan.size) if rank not in self._ends]
+    def _running(self) -> list[int]:
+        """Return the ranks that have not ended."""
+        return [rank for rank in range(self._plan.size) if rank not in self._statuses]
 
-    def _look_for_ranks(self, now: float) -> None:
-        up = self._registered()
-        self._all_up = len(up) == self._plan.size
-        if self._all_up or not up or self._ending:
+    def _check_registered(self, now: float) -> None:
+        registered = self._registered()
+        self._all_registered = len(registered) == self._plan.size
+        if self._all_registered or not registered or self._ending:
             return
-        # Before the first one has come up, the ranks may import and download as long as they like.
-        self._start_deadline = min(self._start_deadline, now + self._limits.start)
+        # No limit before the first rank: ranks may import and download for any time.
+        self._start_deadline = min(self._start_deadline, now + self._timeouts.start)
         if now > self._start_deadline:
-            missing = [rank for rank in range(self._plan.size) if rank not in up]
-            ended = [rank for rank in missing if rank in self._ends]
-            silent = [rank for rank in missing if rank not in self._ends]
+            missing = [rank for rank in range(self._plan.size) if rank not in registered]
+            ended = [rank for rank in missing if rank in self._statuses]
+            silent = [rank for rank in missing if rank not in self._statuses]
             parts = []
             if silent:
                 parts.append(f"{self._ranks(silent)} did not come up")
             if ended:
                 parts.append(f"{self._ranks(ended)} ended without")
             self._fail(
-                f"{' and '.join(parts)} within {self._limits.start:g} s of the first rank "
+                f"{' and '.join(parts)} within {self._timeouts.start:g} s of the first rank "
                 "(--start-timeout); does the script call hvd.init() on every rank?"
                 + "".join(f"\n{tail_of(r, self._output.tail(r))}" for r in missing[:1])
             )
 
     # Signals
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        # What is ignored (nohup, a shell's background) stays ignored.
-        taken = [n for n in _STOPS if signal.getsignal(n) is not signal.SIG_IGN]
-        previous = {number: signal.signal(number, self._on_signal) for number in taken}
-        # Stopped, the launcher could not tell the agents that it is still there.
-        previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self._interrupts += number == signal.SIGINT
@@ -243,29 +225,29 @@ class Job:
         self._stop(number)
 
     def _stop(self, number: int) -> None:
-        """Ask all ranks for an orderly stop."""
+        """Request an orderly stop of all ranks."""
         self._stopped_by = self._stopped_by or signal.Signals(number)
-        self._be_patient()
-        # The terminal or the reader is gone, but not the job's chance to save.
-        gone = number in (signal.SIGHUP, signal.SIGPIPE)
-        passed_on = signal.SIGTERM if gone else number
+        self._set_stop_deadline()
+        # Ranks save on SIGTERM, but may not handle these two.
+        unhandled = number in (signal.SIGHUP, signal.SIGPIPE)
+        forwarded = signal.SIGTERM if unhandled else number
         for connection in self._agents.connections:
-            connection.send("signal", number=passed_on)
+            connection.send("signal", number=forwarded)
 
-    # What the user is told
+    # Messages for the user
 
     def _progress(self) -> str:
-        elapsed = int(time.monotonic() - self._began)
-        running = self._plan.size - len(self._ends)
+        elapsed = int(time.monotonic() - self._started_at)
+        running = self._plan.size - len(self._statuses)
         hosts = len(self._plan.hosts)
-        what = "stopping" if self._stopped_by or self._ending else "running"
+        state = "stopping" if self._stopped_by or self._ending else "running"
         return (
-            f"{running} of {self._plan.size} ranks {what}"
+            f"{running} of {self._plan.size} ranks {state}"
             f"{f' on {hosts} hosts' if hosts > 1 else ''}, {elapsed // 60}:{elapsed % 60:02}"
         )
 
     def _ranks(self, ranks: list[int]) -> str:
-        """`rank 1 (host1) and 3 more` and the like."""
+        """Return a text such as `ranks 1 on host1, 2 on host2 and 3 more`."""
         shown = ", ".join(f"{rank} on {self._plan.places[rank].host.name}" for rank in ranks[:8])
         more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
         return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
@@ -273,27 +255,27 @@ class Job:
     def _outcome(self) -> Outcome:
         if self._failures:
             return self._failure()
-        # The ranks of an orderly stop may end as they like, or have to be killed.
-        if self._stopped_by is not None and (self._problem or any(self._ends.values())):
+        # After a stop signal, the ranks' statuses and a kill do not change the outcome.
+        if self._stopped_by is not None and (self._problem or any(self._statuses.values())):
             return self._ended_by(self._stopped_by, 128 + self._stopped_by)
         return Outcome(1, self._problem) if self._problem else Outcome(0)
 
     def _failure(self) -> Outcome:
         if self._failures.resumable:
-            report = f"stopped, and can go on: start it again (exit status {RESUMABLE})"
+            report = f"stopped; start the job again to resume it (exit status {RESUMABLE})"
             return Outcome(RESUMABLE, self._with_problem(report))
         cause = self._failures.cause
         status = cause.status
         code = 128 - status if status < 0 else status
         if self._stopped_by is not None and -status in (self._stopped_by, signal.SIGTERM):
             return self._ended_by(self._stopped_by, code)
-        finished = [rank for rank, ended in self._ends.items() if ended == 0]
-        report = self._failures.report(self._ended_by_us, finished)
+        finished = [rank for rank, status in self._statuses.items() if status == 0]
+        report = self._failures.report(self._ended_by_launcher, finished)
         return Outcome(code, self._with_problem(report), cause)
 
     def _ended_by(self, number: signal.Signals, code: int) -> Outcome:
         if number == signal.SIGPIPE:
-            # As other programs end whose reader has had enough.
+            # The status of other programs whose reader closes the pipe.
             return Outcome(128 + number, self._problem)
         return Outcome(code, self._with_problem(f"ended by {number.name}"))
 

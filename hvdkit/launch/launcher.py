@@ -1,33 +1,73 @@
-"""The interface of launchers. `hvdkit run` chooses one."""
+"""The interface of launchers, of which `hvdkit run` chooses one, and their settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from hvdkit.launch.job import Outcome
+from hvdkit.launch.job import Outcome, Timeouts
 from hvdkit.launch.output import Output
+from hvdkit.launch.ssh import Ssh
 
 
 class Launcher(Protocol):
-    """Starts the ranks of one job in one way: `gloo.Gloo`, `mpi.Mpi` or `slurm.Slurm`."""
+    """Start the ranks of one job in one way: `gloo.Gloo`, `mpi.Mpi` or `slurm.Slurm`."""
 
     def run(self, output: Output, say: Callable[[str], None]) -> Outcome:
         """Start the ranks, and watch them until they have ended.
 
         Args:
-            output: where the ranks' output goes.
-            say: tells the user something at once.
+            output: gets the ranks' output.
+            say: prints a message for the user.
 
         Raises:
             HvdkitError: the job could not be started.
         """
 
     def describe(self, say: Callable[[str], None]) -> str:
-        """Return the plan in words, and the commands that would carry it out.
+        """Return the plan as text, and the commands that would start the ranks.
 
         Asks the hosts, and starts no rank.
 
         Raises:
             HvdkitError: a host cannot take part.
         """
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a start, apart from the command and the hosts.
+
+    Attributes:
+        ssh: how to reach other hosts.
+        python: the Python of the agents on other hosts.
+        network: the user's choice of network (`network.choose_interfaces`).
+        variables: the user's `-x` arguments.
+        pin_gpus: give each rank one GPU in CUDA_VISIBLE_DEVICES.
+        timeouts: of the job.
+        preflight: check several hosts before starting ranks.
+        torch_env: give ranks the variables that torchrun gives.
+        use_agent_environment: ranks inherit the environment of their agent, not of the launcher.
+        debug_rank: the rank that gets the user's terminal, with unlimited time; None for none.
+        bind: bind each rank to cores of one NUMA node.
+    """
+
+    ssh: Ssh
+    python: str
+    network: str | None = None
+    variables: Sequence[str] = ()
+    pin_gpus: bool = False
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    preflight: bool = True
+    torch_env: bool = True
+    use_agent_environment: bool = False
+    debug_rank: int | None = None
+    bind: bool = False
+
+    @property
+    def rank_timeouts(self) -> Timeouts:
+        """The timeouts for running ranks."""
+        if self.debug_rank is None:
+            return self.timeouts
+        return replace(self.timeouts, start=float("inf"))

@@ -2,28 +2,29 @@
 
 To the agent:
 
-    task    {command, directory, path,       the first message: what is going to be run; and
-             files, passes_signals_on,       whether the agent's own signals are for its ranks, and
-             bind}                           whether these are bound to CPUs
-    ask     {question, arguments}            answer one of `inspection.QUESTIONS`
-    start   {ranks: [{rank, env, defaults,   start them, one perhaps in the user's terminal, each on
-             terminal, cpus}], size}         these CPUs; and the number of the job's ranks
-    signal  {number}                         pass a signal on to the ranks
-    end     {grace}                          end every process: SIGTERM, seconds, SIGKILL
-    alive   {}                               the launcher is still there
-    outcome {status, report}                 how the job ended, for agents of `nodes`
+    task       {command, directory, path,    the first message: what the ranks will run; whether
+                files, forward_signals,      the agent forwards its own signals to its ranks; and
+                bind}                        whether ranks are bound to CPUs
+    ask        {question, arguments}         answer one of `inspection.QUESTIONS`
+    start      {ranks: [{rank, env,          start these ranks, each on its CPUs, one perhaps in
+                defaults, terminal, cpus}],  the user's terminal; `size` is the number of the
+                size}                        job's ranks
+    signal     {number}                      send this signal to the ranks
+    end        {grace}                       end every process: SIGTERM, `grace` seconds, SIGKILL
+    heartbeat  {}                            the launcher still runs
+    outcome    {status, report}              how the job ended, for agents of `--nodes`
 
 From the agent:
 
-    hello   {…facts}                         what this host is, and why it cannot run the task
-    answer  {answer}                         to a question
-    output  {rank, stream, text}             a piece of what a rank wrote
-    ended   {rank, status}                   negative for a signal
-    signal  {number}                         somebody on its host wants the job to stop
-    failed  {reason}                         the agent cannot go on
-    done    {}                               no process of the job is left on this host
+    hello      {…facts}                      facts about this host, and why it cannot run the task
+    answer     {answer}                      to a question
+    output     {rank, stream, text}          bytes that a rank has written
+    ended      {rank, status}                the status is negative for a signal
+    signal     {number}                      a user on the agent's host asks the job to stop
+    failed     {reason}                      the agent cannot continue
+    done       {}                            no process of the job is left on this host
 
-Bytes that are not UTF-8 are sent as lone surrogates, so that nothing of a rank's output is lost.
+Bytes that are not UTF-8 are sent as lone surrogates, so that the launcher gets all of them.
 """
 
 from __future__ import annotations
@@ -34,27 +35,28 @@ from typing import Any
 
 Message = dict[str, Any]
 
-#: The agent's first line. What a login shell's start-up files print comes before it.
+#: The agent's first line. The output of a login shell's start-up files precedes it.
 GREETING = b"hvdkit-agent 1\n"
 
-#: Where an agent that another launcher has started finds ours, and shows that it is of this job.
+#: The launcher's address and the job's token, for an agent that mpirun or srun has started.
 ADDRESS_VARIABLE = "HVDKIT_LAUNCHER_ADDRESS"
 TOKEN_VARIABLE = "HVDKIT_LAUNCHER_TOKEN"
-#: Has the descriptors of the user's terminal (input, output, errors), for an agent on this machine.
+#: The descriptors of the user's terminal (input, output, errors), for an agent on this machine.
 TERMINAL_VARIABLE = "HVDKIT_TERMINAL"
 
-#: Seconds between two `alive` messages, and after how many without any the launcher counts as gone.
-ALIVE_SECONDS = 5.0
+#: Seconds between two heartbeats.
+HEARTBEAT_SECONDS = 5.0
+#: Seconds without a message after which an agent takes the launcher for lost.
 LOST_SECONDS = 60.0
 
 
 def encode(kind: str, **fields: Any) -> bytes:
-    """One message, as it is sent."""
+    """Return a message as it is sent."""
     return json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """One message, as it was meant."""
+    """Return the message in `line`."""
     message: Message = json.loads(line)
     return message
 
@@ -68,12 +70,12 @@ def as_bytes(text: str) -> bytes:
 
 
 class Lines:
-    """Puts lines together from the pieces that a pipe gives."""
+    """Join the pieces that a pipe returns into lines."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The lines that `data` completes, without their ends."""
+        """Yield the lines that `data` completes, without their ends."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         yield from lines

@@ -1,6 +1,6 @@
-"""Carries a plan out over MPI: `mpirun` starts an agent in each rank's place.
+"""Start ranks over MPI: `mpirun` starts an agent for each rank, and the agent starts the rank.
 
-So the ranks' output, their ends and an orderly stop are the same as over Gloo, whatever the MPI.
+With agents, the ranks' output, exit statuses and orderly stop are the same for Gloo and every MPI.
 """
 
 from __future__ import annotations
@@ -16,29 +16,28 @@ from pathlib import Path
 from hvdkit.engine.toolchain import which
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch import environment, network, preflight, prepare
-from hvdkit.launch.agents import Agents
-from hvdkit.launch.arrivals import Door, Starter, let_in
-from hvdkit.launch.connection import own_agent
+from hvdkit.launch.agent_pool import AgentPool
+from hvdkit.launch.connection import local_agent_command
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.job import Job, Outcome
-from hvdkit.launch.messages import Message
+from hvdkit.launch.launcher import Settings
+from hvdkit.launch.listener import AgentListener, agents_started_by
 from hvdkit.launch.network import Interface
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
-from hvdkit.launch.prepare import Settings
 from hvdkit.launch.ssh import Ssh
-from hvdkit.processes import without_place
+from hvdkit.processes import without_rank_variables
 from hvdkit.ranks import Mpirun, identify_mpirun
 
-#: What Horovod is told, so that it takes MPI where it has been built with Gloo too.
+#: Make a Horovod with both Gloo and MPI use MPI.
 CONTROLLER = {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
 
 
 def find(path: str | None = None) -> Mpirun:
-    """The `mpirun` at `path`, else of this Python's environment, else first on PATH.
+    """Return the `mpirun` at `path`, else of this Python's environment, else the first on PATH.
 
     Raises:
-        HvdkitError: there is none.
+        HvdkitError: none was found.
     """
     found = which("mpirun") if path is None else shutil.which(path)
     if found is None:
@@ -60,18 +59,18 @@ def mpirun_command(
     directory: str,
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """mpirun's command line.
+    """Return mpirun's command line.
 
     Args:
-        mpirun: the launcher.
-        plan: how many ranks run where.
-        command: what they run.
-        interfaces: by host, what its ranks talk over.
-        variables: the names of those that they get; their values are taken from mpirun's own
+        mpirun: the mpirun.
+        plan: the number of ranks on each host.
+        command: the command of each rank.
+        interfaces: by host, that of its ranks.
+        variables: the names of the ranks' variables. mpirun takes the values from its own
             environment, so that no command line shows them.
         ssh: how mpirun reaches other hosts.
-        directory: where they run.
-        extra: the user's own arguments, after ours.
+        directory: the ranks' working directory.
+        extra: the user's own arguments, after those of hvdkit.
     """
     ours = (
         _open_mpi(mpirun, plan, interfaces, variables, ssh)
@@ -87,7 +86,7 @@ def _slots(plan: Plan) -> str:
 
 
 def _ssh_arguments(ssh: Ssh) -> str:
-    # Both MPIs split at blanks, and know no quotes.
+    # Both MPIs split this at blanks, and do not interpret quotes.
     for option in ssh.options():
         if re.search(r"\s", option):
             raise UsageError(
@@ -98,9 +97,9 @@ def _ssh_arguments(ssh: Ssh) -> str:
 
 
 def open_mpi_subnets(interfaces: Mapping[Host, Interface]) -> str:
-    """Return the subnets that Open MPI is to use; empty where all is on one machine.
+    """Return the subnets for Open MPI; empty for ranks on one machine.
 
-    By subnet, because the same network's interface has another name on another host.
+    Subnets, because the interface of a network may have different names on different hosts.
     """
     subnets = {str(i.network) for i in interfaces.values() if i is not network.LOOPBACK}
     return ",".join(sorted(subnets))
@@ -114,21 +113,21 @@ def _open_mpi(
     ssh: Ssh,
 ) -> list[str]:
     arguments = ["-H", _slots(plan), "--map-by", "slot"]
-    # Horovod's ranks have threads of their own: binding each to one core would starve them.
+    # Horovod's ranks have several threads: bound to one core, they would be slow.
     arguments += ["--bind-to", "none"]
     if os.geteuid() == 0:
         arguments.append("--allow-run-as-root")
-    if among := open_mpi_subnets(interfaces):
+    if subnets := open_mpi_subnets(interfaces):
         arguments += ["--prefix", str(Path(mpirun.path).parent.parent)]
-        arguments += ["--mca", "btl_tcp_if_include", among]
+        arguments += ["--mca", "btl_tcp_if_include", subnets]
         if mpirun.major >= 5:
-            arguments += ["--prtemca", "prte_if_include", among]
+            arguments += ["--prtemca", "prte_if_include", subnets]
             arguments += ["--prtemca", "plm_ssh_args", _ssh_arguments(ssh)]
         else:
-            arguments += ["--mca", "oob_tcp_if_include", among]
+            arguments += ["--mca", "oob_tcp_if_include", subnets]
             arguments += ["--mca", "plm_rsh_args", _ssh_arguments(ssh)]
     if mpirun.major < 5:
-        arguments += ["--mca", "btl", "^openib"]  # it only warns that UCX has taken its place
+        arguments += ["--mca", "btl", "^openib"]  # it only warns that UCX replaces it
     for name in variables:
         arguments += ["-x", name]
     return arguments
@@ -139,7 +138,7 @@ def _hydra(plan: Plan, interfaces: Mapping[Host, Interface], variables: Sequence
     networks = {i.network for i in interfaces.values() if i is not network.LOOPBACK}
     own = [i.name for i in network.own_interfaces() if i.network in networks]
     if own:
-        # Else it tells the others this machine's name, which Debian resolves to 127.0.1.1.
+        # By default Hydra sends this machine's name, which Debian resolves to 127.0.1.1.
         arguments += ["-launcher", "ssh", "-iface", own[0]]
     if variables:
         arguments += ["-genvlist", ",".join(variables)]
@@ -147,19 +146,19 @@ def _hydra(plan: Plan, interfaces: Mapping[Host, Interface], variables: Sequence
 
 
 def _hydra_environment(ssh: Ssh) -> dict[str, str]:
-    # MPICH's name for it, and Intel MPI's.
+    # The variables of MPICH and of Intel MPI.
     names = ("HYDRA_LAUNCHER_EXTRA_ARGS", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS")
     return dict.fromkeys(names, _ssh_arguments(ssh))
 
 
 @dataclass(frozen=True)
 class Mpi:
-    """Starts ranks with an MPI's `mpirun`, which starts an agent for each.
+    """Start ranks with an MPI's `mpirun`, which starts an agent for each.
 
     Attributes:
         plan: the job.
         settings: how it is started.
-        mpirun: what starts the ranks.
+        mpirun: the mpirun.
         extra: the user's own arguments for mpirun.
     """
 
@@ -171,49 +170,41 @@ class Mpi:
     def run(self, output: Output, say: Callable[[str], None]) -> Outcome:
         """Start the ranks, and watch them until they have ended."""
         prepare.warn_of_withheld(self.plan, self.settings, say)
-        with Agents() as agents:
-            facts = prepare.ask_hosts(agents, self.plan, self.settings)
-            interfaces, address = prepare.choose_network(self.plan, facts, self.settings)
-            prepare.warn_of_faster_network(self.plan, facts, interfaces, self.settings, say)
-            door = Door(address, self.plan.size)
-            preflight.before_start(agents, interfaces, self.plan, self.settings, door.at, say)
+        with AgentPool() as agents:
+            prepare.start_agents(agents, self.plan, self.settings)
+            facts = prepare.collect_facts(agents, self.plan, self.settings)
+            interfaces, address = prepare.choose_network(self.plan, facts, self.settings, say)
+            listener = AgentListener(address, self.plan.size)
+            preflight.before_start(
+                agents, interfaces, self.plan, self.settings, listener.address, say
+            )
         command = mpirun_command(
             self.mpirun,
             self.plan,
-            own_agent(),
+            local_agent_command(),
             interfaces=interfaces,
-            variables=list(door.variables()),
+            variables=list(listener.variables()),
             ssh=self.settings.ssh,
             directory="/",
             extra=self.extra,
         )
-        env = without_place(os.environ) | _hydra_environment(self.settings.ssh) | door.variables()
-        running = Starter("mpirun", command, env, say)
-        try:
-            with Agents() as agents:
-                let_in(agents, door, running, self.plan, self.settings.limits.start)
-                agents.contact(prepare.task(self.plan), self.settings.limits.start)
-                ranks = _rank_messages(
-                    self.plan,
-                    facts,
-                    self.settings,
-                    interfaces,
-                    prepare.master(agents, self.plan, interfaces, self.settings),
-                )
-                for rank, connection in enumerate(agents.connections):
-                    prepare.start(connection, self.plan, [ranks[rank]])
-                everyone = set(range(self.plan.size))
-                return Job(
-                    self.plan, agents, output, self.settings.limits, lambda: everyone, say
-                ).run()
-        finally:
-            door.close()
-            running.end()
+        env = without_rank_variables(os.environ) | _hydra_environment(self.settings.ssh)
+        env |= listener.variables()
+        timeout = self.settings.timeouts.start
+        with agents_started_by("mpirun", command, env, listener, self.plan, timeout, say) as agents:
+            agents.require_facts(prepare.task(self.plan), timeout)
+            prepare.start_ranks(
+                agents, self.plan, facts, self.settings, interfaces, lambda *_: CONTROLLER
+            )
+            every_rank = set(range(self.plan.size))
+            timeouts = self.settings.timeouts
+            return Job(self.plan, agents, output, timeouts, lambda: every_rank, say).run()
 
     def describe(self, say: Callable[[str], None]) -> str:  # noqa: ARG002
-        """Return the plan in words, and the command that would carry it out."""
-        with Agents() as agents:
-            facts = prepare.ask_hosts(agents, self.plan, self.settings)
+        """Return the plan as text, and the command that would start the ranks."""
+        with AgentPool() as agents:
+            prepare.start_agents(agents, self.plan, self.settings)
+            facts = prepare.collect_facts(agents, self.plan, self.settings)
         interfaces, _ = prepare.choose_network(self.plan, facts, self.settings)
         names = environment.known(os.environ) | environment.explicit(
             os.environ, self.settings.variables
@@ -243,15 +234,3 @@ class Mpi:
                 f"  {shlex.join(['env', *shown, *command])}",
             ]
         )
-
-
-def _rank_messages(
-    plan: Plan,
-    facts: Mapping[Host, Message],
-    settings: Settings,
-    interfaces: Mapping[Host, Interface],
-    master: tuple[str, int] | None,
-) -> list[Message]:
-    """Return the messages of all ranks, without their places, which MPI tells them."""
-    ranks = prepare.rank_messages(plan, facts, settings, interfaces, lambda *_: CONTROLLER, master)
-    return [message for host in plan.hosts for message in ranks[host]]

@@ -1,6 +1,6 @@
-"""Which network a job's ranks talk over, and which interface of each host is on it.
+"""The network of a job's ranks, and the interface of each host on it.
 
-Interfaces are chosen by the subnet that they are on, host by host: `eth0` here may be `ens3` there.
+Interfaces are chosen by their subnet, because `eth0` of one host may be `ens3` of another.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Interface:
     """One address of a network interface.
 
     Attributes:
-        name: as the host calls it.
+        name: its name on the host.
         address: its address.
         prefix: the length of its subnet's prefix, in bits.
-        speed: Mbit/s; 0 where the system does not say.
+        speed: in Mbit/s; 0 if unknown.
         mtu: the largest packet, in bytes.
     """
 
@@ -38,14 +38,15 @@ class Interface:
         return IPv4Interface(f"{self.address}/{self.prefix}").network
 
 
-#: What the ranks of a job on this machine alone talk over.
+#: The interface of a job on this machine only.
 LOOPBACK = Interface("lo", "127.0.0.1", 8)
 
 
 def own_interfaces() -> list[Interface]:
-    """The IPv4 addresses of this machine's interfaces that are up, without loopback and link-local.
+    """Return this machine's interfaces that are up and have an IPv4 address.
 
-    Horovod's rendezvous client does not take IPv6 addresses.
+    Loopback and link-local addresses are left out. Horovod's rendezvous client does not support
+    IPv6.
     """
     stats = psutil.net_if_stats()
     found = []
@@ -65,14 +66,14 @@ def own_interfaces() -> list[Interface]:
 
 
 def reached_address(address: str, own: Sequence[Interface]) -> str | None:
-    """Return the IPv4 address of the interface that this machine was reached at.
+    """Return the IPv4 address of the interface that has `address`.
 
     Args:
-        address: where it was reached, IPv4 or IPv6.
+        address: an address of this machine, IPv4 or IPv6.
         own: its interfaces.
 
     Returns:
-        None where that interface has no IPv4 address.
+        None if that interface has no IPv4 address.
     """
     parsed = ip_address(address.partition("%")[0])
     if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped is not None:
@@ -90,17 +91,17 @@ def reached_address(address: str, own: Sequence[Interface]) -> str | None:
 
 
 def free_port(address: str) -> int:
-    """Return a port that is free at an address of this machine now."""
+    """Return a port that is free now at an address of this machine."""
     with socket.create_server((address, 0)) as server:
         port: int = server.getsockname()[1]
         return port
 
 
 def source_address(target: str) -> str | None:
-    """The address of this machine that packets to `target` leave from; None without a route."""
+    """Return this machine's source address for packets to `target`; None without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((target, 9))  # sends nothing: only the routing table is asked
+            probe.connect((target, 9))  # sends nothing, only looks up the route
         except OSError:
             return None
         return str(probe.getsockname()[0])
@@ -111,8 +112,8 @@ class HostNetwork:
     """The network of a host.
 
     Attributes:
-        interfaces: its addresses.
-        reached_at: its address that ssh reached it at; None for the launcher's own machine.
+        interfaces: its interfaces.
+        reached_at: its address that ssh connected to; None for the launcher's own machine.
     """
 
     interfaces: Sequence[Interface]
@@ -122,48 +123,47 @@ class HostNetwork:
 def choose_interfaces(
     hosts: Mapping[str, HostNetwork], network: str | None = None
 ) -> dict[str, Interface]:
-    """The interface that each host's ranks use.
+    """Return the interface for each host's ranks.
 
-    Without `network` it is the subnet that all hosts are on: the one that ssh reached them over,
-    or else the fastest. Where hosts are on different subnets, each uses the interface that ssh
-    reached it over.
+    By default it is on a subnet that all hosts share: that of ssh, else the fastest. If the hosts
+    share no subnet, it is each host's interface that ssh connected to.
 
     Args:
-        hosts: by name, what each says of its network.
+        hosts: by name, the network of each.
         network: the user's choice: a subnet (`10.0.0.0/8`), an interface name that all hosts
             have, or `HOST=INTERFACE,…`.
 
     Raises:
         UsageError: `network` is none of these, or a host has no such interface.
-        HvdkitError: nothing connects the hosts.
+        HvdkitError: no network connects the hosts.
     """
     without = [name for name, host in hosts.items() if not host.interfaces]
     if without:
         raise HvdkitError(
-            f"no IPv4 address that others could reach on {', '.join(without)}: Horovod's ranks "
-            f"find each other over IPv4 alone. Give the hosts IPv4 addresses, if need be private "
+            f"{', '.join(without)} has no IPv4 address that other hosts could reach, and Horovod's "
+            f"ranks find each other over IPv4 only. Give the hosts IPv4 addresses, such as private "
             f"ones, on the network that they share"
         )
     if network is not None:
-        return _as_told(hosts, network)
+        return _by_option(hosts, network)
     shared = _shared_networks(hosts)
     if shared:
         best = max(shared, key=lambda net: (_reached_over(hosts, net), _slowest(hosts, net)))
         return {name: _on(host, best)[0] for name, host in hosts.items()}
-    return _reached(hosts)
+    return _by_reached_address(hosts)
 
 
 def faster_network(
     hosts: Mapping[str, HostNetwork], chosen: Mapping[str, Interface]
 ) -> tuple[IPv4Network, int, int] | None:
-    """Return a subnet that all hosts are on and that is faster than the chosen one.
+    """Return a subnet that all hosts share and that is faster than the chosen one.
 
     Args:
-        hosts: by name, what each says of its network.
-        chosen: by name, the interface that its ranks use.
+        hosts: by name, the network of each.
+        chosen: by name, the interface of its ranks.
 
     Returns:
-        The subnet, its speed and that of the chosen one, in Mbit/s; None where there is none, or
+        The subnet, its speed and that of the chosen one, in Mbit/s; None if there is none, or if
         speeds are unknown.
     """
     speed = min(interface.speed for interface in chosen.values())
@@ -173,7 +173,7 @@ def faster_network(
     return best, _slowest(hosts, best), speed
 
 
-def _as_told(hosts: Mapping[str, HostNetwork], network: str) -> dict[str, Interface]:
+def _by_option(hosts: Mapping[str, HostNetwork], network: str) -> dict[str, Interface]:
     try:
         subnet: IPv4Network | None = IPv4Network(network, strict=False)
     except ValueError:
@@ -186,16 +186,16 @@ def _as_told(hosts: Mapping[str, HostNetwork], network: str) -> dict[str, Interf
     chosen = {}
     for name, host in hosts.items():
         if subnet is not None:
-            fitting = [i for i in host.interfaces if IPv4Address(i.address) in subnet]
+            matching = [i for i in host.interfaces if IPv4Address(i.address) in subnet]
         else:
             wanted = by_host.get(name) if by_host else network
-            fitting = [i for i in host.interfaces if i.name == wanted]
-        if not fitting:
+            matching = [i for i in host.interfaces if i.name == wanted]
+        if not matching:
             raise UsageError(
                 f"--network {network}: {name} has no such interface; it has {_listed(host)}. "
                 "Expected a subnet (10.0.0.0/8), a name, or HOST=NAME,HOST=NAME."
             )
-        chosen[name] = fitting[0]
+        chosen[name] = matching[0]
     return chosen
 
 
@@ -208,7 +208,7 @@ def _shared_networks(hosts: Mapping[str, HostNetwork]) -> list[IPv4Network]:
     shared = []
     for network in dict.fromkeys(interface.network for interface in first.interfaces):
         addresses = [i.address for host in hosts.values() for i in _on(host, network)[:1]]
-        # Docker's bridge is on the same subnet everywhere, with the same address: no network.
+        # Docker's bridge has the same subnet and the same address on every host: not shared.
         if len(set(addresses)) == len(hosts):
             shared.append(network)
     return shared
@@ -225,7 +225,7 @@ def _slowest(hosts: Mapping[str, HostNetwork], network: IPv4Network) -> int:
     return min(_on(host, network)[0].speed for host in hosts.values())
 
 
-def _reached(hosts: Mapping[str, HostNetwork]) -> dict[str, Interface]:
+def _by_reached_address(hosts: Mapping[str, HostNetwork]) -> dict[str, Interface]:
     others = [host.reached_at for host in hosts.values() if host.reached_at is not None]
     chosen = {}
     for name, host in hosts.items():
@@ -246,18 +246,19 @@ def _listed(host: HostNetwork) -> str:
 
 
 def rendezvous_address(chosen: Mapping[str, Interface], own: Sequence[Interface]) -> str:
-    """The address of this machine at which the ranks of all hosts reach it: of their network."""
+    """Return this machine's address on the ranks' network."""
     addresses = {interface.address for interface in own}
     networks = {interface.network for interface in chosen.values()}
     for interface in own:
         if interface.network in networks:
             return interface.address
     for interface in chosen.values():
-        # Not on their network (a login node): whatever this machine reaches them from.
+        # This machine is not on their network (a login node): its address on the route to them.
         source = source_address(interface.address)
         if source in addresses:
             return str(source)
     raise HvdkitError(
-        f"this machine has no route to {', '.join(i.address for i in chosen.values())}, which the "
-        "ranks talk over; start the job from one of the hosts, or choose another --network"
+        f"this machine has no route to the ranks' addresses "
+        f"{', '.join(i.address for i in chosen.values())}; start the job from one of the hosts, or "
+        "choose another --network"
     )

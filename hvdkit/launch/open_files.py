@@ -1,6 +1,6 @@
 """The limit on open files (`ulimit -n`), which large jobs exceed: 1,024 by default on many systems.
 
-A limit has a soft value, which counts, and a hard one, up to which a process may raise it.
+The soft limit is in force. A process may raise its soft limit up to the hard limit.
 """
 
 from __future__ import annotations
@@ -13,36 +13,35 @@ _OWN_OF_RANK = 1024
 _OWN_OF_LAUNCHER = 512
 
 
-def of_rank(size: int) -> int:
-    """Return the descriptors that a rank of a job of `size` ranks needs.
+def needed_by_rank(size: int) -> int:
+    """Return the number of descriptors that a rank of a job of `size` ranks needs.
 
-    Gloo has a connection with each other rank, and listens for each while it connects.
+    Gloo has a connection to each other rank, and a listening socket for each while it connects.
     """
     return _OWN_OF_RANK + 3 * size
 
 
-def of_launcher(size: int, hosts: int) -> int:
-    """Return the descriptors that the launcher needs.
+def needed_by_launcher(size: int, hosts: int) -> int:
+    """Return the number of descriptors that the launcher needs.
 
-    It has pipes to an agent on each host; and for each rank a file and connections to the
-    rendezvous.
+    It has pipes to an agent on each host, and a file and rendezvous connections for each rank.
     """
     return _OWN_OF_LAUNCHER + 3 * size + 4 * hosts
 
 
-def largest() -> int:
-    """Return what this process may raise its limit to."""
+def hard_limit() -> int:
+    """Return the hard limit of this process."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _number(hard)
 
 
-def allow(needed: int) -> int:
-    """Raise this process's limit to `needed` where it is lower, or as far as possible.
+def raise_limit(needed: int) -> int:
+    """Raise this process's soft limit to `needed` if it is lower, as far as possible.
 
-    Processes that it starts inherit the limit.
+    Child processes inherit the limit.
 
     Returns:
-        The limit.
+        The soft limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _number(soft) < needed:
@@ -54,5 +53,5 @@ def allow(needed: int) -> int:
 
 
 def _number(limit: int) -> int:
-    """Return a limit where infinity is a large number."""
+    """Return a limit, with a large number for infinity."""
     return 1 << 30 if limit == resource.RLIM_INFINITY else limit

@@ -1,4 +1,4 @@
-"""Output of the ranks: shown with each line's rank, kept in files, its last lines remembered."""
+"""The ranks' output: shown line by line with the rank, written to files, its last lines kept."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from hvdkit.errors import UsageError
 
-#: So many lines of a rank are remembered, for the report when it fails.
+#: The number of last lines that are kept of each rank, for the report when it fails.
 TAIL_LINES = 100
-#: In a larger job than this one only rank 0 is shown.
+#: With more ranks than these, only rank 0 is shown.
 SHOWN_RANKS = 16
-#: Bytes. A longer line is shown as several.
+#: In bytes. A longer line is shown as several.
 LONGEST_LINE = 1 << 20
 
 _LONGEST_BAR = 65536
@@ -35,22 +34,22 @@ def _ignore(text: str) -> None:
 
 
 class Output:
-    """Shows what the ranks write. A context manager.
+    """Show the ranks' output. A context manager.
 
-    A file or stream that cannot be written to any more (a full disk, a reader that has gone) is
-    given up with one warning. The ranks go on.
+    If a file or stream becomes unwritable (a full disk, a closed pipe), its output is dropped after
+    one warning. The ranks continue.
 
     Args:
         size: the number of ranks.
         shown: the ranks whose lines are shown; default all, or rank 0 of a large job.
-        directory: where each rank's output is also kept, in a file of its own.
-        stdout: where ranks' standard output goes, default this process's.
-        stderr: likewise.
-        say: tells the user something at once.
-        progress: whether `status` draws something.
+        directory: the folder for one file per rank; None for no files.
+        stdout: the stream for the ranks' standard output; default this process's.
+        stderr: the stream for the ranks' standard error; default this process's.
+        say: prints a message for the user.
+        progress: whether `status` draws a line.
 
     Attributes:
-        reader_gone: whether nobody reads standard output any more, as after `| head`.
+        stdout_closed: whether the reader of standard output has closed it, as `| head` does.
 
     Raises:
         UsageError: the directory cannot be written to.
@@ -66,7 +65,7 @@ class Output:
         say: Callable[[str], None] = _ignore,
         progress: bool = True,
     ) -> None:
-        self.reader_gone = False
+        self.stdout_closed = False
         self._say = say
         if shown is None:
             shown = range(size) if size <= SHOWN_RANKS else (0,)
@@ -79,7 +78,7 @@ class Output:
         self._unfinished: dict[tuple[int, str], bytes] = {}
         self._tails: list[deque[str]] = [deque(maxlen=TAIL_LINES) for _ in range(size)]
         self._status = _StatusLine(self._streams["stderr"] if progress else io.BytesIO())
-        # None instead of a file that has been given up.
+        # None for a file that cannot be written to any more.
         self._files: list[IO[bytes] | None] = []
         self._directory = directory
         self._warned_of_files = False
@@ -96,12 +95,7 @@ class Output:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -110,11 +104,11 @@ class Output:
             file.close()
 
     def write(self, rank: int, stream: str, data: bytes) -> None:
-        """Take a piece of what `rank` wrote to `stream` ("stdout" or "stderr")."""
+        """Add output that `rank` wrote to `stream` ("stdout" or "stderr")."""
         self._keep(rank, data)
         *lines, rest = (self._unfinished.pop((rank, stream), b"") + data).split(b"\n")
         if len(rest) > _LONGEST_BAR:
-            # A progress bar that never ends its line is only its last state.
+            # A progress bar without line ends: keep its last state only.
             rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
         if len(rest) > LONGEST_LINE:
             lines.append(rest)
@@ -123,17 +117,17 @@ class Output:
         self._show(rank, stream, lines)
 
     def finish(self, rank: int) -> None:
-        """`rank` has ended: show what it wrote without ending the line."""
+        """Show the unfinished lines of `rank`, which has ended."""
         for stream in self._streams:
             if rest := self._unfinished.pop((rank, stream), b""):
                 self._show(rank, stream, [rest])
 
     def tail(self, rank: int) -> list[str]:
-        """The last lines that `rank` wrote, to either stream."""
+        """Return the last lines of `rank`, of both streams."""
         return list(self._tails[rank])
 
     def status(self, text: str) -> None:
-        """Say how the job is, on a terminal, below what the ranks write."""
+        """Draw the state of the job below the ranks' output, on a terminal."""
         progress = self._unfinished.get((0, "stderr")) or self._unfinished.get((0, "stdout"))
         shown = f"{text}  {_decoded(_visible(progress))}" if progress else text
         self._status.draw(shown)
@@ -152,12 +146,12 @@ class Output:
                 self._give_up(stream, error)
 
     def _keep(self, rank: int, data: bytes) -> None:
-        """Write a piece of what `rank` wrote into its file."""
+        """Write output of `rank` to its file."""
         file = self._files[rank] if self._files else None
         if file is None:
             return
         try:
-            # Unbuffered: a part may be written where the disk is full.
+            # Unbuffered: a full disk may take a part only.
             while data := data[file.write(data) :]:
                 pass
         except OSError as error:
@@ -167,39 +161,39 @@ class Output:
             if not self._warned_of_files:
                 self._warned_of_files = True
                 self._say(
-                    f"--output-dir {self._directory}: {error.strerror}. From here on the output "
-                    f"of rank {rank}, and of others whose files cannot be written, is not kept"
+                    f"--output-dir {self._directory}: {error.strerror}. From now on, the output "
+                    f"of rank {rank}, and of other ranks whose files fail, is not kept"
                 )
 
     def _give_up(self, stream: str, error: OSError) -> None:
-        """Write nothing to a stream any more."""
+        """Drop further output to a stream."""
         out = self._streams[stream]
-        self._streams[stream] = _Nowhere()
+        self._streams[stream] = _NullStream()
         with contextlib.suppress(OSError, ValueError):
-            # What it has in its buffer is written again when Python ends.
+            # Python writes the stream's buffer again when it exits.
             descriptor = out.fileno()
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, descriptor)
             os.close(nowhere)
         if error.errno == errno.EPIPE and stream == "stdout":
-            self.reader_gone = True
+            self.stdout_closed = True
         elif error.errno not in (errno.EPIPE, errno.EIO):
-            # The latter is a terminal that is gone.
+            # EIO: the terminal is closed.
             names = {"stdout": "standard output", "stderr": "standard error"}
             self._say(
-                f"{names[stream]}: {error.strerror}. What ranks write to it is not shown any more"
+                f"{names[stream]}: {error.strerror}. The ranks' output to it is not shown any more"
             )
 
 
-class _Nowhere(io.BytesIO):
-    """A stream that forgets what is written to it."""
+class _NullStream(io.BytesIO):
+    """A stream that discards its data."""
 
     def write(self, data: Any) -> int:
         return len(data)
 
 
 def _visible(line: bytes) -> bytes:
-    """Return the part of a line that a terminal shows in the end, after its carriage returns."""
+    """Return the part of a line that a terminal shows after all carriage returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
@@ -208,7 +202,7 @@ def _decoded(line: bytes) -> str:
 
 
 class _StatusLine:
-    """One line below the output, on a terminal; nothing elsewhere."""
+    """A line below the output, if the stream is a terminal."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream if stream.isatty() else None
@@ -236,4 +230,4 @@ class _StatusLine:
                 self._stream.write(data)
                 self._stream.flush()
             except OSError:
-                self._stream = None  # nobody looks any more
+                self._stream = None  # the terminal is closed

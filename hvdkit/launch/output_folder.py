@@ -1,4 +1,4 @@
-"""The folders of `--output-dir`: one for each start, with the ranks' output and the failure."""
+"""The folders of `--output-dir`: one for each start, with the ranks' output and `error.json`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ERROR = "error.json"
 
 
 def make(directory: Path) -> Path:
-    """Make the folder of a start in `directory`, named after the time (UTC), and return it.
+    """Make and return the folder of a start in `directory`. Its name is the time (UTC).
 
     Raises:
-        UsageError: it cannot be made.
+        UsageError: the folder cannot be made.
     """
     now = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     try:
@@ -36,7 +36,7 @@ def make(directory: Path) -> Path:
                 break
     except OSError as error:
         raise UsageError(f"--output-dir {directory}: {error.strerror}") from error
-    with suppress(OSError):  # where there are no links
+    with suppress(OSError):  # file systems without links
         new = directory / f".{LATEST}.{os.getpid()}"
         new.symlink_to(folder.name)
         new.replace(directory / LATEST)
@@ -44,23 +44,23 @@ def make(directory: Path) -> Path:
 
 
 def write_error(folder: Path, failure: Failure, plan: Plan, say: Callable[[str], None]) -> None:
-    """Write what is known of the failure that ended a job.
+    """Write the failure that ended a job to `error.json`.
 
-    The file has `rank`, `host`, `status` (its exit status; null after a signal), `signal` (its
-    name; null otherwise), `exception` and `traceback` (null and empty without one) and
+    The file has `rank`, `host`, `status` (the exit status; null after a signal), `signal` (the name
+    of the signal; else null), `exception` and `traceback` (null and empty without one) and
     `last_lines`.
     """
-    died = failure.status < 0
-    told = {
+    by_signal = failure.status < 0
+    content = {
         "rank": failure.rank,
         "host": plan.places[failure.rank].host.name,
-        "status": None if died else failure.status,
-        "signal": signal.Signals(-failure.status).name if died else None,
+        "status": None if by_signal else failure.status,
+        "signal": signal.Signals(-failure.status).name if by_signal else None,
         "exception": failure.exception,
         "traceback": failure.traceback,
         "last_lines": list(failure.tail),
     }
     try:
-        (folder / ERROR).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        (folder / ERROR).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         say(f"{folder / ERROR}: {error.strerror}")

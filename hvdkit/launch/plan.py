@@ -1,4 +1,4 @@
-"""Which rank runs where. Computed before anything is started, from the hosts alone."""
+"""The plan of a job: the host and the place of each rank, computed from the hosts alone."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ MOST_RANKS = 100_000
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's place in the job, in Horovod's words.
+    """One rank's place in the job, in Horovod's terms.
 
     Attributes:
         rank: the rank in the whole job.
-        host: the host that it runs on.
+        host: its host.
         local_rank: its number on that host.
         local_size: the number of ranks on that host.
         cross_rank: its number among the ranks with the same local rank, one on each host.
-        cross_size: how many those are.
+        cross_size: the number of ranks with the same local rank.
     """
 
     rank: int
@@ -36,10 +36,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """The ranks of a job and what they run.
+    """The command and the ranks of a job.
 
     Attributes:
-        command: what every rank runs.
+        command: the command of every rank.
         directory: the ranks' working directory, on every host.
         places: one per rank, in the order of ranks.
     """
@@ -58,11 +58,11 @@ class Plan:
         return list(self._by_host)
 
     def on(self, host: Host) -> list[Place]:
-        """The places on `host`, in the order of ranks."""
+        """Return the places on `host`, in the order of ranks."""
         return self._by_host.get(host, [])
 
     def node(self, host: Host) -> int:
-        """Return the place of `host` among `hosts`."""
+        """Return the index of `host` in `hosts`."""
         return self._nodes[host]
 
     @cached_property
@@ -78,20 +78,16 @@ class Plan:
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Refuse to run nothing.
-
-    Raises:
-        UsageError: there is nothing to run.
-    """
+    """Raise UsageError if `command` is empty."""
     if not command:
         raise UsageError("there is no command to run; expected e.g. `hvdkit run -np 2 python x.py`")
 
 
 def make_plan(command: Sequence[str], directory: str, hosts: Sequence[Host], size: int) -> Plan:
-    """Fill the hosts one after the other, each up to its slots, as horovodrun does.
+    """Assign ranks to the hosts in order, each host up to its slots, as horovodrun does.
 
     Raises:
-        UsageError: there are fewer slots than ranks, or there is nothing to run.
+        UsageError: there are fewer slots than ranks, or the command is empty.
     """
     check_command(command)
     if size < 1:
@@ -110,7 +106,7 @@ def make_plan(command: Sequence[str], directory: str, hosts: Sequence[Host], siz
         if count := min(host.slots, left):
             counts.append((host, count))
             left -= count
-    # For each local rank, the number of hosts that have one.
+    # For each local rank, the number of hosts that have it.
     across = Counter(local_rank for _, count in counts for local_rank in range(count))
     before: Counter[int] = Counter()
     places: list[Place] = []

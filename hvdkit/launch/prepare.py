@@ -1,106 +1,55 @@
-"""The steps of every launcher before it starts ranks: ask the hosts, choose their network, and
-give each rank its environment.
-"""
+"""Steps that all launchers share: ask the hosts, choose the network, make ranks' environments."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hvdkit.launch import binding, environment, network
-from hvdkit.launch.agents import Agents
-from hvdkit.launch.connection import Connection
+from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.hosts import Host, are_local
-from hvdkit.launch.job import Limits
+from hvdkit.launch.launcher import Settings
 from hvdkit.launch.messages import Message
 from hvdkit.launch.network import HostNetwork, Interface
 from hvdkit.launch.plan import Place, Plan
-from hvdkit.launch.ssh import Ssh
 
 _SHOWN_NAMES = 8
-_CHOSEN_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _INTERPRETERS = ("python", "bash", "sh")
 
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a start, apart from command and hosts.
-
-    Attributes:
-        ssh: how other hosts are reached.
-        python: the Python of the agents on other hosts.
-        network: the user's choice of network (`network.choose_interfaces`).
-        variables: the user's `-x` arguments.
-        pin_gpus: give each rank one GPU in CUDA_VISIBLE_DEVICES.
-        limits: of time.
-        preflight: examine several hosts before ranks are started there.
-        torch_env: give ranks the variables that torchrun gives.
-        bind: bind each rank to cores of one NUMA node.
-        debug_rank: the rank that gets the user's terminal, while others wait for it without an end;
-            None for none.
-        own_environments: each host's ranks have the environment of the agent there, not that of
-            the launcher.
-    """
-
-    ssh: Ssh
-    python: str
-    network: str | None = None
-    variables: Sequence[str] = ()
-    pin_gpus: bool = False
-    limits: Limits = field(default_factory=Limits)
-    preflight: bool = True
-    torch_env: bool = True
-    own_environments: bool = False
-    debug_rank: int | None = None
-    bind: bool = False
-
-    @property
-    def rank_limits(self) -> Limits:
-        """The limits once ranks have been started."""
-        if self.debug_rank is None:
-            return self.limits
-        return replace(self.limits, start=float("inf"))
-
-
-# Asked once per host.
-_known_hosts: dict[Host, bool] = {}
+# Whether each host is this machine: looked up once per host.
+_looked_up: dict[Host, bool] = {}
 
 
 def local_hosts(plan: Plan) -> dict[Host, bool]:
     """Return the plan's hosts, and whether each is this machine."""
     known = {host: host.local for host in plan.hosts if host.local is not None}
     unknown = [host for host in plan.hosts if host.local is None]
-    _known_hosts.update(are_local([host for host in unknown if host not in _known_hosts]))
-    return {host: known.get(host, _known_hosts.get(host, False)) for host in plan.hosts}
+    _looked_up.update(are_local([host for host in unknown if host not in _looked_up]))
+    return {host: known.get(host, _looked_up.get(host, False)) for host in plan.hosts}
 
 
-def ask_hosts(agents: Agents, plan: Plan, settings: Settings) -> dict[Host, Message]:
-    """Start an agent on each of the plan's hosts; by host, what `agent.facts` found there.
+def start_agents(agents: AgentPool, plan: Plan, settings: Settings) -> None:
+    """Start an agent on each of the plan's hosts."""
+    rank = settings.debug_rank
+    terminal = None if rank is None else plan.places[rank].host
+    agents.start(local_hosts(plan), settings.ssh, settings.python, terminal)
+
+
+def collect_facts(agents: AgentPool, plan: Plan, settings: Settings) -> dict[Host, Message]:
+    """Return the facts of each agent's host (`host_facts.facts`).
 
     Raises:
         HvdkitError: a host cannot take part.
     """
-    dial(agents, plan, settings)
-    return contact(agents, plan, settings)
-
-
-def dial(agents: Agents, plan: Plan, settings: Settings) -> None:
-    """Start an agent on each of the plan's hosts."""
-    rank = settings.debug_rank
-    terminal = None if rank is None else plan.places[rank].host
-    agents.dial(local_hosts(plan), settings.ssh, settings.python, terminal)
-
-
-def contact(agents: Agents, plan: Plan, settings: Settings) -> dict[Host, Message]:
-    """Ask the agents that are there; by host, what `agent.facts` found."""
-    facts = agents.contact(task(plan) | {"bind": settings.bind}, settings.limits.start)
+    bind = {"bind": settings.bind}
+    facts = agents.require_facts(task(plan) | bind, settings.timeouts.start)
     return {connection.host: found for connection, found in facts.items()}
 
 
 def task(plan: Plan) -> Message:
-    """Return the first message to the agents."""
+    """Return the fields of the `task` message."""
     return {
         "command": list(plan.command),
         "directory": plan.directory,
@@ -110,7 +59,7 @@ def task(plan: Plan) -> Message:
 
 
 def script(command: Sequence[str], directory: str) -> list[str]:
-    """The script among the arguments of an interpreter, which every host must have."""
+    """Return the script among an interpreter's arguments, which every host must have."""
     if not Path(command[0]).name.startswith(_INTERPRETERS):
         return []
     for argument in command[1:]:
@@ -122,52 +71,48 @@ def script(command: Sequence[str], directory: str) -> list[str]:
 
 
 def choose_network(
-    plan: Plan, facts: Mapping[Host, Message], settings: Settings
+    plan: Plan,
+    facts: Mapping[Host, Message],
+    settings: Settings,
+    say: Callable[[str], None] | None = None,
 ) -> tuple[dict[Host, Interface], str]:
-    """By host, what its ranks talk over, and this machine's address for the rendezvous.
+    """Return the interface of each host's ranks, and this machine's address for the rendezvous.
 
     Args:
         plan: the job.
-        facts: by host, what `agent.facts` found there.
+        facts: by host (`host_facts.facts`).
         settings: the user's choices.
+        say: prints a warning if the hosts share a faster network than that of ssh.
     """
     local = local_hosts(plan)
     if all(local.values()) and settings.network is None:
         return dict.fromkeys(facts, network.LOOPBACK), network.LOOPBACK.address
-    chosen = network.choose_interfaces(_networks(facts, local), settings.network)
+    networks = {host.name: _network_of(found, local[host]) for host, found in facts.items()}
+    chosen = network.choose_interfaces(networks, settings.network)
     address = network.rendezvous_address(chosen, network.own_interfaces())
+    if say is not None and settings.network is None:
+        _warn_of_faster_network(networks, chosen, say)
     return {host: chosen[host.name] for host in facts}, address
-
-
-def warn_of_faster_network(
-    plan: Plan,
-    facts: Mapping[Host, Message],
-    interfaces: Mapping[Host, Interface],
-    settings: Settings,
-    say: Callable[[str], None],
-) -> None:
-    """Say so where the hosts share a faster network than the one that ssh uses."""
-    local = local_hosts(plan)
-    if settings.network is not None or all(local.values()):
-        return
-    chosen = {host.name: interface for host, interface in interfaces.items()}
-    if (found := network.faster_network(_networks(facts, local), chosen)) is not None:
-        faster, its_speed, speed = found
-        here = next(iter(chosen.values())).network
-        say(
-            f"the ranks talk over {here} ({speed / 1000:g} Gbit/s), which ssh uses; the hosts are "
-            f"on {faster} ({its_speed / 1000:g} Gbit/s), too: --network {faster}"
-        )
-
-
-def _networks(facts: Mapping[Host, Message], local: Mapping[Host, bool]) -> dict[str, HostNetwork]:
-    return {host.name: _network_of(found, local[host]) for host, found in facts.items()}
 
 
 def _network_of(facts: Message, local: bool) -> HostNetwork:
     interfaces = [Interface(**fields) for fields in facts["interfaces"]]
-    # Here it would be how the user has logged in, which says nothing about the other hosts.
+    # On this machine, the address is that of the user's own login, unrelated to the other hosts.
     return HostNetwork(interfaces, None if local else facts["reached_at"])
+
+
+def _warn_of_faster_network(
+    networks: Mapping[str, HostNetwork],
+    chosen: Mapping[str, Interface],
+    say: Callable[[str], None],
+) -> None:
+    if (found := network.faster_network(networks, chosen)) is not None:
+        faster, faster_speed, speed = found
+        subnet = next(iter(chosen.values())).network
+        say(
+            f"the ranks use the network of ssh, {subnet} ({speed / 1000:g} Gbit/s). The hosts "
+            f"share a faster one ({faster_speed / 1000:g} Gbit/s): --network {faster}"
+        )
 
 
 def rank_messages(
@@ -178,15 +123,15 @@ def rank_messages(
     place_variables: Callable[[Place, Interface], Mapping[str, str]],
     master: tuple[str, int] | None = None,
 ) -> dict[Host, list[Message]]:
-    """By host, each rank's number and environment, as the `start` message carries them.
+    """Return, by host, the `ranks` field of the `start` message: numbers and environments.
 
     Args:
         plan: the job.
-        facts: by host, what `agent.facts` found there.
+        facts: by host (`host_facts.facts`).
         settings: the user's choices.
-        interfaces: by host, what its ranks talk over.
-        place_variables: what tells a rank its place.
-        master: the address of rank 0's host and a port that is free there, for
+        interfaces: by host, that of its ranks.
+        place_variables: returns the variables that tell a rank its place.
+        master: the address of rank 0's host and a free port there, for
             `environment.torch_variables`; None to leave these out.
     """
     variables = environment.explicit(os.environ, settings.variables)
@@ -195,8 +140,8 @@ def rank_messages(
     ranks = {}
     for host, found in facts.items():
         bound = bound_cpus(plan, host, found, settings)
-        # The ranks here inherit everything anyway.
-        inherited = local[host] or settings.own_environments
+        # Ranks on this machine inherit the rest from their agent.
+        inherited = local[host] or settings.use_agent_environment
         base = variables if inherited else forwarded | variables
         interface = interfaces[host]
         optional = {} if interface is network.LOOPBACK else _nccl(interface)
@@ -207,12 +152,12 @@ def rank_messages(
                 "cpus": bound[place.local_rank],
                 "env": base
                 | (environment.torch_variables(plan, place, *master) if master else {})
-                | {name: variables[name] for name in _CHOSEN_MASTER if name in variables}
+                | {name: variables[name] for name in _MASTER_VARIABLES if name in variables}
                 | dict(place_variables(place, interface))
                 | (environment.pinned_gpu(place, found["gpus"]) if settings.pin_gpus else {}),
                 "defaults": optional
-                | environment.defaults(place, found["cores"], settings.limits.start)
-                | (environment.PATIENT if settings.debug_rank is not None else {}),
+                | environment.defaults(place, found["cores"], settings.timeouts.start)
+                | (environment.DEBUG_DEFAULTS if settings.debug_rank is not None else {}),
             }
             for place in plan.on(host)
         ]
@@ -220,20 +165,37 @@ def rank_messages(
 
 
 def bound_cpus(plan: Plan, host: Host, facts: Message, settings: Settings) -> list[list[int]]:
-    """Return the CPUs that each rank of `host` is bound to; empty where it is not bound."""
+    """Return the CPUs that each rank of `host` is bound to; empty lists without binding."""
     count = len(plan.on(host))
     return binding.assign(facts["topology"], count) if settings.bind else [[] for _ in range(count)]
 
 
-def start(connection: Connection, plan: Plan, ranks: Sequence[Message]) -> None:
-    """Let an agent start these ranks of `plan`."""
-    connection.send("start", ranks=ranks, size=plan.size)
+def start_ranks(
+    agents: AgentPool,
+    plan: Plan,
+    facts: Mapping[Host, Message],
+    settings: Settings,
+    interfaces: Mapping[Host, Interface],
+    place_variables: Callable[[Place, Interface], Mapping[str, str]],
+) -> None:
+    """Let the agents start the ranks.
+
+    The arguments are those of `rank_messages`. There is one agent for each host, or one for each
+    rank, in the order of the plan.
+    """
+    address = master(agents, plan, interfaces, settings)
+    by_host = rank_messages(plan, facts, settings, interfaces, place_variables, address)
+    groups = [by_host[host] for host in plan.hosts]
+    if len(agents.connections) == plan.size:
+        groups = [[rank] for ranks in groups for rank in ranks]
+    for connection, ranks in zip(agents.connections, groups, strict=True):
+        connection.send("start", ranks=ranks, size=plan.size)
 
 
 def master(
-    agents: Agents, plan: Plan, interfaces: Mapping[Host, Interface], settings: Settings
+    agents: AgentPool, plan: Plan, interfaces: Mapping[Host, Interface], settings: Settings
 ) -> tuple[str, int] | None:
-    """Return an address and a free port of rank 0's host; None where they are not wanted.
+    """Return the address of rank 0's host and a free port there; None if not wanted.
 
     Raises:
         HvdkitError: the host does not answer.
@@ -245,8 +207,7 @@ def master(
     if interfaces[host] is network.LOOPBACK:
         return address, network.free_port(address)
     connection = next(each for each in agents.connections if each.host == host)
-    arguments = {"address": address}
-    port = agents.answer(connection, "free_port", arguments, settings.limits.start)
+    port = agents.ask(connection, "free_port", {"address": address}, settings.timeouts.start)
     return address, int(port)
 
 
@@ -254,7 +215,7 @@ def warn_of_withheld(plan: Plan, settings: Settings, say: Callable[[str], None])
     """Name the variables that ranks on other hosts do not get, if there are such ranks."""
     given = environment.explicit(os.environ, settings.variables)
     names = [name for name in environment.withheld(os.environ) if name not in given]
-    if names and not (settings.own_environments or all(local_hosts(plan).values())):
+    if names and not (settings.use_agent_environment or all(local_hosts(plan).values())):
         shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
         say(
             f"not sent to other hosts: {shown}. They look like secrets, or belong to this host; "
@@ -263,7 +224,8 @@ def warn_of_withheld(plan: Plan, settings: Settings, say: Callable[[str], None])
 
 
 def _nccl(interface: Interface) -> dict[str, str]:
-    return {"NCCL_SOCKET_IFNAME": f"={interface.name}"}  # "=": this name, not one that begins so
+    # "=" selects this name only; without it, NCCL also takes names that begin with this one.
+    return {"NCCL_SOCKET_IFNAME": f"={interface.name}"}
 
 
 def host_lines(
@@ -272,7 +234,7 @@ def host_lines(
     interfaces: Mapping[Host, Interface],
     settings: Settings,
 ) -> list[str]:
-    """A line for each host: its ranks, and what it says of itself."""
+    """Return a line about each host for a dry run: its ranks, network, cores and Python."""
     lines = []
     for host in plan.hosts:
         numbers = ", ".join(str(place.rank) for place in plan.on(host))

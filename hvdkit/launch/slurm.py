@@ -1,7 +1,7 @@
-"""Carries a plan out inside a Slurm allocation: `srun` starts an agent in each rank's place.
+"""Start ranks inside a Slurm allocation: `srun` starts an agent for each rank.
 
-So output, the first failure, an orderly stop and the exit status are the same as elsewhere. Over
-Gloo a rank's place comes from the plan, and Slurm needs no PMI.
+With agents, output, failures, orderly stops and exit statuses are the same as with other launchers.
+Over Gloo, a rank's place comes from the plan, so Slurm needs no PMI.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from dataclasses import dataclass, replace
 
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import environment, gloo, mpi, network, preflight, prepare
-from hvdkit.launch.agents import Agents
+from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.allocation import Allocation
-from hvdkit.launch.arrivals import Door, Starter, let_in
-from hvdkit.launch.connection import own_agent
+from hvdkit.launch.connection import local_agent_command
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.job import Job, Outcome
+from hvdkit.launch.launcher import Settings
+from hvdkit.launch.listener import AgentListener, agents_started_by
 from hvdkit.launch.messages import Message
 from hvdkit.launch.network import Interface
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Place, Plan
-from hvdkit.launch.prepare import Settings
-from hvdkit.processes import without_place
+from hvdkit.processes import without_rank_variables
 from hvdkit.rendezvous import RendezvousServer
 
-# What srun would take from here as wishes of the user, and what contradicts the plan.
-_OVERRULED = {
+# Variables that srun takes as its options, and that would contradict the plan.
+_SRUN_OPTIONS = {
     "SLURM_DISTRIBUTION",
     "SLURM_HOSTFILE",
     "SLURM_NPROCS",
@@ -44,7 +44,7 @@ _OVERRULED = {
     "SLURM_NTASKS_PER_SOCKET",
     "SLURM_NTASKS_PER_GPU",
 }
-# What a login has given the user; srun forwards nothing that it is not told to.
+# Variables of a login. srun forwards only variables that are named.
 _LOGIN = ("HOME", "LOGNAME", "SHELL", "USER")
 
 _QUESTION_SECONDS = 20
@@ -52,25 +52,25 @@ _QUESTION_SECONDS = 20
 
 def srun_command(
     plan: Plan,
-    given: Allocation,
+    allocation: Allocation,
     command: Sequence[str],
     variables: Sequence[str],
     kind: str = "none",
     directory: str = "/",
 ) -> list[str]:
-    """srun's command line.
+    """Return srun's command line.
 
     Args:
-        plan: how many ranks run where.
-        given: the allocation.
-        command: what they run.
-        variables: the names of those that they get, besides Slurm's; their values are taken from
-            srun's own environment, so that no command line shows them.
+        plan: the host of each rank.
+        allocation: the allocation.
+        command: the command of each rank.
+        variables: the names of the ranks' variables, besides Slurm's. srun takes the values from
+            its own environment, so that no command line shows them.
         kind: srun's `--mpi`.
-        directory: where they run.
+        directory: the ranks' working directory.
 
     Raises:
-        HvdkitError: there is no srun.
+        HvdkitError: srun is not on PATH.
     """
     srun = shutil.which("srun")
     if srun is None:
@@ -79,83 +79,91 @@ def srun_command(
             "it (in a container: mount it), or use --launcher gloo with -H"
         )
     arguments = [f"--nodes={len(plan.hosts)}", f"--ntasks={plan.size}"]
-    # Rank after rank, as the plan has them.
+    # One node name for each rank, in the order of ranks.
     names = [place.host.name for place in plan.places]
     arguments += ["--distribution=arbitrary", f"--nodelist={','.join(names)}"]
-    if given.cpus_per_task is not None:
-        # Since Slurm 22.05 srun does not take it from the allocation: one CPU would be left.
-        arguments.append(f"--cpus-per-task={given.cpus_per_task}")
-    if given.inside_step:
+    if allocation.cpus_per_task is not None:
+        # Since Slurm 22.05, srun does not take it from the allocation, and would give one CPU.
+        arguments.append(f"--cpus-per-task={allocation.cpus_per_task}")
+    if allocation.inside_step:
         arguments.append("--overlap")
-    # How ranks end is the agents' and our business.
+    # The agents and this process end the ranks, not srun.
     arguments += [f"--mpi={kind}", "--kill-on-bad-exit=0", "--wait=0"]
     arguments += [f"--chdir={directory}", f"--export={','.join(variables)}"]
     return [srun, *arguments, *command]
 
 
 def _srun_environment(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in without_place(env).items() if name not in _OVERRULED}
+    return {
+        name: value
+        for name, value in without_rank_variables(env).items()
+        if name not in _SRUN_OPTIONS
+    }
 
 
 @dataclass(frozen=True)
 class _Started:
-    """Agents in all ranks' places, and what they say of their hosts."""
+    """The agents of all ranks, the facts of their hosts, and the network."""
 
-    agents: Agents
+    agents: AgentPool
     command: Sequence[str]
     facts: Mapping[Host, Message]
     interfaces: Mapping[Host, Interface]
     address: str
 
+    def start_ranks(
+        self,
+        plan: Plan,
+        settings: Settings,
+        places: Callable[[Place, Interface], Mapping[str, str]],
+    ) -> None:
+        prepare.start_ranks(self.agents, plan, self.facts, settings, self.interfaces, places)
+
 
 @contextmanager
 def _started(
-    plan: Plan, given: Allocation, settings: Settings, kind: str, say: Callable[[str], None]
+    plan: Plan, allocation: Allocation, settings: Settings, kind: str, say: Callable[[str], None]
 ) -> Iterator[_Started]:
-    """Start the agents, ask them, and choose the network; on the way out all have ended."""
-    door = Door(_own_address(plan), plan.size)
-    here = os.environ | door.variables()
+    """Start the agents, collect facts, and choose the network. End the agents on exit."""
+    listener = AgentListener(_own_address(plan), plan.size)
+    here = os.environ | listener.variables()
     login = [name for name in _LOGIN if name in here]
-    names = sorted({*login, *environment.forwarded(here), *door.variables()})
-    command = srun_command(plan, given, own_agent(), names, kind)
-    running = Starter("srun", command, _srun_environment(here), say)
-    try:
-        with Agents() as agents:
-            everyone = let_in(agents, door, running, plan, settings.limits.start)
-            # One agent speaks for its host.
-            first = {connection.host: connection for connection in reversed(everyone)}
-            agents.connections = [first[host] for host in plan.hosts]
-            try:
-                answers = agents.contact(prepare.task(plan), settings.limits.start)
-                facts = {
-                    host: _facts(answers[speaker], host, plan, given)
-                    for host, speaker in first.items()
-                }
-                interfaces, address = prepare.choose_network(plan, facts, settings)
-                prepare.warn_of_faster_network(plan, facts, interfaces, settings, say)
-                preflight.before_start(agents, interfaces, plan, settings, door.at, say)
-            finally:
-                agents.connections = [*everyone]
-            task = prepare.task(plan) | {"passes_signals_on": True}
-            agents.contact(task, settings.limits.start)
-            yield _Started(agents, command, facts, interfaces, address)
-    finally:
-        door.close()
-        running.end()
+    names = sorted({*login, *environment.forwarded(here), *listener.variables()})
+    command = srun_command(plan, allocation, local_agent_command(), names, kind)
+    env, timeout = _srun_environment(here), settings.timeouts.start
+    with agents_started_by("srun", command, env, listener, plan, timeout, say) as agents:
+        every_agent = agents.connections
+        # Ask one agent of each host.
+        first = {connection.host: connection for connection in reversed(every_agent)}
+        agents.connections = [first[host] for host in plan.hosts]
+        try:
+            answers = agents.require_facts(prepare.task(plan), timeout)
+            facts = {
+                host: _facts(answers[agent], host, plan, allocation)
+                for host, agent in first.items()
+            }
+            interfaces, address = prepare.choose_network(plan, facts, settings, say)
+            preflight.before_start(agents, interfaces, plan, settings, listener.address, say)
+        finally:
+            agents.connections = every_agent
+        agents.require_facts(prepare.task(plan) | {"forward_signals": True}, timeout)
+        yield _Started(agents, command, facts, interfaces, address)
 
 
-def _facts(found: Message, host: Host, plan: Plan, given: Allocation) -> Message:
-    """Return the facts of one task's agent, corrected to those of the whole host."""
+def _facts(found: Message, host: Host, plan: Plan, allocation: Allocation) -> Message:
+    """Return the facts of one task's agent, with the number of cores of the whole host."""
     ranks = len(plan.on(host))
-    # An agent that is bound sees its own CPUs, another all of the machine's.
+    # An agent that Slurm has bound sees its own CPUs; any other sees all CPUs of the machine.
     each = min(
-        found["cores"], max(1, given.cpus[host] // ranks), given.cpus_per_task or sys.maxsize
+        found["cores"],
+        max(1, allocation.cpus[host] // ranks),
+        allocation.cpus_per_task or sys.maxsize,
     )
     return found | {"cores": each * ranks}
 
 
 def _own_address(plan: Plan) -> str:
-    """This machine's address towards the nodes."""
+    """Return the address of this machine that the nodes can reach."""
     local = prepare.local_hosts(plan)
     others = [host.name for host in plan.hosts if not local[host]]
     if not others:
@@ -171,11 +179,11 @@ def _own_address(plan: Plan) -> str:
 
 
 def _address_of(name: str) -> str:
-    """A node's address: its name's, or, where nobody knows that, the one that Slurm has for it."""
+    """Return a node's address: of its name, else, where that does not resolve, from Slurm."""
     try:
         return socket.gethostbyname(name)
     except OSError:
-        pass  # nodes need no names outside of Slurm
+        pass  # Slurm does not need node names to resolve
     try:
         shown = subprocess.run(
             ["scontrol", "show", "node", "-o", name],
@@ -188,102 +196,93 @@ def _address_of(name: str) -> str:
         if address is not None:
             return socket.gethostbyname(address[1])
     except (OSError, subprocess.SubprocessError):
-        pass  # said below
+        pass  # reported below
     raise HvdkitError(
         f"{name}, a node of the allocation, has no address here: neither its name resolves, nor "
         f"does `scontrol show node {name}` say it"
     )
 
 
-def _settings(settings: Settings, given: Allocation) -> Settings:
-    # A task that sees one GPU is pinned already.
-    return replace(settings, pin_gpus=settings.pin_gpus and not given.pins_gpus)
+def _settings(settings: Settings, allocation: Allocation) -> Settings:
+    # Slurm has already pinned a task that sees one GPU.
+    return replace(settings, pin_gpus=settings.pin_gpus and not allocation.pins_gpus)
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """Starts ranks with `srun` inside an allocation, which starts an agent for each.
+    """Start ranks with `srun` inside an allocation, which starts an agent for each.
 
     Attributes:
         plan: the job.
         settings: how it is started.
-        given: the allocation that it runs in.
+        allocation: the allocation.
         kind: srun's `--mpi` for ranks over MPI; None for Gloo.
     """
 
     plan: Plan
     settings: Settings
-    given: Allocation
+    allocation: Allocation
     kind: str | None
 
     def run(self, output: Output, say: Callable[[str], None]) -> Outcome:
         """Start the ranks, and watch them until they have ended."""
-        settings = _settings(self.settings, self.given)
-        with _started(self.plan, self.given, settings, self.kind or "none", say) as up:
+        settings = _settings(self.settings, self.allocation)
+        timeouts = settings.timeouts
+        with _started(self.plan, self.allocation, settings, self.kind or "none", say) as started:
             if self.kind is not None:
-                everyone = set(range(self.plan.size))
-                variables = mpi.CONTROLLER | _open_mpi_network(up.interfaces)
-                _send_start(up, self.plan, settings, lambda *_: variables)
+                variables = mpi.CONTROLLER | _open_mpi_network(started.interfaces)
+                started.start_ranks(self.plan, settings, lambda *_: variables)
+                every_rank = set(range(self.plan.size))
                 return Job(
-                    self.plan, up.agents, output, settings.limits, lambda: everyone, say
+                    self.plan, started.agents, output, timeouts, lambda: every_rank, say
                 ).run()
-            with RendezvousServer(up.address, size=self.plan.size) as server:
-                places = gloo.place_variables(self.plan, up.address, server.port, server.key)
-                _send_start(up, self.plan, settings, places)
-                come = gloo.registered(server, self.plan.size, up.facts, say)
-                return Job(self.plan, up.agents, output, settings.limits, come, say).run()
+            with RendezvousServer(started.address, size=self.plan.size) as server:
+                places = gloo.place_variables(self.plan, started.address, server.port, server.key)
+                started.start_ranks(self.plan, settings, places)
+                ready = gloo.registered_ranks(server, self.plan.size, started.facts, say)
+                return Job(self.plan, started.agents, output, timeouts, ready, say).run()
 
     def describe(self, say: Callable[[str], None]) -> str:
-        """Return the plan in words, and the commands that would carry it out. Starts agents."""
-        settings = _settings(self.settings, self.given)
-        with _started(self.plan, self.given, settings, self.kind or "none", say) as up:
+        """Return the plan as text, and the commands that would start the ranks. Starts agents."""
+        settings = _settings(self.settings, self.allocation)
+        with _started(self.plan, self.allocation, settings, self.kind or "none", say) as started:
             pass
         over = "Gloo" if self.kind is None else f"MPI (srun --mpi={self.kind})"
         lines = [f"{self.plan.size} ranks over {over}, started by srun, in {self.plan.directory}"]
-        lines += prepare.host_lines(self.plan, up.facts, up.interfaces, settings)
+        lines += prepare.host_lines(self.plan, started.facts, started.interfaces, settings)
         lines += [
             "",
             "This starts the agents, which start the ranks:",
-            f"  {shlex.join(up.command)}",
+            f"  {shlex.join(started.command)}",
         ]
         if self.kind is not None:
             hidden = environment.explicit(os.environ, settings.variables)
-            told = mpi.CONTROLLER | _open_mpi_network(up.interfaces)
-            names = sorted({*_LOGIN, *environment.forwarded(os.environ), *hidden, *told})
+            variables = mpi.CONTROLLER | _open_mpi_network(started.interfaces)
+            names = sorted({*_LOGIN, *environment.forwarded(os.environ), *hidden, *variables})
+            directory = self.plan.directory
             command = srun_command(
-                self.plan, self.given, self.plan.command, names, self.kind, self.plan.directory
+                self.plan, self.allocation, self.plan.command, names, self.kind, directory
             )
-            words = ["env", *(f"{name}={value}" for name, value in told.items())]
-            by_hand = [
+            words = ["env", *(f"{name}={value}" for name, value in variables.items())]
+            manual = [
                 "",
                 "To start the same ranks by hand:",
                 f"  {shlex.join([*words, *command])}",
             ]
-            return "\n".join([*lines, *by_hand])
+            return "\n".join([*lines, *manual])
 
         def on_host(host: Host, words: Sequence[str]) -> str:
             srun = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap"]
             return shlex.join([*srun, f"--chdir={self.plan.directory}", *words])
 
-        by_hand = gloo.by_hand(self.plan, settings, up.facts, up.interfaces, up.address, on_host)
-        return "\n".join([*lines, *by_hand])
+        manual = gloo.manual_commands(
+            self.plan, settings, started.facts, started.interfaces, started.address, on_host
+        )
+        return "\n".join([*lines, *manual])
 
 
 def _open_mpi_network(interfaces: Mapping[Host, Interface]) -> dict[str, str]:
-    """Return the network as Open MPI's variables, in place of mpirun's arguments."""
+    """Return Open MPI's variable for the network, which replaces mpirun's arguments."""
     name = "OMPI_MCA_btl_tcp_if_include"
     subnets = mpi.open_mpi_subnets(interfaces)
     return {name: subnets} if subnets and name not in os.environ else {}
-
-
-def _send_start(
-    up: _Started,
-    plan: Plan,
-    settings: Settings,
-    places: Callable[[Place, Interface], Mapping[str, str]],
-) -> None:
-    master = prepare.master(up.agents, plan, up.interfaces, settings)
-    ranks = prepare.rank_messages(plan, up.facts, settings, up.interfaces, places, master)
-    by_number = {message["rank"]: message for host in plan.hosts for message in ranks[host]}
-    for number, connection in enumerate(up.agents.connections):
-        prepare.start(connection, plan, [by_number[number]])

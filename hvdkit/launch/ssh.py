@@ -1,5 +1,6 @@
-"""Commands on other hosts, over the system's ssh: the user's configuration, jump hosts and agents
-work as they do by hand. What ssh complains of is answered with what to do.
+"""Commands on other hosts, over the system's ssh, with the user's ssh configuration.
+
+Errors of ssh are explained with what to do.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from dataclasses import dataclass
 from hvdkit.errors import HvdkitError
 from hvdkit.launch.hosts import Host
 
-#: ssh's own exit status, where the connection fails and not the command.
+#: ssh's exit status if the connection fails.
 FAILED = 255
 
 _CONNECT_SECONDS = 10
-# A host that has gone without a word is noticed after three of these.
+# The loss of a host is detected after three of these.
 _SILENT_SECONDS = 10
 
 _PYTHON_MISSING = (126, 127)
@@ -32,9 +33,9 @@ class Ssh:
     """The settings of ssh.
 
     Attributes:
-        port: the port of their ssh server; None for what ssh's configuration says.
-        identity: the file with the private key; None likewise.
-        arguments: further arguments for ssh, before all of ours.
+        port: the port of the ssh servers; None for that of ssh's configuration.
+        identity: the file with the private key; None for that of ssh's configuration.
+        arguments: the user's further arguments for ssh, which come first.
     """
 
     port: int | None = None
@@ -42,25 +43,25 @@ class Ssh:
     arguments: Sequence[str] = ()
 
     def options(self) -> list[str]:
-        """ssh's arguments before the host. ssh takes the first of two that contradict."""
+        """Return ssh's arguments before the host. Of contradicting ones, ssh uses the first."""
         port = [] if self.port is None else ["-p", str(self.port)]
         identity = [] if self.identity is None else ["-i", self.identity]
         settings = {
-            "BatchMode": "yes",  # fail rather than ask: nobody is there to answer
+            "BatchMode": "yes",  # fail instead of asking
             "ConnectTimeout": _CONNECT_SECONDS,
             "ServerAliveInterval": _SILENT_SECONDS,
             "ServerAliveCountMax": 3,
-            # One that is there is used; one made here would outlive the job, with its pipes.
+            # Use an existing master, but start none: it would outlive the job.
             "ControlMaster": "no",
         }
         ours = [f"-o{name}={value}" for name, value in settings.items()]
         return [*self.arguments, *port, *identity, "-T", *ours]
 
     def command(self, host: Host, command: Sequence[str]) -> list[str]:
-        """`command` on `host`, as it has to be started here; it begins in `/`.
+        """Return the command that runs `command` on `host`, in `/`.
 
         Raises:
-            HvdkitError: there is no ssh.
+            HvdkitError: ssh is not installed.
         """
         if shutil.which("ssh") is None:
             raise HvdkitError(
@@ -68,35 +69,35 @@ class Ssh:
                 "on Debian and Ubuntu: apt-get install openssh-client"
             )
         name = host.name.replace("[", "").replace("]", "")
-        # `exec`, so that no shell stands between; `cd`, so that nothing that lies in the home
-        # directory is imported. Both work alike in sh, bash, zsh, csh and fish.
+        # `exec` leaves no shell between ssh and the command. `cd` keeps the home directory out of
+        # Python's module path. Both work in sh, bash, zsh, csh and fish.
         return ["ssh", *self.options(), name, f"cd / && exec {shlex.join(command)}"]
 
-    def refused_for_now(self, status: int | None, said: str) -> bool:
-        """Return whether a server, or one on the way, had too many connections in that moment.
+    def failed_transiently(self, status: int | None, said: str) -> bool:
+        """Return whether an ssh server refused the connection because it had too many.
 
-        sshd drops new ones while more than 10 have not logged in yet (MaxStartups).
+        sshd drops new connections while more than 10 have not logged in yet (MaxStartups).
 
         Args:
-            status: ssh's exit status; None while it is still running.
-            said: what ssh wrote to standard error.
+            status: ssh's exit status; None while ssh runs.
+            said: ssh's standard error.
         """
         return status == FAILED and re.search(_DROPPED, said) is not None
 
     def by_hand(self, program: str, host: Host) -> str:
-        """`program` (ssh, ssh-copy-id) for `host` as a user would type it."""
+        """Return the command line of `program` (ssh, ssh-copy-id) for `host`, for the user."""
         port = [] if self.port is None else ["-p", str(self.port)]
         identity = [] if self.identity is None else ["-i", self.identity]
         return shlex.join([program, *port, *identity, host.name])
 
     def explain(self, host: Host, status: int | None, said: str, python: str) -> str:
-        """Why a command on `host` did not come up, and what to do.
+        """Return why the agent on `host` did not start, and what to do.
 
         Args:
-            host: where it was to run.
-            status: ssh's exit status; None while it is still running.
-            said: what ssh and the command wrote to standard error.
-            python: the Python that was to be started there.
+            host: the host.
+            status: ssh's exit status; None while ssh runs.
+            said: the standard error of ssh and the agent.
+            python: the Python of the agent.
         """
         port = self.port or 22
         known = f"[{host.address}]:{port}" if port != 22 else host.address
@@ -105,9 +106,9 @@ class Ssh:
         answers = [
             (
                 r"REMOTE HOST IDENTIFICATION HAS CHANGED",
-                "its host key is another one than before. If the host was installed anew: "
-                f"`ssh-keygen -R '{known}'`, then log in once with `{login}`. Else somebody is in "
-                "between",
+                "its host key has changed. If the host was installed again: "
+                f"`ssh-keygen -R '{known}'`, then log in once with `{login}`. Otherwise another "
+                "machine may intercept the connection",
             ),
             (
                 r"Host key verification failed|No \S+ host key is known",
@@ -116,13 +117,13 @@ class Ssh:
             ),
             (
                 r"Permission denied|Too many authentication failures",
-                "it does not let you in without a password. Give it your key with "
+                "it does not accept a login without a password. Give it your key with "
                 f"`{self.by_hand('ssh-copy-id', host)}` (or name the key: --ssh-identity FILE), "
                 f"until `ssh -oBatchMode=yes{login.removeprefix('ssh')} true` works",
             ),
             (
                 r"Could not resolve hostname",
-                "its name is not known here; correct it, or add it to /etc/hosts or ~/.ssh/config",
+                "its name does not resolve; correct it, or add it to /etc/hosts or ~/.ssh/config",
             ),
             (
                 r"Connection refused",

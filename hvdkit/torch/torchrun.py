@@ -43,7 +43,7 @@ def horovod_variables(timeout: timedelta = TIMEOUT) -> dict[str, str]:
         HvdkitError: ranks do not come, or no network connects their hosts.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    open_files.allow(open_files.of_rank(size))
+    open_files.raise_limit(open_files.needed_by_rank(size))
     store = _store(rank, size, timeout)
     store.set(f"host.{rank}", json.dumps(_own_host()))
     if rank == 0:
@@ -109,7 +109,9 @@ def _places(hosts: list[dict[str, Any]]) -> list[dict[str, str]]:
     for host in hosts:
         nodes.setdefault(host["node"], []).append(host)
     interfaces = _interfaces(nodes)
-    open_files.allow(open_files.of_rank(len(hosts)) + open_files.of_launcher(len(hosts), 0))
+    open_files.raise_limit(
+        open_files.needed_by_rank(len(hosts)) + open_files.needed_by_launcher(len(hosts), 0)
+    )
     server = RendezvousServer(interfaces[hosts[0]["node"]].address, size=len(hosts))
     atexit.register(server.close)
     _kept.append(server)

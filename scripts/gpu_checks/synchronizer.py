@@ -98,7 +98,7 @@ def _run(setting: Setting, report: Report, job: Job, seconds: float) -> None:
             cut = process.poll() is None
         finally:
             # The ranks have sessions of their own; the group finds them.
-            for _ in group.ending(grace=2.0):
+            for _ in group.terminate(grace=2.0):
                 time.sleep(0.05)
     took = time.monotonic() - began
     _report(report, job, Results(_read(lines)), took, f"ended after {took:.0f} s" if cut else "")

@@ -12,7 +12,7 @@ from tests.cluster.launches import Launches
 
 @pytest.fixture(scope="session")
 def make_hosts() -> Callable[..., AbstractContextManager[Cluster]]:
-    """`hosts`, where this machine can have several."""
+    """Return `hosts`, or skip if this machine cannot have several."""
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
@@ -21,7 +21,7 @@ def make_hosts() -> Callable[..., AbstractContextManager[Cluster]]:
 
 @pytest.fixture(scope="module")
 def launches(make_hosts, tmp_path_factory):
-    """Two hosts with ssh servers; on the second, the folder `only_here` is empty."""
+    """Yield two hosts with ssh servers. On the second, the folder `only_here` is empty."""
     reason = ssh_servers.missing()
     if reason is not None:
         pytest.skip(reason)
@@ -38,6 +38,6 @@ def launches(make_hosts, tmp_path_factory):
 
 @pytest.fixture
 def start(launches):
-    """Starts `hvdkit run`; at the end of the test nothing of it may be left on any host."""
+    """Yield a function that starts `hvdkit run`. Fail if its processes outlive the test."""
     with launches.starting() as begin:
         yield begin

@@ -1,8 +1,8 @@
 """Several hosts on one machine: network namespaces, each with its own name, address and /etc/hosts.
 
-Needs root and iproute2; `missing` says what is not there. What is made carries the process's id in
-its name, so that two runs do not meet, and goes away on the way out; what a killed run left behind
-goes away when the next one begins.
+Needs root and iproute2; `missing` returns what is missing. The names of all devices and namespaces
+contain the process id, so that runs do not collide. They are removed on exit; those of a killed run
+are removed by the next run.
 
 Example:
     with hosts(2) as cluster:
@@ -27,23 +27,23 @@ from pathlib import Path
 
 import psutil
 
-#: What the network interface is called on a host, unless `hosts` is told otherwise.
+#: The default name of a host's network interface.
 INTERFACE = "eth0"
 
-#: Begins the names of all that is made here; an interface's name has room for 15 characters.
+#: The prefix of all names. The name of an interface has at most 15 characters.
 _PREFIX = "hvd"
 
 _ETC = Path("/etc/netns")
 _SECONDS = 30
 _count = itertools.count()
 
-# `ip netns exec` gives a process the network and the /etc/hosts of a namespace, not a name.
+# `ip netns exec` sets the network and /etc/hosts of a process, but not its host name.
 _NAMED = 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"'
 
 
 @dataclass(frozen=True)
 class Host:
-    """One host: its name, its address and interface, and the network namespace that it is."""
+    """One host: its name, address, network namespace and interface."""
 
     name: str
     address: str
@@ -52,19 +52,19 @@ class Host:
 
     @property
     def address6(self) -> str:
-        """An IPv6 address of its own on the same network."""
+        """Its IPv6 address on the same network."""
         return "fd68:7664::" + self.address.rpartition(".")[2]
 
     def has_address6(self) -> bool:
-        """Return whether it has that address: this machine may be without IPv6."""
-        return self.address6 in _quietly("-n", self.namespace, "-6", "address", "show")
+        """Return whether it has that address. This machine may not support IPv6."""
+        return self.address6 in _ip_or_nothing("-n", self.namespace, "-6", "address", "show")
 
     def processes(self) -> set[int]:
-        """The ids of the processes that run on this host."""
-        return {int(pid) for pid in _quietly("netns", "pids", self.namespace).split()}
+        """Return the ids of the processes on this host."""
+        return {int(pid) for pid in _ip_or_nothing("netns", "pids", self.namespace).split()}
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """`command` as it has to be started here in order to run on this host."""
+        """Return the command that runs `command` on this host."""
         ip = shutil.which("ip", path=_path()) or "ip"
         inside = [ip, "netns", "exec", self.namespace, "unshare", "--uts"]
         return [*inside, "sh", "-c", _NAMED, self.name, *command]
@@ -72,14 +72,14 @@ class Host:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts on one network. `address` is this machine's own on it, reachable from all of them."""
+    """Hosts on one network. `address` is this machine's address on it."""
 
     address: str
     hosts: Sequence[Host]
 
 
-def lacking(programs: Iterable[str], packages: str) -> str | None:
-    """What to do about the first of `programs` that is not here; None where all are."""
+def missing_program(programs: Iterable[str], packages: str) -> str | None:
+    """Return how to install the first missing one of `programs`; None if all are installed."""
     for program in programs:
         if shutil.which(program) is None:
             return f"no {program} here: apt-get install {packages}"
@@ -87,22 +87,22 @@ def lacking(programs: Iterable[str], packages: str) -> str | None:
 
 
 def missing() -> str | None:
-    """Why there can be no hosts here; None where there can."""
+    """Return why this machine cannot have hosts; None if it can."""
     if os.geteuid() != 0:
         return "several hosts need network namespaces, and those need root"
     for program, package in (("ip", "iproute2"), ("unshare", "util-linux")):
         if shutil.which(program, path=_path()) is None:
             return f"several hosts need the program {program}: apt-get install {package}"
-    # A container's root may lack the capabilities: only trying tells.
+    # A container's root may lack capabilities, so try.
     probe = f"{_PREFIX}{os.getpid():x}probe"
     try:
         _ip("netns", "add", probe)
         _ip("-n", probe, "link", "add", "probe", "type", "bridge")
         _ip("netns", "exec", probe, "true")
     except RuntimeError as error:
-        return f"this machine makes no network namespaces: {error}"
+        return f"this machine cannot make network namespaces: {error}"
     finally:
-        _quietly("netns", "delete", probe)
+        _ip_or_nothing("netns", "delete", probe)
     return None
 
 
@@ -110,11 +110,11 @@ def missing() -> str | None:
 def hosts(
     count: int, *, own_name_is_local: bool = True, interfaces: Sequence[str] = (INTERFACE,)
 ) -> Iterator[Cluster]:
-    """Make `count` hosts, on a network of their own, that can reach each other and this machine.
+    """Make `count` hosts on a new network, which can reach each other and this machine.
 
-    Each is set up as Debian's installer does it: its own name resolves to 127.0.1.1, or, unless
-    `own_name_is_local`, to its address. The other hosts' names resolve to their addresses.
-    `interfaces` are the names of their network interfaces, given out in turn.
+    As set up by Debian's installer, a host's own name resolves to 127.0.1.1, or, unless
+    `own_name_is_local`, to its address. Other hosts' names resolve to their addresses. Hosts get
+    the names in `interfaces` for their network interfaces, in turn.
     """
     name = f"{_PREFIX}{os.getpid():x}-{next(_count)}"
     try:
@@ -143,10 +143,9 @@ def hosts(
                 host.interface,
             )
             _ip("-n", host.namespace, *address)
-            # At once, without a search for others that have it; where this machine has no IPv6,
-            # hosts have none.
+            # `nodad` skips the detection of duplicates. Fails on a machine without IPv6.
             second = ("add", f"{host.address6}/64", "dev", host.interface, "nodad")
-            _quietly("-n", host.namespace, "address", *second)
+            _ip_or_nothing("-n", host.namespace, "address", *second)
             for interface in ("lo", host.interface):
                 _ip("-n", host.namespace, "link", "set", interface, "up")
         yield Cluster(str(network[1]), made)
@@ -155,10 +154,10 @@ def hosts(
 
 
 def limit_rate(host: Host, rate: str) -> None:
-    """Let the link of `host` carry no more than `rate`, as `tc` writes it, in each direction."""
+    """Limit the link of `host` to `rate`, in the format of `tc`, in each direction."""
     bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "20ms")
     _run("tc", "-n", host.namespace, "qdisc", "add", "dev", host.interface, "root", *bucket)
-    # What is sent to the host leaves through this machine's end of the link.
+    # Packets to the host leave through this machine's end of the link.
     _run("tc", "qdisc", "add", "dev", host.namespace, "root", *bucket)
 
 
@@ -168,14 +167,14 @@ def _write_etc(host: Host, all_hosts: Sequence[Host], own: str) -> None:
     others = [f"{other.address} {other.name}" for other in all_hosts if other is not host]
     lines = ["127.0.0.1 localhost", f"{own} {host.name}", *others]
     (folder / "hosts").write_text("\n".join(lines) + "\n")
-    # No server of names is on this network: one that refuses is found missing at once.
+    # There is no name server: 127.0.0.1 refuses connections at once.
     (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")
 
 
 def _unused_network() -> ipaddress.IPv4Network:
-    """A private network that this machine has no route to, other than its default one.
+    """Return a private network without a route on this machine except the default route.
 
-    Nor one that its servers of names are on, which it may well reach by that.
+    The networks of this machine's name servers are not used either.
     """
     routes = json.loads(_ip("-4", "-json", "route", "show", "table", "all"))
     taken = [
@@ -188,7 +187,7 @@ def _unused_network() -> ipaddress.IPv4Network:
             match line.split():
                 case ["nameserver", address] if ":" not in address:
                     taken.append(ipaddress.IPv4Network(address))
-    # From the top of the range: what hands out private networks begins at the bottom.
+    # From the top of the range, as other programs use private networks from the bottom.
     for third in range(255, -1, -1):
         network = ipaddress.IPv4Network(f"10.255.{third}.0/24")
         if not any(network.overlaps(other) for other in taken):
@@ -198,7 +197,7 @@ def _unused_network() -> ipaddress.IPv4Network:
 
 @contextlib.contextmanager
 def _locked() -> Iterator[None]:
-    """Two runs must not find the same network unused."""
+    """Prevent two runs from choosing the same network."""
     with open(Path(tempfile.gettempdir()) / "hvdkit-test-hosts.lock", "w") as lock:
         deadline = time.monotonic() + _SECONDS
         while True:
@@ -222,25 +221,25 @@ def _remove_leftovers() -> None:
 
 
 def _remove(name: str) -> None:
-    """Remove the hosts and the network of the bridge `name`, and end what still runs on them."""
-    # By what is there, not by what was meant to be: making them may have stopped half-way.
+    """Remove the hosts and the network of the bridge `name`, and end their processes."""
+    # List the existing ones: the setup may have stopped half-way.
     namespaces = {path.name for path in _ETC.glob(f"{name}-*")}
     namespaces |= {path.name for path in Path("/run/netns").glob(f"{name}-*")}
     for namespace in sorted(namespaces):
-        for pid in _quietly("netns", "pids", namespace).split():
+        for pid in _ip_or_nothing("netns", "pids", namespace).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-        # Its end of the pair would live on while a process that was just killed is still ending.
-        _quietly("link", "delete", namespace)
-        _quietly("netns", "delete", namespace)
+        # Otherwise this end of the pair would exist until the killed processes have ended.
+        _ip_or_nothing("link", "delete", namespace)
+        _ip_or_nothing("netns", "delete", namespace)
         shutil.rmtree(_ETC / namespace, ignore_errors=True)
     with contextlib.suppress(OSError):
         _ETC.rmdir()
-    _quietly("link", "delete", name)
+    _ip_or_nothing("link", "delete", name)
 
 
 def _path() -> str:
-    """PATH, and where Debian keeps `ip`: root's own PATH may lack it."""
+    """Return PATH with Debian's folders of `ip`, which root's PATH may lack."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
@@ -262,8 +261,8 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-def _quietly(*arguments: str) -> str:
-    """`ip`, where what it is about may well not exist."""
+def _ip_or_nothing(*arguments: str) -> str:
+    """Run `ip`, and ignore errors."""
     try:
         return _ip(*arguments)
     except RuntimeError:

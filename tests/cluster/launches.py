@@ -1,4 +1,4 @@
-"""`hvdkit run` as a user on the first of several hosts runs it."""
+"""Run `hvdkit run` on the first of several hosts, as a user does."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ import psutil
 
 from tests.parallel.rank_pool import REPOSITORY
 
-#: A rank on each of two hosts.
+#: One rank on each of two hosts.
 BOTH = ("-H", "host0:1,host1:1")
 
 _SECONDS = 60
@@ -22,7 +22,7 @@ _RANK = (
 
 
 class Watched:
-    """Hosts on which jobs leave nothing behind. A subclass has `start`."""
+    """Hosts on which no process of a job may stay. Subclasses define `start`."""
 
     def __init__(self, cluster):
         self.cluster = cluster
@@ -40,7 +40,7 @@ class Watched:
 
     @contextlib.contextmanager
     def starting(self):
-        """Gives `start`; at the end what it has started is killed, and nothing may be left."""
+        """Yield `start`. At the end, kill its processes, and check that none is left."""
         started = []
 
         def begin(*arguments, **options):
@@ -55,7 +55,7 @@ class Watched:
 
 
 class Launches(Watched):
-    """Runs `hvdkit run` on the first host."""
+    """Run `hvdkit run` on the first host."""
 
     def __init__(self, cluster, access, folder):
         super().__init__(cluster)
@@ -67,7 +67,7 @@ class Launches(Watched):
         return self.cluster.hosts[0].command([*run, *arguments])
 
     def run(self, *arguments, **env):
-        """Run to the end; no process may be left on any host."""
+        """Run to the end, and check that no process is left on any host."""
         done = subprocess.run(
             self.command(*arguments),
             env=os.environ | env,
@@ -98,12 +98,12 @@ def describe(pid):
 
 
 def python(code):
-    """A rank's command; `code` knows its `rank`, and has modules imported."""
+    """Return the command of a rank that runs `code`, which may use `rank` and some modules."""
     return (sys.executable, "-c", _RANK + code)
 
 
 def wait_for(job, *lines):
-    """Read the job's output until each of `lines` has come; it may not end before."""
+    """Read the job's output until each of `lines` has arrived. Fail if it ends before."""
     waiting = set(lines)
     while waiting:
         line = job.stdout.readline()

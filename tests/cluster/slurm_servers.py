@@ -1,7 +1,7 @@
 """Slurm on several hosts: a controller on the first, a node on each, with Debian's programs.
 
-Settings, keys, state and logs are in a folder of their own; nothing of this machine's own Slurm or
-munge is read, started or changed.
+Settings, keys, state and logs are in a separate folder. This machine's own Slurm and munge are not
+used.
 """
 
 import contextlib
@@ -18,14 +18,13 @@ from pathlib import Path
 
 import psutil
 
-from tests.cluster.hosts import Cluster, Host, lacking
+from tests.cluster.hosts import Cluster, Host, missing_program
 
 _SECONDS = 60
 _MUNGED, _CONTROLLER, _NODE = "/usr/sbin/munged", "/usr/sbin/slurmctld", "/usr/sbin/slurmd"
 
-# More CPUs than this machine has, so that there is room for several ranks. Processes are followed
-# by their parents, because control groups are not to be had in every container. Jobs that may begin
-# are looked for every few seconds, and not once in a minute.
+# More CPUs than this machine has, for several ranks. Processes are tracked by their parents, as not
+# every container has control groups. The scheduler runs every few seconds, not every minute.
 _SETTINGS = """\
 ClusterName=hvdkit
 SlurmctldHost={first.name}({first.address})
@@ -56,30 +55,30 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str | None:
-    """Why there can be no Slurm here; None where there can."""
+    """Return why Slurm cannot run here; None if it can."""
     programs = (_MUNGED, _CONTROLLER, _NODE, "srun", "sbatch", "salloc")
-    return lacking(programs, "slurm-wlm munge")
+    return missing_program(programs, "slurm-wlm munge")
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """A Slurm that is up.
+    """A running Slurm.
 
     Attributes:
-        cluster: its hosts; the first has the controller, and is where users are.
-        env: what tells Slurm's commands where its settings are.
+        cluster: its hosts; the first has the controller, and runs the users' commands.
+        env: the variables with the path of the settings.
     """
 
     cluster: Cluster
     env: dict[str, str]
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """`command` as it has to be started here to run where users are."""
+        """Return the command that runs `command` on the users' host."""
         settings = [f"{name}={value}" for name, value in self.env.items()]
         return self.cluster.hosts[0].command(["env", *settings, *command])
 
     def run(self, *command: str) -> str:
-        """What one of Slurm's commands says."""
+        """Return the output of one of Slurm's commands."""
         done = subprocess.run(
             self.command(command), capture_output=True, text=True, timeout=_SECONDS, check=False
         )
@@ -87,7 +86,7 @@ class Slurm:
         return done.stdout
 
     def state(self, job: str) -> str:
-        """The state of a job, as `squeue` has it, or how it has ended."""
+        """Return the state of a job, also after its end."""
         shown = dict(
             part.split("=", 1)
             for part in self.run("scontrol", "show", "job", job, "-o").split()
@@ -98,15 +97,15 @@ class Slurm:
 
 @contextlib.contextmanager
 def slurm(cluster: Cluster, cpus: int = 4) -> Iterator[Slurm]:
-    """Bring Slurm up on the hosts of `cluster`, each with `cpus` CPUs."""
+    """Run Slurm on the hosts of `cluster`, each with `cpus` CPUs."""
     with contextlib.ExitStack() as stack:
-        # Not pytest's own: its paths are too long for a socket.
+        # Not pytest's folder, whose path is too long for a socket.
         folder = Path(tempfile.mkdtemp(prefix="hvdkit-slurm-"))
         stack.callback(shutil.rmtree, folder)
         own = [f"{kind}-{host.name}" for kind in ("spool", "tmp") for host in cluster.hosts]
         for name in ("state", *own):
             (folder / name).mkdir()
-        # Else the nodes look for the version that is mounted, and a host of ours has none.
+        # By default the nodes detect the mounted version, and these hosts have none.
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         nodes = "\n".join(
             f"NodeName={host.name} NodeAddr={host.address} CPUs={cpus} State=UNKNOWN"
@@ -121,25 +120,25 @@ def slurm(cluster: Cluster, cpus: int = 4) -> Iterator[Slurm]:
         munged = [_MUNGED, "--foreground", "--force", f"--socket={folder}/munge", *files]
         _start(stack, folder, "munged", munged)
         _wait(lambda: (folder / "munge").exists(), "munged", folder)
-        up = Slurm(cluster, {"SLURM_CONF": str(settings)})
+        running = Slurm(cluster, {"SLURM_CONF": str(settings)})
         first = cluster.hosts[0]
         _start(stack, folder, "slurmctld", first.command([_CONTROLLER, "-D", "-f", str(settings)]))
         for host in cluster.hosts:
             command = [_NODE, "-D", "-f", str(settings), "-N", host.name]
             _start(stack, folder, host.name, host.command(command), host)
-        _wait(lambda: _idle(up), "slurmctld", folder)
-        yield up
+        _wait(lambda: _idle(running), "slurmctld", folder)
+        yield running
 
 
-def _idle(up: Slurm) -> bool:
+def _idle(running: Slurm) -> bool:
     done = subprocess.run(
-        up.command(["sinfo", "-h", "-N", "-o", "%T"]),
+        running.command(["sinfo", "-h", "-N", "-o", "%T"]),
         capture_output=True,
         text=True,
         timeout=_SECONDS,
         check=False,
     )
-    return done.stdout.split() == ["idle"] * len(up.cluster.hosts)
+    return done.stdout.split() == ["idle"] * len(running.cluster.hosts)
 
 
 def _start(
@@ -163,7 +162,7 @@ def _end(server: subprocess.Popen[bytes], host: Host | None) -> None:
     except subprocess.TimeoutExpired:
         server.kill()
         server.wait(timeout=_SECONDS)
-    # What guards a job's processes is no child of the node's server any more.
+    # slurmstepd is not a child of the node's server any more.
     for pid in host.processes() if host is not None else ():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             if psutil.Process(pid).name() == "slurmstepd":

@@ -1,4 +1,4 @@
-"""An ssh server on each host, with keys made for the test: nothing of this machine's own ssh."""
+"""An ssh server on each host, with keys for the test. This machine's own ssh is not used."""
 
 import contextlib
 import shutil
@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.hosts import Cluster, Host, lacking
+from tests.cluster.hosts import Cluster, Host, missing_program
 
 _SECONDS = 30
 _SSHD = "/usr/sbin/sshd"
 
-# Start-up files of a user's shell like to print something, also where nobody has logged in.
+# ForceCommand prints a line, as a user's shell start-up files may do.
 _SERVER = """\
 HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/authorized_keys
@@ -40,18 +40,18 @@ Host *
 
 
 def missing() -> str | None:
-    """Why there can be no ssh servers here; None where there can."""
-    return lacking((_SSHD, "ssh", "ssh-keygen"), "openssh-server openssh-client")
+    """Return why ssh servers cannot run here; None if they can."""
+    return missing_program((_SSHD, "ssh", "ssh-keygen"), "openssh-server openssh-client")
 
 
 @dataclass(frozen=True)
 class Access:
-    """How a user reaches the hosts.
+    """The files for ssh to the hosts.
 
     Attributes:
         config: the file of ssh's settings.
         known_hosts: the file with the hosts' keys.
-        authorized_keys: by host, the file with the keys that it lets in.
+        authorized_keys: by host, the file with the keys that it accepts.
     """
 
     config: Path
@@ -66,13 +66,13 @@ def ssh_servers(
     before: dict[str, Sequence[str]] | None = None,
     settings: dict[str, str] | None = None,
 ) -> Iterator[Access]:
-    """Start an ssh server on each host, which the others reach by name without being asked.
+    """Run an ssh server on each host, with access by name and without questions.
 
     Args:
         cluster: the hosts.
-        folder: where keys and settings go.
-        before: by host, shell commands to run there first; mounts that they make are seen by
-            what runs there over ssh, and nowhere else.
+        folder: the folder for keys and settings.
+        before: by host, shell commands to run there first. Only processes over ssh see mounts that
+            these commands make.
         settings: by host, lines for its server's configuration.
     """
     _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "client_key"))

@@ -15,12 +15,12 @@ PROCESS_SETS = """
 import torch
 import horovod.torch as hvd
 
-# One within the second host, one that spans both.
+# One set on the second host, one on both hosts.
 near, far = hvd.ProcessSet([2, 3]), hvd.ProcessSet([0, 3])
 hvd.init(process_sets=[near, far])
 place = (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
 assert place == (hvd.rank() % 2, 2, hvd.rank() // 2, 2), place
-# All ranks come to the last one, so that none ends the job for the others.
+# All ranks take part in the last one, so that no rank ends the job early.
 for process_set in (near, far, hvd.global_process_set):
     if process_set.included():
         own = torch.arange(1000.0) + 10.0 ** hvd.rank()
@@ -33,7 +33,7 @@ hvd.shutdown()
 
 
 def start_on_hosts(cluster, command):
-    """Start `command` as the ranks of one job over Gloo, host by host."""
+    """Start `command` as the ranks of one job over Gloo, in the order of hosts."""
     server = RendezvousServer(cluster.address)
     places = [(host, i) for host in range(HOSTS) for i in range(RANKS_PER_HOST)]
     return start_ranks(

@@ -1,4 +1,4 @@
-"""The hosts that the other tests here use."""
+"""The hosts of `tests.cluster.hosts`."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def run(host, *command):
 
 
 def left(mark):
-    """What there is on this machine with `mark` in its name."""
+    """Return the interfaces and namespaces with `mark` in their names."""
     folders = ("/sys/class/net", "/run/netns", "/etc/netns")
     found = [path.name for folder in folders for path in Path(folder).glob("*")]
     return [name for name in found if mark in name]
@@ -31,7 +31,7 @@ def test_each_host_has_its_own_name_and_address(make_hosts):
         for host in cluster.hosts:
             assert run(host, "hostname") == host.name
             assert f" {host.address}/" in run(host, "ip", "-brief", "address", "show", INTERFACE)
-            # Debian's default, and what makes a job bind to the wrong interface.
+            # Debian's default, with which a job may bind to the wrong interface.
             assert run(host, "getent", "ahostsv4", host.name).startswith("127.0.1.1 ")
         first, second = cluster.hosts
         assert run(first, "getent", "ahostsv4", second.name).startswith(f"{second.address} ")
@@ -75,7 +75,7 @@ def test_nothing_is_left_of_hosts(make_hosts):
     assert not left(mark)
 
 
-def test_what_a_killed_run_left_goes_away_with_the_next(make_hosts):
+def test_the_next_run_removes_the_hosts_of_a_killed_run(make_hosts):
     code = (
         "import time; from tests.cluster.hosts import hosts\n"
         "with hosts(1):\n    print('made', flush=True); time.sleep(60)"

@@ -1,4 +1,4 @@
-"""`hvdkit run --nodes`: nodes that come together by themselves, on hosts without ssh."""
+"""`hvdkit run --nodes` on hosts without ssh."""
 
 import os
 import signal
@@ -36,15 +36,15 @@ time.sleep(60)
 
 
 class Nodes(Watched):
-    """Starts `hvdkit run --nodes` on hosts of the cluster."""
+    """Run `hvdkit run --nodes` on hosts of the cluster."""
 
-    def start(self, node, *arguments, nodes=2, size=None, key=KEY, rank=None, meeting=None):
-        """On the host `node`, by default as the node of that number."""
+    def start(self, node, *arguments, nodes=2, size=None, key=KEY, rank=None, rendezvous=None):
+        """Start a node on the host `node`, by default with the same number."""
         place = ("--nodes", str(nodes), "--node-rank", str(node if rank is None else rank))
         place += ("-np", str(size or nodes))
-        if meeting is None:
-            meeting = ("--rdzv", f"{self.cluster.hosts[0].address}:{PORT}")
-        run = [sys.executable, "-m", "hvdkit", "run", *place, *meeting]
+        if rendezvous is None:
+            rendezvous = ("--rdzv", f"{self.cluster.hosts[0].address}:{PORT}")
+        run = [sys.executable, "-m", "hvdkit", "run", *place, *rendezvous]
         variables = {name: value for name, value in os.environ.items() if name != "HVDKIT_JOB_KEY"}
         return subprocess.Popen(
             self.cluster.hosts[node].command([*run, *arguments]),
@@ -69,7 +69,7 @@ def start(cluster):
 
 
 def end(job, timeout=60):
-    """Return the job's status, and what it wrote."""
+    """Return the job's status and output."""
     stdout, stderr = job.communicate(timeout=timeout)
     return job.returncode, stdout, stderr
 
@@ -95,15 +95,15 @@ def test_the_same_command_on_each_node(start, first):
     assert (status, sorted(stdout.splitlines()), stderr) == (0, lines[2:], "")
 
 
-def test_a_file_says_where_and_needs_no_key(start, tmp_path):
+def test_a_rendezvous_file_needs_no_key(start, tmp_path):
     file = tmp_path / "job"
-    # What a job before has left there.
+    # The file of an earlier job.
     file.write_text('{"addresses": ["10.255.255.250"], "port": 9, "key": "old"}')
     file.chmod(0o600)
-    meeting = ("--rdzv-file", str(file))
-    second = start(1, "hostname", key=None, meeting=meeting)
+    rendezvous = ("--rdzv-file", str(file))
+    second = start(1, "hostname", key=None, rendezvous=rendezvous)
     time.sleep(0.5)
-    first = start(0, "hostname", key=None, meeting=meeting)
+    first = start(0, "hostname", key=None, rendezvous=rendezvous)
     status, stdout, stderr = end(first)
     assert (status, sorted(stdout.splitlines())) == (0, ["[0] host0", "[1] host1"]), stderr
     assert end(second)[:2] == (0, "[1] host1\n")
@@ -143,27 +143,27 @@ def test_a_node_that_is_killed_ends_the_job(start, cluster, node):
     jobs[node].kill()
     status, _, stderr = end(jobs[1 - node])
     assert status == 1
-    assert ("node 0 is gone" if node == 0 else "lost host1") in stderr
+    assert ("lost node 0" if node == 0 else "lost host1") in stderr
     jobs[node].wait(timeout=20)
     cluster.check_nothing_is_left()
 
 
 @pytest.mark.parametrize(
-    ("changed", "told", "seen"),
+    ("changed", "expected", "expected_on_0"),
     [
-        ({"key": "f" * 16}, "its key is another one", "host1 (node 1): its key is another one"),
-        ({"nodes": 3}, "it says --nodes 3, node 0 says --nodes 2", "it says --nodes 3"),
-        ({"size": 4}, "it says -np 4, node 0 says -np 2", "it says -np 4"),
+        ({"key": "f" * 16}, "it has another key", "host1 (node 1): it has another key"),
+        ({"nodes": 3}, "it has --nodes 3, node 0 has --nodes 2", "it has --nodes 3"),
+        ({"size": 4}, "it has -np 4, node 0 has -np 2", "it has -np 4"),
     ],
 )
-def test_a_node_that_does_not_fit_is_told_so(start, changed, told, seen):
+def test_a_node_with_other_options_is_refused(start, changed, expected, expected_on_0):
     first = start(0, "--start-timeout", "3", "true")
     status, _, stderr = end(start(1, "true", **changed))
-    assert (status, told in stderr) == (1, True), stderr
+    assert (status, expected in stderr) == (1, True), stderr
     status, _, stderr = end(first)
     assert status == 1
-    assert "node 1 of 2 did not come to --rdzv" in stderr
-    assert seen in stderr
+    assert "node 1 of 2 did not connect to --rdzv" in stderr
+    assert expected_on_0 in stderr
 
 
 def test_two_nodes_with_the_same_number(start):
@@ -171,13 +171,13 @@ def test_two_nodes_with_the_same_number(start):
     first = start(0, "--start-timeout", "6", "true", nodes=3)
     ends = [end(job) for job in both]
     assert [status for status, _, _ in ends] == [1, 1]
-    said = sorted((stderr for _, _, stderr in ends), key=lambda text: "the job ended" in text)
-    assert "there is a node 1 already; give each its own --node-rank" in said[0], said
-    assert "the job ended with status 1: node 2 of 3 did not come" in said[1], said
-    assert "node 2 of 3 did not come" in end(first)[2]
+    errors = sorted((stderr for _, _, stderr in ends), key=lambda text: "the job ended" in text)
+    assert "there is a node 1 already; give each its own --node-rank" in errors[0], errors
+    assert "the job ended with status 1: node 2 of 3 did not connect" in errors[1], errors
+    assert "node 2 of 3 did not connect" in end(first)[2]
 
 
-def test_a_node_may_come_again_before_all_have_come(start):
+def test_a_node_may_connect_again_while_others_are_missing(start):
     lost = start(1, "true", nodes=3)
     time.sleep(1)
     first = start(0, "sh", "-c", "echo $OWN", nodes=3)
@@ -217,35 +217,35 @@ def test_a_rendezvous_over_ipv6(start, cluster):
     host = cluster.cluster.hosts[0]
     if not host.has_address6():
         pytest.skip("this machine has no IPv6")
-    meeting = ("--rdzv", f"[{host.address6}]:{PORT}")
-    jobs = [start(node, "hostname", meeting=meeting) for node in range(2)]
+    rendezvous = ("--rdzv", f"[{host.address6}]:{PORT}")
+    jobs = [start(node, "hostname", rendezvous=rendezvous) for node in range(2)]
     assert [end(job)[0] for job in jobs] == [0, 0]
 
 
-def test_a_file_of_another_job_is_not_taken(start, tmp_path):
-    meeting = ("--rdzv-file", str(tmp_path / "job"))
-    first = start(0, "true", key=None, meeting=meeting)
+def test_a_file_of_another_job_is_not_used(start, tmp_path):
+    rendezvous = ("--rdzv-file", str(tmp_path / "job"))
+    first = start(0, "true", key=None, rendezvous=rendezvous)
     deadline = time.monotonic() + 20
     while not (tmp_path / "job").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    status, _, stderr = end(start(0, "true", key=None, meeting=meeting))
-    assert (status, "another job's nodes meet there now" in stderr) == (2, True), stderr
-    status, _, stderr = end(start(1, "true", key=None, meeting=meeting, nodes=3))
-    assert (status, "node 0 says --nodes 2" in stderr) == (1, True), stderr
-    second = start(1, "true", key=None, meeting=meeting)
+    status, _, stderr = end(start(0, "true", key=None, rendezvous=rendezvous))
+    assert (status, "is in use by another job" in stderr) == (2, True), stderr
+    status, _, stderr = end(start(1, "true", key=None, rendezvous=rendezvous, nodes=3))
+    assert (status, "node 0 has --nodes 2" in stderr) == (1, True), stderr
+    second = start(1, "true", key=None, rendezvous=rendezvous)
     assert [end(first)[0], end(second)[0]] == [0, 0]
 
 
-def test_a_file_that_others_may_have_written(start, tmp_path):
+def test_a_file_that_other_users_may_have_written(start, tmp_path):
     file = tmp_path / "job"
     file.write_text('{"addresses": ["127.0.0.1"], "port": 9, "key": "theirs"}')
     file.chmod(0o644)
-    status, _, stderr = end(start(1, "true", key=None, meeting=("--rdzv-file", str(file))))
+    status, _, stderr = end(start(1, "true", key=None, rendezvous=("--rdzv-file", str(file))))
     assert (status, "with mode 644; expected user 0 and mode 600" in stderr) == (1, True), stderr
 
 
-def test_strangers_are_not_waited_for(start, cluster):
+def test_strangers_do_not_delay_the_nodes(start, cluster):
     first = start(0, "true")
     address = cluster.cluster.hosts[0].address, PORT
     code = (

@@ -1,4 +1,4 @@
-"""`hvdkit run` on several hosts, over ssh: what works, and how each failure ends."""
+"""`hvdkit run` on several hosts over ssh, and its failures."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ print("place", hvd.rank(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(),
 
 @pytest.fixture
 def refusing(launches):
-    """The second host lets nobody in."""
+    """Let the second host refuse all ssh keys."""
     keys = launches.access.authorized_keys["host1"]
     content = keys.read_text()
     keys.write_text("")
@@ -65,10 +65,10 @@ def test_four_hosts(make_hosts, tmp_path):
     )
     with (
         make_hosts(4, interfaces=("eth0", "ens3", "lan", "enp1s0")) as cluster,
-        # The last host drops connections beside the one that is logging in.
+        # The last host drops connections while another one is logging in.
         ssh_servers.ssh_servers(cluster, tmp_path, settings={"host3": "MaxStartups 1"}) as access,
     ):
-        # Started on the first host, which has no rank itself.
+        # Started on the first host, which has no rank.
         hosts = "host3:1,host2:1,host1:1"
         done = Launches(cluster, access, tmp_path).run("-H", hosts, sys.executable, "-c", code)
         assert done.returncode == 0, done.stderr
@@ -78,7 +78,7 @@ def test_four_hosts(make_hosts, tmp_path):
         )
         assert done.returncode == 0, done.stderr
         assert sorted(done.stdout.splitlines()) == [f"[{r}] {r} {r} 4.0" for r in range(4)]
-        # All through the last one, which has to refuse some of these connections.
+        # All through the last host, which refuses some of these connections.
         names = [name for host in cluster.hosts[1:3] for name in (host.name, host.address)]
         done = Launches(cluster, access, tmp_path).run(
             "-H", ",".join(names), "--ssh-arg=-Jhost3", "hostname"
@@ -125,7 +125,7 @@ def test_no_command_line_shows_the_environment(launches):
         " for p in os.listdir('/proc') if p.isdigit()))"
     )
     done = launches.run("-H", "host1:1", "-x", "MINE", *python(code), MINE="hid" + "den")
-    # The rank's own command holds the word that it looks for.
+    # The rank's own command contains the text.
     assert done.stdout == "[0] True\n"
     code = code.replace("b'hidden'", "b'hid' + b'den'")
     done = launches.run("-H", "host1:1", "-x", "MINE", *python(code), MINE="hid" + "den")
@@ -155,7 +155,7 @@ def test_a_host_that_refuses_ssh(launches, refusing):
     done = launches.run(*BOTH, "true")
     assert done.returncode == 1
     assert "1 of 2 hosts cannot take part; nothing was started" in done.stderr
-    assert "host1: it does not let you in without a password" in done.stderr
+    assert "host1: it does not accept a login without a password" in done.stderr
     assert "ssh-copy-id host1" in done.stderr
 
 
@@ -175,15 +175,15 @@ def test_an_unknown_host_key(launches):
 def test_a_host_that_does_not_exist(launches):
     done = launches.run("-H", "host0:1,host7:1", "true")
     assert done.returncode == 1
-    assert "host7: its name is not known here" in done.stderr
+    assert "host7: its name does not resolve" in done.stderr
 
 
 def test_a_host_that_is_silent(launches):
-    # An address on the network that nobody has: ssh would wait for ten seconds.
-    nobody = launches.cluster.address.rpartition(".")[0] + ".250"
-    done = launches.run("-H", f"host0:1,{nobody}:1", "--start-timeout", "1", "true")
+    # An unused address of the network: ssh would wait for ten seconds.
+    unused = launches.cluster.address.rpartition(".")[0] + ".250"
+    done = launches.run("-H", f"host0:1,{unused}:1", "--start-timeout", "1", "true")
     assert done.returncode == 1
-    assert f"{nobody}: did not come up within 1 s" in done.stderr
+    assert f"{unused}: did not come up within 1 s" in done.stderr
 
 
 def test_a_script_that_is_missing_on_one_host(launches):
@@ -219,11 +219,11 @@ def test_the_job_ends_with_the_status_of_the_rank_that_failed(launches):
     done = launches.run(*BOTH, *python(code))
     assert time.monotonic() - began < 50
     assert done.returncode == 3
-    said = done.stderr.splitlines()
-    assert said[0] == (
+    lines = done.stderr.splitlines()
+    assert lines[0] == (
         "hvdkit run: rank 1 on host1 failed: exit status 3; the 1 that still ran was ended."
     )
-    assert said[1:] == ["Rank 1's last lines:", *(f"  line {i}" for i in range(10, 30))]
+    assert lines[1:] == ["Rank 1's last lines:", *(f"  line {i}" for i in range(10, 30))]
 
 
 def test_a_rank_that_is_killed(launches):
@@ -233,9 +233,9 @@ def test_a_rank_that_is_killed(launches):
     assert "rank 1 on host1 failed: killed by signal 9 (Killed)" in done.stderr
 
 
-def test_ranks_that_do_not_heed_sigterm_are_killed(launches):
+def test_ranks_that_ignore_sigterm_are_killed(launches):
     code = (
-        "signal.signal(15, signal.SIG_IGN); print('deaf');"
+        "signal.signal(15, signal.SIG_IGN); print('ignoring');"
         "subprocess.Popen(['sleep', '60'], start_new_session=True);"
         "time.sleep(1); sys.exit(3) if rank == 0 else time.sleep(60)"
     )
@@ -273,7 +273,7 @@ def test_ctrl_c_lets_every_rank_save(start):
     out, err = job.communicate(timeout=30)
     assert sorted(out.splitlines()) == ["[0] saving", "[1] saving"]
     assert "SIGINT: asking all ranks to stop; again: at once" in err
-    assert "stopped, and can go on" in err
+    assert "start the job again to resume it" in err
     assert job.returncode == 75
 
 
@@ -287,12 +287,12 @@ def test_ctrl_c_twice_ends_at_once(start):
     began = time.monotonic()
     job.send_signal(signal.SIGINT)
     _, err = job.communicate(timeout=30)
-    assert time.monotonic() - began < 9  # not the 10 s that ranks have to end
+    assert time.monotonic() - began < 9  # less than the 10 s of an ordinary end
     assert job.returncode == 128 + signal.SIGINT
     assert "ending all ranks now" in err
 
 
-def test_ctrl_c_where_a_script_knows_nothing_of_it(start):
+def test_ctrl_c_without_a_handler_in_the_script(start):
     job = start(*BOTH, *python("print('up'); time.sleep(60)"))
     wait_for(job, "[0] up", "[1] up")
     job.send_signal(signal.SIGINT)
@@ -303,7 +303,7 @@ def test_ctrl_c_where_a_script_knows_nothing_of_it(start):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_before_any_rank_was_started(launches, start, number):
-    # A host that does not answer, behind a proxy that does not care who asks.
+    # A host that does not answer, behind a proxy that never connects.
     job = start(*BOTH, "--ssh-arg=-oProxyCommand=sleep 60", *python("print('up')"))
     deadline = time.monotonic() + 30
     while not any(describe(pid) == ["sleep", "60"] for pid in launches.processes()):
@@ -313,11 +313,11 @@ def test_a_signal_before_any_rank_was_started(launches, start, number):
     out, err = job.communicate(timeout=30)
     assert out == ""
     assert err == f"hvdkit run: {number.name}; no rank runs.\n"
-    # What a batch system ends so may go back into its queue: nothing is lost.
+    # After a batch system's signal the job can be requeued: nothing is lost.
     assert job.returncode == (128 + number if number == signal.SIGINT else 75)
 
 
-def test_a_rank_that_never_comes_up_is_named(launches):
+def test_a_rank_that_never_registers_is_named(launches):
     skip_where_unsupported(Configuration("torch", "gloo", 2))
     code = (
         "print('thinking') if rank else None; time.sleep(60) if rank else None;"
@@ -361,23 +361,23 @@ def test_doctor_examines_the_hosts(launches):
     assert found["ssh"] == "2 of 2 hosts answer unattended"
     assert found["Python"].endswith("(both hosts)")
     assert "eth0 (host0); ens3 (host1)" in found["network"]
-    assert found["TCP"] == "every host reaches every other and the launcher (4 ways)"
+    assert found["TCP"] == "every host reaches every other and the launcher (4 connections)"
     assert "to 127.x on host0, host1, which is fine" in found["hostnames"]
     assert "Gbit/s from host0 to host1" in found["bandwidth"]
     launches.check_nothing_is_left(5)
 
 
-def test_doctor_says_what_is_wrong_with_a_host_and_examines_the_others(launches, refusing):
+def test_doctor_reports_a_host_that_fails_and_examines_the_others(launches, refusing):
     done = doctor(launches, "--hosts", "host0,host1")
     assert done.returncode == 1
     assert "1 of 2 hosts answer unattended" in done.stdout
-    assert "-> it does not let you in without a password" in done.stdout
+    assert "-> it does not accept a login without a password" in done.stdout
     assert "(host0)" in done.stdout
 
 
 @pytest.fixture
 def firewall(launches):
-    """The first host refuses connections from the second."""
+    """Let the first host refuse connections from the second."""
     if shutil.which("iptables") is None:
         pytest.skip("no iptables here: apt-get install iptables")
     first, second = launches.cluster.hosts
@@ -391,7 +391,7 @@ def test_a_start_that_cannot_succeed_is_stopped_by_the_preflight(launches, firew
     done = launches.run(*BOTH, "true")
     assert done.returncode == 1
     assert "the hosts are not ready; nothing was started" in done.stderr
-    assert "TCP: 2 of 4 ways fail: host1 to host0" in done.stderr
+    assert "TCP: 2 of 4 connections fail: host1 to host0" in done.stderr
     assert "host1 to the launcher" in done.stderr
     assert launches.run(*BOTH, "--no-preflight", "true").returncode == 0
 
@@ -404,12 +404,12 @@ def test_a_host_whose_link_goes_down(launches, start):
     link = ["ip", "-n", second.namespace, "link", "set", second.interface]
     subprocess.run([*link, "down"], timeout=20, check=True)
     try:
-        # ssh notices after 3 x 10 s of silence.
+        # ssh detects the loss after 3 x 10 s.
         _, err = job.communicate(timeout=70)
         assert job.returncode == 1
         assert "lost host1" in err
         assert not first.processes() - launches.servers
-        # The other host's ranks end by themselves: their launcher has not been heard of for 60 s.
+        # The other host's ranks end after 60 s without a heartbeat.
         deadline = time.monotonic() + 60
         while rank_processes(second) and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -419,7 +419,7 @@ def test_a_host_whose_link_goes_down(launches, start):
 
 
 def rank_processes(host):
-    """The commands of the ranks on `host`."""
+    """Return the commands of the ranks on `host`."""
     found = []
     for pid in host.processes():
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""`hvdkit run --launcher mpi` on several hosts, with each MPI that is here."""
+"""`hvdkit run --launcher mpi` on several hosts, with each installed MPI."""
 
 import signal
 import sys
@@ -14,7 +14,7 @@ from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsup
 MPI = ("--launcher", "mpi", *BOTH)
 PATHS = {
     "own": which("mpirun") or "no mpirun",
-    # `scripts/test --long` puts them there.
+    # Installed by `scripts/test --long`.
     "openmpi4": str(REPOSITORY / ".venv-openmpi4/bin/mpirun"),
     "mpich": str(REPOSITORY / ".venv-mpich/bin/mpirun"),
 }
@@ -99,5 +99,5 @@ def test_ctrl_c_lets_every_rank_save(start, mpi):
     job.send_signal(signal.SIGINT)
     out, err = job.communicate(timeout=30)
     assert sorted(out.splitlines()) == ["[0] saving", "[1] saving"]
-    assert "stopped, and can go on" in err
+    assert "start the job again to resume it" in err
     assert job.returncode == 75

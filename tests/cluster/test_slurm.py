@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 
 _SECONDS = 90
 _HVDKIT = (sys.executable, "-m", "hvdkit")
-#: A task more on the first node than on the second.
+#: The first node has one task more than the second.
 UNEVEN = ("salloc", "--nodes=2", "--ntasks=3")
 
 REDUCE = """
@@ -34,7 +34,7 @@ print("place", hvd.rank(), *place, "sum", float(total))
 
 
 class Jobs(Watched):
-    """What a user on the first host does."""
+    """Run commands on the first host, as a user does."""
 
     def __init__(self, slurm):
         super().__init__(slurm.cluster)
@@ -51,7 +51,7 @@ class Jobs(Watched):
         )
 
     def run(self, *command, **env):
-        """Run to the end; no process may be left on any host."""
+        """Run to the end, and check that no process is left on any host."""
         job = self.start(*command, **env)
         try:
             out, err = job.communicate(timeout=_SECONDS)
@@ -76,7 +76,7 @@ def jobs(make_hosts):
 
 @pytest.fixture
 def start(jobs):
-    """Starts a command; at the end of the test nothing of it may be left on any host."""
+    """Yield a function that starts a command. Fail if its processes outlive the test."""
     with jobs.starting() as begin:
         yield begin
 
@@ -105,14 +105,14 @@ def test_ranks_reduce_over_mpi(jobs):
     assert [line[-7:] for line in done.stdout.splitlines()] == ["sum 6.0"] * 3
 
 
-def test_the_place_that_pmi2_gives_is_kept(jobs):
+def test_the_rank_variables_of_pmi2_are_kept(jobs):
     needs(jobs, "pmi2")
     code = "print(os.environ['PMI_SIZE'], os.environ['HOROVOD_CONTROLLER'], rank)"
     done = jobs.run(*UNEVEN, *_HVDKIT, "run", "--mpi", "pmi2", *python(code))
     assert sorted(done.stdout.splitlines()) == [f"[{n}] 3 mpi {n}" for n in range(3)], done.stderr
 
 
-def test_nodes_that_srun_starts_come_together(jobs):
+def test_nodes_that_srun_starts_connect(jobs):
     skip_where_unsupported(Configuration("torch", "gloo", 4))
     hosts = jobs.cluster.hosts
     nodes = ("run", "--nodes", "2", "--rdzv", f"{hosts[0].address}:29400", "-np", "4")
@@ -125,7 +125,7 @@ def test_nodes_that_srun_starts_come_together(jobs):
     assert sorted(done.stdout.splitlines()) == sorted([*lines, *lines[2:]])
 
 
-def test_ranks_are_told_what_they_need_and_no_secrets(jobs):
+def test_ranks_get_variables_without_secrets(jobs):
     names = "'MINE', 'OTHER_TOKEN', 'OMP_NUM_THREADS', 'HOME'"
     code = f"print(os.uname().nodename, os.getcwd(), *map(os.environ.get, [{names}]))"
     allocation = ("salloc", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2")
@@ -169,7 +169,7 @@ def test_more_ranks_than_tasks(jobs):
     assert "-np is 4, and the allocation has 3 tasks (host0:2, host1:1)" in done.stderr
 
 
-def test_a_program_that_is_not_there_is_said_once_per_node(jobs):
+def test_a_missing_program_is_reported_once_per_node(jobs):
     done = jobs.run(*UNEVEN, *_HVDKIT, "run", "no-such-program")
     assert done.returncode == 1
     assert "2 of 2 hosts cannot take part; nothing was started" in done.stderr
@@ -186,7 +186,7 @@ def test_inside_a_step_of_srun(jobs):
     assert done.stdout == ""
 
 
-def test_what_a_dry_run_prints_can_be_pasted(jobs, tmp_path):
+def test_the_commands_of_a_dry_run_work(jobs, tmp_path):
     shown = jobs.run(
         *UNEVEN, *_HVDKIT, "run", "--dry-run", *python(f"open(f'{tmp_path}/{{rank}}', 'w')")
     ).stdout
@@ -214,7 +214,7 @@ def test_ctrl_c_lets_every_rank_save(jobs, start):
     os.kill(launcher, signal.SIGINT)
     out, err = job.communicate(timeout=30)
     assert sorted(out.splitlines()) == ["[0] saving", "[1] saving", "[2] saving"]
-    assert "stopped, and can go on" in err
+    assert "start the job again to resume it" in err
     assert job.returncode == 75
 
 
@@ -240,7 +240,7 @@ with hvd.Checkpointer(sys.argv[1], model=model, optimizer=optimizer, every_steps
         optimizer.step()
         step += 1
         saver.maybe_save(step)
-        # The first run is stopped in its middle.
+        # Slow, to be stopped in the middle.
         time.sleep(0 if restored else 0.05)
 if hvd.rank() == 0:
     print("ended at", step, flush=True)
@@ -249,7 +249,7 @@ if hvd.rank() == 0:
 
 @pytest.fixture
 def script(jobs, tmp_path, monkeypatch):
-    """A script of `hvdkit generate slurm`, and where its job's output goes."""
+    """Yield the job of a script of `hvdkit generate slurm`, and its output file."""
     skip_where_unsupported(Configuration("torch", "gloo", 2))
     (tmp_path / "train.py").write_text(TRAIN)
     command = tmp_path / "bin" / "hvdkit"
@@ -282,20 +282,20 @@ def wait_until(done, seconds=60.0):
 @pytest.mark.parametrize(
     "signalled",
     [
-        ["--batch", "--signal=USR1"],  # as `#SBATCH --signal=B:USR1@…` does
-        ["--signal=TERM"],  # as a preemption with GraceTime does: to the steps
+        ["--batch", "--signal=USR1"],  # like `#SBATCH --signal=B:USR1@…`
+        ["--signal=TERM"],  # like a preemption with GraceTime, to the steps
     ],
 )
-def test_a_job_that_was_told_to_stop_goes_on_after_it_was_put_back(jobs, script, signalled):
+def test_a_job_that_was_signalled_resumes_after_it_was_requeued(jobs, script, signalled):
     job, output = script
     wait_until(lambda: output.exists() and "begins at 0" in output.read_text())
     jobs.slurm.run("scancel", *signalled, job)
     wait_until(lambda: jobs.slurm.state(job) == "PENDING")
-    assert "saved; back into the queue (restart 1)" in output.read_text()
-    # Slurm lets two minutes pass, which it decides once the first run is cleared away.
+    assert "saved; requeueing (restart 1)" in output.read_text()
+    # Slurm delays the job by two minutes once the first run is cleaned up.
     wait_until(lambda: "Reason=BeginTime" in jobs.slurm.run("scontrol", "show", "job", job))
     jobs.slurm.run("scontrol", "update", f"jobid={job}", "starttime=now")
-    # A node that has just ended a job may be left out for up to two minutes.
+    # Slurm may not use a node for up to two minutes after a job.
     wait_until(lambda: jobs.slurm.state(job) == "COMPLETED", seconds=180)
     steps = [int(step) for step in re.findall(r"(?:begins|ended) at (\d+)", output.read_text())]
     assert steps[0] == 0
@@ -303,11 +303,11 @@ def test_a_job_that_was_told_to_stop_goes_on_after_it_was_put_back(jobs, script,
     assert steps[2] == 2000
 
 
-def test_a_job_that_was_cancelled_saves_and_stays_away(jobs, script):
+def test_a_cancelled_job_saves_and_is_not_requeued(jobs, script):
     job, output = script
     wait_until(lambda: output.exists() and "begins at 0" in output.read_text())
     jobs.slurm.run("scancel", job)
-    wait_until(lambda: "stopped, and can go on" in output.read_text())
+    wait_until(lambda: "start the job again to resume it" in output.read_text())
     jobs.check_nothing_is_left(40)
     wait_until(lambda: jobs.slurm.state(job) == "CANCELLED")
-    assert "back into the queue" not in output.read_text()
+    assert "requeueing" not in output.read_text()

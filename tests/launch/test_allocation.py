@@ -27,8 +27,8 @@ def test_node_lists(text, expected):
 
 
 @pytest.mark.parametrize("text", ["", "a[", "a[1-]", "a[x]", "a b", "a]1[", "$(reboot)"])
-def test_what_is_no_node_list(text):
-    with pytest.raises(UsageError, match="list of nodes"):
+def test_invalid_node_lists(text):
+    with pytest.raises(UsageError, match="node list"):
         allocation.expand_nodes(text)
 
 
@@ -39,7 +39,7 @@ def test_numbers_per_node(text, expected):
     assert allocation.expand_counts(text) == expected
 
 
-def test_what_are_no_numbers_per_node():
+def test_invalid_numbers_per_node():
     with pytest.raises(UsageError, match="numbers per node"):
         allocation.expand_counts("2(x3,1")
 
@@ -52,7 +52,7 @@ def test_an_allocation():
     assert not given.inside_step
 
 
-def test_a_step_is_the_part_of_the_allocation_that_counts():
+def test_the_allocation_inside_a_step():
     step = {
         "SLURM_STEP_ID": "3",
         "SLURM_STEP_NODELIST": "a3,b07",
@@ -64,12 +64,12 @@ def test_a_step_is_the_part_of_the_allocation_that_counts():
     assert given.hosts == [Host("a3", 1), Host("b07", 1)]
     assert list(given.cpus.values()) == [8, 4]
     assert given.inside_step
-    # What salloc gives a shell on the first node is a step with one task by name only.
+    # salloc's shell on the first node has the variables of a step with one task.
     interactive = step | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NODELIST": "a1"}
     assert len(allocation.read(ENV | interactive).hosts) == 4
 
 
-def test_srun_may_not_start_several_of_us():
+def test_srun_may_not_start_several_processes_of_hvdkit():
     env = ENV | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
     with pytest.raises(UsageError, match="srun has started hvdkit run 4 times"):
         allocation.read(env)
@@ -83,7 +83,7 @@ def test_srun_may_not_start_several_of_us():
         (ENV | {"SLURM_TASKS_PER_NODE": "2(x3)"}, "has 4 nodes, and .* is about 3"),
     ],
 )
-def test_what_is_no_allocation(env, expected):
+def test_invalid_allocations(env, expected):
     with pytest.raises(UsageError, match=expected):
         allocation.read(env)
 
@@ -93,7 +93,7 @@ def test_more_ranks_than_tasks():
         allocation.check_size(allocation.read(ENV), 8)
 
 
-# As the systems' manuals describe the formats; LSF with a launch node.
+# The formats of the systems' manuals; LSF with a launch node.
 PBS = "cn0101.cluster\ncn0101.cluster\ncn0102.cluster\ncn0102.cluster\n"
 LSF = "batch3 1 h41n08 42 h41n09 42"
 SGE = """node17.local 4 gpu.q@node17.local UNDEFINED
@@ -123,6 +123,6 @@ def test_the_hosts_of_other_batch_systems(tmp_path):
     ("name", "value"),
     [("PBS_NODEFILE", "/gone"), ("LSB_MCPU_HOSTS", "a 1 b"), ("LSB_MCPU_HOSTS", "a x")],
 )
-def test_hosts_that_are_not_understood(name, value):
+def test_malformed_hosts(name, value):
     with pytest.raises(UsageError, match=f"{name}={value} is not understood"):
         allocation.batch_hosts({name: value})

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from hvdkit.launch.binding import assign, parse_list, show_list, topology
 
-#: NUMA nodes' lists of CPUs and the distance between a core's two threads, as machines report them.
+#: Of real machines: the CPUs of each NUMA node, and the distance between a core's two threads.
 RECORDED = {
     # Two AMD EPYC 7763, two threads per core.
     "epyc": (["0-63,128-191", "64-127,192-255"], 128),
-    # Two Intel Xeon Gold 6248, threads numbered in turns over the sockets.
+    # Two Intel Xeon Gold 6248, whose sockets have alternating CPU numbers.
     "xeon": ([",".join(map(str, range(n, 80, 2))) for n in range(2)], 40),
     # One socket in four nodes (NPS4), without threads.
     "nps4": (["0-15", "16-31", "32-47", "48-63"], 0),
@@ -53,7 +53,7 @@ def shown(system, ranks, usable):
             range(256),
             ["0-31,128-159", "32-63,160-191", "64-95,192-223", "96-127,224-255"],
         ),
-        # A batch system has given the job a part of the machine.
+        # A part of the machine, as a batch system may assign.
         ("epyc", 2, [*range(8), *range(128, 136)], ["0-3,128-131", "4-7,132-135"]),
         ("epyc", 3, range(62, 66), ["62", "63", "64-65"]),
         ("xeon", 2, range(80), [show_list(range(0, 80, 2)), show_list(range(1, 80, 2))]),

@@ -1,4 +1,4 @@
-"""`hvdkit run` on this machine, as a user runs it."""
+"""`hvdkit run` on this machine."""
 
 import os
 import shlex
@@ -72,9 +72,9 @@ hvd.shutdown()
 
 def test_the_ranks_run_where_the_launcher_does_with_its_environment(tmp_path):
     code = "print(os.getcwd(), os.environ['GREETING'])"
-    # A module that shadows one of Python's own is the ranks' business, not the launcher's.
+    # A module that shadows one of Python's own must not affect the launcher.
     (tmp_path / "selectors.py").write_text("raise SystemExit('shadowed')")
-    # With PYTHONSAFEPATH this test's `-m hvdkit` is what `hvdkit` is on the command line.
+    # PYTHONSAFEPATH makes `-m hvdkit` behave like the installed command `hvdkit`.
     env = os.environ | {"GREETING": "hello", "PYTHONSAFEPATH": "1"}
     done = run("-np", "1", *python(code), cwd=tmp_path, env=env)
     assert done.stdout == f"[0] {tmp_path} hello\n", done.stderr
@@ -86,7 +86,7 @@ def test_options_of_the_command_are_its_own():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "visible", "ranks", "said"),
+    ("arguments", "visible", "ranks", "stderr"),
     [
         ((), "4,7", 2, "2 ranks, one for each GPU"),
         (("-np", "auto"), "4,7", 2, "2 ranks, one for each GPU"),
@@ -95,14 +95,14 @@ def test_options_of_the_command_are_its_own():
         (("-H", "localhost:2"), "4", 2, ""),
     ],
 )
-def test_the_number_of_ranks(arguments, visible, ranks, said):
+def test_the_number_of_ranks(arguments, visible, ranks, stderr):
     env = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
     done = run(*arguments, *python("print(rank)"), env=env)
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {rank}" for rank in range(ranks)]
-    assert done.stderr == (f"hvdkit run: {said}\n" if said else "")
+    assert done.stderr == (f"hvdkit run: {stderr}\n" if stderr else "")
 
 
-def test_the_hosts_of_a_batch_system_are_taken(tmp_path):
+def test_the_hosts_of_a_batch_system_are_used(tmp_path):
     nodes = tmp_path / "nodes"
     nodes.write_text("localhost\nlocalhost\n")
     done = run(*python("print(rank)"), env=os.environ | {"PBS_NODEFILE": str(nodes)})
@@ -153,7 +153,7 @@ def test_variables_from_a_file_and_by_their_beginning(tmp_path):
     assert done.stdout == "[0] x y|here|mine\n", done.stderr
 
 
-def test_a_line_that_is_no_variable_is_not_shown(tmp_path):
+def test_an_invalid_line_is_not_shown(tmp_path):
     (tmp_path / "env").write_text("\ufeffA=1\n\nmy-token=hunter2\n")
     done = run("-np", "1", "--env-file", str(tmp_path / "env"), "true")
     assert done.returncode == 2
@@ -183,7 +183,7 @@ def test_a_port_for_torch_may_be_chosen():
     assert run("-np", "1", "-x", "MASTER_PORT=29512", *code).stdout == "[0] 29512\n"
 
 
-def test_a_helper_that_is_left_is_not_a_rank_that_did_not_stop():
+def test_a_helper_process_is_not_a_rank_that_did_not_stop():
     left = "(trap '' TERM; sleep 4; sleep 4) & exit 75"
     done = run("--stop-grace", "1", "-np", "1", "bash", "-c", left)
     assert done.returncode == 75
@@ -211,8 +211,8 @@ def test_standard_output_and_error_stay_apart():
     [
         ("sys.exit(3) if rank else time.sleep(60)", 3, "rank 1 on localhost failed: exit status 3"),
         ("os.kill(os.getpid(), 11) if rank else time.sleep(60)", 139, "Segmentation fault"),
-        ("sys.exit(75) if rank else time.sleep(1)", 75, "stopped, and can go on"),
-        # What is worse than a stop is not hidden by it.
+        ("sys.exit(75) if rank else time.sleep(1)", 75, "start the job again to resume it"),
+        # A failure takes precedence over an orderly stop.
         ("time.sleep(1 - rank); sys.exit(75 if rank else 3)", 3, "exit status 3"),
     ],
 )
@@ -223,8 +223,8 @@ def test_the_exit_status_is_that_of_the_rank_that_failed(code, status, expected)
 
 
 @pytest.mark.parametrize("seconds", [0.3, 2.0])
-def test_the_rank_that_others_have_lost_is_blamed(seconds):
-    """It ends after them, because it still has something to do."""
+def test_the_rank_that_others_have_lost_is_the_cause(seconds):
+    """It ends after the others."""
     lost = "horovod.common.exceptions.HorovodInternalError: Horovod has been shut down"
     code = (
         f"rank == 2 or sys.exit({lost!r});"
@@ -240,7 +240,7 @@ def test_the_rank_that_others_have_lost_is_blamed(seconds):
     assert "HorovodInternalError" not in report
 
 
-def test_a_real_job_blames_the_rank_that_raised():
+def test_the_rank_that_raised_is_the_cause_in_a_real_job():
     skip_where_unsupported(Configuration("torch", "gloo", 4))
     code = (
         "import torch, hvdkit.torch as hvd; hvd.init(); hvd.allreduce(torch.ones(1));"
@@ -255,7 +255,7 @@ def test_a_real_job_blames_the_rank_that_raised():
     assert "ValueError: bad data" in report
 
 
-def test_ranks_that_do_not_heed_ctrl_c_end_with_its_status():
+def test_ranks_that_ignore_ctrl_c_end_with_its_status():
     code = "signal.signal(2, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     job = subprocess.Popen(
         command("-np", "2", "--stop-grace", "1", *python(code)),
@@ -266,19 +266,19 @@ def test_ranks_that_do_not_heed_ctrl_c_end_with_its_status():
     assert job.stdout
     assert {job.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
     job.send_signal(signal.SIGINT)
-    _, said = job.communicate(timeout=60)
-    assert job.returncode == 130, said
-    assert "did not stop within 1 s (--stop-grace)" in said
+    _, stderr = job.communicate(timeout=60)
+    assert job.returncode == 130, stderr
+    assert "did not stop within 1 s (--stop-grace)" in stderr
 
 
-def test_a_rank_that_stops_for_good_does_not_disturb_one_that_is_saving():
+def test_a_rank_that_has_stopped_does_not_interrupt_one_that_is_saving():
     code = "time.sleep(0 if rank else 2); print('saved', rank); sys.exit(75)"
     done = run("-np", "2", *python(code))
     assert done.returncode == 75
     assert "saved 0" in done.stdout
 
 
-def test_patience_with_an_orderly_stop_ends():
+def test_an_orderly_stop_has_a_timeout():
     done = run("-np", "2", "--stop-grace", "1", *python("sys.exit(75) if rank else time.sleep(60)"))
     assert done.returncode == 75
     assert "rank 0 on localhost did not stop within 1 s" in done.stderr
@@ -312,8 +312,8 @@ def test_a_hangup_that_is_ignored_stays_ignored():
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_ranks_may_save_when_the_reader_of_their_output_has_gone(tmp_path, asked):
-    """As `tee` goes with Ctrl-C; the next line then finds no reader."""
+def test_ranks_may_save_after_the_reader_of_their_output_has_ended(tmp_path, asked):
+    """Like `tee`, which Ctrl-C ends."""
     code = (
         "signal.pthread_sigmask(signal.SIG_BLOCK, {2, 15});"
         "print('up', flush=True); signal.sigwait({2, 15});"
@@ -364,7 +364,7 @@ def test_a_full_disk_does_not_end_the_job(tmp_path, sink):
         assert done.stdout.count("x" * 100_000) == 2
 
 
-def test_a_reader_that_has_enough_ends_the_job():
+def test_a_closed_pipe_ends_the_job():
     job = subprocess.Popen(
         command("-np", "2", "yes"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -385,9 +385,12 @@ def test_a_reader_that_has_enough_ends_the_job():
         (["-np", "0", "true"], "-np is 0; expected at least 1"),
         (["--start-timeout", "inf", "true"], "'inf': expected seconds, above 0"),
         (["--stop-grace", "-1", "true"], "'-1': expected seconds, above 0"),
-        (["-np", "many", "true"], "'many' is no number; expected one, or auto"),
+        (["-np", "many", "true"], "'many' is not a number; expected a number, or auto"),
         (["-np", "1", "--env-file", "/nonexistent", "true"], "--env-file /nonexistent: No such"),
-        (["-np", "1", "-x", "NOT_HERE_*", "true"], "-x NOT_HERE_*: no variable here begins so"),
+        (
+            ["-np", "1", "-x", "NOT_HERE_*", "true"],
+            "-x NOT_HERE_*: no variable here has this prefix",
+        ),
         (["-np", "2"], "there is no command to run"),
         (["-np", "0", "true"], "-np is 0"),
         (["-np", "3", "-H", "localhost:2", "true"], "the hosts have 2 slots"),
@@ -403,7 +406,7 @@ def test_wrong_arguments_are_status_2(arguments, expected):
     assert "Traceback" not in done.stderr
 
 
-def test_a_program_that_is_not_there_is_said_before_anything_starts():
+def test_a_missing_program_is_reported_before_the_start():
     done = run("-np", "2", "no-such-program")
     assert done.returncode == 1
     assert done.stderr == (
@@ -412,7 +415,7 @@ def test_a_program_that_is_not_there_is_said_before_anything_starts():
     )
 
 
-def test_what_a_dry_run_prints_can_be_pasted(tmp_path):
+def test_the_commands_of_a_dry_run_work(tmp_path):
     done = run("-np", "2", "--dry-run", *python("open(f'made.{rank}', 'w')"), cwd=tmp_path)
     assert not list(tmp_path.iterdir())
     ranks = [line for line in done.stdout.splitlines() if " HOROVOD_RANK=" in line]

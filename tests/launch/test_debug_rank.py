@@ -1,4 +1,4 @@
-"""`hvdkit run --debug-rank`, in a real terminal (a pseudo one)."""
+"""`hvdkit run --debug-rank` in a pseudo-terminal."""
 
 import os
 import pty
@@ -34,15 +34,15 @@ def read_until(terminal, words, seconds=30):
 
 
 def test_a_breakpoint_in_one_rank():
-    terminal, theirs = pty.openpty()
+    terminal, child_end = pty.openpty()
     try:
         job = subprocess.Popen(
             [*RUN, "--debug-rank", "1", sys.executable, "-c", CODE],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+            stdin=child_end,
+            stdout=child_end,
+            stderr=child_end,
         )
-        os.close(theirs)
+        os.close(child_end)
         read_until(terminal, b"(Pdb) ")
         os.write(terminal, b"p answer * 2\n")
         read_until(terminal, b"84")
@@ -79,7 +79,7 @@ def test_input_from_a_pipe():
         (["--debug-rank", "1", "-H", "localhost:1,192.0.2.1:1"], "runs on 192.0.2.1"),
     ],
 )
-def test_a_rank_that_cannot_have_the_terminal(arguments, words):
+def test_invalid_debug_ranks(arguments, words):
     done = subprocess.run(
         [*RUN, *arguments, "true"],
         capture_output=True,

@@ -10,7 +10,7 @@ def place(local_rank=0, slots=2):
     return make_plan(["x"], "/", [Host("a", slots)], slots).places[local_rank]
 
 
-def test_ranks_on_other_hosts_get_what_those_here_have():
+def test_variables_for_ranks_on_other_hosts():
     wanted = {
         "PATH": "/bin",
         "PYTHONPATH": "/lib",
@@ -53,14 +53,14 @@ def test_ranks_on_other_hosts_get_what_those_here_have():
         "PRIVATE_PKEY",
     ],
 )
-def test_secrets_are_not_forwarded_unless_asked_for(name):
+def test_secrets_are_forwarded_only_on_request(name):
     env = {name: "x"}
     assert environment.forwarded(env) == {}
     assert environment.withheld(env) == [name]
     assert environment.explicit(env, [name]) == env
 
 
-def test_the_place_in_another_job_is_not_forwarded():
+def test_rank_variables_of_another_job_are_not_forwarded():
     env = {"HOROVOD_RANK": "1", "HOROVOD_GLOO_IFACE": "eth0", "HVDKIT_RANK_GROUP": "abc"}
     assert environment.forwarded(env) == {}
 
@@ -83,7 +83,7 @@ def test_ranks_of_a_host_share_its_cores(cores, threads):
     assert environment.defaults(place(), cores, 60)["OMP_NUM_THREADS"] == threads
 
 
-def test_gloo_waits_for_late_ranks_as_long_as_the_launcher():
+def test_the_timeout_of_gloo_is_that_of_the_launcher():
     assert environment.defaults(place(), 1, 300)["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "305"
     assert environment.defaults(place(), 1, 5)["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "30"
 

@@ -1,4 +1,4 @@
-"""Which failure is the cause of the others."""
+"""The choice of the failure that is the cause of the others."""
 
 import pytest
 
@@ -32,14 +32,14 @@ def failures(*ends):
     [
         ([(0, 1, LOST), (1, 1, BAD)], 1),
         ([(0, 1, LOST), (1, -9, ())], 1),
-        # Its own connection to a store, while the others name Horovod.
+        # The rank's own connection to a store, while the others report Horovod's.
         ([(0, 1, LOST), (1, 1, RESET)], 1),
         ([(0, 1, RESET), (1, 1, BAD)], 1),
         ([(1, 1, BAD), (0, 1, BAD)], 1),
         ([(0, RESUMABLE, ()), (1, 1, LOST)], 1),
         ([(1, 1, LOST), (0, 1, LOST)], 1),
         ([(0, 1, CHAINED), (1, 1, BAD)], 1),
-        # It has caught the error, and ends in its own words.
+        # The script has caught the error, and prints another one.
         ([(0, 4, ["giving up"]), (1, 1, BAD)], 1),
         ([(0, 4, ["giving up"]), (1, 1, LOST)], 0),
         ([(0, 1, LOST), (1, 1, MISMATCH)], 1),
@@ -67,24 +67,24 @@ def test_each_kind_of_failure_is_shown_once():
     assert "HorovodInternalError" not in report
 
 
-def test_a_rank_that_has_left_in_good_order_is_named():
+def test_a_rank_that_ended_without_an_error_is_named():
     report = failures((0, 1, LOST), (1, 1, LOST)).report(ended=0, finished=[2])
-    assert "Each rank that failed had lost a peer, and none said why." in report
+    assert "Each rank that failed had lost a peer, and none reported why." in report
     assert "rank 2 had ended without an error" in report
 
 
-def test_an_error_that_all_ranks_raise_is_their_own():
+def test_an_error_that_all_ranks_raise():
     report = failures((0, 1, MISMATCH), (1, 1, MISMATCH)).report(ended=0, finished=[])
     assert "lost a peer" not in report
     assert "1 rank more failed like rank 0." in report
 
 
-def test_a_rank_that_has_stopped_to_be_resumed_is_named():
+def test_a_rank_that_has_stopped_in_order_is_named():
     report = failures((1, RESUMABLE, ()), (0, 1, LOST)).report(ended=0, finished=[])
     assert "rank 1 had stopped in order (exit status 75)." in report
 
 
-def test_others_get_more_time_while_the_cause_is_unknown():
+def test_other_ranks_get_more_time_while_the_cause_is_unknown():
     lost = failures((0, 1, LOST)).deadline
     silent = failures((0, 1, ["no disk"])).deadline
     known = failures((0, 1, BAD)).deadline

@@ -33,12 +33,12 @@ def test_the_address_of_a_host_is_without_its_user():
         (" , ", "no hosts in it"),
     ],
 )
-def test_what_is_not_a_host_is_an_error(text, expected):
+def test_invalid_hosts(text, expected):
     with pytest.raises(UsageError, match=expected):
         parse_hosts(text)
 
 
-def test_a_hostfile_as_horovod_and_open_mpi_have_it(tmp_path):
+def test_a_hostfile_of_horovod_or_open_mpi(tmp_path):
     path = tmp_path / "hosts"
     path.write_text("# ours\na slots=2\n\nb:4   # the big one\nc\nd slots=1 max_slots=8\n")
     assert read_hostfile(path) == [Host("a", 2), Host("b", 4), Host("c", 1), Host("d", 1)]
@@ -53,14 +53,14 @@ def test_a_hostfile_as_horovod_and_open_mpi_have_it(tmp_path):
         ("# none\n", "no hosts in it"),
     ],
 )
-def test_what_is_wrong_in_a_hostfile_is_named_with_its_line(tmp_path, content, expected):
+def test_errors_in_a_hostfile_name_the_line(tmp_path, content, expected):
     path = tmp_path / "hosts"
     path.write_text(content)
     with pytest.raises(UsageError, match=expected):
         read_hostfile(path)
 
 
-def test_a_hostfile_that_does_not_exist():
+def test_a_missing_hostfile():
     with pytest.raises(UsageError, match="--hostfile /gone: No such file"):
         read_hostfile(Path("/gone"))
 
@@ -75,12 +75,12 @@ def test_a_hostfile_that_does_not_exist():
         ("alias-of-ssh", set(), False),
     ],
 )
-def test_whether_a_host_is_this_machine(name, addresses, expected):
+def test_local_hosts(name, addresses, expected):
     found = is_local(Host(name, 1), own=lambda: {"10.0.0.1"}, resolve=lambda name: addresses)
     assert found is expected
 
 
-def test_names_are_looked_up_at_once_and_for_so_long_only():
+def test_names_are_looked_up_in_parallel_with_a_timeout():
     together = threading.Barrier(21)
     answer = threading.Event()
 

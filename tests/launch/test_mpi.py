@@ -33,7 +33,7 @@ def test_open_mpi_on_two_hosts(major):
     assert after(command, "-x") == ["PATH", "SECRET"]
     assert after(command, "--bind-to") == ["none"]
     assert after(command, "--prefix") == ["/opt/mpi"]
-    # The names differ from host to host, the subnet does not.
+    # The names of the interfaces differ, the subnet does not.
     assert "btl_tcp_if_include" in command
     assert "10.0.0.0/24" in command
     assert "eth0" not in command
@@ -57,13 +57,13 @@ def test_hydra_on_two_hosts(monkeypatch):
     assert command[-1] == "train"
 
 
-def test_the_users_arguments_come_after_ours():
+def test_the_users_arguments_come_last():
     command = words(Mpirun("mpirun", True, 5), TWO_HOSTS, extra=["--bind-to", "core"])
     assert after(command, "--bind-to") == ["none", "core"]
     assert command[-3:] == ["--bind-to", "core", "train"]
 
 
-def test_an_mpi_that_is_not_there(monkeypatch):
+def test_a_missing_mpi(monkeypatch):
     monkeypatch.setattr(mpi, "which", lambda name: None)
     with pytest.raises(HvdkitError, match="there is no mpirun here"):
         mpi.find()

@@ -40,16 +40,16 @@ def test_the_interfaces_on_a_shared_subnet_whatever_their_names():
     assert names(hosts) == {"a": "eth0", "b": "ens3"}
 
 
-def test_of_several_subnets_the_one_that_ssh_came_over():
+def test_of_several_subnets_that_of_ssh_is_chosen():
     b = HostNetwork(SLOW["b"].interfaces, "10.0.0.2")
     assert names({"a": SLOW["a"], "b": b}) == {"a": "eth0", "b": "ens3"}
 
 
-def test_of_several_subnets_else_the_fastest():
+def test_of_several_subnets_the_fastest_is_chosen_without_ssh():
     assert names(SLOW) == {"a": "ib0", "b": "ib0"}
 
 
-def test_where_ssh_came_over_ipv6(monkeypatch):
+def test_ssh_over_ipv6(monkeypatch):
     def entry(address, family=socket.AF_INET6):
         return SimpleNamespace(family=family, address=address)
 
@@ -68,7 +68,7 @@ def test_where_ssh_came_over_ipv6(monkeypatch):
 
 def test_a_host_without_ipv4_is_named():
     hosts = {"a": host(Interface("eth0", "10.0.0.1", 24)), "b": HostNetwork([], None)}
-    with pytest.raises(HvdkitError, match="no IPv4 address that others could reach on b: Horovod"):
+    with pytest.raises(HvdkitError, match="b has no IPv4 address that other hosts could reach"):
         choose_interfaces(hosts)
 
 
@@ -87,12 +87,12 @@ def test_the_users_choice_by_subnet_name_or_host():
         ("a=eth0,c=eth0", "c has no ranks; the hosts are a, b"),
     ],
 )
-def test_a_choice_that_a_host_does_not_have(network, expected):
+def test_a_network_that_a_host_does_not_have(network, expected):
     with pytest.raises(UsageError, match=expected):
         choose_interfaces(SLOW, network)
 
 
-def test_hosts_on_different_subnets_use_what_ssh_came_over():
+def test_hosts_on_different_subnets_use_the_network_of_ssh():
     hosts = {
         "a": host(Interface("eth0", "10.0.1.1", 24), reached_at="10.0.1.1"),
         "b": host(Interface("ens3", "10.0.2.1", 24), reached_at="10.0.2.1"),
@@ -100,7 +100,7 @@ def test_hosts_on_different_subnets_use_what_ssh_came_over():
     assert names(hosts) == {"a": "eth0", "b": "ens3"}
 
 
-def test_hosts_that_nothing_connects():
+def test_hosts_without_a_common_network():
     with pytest.raises(HvdkitError, match="no network connects the hosts") as caught:
         choose_interfaces({"a": host(), "b": host()})
     assert "--network" in str(caught.value)
@@ -119,7 +119,7 @@ def test_a_faster_network_than_the_one_that_ssh_uses():
     assert {interface.name for interface in chosen.values()} == {"eth0"}
     faster, its_speed, speed = faster_network(hosts, chosen)
     assert (str(faster), its_speed, speed) == ("10.9.0.0/24", 40_000, 1000)
-    # On one host it is slower; or nobody knows how fast eth0 is.
+    # Slower on one host; or the speed of eth0 is unknown.
     hosts = {"a": both(1, 1000, 100_000), "b": both(2, 1000, 100)}
     assert faster_network(hosts, choose_interfaces(hosts)) is None
     hosts = {"a": both(1, 0, 100_000), "b": both(2, 1000, 100_000)}
@@ -132,7 +132,7 @@ def test_the_rendezvous_is_on_the_ranks_network():
     assert rendezvous_address(chosen, own) == "10.0.0.7"
 
 
-def test_this_machines_interfaces_are_addresses_without_loopback():
+def test_this_machines_interfaces_without_loopback():
     for interface in own_interfaces():
         assert interface.name != "lo"
         assert interface.network.prefixlen == interface.prefix

@@ -7,14 +7,14 @@ CODE = """
 import resource, subprocess, sys
 from hvdkit.launch import open_files
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
-print(open_files.largest(), open_files.allow(int(sys.argv[1])))
+print(open_files.hard_limit(), open_files.raise_limit(int(sys.argv[1])))
 print(resource.getrlimit(resource.RLIMIT_NOFILE))
 subprocess.run(["sh", "-c", "ulimit -n"])
 """
 
 
 @pytest.mark.parametrize(("needed", "soft"), [(50, 100), (150, 150), (1000, 200)])
-def test_the_soft_limit_is_raised_as_far_as_needed(needed, soft):
+def test_the_soft_limit_is_raised_to_the_needed_number(needed, soft):
     done = subprocess.run(
         [sys.executable, "-uc", CODE, str(needed)],
         capture_output=True,
@@ -25,7 +25,7 @@ def test_the_soft_limit_is_raised_as_far_as_needed(needed, soft):
     assert done.stdout.splitlines() == [f"200 {soft}", f"({soft}, 200)", str(soft)]
 
 
-def test_ranks_may_open_more_files_than_the_shell_that_starts_them():
+def test_ranks_get_a_higher_limit_than_the_shell():
     run = [sys.executable, "-m", "hvdkit", "run", "-np", "2", "sh", "-c", "ulimit -n"]
     done = subprocess.run(
         ["prlimit", "--nofile=256:5000", *run],

@@ -35,7 +35,7 @@ def test_a_line_without_an_end_is_shown_at_the_end(streams):
     assert streams["stdout"].getvalue() == b"[0] last words\n"
 
 
-def test_a_progress_bar_is_its_last_state(streams):
+def test_only_the_last_state_of_a_progress_bar_is_shown(streams):
     with Output(1, **streams) as output:
         for percent in range(0, 101, 10):
             output.write(0, "stderr", b"\r%3d %%" % percent)
@@ -43,7 +43,7 @@ def test_a_progress_bar_is_its_last_state(streams):
     assert streams["stderr"].getvalue() == b"[0] 100 %\n"
 
 
-def test_a_bar_that_never_ends_its_line_does_not_fill_the_memory(streams):
+def test_a_progress_bar_without_line_ends_does_not_fill_the_memory(streams):
     with Output(1, **streams) as output:
         for _ in range(100):
             output.write(0, "stderr", b"\r" + b"#" * 10000)
@@ -71,13 +71,13 @@ def test_only_the_first_rank_of_a_large_job_is_shown(streams):
     assert streams["stdout"].getvalue() == b"[ 0] mine\n"
 
 
-def test_all_ranks_on_demand(streams):
+def test_all_ranks_on_request(streams):
     with Output(17, shown=range(17), **streams) as output:
         output.write(16, "stdout", b"seen\n")
     assert streams["stdout"].getvalue() == b"[16] seen\n"
 
 
-def test_the_end_of_what_a_rank_wrote_is_remembered(streams):
+def test_the_last_lines_of_a_rank_are_kept(streams):
     with Output(1, **streams) as output:
         output.write(0, "stdout", b"".join(b"line %d\n" % n for n in range(110)))
         output.write(0, "stderr", b"\xff\n")
@@ -94,13 +94,13 @@ def test_a_file_for_each_rank_byte_for_byte(streams, tmp_path):
     assert (folder / "rank.10.log").read_bytes() == b"ten\nten\n"
 
 
-def test_a_directory_that_cannot_be_written(streams, tmp_path):
+def test_an_unwritable_directory(streams, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"--output-dir .*file/logs: Not a directory"):
         Output(1, directory=tmp_path / "file" / "logs", **streams)
 
 
-def test_the_status_line_is_drawn_on_a_terminal_and_gives_way_to_output():
+def test_the_status_line_is_drawn_on_a_terminal_and_cleared_before_output():
     stderr, stdout = Terminal(), io.BytesIO()
     with Output(1, stdout=stdout, stderr=stderr) as output:
         output.write(0, "stderr", b"\repoch 1")
@@ -110,13 +110,13 @@ def test_the_status_line_is_drawn_on_a_terminal_and_gives_way_to_output():
         assert stderr.getvalue().endswith(b"\r\x1b[2K")
 
 
-def test_no_status_line_elsewhere(streams):
+def test_no_status_line_without_a_terminal(streams):
     with Output(1, **streams) as output:
         output.status("running")
     assert streams["stderr"].getvalue() == b""
 
 
-def test_a_terminal_that_is_gone_does_not_end_the_job(tmp_path):
+def test_a_closed_terminal_does_not_end_the_job(tmp_path):
     class Gone(io.BytesIO):
         def write(self, data):
             raise OSError(errno.EIO, "Input/output error")

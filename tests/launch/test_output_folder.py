@@ -64,7 +64,7 @@ def test_a_signal_is_named(tmp_path):
     assert (error["exception"], error["traceback"]) == (None, [])
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
+def test_an_unwritable_folder(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"--output-dir .*file/logs: Not a directory"):
         output_folder.make(tmp_path / "file" / "logs")

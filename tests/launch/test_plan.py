@@ -30,14 +30,14 @@ def test_hosts_with_different_slots():
     ]
 
 
-def test_hosts_are_filled_one_after_the_other():
+def test_hosts_are_filled_in_order():
     plan = make_plan(["train"], "/", [Host("a", 2), Host("b", 2), Host("c", 2)], 3)
     assert [host.name for host in plan.hosts] == ["a", "b"]
     assert [place.rank for place in plan.on(Host("a", 2))] == [0, 1]
     assert plan.places[2].local_size == 1
 
 
-def test_it_is_the_plan_that_horovod_makes():
+def test_the_plan_is_that_of_horovod():
     runner = pytest.importorskip("horovod.runner.common.util.hosts")
     hosts = [Host("a", 3), Host("b", 1), Host("c", 4), Host("d", 2)]
     for size in range(1, 11):
@@ -58,12 +58,12 @@ def test_it_is_the_plan_that_horovod_makes():
         (["x"], 4, r"-np is 4, and the hosts have 3 slots \(a:1, b:2\)"),
     ],
 )
-def test_what_cannot_be_planned(command, size, expected):
+def test_invalid_plans(command, size, expected):
     with pytest.raises(UsageError, match=expected):
         make_plan(command, "/", [Host("a", 1), Host("b", 2)], size)
 
 
-def test_places_are_horovods_on_any_hosts():
+def test_places_are_those_of_horovod_on_any_hosts():
     random = Random(1)
     for _ in range(50):
         counts = [random.randint(1, 5) for _ in range(random.randint(1, 12))]

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from hvdkit.findings import ERROR, OK, WARNING
+from hvdkit.diagnostics import ERROR, OK, WARNING
 from hvdkit.launch import inspection, preflight
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.network import Interface
@@ -24,7 +24,7 @@ def facts(**changed):
 
 
 class Answers:
-    """Stands for agents: the answers are given."""
+    """Replaces agents by fixed answers."""
 
     def __init__(self, **answers):
         self.hosts = HOSTS[:2]
@@ -37,17 +37,17 @@ class Answers:
         return self.each(question, dict.fromkeys(self.hosts, arguments))
 
 
-def test_what_all_hosts_agree_on_is_one_short_line():
+def test_equal_values_of_all_hosts_are_one_short_line():
     (found,) = preflight._versions({host: facts() for host in HOSTS})
     assert (found.status, found.found) == (OK, "3.11.7 (all 64 hosts)")
 
 
-def test_the_odd_ones_of_many_hosts_are_named():
-    odd = facts(versions={"Python": "3.9.2"})
-    found = {host: facts() for host in HOSTS} | dict.fromkeys(HOSTS[10:16], odd)
-    (finding,) = preflight._versions(found)
-    assert finding.status == ERROR
-    assert finding.found == (
+def test_hosts_with_other_values_are_named():
+    other = facts(versions={"Python": "3.9.2"})
+    found = {host: facts() for host in HOSTS} | dict.fromkeys(HOSTS[10:16], other)
+    (diagnostic,) = preflight._versions(found)
+    assert diagnostic.status == ERROR
+    assert diagnostic.found == (
         "3.11.7 (node00, node01, node02, node03 and 54 more); "
         "3.9.2 (node10, node11, node12, node13 and 2 more)"
     )
@@ -55,9 +55,9 @@ def test_the_odd_ones_of_many_hosts_are_named():
 
 def test_a_package_that_one_host_lacks():
     with_torch = facts(versions={"torch": "2.13.0"})
-    (finding,) = preflight._versions({HOSTS[0]: with_torch, HOSTS[1]: facts(versions={})})
-    assert finding.status == ERROR
-    assert "none (node01)" in finding.found
+    (diagnostic,) = preflight._versions({HOSTS[0]: with_torch, HOSTS[1]: facts(versions={})})
+    assert diagnostic.status == ERROR
+    assert "none (node01)" in diagnostic.found
 
 
 def test_different_mtus_are_a_warning():
@@ -65,9 +65,9 @@ def test_different_mtus_are_a_warning():
         HOSTS[0]: Interface("eth0", "10.0.0.1", 24, mtu=9000),
         HOSTS[1]: Interface("eth0", "10.0.0.2", 24, mtu=1500),
     }
-    finding = preflight._mtu(interfaces)
-    assert finding.status == WARNING
-    assert finding.found == "9000 (node00); 1500 (node01)"
+    diagnostic = preflight._mtu(interfaces)
+    assert diagnostic.status == WARNING
+    assert diagnostic.found == "9000 (node00); 1500 (node01)"
 
 
 def own_names(*names):
@@ -75,25 +75,25 @@ def own_names(*names):
     return {h: facts(own_name={"name": name, "address": "127.0.1.1"}) for h, name in hosts}
 
 
-def test_hosts_that_call_themselves_the_same_are_a_warning():
-    finding = preflight._own_names(own_names("a", "localhost", "localhost"))
-    assert finding.status == WARNING
-    assert finding.found == "several hosts call themselves the same: localhost is node01, node02"
+def test_equal_host_names_are_a_warning():
+    diagnostic = preflight._own_names(own_names("a", "localhost", "localhost"))
+    assert diagnostic.status == WARNING
+    assert diagnostic.found == "several hosts have the same host name: localhost is node01, node02"
     assert preflight._own_names(own_names("a", "b", "c")).status == OK
 
 
 @pytest.mark.parametrize(("skew", "status"), [(0.01, OK), (-60.0, WARNING)])
 def test_clocks(skew, status):
-    finding = preflight._clocks({HOSTS[0]: 0.0, HOSTS[1]: skew})
-    assert finding.status == status
-    assert ("node01 -60.0 s" in finding.found) == (status == WARNING)
+    diagnostic = preflight._clocks({HOSTS[0]: 0.0, HOSTS[1]: skew})
+    assert diagnostic.status == status
+    assert ("node01 -60.0 s" in diagnostic.found) == (status == WARNING)
 
 
-def test_too_little_of_something_names_the_hosts():
+def test_hosts_with_too_little_memory_are_named():
     found = {HOSTS[0]: facts(), HOSTS[1]: facts(shared_memory=64e6)}
-    finding = preflight._amount(found, "shared_memory", "/dev/shm", 10**9, "more")
-    assert finding.status == WARNING
-    assert finding.found == "at least 0.1 GB (node01); less than 1 GB on node01"
+    diagnostic = preflight._amount(found, "shared_memory", "/dev/shm", 10**9, "more")
+    assert diagnostic.status == WARNING
+    assert diagnostic.found == "at least 0.1 GB (node01); less than 1 GB on node01"
 
 
 def test_gpus_are_counted_by_kind():
@@ -104,20 +104,20 @@ def test_gpus_are_counted_by_kind():
     assert preflight._gpus(fewer).status == WARNING
 
 
-def test_ways_that_are_blocked():
+def test_blocked_connections():
     interfaces = {h: Interface("eth0", f"10.0.0.{n}", 24) for n, h in enumerate(HOSTS[:2])}
     connect = {"node00": "no answer", "the launcher": ""}
     answers = Answers(listen=1, connect=connect, stop_listening=None)
-    (finding,) = preflight._connections(answers, interfaces, ("10.0.0.0", 2), bandwidth=False)
-    assert finding.status == ERROR
-    assert "node01 to node00 (10.0.0.0): no answer" in finding.found
-    assert "firewall" in finding.advice
+    (diagnostic,) = preflight._connections(answers, interfaces, ("10.0.0.0", 2), bandwidth=False)
+    assert diagnostic.status == ERROR
+    assert "node01 to node00 (10.0.0.0): no answer" in diagnostic.found
+    assert "firewall" in diagnostic.advice
 
 
 @pytest.mark.parametrize("count", [1, 2, 32, 33, 1000])
 def test_hosts_try_to_reach_each_other_in_both_directions_of_the_list(count):
     hosts = [Host(f"node{n}", 1) for n in range(count)]
-    tried = preflight._tried(hosts)
+    tried = preflight._targets_by_host(hosts)
     reached = dict.fromkeys((host.name for host in hosts), 0)
     for host, names in tried.items():
         assert names[-1] == "the launcher"
@@ -131,14 +131,14 @@ def test_hosts_try_to_reach_each_other_in_both_directions_of_the_list(count):
 def test_a_limit_on_open_files_that_a_large_job_exceeds():
     found = {host: facts() for host in HOSTS} | {HOSTS[3]: facts(open_files=4096)}
     assert preflight._open_files(found, 1000).status == OK
-    finding = preflight._open_files(found, 2000)
-    assert finding.status == WARNING
-    assert "each of 2000 ranks may need 7,024" in finding.found
-    assert "the limit is 4,096 on node03" in finding.found
+    diagnostic = preflight._open_files(found, 2000)
+    assert diagnostic.status == WARNING
+    assert "each of 2000 ranks may need 7,024" in diagnostic.found
+    assert "the limit is 4,096 on node03" in diagnostic.found
 
 
-def test_a_host_knows_what_it_can_connect_to():
-    # In a process of its own: an agent listens until it ends.
+def test_connections_and_bandwidth():
+    # In a new process, as the threads of an agent run until it ends.
     code = """
 import socket
 import threading

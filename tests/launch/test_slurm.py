@@ -10,9 +10,9 @@ from hvdkit.launch.plan import make_plan
 from tests.launch.test_allocation import ENV
 
 
-def command(given, size, **options):
-    plan = make_plan(["train"], "/data", given.hosts, size)
-    return slurm.srun_command(plan, given, plan.command, ["PATH", "TOKEN"], **options)
+def command(allocated, size, **options):
+    plan = make_plan(["train"], "/data", allocated.hosts, size)
+    return slurm.srun_command(plan, allocated, plan.command, ["PATH", "TOKEN"], **options)
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def srun(tmp_path, monkeypatch):
     return str(program)
 
 
-def test_srun_starts_the_ranks_where_the_plan_has_them(srun):
+def test_srun_starts_the_ranks_on_the_hosts_of_the_plan(srun):
     words = command(allocation.read(ENV), 5)
     assert words[0] == srun
     assert {"--nodes=3", "--ntasks=5", "--nodelist=a1,a1,a2,a2,a3"} <= set(words)
@@ -34,13 +34,13 @@ def test_srun_starts_the_ranks_where_the_plan_has_them(srun):
 
 
 @pytest.mark.usefixtures("srun")
-def test_srun_is_told_what_it_does_not_take_from_the_allocation():
+def test_srun_gets_options_that_it_does_not_take_from_the_allocation():
     env = ENV | {"SLURM_CPUS_PER_TASK": "4"}
     assert "--cpus-per-task=4" in command(allocation.read(env), 7)
     assert "--mpi=pmix" in command(allocation.read(env), 7, kind="pmix")
 
 
-def test_srun_is_not_there(monkeypatch):
+def test_a_missing_srun(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(HvdkitError, match="no srun on PATH"):
         command(allocation.read(ENV), 1)
@@ -49,17 +49,17 @@ def test_srun_is_not_there(monkeypatch):
 @pytest.mark.parametrize(
     ("cores", "per_task", "threads"),
     [
-        (64, None, 4),  # not bound: a share of the node's CPUs that are the job's
-        (2, None, 2),  # bound to two
+        (64, None, 4),  # not bound: a share of the job's CPUs of the node
+        (2, None, 2),  # bound to two CPUs
         (64, "3", 3),
     ],
 )
 def test_threads_of_a_rank(cores, per_task, threads):
     env = ENV if per_task is None else ENV | {"SLURM_CPUS_PER_TASK": per_task}
-    given = allocation.read(env)
-    plan = make_plan(["train"], "/data", given.hosts, 7)
-    host = given.hosts[0]
-    facts = slurm._facts({"cores": cores, "gpus": None}, host, plan, given)
+    allocated = allocation.read(env)
+    plan = make_plan(["train"], "/data", allocated.hosts, 7)
+    host = allocated.hosts[0]
+    facts = slurm._facts({"cores": cores, "gpus": None}, host, plan, allocated)
     settings = prepare.Settings(ssh=None, python="python")
     interfaces = {host: slurm.Interface("eth0", "10.0.0.1", 24)}
     ranks = prepare.rank_messages(plan, {host: facts}, settings, interfaces, lambda *_: {})
@@ -94,6 +94,6 @@ def test_wrong_arguments_are_status_2(arguments, env, expected):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_inside_an_allocation_named_hosts_are_taken_as_everywhere():
+def test_named_hosts_take_precedence_over_an_allocation():
     done = run("-H", "localhost:2", sys.executable, "-c", "print('up')", **ENV)
     assert sorted(done.stdout.splitlines()) == ["[0] up", "[1] up"]

@@ -7,7 +7,7 @@ from hvdkit.launch.ssh import Ssh
 SSH = Ssh(port=2222, identity="/k e y", arguments=["-Jgateway"])
 
 
-def test_ssh_never_asks_and_the_users_arguments_come_first():
+def test_ssh_asks_nothing_and_the_users_arguments_come_first():
     command = SSH.command(Host("me@h", 1), ["python", "-m", "x y"])
     assert command[:6] == ["ssh", "-Jgateway", "-p", "2222", "-i", "/k e y"]
     assert "-oBatchMode=yes" in command
@@ -34,13 +34,13 @@ def test_ssh_never_asks_and_the_users_arguments_come_first():
         (None, "", "no answer yet"),
     ],
 )
-def test_each_complaint_of_ssh_has_its_advice(status, said, expected):
+def test_each_error_of_ssh_has_advice(status, said, expected):
     text = SSH.explain(Host("me@h", 1), status, said, "/py")
     assert expected in text
     assert "\n" not in text
 
 
-def test_agents_elsewhere_find_modules_and_libraries_as_this_process_does(monkeypatch):
+def test_agents_on_other_hosts_get_the_search_paths_of_this_process(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/modules/my torch")
     monkeypatch.setenv("LD_LIBRARY_PATH", "")
     command = agent_command(Host("host1", 1), False, Ssh(), "/opt/python")

@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts, on this machine. tests/cluster has several hosts."""
+"""Ranks of torchrun on this machine. tests/cluster has several hosts."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 
 SECONDS = 100
 
-# What a rank prints is one write: torchrun lets ranks write unbuffered into one pipe.
+# A rank prints with one write, because torchrun's ranks write unbuffered to one pipe.
 
 REDUCE = """
 import os
@@ -103,7 +103,7 @@ def test_init_with_a_list_of_ranks(engine, tmp_path):
 
 
 def test_a_job_that_a_rank_of_torchrun_starts(engine, tmp_path):
-    """It has places of its own, and none of the outer job."""
+    """Its ranks do not inherit the rank variables of the outer job."""
     (tmp_path / "inner.py").write_text(REDUCE)
     program = f"""
 import subprocess, sys
@@ -119,12 +119,12 @@ def test_ranks_that_torchrun_starts_again_find_each_other(engine, tmp_path):
     assert run(RESTARTED, tmp_path, *how) == ["reduced 2.0"] * 2
 
 
-def test_a_rank_that_does_not_come_is_named(engine, tmp_path):
+def test_a_missing_rank_is_named(engine, tmp_path):
     (line,) = run(ABSENT, tmp_path, "--standalone", "--nproc-per-node", 2)
     assert line.startswith("rank 1 did not come to hvd.init() within 2 s")
 
 
-def test_one_rank_of_torchrun_needs_nobody(engine, tmp_path):
+def test_a_single_rank_of_torchrun(engine, tmp_path):
     program = "import hvdkit.torch as hvd; hvd.init(); print(f'{hvd.size()}\\n', end='')"
     assert run(program, tmp_path, "--standalone", "--nproc-per-node", 1) == ["1"]
 
@@ -162,7 +162,7 @@ TORCHRUN = {
         ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "4"}, 0),
     ],
 )
-def test_whose_variables_win(more, ranks):
+def test_precedence_of_variables(more, ranks):
     assert ranks_started_by_torchrun(TORCHRUN | more) == ranks
 
 

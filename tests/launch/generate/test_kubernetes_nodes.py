@@ -15,8 +15,8 @@ import yaml
 
 from hvdkit.cli import main
 from hvdkit.errors import RESUMABLE
-from hvdkit.launch.job import Limits
-from tests.launch.test_kubernetes import COUNT, TEXT, closed
+from hvdkit.launch.job import Timeouts
+from tests.launch.generate.test_kubernetes import COUNT, TEXT, closed
 
 CRD = os.environ.get("HVDKIT_JOBSET_CRD")
 
@@ -38,7 +38,7 @@ RULE = closed(
     {
         "name": {"type": "string", "pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"},
         "action": {"enum": ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]},
-        # The reasons of a failed Job that the controller knows.
+        # The controller's reasons of a failed Job.
         "onJobFailureReasons": {
             "type": "array",
             "uniqueItems": True,
@@ -57,7 +57,7 @@ RULE = closed(
     "name",
     "action",
 )
-#: jobset.x-k8s.io/v1alpha2 as of JobSet 0.6, by its documentation. The template is Kubernetes' own.
+#: jobset.x-k8s.io/v1alpha2 as of JobSet 0.6, by its documentation. The template is Kubernetes'.
 JOB_SET = closed(
     {
         "apiVersion": {"const": "jobset.x-k8s.io/v1alpha2"},
@@ -100,7 +100,7 @@ JOB_SET = closed(
 
 
 class Generated:
-    """What the file has, by the names that Kubernetes and JobSet give.
+    """The objects of a file, by the names that Kubernetes and JobSet use.
 
     Attributes:
         text: the file.
@@ -273,7 +273,7 @@ def test_a_job_set_restarts_all_pods_when_the_first_one_fails(generate):
 
 
 def action(rules, status=1, condition=None):
-    """Return the action of the first rule that matches a failed pod, as Kubernetes finds it."""
+    """Return the action of the first rule that matches a failed pod, as Kubernetes chooses it."""
     for rule in rules:
         exits, conditions = rule.get("onExitCodes"), rule.get("onPodConditions", [])
         if exits is not None and (status in exits["values"]) == (exits["operator"] == "In"):
@@ -284,7 +284,7 @@ def action(rules, status=1, condition=None):
 
 
 @pytest.mark.parametrize(("kind", "uncounted"), [("job", "Ignore"), ("jobset", "FailJob")])
-def test_a_pod_that_saved_or_was_evicted_is_no_failure(generate, kind, uncounted):
+def test_a_pod_that_saved_or_was_evicted_is_not_a_failure(generate, kind, uncounted):
     generated = generate(kind, *SMALL)
     rules = generated.job["spec"]["podFailurePolicy"]["rules"]
     assert action(rules, status=RESUMABLE) == uncounted
@@ -292,7 +292,7 @@ def test_a_pod_that_saved_or_was_evicted_is_no_failure(generate, kind, uncounted
     assert action(rules, status=1) is None
     # Kubernetes accepts such rules with this policy only.
     assert generated.pod["restartPolicy"] == "Never"
-    assert generated.pod["terminationGracePeriodSeconds"] > Limits.stop
+    assert generated.pod["terminationGracePeriodSeconds"] > Timeouts.stop
 
 
 def test_a_job_set_does_not_count_the_restart_of_such_a_pod(generate):
@@ -342,15 +342,15 @@ def test_comments_stand_above_their_keys(generate, kind):
     # The names of pod 9: NAME-9 is a host's, NAME-worker-0-9-abcde is what JobSet checks.
     [("job", 63 - len("-9")), ("jobset", 63 - len("-worker-0-9-abcde"))],
 )
-def test_a_name_leaves_room_for_those_of_pods(generate, capsys, kind, longest):
+def test_the_length_of_pod_names_is_limited(generate, capsys, kind, longest):
     generate(kind, *SMALL, "--workers", "10", "--name", "x" * longest)
     arguments = ["--kind", kind, *SMALL, "--workers", "10", "--name", "x" * (longest + 1)]
     assert main(["generate", "kubernetes", *arguments, "python", "train.py"]) == 2
-    assert "64 characters, and 63 are allowed; give a shorter --name" in capsys.readouterr().err
+    assert "64 characters; expected at most 63. Give a shorter --name" in capsys.readouterr().err
 
 
 @KINDS
-def test_a_secret_that_kubernetes_would_refuse_is_refused_at_once(capsys, kind):
+def test_a_secret_that_kubernetes_would_refuse_is_refused(capsys, kind):
     arguments = ["--kind", kind, *SMALL, "--key-secret", "My_Key"]
     assert main(["generate", "kubernetes", *arguments, "python", "train.py"]) == 2
     assert "--key-secret is 'My_Key'; expected small letters" in capsys.readouterr().err

@@ -10,15 +10,15 @@ import argparse
 from typing import Any
 
 from hvdkit.errors import RESUMABLE, UsageError
-from hvdkit.launch.kubernetes.commented_yaml import Comments, Document, below
-from hvdkit.launch.kubernetes.metadata import (
+from hvdkit.launch.generate.kubernetes.commented_yaml import Comments, Document, below
+from hvdkit.launch.generate.kubernetes.metadata import (
     job_name,
     kubectl,
     queued,
     suspended,
     suspended_comment,
 )
-from hvdkit.launch.kubernetes.pod import (
+from hvdkit.launch.generate.kubernetes.pod import (
     GRACE_COMMENT,
     START_SECONDS,
     grace,
@@ -33,7 +33,7 @@ from hvdkit.launch.kubernetes.pod import (
 _PORT = 2222
 _HOME = "/home/hvdkit"
 
-#: Where the operator mounts the file with the workers' names and slots.
+#: The path at which the operator mounts the file with the workers' names and slots.
 _HOSTFILE = "/etc/mpi/hostfile"
 
 
@@ -62,7 +62,7 @@ def documents(options: argparse.Namespace) -> list[Document]:
     """
     if options.key_secret is not None:
         raise UsageError(
-            f"--key-secret is {options.key_secret!r}, and --kind is mpijob, which takes none: "
+            f"--key-secret is {options.key_secret!r}, and --kind is mpijob, which uses none: "
             "mpi-operator makes the job's ssh key. Leave --key-secret out, or choose --kind job "
             "or jobset"
         )
@@ -142,11 +142,11 @@ def _comments(options: argparse.Namespace) -> Comments:
     if options.queue is not None:
         spec["runPolicy", "suspend"] = suspended_comment(options)
     launcher: Comments = {
-        ("restartPolicy",): "A new pod for each try: the log of the last one stays.",
+        ("restartPolicy",): "A new pod for each try: the log of the last pod is kept.",
         ("template", "spec", "terminationGracePeriodSeconds"): GRACE_COMMENT,
         ("template", "spec", "containers", 0, "args"): (
             "The workers make their host keys when they start, so ssh cannot check them. A pod "
-            "that takes over a worker's name would get the job's environment: trust your network."
+            "that takes over a worker's name would get the job's environment: trust the network."
         ),
         ("template", "spec", "containers", 0, "env"): (
             "A service's names may resolve a moment after its pods are ready."
@@ -154,10 +154,10 @@ def _comments(options: argparse.Namespace) -> Comments:
         ("template", "spec", "containers", 0, "resources"): "No rank runs here.",
     }
     worker: Comments = {
-        ("restartPolicy",): "Not Never: a worker that is gone would fail every later try.",
+        ("restartPolicy",): "Not Never: a lost worker would fail every later try.",
         ("template", "spec", "containers", 0, "args"): (
-            "Ranks get the launcher's variables that `hvdkit run` forwards (and `-x NAME`), not "
-            "those that are set here."
+            "Ranks get the variables of the launcher that `hvdkit run` forwards (and `-x NAME`), "
+            "not variables that are set here."
         ),
         **below(("template", "spec"), rank_pod_comments(options)),
     }

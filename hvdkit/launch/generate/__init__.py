@@ -1,4 +1,4 @@
-"""`hvdkit generate`: a file for a system that starts the job itself, with comments, to edit."""
+"""`hvdkit generate`: write a commented file for a batch system or a cluster that starts the job."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 from hvdkit.errors import HvdkitError
-from hvdkit.launch import kubernetes, slurm_script
+from hvdkit.launch.generate import kubernetes, slurm_script
 
-HELP = "write the file that a batch system or a cluster takes for a job"
+HELP = "write a job file for a batch system or a cluster"
 EXAMPLE = """\
   hvdkit generate slurm --nodes 2 --tasks-per-node 4 --gpus-per-node 4 -o job.sh python train.py
   hvdkit generate kubernetes --image registry/me/train:1 --workers 2 -o job.yaml python train.py"""
@@ -26,10 +26,10 @@ class _Kind(Protocol):
     EXAMPLE: str
 
     def add_arguments(self, action: argparse.ArgumentParser) -> None:
-        """Its arguments, without those that all kinds have: `-o FILE` and the command."""
+        """Add its arguments, without those of all kinds: `-o FILE` and the command."""
 
     def text(self, options: argparse.Namespace) -> str:
-        """The file. `options.command` is what the ranks run.
+        """Return the file's text. `options.command` is the command of the ranks.
 
         Raises:
             UsageError: the arguments contradict each other.
@@ -41,14 +41,14 @@ KINDS: Mapping[str, _Kind] = {"slurm": slurm_script, "kubernetes": kubernetes}
 
 
 def add_actions(add: AddAction) -> None:
-    """The actions of `hvdkit generate`, each with its arguments."""
+    """Add the actions of `hvdkit generate`, each with its arguments."""
     for name, kind in KINDS.items():
         action = add(name, kind.HELP, kind.EXAMPLE)
         kind.add_arguments(action)
         action.add_argument(
             *("-o", "--output"), type=Path, metavar="FILE", help="(default: standard output)"
         )
-        action.add_argument("command", nargs=argparse.REMAINDER, help="what every rank runs")
+        action.add_argument("command", nargs=argparse.REMAINDER, help="the command of every rank")
         action.set_defaults(run=_write, kind=kind, when_ended="no file was written.")
 
 
@@ -60,7 +60,7 @@ def _write(options: argparse.Namespace) -> int:
         print(text, end="")
         return 0
     try:
-        # Never over what the user may have edited since.
+        # Never overwrite a file that the user may have edited.
         with options.output.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:

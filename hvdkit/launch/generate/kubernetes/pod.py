@@ -1,4 +1,4 @@
-"""The parts of a pod that all kinds of Kubernetes jobs share: rights, resources, volumes, nodes."""
+"""The parts of a pod that all kinds of jobs share: security, resources, volumes and nodes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdkit.errors import UsageError
-from hvdkit.launch.job import Limits
-from hvdkit.launch.kubernetes.commented_yaml import Comments
+from hvdkit.launch.generate.kubernetes.commented_yaml import Comments
+from hvdkit.launch.job import Timeouts
 
-#: Where the images of `docker/` expect checkpoints.
+#: The folder for checkpoints in the images of `docker/`.
 CHECKPOINTS = "/checkpoints"
 
-#: Seconds for all pods to start: nodes first pull an image of several GB.
+#: Seconds for all pods to start, as nodes pull an image of several GB.
 START_SECONDS = 300
 
-#: Likewise for the pods of a Job, which Kubernetes replaces up to 10 minutes after others.
+#: Seconds for the pods of a Job, which Kubernetes may replace up to 10 minutes later.
 JOB_START_SECONDS = 660
 
 #: Seconds that `hvdkit run` needs to end after its ranks have ended.
 _SPARE_SECONDS = 30
 
-#: The user of the images of `docker/`, which has no rights.
+#: The unprivileged user of the images of `docker/`.
 _USER_ID = 1000
 
 #: The settings that `restricted`, the strictest pod security standard of Kubernetes, requires.
@@ -50,7 +50,7 @@ _DEVICES = re.compile(rf"(?P<resource>{_DOMAIN}/{_LABEL})=(?P<count>[1-9][0-9]*)
 
 
 def pod(container: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the spec of a pod with one container, without rights that it does not need."""
+    """Return the spec of a pod with one container, without privileges."""
     confined = {**container, "securityContext": _CONTAINER_SECURITY}
     return {"securityContext": _POD_SECURITY, "containers": [confined]}
 
@@ -72,26 +72,26 @@ def rank_pod(options: argparse.Namespace, container: Mapping[str, Any]) -> dict[
 
 
 def requested(amounts: Mapping[str, str]) -> dict[str, Any]:
-    """Return a container's `resources` that reserve the amounts and limit it to them."""
+    """Return a container's `resources` with requests and limits of these amounts."""
     return {"requests": dict(amounts), "limits": dict(amounts)}
 
 
 def grace() -> dict[str, int]:
-    """Return the field that gives ranks the time to save after SIGTERM."""
-    return {"terminationGracePeriodSeconds": round(Limits.stop) + _SPARE_SECONDS}
+    """Return the field with the time for ranks to save after SIGTERM."""
+    return {"terminationGracePeriodSeconds": round(Timeouts.stop) + _SPARE_SECONDS}
 
 
 GRACE_COMMENT = (
-    "SIGTERM makes the ranks save and stop. They have --stop-grace seconds; the rest of this time "
-    "is for the end of `hvdkit run`."
+    "SIGTERM makes the ranks save and stop, within --stop-grace seconds. The rest of this time is "
+    "for the end of `hvdkit run`."
 )
 
 
 def rank_pod_comments(options: argparse.Namespace) -> Comments:
-    """Return the comments on what `rank_pod` adds."""
+    """Return the comments on the fields of `rank_pod`."""
     resources = (
-        "Requests equal limits, so that no other pod takes what a rank needs: the slowest rank "
-        "sets the pace of all."
+        "Requests equal limits, so that no other pod takes resources of a rank: the slowest rank "
+        "limits the speed of all."
     )
     if options.rdma is not None:
         resources += (
@@ -107,11 +107,11 @@ def rank_pod_comments(options: argparse.Namespace) -> Comments:
 
 
 def resume_comment(options: argparse.Namespace) -> str:
-    """Return the sentence that says where a job that is started again begins."""
+    """Return the sentence about where a restarted job begins."""
     if options.checkpoints is None:
-        return "Without a volume for checkpoints (--checkpoints CLAIM) the job begins anew."
+        return "Without a volume for checkpoints (--checkpoints CLAIM) the job begins again."
     command = shlex.join(options.command)
-    return f"`{command}` has to resume from what it finds in {CHECKPOINTS}."
+    return f"`{command}` must resume from the checkpoints in {CHECKPOINTS}."
 
 
 def _volumes(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

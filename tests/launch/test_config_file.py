@@ -1,4 +1,4 @@
-"""`hvdkit run --config`: a file means what the same arguments mean."""
+"""`hvdkit run --config`: a file has the same effect as the same arguments."""
 
 import tomllib
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hvdkit import cli
 from hvdkit.errors import UsageError
-from hvdkit.launch import run_file
+from hvdkit.launch import config_file
 
 
 def options_of(words):
@@ -17,8 +17,8 @@ def options_of(words):
     return options
 
 
-def combined(path, *words):
-    return run_file.combined(path, options_of([]).parser, words)
+def parse_with(path, *words):
+    return config_file.parse_with(path, options_of([]).parser, words)
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
@@ -37,14 +37,15 @@ ARGUMENTS = st.tuples(
 def test_a_file_that_was_written_reads_as_the_arguments(words, tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "run.toml"
     options = options_of(words)
-    run_file.write(path, options, options.parser)
-    read = combined(path)
-    ours = {name: value for name, value in vars(options).items() if name not in ("words", "verb")}
-    if ours["command"][:1] == ["--"]:
-        del ours["command"][0]
-    # Numbers are texts or not; the file says what the arguments said.
-    assert {name: vars(read)[name] for name in ours if name != "parser"} == {
-        name: value for name, value in ours.items() if name != "parser"
+    config_file.write(path, options, options.parser)
+    read = parse_with(path)
+    expected = {
+        name: value for name, value in vars(options).items() if name not in ("words", "verb")
+    }
+    if expected["command"][:1] == ["--"]:
+        del expected["command"][0]
+    assert {name: vars(read)[name] for name in expected if name != "parser"} == {
+        name: value for name, value in expected.items() if name != "parser"
     }
 
 
@@ -54,7 +55,7 @@ def test_the_command_line_wins(tmp_path):
         'num-proc = 8\nhosts = "a:8"\nlauncher = "mpi"\nx = ["A"]\ncommand = ["true"]\n'
         "stop-grace = 5\nall-output = true\nno-preflight = false\n"
     )
-    options = combined(
+    options = parse_with(
         path, "-np", "2", "--hostfile", "h", "--launcher", "auto", "-x", "B", "false"
     )
     assert (options.num_proc, options.hosts, str(options.hostfile)) == (2, None, "h")
@@ -66,25 +67,25 @@ def test_the_command_line_wins(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("num-procs = 2", "num-procs is no option of `hvdkit run`.*Did you mean num-proc"),
-        ("config = 'other'", "config is no option"),
-        ("num-proc = true", "num-proc is True; expected a text or a number"),
+        ("num-procs = 2", "num-procs is not an option of `hvdkit run`.*Did you mean num-proc"),
+        ("config = 'other'", "config is not an option"),
+        ("num-proc = true", "num-proc is True; expected a string or a number"),
         ("all-output = 1", "all-output is 1; expected true or false"),
-        ("x = 'A'", "x is 'A'; expected a list of texts"),
-        ("command = 'true'", "command is 'true'; expected a list of words"),
-        ("command = [1]", r"command is \[1\]; expected a list of words"),
-        ("[run]\nnum-proc = 2", "run is no option"),
+        ("x = 'A'", "x is 'A'; expected a list of strings"),
+        ("command = 'true'", "command is 'true'; expected a list of strings"),
+        ("command = [1]", r"command is \[1\]; expected a list of strings"),
+        ("[run]\nnum-proc = 2", "run is not an option"),
         ("num-proc: 2", "it is not TOML"),
     ],
 )
-def test_a_file_that_is_wrong(tmp_path, text, words):
+def test_an_invalid_file(tmp_path, text, words):
     path = tmp_path / "run.toml"
     path.write_text(text)
     with pytest.raises(UsageError, match=words):
-        combined(path)
+        parse_with(path)
 
 
-def test_what_a_file_cannot_have(tmp_path, capfd):
+def test_an_argument_that_is_not_utf8(tmp_path, capfd):
     path = tmp_path / "run.toml"
     assert cli.main(["run", "-x", "A=\udcff", "--write-config", str(path), "true"]) == 2
     assert "an argument is not UTF-8" in capfd.readouterr().err
@@ -95,7 +96,7 @@ def test_from_the_command_line(tmp_path, capfd):
     path = tmp_path / "run.toml"
     write = ["run", "-np", "2", "--write-config", str(path), "sh", "-c", "echo $RANK"]
     assert cli.main(write) == 0
-    assert path.stat().st_mode & 0o777 == 0o600  # there may be secrets in it
+    assert path.stat().st_mode & 0o777 == 0o600  # the file may have secrets
     assert tomllib.loads(path.read_text()) == {
         "num-proc": 2,
         "command": ["sh", "-c", "echo $RANK"],

@@ -10,8 +10,8 @@ import argparse
 from typing import Any
 
 from hvdkit.errors import RESUMABLE
-from hvdkit.launch.kubernetes.commented_yaml import Comments, Document, below
-from hvdkit.launch.kubernetes.metadata import (
+from hvdkit.launch.generate.kubernetes.commented_yaml import Comments, Document, below
+from hvdkit.launch.generate.kubernetes.metadata import (
     job_name,
     kubectl,
     metadata,
@@ -19,7 +19,7 @@ from hvdkit.launch.kubernetes.metadata import (
     suspended,
     suspended_comment,
 )
-from hvdkit.launch.kubernetes.pod import (
+from hvdkit.launch.generate.kubernetes.pod import (
     GRACE_COMMENT,
     JOB_START_SECONDS,
     grace,
@@ -32,7 +32,7 @@ from hvdkit.launch.output import SHOWN_RANKS
 #: The port of the rendezvous in pod 0.
 _PORT = 29400
 
-#: Where the Secret has the key.
+#: The field of the Secret with the key.
 _SECRET_KEY = "key"
 
 
@@ -61,7 +61,7 @@ def documents(options: argparse.Namespace) -> list[Document]:
 
 
 def usage(options: argparse.Namespace, job: str) -> str:
-    """Return the lines of the head that say how to start, watch and end the Job `job`."""
+    """Return the lines of the head with the commands to start, watch and end the Job `job`."""
     create = f"{kubectl(options)} create secret generic {_secret(options)}"
     logs = f"{kubectl(options)} logs -f --tail=-1 -l job-name={job}"
     return f"""\
@@ -76,7 +76,7 @@ def usage(options: argparse.Namespace, job: str) -> str:
 
 
 def indexed(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields that make a Job start all pods at once, and number them."""
+    """Return the fields that make a Job start all pods at the same time, and number them."""
     return {
         "completionMode": "Indexed",
         "completions": options.workers,
@@ -94,7 +94,7 @@ INDEXED_COMMENTS: Comments = {
 
 
 def interruptions(action: str) -> dict[str, Any]:
-    """Return a podFailurePolicy with an action for pods that did not fail by themselves."""
+    """Return a podFailurePolicy with an action for pods that were evicted or have saved."""
     return {
         "rules": [
             {"action": action, "onPodConditions": [{"type": "DisruptionTarget"}]},
@@ -132,7 +132,7 @@ def node_pod_comments(options: argparse.Namespace) -> Comments:
         ("terminationGracePeriodSeconds",): GRACE_COMMENT,
         ("containers", 0, "args"): (
             "The same in all pods: pod 0 listens, the others connect to it. -np is the number of "
-            "all ranks. Pods wait for each other as long as --start-timeout says."
+            "all ranks. Pods wait for each other up to --start-timeout seconds."
         ),
         ("containers", 0, "env"): (
             "The pods prove to each other that they know this key. A pod waits until the Secret "

@@ -1,4 +1,4 @@
-"""Checks of options and the job's name, for all kinds of files of `hvdkit generate`."""
+"""Checks of options, and the script's name, for all kinds of files of `hvdkit generate`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from hvdkit.errors import UsageError
 
 
 def flag(option: str) -> str:
-    """An option as the user types it."""
+    """Return an option as the user types it."""
     return f"--{option.replace('_', '-')}"
 
 
 def check_command(options: argparse.Namespace, example: str) -> None:
-    """Raises UsageError, with `example`, where there is nothing for the ranks to run."""
+    """Raise UsageError, with `example`, if the command is empty."""
     if not options.command:
         raise UsageError(
-            f"what do the ranks run? Expected e.g. `hvdkit generate {example} python train.py`"
+            f"there is no command for the ranks; expected e.g. `hvdkit generate {example} python "
+            f"train.py`"
         )
 
 
 def check_numbers(options: argparse.Namespace, least: Mapping[str, int]) -> None:
-    """Raises UsageError where an option that is given is below its least value."""
+    """Raise UsageError if an option is below its least value."""
     for option, bound in least.items():
         number = getattr(options, option)
         if number is not None and number < bound:
@@ -31,6 +32,6 @@ def check_numbers(options: argparse.Namespace, least: Mapping[str, int]) -> None
 
 
 def script_name(command: Sequence[str]) -> str:
-    """Return the name of the script that the command runs, without its ending."""
+    """Return the name of the command's script, without its suffix."""
     scripts = [word for word in command if word.endswith((".py", ".sh"))]
     return Path(scripts[0] if scripts else command[0]).stem

@@ -15,7 +15,7 @@ import yaml
 
 from hvdkit.cli import main
 from hvdkit.launch.hosts import Host, read_hostfile
-from hvdkit.launch.job import Limits
+from hvdkit.launch.job import Timeouts
 
 CRD = os.environ.get("HVDKIT_MPIJOB_CRD")
 
@@ -43,11 +43,11 @@ def closed(properties, *required):
 COUNT = {"type": "integer", "minimum": 0}
 TEXT = {"type": "string"}
 REPLICAS = closed(
-    # The operator refuses other policies than these two. Templates are Kubernetes' own.
+    # The operator refuses policies other than these two. Templates are those of Kubernetes.
     {"replicas": COUNT, "restartPolicy": {"enum": ["Never", "OnFailure"]}, "template": {}},
     "template",
 )
-#: The part of kubeflow.org/v2beta1's MPIJob that is the operator's own, by its documentation.
+#: The operator's part of kubeflow.org/v2beta1's MPIJob, from its documentation.
 MPI_JOB = closed(
     {
         "apiVersion": {"const": "kubeflow.org/v2beta1"},
@@ -104,7 +104,7 @@ def container(job, role):
 
 
 @JOBS
-def test_what_is_the_operators_fits_its_description(generate, arguments):
+def test_the_operators_part_fits_its_description(generate, arguments):
     jsonschema.validate(yaml.safe_load(generate(*arguments)), MPI_JOB)
 
 
@@ -160,7 +160,7 @@ def test_the_launcher_waits_for_workers_whose_ssh_server_answers(generate):
     assert run[run.index("--ssh-port") + 1] == str(port)
 
 
-def test_nothing_runs_as_root_or_may_become_it(generate):
+def test_no_container_has_root_privileges(generate):
     job = yaml.safe_load(generate(*LARGE))
     for role, pod in pods(job).items():
         assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
@@ -179,13 +179,13 @@ def test_shared_memory_and_checkpoints_are_volumes(generate):
     assert set(volumes) == set(mounts.values())
 
 
-def test_workers_go_to_the_nodes_that_were_asked_for(generate):
+def test_workers_use_the_requested_nodes(generate):
     nodes = ("--node-selector", "example.com/pool=h100", "--node-selector", "spot=")
     pod = pods(yaml.safe_load(generate(*SMALL, *nodes, "--rdma", "rdma/hca_a=2")))
     assert pod["Worker"]["spec"]["nodeSelector"] == {"example.com/pool": "h100", "spot": ""}
     resources = pod["Worker"]["spec"]["containers"][0]["resources"]
     assert resources["requests"]["rdma/hca_a"] == resources["limits"]["rdma/hca_a"] == "2"
-    # The launcher has no ranks: it leaves such nodes to those that have.
+    # The launcher has no ranks, and does not use such nodes.
     assert "nodeSelector" not in pod["Launcher"]["spec"]
     assert "rdma/hca_a" not in pod["Launcher"]["spec"]["containers"][0]["resources"]["limits"]
 
@@ -213,15 +213,15 @@ def test_workers_tolerate_taints(generate, given, toleration):
     assert "tolerations" not in pods(job)["Launcher"]["spec"]
 
 
-def test_a_job_that_saved_and_stopped_is_started_again(generate):
+def test_a_job_that_saved_and_stopped_is_restarted(generate):
     job = yaml.safe_load(generate(*LARGE))
     assert job["spec"]["runPolicy"]["backoffLimit"] == 5
     assert job["spec"]["mpiReplicaSpecs"]["Launcher"]["restartPolicy"] == "Never"
     grace = pods(job)["Launcher"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace > Limits.stop
+    assert grace > Timeouts.stop
 
 
-def test_the_command_is_one_that_hvdkit_run_takes(generate, monkeypatch, capsys):
+def test_hvdkit_run_accepts_the_command(generate, monkeypatch, capsys):
     command = ("python", "train.py", "--name", "a b", "$HOME")
     args = container(yaml.safe_load(generate(*SMALL, command=command)), "Launcher")["args"]
     assert args[-5:] == list(command)
@@ -252,7 +252,7 @@ def test_comments_stand_above_their_keys(generate):
     ("script", "name"),
     [("train.py", "train"), ("src/Fine_Tune.py", "fine-tune"), ("2024.py", "job")],
 )
-def test_the_job_is_called_like_its_script(generate, script, name):
+def test_the_job_has_the_name_of_its_script(generate, script, name):
     job = yaml.safe_load(generate(*SMALL, command=("python", script)))
     assert job["metadata"]["name"] == name
 
@@ -276,15 +276,15 @@ def test_the_job_is_called_like_its_script(generate, script, name):
         (["--key-secret", "mine"], "choose --kind job or jobset"),
         (["--memory", "much"], "--memory is 'much'"),
         (["--name", "Big_Job"], "--name is 'Big_Job'"),
-        (["--name", "x" * 60], "63 are allowed"),
+        (["--name", "x" * 60], "expected at most 63"),
         (["--gpus-per-worker", "-1"], "--gpus-per-worker is -1"),
     ],
 )
-def test_what_kubernetes_would_refuse_is_refused_at_once(arguments, said, capsys):
+def test_options_that_kubernetes_would_refuse_are_refused(arguments, said, capsys):
     assert main(["generate", "kubernetes", *SMALL, *arguments, "python", "train.py"]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_without_a_command_it_says_what_is_expected(capsys):
+def test_a_missing_command(capsys):
     assert main(["generate", "kubernetes", *SMALL]) == 2
     assert "python train.py" in capsys.readouterr().err

@@ -11,9 +11,9 @@ import yaml
 
 _WIDTH = 100
 
-#: Where a key is: the keys and list indices that lead to it.
+#: The path of a key: the keys and list indices that lead to it.
 Path = tuple[str | int, ...]
-#: The comments of a document, by the key that they stand above.
+#: The comments of a document, by the path of the key below.
 Comments = dict[Path, str]
 
 
@@ -41,7 +41,7 @@ def below(path: Path, comments: Comments) -> Comments:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Write repeated values in full, not as references: people edit one place only."""
+    """Write repeated values in full, because a user who edits one must not change another."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         return True

@@ -6,14 +6,14 @@ import argparse
 import re
 from typing import Any
 
-from hvdkit.launch.job_file import script_name
+from hvdkit.launch.generate.options import script_name
 
 #: The label that names the LocalQueue of Kueue.
 _QUEUE = "kueue.x-k8s.io/queue-name"
 
 
 def job_name(options: argparse.Namespace) -> str:
-    """Return the name that was given, else a name made from the script's."""
+    """Return `--name`, else a name made from the script's name."""
     if options.name is not None:
         return str(options.name)
     name = script_name(options.command).lower()
@@ -29,7 +29,7 @@ def metadata(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def queued(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the metadata of the object that Kueue queues."""
+    """Return the metadata of the object for Kueue's queue."""
     found = metadata(options)
     if options.queue is not None:
         found["labels"] = {_QUEUE: options.queue}

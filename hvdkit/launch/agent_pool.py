@@ -1,4 +1,4 @@
-"""All agents of a job: their hosts are asked, and what they say comes together here."""
+"""All agents of a job, on the launcher's side: start them, ask them, and queue their messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
+from operator import methodcaller
 from typing import Any, Self
 
 import hvdkit
@@ -22,79 +22,75 @@ from hvdkit.launch.hosts import Host
 from hvdkit.launch.messages import Message
 from hvdkit.launch.ssh import Ssh
 
-#: So many messages may wait for the launcher before it stops reading.
+#: With more messages than these in the queue, the launcher stops reading from agents.
 _QUEUED = 1000
-#: An agent whose launcher hangs up gives its ranks ten seconds.
+#: An agent that the launcher disconnects gives its ranks ten seconds.
 _CLOSE_SECONDS = 15.0
 _EXPLAINING = 64
-#: So many ssh processes may be about to connect at the same time, but each for so long at most.
+#: The most ssh processes that may be connecting at the same time, each counted for so long.
 _CONNECTING = 64
 _CONNECTING_SECONDS = 15.0
-#: After so many seconds an agent whose host refused for a moment is started again.
-_AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
+#: The delays before the restarts of an agent whose host refused it transiently.
+_RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 
-class Agents:
-    """The agents of a job. A context manager: on the way out it ends them, and they their ranks.
+class AgentPool:
+    """The agents of a job. A context manager that ends the agents and their ranks on exit.
 
     Attributes:
-        connections: the lines to them.
-        events: where what they say is put.
+        connections: the connections to them.
+        events: the queue of their messages.
     """
 
     def __init__(self) -> None:
         self.connections: list[Connection] = []
         self.events: Events = queue.Queue(_QUEUED)
         self._stop = threading.Event()
-        self._heart = threading.Thread(target=self._beat, daemon=True)
+        self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
 
     def __enter__(self) -> Self:
-        self._heart.start()
+        self._heartbeat.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._stop.set()
-        self._heart.join()
+        self._heartbeat.join()
         for connection in self.connections:
-            connection.hang_up()
+            connection.disconnect()
         deadline = time.monotonic() + _CLOSE_SECONDS
         for connection in self.connections:
             connection.close(max(0.1, deadline - time.monotonic()))
 
-    def dial(
+    def start(
         self, hosts: Mapping[Host, bool], ssh: Ssh, python: str, terminal: Host | None = None
     ) -> None:
         """Start an agent on each host.
 
         Args:
             hosts: the hosts, and whether each is this machine.
-            ssh: how other hosts are reached.
-            python: the Python that runs the agents there.
-            terminal: the one that gets this process's standard streams, for a rank.
+            ssh: how to reach other hosts.
+            python: the Python of agents on other hosts.
+            terminal: the host whose agent gets this process's standard streams, for a rank.
         """
         for host, local in hosts.items():
-            self._wait_for_room()
+            self._limit_connecting()
             self.connections.append(
                 ProcessConnection(host, local, ssh, python, self.events, host == terminal)
             )
 
-    def _wait_for_room(self) -> None:
+    def _limit_connecting(self) -> None:
+        """Wait while too many ssh processes are connecting."""
         while True:
             recent = time.monotonic() - _CONNECTING_SECONDS
             waiting = [c for c in self.connections if not (c.greeted or c.ended)]
-            if sum(connection.began > recent for connection in waiting) < _CONNECTING:
+            if sum(connection.opened_at > recent for connection in waiting) < _CONNECTING:
                 return
             time.sleep(0.01)
 
-    def next(self, timeout: float) -> Event | None:
-        """Return what an agent says next; None where none says anything for `timeout` seconds.
+    def next_event(self, timeout: float) -> Event | None:
+        """Return the next message of an agent; None if there is none for `timeout` seconds.
 
-        A signal that a node's user has sent there is as if it had been sent to this process.
+        A signal that a user has sent to a node of `--nodes` is raised in this process.
         """
         try:
             event = self.events.get(timeout=timeout)
@@ -105,43 +101,45 @@ class Agents:
             return None
         return event
 
-    def contact(self, task: Message, timeout: float) -> dict[Connection, Message]:
-        """Tell every agent what is going to be run, and hear what its host is like.
+    def require_facts(self, task: Message, timeout: float) -> dict[Connection, Message]:
+        """Return the facts of every agent's host (`host_facts.facts`).
 
         Args:
-            task: the fields of the `task` message.
-            timeout: seconds that the agents may take, all together.
-
-        Returns:
-            By agent, what `agent.facts` found.
+            task: the fields of the `task` message, which is sent to every agent.
+            timeout: seconds for all agents together.
 
         Raises:
-            HvdkitError: hosts do not answer or cannot run it; the message has a line for each.
+            HvdkitError: hosts do not answer or cannot run the task, with a line for each.
         """
-        facts, problems = self.ask(task, timeout)
+        facts, problems = self.collect_facts(task, timeout)
         for connection, found in facts.items():
-            if unfit := _unfit(found):
+            if unfit := _problems(found):
                 problems[connection] = "; ".join(unfit)
         if problems:
             raise HvdkitError(_report(problems, len(self.connections)))
         return facts
 
-    def ask(
+    def collect_facts(
         self, task: Message, timeout: float
     ) -> tuple[dict[Connection, Message], dict[Connection, str]]:
-        """Return the facts of the agents that answer, and the reasons of those that do not."""
+        """Return the facts of the agents that answer, and the problems of the other agents.
+
+        Args:
+            task: the fields of the `task` message, which is sent to every agent.
+            timeout: seconds for all agents together.
+        """
         facts: dict[Connection, Message] = {}
         problems: dict[Connection, str] = {}
         for connection in self.connections:
             connection.send("task", **task)
         deadline = time.monotonic() + timeout
-        refused = _Refused()
+        retries = _Retries()
         while len(facts) + len(problems) < len(self.connections):
-            event = self.next(max(0.0, min(deadline, refused.due()) - time.monotonic()))
-            for connection in refused.take_due():
-                again = connection.again()
-                again.send("task", **task)
-                self.connections[self.connections.index(connection)] = again
+            event = self.next_event(max(0.0, min(deadline, retries.due()) - time.monotonic()))
+            for connection in retries.take_due():
+                restarted = connection.restart()
+                restarted.send("task", **task)
+                self.connections[self.connections.index(connection)] = restarted
             if event is None and time.monotonic() >= deadline:
                 break
             if event is None:
@@ -150,26 +148,28 @@ class Agents:
             if message["kind"] == "hello":
                 reached_at = connection.peer or message["reached_at"]
                 facts[connection] = message | {"reached_at": reached_at}
-            elif connection not in facts and not refused.add(connection):
+            elif connection not in facts and not retries.add(connection):
                 problems[connection] = message.get("reason") or connection.explain()
         silent = [c for c in self.connections if c not in facts and c not in problems]
-        # Each of them waits a moment for its last words.
+        # In threads, because each explanation may wait a moment for ssh's last output.
         with ThreadPoolExecutor(max_workers=_EXPLAINING) as pool:
-            for connection, why in zip(silent, pool.map(_explain, silent), strict=True):
+            for connection, why in zip(
+                silent, pool.map(methodcaller("explain"), silent), strict=True
+            ):
                 problems[connection] = f"did not come up within {timeout:g} s: {why}"
         return facts, problems
 
-    def answer(
+    def ask(
         self, connection: Connection, question: str, arguments: Mapping[str, Any], timeout: float
     ) -> Any:
-        """Ask one agent one of `inspection.QUESTIONS`, while no other is asked anything.
+        """Return one agent's answer to one of `inspection.QUESTIONS`. No other may be pending.
 
         Raises:
-            HvdkitError: it does not answer.
+            HvdkitError: the agent does not answer.
         """
         connection.send("ask", question=question, arguments=dict(arguments))
         deadline = time.monotonic() + timeout
-        while (event := self.next(max(0.0, deadline - time.monotonic()))) is not None:
+        while (event := self.next_event(max(0.0, deadline - time.monotonic()))) is not None:
             if event.message["kind"] == "answer":
                 return event.message["answer"]
             if event.message["kind"] in ("lost", "failed"):
@@ -177,44 +177,40 @@ class Agents:
                 raise HvdkitError(f"{event.connection.host.name}: {why}")
         raise HvdkitError(f"{connection.host.name} did not answer within {timeout:g} s")
 
-    def _beat(self) -> None:
-        while not self._stop.wait(messages.ALIVE_SECONDS):
+    def _send_heartbeats(self) -> None:
+        while not self._stop.wait(messages.HEARTBEAT_SECONDS):
             for connection in list(self.connections):
-                connection.send("alive")
+                connection.send("heartbeat")
 
 
-class _Refused:
-    """Agents whose hosts refused for a moment: which of them to start again, and when."""
+class _Retries:
+    """The agents to restart after a transient failure, and the time of each restart."""
 
     def __init__(self) -> None:
-        self._tries: Counter[Host] = Counter()
+        self._attempts: Counter[Host] = Counter()
         self._waiting: list[tuple[float, Connection]] = []
 
     def add(self, connection: Connection) -> bool:
-        """Take an agent that could not be started; return whether to try it again."""
-        tried = self._tries[connection.host]
-        if tried == len(_AGAIN_SECONDS) or not connection.refused_for_now():
+        """Schedule the restart of an agent that failed; return False if there is none."""
+        attempts = self._attempts[connection.host]
+        if attempts == len(_RETRY_SECONDS) or not connection.failed_transiently():
             return False
-        self._tries[connection.host] += 1
-        # Not all at the same time again.
-        seconds = _AGAIN_SECONDS[tried] * random.uniform(0.5, 1.5)
+        self._attempts[connection.host] += 1
+        # Random, so that the restarts of many agents do not coincide.
+        seconds = _RETRY_SECONDS[attempts] * random.uniform(0.5, 1.5)
         self._waiting.append((time.monotonic() + seconds, connection))
         return True
 
     def due(self) -> float:
-        """Return when the next one is to be started; infinite where there is none."""
+        """Return the time of the next restart; infinite if there is none."""
         return min((at for at, _ in self._waiting), default=float("inf"))
 
     def take_due(self) -> list[Connection]:
-        """Return those that are to be started now, and forget them."""
+        """Remove and return the connections that are due."""
         now = time.monotonic()
         found = [connection for at, connection in self._waiting if at <= now]
         self._waiting = [(at, connection) for at, connection in self._waiting if at > now]
         return found
-
-
-def _explain(connection: Connection) -> str:
-    return connection.explain()
 
 
 def _report(problems: Mapping[Connection, str], size: int) -> str:
@@ -225,8 +221,8 @@ def _report(problems: Mapping[Connection, str], size: int) -> str:
     return "\n  ".join([count, *lines])
 
 
-def _unfit(facts: Message) -> Sequence[str]:
-    """Why a host that answers cannot take part."""
+def _problems(facts: Message) -> Sequence[str]:
+    """Return why a host that answers cannot take part."""
     python = facts["python"].split(".")[:2]
     if python != [str(number) for number in sys.version_info[:2]]:
         here = ".".join(map(str, sys.version_info[:2]))

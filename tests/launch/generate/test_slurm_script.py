@@ -20,7 +20,7 @@ def directives(script):
     return [line for line in script.splitlines() if line.startswith("#SBATCH ")]
 
 
-def test_the_script_asks_for_what_was_given():
+def test_directives_of_all_options():
     sizes = ("--nodes", "2", "--gpus-per-node", "4", "--cpus-per-task", "12", "--time", "8:00:00")
     others = ("--partition", "gpu", "--account", "lab", "--grace", "300")
     script = generate(*sizes, *others, "python", "my train.py", "--resume").stdout
@@ -41,7 +41,7 @@ def test_the_script_asks_for_what_was_given():
     assert "\nhvdkit run --stop-grace 300 python 'my train.py' --resume &\n" in script
 
 
-def test_what_was_not_given_is_there_to_be_filled_in():
+def test_missing_options_are_commented_directives():
     script = generate("--", "python", "train.py").stdout
     assert "##SBATCH --gpus-per-node=4" in script
     assert "#SBATCH --ntasks-per-node=1" in directives(script)
@@ -49,14 +49,14 @@ def test_what_was_not_given_is_there_to_be_filled_in():
 
 
 def test_directives_come_before_the_first_command():
-    # sbatch reads no further.
+    # sbatch reads directives only before the first command.
     lines = generate("python", "train.py").stdout.splitlines()
     last = max(n for n, line in enumerate(lines) if line.startswith("#SBATCH"))
     assert all(line.startswith("#") for line in lines[:last] if line)
 
 
-# What Slurm would do stands in here; tests/cluster/test_slurm.py has the real one.
-STAND_INS = """
+# Replacements of Slurm's commands. tests/cluster/test_slurm.py uses a real Slurm.
+FAKE_COMMANDS = """
 hvdkit() {{ trap 'exit 75' USR1; echo up; for n in $(seq 100); do sleep 0.1; done; exit {status}; }}
 squeue() {{ echo {state}; }}
 scontrol() {{ echo "scontrol $*"; }}
@@ -67,9 +67,9 @@ scontrol() {{ echo "scontrol $*"; }}
     ("status", "state", "requeued"),
     [("75", "RUNNING", True), ("75", "COMPLETING", False), ("3", "RUNNING", False)],
 )
-def test_only_a_running_job_that_was_saved_goes_back(status, state, requeued, tmp_path):
+def test_only_a_running_job_that_has_saved_is_requeued(status, state, requeued, tmp_path):
     script = generate("python", "train.py").stdout
-    quick = STAND_INS.format(status=status, state=state).replace("seq 100", "seq 1")
+    quick = FAKE_COMMANDS.format(status=status, state=state).replace("seq 100", "seq 1")
     (tmp_path / "job.sh").write_text(quick + script)
     done = subprocess.run(
         ["bash", tmp_path / "job.sh"],
@@ -85,7 +85,7 @@ def test_only_a_running_job_that_was_saved_goes_back(status, state, requeued, tm
 
 def test_a_signal_reaches_hvdkit_and_the_script_waits_for_it(tmp_path):
     script = generate("python", "train.py").stdout
-    (tmp_path / "job.sh").write_text(STAND_INS.format(status=0, state="RUNNING") + script)
+    (tmp_path / "job.sh").write_text(FAKE_COMMANDS.format(status=0, state="RUNNING") + script)
     job = subprocess.Popen(
         ["bash", tmp_path / "job.sh"],
         env={"SLURM_JOB_ID": "12", "PATH": "/usr/bin:/bin"},
@@ -106,7 +106,7 @@ def test_a_signal_reaches_hvdkit_and_the_script_waits_for_it(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--nodes", "2"], "what do the ranks run?"),
+        (["--nodes", "2"], "there is no command for the ranks"),
         (["--nodes", "0", "python"], "--nodes is 0; expected at least 1"),
         (["--time", "a day", "python"], "--time is a day; expected"),
         (["--partition", "a b", "python"], "expected one word"),
@@ -119,7 +119,7 @@ def test_wrong_arguments_are_status_2(arguments, expected):
     assert "Traceback" not in done.stderr
 
 
-def test_a_file_is_written_once(tmp_path):
+def test_a_file_is_not_overwritten(tmp_path):
     path = tmp_path / "job.sh"
     assert generate("-o", str(path), "python", "train.py").returncode == 0
     assert path.read_text().startswith("#!/bin/bash\n")

@@ -10,8 +10,8 @@ import argparse
 from typing import Any
 
 from hvdkit.errors import RESUMABLE
-from hvdkit.launch.kubernetes.commented_yaml import Comments, Document, below
-from hvdkit.launch.kubernetes.job import (
+from hvdkit.launch.generate.kubernetes.commented_yaml import Comments, Document, below
+from hvdkit.launch.generate.kubernetes.job import (
     INDEXED_COMMENTS,
     indexed,
     interruptions,
@@ -19,8 +19,13 @@ from hvdkit.launch.kubernetes.job import (
     node_pod_comments,
     usage,
 )
-from hvdkit.launch.kubernetes.metadata import job_name, queued, suspended, suspended_comment
-from hvdkit.launch.kubernetes.pod import resume_comment
+from hvdkit.launch.generate.kubernetes.metadata import (
+    job_name,
+    queued,
+    suspended,
+    suspended_comment,
+)
+from hvdkit.launch.generate.kubernetes.pod import resume_comment
 
 #: The name of the replicated job. JobSet names its only Job NAME-worker-0.
 _REPLICATED = "worker"

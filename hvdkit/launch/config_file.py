@@ -1,6 +1,6 @@
-"""The arguments of `hvdkit run` in a file (`--config FILE`), in TOML.
+"""The arguments of `hvdkit run` in a TOML file (`--config FILE`).
 
-Keys are the long options without their dashes, and `command`:
+The keys are the long options without their dashes, and `command`:
 
     num-proc = 8
     hosts = "node0:4,node1:4"
@@ -23,28 +23,31 @@ from typing import Any
 from hvdkit.errors import HvdkitError, UsageError
 
 _COMMAND = "command"
-# They are about the file itself, or about this start alone.
+# Options for the file itself, or for one start only.
 _NOT_IN_FILE = frozenset({"help", "config", "write-config", "dry-run"})
 
 
-def combined(path: Path, verb: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a file and of a command line, which wins.
+def parse_with(
+    path: Path, verb: argparse.ArgumentParser, words: Sequence[str]
+) -> argparse.Namespace:
+    """Parse a file and a command line. The command line takes precedence.
 
     Args:
         path: the file.
-        verb: has the arguments of `hvdkit run`.
+        verb: the parser of `hvdkit run`.
         words: the command line after `run`.
 
     Raises:
-        UsageError: there is no such file, it is not TOML, or a key or a value is none of `verb`'s.
+        UsageError: the file does not exist or is not TOML, or a key or a value is not valid.
     """
     found = _read(path, verb)
     given = verb.parse_args(words)
     for group in verb._mutually_exclusive_groups:
-        rivals = group._group_actions
-        if any(getattr(given, rival.dest) != rival.default for rival in rivals):
-            for key in [key for rival in rivals for key in _keys(rival.option_strings)]:
-                found.pop(key, None)
+        actions_of_group = group._group_actions
+        if any(getattr(given, action.dest) != action.default for action in actions_of_group):
+            for action in actions_of_group:
+                for key in _keys(action.option_strings):
+                    found.pop(key, None)
     actions = _actions(verb)
     from_file = [
         word for key in found if key != _COMMAND for word in _words(actions[key], found[key])
@@ -67,8 +70,8 @@ def _read(path: Path, verb: argparse.ArgumentParser) -> dict[str, Any]:
             close = difflib.get_close_matches(key, [*actions, _COMMAND], 1)
             hint = f" Did you mean {close[0]}?" if close else ""
             raise UsageError(
-                f"--config {path}: {key} is no option of `hvdkit run`. Expected the long options "
-                f"without their dashes, and `command`.{hint}"
+                f"--config {path}: {key} is not an option of `hvdkit run`. Expected the long "
+                f"options without their dashes, and `command`.{hint}"
             )
         expected = _expected(actions.get(key))
         if not _fits(value, expected):
@@ -77,7 +80,7 @@ def _read(path: Path, verb: argparse.ArgumentParser) -> dict[str, Any]:
 
 
 def write(path: Path, options: argparse.Namespace, verb: argparse.ArgumentParser) -> None:
-    """Write the options that are not as they are by default, and the command.
+    """Write the command, and the options that differ from their defaults.
 
     Raises:
         HvdkitError: the file exists, or cannot be written.
@@ -95,7 +98,7 @@ def write(path: Path, options: argparse.Namespace, verb: argparse.ArgumentParser
     except UnicodeEncodeError as error:
         raise UsageError(f"--write-config {path}: an argument is not UTF-8: {error}") from error
     try:
-        # -x NAME=VALUE may be a secret.
+        # Mode 600, because -x NAME=VALUE may be a secret.
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(data)
     except FileExistsError:
@@ -117,23 +120,23 @@ def _actions(verb: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def _keys(strings: Sequence[str]) -> Iterator[str]:
-    """Return the long name of an option, or its short one where it has no other."""
+    """Yield the long name of an option, or its short name if it has no other."""
     if strings:
         yield max(strings, key=len).lstrip("-")
 
 
 def _expected(action: argparse.Action | None) -> str:
     if action is None:
-        return "a list of words"
+        return "a list of strings"
     if isinstance(action, argparse._AppendAction):
-        return "a list of texts"
-    return "true or false" if action.nargs == 0 else "a text or a number"
+        return "a list of strings"
+    return "true or false" if action.nargs == 0 else "a string or a number"
 
 
 def _fits(value: Any, expected: str) -> bool:
     if expected == "true or false":
         return isinstance(value, bool)
-    if expected == "a text or a number":
+    if expected == "a string or a number":
         return isinstance(value, str | int | float) and not isinstance(value, bool)
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
@@ -143,7 +146,7 @@ def _words(action: argparse.Action, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [name] if value else []
     values = value if isinstance(value, list) else [value]
-    # With =, because a value may begin with a dash.
+    # With =, as a value may begin with a dash.
     if name.startswith("--"):
         return [f"{name}={each}" for each in values]
     return [word for each in values for word in (name, str(each))]

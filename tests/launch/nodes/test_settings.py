@@ -1,4 +1,4 @@
-"""What a user may say of nodes; `tests/cluster/test_nodes.py` runs jobs of them."""
+"""The options of `--nodes`. `tests/cluster/test_nodes.py` runs jobs with them."""
 
 import subprocess
 import sys
@@ -6,10 +6,10 @@ import sys
 import pytest
 
 from hvdkit.errors import UsageError
-from hvdkit.launch import membership
+from hvdkit.launch.nodes import settings
 
 KEY = "0123456789abcdef"
-PLACE = ("--nodes", "2", "--node-rank", "0", "--rdzv", "localhost:29400")
+NODE_0 = ("--nodes", "2", "--node-rank", "0", "--rdzv", "localhost:29400")
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ PLACE = ("--nodes", "2", "--node-rank", "0", "--rdzv", "localhost:29400")
         (0, {"NODE_RANK": "1"}, 0),
     ],
 )
-def test_which_node_this_is(given, env, expected):
-    assert membership.node_rank(given, 2, env) == expected
+def test_node_rank(given, env, expected):
+    assert settings.node_rank(given, 2, env) == expected
 
 
 @pytest.mark.parametrize(
@@ -31,44 +31,44 @@ def test_which_node_this_is(given, env, expected):
         (2, {}, "--node-rank is 2; with --nodes 2, expected 0 to 1"),
         (-1, {}, "--node-rank is -1"),
         (None, {"JOB_COMPLETION_INDEX": "7"}, "JOB_COMPLETION_INDEX is 7"),
-        (None, {"NODE_RANK": "first"}, "which of them is this"),
+        (None, {"NODE_RANK": "first"}, "the number of this node is not known"),
     ],
 )
-def test_no_such_node(given, env, words):
+def test_invalid_node_ranks(given, env, words):
     with pytest.raises(UsageError, match=words):
-        membership.node_rank(given, 2, env)
+        settings.node_rank(given, 2, env)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("node0:29400", ("node0", 29400)), ("[fd00::1]:80", ("fd00::1", 80)), ("::1:80", ("::1", 80))],
 )
-def test_where_nodes_meet(text, expected):
-    assert membership.parse_address(text) == expected
+def test_rendezvous_addresses(text, expected):
+    assert settings.parse_address(text) == expected
 
 
 @pytest.mark.parametrize("text", ["node0", "node0:", ":80", "node0:0", "node0:65536", "node0:²"])
-def test_where_they_cannot(text):
+def test_invalid_rendezvous_addresses(text):
     with pytest.raises(UsageError, match="expected HOST:PORT"):
-        membership.parse_address(text)
+        settings.parse_address(text)
 
 
 def test_the_key(tmp_path):
     file = tmp_path / "key"
     file.write_text(f"{KEY}\n")
-    assert membership.read_key(file, {}, may_lack=False) == KEY.encode()
-    assert membership.read_key(None, {"HVDKIT_JOB_KEY": KEY}, may_lack=False) == KEY.encode()
-    assert membership.read_key(None, {}, may_lack=True) == b""
+    assert settings.read_key(file, {}, optional=False) == KEY.encode()
+    assert settings.read_key(None, {"HVDKIT_JOB_KEY": KEY}, optional=False) == KEY.encode()
+    assert settings.read_key(None, {}, optional=True) == b""
     file.write_text("short")
     with pytest.raises(UsageError, match="has 5 characters; expected at least 16"):
-        membership.read_key(file, {"HVDKIT_JOB_KEY": KEY}, may_lack=True)
+        settings.read_key(file, {"HVDKIT_JOB_KEY": KEY}, optional=True)
     file.write_bytes(b"\xff" * 20)
-    with pytest.raises(UsageError, match="it is no text"):
-        membership.read_key(file, {}, may_lack=True)
+    with pytest.raises(UsageError, match="it is not text"):
+        settings.read_key(file, {}, optional=True)
     with pytest.raises(UsageError, match="No such file"):
-        membership.read_key(tmp_path / "none", {}, may_lack=True)
+        settings.read_key(tmp_path / "none", {}, optional=True)
     with pytest.raises(UsageError, match="openssl rand -hex 16"):
-        membership.read_key(None, {}, may_lack=False)
+        settings.read_key(None, {}, optional=False)
 
 
 @pytest.mark.parametrize(
@@ -76,17 +76,17 @@ def test_the_key(tmp_path):
     [
         (["--node-rank", "0", "true"], "--node-rank needs --nodes N"),
         (["--nodes", "0", "true"], "--nodes is 0; expected at least 1"),
-        (["--nodes", "2", "true"], "where do they meet"),
-        ([*PLACE, "-H", "a,b", "true"], "-H does not go with --nodes"),
-        ([*PLACE, "--launcher", "mpi", "true"], "--launcher does not go with --nodes"),
-        ([*PLACE, "-np", "3", "true"], "expected a multiple of 2"),
-        ([*PLACE, "--rdzv-file", "x", "true"], "not allowed with"),
-        ([*PLACE], "there is no command to run"),
-        ([*PLACE, "true"], "there is no key for the job"),
+        (["--nodes", "2", "true"], "give --rdzv or --rdzv-file"),
+        ([*NODE_0, "-H", "a,b", "true"], "-H cannot be combined with --nodes"),
+        ([*NODE_0, "--launcher", "mpi", "true"], "--launcher cannot be combined with --nodes"),
+        ([*NODE_0, "-np", "3", "true"], "expected a multiple of 2"),
+        ([*NODE_0, "--rdzv-file", "x", "true"], "not allowed with"),
+        ([*NODE_0], "there is no command to run"),
+        ([*NODE_0, "true"], "there is no key for the job"),
         (["--nodes", "1", "--node-rank", "0", "--rdzv-file", "/nonexistent/x", "true"], "No such"),
     ],
 )
-def test_arguments_that_do_not_fit(arguments, words):
+def test_invalid_arguments(arguments, words):
     done = subprocess.run(
         [sys.executable, "-m", "hvdkit", "run", *arguments],
         capture_output=True,
@@ -100,9 +100,9 @@ def test_arguments_that_do_not_fit(arguments, words):
 
 def test_a_dry_run_starts_nothing(tmp_path):
     file = tmp_path / "job"
-    place = ("--nodes", "2", "--node-rank", "1", "--rdzv-file", str(file))
+    options = ("--nodes", "2", "--node-rank", "1", "--rdzv-file", str(file))
     done = subprocess.run(
-        [sys.executable, "-m", "hvdkit", "run", *place, "-np", "4", "--dry-run", "true"],
+        [sys.executable, "-m", "hvdkit", "run", *options, "-np", "4", "--dry-run", "true"],
         capture_output=True,
         text=True,
         timeout=30,
@@ -113,9 +113,9 @@ def test_a_dry_run_starts_nothing(tmp_path):
 
 
 def test_a_single_node(tmp_path):
-    place = ("--nodes", "1", "--node-rank", "0", "--rdzv-file", str(tmp_path / "job"))
+    options = ("--nodes", "1", "--node-rank", "0", "--rdzv-file", str(tmp_path / "job"))
     done = subprocess.run(
-        [sys.executable, "-m", "hvdkit", "run", *place, "-np", "2", "sh", "-c", "echo $RANK"],
+        [sys.executable, "-m", "hvdkit", "run", *options, "-np", "2", "sh", "-c", "echo $RANK"],
         capture_output=True,
         text=True,
         timeout=30,

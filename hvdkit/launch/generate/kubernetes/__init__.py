@@ -1,4 +1,4 @@
-"""`hvdkit generate kubernetes`: its options, checked, and the kinds of jobs that it writes."""
+"""`hvdkit generate kubernetes`: its options, their checks, and the kinds of jobs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from hvdkit.errors import UsageError
-from hvdkit.launch.job_file import check_command, check_numbers, flag
-from hvdkit.launch.kubernetes import job, jobset, mpijob
-from hvdkit.launch.kubernetes.commented_yaml import Document, dump
-from hvdkit.launch.kubernetes.pod import CHECKPOINTS
+from hvdkit.launch.generate.kubernetes import job, jobset, mpijob
+from hvdkit.launch.generate.kubernetes.commented_yaml import Document, dump
+from hvdkit.launch.generate.kubernetes.pod import CHECKPOINTS
+from hvdkit.launch.generate.options import check_command, check_numbers, flag
 
 HELP = "write a commented job for Kubernetes: an MPIJob, an indexed Job or a JobSet"
 EXAMPLE = """\
@@ -62,13 +62,16 @@ def add_arguments(action: argparse.ArgumentParser) -> None:
         "the same pods, restarted together by JobSet (default: %(default)s)",
     )
     action.add_argument(
-        "--image", required=True, metavar="NAME", help="one with hvdkit, made as in docker/"
+        "--image", required=True, metavar="NAME", help="an image with hvdkit, built as in docker/"
     )
     action.add_argument("--name", metavar="NAME", help="of the job (default: the script's)")
     action.add_argument("--namespace", metavar="NAME", help="(default: kubectl's)")
     action.add_argument("--workers", type=int, default=1, metavar="N", help="pods (default: 1)")
     action.add_argument(
-        "--gpus-per-worker", type=int, metavar="N", help="NVIDIA's, one rank each (default: none)"
+        "--gpus-per-worker",
+        type=int,
+        metavar="N",
+        help="NVIDIA GPUs, with one rank each (default: none)",
     )
     action.add_argument(
         "--ranks-per-worker", type=int, metavar="N", help="(default: one per GPU, else 1)"
@@ -98,7 +101,7 @@ def add_arguments(action: argparse.ArgumentParser) -> None:
         type=int,
         default=3,
         metavar="N",
-        help="how often the job is started again after a failure (default: %(default)s)",
+        help="restarts of the job after failures (default: %(default)s)",
     )
     action.add_argument(
         "--key-secret",
@@ -142,8 +145,8 @@ def text(options: argparse.Namespace) -> str:
     longest = kind.longest_name(options)
     if len(longest) > _NAME_LENGTH:
         raise UsageError(
-            f"the job's name makes {longest}, the name of a pod: {len(longest)} characters, and "
-            f"{_NAME_LENGTH} are allowed; give a shorter --name"
+            f"the pod name {longest} has {len(longest)} characters; expected at most "
+            f"{_NAME_LENGTH}. Give a shorter --name"
         )
     return kind.head(options) + dump(*kind.documents(options))
 

@@ -1,4 +1,4 @@
-"""The script of `hvdkit generate slurm`."""
+"""The sbatch script of `hvdkit generate slurm`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import shlex
 from collections.abc import Iterator
 
 from hvdkit.errors import RESUMABLE, UsageError
-from hvdkit.launch.job import Limits
-from hvdkit.launch.job_file import check_command, check_numbers, flag, script_name
+from hvdkit.launch.generate.options import check_command, check_numbers, flag, script_name
+from hvdkit.launch.job import Timeouts
 
-HELP = "write a commented sbatch script, of a job that goes on when it was preempted or timed out"
+HELP = "write a commented sbatch script for a job that resumes after preemption or its time limit"
 EXAMPLE = """\
   hvdkit generate slurm --nodes 2 --gpus-per-node 4 --time 8:00:00 -o job.sh python train.py
   sbatch job.sh"""
@@ -22,7 +22,7 @@ _WORD = re.compile(r"[\w.,@%+-]+")
 
 
 def add_arguments(action: argparse.ArgumentParser) -> None:
-    """The arguments of `hvdkit generate slurm`."""
+    """Add the arguments of `hvdkit generate slurm`."""
     action.add_argument("--nodes", type=int, default=1, metavar="N", help="(default: 1)")
     action.add_argument(
         "--tasks-per-node",
@@ -33,7 +33,10 @@ def add_arguments(action: argparse.ArgumentParser) -> None:
     action.add_argument("--cpus-per-task", type=int, metavar="N", help="cores of each rank")
     action.add_argument("--gpus-per-node", type=int, metavar="N", help="(default: none)")
     action.add_argument(
-        "--time", default="24:00:00", metavar="T", help="as sbatch takes it (default: 24:00:00)"
+        "--time",
+        default="24:00:00",
+        metavar="T",
+        help="the time limit in sbatch's format (default: 24:00:00)",
     )
     action.add_argument("--partition", metavar="NAME", help="(default: the cluster's)")
     action.add_argument("--account", metavar="NAME", help="(default: yours)")
@@ -41,17 +44,17 @@ def add_arguments(action: argparse.ArgumentParser) -> None:
     action.add_argument(
         "--grace",
         type=int,
-        default=round(Limits.stop),
+        default=round(Timeouts.stop),
         metavar="S",
-        help="seconds that saving may take before the time is up (default: %(default)s)",
+        help="seconds for saving before the time limit (default: %(default)s)",
     )
 
 
 def text(options: argparse.Namespace) -> str:
-    """The script.
+    """Return the script.
 
     Raises:
-        UsageError: a number or a name cannot be one, or there is no command.
+        UsageError: a number or a name is not valid, or there is no command.
     """
     _check(options)
     body = _BODY.format(
@@ -82,35 +85,35 @@ def _directives(options: argparse.Namespace) -> Iterator[str]:
     yield f"#SBATCH --nodes={options.nodes}"
     yield "# A task is a rank: one per GPU where there are GPUs."
     yield f"#SBATCH --ntasks-per-node={options.tasks_per_node or options.gpus_per_node or 1}"
-    yield "# Cores of each rank, for its computing, data loading and communication. Slurm gives 1"
-    yield "# where nothing is said, which is rarely enough. OMP_NUM_THREADS is set to it."
-    yield _perhaps("--cpus-per-task", options.cpus_per_task, 8)
-    yield "# Every rank sees all GPUs of its node; hvd.init() gives it that of its local rank."
-    yield _perhaps("--gpus-per-node", options.gpus_per_node, 4)
+    yield "# Cores of each rank, for computing, data loading and communication. The default of 1 is"
+    yield "# rarely enough. OMP_NUM_THREADS is set to this number."
+    yield _directive("--cpus-per-task", options.cpus_per_task, 8)
+    yield "# Every rank sees all GPUs of its node; hvd.init() selects that of its local rank."
+    yield _directive("--gpus-per-node", options.gpus_per_node, 4)
     yield f"#SBATCH --time={options.time}"
-    yield "# %x is the job's name, %j its number. A job that goes on appends to what it wrote."
+    yield "# %x is the job's name, %j its number. A job that resumes appends to its file."
     yield "#SBATCH --output=%x-%j.out"
     yield "#SBATCH --open-mode=append"
 
 
-def _perhaps(option: str, given: int | None, example: int) -> str:
-    # Slurm reads over a line that begins with two of them.
+def _directive(option: str, given: int | None, example: int) -> str:
+    # Slurm ignores a line that begins with ##SBATCH.
     return f"##SBATCH {option}={example}" if given is None else f"#SBATCH {option}={given}"
 
 
 _BODY = """\
-# Slurm may put the job back into the queue: when it was preempted, or when a node has failed.
+# Slurm may put the job back into the queue after a preemption or the failure of a node.
 #SBATCH --requeue
-# SIGUSR1 comes {grace} s (up to a minute more) before the time is up. With `B:` it goes to this
-# script alone, which passes it to hvdkit, and that to the ranks' main processes. Without, Slurm
-# sends it to the processes of all steps, where helpers (data loaders) and mpirun may die of it.
+# Slurm sends SIGUSR1 {grace} s (up to a minute more) before the time limit. With `B:`, it sends the
+# signal to this script only. The script forwards it to hvdkit, and hvdkit to the ranks' main
+# processes. Without `B:`, all processes get it, and helpers (data loaders) and mpirun may die.
 #SBATCH --signal=B:USR1@{grace}
 
-# sbatch passes your environment on. If it is not the one that has hvdkit:
+# sbatch forwards your environment. If hvdkit is in another environment:
 # source /path/to/env/bin/activate
 
-# hvdkit runs in the background because a shell that waits for a command hears no signal until
-# that has ended. SIGTERM is what `scancel` and preemption send.
+# hvdkit runs in the background, because a shell handles no signal before a foreground command has
+# ended. `scancel` and preemption send SIGTERM.
 trap 'again=yes; kill -USR1 "$!"' USR1
 trap 'again=yes; kill -TERM "$!"' TERM
 hvdkit run --stop-grace {grace} {command} &
@@ -120,15 +123,15 @@ while [ -n "$again" ]; do
     again=
     wait "$!"
     found=$?
-    # It has been waited for already: a signal came at the very end.
+    # 127: hvdkit had ended before this wait, because a signal came at the very end.
     [ "$found" -eq 127 ] || status=$found
 done
 
-# {resumable}: saved. The same command goes on from there, if it tells your script to (with --resume
-# or the like). A job that was cancelled does not count as running: it stays away.
+# {resumable}: saved. The same command resumes, if your script does so (with --resume or the like).
+# A cancelled job is not RUNNING, and is not requeued.
 if [ "$status" -eq {resumable} ] &&
     [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
-    echo "saved; back into the queue (restart $((${{SLURM_RESTART_COUNT:-0}} + 1)))"
+    echo "saved; requeueing (restart $((${{SLURM_RESTART_COUNT:-0}} + 1)))"
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

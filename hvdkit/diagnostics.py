@@ -1,0 +1,55 @@
+"""The results of `hvdkit doctor` and the preflight check, as text or JSON."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.markup import escape
+
+OK, WARNING, ERROR = "ok", "warning", "error"
+
+_MARKS = {
+    OK: "[green]ok     [/green]",
+    WARNING: "[yellow]warning[/yellow]",
+    ERROR: "[red]error  [/red]",
+}
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """One result.
+
+    Attributes:
+        name: the thing that was checked.
+        status: ok, warning or error.
+        found: its state.
+        advice: what to do; empty if the status is ok.
+    """
+
+    name: str
+    status: str
+    found: str
+    advice: str = ""
+
+
+def has_error(diagnostics: Sequence[Diagnostic]) -> bool:
+    return any(diagnostic.status == ERROR for diagnostic in diagnostics)
+
+
+def as_json(diagnostics: Sequence[Diagnostic]) -> str:
+    """Return a JSON object with `status` (the worst) and `findings` (the diagnostics)."""
+    statuses = {diagnostic.status for diagnostic in diagnostics}
+    worst = next(status for status in (ERROR, WARNING, OK) if status in statuses)
+    return json.dumps({"status": worst, "findings": [asdict(d) for d in diagnostics]}, indent=2)
+
+
+def show(diagnostics: Sequence[Diagnostic], console: Console) -> None:
+    width = max(len(diagnostic.name) for diagnostic in diagnostics)
+    for diagnostic in diagnostics:
+        console.print(
+            f"{_MARKS[diagnostic.status]}  {diagnostic.name:{width}}  {escape(diagnostic.found)}",
+            highlight=False,
+        )
+        if diagnostic.advice:
+            console.print(f"{'':9}{'':{width}}  -> {escape(diagnostic.advice)}", highlight=False)

@@ -1,0 +1,261 @@
+"""The launcher's listener for agents that it does not start itself.
+
+mpirun, srun or a user starts these agents. They get the listener's address and a token (or, with
+`--nodes`, a key), connect, and report their rank or node.
+"""
+
+from __future__ import annotations
+
+import hmac
+import queue
+import secrets
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Generic, TypeVar
+
+from hvdkit.errors import HvdkitError
+from hvdkit.launch import messages
+from hvdkit.launch.agent_pool import AgentPool
+from hvdkit.launch.connection import SocketConnection
+from hvdkit.launch.plan import Plan
+from hvdkit.processes import ProcessGroup
+
+_LINE_SECONDS = 5.0
+_TOKEN_BYTES = 100
+_ACCEPT_SECONDS = 0.2
+# The most connections that are not of this job and may be open at once.
+_STRANGERS = 64
+# mpirun and srun end by themselves after their ranks, within so many seconds.
+_END_SECONDS = 10.0
+
+Peer = TypeVar("Peer")
+
+
+class Listener(Generic[Peer]):
+    """Accept connections, and keep those of this job's agents.
+
+    Args:
+        server: the listening socket.
+        size: the number of agents.
+        authenticate: given a connection, talks to the other side and returns its identity; None if
+            it is not of this job. Must end within some seconds. An OSError counts as None.
+    """
+
+    def __init__(
+        self,
+        server: socket.socket,
+        size: int,
+        authenticate: Callable[[socket.socket], Peer | None],
+    ) -> None:
+        self._server = server
+        self._authenticate = authenticate
+        self._accepted: queue.Queue[tuple[Peer, socket.socket]] = queue.Queue()
+        # A stranger that says nothing must not delay agents, nor may strangers use all threads.
+        self._slots = threading.BoundedSemaphore(size + _STRANGERS)
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def accept(self) -> tuple[Peer, socket.socket] | None:
+        """Return the next agent and its socket; None if there is none for a moment."""
+        try:
+            return self._accepted.get(timeout=_ACCEPT_SECONDS)
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        """Stop listening. May be called again."""
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._server.close()
+        self._thread.join()
+        while not self._accepted.empty():
+            self._accepted.get()[1].close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return  # closed
+            if not self._slots.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._check, args=(connection,), daemon=True).start()
+
+    def _check(self, connection: socket.socket) -> None:
+        peer = None
+        try:
+            peer = self._authenticate(connection)
+            if peer is not None:
+                connection.settimeout(None)
+                _enable_keepalive(connection)
+        except OSError:
+            peer = None
+        finally:
+            self._slots.release()
+        if peer is None:
+            connection.close()
+        else:
+            self._accepted.put((peer, connection))
+
+
+class AgentListener(Listener[int]):
+    """Accept the agents of ranks, which send a token and their rank.
+
+    Args:
+        address: the address of this machine to listen at.
+        size: the number of ranks.
+
+    Attributes:
+        address: the address and the port.
+    """
+
+    def __init__(self, address: str, size: int) -> None:
+        self._token = secrets.token_hex(16)
+        self._size = size
+        server = socket.create_server((address, 0), backlog=size)
+        self.address: tuple[str, int] = (address, server.getsockname()[1])
+        super().__init__(server, size, self._rank)
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables that an agent needs to connect."""
+        return {
+            messages.ADDRESS_VARIABLE: "{}:{}".format(*self.address),
+            messages.TOKEN_VARIABLE: self._token,
+        }
+
+    def _rank(self, connection: socket.socket) -> int | None:
+        token, _, rank = read_line(connection, _TOKEN_BYTES).partition(" ")
+        known = hmac.compare_digest(token.encode(), self._token.encode())
+        fits = rank.isascii() and rank.isdigit() and int(rank) < self._size
+        return int(rank) if known and fits else None
+
+
+def read_line(connection: socket.socket, longest: int) -> str:
+    """Read a line of at most `longest` bytes, within a few seconds. A longer line is cut."""
+    deadline = time.monotonic() + _LINE_SECONDS
+    received = b""
+    while not received.endswith(b"\n") and len(received) < longest:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        byte = connection.recv(1)
+        if not byte:
+            break
+        received += byte
+    return received.decode(errors="replace").rstrip("\n")
+
+
+def _enable_keepalive(connection: socket.socket) -> None:
+    """Let the system detect the loss of the other host within 40 seconds.
+
+    Only the launcher does this. An agent's output may wait for long until the user reads it, and
+    TCP_USER_TIMEOUT would end the agent's connection then.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 10),
+        (socket.TCP_KEEPINTVL, 10),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 40_000),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class _ExternalLauncher:
+    """A running mpirun or srun, whose output is shown to the user."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._name = name
+        self._group = ProcessGroup()
+        process = self._group.start(command, env, "/", stdout=subprocess.PIPE)
+        assert process.stdout
+        self._process = process
+        self._pipe = process.stdout
+        self._say = say
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def check(self) -> None:
+        """Raise HvdkitError if it has ended before its ranks have connected."""
+        if (status := self._process.poll()) is not None:
+            self._reader.join(timeout=1)
+            raise HvdkitError(
+                f"{self._name} ended with status {status} and started no ranks; see above"
+            )
+
+    def end(self) -> None:
+        """Wait a few seconds for it to end by itself, then end it."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        for _ in self._group.terminate(_END_SECONDS):
+            time.sleep(0.05)
+        self._reader.join(timeout=1)
+        if not self._reader.is_alive():
+            self._pipe.close()
+
+    def _read(self) -> None:
+        own = f"{self._name}: "
+        for line in self._pipe:
+            if text := line.decode(errors="replace").strip():
+                self._say(f"{self._name}: {text.removeprefix(own)}")
+
+
+@contextmanager
+def agents_started_by(
+    name: str,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    listener: AgentListener,
+    plan: Plan,
+    timeout: float,
+    say: Callable[[str], None],
+) -> Iterator[AgentPool]:
+    """Run mpirun or srun, which starts an agent for each rank, and accept the agents.
+
+    Yields the agents, in the order of ranks. On exit all have ended, and the listener is closed.
+
+    Args:
+        name: mpirun or srun.
+        command: its command line.
+        env: its environment.
+        listener: the listener for its agents.
+        plan: the job.
+        timeout: seconds for all agents to connect.
+        say: prints a message for the user.
+
+    Raises:
+        HvdkitError: the command cannot be started or ends, or agents do not connect in time.
+    """
+    launcher = _ExternalLauncher(name, command, env, say)
+    connected: dict[int, SocketConnection] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        with AgentPool() as agents:
+            while len(connected) < plan.size:
+                launcher.check()
+                if time.monotonic() > deadline:
+                    missing = [place for place in plan.places if place.rank not in connected]
+                    names = ", ".join(f"{place.rank} on {place.host.name}" for place in missing[:8])
+                    raise HvdkitError(
+                        f"rank {names} did not come up within {timeout:g} s (--start-timeout)"
+                    )
+                if (accepted := listener.accept()) is not None:
+                    rank, connection = accepted
+                    host = plan.places[rank].host
+                    connected[rank] = SocketConnection(host, connection, agents.events)
+                    # At once, because agents without heartbeats take the launcher for lost.
+                    agents.connections.append(connected[rank])
+            agents.connections[:] = [connected[rank] for rank in sorted(connected)]
+            yield agents
+    finally:
+        listener.close()
+        launcher.end()

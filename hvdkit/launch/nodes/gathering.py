@@ -1,0 +1,211 @@
+"""Node 0: it waits until the other nodes have connected, and runs the launcher with them as agents.
+
+Node 0 listens at `--rdzv HOST:PORT`, or at a free port that it writes into `--rdzv-file`. Each node
+runs the command that it was started with, in its own environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from ipaddress import ip_address
+from pathlib import Path
+from typing import NoReturn, Self
+
+from hvdkit.errors import HvdkitError, UsageError, status_before_start
+from hvdkit.launch.agent_pool import AgentPool
+from hvdkit.launch.connection import Connection, SocketConnection
+from hvdkit.launch.hosts import Host, own_addresses
+from hvdkit.launch.job import Outcome
+from hvdkit.launch.listener import Listener
+from hvdkit.launch.nodes.handshake import Authenticator, NodeInfo, describe_node, is_node_0
+from hvdkit.launch.nodes.joining import QUIET_SECONDS, connect_to_any, read_file
+from hvdkit.launch.nodes.settings import NodeSettings
+from hvdkit.launch.ssh import Ssh
+
+_SHOWN_NODES = 8
+
+
+class GatheredNodes:
+    """All nodes of a job, connected. A context manager, on node 0.
+
+    Attributes:
+        agents: an agent on each node, in the order of nodes.
+        hosts: the nodes as the job's hosts.
+    """
+
+    def __init__(self, settings: NodeSettings, say: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._say = say
+        self.agents = AgentPool()
+        self.hosts: list[Host] = []
+
+    def __enter__(self) -> Self:
+        self.agents.__enter__()
+        try:
+            with _listening(self._settings) as (server, key):
+                connected = self._gather(server, key)
+        except BaseException as error:
+            self.close(_outcome_of(error))
+            raise
+        self._make_hosts(connected)
+        return self
+
+    def __exit__(self, _type: object, exc: BaseException | None, _traceback: object) -> None:
+        self.close(_outcome_of(exc))
+
+    def send_outcome(self, outcome: Outcome) -> None:
+        """Send the job's outcome to the other nodes. A node keeps the first one that it gets."""
+        for connection in self.agents.connections:
+            connection.send("outcome", status=outcome.status, report=outcome.report)
+
+    def close(self, outcome: Outcome) -> None:
+        """Send `outcome`, and end the agents."""
+        self.send_outcome(outcome)
+        self.agents.__exit__(None, None, None)
+
+    def _gather(self, server: socket.socket, key: bytes) -> dict[int, tuple[NodeInfo, Connection]]:
+        settings = self._settings
+        connected: dict[int, tuple[NodeInfo, Connection]] = {}
+        authenticator = Authenticator(settings, key)
+        listener = Listener(server, settings.nodes, authenticator.authenticate)
+        try:
+            deadline = time.monotonic() + settings.timeout
+            say_at = time.monotonic() + QUIET_SECONDS
+            while len(connected) < settings.nodes - 1:
+                if time.monotonic() > say_at:
+                    say_at = float("inf")
+                    self._say(f"waiting at {settings.rendezvous} for {self._missing(connected)}")
+                if time.monotonic() > deadline:
+                    self._fail(connected, authenticator.refused)
+                if (accepted := listener.accept()) is not None:
+                    node, node_socket = accepted
+                    host = Host(node.hostname, node.slots)
+                    connection = SocketConnection(host, node_socket, self.agents.events)
+                    connected[node.number] = node, connection
+                    self.agents.connections.append(connection)
+                while (event := self.agents.next_event(0)) is not None:
+                    if event.connection in self.agents.connections:
+                        # The node has disconnected, and may connect again.
+                        (number,) = (n for n in connected if connected[n][1] is event.connection)
+                        self.agents.connections.remove(event.connection)
+                        event.connection.close(timeout=1)
+                        del connected[number]
+                        authenticator.forget(number)
+        finally:
+            listener.close()
+        return connected
+
+    def _missing(self, connected: Collection[int]) -> str:
+        missing = [node for node in range(1, self._settings.nodes) if node not in connected]
+        shown = ", ".join(map(str, missing[:_SHOWN_NODES]))
+        more = f" and {len(missing) - _SHOWN_NODES} more" if len(missing) > _SHOWN_NODES else ""
+        return f"node{'s' if len(missing) > 1 else ''} {shown}{more} of {self._settings.nodes}"
+
+    def _fail(self, connected: Collection[int], refused: Sequence[str]) -> NoReturn:
+        settings = self._settings
+        lines = "".join(f"\n  refused: {each}" for each in refused[:_SHOWN_NODES])
+        raise HvdkitError(
+            f"{self._missing(connected)} did not connect to {settings.rendezvous} within "
+            f"{settings.timeout:g} s (--start-timeout). Does the same `hvdkit run` run there, and "
+            f"does a firewall let it through?{lines}"
+        )
+
+    def _make_hosts(self, connected: Mapping[int, tuple[NodeInfo, Connection]]) -> None:
+        """Make the hosts, start this node's agent, and put the connections in their order."""
+        own = describe_node(self._settings)
+        nodes = [own, *(connected[node][0] for node in sorted(connected))]
+        count = Counter(node.hostname for node in nodes)
+        for node in nodes:
+            unique = count[node.hostname] == 1
+            name = node.hostname if unique else f"{node.hostname}-{node.number}"
+            self.hosts.append(Host(name, node.slots, node.machine == own.machine))
+        for number, (_, connection) in connected.items():
+            connection.host = self.hosts[number]
+        others = [connected[number][1] for number in sorted(connected)]
+        self.agents.connections = []
+        self.agents.start({self.hosts[0]: True}, Ssh(), sys.executable)
+        self.agents.connections += others
+
+
+def _outcome_of(exc: BaseException | None) -> Outcome:
+    """Return the outcome for the other nodes where node 0 ends without an outcome of the job."""
+    if isinstance(exc, KeyboardInterrupt) and exc.args:
+        number = signal.Signals(exc.args[0])
+        return Outcome(
+            status_before_start(number), f"node 0 got {number.name} before any rank was started"
+        )
+    return Outcome(2 if isinstance(exc, UsageError) else 1, str(exc or "node 0 ended the job"))
+
+
+@contextmanager
+def _listening(settings: NodeSettings) -> Iterator[tuple[socket.socket, bytes]]:
+    """Listen for the other nodes. Yields the listening socket and the job's key."""
+    port = 0 if settings.address is None else settings.address[1]
+    try:
+        if socket.has_dualstack_ipv6():
+            server = socket.create_server(
+                ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=settings.nodes
+            )
+        else:
+            server = socket.create_server(("", port), backlog=settings.nodes)
+    except OSError as error:
+        raise HvdkitError(
+            f"{settings.rendezvous}: this node cannot listen on port {port}: {error.strerror}. Is "
+            f"another job there? Choose another port"
+        ) from error
+    key = settings.key or secrets.token_hex(16).encode()
+    with server:
+        if settings.file is None:
+            yield server, key
+            return
+        content = {
+            "addresses": sorted(a for a in own_addresses() if not ip_address(a).is_link_local),
+            "port": server.getsockname()[1],
+            "key": "" if settings.key else key.decode(),
+        }
+        text = json.dumps(content)
+        _write_privately(settings.file, text)
+        try:
+            yield server, key
+        finally:
+            with suppress(OSError):
+                if settings.file.read_text() == text:
+                    settings.file.unlink()
+
+
+def _write_privately(path: Path, text: str) -> None:
+    """Write a file that only this user can read, in one atomic step."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if _is_in_use(path):
+            raise UsageError(f"--rdzv-file {path} is in use by another job; choose another file")
+        with suppress(FileNotFoundError):
+            path.unlink()  # of an earlier job
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        new.rename(path)
+    except OSError as error:
+        with suppress(OSError):
+            new.unlink()
+        raise UsageError(f"--rdzv-file {path}: {error.strerror}") from error
+
+
+def _is_in_use(path: Path) -> bool:
+    """Return whether a node 0 listens at the address in an `--rdzv-file`."""
+    try:
+        addresses, _ = read_file(path)
+        with connect_to_any(addresses, timeout=1.0) as connection:
+            return is_node_0(connection)
+    except (OSError, HvdkitError):
+        return False

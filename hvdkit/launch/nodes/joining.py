@@ -1,0 +1,160 @@
+"""A node other than 0: it connects to node 0, and then runs as an agent of the launcher there."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hvdkit.errors import HvdkitError
+from hvdkit.launch.agent import Agent
+from hvdkit.launch.nodes.handshake import STEP_SECONDS, WrongKey, authenticate_to_node_0
+from hvdkit.launch.nodes.settings import NodeSettings
+from hvdkit.launch.output import Output
+
+#: Seconds of waiting after which the user gets a message.
+QUIET_SECONDS = 5.0
+
+_RETRY_SECONDS = 0.5
+_LONGEST_FILE = 100_000
+
+
+def join(
+    settings: NodeSettings, command: Sequence[str], directory: str, say: Callable[[str], None]
+) -> int:
+    """Run this node's ranks. Returns the job's exit status.
+
+    Args:
+        settings: this node's.
+        command: the command of its ranks.
+        directory: their working directory.
+        say: prints a message for the user.
+
+    Raises:
+        HvdkitError: node 0 cannot be reached, or refuses this node.
+    """
+    with _connected(settings, say) as connection:
+        overrides = {
+            "command": list(command),
+            "directory": directory,
+            "path": os.environ.get("PATH"),
+        }
+        # Two descriptors, because the agent's selector registers each only once.
+        send_fd = os.dup(connection.fileno())
+        outputs: list[Output] = []
+
+        def make_echo(size: int) -> Output:
+            outputs.append(Output(size, shown=range(size), say=say))
+            return outputs[0]
+
+        agent = Agent(connection.fileno(), send_fd, overrides=overrides, make_echo=make_echo)
+        try:
+            agent.run()
+        finally:
+            os.close(send_fd)
+            for output in outputs:
+                output.close()
+    if agent.outcome is None:
+        say("lost node 0; see its output for the reason")
+        return 1
+    status, report = int(agent.outcome["status"]), str(agent.outcome["report"])
+    if status:
+        say(f"the job ended with status {status}{f': {report}' if report else ''}")
+    return status
+
+
+@contextmanager
+def _connected(settings: NodeSettings, say: Callable[[str], None]) -> Iterator[socket.socket]:
+    """Connect to node 0, with retries."""
+    deadline = time.monotonic() + settings.timeout
+    say_at = time.monotonic() + QUIET_SECONDS
+    problem = "it has not been tried"
+    while time.monotonic() < deadline:
+        try:
+            addresses, key = _addresses_and_key(settings)
+            connection = connect_to_any(addresses)
+        except OSError as error:
+            problem = error.strerror or str(error)
+        else:
+            with connection:
+                try:
+                    authenticate_to_node_0(connection, settings, key)
+                except OSError as error:
+                    problem = error.strerror or str(error)
+                except WrongKey as error:
+                    if settings.file is None:
+                        raise
+                    problem = str(error)  # the file may be that of an earlier job
+                else:
+                    yield connection
+                    return
+        if time.monotonic() > say_at:
+            say_at = float("inf")
+            say(f"waiting for node 0 at {settings.rendezvous}: {problem}")
+        time.sleep(_RETRY_SECONDS)
+    raise HvdkitError(
+        f"node 0 was not there within {settings.timeout:g} s (--start-timeout), at "
+        f"{settings.rendezvous}: {problem}. Does `hvdkit run --node-rank 0` run there, and does a "
+        f"firewall let this node through?"
+    )
+
+
+def _addresses_and_key(settings: NodeSettings) -> tuple[list[tuple[str, int]], bytes]:
+    """Return the addresses of node 0, and the job's key.
+
+    Raises:
+        OSError: the file does not exist yet.
+        HvdkitError: another user may have written the file.
+    """
+    if settings.address is not None:
+        return [settings.address], settings.key
+    assert settings.file is not None
+    addresses, key = read_file(settings.file)
+    return addresses, settings.key or key
+
+
+def read_file(path: Path) -> tuple[list[tuple[str, int]], bytes]:
+    """Return the addresses and the key in an `--rdzv-file`.
+
+    Raises:
+        OSError: the file does not exist, or node 0 has not written it.
+        HvdkitError: it belongs to another user, who could run programs here, or other users may
+            change it.
+    """
+    with path.open(encoding="utf-8") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise HvdkitError(
+                f"--rdzv-file {path} belongs to user {status.st_uid}, with mode "
+                f"{status.st_mode & 0o777:o}; expected user {os.getuid()} and mode 600, as node 0 "
+                f"writes it. Choose a file in a folder of your own"
+            )
+        try:
+            content = json.loads(file.read(_LONGEST_FILE))
+            port = int(content["port"])
+            return [(str(a), port) for a in content["addresses"]], str(content["key"]).encode()
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise OSError(f"{path} was not written by node 0") from error
+
+
+def connect_to_any(
+    addresses: Sequence[tuple[str, int]], timeout: float = STEP_SECONDS
+) -> socket.socket:
+    """Connect to the first of these addresses that answers.
+
+    Raises:
+        OSError: none answers.
+    """
+    problem: OSError = OSError("there is no address")
+    for address in addresses:
+        try:
+            return socket.create_connection(address, timeout=timeout)
+        except OSError as error:
+            problem = error
+        except (UnicodeError, OverflowError) as error:
+            problem = OSError(f"{address[0]!r} cannot be a host: {error}")
+    raise problem

@@ -1,0 +1,24 @@
+"""The signals that ask a job to stop, and their handlers."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+#: Ctrl-C, a batch system's end of the job and its warning, and a closed terminal.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+@contextmanager
+def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call `handler` for each stop signal, and restore the previous handlers at the end.
+
+    A signal that this process ignores (nohup, a shell's background job) stays ignored.
+    """
+    handled = [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler_before in previous.items():
+            signal.signal(number, handler_before)

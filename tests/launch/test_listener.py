@@ -1,0 +1,71 @@
+import contextlib
+import os
+import socket
+import time
+
+import pytest
+
+from hvdkit.errors import HvdkitError
+from hvdkit.launch import messages
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.listener import AgentListener, agents_started_by
+from hvdkit.launch.plan import make_plan
+
+
+@pytest.fixture
+def listener():
+    listener = AgentListener("127.0.0.1", 2)
+    yield listener
+    listener.close()
+
+
+def token(listener):
+    return listener.variables()[messages.TOKEN_VARIABLE]
+
+
+def connect(listener, data):
+    """Connect and send `data`; return the rank that the listener accepts, or None."""
+    with socket.create_connection(listener.address, timeout=5) as connection:
+        with contextlib.suppress(OSError):  # the listener may close early
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+        accepted = listener.accept()
+        if accepted is not None:
+            accepted[1].close()
+        return accepted and accepted[0]
+
+
+def test_an_agent_with_the_token_is_accepted(listener):
+    assert connect(listener, f"{token(listener)} 1\n".encode()) == 1
+
+
+def test_a_silent_connection_does_not_delay_others(listener):
+    with socket.create_connection(listener.address, timeout=5) as silent:
+        silent.sendall(token(listener).encode())  # an unfinished line
+        started = time.monotonic()
+        assert connect(listener, f"{token(listener)} 0\n".encode()) == 0
+        assert time.monotonic() - started < 4
+
+
+def test_a_rank_out_of_range(listener):
+    assert connect(listener, f"{token(listener)} 2\n".encode()) is None
+
+
+@pytest.mark.parametrize("data", [b"", b"wrong 1\n", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 500])
+def test_strangers_are_refused(listener, data):
+    assert connect(listener, data) is None
+
+
+def test_agents_get_heartbeats_while_others_are_missing(listener, monkeypatch):
+    """Otherwise agents would take the launcher for lost after LOST_SECONDS."""
+    monkeypatch.setattr(messages, "HEARTBEAT_SECONDS", 0.05)
+    plan = make_plan(["true"], "/", [Host("localhost", 2)], 2)
+    with socket.create_connection(listener.address, timeout=5) as connection:
+        connection.sendall(f"{token(listener)} 0\n".encode())
+        command = ("sleep", ["sleep", "3"], dict(os.environ))
+        with (
+            pytest.raises(HvdkitError, match="rank 1 on localhost did not come up within 1.5"),
+            agents_started_by(*command, listener, plan, timeout=1.5, say=print),
+        ):
+            pytest.fail("not all agents are connected")
+        assert connection.recv(10_000).count(b'"heartbeat"') >= 3
