@@ -151,7 +151,7 @@ def passes(shapes: Sequence[models.Shape], device: str, repeats: int) -> dict[st
     def in_float32(held: Sequence[TorchMemory]) -> None:
         def home() -> None:
             for memory in held:
-                memory.home(0.5)
+                memory.in_place(0.5)
 
         measure("gradients into float32 buckets, scaled", 8, home, put_back)
         measure("float32 buckets, scaled in place", 8, home)

@@ -87,7 +87,7 @@ def test_late_packing_and_unpacking_change_no_bit(hvd, compression):
     try:
         in_time = weights_after_training(hvd, compression)
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("home", "pack", "unpack"):
+            for name in ("in_place", "pack", "unpack"):
                 patch.setattr(TorchMemory, name, late(getattr(TorchMemory, name)))
             delayed = weights_after_training(hvd, compression)
     finally:
