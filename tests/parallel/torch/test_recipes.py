@@ -1,0 +1,153 @@
+"""The code of docs/recipes.md on several ranks."""
+
+import contextlib
+import functools
+import io
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from hvdkit.errors import UsageError
+from tests.parallel.rank_pool import REPOSITORY, Configuration, start_ranks_of
+from tests.parallel.torch.oracle import assert_same_on_all_ranks
+
+
+@functools.cache
+def recipes():
+    """Return the Python blocks of the page, by the comment that each begins with."""
+    page = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^```python\n# ([^\n]*)\n(.*?)^```", page, re.M | re.S))
+
+
+def follow(recipe, hvd, **names):
+    """Execute a recipe; return the names that it defines, and what it printed."""
+    names |= {
+        "hvd": hvd,
+        "torch": torch,
+        "nn": nn,
+        "functional": functional,
+        "time": time,
+        "Subset": Subset,
+        "DataLoader": DataLoader,
+    }
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(recipes()[recipe], names)
+    return names, printed.getvalue()
+
+
+def start_as_script(recipe, folder, ranks):
+    script = folder / "train.py"
+    script.write_text(recipes()[recipe], encoding="utf-8")
+    job = start_ranks_of(Configuration("torch", "gloo", ranks), [sys.executable, str(script)])
+    return [result.output for result in job.wait(timeout=120)]
+
+
+def classifier(hvd):
+    torch.manual_seed(hvd.rank())
+    return nn.Linear(4, 4), nn.Linear(4, 3), torch.randn(8, 4), torch.randint(0, 3, (8,))
+
+
+def test_metrics_are_those_of_one_process(hvd):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    inputs, targets = torch.randn(101, 4), torch.randint(0, 3, (101,))
+    names, _ = follow("validation", hvd, model=model, dataset=TensorDataset(inputs, targets))
+    outputs = model(inputs)
+    assert names["loss"] == pytest.approx(functional.cross_entropy(outputs, targets).item(), 1e-5)
+    assert names["accuracy"] == (outputs.argmax(dim=1) == targets).sum().item() / 101
+
+
+def test_several_models(hvd):
+    encoder, head, inputs, targets = classifier(hvd)
+    names, _ = follow("several models", hvd, encoder=encoder, head=head)
+    functional.cross_entropy(head(encoder(inputs)), targets).backward()
+    names["optimizer"].step()
+    assert_same_on_all_ranks(hvd, names["models"])
+
+
+def test_equal_names_of_several_models_are_refused(hvd):
+    encoder, head, *_ = classifier(hvd)
+    named = [*encoder.named_parameters(), *head.named_parameters()]
+    optimizer = torch.optim.SGD([p for _, p in named], lr=0.1)
+    with pytest.raises(UsageError, match="the name 'weight' twice: names must be unique"):
+        hvd.DistributedOptimizer(optimizer, named)
+
+
+def test_several_optimizers(hvd):
+    encoder, head, inputs, targets = classifier(hvd)
+    follow("several optimizers", hvd, encoder=encoder, head=head, inputs=inputs, targets=targets)
+    assert_same_on_all_ranks(hvd, nn.Sequential(encoder, head))
+
+
+def test_join(hvd):
+    torch.manual_seed(hvd.rank())
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    batches = [torch.randn(8, 4) for _ in range(3 + 2 * hvd.rank())]
+    names, printed = follow("join", hvd, model=model, optimizer=optimizer, batches=batches)
+    assert names["last"] == hvd.size() - 1
+    assert printed.startswith(f"rank {hvd.rank()}: {len(batches)} batches, weight ")
+    assert_same_on_all_ranks(hvd, model)
+
+
+def test_compiled_blocks(hvd):
+    model = nn.Linear(4, 1)
+    block = nn.Linear(4, 4)
+    # The recipe compiles; the compiler itself is PyTorch's, and takes many seconds.
+    block.compile = functools.partial(block.compile, backend="eager")
+    model = nn.Sequential(block, model)
+    model.blocks = [block]
+    batches = [torch.randn(8, 4) for _ in range(2)]
+    _, printed = follow("compile", hvd, model=model, batches=batches)
+    assert_same_on_all_ranks(hvd, model)
+    assert len(printed.splitlines()) == (2 if hvd.rank() == 0 else 0)
+
+
+def test_a_scheduler_steps_once_in_a_window(hvd):
+    torch.manual_seed(0)
+    batches = [torch.randn(8, 4) for _ in range(10)]
+    names, _ = follow("scheduler", hvd, model=nn.Linear(4, 1), batches=batches)
+    assert names["scheduler"].last_epoch == 5
+    assert names["optimizer"].param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
+
+
+def test_the_warm_up_schedule(hvd):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    _, printed = follow("warm-up", hvd, optimizer=optimizer, train=lambda step: None)
+    if hvd.rank() == 0:
+        assert printed.splitlines()[1] == f"step 1: lr {0.1 * hvd.size():.3f}"
+        assert printed.splitlines()[9].startswith("step 9: lr ")
+
+
+def test_process_sets(tmp_path):
+    outputs = start_as_script("process sets", tmp_path, 4)
+    sets = ["[0, 1]: sum 1, grad 0.50"] * 2 + ["[2, 3]: sum 5, grad 2.50"] * 2
+    assert outputs == [f"rank {rank}, set {line}\n" for rank, line in enumerate(sets)]
+
+
+@pytest.mark.long  # horovodrun takes half a minute
+def test_elastic_training_without_a_change(tmp_path):
+    """The states and the loop, on ranks that stay the same."""
+    script = tmp_path / "train.py"
+    script.write_text(recipes()["elastic"], encoding="utf-8")
+    hosts = tmp_path / "hosts.sh"
+    hosts.write_text("#!/bin/sh\necho localhost:2\n", encoding="utf-8")
+    hosts.chmod(0o755)
+    command = [
+        *(sys.executable, "-m", "horovod.runner.launch", "--gloo", "--network-interface", "lo"),
+        *("-np", "2", "--min-np", "2", "--host-discovery-script", str(hosts)),
+        *(sys.executable, str(script)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"epoch (\d) on 2 ranks", done.stdout) == list("01234567")
