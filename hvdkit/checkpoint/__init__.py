@@ -1,4 +1,16 @@
-"""Checkpoints that survive anything: a crash-safe store, and a manager that all ranks enter.
+"""Crash-safe checkpoints of a job: a store of steps, and a manager that all ranks call together.
 
-Framework-free. An adapter describes its state as trees of tensors (`hvdkit.checkpoint.state`).
+A save goes through these modules:
+
+    manager       all ranks enter `save` and succeed or fail together (`coordination`)
+    state, items  each stateful item returns its state as a tree of tensors
+    snapshot      rank 0 copies the tensors to host memory; training continues
+    background    a thread writes the copy
+    writing       encodes the parts as tensor files (`tensors`, `chunks`) and JSON (`tree`)
+    store         commits the step, and deletes old steps (`retention`)
+    storage       the protocol behind the store: `posix` folders or `objects` in a bucket
+
+A restore goes back: `store` finds the newest step, `reading` verifies it while rank 0 reads it,
+`broadcast` sends the tensors to all ranks, and `restoring` hands the state to the items. The
+package is framework-free.
 """

@@ -10,12 +10,11 @@ class ArrayTensor:
     """`hvdkit.checkpoint.state.Tensor` of an array in host memory.
 
     Args:
-        array: of bool, integers, floats or complex numbers. In a checkpoint, the bytes of a number
-            are little-endian.
-        subject: what it is, for the error.
+        array: of bool, integers, floats or complex numbers. Checkpoints are little-endian.
+        subject: the name of the array in errors.
 
     Raises:
-        UsageError: no file of tensors has such a dtype.
+        UsageError: tensor files cannot hold this dtype.
     """
 
     def __init__(self, array: np.ndarray, subject: str = "an array") -> None:
@@ -48,7 +47,7 @@ class ArrayTensor:
 
 
 def empty(spec: TensorSpec) -> np.ndarray:
-    """Return a new array, to be filled.
+    """Return a new, uninitialized array.
 
     Raises:
         UsageError: ml_dtypes is needed and not installed.

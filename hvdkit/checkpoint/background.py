@@ -1,4 +1,4 @@
-"""One write at a time, in a thread, while training goes on."""
+"""Write snapshots in a thread, one at a time, while training continues."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hvdkit.errors import UsageError
 
 _log = logging.getLogger("hvdkit.checkpoint")
 
-# A write that stores nothing for so long hangs, as on a file server that is gone.
-_STILL_SECONDS = 600.0
-# Waiting for the write before this one is worth a word.
-_WAIT_WORTH_SAYING_SECONDS = 1.0
-_LOOK_SECONDS = 5.0
+# Seconds without progress after which a write counts as hung, as on a lost file server.
+_NO_PROGRESS_SECONDS = 600.0
+# Log that a save waits for the previous write after this many seconds.
+_LOG_AFTER_SECONDS = 1.0
+_POLL_SECONDS = 5.0
 
-# Errors of a disk or a file server that may be over soon, and the pauses before further attempts.
-_PASSING = {
+# Errors of a disk or file server that may be temporary, and the pauses before further attempts.
+_TEMPORARY = {
     *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EBUSY),
     *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH),
     *(errno.ENOTCONN, errno.ECONNRESET, errno.ECONNREFUSED),
@@ -37,8 +37,8 @@ class _Write:
     """A step that a thread writes.
 
     Attributes:
-        failure: what went wrong.
-        step: its number.
+        failure: the error of the write.
+        step: the number of the step.
     """
 
     def __init__(self, writer: Writer, snapshot: Snapshot) -> None:
@@ -55,29 +55,29 @@ class _Write:
         """Start the thread.
 
         Raises:
-            RuntimeError: there are too many.
+            RuntimeError: there are too many threads.
         """
         self._moved = time.monotonic()
         self._thread.start()
 
     def ended(self, seconds: float) -> bool:
-        """Wait until the write has ended, at most for some seconds.
+        """Wait at most `seconds` for the end of the write; return whether it has ended.
 
         Raises:
             CheckpointError: nothing was stored for a long time.
         """
         end = time.monotonic() + seconds
-        # A thread that an interrupt has kept from starting has ended, too.
+        # A thread that an interrupt kept from starting has ended as well.
         while self._thread.is_alive():
             left = end - time.monotonic()
             if left <= 0:
                 return False
-            self._thread.join(min(left, _LOOK_SECONDS))
+            self._thread.join(min(left, _POLL_SECONDS))
             progress = self._writer.progress
             if progress is None or progress != self._progress:
                 self._progress, self._moved = progress, time.monotonic()
             still = time.monotonic() - self._moved
-            if still > _STILL_SECONDS and self._thread.is_alive():
+            if still > _NO_PROGRESS_SECONDS and self._thread.is_alive():
                 raise CheckpointError(
                     f"step {self._snapshot.step} is being written, and nothing of it was stored "
                     f"for {still / 60:.0f} minutes. Check that the file server still answers."
@@ -92,34 +92,34 @@ class _Write:
         except Exception as error:
             self.failure = error
         except BaseException as error:
-            # Of a thread, it would end nothing but the thread.
+            # In a thread, this would end only the thread.
             self.failure = CheckpointError(f"step {step} was not saved: {error!r}")
         else:
             _log.info("%s written in %.1f s", location, time.perf_counter() - began)
 
     def _try(self) -> str:
-        """Write, again after an error that may be over soon. Returns the step's path or URL."""
+        """Write, and retry after temporary errors. Return the step's path or URL."""
         for pause in _PAUSES:
             try:
                 return self._writer.write(self._snapshot)
             except CheckpointError as error:
                 cause = error.__cause__
-                if not isinstance(cause, OSError) or cause.errno not in _PASSING:
+                if not isinstance(cause, OSError) or cause.errno not in _TEMPORARY:
                     raise
                 _log.warning("%s Trying again in %g s.", error, pause)
             time.sleep(pause)
         return self._writer.write(self._snapshot)
 
 
-# The writes that a process waits for when it ends.
+# Writes that the process waits for at exit.
 _writing: set[_Write] = set()
 
 
 def _finish_writing() -> None:
-    """Wait for writes whose manager was not closed, and log those that failed."""
+    """Wait for the writes of managers that were not closed, and log failures."""
     for write in list(_writing):
         try:
-            while not write.ended(_LOOK_SECONDS):
+            while not write.ended(_POLL_SECONDS):
                 pass
         except CheckpointError as error:
             _log.error("%s", error)
@@ -127,21 +127,21 @@ def _finish_writing() -> None:
             _log.error("the last save failed: %s", write.failure)
 
 
-# Uploads need thread pools, which end before the functions of `atexit` are called, in the reverse
-# order of their registration here (https://github.com/python/cpython/issues/86813).
+# Uploads use thread pools, which Python ends before it calls the functions of `atexit`. Functions
+# registered here run first (https://github.com/python/cpython/issues/86813).
 getattr(threading, "_register_atexit", atexit.register)(_finish_writing)
 
 
 class BackgroundWriter:
-    """Writes snapshots into a store. For the first rank.
+    """Write snapshots into a store, on the first rank.
 
     Args:
-        store: where to.
-        overwrite: begin a new run where there are steps, unless one of them was restored.
-        run: continue this one, which this process has begun.
+        store: the store.
+        overwrite: begin a new run if there are steps and none was restored.
+        run: a run of this process to continue.
 
     Attributes:
-        run: the one that is written; None before anything is.
+        run: the current run; None before the first write.
     """
 
     def __init__(self, store: Store, overwrite: bool, run: int | None = None) -> None:
@@ -155,24 +155,24 @@ class BackgroundWriter:
 
     @property
     def failed(self) -> bool:
-        """Whether a write has failed, and `finished` has not raised it yet."""
+        """Whether a write has failed and `finished` has not raised the error yet."""
         return self._failure is not None or (
             self._write is not None and self._write.failure is not None
         )
 
     def restored(self, base: Manifest) -> None:
-        """Continue from this step: what is written next belongs to its run."""
+        """Continue the run of a restored step."""
         self._base = base
         self.run = base.run
 
     def begin_run(self) -> None:
-        """Let what is written next begin a new run."""
+        """Let the next write begin a new run."""
         self.run = self._base = None
         self._overwrite = True
         self.close()
 
     def open(self) -> None:
-        """Take the folder, unless that has been done, and continue from what was restored.
+        """Open the store for writing, if it is not open, and continue from the restored step.
 
         Raises:
             UsageError: there are steps, and none was restored.
@@ -195,13 +195,13 @@ class BackgroundWriter:
         if entries:
             raise UsageError(
                 f"{self._store.location} has checkpoints of an earlier run, the newest of step "
-                f"{entries[-1].step}, and none of them was restored. Call restore() first to go on "
-                f"there; or give another folder; or pass overwrite=True, which begins a new run in "
-                f"this one and deletes nothing of the earlier"
+                f"{entries[-1].step}, and none of them was restored. Call restore() first to "
+                f"resume it; or give another folder; or pass overwrite=True, which begins a new "
+                f"run in this folder and deletes nothing of the earlier run"
             )
 
     def try_to_open(self) -> None:
-        """`open`, and let `finished` raise what goes wrong."""
+        """Call `open`, and let `finished` raise its error."""
         try:
             if not self.failed:
                 self.open()
@@ -209,13 +209,13 @@ class BackgroundWriter:
             self._failure = error
 
     def begin(self, snapshot: Snapshot) -> None:
-        """Write a snapshot. `open` and `finished` come before it.
+        """Start to write a snapshot, after `open` and `finished`.
 
-        The snapshot must not change until `finished` is true, which also raises what goes wrong.
+        The snapshot must not change until `finished` returns True. `finished` also raises errors.
         """
         assert self._writer is not None
         assert self._write is None
-        # Known before it begins: an interrupt may come at any moment.
+        # Registered before it starts: an interrupt may come at any time.
         write = self._write = _Write(self._writer, snapshot)
         _writing.add(write)
         try:
@@ -226,15 +226,15 @@ class BackgroundWriter:
             self._failure = CheckpointError(f"step {snapshot.step} was not saved: {error}")
 
     def finished(self, seconds: float) -> bool:
-        """Wait for the write that is going on, if any, at most for some seconds.
+        """Wait at most `seconds` for the current write; return whether there is none any more.
 
         Raises:
-            CheckpointError: it failed, or nothing was stored for a long time.
-            UsageError: it cannot be written by anyone.
+            CheckpointError: the write failed or made no progress for 10 minutes.
+            UsageError: the snapshot cannot be written.
         """
         write = self._write
         if write is not None:
-            said = min(seconds, _WAIT_WORTH_SAYING_SECONDS)
+            said = min(seconds, _LOG_AFTER_SECONDS)
             if not write.ended(said):
                 _log.info("waiting until step %d is written", write.step)
                 if not write.ended(seconds - said):
@@ -248,11 +248,11 @@ class BackgroundWriter:
         return True
 
     def delete(self, step: int) -> None:
-        """Delete a step of the newest run. After `finished`.
+        """Delete a step of the newest run. Call `finished` first.
 
         Raises:
             UsageError: there is no such step.
-            CheckpointError: as `Store.open_for_writing`.
+            CheckpointError: see `Store.open_for_writing`.
         """
         entries = self._store.entries()
         run = newest_run(entries)
@@ -274,7 +274,7 @@ class BackgroundWriter:
             )
 
     def close(self) -> None:
-        """Give the folder back, if no write hangs. After `finished`."""
+        """Release the store, unless a write hangs. Call `finished` first."""
         writer, self._writer = self._writer, None
         if writer is not None and self._write is None:
             writer.close()

@@ -1,8 +1,8 @@
-"""Tensors from the first rank's storage to every rank, piece by piece of their files.
+"""Read tensor files on the first rank and broadcast them to all ranks, piece by piece.
 
-Every rank knows where the tensors are in a file, so what is broadcast is the file's own bytes: the
-first rank copies nothing together. It reads pieces ahead while one is broadcast. The extra memory
-is a few pieces there and one on the other ranks.
+The bytes of the file are broadcast: every rank knows the position of each tensor in it. The first
+rank reads ahead during a broadcast. The extra memory is a few pieces on the first rank and one
+piece on the other ranks.
 """
 
 import contextlib
@@ -21,40 +21,40 @@ from hvdkit.core.collectives import Collectives
 
 @dataclass(frozen=True)
 class _Piece:
-    """Bytes of a part's file, and the tensors that they belong to.
+    """A range of a part's file, and the tensors in it.
 
     Attributes:
         size: bytes.
-        tensors: of each tensor: where its bytes begin and end in the piece, and the byte of the
-            tensor that they begin with.
+        tensors: each tensor, with the begin and end of its bytes in the piece, and the offset of
+            these bytes in the tensor.
     """
 
     size: int
     tensors: list[tuple[Tensor, int, int, int]]
 
     def write(self, content: np.ndarray) -> None:
-        """Put the piece's bytes into the tensors.
+        """Write the piece into the tensors.
 
         Args:
-            content: an array with memory of its own.
+            content: an array that owns its memory.
         """
         for tensor, begin, end, start in self.tensors:
             part = content[begin:end]
             if begin % ELEMENT_BYTES[tensor.spec.dtype]:
-                # Processors and frameworks expect numbers at multiples of their size.
+                # Processors and frameworks expect aligned elements.
                 part = part.copy()
             tensor.write(part, start)
 
 
 class Broadcast:
-    """Broadcasts the tensors of parts.
+    """Broadcast the tensors of parts.
 
     Args:
-        prepared: part -> its tree, with this rank's tensors in it.
+        prepared: part -> its tree, with this rank's tensors as destinations.
         outline: of the step.
 
     Attributes:
-        names: of all tensors, with their parts.
+        names: the part and the name of each tensor.
     """
 
     def __init__(self, prepared: Mapping[str, Tree], outline: Outline) -> None:
@@ -65,14 +65,14 @@ class Broadcast:
             own = _own_tensors(part, prepared[part], outline)
             self.names += [(part, name) for name in own]
             self._pieces += _pieces(own, part, outline)
-        # Memory that cannot be had is missing before the first collective.
+        # Fail before the first collective if there is not enough memory.
         self._memory = allocate(max((p.size for p in self._pieces), default=0) + 1)
 
     def read(self, opened: OpenCheckpoint) -> None:
         """Read the tensors in this process, without a collective.
 
         Raises:
-            CheckpointError: it cannot be read, or is damaged.
+            CheckpointError: a file cannot be read or is damaged.
         """
         with contextlib.closing(_read(opened, self._parts)) as reader:
             for piece, content in zip(self._pieces, reader, strict=True):
@@ -86,15 +86,15 @@ class Broadcast:
             opened: on the first rank, the step.
 
         Raises:
-            Exception: what went wrong on this rank. The others raise nothing, but what they have
-                may not be whole: exchange afterwards.
+            Exception: the error of this rank. Other ranks raise nothing, although their tensors
+                may be incomplete: coordinate afterwards.
         """
         problem: Exception | None = None
         reader = _read(opened, self._parts) if opened is not None else None
         try:
             for piece in self._pieces:
                 memory = self._memory[: piece.size + 1]
-                # The last byte tells whether the rest was read.
+                # The last byte is a flag: 1 if the first rank could not read the piece.
                 memory[-1] = 0
                 if reader is not None:
                     try:
@@ -120,16 +120,16 @@ class Broadcast:
 
 
 def _own_tensors(part: str, prepared: Tree, outline: Outline) -> dict[str, Tensor]:
-    """The tensors of a prepared part by their names, in the order of the file."""
+    """Return the tensors of a prepared part by name, in the order of the file."""
     _, own = tree.encode(prepared, part)
     wanted = outline.specs[part]
     found = {name: tensor.spec for name, tensor in own.items()}
-    assert found == dict(wanted), f"{part}: prepare() gave {found}, and not {wanted}"
+    assert found == dict(wanted), f"{part}: plan_restore() returned {found}, expected {wanted}"
     return {name: own[name] for name in wanted}
 
 
 def _pieces(own: Mapping[str, Tensor], part: str, outline: Outline) -> list[_Piece]:
-    """The pieces of a part's file that have tensors."""
+    """Return the pieces of a part's file."""
     begin = outline.begins[part]
     record = outline.file(part)
     spans = tensors.spans(outline.specs[part])
@@ -152,7 +152,7 @@ def _pieces(own: Mapping[str, Tensor], part: str, outline: Outline) -> list[_Pie
 
 
 def _read(opened: OpenCheckpoint, parts: list[str]) -> Generator[np.ndarray, None, None]:
-    """The pieces of the parts' files, each with a byte more."""
+    """Yield the pieces of the parts' files, each with one more byte."""
     for part in parts:
         for _, memory in opened.pieces(part, room=1):
             yield memory

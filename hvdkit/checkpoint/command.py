@@ -34,7 +34,7 @@ def add_actions(add: AddAction, export: Export) -> None:
     ) -> argparse.ArgumentParser:
         parser = add(name, help, f"  hvdkit checkpoint {example}")
         parser.add_argument("folder", metavar="DIR", help="the folder of checkpoints, or a URL")
-        parser.set_defaults(run=run, when_ended="the steps that are listed are whole.")
+        parser.set_defaults(run=run, when_ended="the steps that are listed are complete.")
         return parser
 
     action("ls", "list the steps", "ls runs/digits", _list)

@@ -1,4 +1,4 @@
-"""Coordination: all ranks succeed in a save or a restore, or all of them fail."""
+"""Coordination: all ranks complete a save or a restore, or all of them raise."""
 
 import json
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ def exchange(
     problem: Exception | None = None,
     consequence: str = "",
 ) -> list[dict[str, Any]]:
-    """Give every rank's message, or raise on all ranks if one has a problem. A collective.
+    """Return the messages of all ranks, or raise on all ranks if one failed. A collective.
 
     Args:
         collectives: of the ranks.
-        message: of this rank, as JSON has it.
-        problem: what this rank has caught instead.
-        consequence: of a problem, to be added to it.
+        message: this rank's message, which JSON can encode.
+        problem: the exception of this rank, instead of a message.
+        consequence: added to the error.
 
     Raises:
-        UsageError: the problems are all of this kind.
-        CheckpointError: one of them is another.
+        UsageError: all exceptions are `UsageError`s.
+        CheckpointError: otherwise.
     """
     if problem is not None:
         text = str(problem)
@@ -52,16 +52,16 @@ def exchange(
 def compare(
     collectives: Collectives, values: Sequence[Any], subject: str, consequence: str = ""
 ) -> None:
-    """Check that every rank had the same value. Each has all of them, so it communicates nothing.
+    """Check that all ranks have the same value. Not a collective.
 
     Args:
         collectives: of the ranks.
-        values: one of each rank.
-        subject: what they are, for the error.
-        consequence: of a difference, to be added to the error.
+        values: those of all ranks, the same on every rank.
+        subject: the name of the value in the error.
+        consequence: added to the error.
 
     Raises:
-        UsageError: they are not all equal.
+        UsageError: the values differ.
     """
     holders: dict[Any, list[int]] = {}
     for rank, value in zip(collectives.ranks, values, strict=True):
@@ -73,21 +73,21 @@ def compare(
 
 
 def gather(collectives: Collectives, data: bytes, name: str) -> list[bytes]:
-    """Send every rank's data to the first one. A collective.
+    """Send every rank's data to the first rank. A collective.
 
     Returns:
-        On the first rank, those of each rank; on the others, empty ones.
+        The data of each rank; empty bytes on the other ranks.
     """
     parts = [data] + [b""] * (len(collectives.ranks) - 1)
     return collectives.alltoall(parts, name)
 
 
 def scatter(collectives: Collectives, data: Sequence[bytes], name: str) -> bytes:
-    """Send each rank its data from the first one. A collective.
+    """Send each rank its data from the first rank. A collective.
 
     Args:
         collectives: of the ranks.
-        data: on the first rank, one for each rank; it does not matter on the others.
+        data: on the first rank, the data for each rank; ignored on the other ranks.
         name: of the collective.
     """
     is_first = collectives.rank == collectives.ranks[0]
@@ -107,9 +107,9 @@ class StepWord:
     """Flags of each rank at a step, summed over the ranks in one int64.
 
     Attributes:
-        present: 1; what is missing to the number of ranks has called `join`.
+        present: 1. A sum below the number of ranks shows that some have called `join`.
         due: 1 if a save is due by the steps.
-        stops: 1 if this rank was asked to stop.
+        stops: 1 if this rank has a stop signal.
         in_window: 1 in the middle of an accumulation window.
         late: 1 on the first rank if a save is due by its clock.
         failed: 1 on the first rank if a write has failed.
@@ -123,7 +123,7 @@ class StepWord:
     failed: int
 
     def sum(self, collectives: Collectives) -> "StepWord":
-        """The sum of all ranks' words. A collective."""
+        """Return the sum of all ranks' words. A collective."""
         word = self.late | self.failed << 1
         for k, count in enumerate((self.present, self.due, self.stops, self.in_window)):
             word |= count << (2 + k * _BITS)

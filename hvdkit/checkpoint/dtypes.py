@@ -1,4 +1,4 @@
-"""The dtypes that a checkpoint holds: what safetensors, frameworks and NumPy call them."""
+"""The dtypes of a checkpoint, with their names in safetensors, in frameworks and in NumPy."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.errors import UsageError
 
 _DTYPES = (
-    # of safetensors, of frameworks and NumPy, bytes of an element
+    # name in safetensors, name in frameworks and NumPy, bytes per element
     ("BOOL", "bool", 1),
     ("U8", "uint8", 1),
     ("I8", "int8", 1),
@@ -26,25 +26,25 @@ _DTYPES = (
     ("U64", "uint64", 8),
     ("F64", "float64", 8),
     ("C64", "complex64", 8),
-    # Not of safetensors. A file holds pairs of the halves instead.
+    # Not in safetensors. A file holds pairs of real and imaginary parts instead.
     ("C32", "complex32", 4),
     ("C128", "complex128", 16),
 )
 
-#: Dtypes that safetensors has not -> the dtype of the real and imaginary parts in a file. They are
-#: the file's last axis, of size 2.
+#: Dtypes that safetensors lacks -> the dtype of the real and imaginary parts in a file, which are
+#: its last axis.
 PAIRS = {"C32": "F16", "C128": "F64"}
 
-#: safetensors' name -> what PyTorch, TensorFlow and NumPy call it, those that have it.
+#: safetensors' name -> the name in PyTorch, TensorFlow and NumPy.
 NAMES = {code: name for code, name, _ in _DTYPES}
-#: What frameworks and NumPy call it -> safetensors' name.
+#: Name in frameworks and NumPy -> safetensors' name.
 CODES = {name: code for code, name, _ in _DTYPES}
 #: safetensors' name -> bytes of one element.
 ELEMENT_BYTES = {code: size for code, _, size in _DTYPES}
 
 
 def numpy_dtype(code: str) -> np.dtype:
-    """NumPy's dtype of what safetensors calls `code`; where NumPy has none, that of ml_dtypes.
+    """Return NumPy's dtype for the safetensors name `code`, or that of ml_dtypes.
 
     Raises:
         UsageError: ml_dtypes is not installed, or has no such dtype.
@@ -53,7 +53,7 @@ def numpy_dtype(code: str) -> np.dtype:
     try:
         return np.dtype(name)
     except TypeError:
-        # Not a requirement of hvdkit's: whoever has such arrays, Keras or TensorFlow, brings it.
+        # Not a requirement of hvdkit: Keras and TensorFlow, which make such arrays, install it.
         try:
             import ml_dtypes
 
@@ -65,14 +65,14 @@ def numpy_dtype(code: str) -> np.dtype:
 
 
 def code_of(name: str, what: str) -> str:
-    """Return the name that safetensors has for a dtype.
+    """Return safetensors' name of a dtype.
 
     Args:
-        name: what frameworks or NumPy call it.
-        what: what is of this dtype, for the error.
+        name: its name in frameworks or NumPy.
+        what: the object with this dtype, for the error.
 
     Raises:
-        UsageError: no file of tensors has such a dtype.
+        UsageError: tensor files cannot hold this dtype.
     """
     if name not in CODES:
         raise UsageError(f"{what} is of {name}: expected one of {', '.join(CODES)}")
@@ -80,7 +80,7 @@ def code_of(name: str, what: str) -> str:
 
 
 def in_file(spec: TensorSpec) -> TensorSpec:
-    """Return the dtype and shape that a safetensors file has for a tensor."""
+    """Return the dtype and shape of a tensor in a safetensors file."""
     if spec.dtype not in PAIRS:
         return spec
     return TensorSpec(PAIRS[spec.dtype], (*spec.shape, 2))
@@ -90,8 +90,8 @@ def from_file(spec: TensorSpec, dtype: str) -> TensorSpec:
     """Return the dtype and shape of a tensor that a file holds as pairs.
 
     Args:
-        spec: of the file.
-        dtype: of the tensor, one of `PAIRS`.
+        spec: the dtype and shape in the file.
+        dtype: the dtype of the tensor, one of `PAIRS`.
 
     Raises:
         ValueError: the file holds something else.

@@ -9,7 +9,7 @@ from hvdkit.errors import HvdkitError
 
 
 class CheckpointError(HvdkitError):
-    """A checkpoint cannot be written or read. Says which file, why, and what to do."""
+    """A checkpoint cannot be written or read. Names the file, the reason and a remedy."""
 
 
 class WriterConflict(CheckpointError):
@@ -17,34 +17,34 @@ class WriterConflict(CheckpointError):
 
 
 class Damaged(CheckpointError):
-    """A file of a checkpoint is missing or is not what was written."""
+    """A file of a checkpoint is missing, or differs from the file that was written."""
 
     def __init__(self, file: str, reason: str) -> None:
-        # What a stranger's file is quoted with must not steer the terminal that shows it.
+        # Control characters from a foreign file must not reach the terminal.
         self.file, self.reason = printable(file), printable(reason)
         super().__init__(f"{self.file}: {self.reason}")
 
 
 def printable(text: str) -> str:
-    """`text` with `?` in place of what would not show as a character."""
+    """Return `text` with `?` in place of each character that cannot be printed."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-#: What to do about an error of the system.
+#: Advice for errors of the operating system.
 _ADVICE = {
     errno.ENOSPC: "Free some space, or keep fewer steps",
     errno.EDQUOT: "Free some of your quota, or keep fewer steps",
     errno.EROFS: "Give a folder that can be written to",
     errno.EACCES: "Check its permissions and its owner, or give another folder",
     errno.EPERM: "Check its permissions and its owner, or give another folder",
-    errno.ENOENT: "Somebody has removed it; see that it is there",
+    errno.ENOENT: "Check that it exists: it may have been removed",
     errno.EIO: "Check the disk, or the connection to it",
 }
 
 
 @contextmanager
 def failing(action: str, path: str | Path) -> Iterator[None]:
-    """Turn the system's errors while `action` is done to `path` into a `CheckpointError`."""
+    """Raise a `CheckpointError` for an `OSError` while doing `action` to `path`."""
     try:
         yield
     except OSError as error:
@@ -53,5 +53,5 @@ def failing(action: str, path: str | Path) -> Iterator[None]:
         inside = f" of {name}" if isinstance(name, str) and name not in str(path) else ""
         raise CheckpointError(
             f"cannot {action} {path}: {error.strerror}{inside}. {advice}; the steps that are "
-            f"listed are whole."
+            f"listed are complete."
         ) from error

@@ -1,7 +1,7 @@
-"""Keras's `.weights.h5` files, written without Keras and without the model's code.
+"""Export to Keras's `.weights.h5` files, without Keras and without the model's code.
 
-Where Keras puts which variable is known while the model is there, so a checkpoint keeps that beside
-the tensors: a list of groups, each `[path, name of the layer or None, [[key, part, tensor], …]]`.
+Only the model knows the place of each variable in such a file. A checkpoint therefore stores the
+layout: a list of groups, each `[path, name of the layer or None, [[key, part, tensor], …]]`.
 """
 
 import os
@@ -17,18 +17,18 @@ from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.errors import UsageError
 
-#: The part of a checkpoint that has the layout, and its name in it.
+#: The part of a checkpoint that holds the layout, and its key in this part.
 PART = "keras"
 LAYOUT = "weights.h5"
 
 
 def export(checkpoint: OpenCheckpoint, file: str | os.PathLike[str]) -> None:
-    """Write a checkpoint's weights and optimizer state as `model.save_weights` would have.
+    """Write a checkpoint's weights and optimizer state as `model.save_weights` does.
 
     Args:
         checkpoint: of `hvd.callbacks.Checkpoint`.
-        file: the new file's name, which Keras wants to end in `.weights.h5`. What is there is
-            replaced once the new one is whole.
+        file: the new file, whose name must end in `.weights.h5`. An existing file is replaced
+            once the new one is complete.
 
     Raises:
         UsageError: the checkpoint has no layout, or the name ends differently.
@@ -37,7 +37,7 @@ def export(checkpoint: OpenCheckpoint, file: str | os.PathLike[str]) -> None:
     if not path.name.endswith(".weights.h5"):
         raise UsageError(f"{path} was given: expected a name that ends in .weights.h5")
     layout = _layout(checkpoint)
-    # Comes with Keras, without which hvdkit works, too.
+    # A requirement of Keras, not of hvdkit.
     import h5py  # type: ignore[import-untyped]
 
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -51,7 +51,7 @@ def export(checkpoint: OpenCheckpoint, file: str | os.PathLike[str]) -> None:
                     array = _read(checkpoint, part, tensor)
                     dataset = group.create_dataset(key, data=array)
                     if array.dtype.name == "bfloat16":
-                        # As Keras marks what HDF5 has no word for.
+                        # Keras marks dtypes that HDF5 lacks like this.
                         dataset.attrs["dtype"] = "bfloat16"
         beside.replace(path)
     finally:

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that look the same in every framework that has variables."""
+"""Stateful items that several frameworks share."""
 
 import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -9,13 +9,13 @@ from hvdkit.errors import UsageError
 
 
 class Variables:
-    """A `StatefulItem`: variables in their order, by names.
+    """A `StatefulItem` of ordered, named variables.
 
     Args:
-        variables: gives them when asked: name -> variable. The order counts, and the names
-            without the numbers that Keras gives to layers of a kind.
-        subject: what they are, for errors.
-        tensor: makes a `Tensor` of one.
+        variables: returns name -> variable. Saved and own variables must have the same order, and
+            the same names apart from the numbers that Keras adds to layers of one class.
+        subject: the name of the variables in errors.
+        tensor: returns a `Tensor` for a variable.
     """
 
     def __init__(
@@ -29,14 +29,14 @@ class Variables:
         self._tensor = tensor
 
     def save(self) -> Tree:
-        """Names -> tensors."""
+        """Return name -> tensor."""
         return {name: self._tensor(variable) for name, variable in self._variables().items()}
 
     def plan_restore(self, tree: Tree) -> Tree:
-        """The variables' own memory.
+        """Return the variables' own memory as destinations.
 
         Raises:
-            UsageError: they are not those that were saved.
+            UsageError: the variables differ from those that were saved.
         """
         own = self.save()
         saved_lines = [_line(name, spec) for name, spec in tree.items()]
@@ -46,9 +46,10 @@ class Variables:
         return dict(zip(tree, own.values(), strict=True))
 
     def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
-        """Prepare those variables that have the same name, shape and dtype.
+        """Return destinations for the variables with the same name, shape and dtype.
 
-        Of layers of a kind, which Keras numbers, there must be as many; or their names are equal.
+        Layers of one class, which Keras numbers, are matched in order if there are as many of them
+        as were saved, otherwise by their full names.
         """
         tensors = self.save()
         own = _by_line({name: tensor.spec for name, tensor in tensors.items()})
@@ -59,7 +60,7 @@ class Variables:
             there, here = saved.get(line, []), own.get(line, [])
             pairs = list(zip(there, here, strict=False))
             if len(there) != len(here):
-                # Their order does not tell which of them is the new one.
+                # The order does not show which of them is new.
                 pairs = [(name, name) for name in there if name in here]
             prepared |= {a: tensors[b] for a, b in pairs}
             both = {name for pair in pairs for name in pair}
@@ -68,24 +69,24 @@ class Variables:
         return prepared, left
 
     def restore(self, tree: Tree) -> None:
-        """They have been written to."""
+        """Do nothing: the variables have been written to."""
 
 
-#: Bytes of normalisation statistics that a rank saves as its own; the first rank holds all ranks'
-#: in memory. A model with more of them saves the first rank's alone.
+#: The most bytes of normalization statistics that each rank saves, because the first rank holds all
+#: of them in memory. A model with more statistics saves only the first rank's.
 LARGEST_STATISTICS = 4_000_000
 
 
 def plain(name: str) -> str:
-    """A variable's name without the numbers that Keras gives to layers of a kind.
+    """Return a variable's name without the numbers that Keras adds to layers of one class.
 
-    They go on from model to model, and an optimizer's variables are called after the layers'.
+    Keras counts through all models of a process, and names an optimizer's variables after layers.
     """
     return re.sub(r"_\d+(?=[/_]|$)", "", name)
 
 
 def _by_line(specs: Mapping[str, TensorSpec]) -> dict[str, list[str]]:
-    """The names of variables that look the same: layers of a kind."""
+    """Return line -> the names of variables that the line describes: layers of one class."""
     found: dict[str, list[str]] = {}
     for name, spec in specs.items():
         found.setdefault(_line(name, spec), []).append(name)
@@ -108,7 +109,7 @@ def _difference(saved: Sequence[str], own: Sequence[str], subject: str) -> str:
 
 
 def named(variables: Sequence[Any]) -> dict[str, Any]:
-    """Variables by their paths or names; one that is there already gets a number."""
+    """Return the variables by path or name; a repeated name gets a number."""
     result: dict[str, Any] = {}
     for variable in variables:
         name = getattr(variable, "path", None) or variable.name.removesuffix(":0")
@@ -121,7 +122,7 @@ def named(variables: Sequence[Any]) -> dict[str, Any]:
 
 
 class Plain:
-    """A `StatefulItem` without tensors: what `get` gives and `take` takes."""
+    """A `StatefulItem` without tensors: `get` returns the state, and `take` loads it."""
 
     def __init__(self, get: Callable[[], Tree], take: Callable[[Tree], None]) -> None:
         self._get = get
@@ -132,11 +133,11 @@ class Plain:
         return self._get()
 
     def plan_restore(self, tree: Tree) -> Tree:
-        """Nothing to fill."""
+        """Return the tree: there are no tensors to fill."""
         return tree
 
     def restore(self, tree: Tree) -> None:
-        """Take it over."""
+        """Load the state."""
         self._take(tree)
 
 
@@ -144,7 +145,7 @@ def kept_in(values: Any) -> Plain:
     """Return the item of a user's dict. A restore keeps names that were not saved.
 
     Raises:
-        UsageError: it is no dict.
+        UsageError: `values` is not a dict.
     """
     if not isinstance(values, MutableMapping):
         raise UsageError(f"metadata is a {type(values).__name__}: expected a dict")
@@ -152,7 +153,7 @@ def kept_in(values: Any) -> Plain:
 
 
 def several(argument: str, given: Any) -> dict[str, Any]:
-    """The names of the parts that an argument gives, and the parts: one, several in a dict."""
+    """Return name -> item for an argument that is one item, or a dict of items."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -161,10 +162,10 @@ def several(argument: str, given: Any) -> dict[str, Any]:
 
 
 def data_item(data: Any) -> StatefulItem:
-    """`data`, which must be able to say where the job is in them.
+    """Return `data`, if its position can be saved.
 
     Raises:
-        UsageError: it is not.
+        UsageError: it is not a stateful item.
     """
     if is_item(data):
         part: StatefulItem = data
@@ -180,5 +181,5 @@ def data_item(data: Any) -> StatefulItem:
 
 
 def is_item(value: Any) -> bool:
-    """Return whether `value` has the methods of a `StatefulItem`, as a `ResumableSampler` has."""
+    """Return whether `value` has the methods of a `StatefulItem`, like a `ResumableSampler`."""
     return all(hasattr(value, method) for method in ("save", "plan_restore", "restore"))

@@ -1,8 +1,8 @@
-"""Saving and restoring on all ranks of a job together. Only the first rank uses the storage.
+"""Save and restore the state of a job.
 
-All ranks enter each method together, and leave it together: with the same result, or all with an
-error, whichever rank had the problem. The ranks agree on whatever only one of them knows (the
-clock, a signal, a failed write) before anything depends on it.
+All ranks call each method, and only the first rank uses the storage. All ranks return the same
+result, or all of them raise, whichever rank had the error. Facts that only one rank knows (the
+clock, a signal, a failed write) are communicated before a decision depends on them.
 """
 
 import json
@@ -37,12 +37,12 @@ from hvdkit.errors import RESUMABLE, UsageError
 
 _log = logging.getLogger("hvdkit.checkpoint")
 
-# How long the other ranks hear nothing of the first one while it waits for a write.
+# Seconds between two messages of the first rank to the others while it waits for a write.
 _WAIT_SECONDS = 60.0
 
 
 class Stopped(SystemExit):
-    """The job was asked to stop, has saved, and can be resumed: exit status 75."""
+    """The job was asked to stop, has saved its state and can be resumed: exit status 75."""
 
     def __init__(self, step: int) -> None:
         super().__init__(RESUMABLE)
@@ -57,7 +57,7 @@ class Restored:
         step: as given to `save`.
         epoch: as given to `save`.
         metrics: as given to `save`.
-        world_size: ranks of the job that saved it.
+        world_size: the number of ranks of the job that saved it.
     """
 
     step: int
@@ -84,34 +84,33 @@ class SavedStep:
 
 
 class Manager:
-    """Saves a job's state and restores it. A context manager; all ranks make one alike.
+    """Save and restore a job's state. A context manager; every rank makes one with equal arguments.
 
     Args:
-        store: the folder. Only the first rank uses it.
+        store: the storage. Only the first rank uses it.
         collectives: of the ranks of the job.
-        parts: what all ranks hold alike, by name (as `Snapshot.parts` has them). The first
-            rank's is saved, and restored on all. They are restored in this order. Of a
-            `ShardedItem`, every rank's rows are saved.
-        rank_parts: what each rank has for itself. Saved in this order; restored in it, after
-            `parts`, and only in a job of the same size. Where a `RequiredRankItem` cannot be
-            restored, the restore is an error, unless it is not strict.
+        parts: items whose state is the same on all ranks, by the name of their part. The first
+            rank's state is saved, and restored on all ranks, in this order. For a `ShardedItem`,
+            every rank's rows are saved.
+        rank_parts: items with a state of their own on each rank. They are restored after `parts`,
+            in this order, and only in a job with as many ranks. Restoring without a
+            `RequiredRankItem` is an error, unless `strict` is False.
         alike: names of parts without tensors that are compared between the ranks at each save.
-        of_this_size: names of parts that mean nothing in a job of another size: restored where
-            the checkpoint has them and the size is the same.
-        versions: of the framework and whatever else matters, by name.
-        every_steps: `maybe_save` saves when so many steps have been done since the last save.
-        every_minutes: ... or so many minutes, by the first rank's clock.
-        asynchronous: write while training goes on. Otherwise `save` returns when all is written.
-        overwrite: where the folder has steps and none was restored, begin a new run beside them.
-            Otherwise saving is refused there.
+        of_this_size: names of parts that are only restored in a job with as many ranks.
+        versions: package name -> version, such as the framework's.
+        every_steps: `maybe_save` saves after this many steps since the last save.
+        every_minutes: `maybe_save` saves after this many minutes, by the first rank's clock.
+        asynchronous: write while training continues. Otherwise `save` returns after the write.
+        overwrite: begin a new run if the folder has steps and none was restored. Otherwise saving
+            is refused there.
         run: the run of an earlier manager of this process, to be continued.
         stop_signals: signals that make `maybe_save` save and stop the job; see `StopSignals`.
-        window_open: whether this rank is in the middle of an accumulation window, where nothing
-            can be saved.
-        allocate: gives the first rank the memory for its copy of the state.
+        window_open: returns whether this rank is inside an accumulation window, where the state
+            cannot be saved.
+        allocate: allocates the first rank's memory for its copy of the state.
 
     Raises:
-        UsageError: the arguments make no sense.
+        UsageError: an argument is invalid.
     """
 
     def __init__(
@@ -161,15 +160,15 @@ class Manager:
         self._closed = False
         self._last_step = 0
         self._unknown_metrics: set[str] = set()
-        # Not the time of day, which may jump.
+        # Monotonic: the time of day may jump.
         self._last_time = time.monotonic()
-        # These two are the first rank's; on others they stay empty.
+        # Used on the first rank only.
         self._memory = SnapshotMemory(allocate)
         self._writer = BackgroundWriter(store, overwrite, run)
 
     @property
     def run(self) -> int | None:
-        """The run that is saved; on the first rank, and None before anything is."""
+        """The current run, on the first rank; None before the first save."""
         return self._writer.run
 
     @property
@@ -185,28 +184,27 @@ class Manager:
     ) -> None:
         """Save the state as it is now. A collective.
 
-        Returns once the state is copied, and a thread writes the copy. If the write before this
-        one is still going on, waits for that first. With `wait`, or where the checkpointer is not
-        asynchronous, the state is written without a copy.
+        Copy the state and return; a thread writes the copy. If the previous write is still running,
+        wait for it first. With `wait`, or without `asynchronous`, write the state without a copy.
 
         Args:
-            step: how many steps have been trained, the same on all ranks.
-            epoch: which one the step is in, for people.
-            metrics: values by name, for `keep_best` and for people; the first rank's count.
-            wait: return when all of it is on the disk.
+            step: the number of steps trained, the same on all ranks.
+            epoch: the epoch of the step, for people.
+            metrics: values by name, for `keep_best` and for people. The first rank's are saved.
+            wait: return after everything is on the disk.
 
         Raises:
-            UsageError: on all ranks: one of them is in an accumulation window, or holds something
-                that cannot be saved, or they do not mean the same step; or the folder has steps of
-                an earlier run, and none was restored.
-            CheckpointError: on all ranks: this write or the one before it failed.
+            UsageError: on all ranks: a rank is in an accumulation window, has a state that cannot
+                be saved, or gave another step; or the folder has steps of an earlier run, and none
+                was restored.
+            CheckpointError: on all ranks: this write or the previous one failed.
         """
         self._check_open()
         message: dict[str, Any] = {}
         problem: Exception | None = None
         consequence = f"step {step} was not saved"
         wait = bool(wait) or not self._asynchronous
-        # The copy before this one is in use until it is written.
+        # The previous copy is in use until it is written.
         self._finish("save", consequence)
         try:
             values = _checked(step, epoch, metrics or {})
@@ -217,7 +215,7 @@ class Manager:
                 )
             if self._first:
                 self._writer.open()
-            trees = {name: self._parts[name].save() for name in self._parts_to_capture()}
+            trees = {name: self._parts[name].save() for name in self._parts_to_save()}
             message = {
                 "step": int(step),
                 "wait": str(wait),
@@ -274,13 +272,13 @@ class Manager:
             if wait:
                 self._finish("save")
         except BaseException:
-            # The caller may go on and change the state, which is read where it is.
+            # The state is read in place, and the caller may change it after this error.
             if self._first:
                 snapshot.withdrawn.set()
             raise
 
     def _warn_of_missing(self, metrics: Mapping[str, float]) -> None:
-        """Warn once of each metric of `keep_best` that a step with metrics does not have."""
+        """Warn once for each metric of `keep_best` that is missing in a step's metrics."""
         missing = set(self._store.retention.missing(metrics)) if metrics else set()
         for name in sorted(missing - self._unknown_metrics):
             _log.warning(
@@ -296,24 +294,24 @@ class Manager:
         epoch: int | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
-        """Save if it is time, and stop if the job was asked to. A collective, for every step.
+        """Save if a save is due, and stop if the job was asked to. A collective, for every step.
 
-        Costs one allreduce of 8 bytes. May be called after every pass of an accumulation window:
-        what is due then happens at the window's end.
+        Costs one allreduce of 8 bytes. It may be called after every pass of an accumulation window;
+        a save that is due inside a window happens at its end.
 
         Returns:
-            Whether it has saved.
+            Whether the state was saved.
 
         Raises:
-            Stopped: on all ranks, which is an exit of the process with status 75 (`RESUMABLE`):
-                one of them got a stop signal; the state is saved and on the disk.
-            UsageError: as `save`.
-            CheckpointError: as `save`; a failed write is told here, too, when nothing is due.
+            Stopped: on all ranks: a rank got a stop signal, and the state is on the disk. The
+                process exits with status 75 (`RESUMABLE`).
+            UsageError: see `save`.
+            CheckpointError: see `save`; also if an earlier write failed and no save is due.
         """
         self._check_open()
         self._signals.install()
         if self._first:
-            # A folder that cannot be written to is told at once, not after an hour.
+            # Report a folder that cannot be written at the first step, not at the first save.
             self._writer.try_to_open()
         ranks = len(self._collectives.ranks)
         due = self._every_steps is not None and (
@@ -331,7 +329,7 @@ class Manager:
             failed=int(self._writer.failed),
         ).sum(self._collectives)
         if agreed.present < ranks:
-            # The others have called `join`, and take part in nothing but reductions.
+            # Some ranks have called `join`, and take part in reductions only.
             return False
         if agreed.failed:
             self.wait()
@@ -353,12 +351,11 @@ class Manager:
         epoch: int | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Save, and end the job in a way that says that it can be resumed. A collective.
+        """Save, and end the job with the exit status of a resumable job. A collective.
 
         Raises:
             Stopped: on all ranks, once the state is on the disk.
-            UsageError: as `save`.
-            CheckpointError: as `save`.
+            UsageError, CheckpointError: see `save`.
         """
         self.save(step, epoch, metrics, wait=True)
         if self._first:
@@ -381,28 +378,27 @@ class Manager:
         strict: bool = True,
         only: Collection[str] | None = None,
     ) -> Restored | None:
-        """Take over the newest good checkpoint of the newest run. A collective.
+        """Restore the newest good step of the newest run. A collective.
 
         Args:
-            step: this one and no other. If there are newer ones, the next `maybe_save` or `save`
-                begins a new run with it, and the newer ones stay.
-            run: look at this run instead of the newest.
-            strict: False: restore what fits, and leave the rest as it is, with a warning that
-                names it: a scheduler or scaler that was added or removed, layers of a model.
-            only: restore these alone, by the names of the arguments, such as `("model",)`. What is
-                saved next belongs to a new run.
+            step: restore this step only. If newer steps exist, they stay, and the next save begins
+                a new run from this step.
+            run: restore from this run instead of the newest.
+            strict: False: restore the state that fits, and name the rest in a warning, such as a
+                scheduler that was added, or layers of a model.
+            only: restore only these items, by the names of the arguments, such as `("model",)`.
+                The next save begins a new run.
 
         Returns:
-            Where the job is now; None if there is no checkpoint, and nothing has changed.
+            The restored step; None if there is no checkpoint, and nothing has changed.
 
         Raises:
-            UsageError: on all ranks: it does not fit, or there is no such `step`.
-            CheckpointError: on all ranks: none of the steps is good, or the folder cannot be
-                read.
+            UsageError: on all ranks: the state does not fit, or there is no such `step`.
+            CheckpointError: on all ranks: no step is good, or the folder cannot be read.
 
-        The content is checked while it is read: where a step proves to be damaged, the next older
-        one is restored over it. An error that says that the state is half restored comes after
-        that; any other error has changed nothing.
+        Tensors are verified while they are read. If a step is found to be damaged after some of its
+        tensors were restored, the next older step is restored over it. If that fails, the error
+        says that the state is half restored; after any other error nothing has changed.
         """
         self._check_open()
         self._finish("restore", NOTHING_RESTORED)
@@ -436,7 +432,7 @@ class Manager:
             return None
         self._last_time = time.monotonic()
         if only is not None:
-            # This is another training, which counts its own steps.
+            # Another training, with its own count of steps.
             self._writer.begin_run()
         else:
             self._last_step = found.step
@@ -445,9 +441,9 @@ class Manager:
         return Restored(found.step, found.epoch, found.metrics, found.world_size)
 
     def steps(self) -> list[SavedStep]:
-        """List the whole steps of the newest run, oldest first. A collective.
+        """List the complete steps of the newest run, oldest first. A collective.
 
-        Waits for the write that is going on, so its step is in the list.
+        Wait for the current write, so that its step is in the list.
 
         Raises:
             CheckpointError: on all ranks: a write failed, or the folder cannot be read.
@@ -458,7 +454,7 @@ class Manager:
         """Return the step that was saved last; None if there is none. A collective.
 
         Raises:
-            CheckpointError: as `steps`.
+            CheckpointError: see `steps`.
         """
         steps = self.steps()
         return steps[-1].step if steps else None
@@ -468,15 +464,15 @@ class Manager:
 
         Args:
             metric: its name, as given to `save`.
-            mode: "min" or "max"; may be missing where the name tells it, as `KeepBest` says.
+            mode: "min" or "max"; optional if the name implies it, see `KeepBest`.
 
         Returns:
             The newest of several; None if there are no steps, or the metric was NaN in all.
 
         Raises:
-            UsageError: the name does not tell the mode; or there are steps, and none has the
+            UsageError: the name does not imply the mode; or there are steps, and none has the
                 metric.
-            CheckpointError: as `steps`.
+            CheckpointError: see `steps`.
         """
         wanted, steps = KeepBest(metric, mode), self.steps()
         if steps and not any(metric in saved.metrics for saved in steps):
@@ -516,7 +512,7 @@ class Manager:
         ]
 
     def _from_first(self, call: Callable[[], Any]) -> Any:
-        """Call on the first rank, and return its result, which JSON has, on all. A collective.
+        """Call on the first rank, and return the result as JSON has it on all ranks. A collective.
 
         Raises:
             UsageError, CheckpointError: on all ranks: the call raised.
@@ -535,7 +531,7 @@ class Manager:
         return json.loads(self._collectives.broadcast(sent, first, "hvdkit.checkpoint.told"))
 
     def wait(self) -> None:
-        """Return when everything is on the disk. A collective.
+        """Wait until everything is on the disk. A collective.
 
         Raises:
             CheckpointError: on all ranks: a write failed.
@@ -543,13 +539,13 @@ class Manager:
         self._finish("wait")
 
     def _finish(self, call: str, consequence: str = "") -> None:
-        """Wait for the write that is going on, if any. A collective.
+        """Wait for the current write, if any. A collective.
 
-        The ranks communicate while they wait, so that Horovod takes none of them for stalled.
+        The ranks communicate while they wait, so that Horovod does not report a stall.
 
         Args:
-            call: what the ranks do, which must be the same.
-            consequence: of a problem, to be added to it.
+            call: the name of the calling method, the same on all ranks.
+            consequence: added to an error.
         """
         going_on = True
         while going_on:
@@ -565,7 +561,7 @@ class Manager:
             going_on = told[0]["going on"]
 
     def close(self) -> None:
-        """`wait`, and give the folder back. A collective; may be called again.
+        """Wait for the current write and release the storage. A collective; may be called twice.
 
         Raises:
             CheckpointError: on all ranks: a write failed.
@@ -580,10 +576,10 @@ class Manager:
             self._writer.close()
 
     def abandon(self) -> None:
-        """Close on this rank alone, and only log an error. Not a collective.
+        """Close on this rank alone, and log an error instead of raising it. Not a collective.
 
-        For a rank that ends with an exception that the other ranks may not have. The end of the
-        `with` block calls `close` or `abandon`.
+        For a rank that ends with an exception which other ranks may not have. The `with` block
+        calls `close`, or after an exception `abandon`.
         """
         if self._closed:
             return
@@ -599,7 +595,7 @@ class Manager:
 
     def __enter__(self) -> Self:
         if self._every_steps is not None or self._every_seconds is not None:
-            # Before loader workers are forked: a signal to all processes must not end those.
+            # Before DataLoader workers are forked: a signal to the process group must not end them.
             self._signals.install()
         return self
 
@@ -618,17 +614,17 @@ class Manager:
         if self._closed:
             raise UsageError("the checkpointer is closed: make a new one")
 
-    def _parts_to_capture(self) -> Collection[str]:
-        """The names of parts that this rank captures; it has its rows of sharded ones besides."""
+    def _parts_to_save(self) -> Collection[str]:
+        """Return the names of the parts that this rank saves, without sharded parts."""
         if not self._first:
             return self._alike
         return [name for name in self._parts if name not in self._sharded]
 
     def _parts_wanted(self, only: Collection[str] | None) -> set[str]:
-        """The names of the parts to restore, of those that each rank has for itself too.
+        """Return the names of the parts and rank parts to restore.
 
         Raises:
-            UsageError: one of `only` is no part.
+            UsageError: an entry of `only` is not the name of a part.
         """
         names = {*self._parts, *self._rank_parts}
         if only is None:
@@ -645,10 +641,10 @@ class Manager:
 
 
 def _checked(step: Any, epoch: Any, metrics: Any) -> dict[str, float]:
-    """Return the metrics as numbers.
+    """Return the metrics as floats.
 
     Raises:
-        UsageError: one of the three is not what `save` takes.
+        UsageError: an argument of `save` is invalid.
     """
     _check_count("step", step)
     if epoch is not None:
@@ -682,7 +678,7 @@ def _encoded_plainly(content: Tree, name: str) -> Any:
     """Return the JSON form of a tree without tensors.
 
     Raises:
-        UsageError: it has some, or something that cannot be saved.
+        UsageError: it has tensors, or a value that cannot be saved.
     """
     encoded, tensors = tree.encode(content, name, inline=True)
     if tensors:

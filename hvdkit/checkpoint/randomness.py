@@ -1,4 +1,4 @@
-"""The state of Python's and NumPy's random numbers, which every process has for itself."""
+"""The states of Python's and NumPy's random number generators, which differ between ranks."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ def restore(tree: Tree) -> None:
     version, internal, gauss = tree["python"]
     random.setstate((version, tuple(np.frombuffer(internal, np.uint32).tolist()), gauss))
     legacy = tree["numpy"]
-    # Someone may have put another generator there, whose state is theirs.
+    # The user may have replaced NumPy's generator by another kind.
     if legacy is not None:
         key = np.frombuffer(legacy["key"], np.uint32)
         np.random.set_state(
@@ -44,17 +44,17 @@ def restore(tree: Tree) -> None:
 
 
 class Generators:
-    """The user's own generators of Python, of NumPy and of a framework.
+    """The user's generators: Python's, NumPy's and the framework's.
 
     Args:
         generators: `random.Random`, `numpy.random.Generator` or `kind`, by name.
         kind: the framework's class.
-        kind_name: its name, for errors.
+        kind_name: the name of `kind` in errors.
         get: returns the state of a generator of the framework, in bytes.
-        put: restores a state that `get` gave.
+        put: restores a state that `get` returned.
 
     Raises:
-        UsageError: one of them is something else.
+        UsageError: one of the generators is of another class.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Generators:
         self._generators = dict(generators or {})
         self._get, self._put = get, put
         for name, generator in self._generators.items():
-            # The system's random numbers have no state.
+            # The system's generator has no state.
             of_python = isinstance(generator, random.Random)
             if isinstance(generator, random.SystemRandom) or not (
                 of_python or isinstance(generator, kind | np.random.Generator)
@@ -81,7 +81,7 @@ class Generators:
                 )
 
     def save(self) -> Tree:
-        """The states by name: bytes for one of the framework."""
+        """Return the states by name; bytes for a generator of the framework."""
         return {name: self._state(generator) for name, generator in self._generators.items()}
 
     def _state(self, generator: Any) -> Tree:
@@ -100,7 +100,7 @@ class Generators:
         """Compare the saved generators with these.
 
         Raises:
-            UsageError: there are others, or one is of another kind.
+            UsageError: names or kinds differ.
         """
         if tree.keys() != self._generators.keys():
             saved, own = (", ".join(map(repr, names)) for names in (tree, self._generators))
@@ -112,12 +112,12 @@ class Generators:
             saved, own = map(_kind, (saved_state, self._state(self._generators[name])))
             if saved != own:
                 raise UsageError(
-                    f"generators[{name!r}] was of the kind {saved} when it was saved, and is of "
-                    f"the kind {own} here. Give one of the same kind, or restore with strict=False"
+                    f"generators[{name!r}] was {saved} when it was saved, and is "
+                    f"{own} here. Give a generator of the same kind, or restore with strict=False"
                 )
 
     def restore(self, tree: Tree) -> None:
-        """Restore the states of those that were saved, have the same name, and the same kind."""
+        """Restore the generators that have the same name and kind as when they were saved."""
         for name in self._generators.keys() & tree.keys():
             generator, saved = self._generators[name], tree[name]
             if _kind(saved) != _kind(self._state(generator)):
@@ -138,7 +138,7 @@ def _kind(state: Tree) -> str:
 
 
 def _without_arrays(state: Any) -> Tree:
-    """A bit generator's state with each array as its dtype and bytes, in a tuple."""
+    """Return a bit generator's state, with a tuple of dtype and bytes for each array."""
     if isinstance(state, dict):
         return {key: _without_arrays(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):

@@ -1,4 +1,4 @@
-"""Which steps stay: a pure function of what is there."""
+"""Decide which steps to keep: a pure function of the steps in the store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdkit.errors import UsageError
 
 Mode = Literal["min", "max"]
 
-#: Parts of the usual names of metrics, between `_`, `-`, `/` and the like.
+#: Words in the usual names of metrics, separated by `_`, `-`, `/` and the like.
 _SMALLEST_IS_BEST = {
     "loss",
     "error",
@@ -30,13 +30,13 @@ _LARGEST_IS_BEST = {"accuracy", "acc", "auc", "f1", "precision", "recall", "iou"
 _LARGEST_IS_BEST |= {"map", "ndcg", "psnr", "reward", "return", "r2"}
 
 
-#: With one of these, the opposite may be meant, or a difference.
+#: Words that reverse the meaning of a name, or make it a difference.
 _UNCLEAR = {"neg", "negative", "minus", "inverse", "inv", "drop", "reduction", "change", "delta"}
 _UNCLEAR |= {"diff", "improvement", "gain"}
 
 
 def _mode_of(metric: str) -> Mode | None:
-    """Return which value of a metric is best, as far as its name tells."""
+    """Return whether the smallest or largest value is best, if the metric's name implies it."""
     parts = set(re.split(r"[^a-z0-9]+", metric.lower()))
     if parts & _UNCLEAR or re.match(r"\s*1\W", metric):
         return None
@@ -52,9 +52,9 @@ class KeepBest:
 
     Attributes:
         metric: its name, as given to `save`.
-        mode: whether the smallest or the largest value is best. Must be given, unless the name says
-            it, as `val_loss` and `accuracy` do.
-        count: how many to keep.
+        mode: "min" or "max": which value is best. Optional if the name implies it, such as
+            `val_loss` or `accuracy`.
+        count: the number of steps to keep.
     """
 
     metric: str
@@ -76,8 +76,7 @@ class KeepBest:
             raise UsageError(f"{self.metric}'s mode is {self.mode!r}; expected 'min' or 'max'.")
         if self.count < 1:
             raise UsageError(
-                f"{self.count} steps with the best {self.metric} are to be kept; expected 1 or "
-                "more."
+                f"KeepBest({self.metric!r}) has count={self.count}; expected 1 or more."
             )
 
     def of(self, steps: Sequence[tuple[int, Mapping[str, float]]]) -> int | None:
@@ -87,7 +86,7 @@ class KeepBest:
             steps: number and metrics of each, oldest first.
 
         Returns:
-            Its number; None if none has a value that is a number.
+            The number of the step; None if no step has a value that is a number.
         """
         sign = 1 if self.mode == "min" else -1
         valued = [
@@ -102,7 +101,7 @@ class KeepBest:
         """Read `METRIC:min` or `METRIC:max`, as the command line takes it.
 
         Raises:
-            UsageError: it is not that.
+            UsageError: the text has another form.
         """
         metric, colon, mode = text.rpartition(":")
         if not metric or not colon or mode not in ("min", "max"):
@@ -114,12 +113,12 @@ class KeepBest:
 
 @dataclass(frozen=True)
 class Retention:
-    """The steps that stay.
+    """Rules for the steps to keep.
 
     Attributes:
-        keep_last: the newest ones, at least 1; None: all.
-        keep_best: those that stay besides.
-        keep_every: steps whose number is a multiple of this stay, too; None: none for that reason.
+        keep_last: the number of newest steps to keep, at least 1; None keeps all.
+        keep_best: the best steps to keep as well.
+        keep_every: keep steps whose number is a multiple of this as well; None: no such steps.
     """
 
     keep_last: int | None = 3
@@ -136,13 +135,13 @@ class Retention:
                 )
 
     def missing(self, metrics: Mapping[str, float]) -> list[str]:
-        """Return the metrics of `keep_best` that a step does not have."""
+        """Return the metrics of `keep_best` that are not in `metrics`."""
         return [best.metric for best in self.keep_best if best.metric not in metrics]
 
     def kept(self, manifests: Sequence[Manifest]) -> set[int]:
-        """Which of `manifests`, oldest first, stay: the numbers of their places.
+        """Return the indices of the manifests to keep. `manifests` is sorted, oldest first.
 
-        Of two with the same step number, the older goes: a resumed run has saved it again.
+        Of two manifests of one step, the older is dropped: a resumed run has saved the step again.
         """
         newest = {manifest.step: place for place, manifest in enumerate(manifests)}
         places = sorted(newest.values())
@@ -158,7 +157,7 @@ class Retention:
                 if not math.isnan(manifests[place].metrics.get(best.metric, math.nan))
             ]
             sign = 1 if best.mode == "min" else -1
-            # Of equal values the newer is kept.
+            # Of equal values the newer step is kept.
             valued.sort(key=lambda place: (sign * manifests[place].metrics[best.metric], -place))
             stay.update(valued[: best.count])
         return stay

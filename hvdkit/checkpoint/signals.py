@@ -1,4 +1,4 @@
-"""Signals that ask a job to stop, noted for the loop to look at."""
+"""Record the signals that ask a job to stop; the training loop reads them."""
 
 import logging
 import signal
@@ -12,28 +12,28 @@ from hvdkit.errors import UsageError
 
 _log = logging.getLogger("hvdkit.checkpoint")
 
-#: What schedulers, launchers and people send: SIGTERM before a time limit or a preemption, SIGINT
-#: from the keyboard, SIGUSR1 where a Slurm script asks for it (`--signal`).
+#: SIGTERM comes before a time limit or a preemption, SIGINT from the keyboard, SIGUSR1 from a Slurm
+#: script with `--signal`.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 _SAME_SECONDS = 3.0
 
 
 class StopSignals:
-    """Notes signals that ask this process to stop.
+    """Record the signals that ask this process to stop.
 
-    One that comes again, some seconds later, does what it would have done without us, so a job
-    that no longer comes to the end of a step can still be ended. Sooner it is taken for the same
-    one, because a terminal and a launcher may both pass it on.
+    A second signal of the same kind, more than 3 seconds later, has its original effect, so that a
+    job that does not reach the end of a step can still be stopped. A second signal within 3 seconds
+    counts as the first one, because a terminal and a launcher may both forward it.
 
     Args:
-        numbers: the signals to note, such as `signal.SIGTERM`; may be empty.
+        numbers: the signals to record, such as `signal.SIGTERM`; may be empty.
 
     Attributes:
-        asked: what has asked to stop, such as "SIGTERM"; empty if nothing has.
+        asked: the name of the last signal, such as "SIGTERM"; empty if there was none.
 
     Raises:
-        UsageError: they are no signals that can be noted.
+        UsageError: a number is not a signal that a process can handle.
     """
 
     def __init__(self, numbers: Sequence[int] = STOP_SIGNALS) -> None:
@@ -45,22 +45,22 @@ class StopSignals:
                 f"stop_signals is {list(numbers)}: {error}; expected some of signal.SIGTERM, ..."
             ) from error
         if signal.SIGKILL in self._numbers or signal.SIGSTOP in self._numbers:
-            raise UsageError("stop_signals has SIGKILL or SIGSTOP, which no process can note")
+            raise UsageError("stop_signals has SIGKILL or SIGSTOP, which no process can handle")
         self._installed = False
         self._previous: dict[int, Any] = {}
         self._since: dict[int, float] = {}
 
     def install(self) -> None:
-        """Begin to note them. Nothing outside the main thread, where Python cannot."""
+        """Install the handlers. Outside the main thread, where Python cannot, only warn."""
         if self._installed or not self._numbers:
             return
         self._installed = True
         if threading.current_thread() is not threading.main_thread():
             names = ", ".join(number.name for number in self._numbers)
-            _log.warning("not in the main thread: this job is not saved at %s", names)
+            _log.warning("not in the main thread: %s does not save this job", names)
             return
         for number in self._numbers:
-            self._previous[number] = signal.signal(number, self._note)
+            self._previous[number] = signal.signal(number, self._record)
 
     def remove(self) -> None:
         """Restore the handlers that the signals had before."""
@@ -71,12 +71,12 @@ class StopSignals:
 
     def _restore(self, number: int) -> None:
         previous = self._previous.pop(number)
-        # Someone who has put a handler of their own in place since then keeps it. None: a handler
-        # that was not set by Python, and that Python cannot set again.
-        if signal.getsignal(number) == self._note:
+        # Keep a handler that the user has installed since. None stands for a handler that was not
+        # installed by Python, and that Python cannot install again.
+        if signal.getsignal(number) == self._record:
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def _record(self, number: int, _frame: FrameType | None) -> None:
         self.asked = signal.Signals(number).name
         now = time.monotonic()
         if now > self._since.setdefault(number, now) + _SAME_SECONDS:

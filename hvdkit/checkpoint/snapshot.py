@@ -1,4 +1,4 @@
-"""The state as it is written: a copy in host memory, or the tensors' own memory."""
+"""The state to write: a copy in host memory, or the tensors' own memory."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -14,10 +14,10 @@ from hvdkit.checkpoint.writing import EncodedPart
 
 
 class SnapshotMemory:
-    """Memory for one copy, which is allocated once: fresh pages cost more than the copy itself.
+    """Memory for a copy of the state, allocated once: new pages cost more time than the copy.
 
     Args:
-        allocate: where the memory comes from.
+        allocate: the allocator.
     """
 
     def __init__(self, allocate: Allocate = memory.allocate) -> None:
@@ -25,10 +25,10 @@ class SnapshotMemory:
         self._memory = np.empty(0, np.uint8)
 
     def copy(self, trees: Mapping[str, Tree]) -> dict[str, EncodedPart]:
-        """Copy the state, over the copy before it.
+        """Copy the state, over the previous copy.
 
         Args:
-            trees: of the parts, as their `save` gives them.
+            trees: part -> the result of its item's `save`.
 
         Raises:
             UsageError: something in a tree cannot be saved.
@@ -41,7 +41,7 @@ class SnapshotMemory:
                 places[part, name] = slice(end, end + nbytes(tensor.spec))
                 end += -(-nbytes(tensor.spec) // ALIGNMENT) * ALIGNMENT
         if len(self._memory) < end:
-            # The old memory goes before the new one comes.
+            # Free the old memory before allocating new memory.
             self._memory = np.empty(0, np.uint8)
             self._memory = self._allocate(end)
         parts = {}
@@ -61,7 +61,7 @@ def in_place(trees: Mapping[str, Tree]) -> dict[str, EncodedPart]:
     A tensor that is on another device, or is not row-major, is copied when it is written.
 
     Args:
-        trees: of the parts, as their `save` gives them.
+        trees: part -> the result of its item's `save`.
 
     Raises:
         UsageError: something in a tree cannot be saved.
@@ -69,7 +69,7 @@ def in_place(trees: Mapping[str, Tree]) -> dict[str, EncodedPart]:
     parts = {}
     for part, (content, tensors) in _encoded(trees).items():
         for tensor in tensors.values():
-            nbytes(tensor.spec)  # says so now if it cannot be saved
+            nbytes(tensor.spec)  # raises now if the tensor cannot be saved
         parts[part] = EncodedPart(
             content,
             {name: (tensor.spec, partial(_content, tensor)) for name, tensor in tensors.items()},

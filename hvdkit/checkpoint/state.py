@@ -1,9 +1,12 @@
 """The state in a checkpoint: trees whose leaves are plain values and tensors.
 
-A tree is what JSON knows (None, bool, int, float, str, lists, dicts with string keys), and besides
-it tuples, dicts with other keys that are plain, bytes, complex numbers, infinities and NaN, NumPy
-scalars and arrays, `Tensor`s and `SmallTensor`s. Nothing else, and no pickle: what opens a
-checkpoint runs no code of it.
+A tree holds the values of JSON (None, bool, int, float, str, lists, dicts with string keys), and
+tuples, dicts with other plain keys, bytes, complex numbers, infinities and NaN, NumPy scalars and
+arrays, `Tensor`s and `SmallTensor`s. It holds nothing else, and no pickle: opening a checkpoint
+never runs code from it.
+
+A stateful item is an object whose state a checkpoint holds. The state of an item in a checkpoint is
+a part: a tree, and one file for its tensors.
 """
 
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ class TensorSpec:
     """The dtype and the shape of a tensor.
 
     Attributes:
-        dtype: as safetensors calls it, such as `F32` or `BF16`; also `C128` and `C32`.
+        dtype: safetensors' name, such as `F32` or `BF16`; also `C128` and `C32`.
         shape: its dimensions.
     """
 
@@ -28,7 +31,7 @@ class TensorSpec:
 
 
 class Tensor(Protocol):
-    """A tensor of some framework, where it lives."""
+    """A framework's tensor, in its own memory."""
 
     @property
     def spec(self) -> TensorSpec:
@@ -36,11 +39,11 @@ class Tensor(Protocol):
         ...
 
     def read(self, out: np.ndarray) -> None:
-        """Copy its content, row-major, into `out`, which is uint8 and of its size in bytes."""
+        """Copy the content, row-major, into `out`: uint8, of the tensor's size in bytes."""
         ...
 
     def memory(self) -> np.ndarray | None:
-        """Return its content without a copy: uint8, one dimension, row-major.
+        """Return the content without a copy: uint8, one dimension, row-major.
 
         None if the content is not in host memory or not row-major. The result is valid until the
         tensor changes.
@@ -48,17 +51,17 @@ class Tensor(Protocol):
         ...
 
     def write(self, content: np.ndarray, start: int = 0) -> None:
-        """Put `content`, a piece of what `read` gives, where it begins at byte `start`.
+        """Write `content`, a range of the bytes that `read` copies, at byte `start`.
 
-        A tensor comes in one piece or in several, of whole elements, from the first byte to the
-        last one after the other. The memory of a piece is aligned for its elements.
+        A tensor is written in one or several pieces of whole elements, in order. The memory of a
+        piece is aligned for its elements.
         """
         ...
 
 
 @dataclass(frozen=True)
 class SmallTensor:
-    """A tensor with its content, which is written into the tree itself.
+    """A tensor whose content is stored in the tree itself.
 
     Attributes:
         spec: its dtype and shape.
@@ -70,32 +73,32 @@ class SmallTensor:
 
 
 class StatefulItem(Protocol):
-    """A part of the state that all ranks hold alike, such as a model. Rank 0's is saved."""
+    """An item whose state is the same on all ranks, such as a model. Rank 0's state is saved."""
 
     def save(self) -> Tree:
-        """The state now. Tensors in it stay where they are; the caller reads them at once."""
+        """Return the current state. The caller reads its tensors, which are not copied, at once."""
         ...
 
     def plan_restore(self, tree: Tree) -> Tree:
-        """Say where a saved state's tensors are to go.
+        """Return the destinations for a saved state's tensors.
 
         Changes nothing: `restore` follows only if every rank could make its plan.
 
         Args:
-            tree: as `save` gave it, with a `TensorSpec` in place of each tensor. NumPy arrays
-                in it have no content yet.
+            tree: the result of `save`, with a `TensorSpec` in place of each tensor. NumPy arrays
+                are not filled yet.
 
         Returns:
-            The same tree, with a `Tensor` in place of each `TensorSpec`: one of the part's own,
-            or a new one, on the right device. NumPy arrays stay, and are filled too.
+            The same tree, with a `Tensor` in place of each `TensorSpec`: one of the item's own
+            tensors or a new one, on the right device. NumPy arrays stay and are filled later.
 
         Raises:
-            UsageError: the state does not fit, naming the first things that differ.
+            UsageError: the state does not fit; names the first differences.
         """
         ...
 
     def restore(self, tree: Tree) -> None:
-        """Take over the state, once what `plan_restore` returned has been filled."""
+        """Load the state: the tree that `plan_restore` returned, now filled."""
         ...
 
 
@@ -104,17 +107,17 @@ class PartialItem(StatefulItem, Protocol):
     """An item that can restore some of its tensors, such as a model with another last layer."""
 
     def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
-        """Prepare the tensors that fit, of a state that does not fit everywhere.
+        """Return destinations for the tensors that fit.
 
         Returns:
-            The tree, with a `Discarded` in place of each tensor that has no use here; and a
-            description of each tensor that is not restored, on either side.
+            The tree, with a `Discarded` for each tensor that does not fit; and a description of
+            each tensor, saved or own, that is not restored.
         """
         ...
 
 
 class Discarded:
-    """A `Tensor` that nobody keeps.
+    """A `Tensor` whose content is ignored.
 
     Attributes:
         spec: its dtype and shape.
@@ -124,49 +127,51 @@ class Discarded:
         self.spec = spec
 
     def read(self, out: np.ndarray) -> None:
-        """There is no content: fill `out` with zeros."""
+        """Fill `out` with zeros."""
         out[:] = 0
 
     def memory(self) -> None:
-        """There is no content."""
+        """Return None: there is no content."""
 
     def write(self, content: np.ndarray, start: int = 0) -> None:
         """Ignore the content."""
 
 
 class RankItem(Protocol):
-    """A part that each rank has for itself, such as its random numbers. Every rank's is saved.
+    """An item with a state of its own on each rank, such as random number generators.
 
-    Its tree is small: it has no `Tensor`s, but may have bytes, NumPy arrays and `SmallTensor`s.
+    Every rank's state is saved. Its tree is small: no `Tensor`s, but bytes, NumPy arrays and
+    `SmallTensor`s.
     """
 
     def save(self) -> Tree:
-        """This rank's state now."""
+        """Return this rank's current state."""
         ...
 
     def restore(self, tree: Tree) -> None:
-        """Take over what the same rank of a job of the same size has saved."""
+        """Load the state that the same rank of a job with as many ranks has saved."""
         ...
 
 
 @runtime_checkable
 class CheckedRankItem(RankItem, Protocol):
-    """A `RankItem` that may not fit a saved state."""
+    """A `RankItem` that can check whether a saved state fits."""
 
     def check(self, tree: Tree) -> None:
-        """Compare a saved state with this rank's, before anything is restored.
+        """Check a saved state before anything is restored.
 
         Raises:
-            UsageError: the state does not fit. A restore with `strict=False` restores what fits.
+            UsageError: the state does not fit. A restore with `strict=False` leaves the item as it
+                is.
         """
         ...
 
 
 @runtime_checkable
 class RequiredRankItem(CheckedRankItem, Protocol):
-    """A `CheckedRankItem` that a job cannot resume without, such as a rank's position in its data.
+    """A `CheckedRankItem` that a job needs to resume, such as a rank's position in its data.
 
-    A restore that cannot restore it is an error; with `strict=False` it leaves it as it is.
+    A restore fails if it cannot restore the item; with `strict=False` it leaves the item as it is.
 
     Attributes:
         required: true.

@@ -100,7 +100,7 @@ def test_any_request_from_which_on_the_server_is_gone(on_s3, s3_proxy, quick):
             for info in store.steps():
                 assert store.verify(info.step) == []
             assert store.steps()[-1].step in ((2, 3) if said else (3,))
-            assert not said or "the steps that are listed are whole" in said
+            assert not said or "the steps that are listed are complete" in said
             # The server is back.
             writer.write(snapshot(4))
             assert_newest_good(store, 4)

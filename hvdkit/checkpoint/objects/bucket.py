@@ -393,7 +393,7 @@ class Bucket:
 
     def _advice(self, error: Exception) -> str:
         if self._reached:
-            return "Check access rights and connection; the steps that are listed are whole."
+            return "Check access rights and connection; the steps that are listed are complete."
         if isinstance(error, TypeError | ValueError) and self._options:
             return f"Check storage_options, which has {', '.join(sorted(self._options))}."
         return "Check the address, the access rights and the connection."
