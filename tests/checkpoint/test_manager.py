@@ -873,8 +873,8 @@ def test_a_write_is_tried_again_where_the_error_may_pass(
 
 def test_a_write_that_hangs_is_an_error_on_every_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(manager, "_WAIT_SECONDS", 0.1)
-    monkeypatch.setattr(background, "_LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(background, "_STILL_SECONDS", 0.5)
+    monkeypatch.setattr(background, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(background, "_NO_PROGRESS_SECONDS", 0.5)
     go_on = threading.Event()
     monkeypatch.setattr(
         disk, "before_step", lambda name, file: name == "fsync" and go_on.wait(20) and None
