@@ -383,7 +383,7 @@ FIXES: tuple[Fix, ...] = (
         "requests, and values of N addresses sent N times (docs/running.md has figures). With "
         "hvdkit's server it takes two requests per rank and mesh, and strangers are kept out",
         source="measured; gloo/rendezvous/context.cc",
-        proof="tests/test_rendezvous.py::test_each_rank_asks_twice_per_mesh",
+        proof="tests/test_rendezvous.py::test_each_rank_sends_two_requests_per_mesh",
         adds={
             "horovod/common/gloo/mesh_rendezvous.h": "mesh_rendezvous.h",
             "horovod/common/gloo/mesh_context.h": "mesh_context.h",
@@ -416,7 +416,7 @@ FIXES: tuple[Fix, ...] = (
         repairs="the global process set connects all ranks a second time, though they are "
         "connected: twice the time, the sockets and the ports",
         source="reading GlooContext::InitializeForProcessSet",
-        proof="tests/test_rendezvous.py::test_each_rank_asks_twice_per_mesh",
+        proof="tests/test_rendezvous.py::test_each_rank_sends_two_requests_per_mesh",
         edits=(
             Edit(
                 "horovod/common/gloo/gloo_context.cc",
