@@ -454,7 +454,7 @@ FIXES: tuple[Fix, ...] = (
         repairs="a rank that cannot connect with the others aborts, with a core dump, instead of "
         "raising in hvd.init()",
         source="reading BackgroundThreadLoop, which starts Gloo outside of its try block",
-        proof="tests/test_rendezvous.py::test_a_rank_that_waits_in_vain_raises",
+        proof="tests/test_rendezvous.py::test_a_timeout_raises",
         edits=(
             Edit(
                 "horovod/common/operations.cc",
