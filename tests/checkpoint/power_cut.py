@@ -9,6 +9,7 @@ were synced, and of the others none, all or any.
 
 import contextlib
 import os
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,14 +27,14 @@ class Recorder:
         number: the root's.
         marks: (number of calls so far, what was said).
         skipped: the sync with this number, counted from 1, is not noted, as if it were missing.
-        syncs: how many there were.
+        syncs: the functions of hvdkit that called each sync, and the name of the file or folder.
     """
 
     root: Path
     skipped: int | None = None
     calls: list = field(default_factory=list)
     marks: list = field(default_factory=list)
-    syncs: int = 0
+    syncs: list = field(default_factory=list)
     number: int = 0
     _numbers: dict = field(default_factory=dict)
     _count: int = 0
@@ -111,8 +112,11 @@ class Recorder:
 
     def _fsync(self, descriptor):
         self._real["fsync"](descriptor)
-        self.syncs += 1
-        if self.syncs != self.skipped:
+        frames = traceback.extract_stack()
+        functions = [frame.name for frame in frames if "/hvdkit/checkpoint/" in frame.filename]
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        self.syncs.append((*functions, "" if path.is_dir() else path.name))
+        if len(self.syncs) != self.skipped:
             self._note("sync", self._number(descriptor))
 
     def _mkdir(self, path, mode=0o777, *, dir_fd=None):
