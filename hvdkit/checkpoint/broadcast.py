@@ -154,5 +154,5 @@ def _pieces(own: Mapping[str, Tensor], part: str, outline: Outline) -> list[_Pie
 def _read(opened: OpenCheckpoint, parts: list[str]) -> Generator[np.ndarray, None, None]:
     """Yield the pieces of the parts' files, each with one more byte."""
     for part in parts:
-        for _, memory in opened.pieces(part, room=1):
+        for _, memory in opened.pieces(part, padding=1):
             yield memory

@@ -1,4 +1,4 @@
-"""Files as chunks, each with a hash, so that a reader checks each chunk before it uses it."""
+"""Files divided into chunks, each with a hash that a reader checks before it uses the chunk."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import xxhash
 from hvdkit.checkpoint.errors import Damaged
 from hvdkit.checkpoint.memory import allocate
 
-#: Bytes of a chunk; the last one of a file may be shorter.
+#: Bytes of a chunk; the last chunk of a file may be shorter.
 CHUNK_BYTES = 16_000_000
 
-#: Bytes that are read or written, and hashed, at once: they stay in the processor's cache.
+#: Bytes to read or write and hash at once: few enough for the processor's cache.
 CACHED_BYTES = 1_000_000
 
-#: Fills an array of uint8 with the bytes of a file from an offset on.
+#: Fills an array of uint8 with the bytes of a file, starting at an offset.
 ReadInto = Callable[[np.ndarray, int], None]
 
 
@@ -31,7 +31,7 @@ class FileRecord:
     Attributes:
         size: bytes.
         hashes: xxh3_128 of each chunk, 32 hexadecimal digits. An empty file has one chunk.
-        chunk_bytes: of each chunk but the last.
+        chunk_bytes: the size of each chunk except the last.
     """
 
     size: int
@@ -48,20 +48,20 @@ class FileRecord:
             )
 
     def chunk(self, number: int) -> tuple[int, int]:
-        """Return where a chunk begins and ends in the file."""
+        """Return the offsets where a chunk begins and ends in the file."""
         return (
             number * self.chunk_bytes,
             min((number + 1) * self.chunk_bytes, self.size),
         )
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """The pieces in which the chunks that hold the bytes from `begin` to `end` are read.
+        """Return the pieces to read for the bytes from `begin` to `end`.
 
-        A piece is a chunk. A chunk of more than `CHUNK_BYTES`, which older versions of hvdkit
-        wrote, is several pieces.
+        A piece is a whole chunk, or a part of a chunk that is larger than `CHUNK_BYTES`, as older
+        versions of hvdkit wrote.
 
         Returns:
-            An iterator: the number of the chunk, and where the piece begins and ends in the file.
+            An iterator: the number of the chunk, and the offsets where the piece begins and ends.
         """
         if begin >= self.size > 0:
             return
@@ -91,7 +91,7 @@ class ChunkHasher:
             data = data[len(piece) :]
 
     def record(self) -> FileRecord:
-        """Return the record of the file. Called once, after its last byte."""
+        """Return the record of the file. Call it once, after the last `update`."""
         if self._size % CHUNK_BYTES or not self._hashes:
             self._end_chunk()
         return FileRecord(self._size, tuple(self._hashes), CHUNK_BYTES)
@@ -108,7 +108,7 @@ class ChunkedFile:
         name: of the file, for errors.
         record: its size and hashes.
         read_into: reads the file. Several threads call it if `readers` is more than 1.
-        readers: threads that `pieces` reads ahead with. 0: it does not read ahead.
+        readers: the number of threads with which `pieces` reads ahead; 0: no reading ahead.
     """
 
     def __init__(
@@ -125,11 +125,11 @@ class ChunkedFile:
         return self._record.size
 
     def read(self, out: np.ndarray, offset: int) -> None:
-        """Fill `out` (uint8) from `offset` on. Reads the chunks that hold these bytes.
+        """Fill `out` (uint8) with the bytes from `offset` on, after checking their chunks.
 
         Raises:
             Damaged: one of these chunks is not what was written.
-            CheckpointError: the file cannot be read, for a reason that says nothing about it.
+            CheckpointError: the file cannot be read now; it may be intact.
         """
         end = offset + out.size
         if not out.size:
@@ -140,43 +140,43 @@ class ChunkedFile:
                 out[start - offset : stop - offset] = content[start - begin : stop - begin]
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Read all of the file.
+        """Read all of the file and check each chunk.
 
         Args:
-            progress: called with the number of bytes read since the call before.
+            progress: called with the number of bytes read since the previous call.
 
         Raises:
-            Damaged: a chunk is not what was written.
-            CheckpointError: the file cannot be read, for a reason that says nothing about it.
+            Damaged: a chunk differs from its hash.
+            CheckpointError: the file cannot be read now; it may be intact.
         """
         for _, content in self.pieces():
             if progress:
                 progress(content.size)
 
     def pieces(
-        self, begin: int = 0, end: int | None = None, *, room: int = 0
+        self, begin: int = 0, end: int | None = None, *, padding: int = 0
     ) -> Generator[tuple[int, np.ndarray], None, None]:
         """Read the pieces of `FileRecord.pieces`, and compare each chunk with its hash.
 
-        Where a chunk is several pieces, it is compared before the last of them is given out.
+        A chunk of several pieces is compared before its last piece is returned.
 
         Args:
-            begin: a byte in the first chunk that is read.
-            end: where to stop; None: at the end of the file.
-            room: bytes of memory after each piece, for the caller.
+            begin: the offset of a byte in the first chunk to read.
+            end: the offset at which to stop; None: at the end of the file.
+            padding: bytes of memory after each piece, for the caller to use.
 
         Returns:
-            An iterator: where a piece begins in the file, and its content (uint8) with the room,
-            which is valid until the next piece is asked for.
+            An iterator: the offset of a piece in the file, and its content (uint8) with the
+            padding, valid until the next piece is requested.
 
         Raises:
-            Damaged: a chunk is not what was written.
-            CheckpointError: the file cannot be read, for a reason that says nothing about it.
+            Damaged: a chunk differs from its hash.
+            CheckpointError: the file cannot be read now; it may be intact.
         """
         places = list(self._record.pieces(begin, self._record.size if end is None else end))
         longest = max((stop - start for _, start, stop in places), default=0)
         # One piece is in use while the others are read.
-        buffers = [allocate(longest + room) for _ in range(min(self._readers + 1, len(places)))]
+        buffers = [allocate(longest + padding) for _ in range(min(self._readers + 1, len(places)))]
         running = xxhash.xxh3_128()
         for place, buffer, hashed in self._loaded(places, buffers):
             number, start, stop = place
@@ -192,12 +192,12 @@ class ChunkedFile:
                         f"its content is not what was written: the hash of bytes {first} to "
                         f"{last} differs",
                     )
-            yield start, buffer[: stop - start + room]
+            yield start, buffer[: stop - start + padding]
 
     def _loaded(
         self, places: list[tuple[int, int, int]], buffers: list[np.ndarray]
     ) -> Iterator[tuple[tuple[int, int, int], np.ndarray, str | None]]:
-        """Read the pieces, ahead of their use if there are readers."""
+        """Read the pieces, with `readers` threads ahead of their use."""
         if len(buffers) < 2:
             for place, buffer in zip(places, itertools.cycle(buffers), strict=False):
                 yield place, *self._load(place, buffer)
@@ -225,7 +225,7 @@ class ChunkedFile:
     def _load(
         self, place: tuple[int, int, int], buffer: np.ndarray
     ) -> tuple[np.ndarray, str | None]:
-        """Read one piece. Returns the buffer, and the piece's hash if it is a chunk."""
+        """Read one piece. Return the buffer, and the hash if the piece is a whole chunk."""
         number, start, stop = place
         content = buffer[: stop - start]
         state = xxhash.xxh3_128() if (start, stop) == self._record.chunk(number) else None

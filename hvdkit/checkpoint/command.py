@@ -1,4 +1,4 @@
-"""`hvdkit checkpoint`: its arguments, and what it does with them."""
+"""The arguments and actions of `hvdkit checkpoint`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdkit.checkpoint.retention import KeepBest, Retention
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
 
-HELP = "list, check, thin out and export the checkpoints in a folder"
+HELP = "list, verify, prune and export the checkpoints in a folder"
 EXAMPLE = """\
   hvdkit checkpoint ls runs/digits
   hvdkit checkpoint verify runs/digits
@@ -22,19 +22,19 @@ EXAMPLE = """\
 
 #: Adds one action: (name, help, example) -> its parser.
 AddAction = Callable[[str, str, str], argparse.ArgumentParser]
-#: Writes the model of a checkpoint to a file or folder, in a format or the one that the name tells.
+#: Writes the model of a checkpoint to a file or folder, in the given format or that of the name.
 Export = Callable[[OpenCheckpoint, Path, str | None], None]
 
 
 def add_actions(add: AddAction, export: Export) -> None:
-    """The actions of `hvdkit checkpoint`, each with its arguments."""
+    """Add the actions of `hvdkit checkpoint` with their arguments."""
 
     def action(
         name: str, help: str, example: str, run: Callable[[argparse.Namespace], int]
     ) -> argparse.ArgumentParser:
         parser = add(name, help, f"  hvdkit checkpoint {example}")
         parser.add_argument("folder", metavar="DIR", help="the folder of checkpoints, or a URL")
-        parser.set_defaults(run=run, when_ended="the steps that are listed are complete.")
+        parser.set_defaults(run=run, when_ended="the listed steps are complete.")
         return parser
 
     action("ls", "list the steps", "ls runs/digits", _list)
@@ -47,7 +47,7 @@ def add_actions(add: AddAction, export: Export) -> None:
     _add_step(verify, "all")
     prune = action(
         "prune",
-        "delete old steps of the newest run; at least one good one stays",
+        "delete old steps of the newest run; at least one good step is kept",
         "prune runs/digits -n 2",
         _prune,
     )
@@ -56,7 +56,7 @@ def add_actions(add: AddAction, export: Export) -> None:
         type=int,
         default=3,
         metavar="N",
-        help="newest ones to keep (default: 3)",
+        help="number of newest steps to keep (default: 3)",
     )
     prune.add_argument(
         "--keep-best",
@@ -71,13 +71,11 @@ def add_actions(add: AddAction, export: Export) -> None:
         metavar="N",
         help="also keep steps whose number is a multiple of N",
     )
+    prune.add_argument("--damaged", action="store_true", help="also delete quarantined steps")
     prune.add_argument(
-        "--damaged", action="store_true", help="delete those that were quarantined, too"
+        "--older-runs", action="store_true", help="also delete all steps of older runs"
     )
-    prune.add_argument(
-        "--older-runs", action="store_true", help="delete all steps of older runs, too"
-    )
-    prune.add_argument("--dry-run", action="store_true", help="only print what would go")
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     exporting = action(
         "export",
         "write the model for PyTorch, Keras, safetensors or Hugging Face",
@@ -93,19 +91,19 @@ def add_actions(add: AddAction, export: Export) -> None:
     exporting.add_argument(
         "--format",
         choices=("torch", "safetensors", "huggingface"),
-        help="what to write, if the name of TARGET does not say it: PyTorch's state_dict, one "
+        help="the format, if the name of TARGET does not determine it: PyTorch's state_dict, one "
         "safetensors file, or a folder with model.safetensors as transformers reads it (add your "
         "model's config.json)",
     )
     exporting.add_argument(
-        "--step", type=int, metavar="STEP", help="which (default: the newest good one)"
+        "--step", type=int, metavar="STEP", help="the step (default: the newest good one)"
     )
     _add_run(exporting)
 
 
 def _add_step(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
-        "step", type=int, nargs="?", metavar="STEP", help=f"which (default: {default})"
+        "step", type=int, nargs="?", metavar="STEP", help=f"the step (default: {default})"
     )
 
 
@@ -115,7 +113,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         type=int,
         dest="of_run",  # `run` is the function to call
         metavar="RUN",
-        help="of which run (default: the newest)",
+        help="the run of the step (default: the newest)",
     )
 
 

@@ -52,6 +52,6 @@ def failing(action: str, path: str | Path) -> Iterator[None]:
         name = error.filename
         inside = f" of {name}" if isinstance(name, str) and name not in str(path) else ""
         raise CheckpointError(
-            f"cannot {action} {path}: {error.strerror}{inside}. {advice}; the steps that are "
-            f"listed are complete."
+            f"cannot {action} {path}: {error.strerror}{inside}. {advice}; the listed steps are "
+            f"complete."
         ) from error

@@ -1,8 +1,9 @@
-"""Leases: which process writes, and whether it is still alive.
+"""Leases: which process is the writer, and whether it is alive.
 
-A writer's lease has a number that grows every few seconds. The writer is dead if its process on
-this host has ended, or if the lease does not change for some time. Only changes are looked at, and
-timed by the reader's monotonic clock: clocks are never compared.
+The writer increments a number in its lease every few seconds: the heartbeat. A writer on this host
+is dead if its process has ended. A writer on another host is dead if its lease has not changed for
+some time. The observer measures this time with its own monotonic clock; clocks of different hosts
+are never compared.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Lease:
-    """The process that writes.
+    """Identifies the process that writes.
 
     Attributes:
-        token: of the writer, never used twice.
-        host: its name, for people.
-        machine: equal where process numbers mean the same processes: the running kernel and its
-            namespace of processes.
-        pid: the process.
-        started: when it was started, in the kernel's ticks: numbers of processes are used again.
+        token: identifies the writer; never used twice.
+        host: the host's name, for people.
+        machine: identifies the running kernel and its PID namespace. Process IDs are comparable
+            only if it is equal.
+        pid: the process ID.
+        started: when the process was started, in the kernel's clock ticks. It tells the process
+            from a later one with the same ID.
     """
 
     token: str
@@ -44,7 +46,7 @@ class Lease:
 
     @classmethod
     def own(cls) -> Lease:
-        """Make a new one, for this process."""
+        """Return a new lease for this process."""
         return cls(
             token=secrets.token_hex(8),
             host=socket.gethostname(),
@@ -55,10 +57,10 @@ class Lease:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Lease:
-        """Read what `fields` has given.
+        """Return the lease for a result of `fields`.
 
         Raises:
-            KeyError, TypeError, ValueError: it is not that.
+            KeyError, TypeError, ValueError: the fields are not valid.
         """
         return cls(
             token=str(fields["token"]),
@@ -70,30 +72,30 @@ class Lease:
 
     @classmethod
     def parse(cls, content: bytes | None) -> Lease | None:
-        """Read what `to_bytes` has given. None if there is none, or only a part of one."""
+        """Parse the result of `to_bytes`. Return None if it is missing or incomplete."""
         try:
             return cls.from_fields(json.loads(content or b""))
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def fields(self) -> dict[str, Any]:
-        """The lease as JSON has it."""
+        """Return the lease as JSON values."""
         return asdict(self)
 
     def to_bytes(self, beat: int) -> bytes:
-        """The lease and the number that grows."""
+        """Return the lease and the number of the heartbeat, as JSON."""
         return json.dumps({**self.fields(), "beat": beat}).encode()
 
     def expect_own_process(self, place: str) -> None:
-        """Check that this process has made the lease.
+        """Check that this process has created the lease.
 
         Raises:
-            CheckpointError: a process did that was forked into this one.
+            CheckpointError: its parent has created the lease before the fork.
         """
         if os.getpid() != self.pid:
             raise CheckpointError(
-                f"{place} was opened for writing by {self}, and not by its child {os.getpid()}; "
-                "write from the process that has opened it."
+                f"{place} was opened for writing by {self}; process {os.getpid()} was forked from "
+                f"it. Write from the process that has opened it."
             )
 
     def __str__(self) -> str:
@@ -101,19 +103,19 @@ class Lease:
 
 
 def conflict(place: str, writer: Lease | None) -> WriterConflict:
-    """The error for a second writer."""
+    """Return the error for a second writer."""
     return WriterConflict(
-        f"{writer or 'another process'} is writing checkpoints to {place}; expected only this "
-        "one. Stop it, or give another folder."
+        f"{writer or 'another process'} is writing checkpoints to {place}; expected no other "
+        "writer. Stop that process, or give another folder."
     )
 
 
-def taken_over(place: str, own: Lease, writer: Lease | None, patience: float) -> WriterConflict:
-    """The error for a writer that another one has replaced."""
+def taken_over(place: str, own: Lease, writer: Lease | None, timeout: float) -> WriterConflict:
+    """Return the error for a writer that another process has replaced."""
     return WriterConflict(
         f"{writer or 'another process'} has taken over {place} from this process ({own}), which "
-        f"had given no sign of life for {patience:.0f} s or more, or whose lease was removed. Let "
-        "only one of them go on."
+        f"had not renewed its lease for {timeout:.0f} s or more, or whose lease was removed. Stop "
+        "one of them."
     )
 
 
@@ -122,35 +124,35 @@ def wait_for_death(
     own: Lease,
     writer: Lease | None,
     read: Callable[[], bytes | None],
-    patience: float,
+    timeout: float,
 ) -> None:
-    """Return when a writer is surely dead.
+    """Return once a writer is known to be dead.
 
     Args:
-        place: what it writes to, for errors.
-        own: this process.
-        writer: None if its lease is not readable.
-        read: gives its lease as it is now; None if it is gone.
-        patience: seconds without a change after which it is dead.
+        place: the storage, for errors.
+        own: the lease of this process.
+        writer: the lease of the writer; None if it is not readable.
+        read: returns the current content of the writer's lease; None if it was removed.
+        timeout: seconds without a heartbeat after which the writer is dead.
 
     Raises:
-        WriterConflict: it is alive.
+        WriterConflict: the writer is alive.
     """
     content = read()
     if content is None:
         return
     if writer is not None and writer.machine == own.machine:
-        # A lease of this process without a writer is one that could not be removed.
+        # A lease of this process is from an earlier writer that failed to remove it.
         if writer.pid != own.pid and _started(writer.pid) == writer.started:
             raise conflict(place, writer)
         return
     _log.info(
-        "%s was last written to by %s; waiting %.0f s for a sign of life.",
-        *(place, writer or "an unknown process", patience),
+        "%s was last written to by %s; waiting %.0f s for a heartbeat.",
+        *(place, writer or "an unknown process", timeout),
     )
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        time.sleep(min(1.0, patience / 10))
+        time.sleep(min(1.0, timeout / 10))
         now = read()
         if now is None:
             return
@@ -164,7 +166,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When a process of this machine was started, in ticks; None if it is not running."""
+    """Return when a process was started, in clock ticks; None if it is not running."""
     try:
         content = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

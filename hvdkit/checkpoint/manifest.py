@@ -1,7 +1,7 @@
 """The manifest: the description of a step and of each of its files.
 
-It is JSON, and its last entry is the hash of all bytes before that entry. So no bit of it can
-change unnoticed, also where nothing else would tell, such as in a metric's value.
+It is JSON. Its last entry is the hash of all bytes before that entry, so a change of any bit is
+detected.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from hvdkit.errors import UsageError
 
 NAME = "manifest.json"
 STATE, RANKS = "state.json", "ranks.jsonl"
-#: What was written before RANKS: one list with an entry for each rank.
+#: Older versions wrote this file instead of RANKS: one list with an entry for each rank.
 RANKS_IN_A_LIST = "ranks.json"
 TENSORS_SUFFIX = ".safetensors"
 
-#: Larger JSON files are neither written nor read: a stranger's could fill the memory.
+#: Larger JSON files are neither written nor read: a hostile file could fill the memory.
 MAX_MANIFEST_BYTES = 16_000_000
 MAX_JSON_BYTES = 256_000_000
 #: Of each rank.
 MAX_RANK_BYTES = 64_000_000
-#: As `json_values` counts them. 100,000 parameters with Adam take 4 million. So many take about 0.7
-#: GB of memory at most, and without a limit 60 MB of JSON may take more than 4 GB.
+#: The most values in a JSON file, as `json_values` counts them. They take at most about 0.7 GB of
+#: memory; 60 MB of JSON can take more than 4 GB. 100,000 parameters with Adam are 4 million values.
 MAX_JSON_VALUES = 6_000_000
 
 #: Version 1 has one hash for each file. Version 2 has one for each chunk of a file; a tree may have
@@ -43,7 +43,7 @@ _SEAL = ',\n "xxh3_128": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 32))
 _MAX_INT = 2**63
 _OBJECT = 4
-#: A text, which may have no end, or what begins or separates values.
+#: A string, complete or not, or a character that begins or separates values.
 _STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|([,\[{])', re.DOTALL)
 
 
@@ -52,18 +52,17 @@ class Manifest:
     """The description of a step.
 
     Attributes:
-        step: how many steps were trained.
+        step: the number of steps trained.
         epoch: the epoch that the step is in, if the training counts epochs.
-        world_size: ranks of the job that saved it.
-        commit: counts the commits in a folder from 1. The newest step is the one that was
-            committed last, also where a run went back to an older step and wrote lower numbers
-            since, and whatever the clock did.
-        time: when it was written, seconds since 1970. For people; nothing is decided by it.
-        metrics: values by name.
-        versions: of what wrote it, by name.
-        files: name -> size and hash.
-        run: which training saved it, counted from 1. A resumed training continues its run. Steps
-            that were saved before runs were counted are of run 1.
+        world_size: the number of ranks of the job that saved the step.
+        commit: the number of the commit in the folder, from 1. The step with the highest number
+            is the newest, also after a rollback to a lower step.
+        time: when the step was written, in seconds since 1970. For people only.
+        metrics: name -> value.
+        versions: of hvdkit, Python and the framework, by name.
+        files: name -> size and hashes.
+        run: the number of the training run, from 1. A resumed training continues its run. Steps
+            that were saved before runs existed belong to run 1.
     """
 
     step: int
@@ -78,12 +77,12 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files together."""
+        """The sum of the sizes of all files, in bytes."""
         return sum(record.size for record in self.files.values())
 
     @property
     def parts_with_tensors(self) -> list[str]:
-        """The parts that have a file of tensors."""
+        """The names of the parts that have a file of tensors."""
         return [
             name.removesuffix(TENSORS_SUFFIX)
             for name in self.files
@@ -91,10 +90,10 @@ class Manifest:
         ]
 
     def to_bytes(self) -> bytes:
-        """The content of `manifest.json`.
+        """Return the content of `manifest.json`.
 
         Raises:
-            UsageError: there is more in it than a manifest may have, e.g. in the metrics.
+            UsageError: it would be too large, for example because of many metrics.
         """
         metrics, _ = tree.encode(dict(self.metrics), "metrics")
         fields = {
@@ -127,10 +126,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Read what `to_bytes` has made, checking all of it.
+        """Parse and check the result of `to_bytes`.
 
         Raises:
-            Damaged: it is not that.
+            Damaged: it is not valid.
             CheckpointError: it is of a later version of hvdkit.
         """
         fields = unsealed(NAME, data, _FORMAT, _VERSIONS)
@@ -154,76 +153,78 @@ class Manifest:
 
 
 def sealed(fields: Mapping[str, Any]) -> bytes:
-    """JSON whose last entry is the hash of all bytes before that entry."""
+    """Return JSON whose last entry is the hash of all bytes before that entry."""
     body = json.dumps(fields, indent=1, allow_nan=False).removesuffix("\n}").encode()
     return body + (_SEAL % xxhash.xxh3_128_hexdigest(body)).encode()
 
 
 def unsealed(file: str, data: bytes, format: str, versions: Sequence[int]) -> dict[str, Any]:
-    """Read what `sealed` has given.
+    """Parse and check the result of `sealed`.
 
     Args:
-        file: its name, for errors.
+        file: the name of the file, for errors.
         data: its content.
-        format: the entry "format" that it must have.
-        versions: the entry "version" must be one of these.
+        format: the expected entry "format".
+        versions: the supported values of the entry "version".
 
     Raises:
-        Damaged: it is not that.
+        Damaged: it is not valid.
         CheckpointError: it is of a later version of hvdkit.
     """
     body, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     if seal != (_SEAL % xxhash.xxh3_128_hexdigest(body)).encode():
-        raise Damaged(file, "its own hash differs: it was changed, or is not hvdkit's")
+        raise Damaged(
+            file, "it does not match its own hash: it was changed, or another program wrote it"
+        )
     fields = parse_json(file, data)
     if not isinstance(fields, dict) or fields.get("format") != format:
         raise Damaged(file, f"its format is not {format!r}")
     version = fields.get("version")
     if type(version) is not int or version not in versions:
         raise CheckpointError(
-            f"{file} is of version {version!r:.20}; this hvdkit reads version "
+            f"{file} has format version {version!r:.20}; this hvdkit reads version "
             f"{' and '.join(map(str, versions))}. Update hvdkit."
         )
     return fields
 
 
 def check_file_name(name: str) -> str:
-    """`name`, if a step may have a file of this name; never one with a path in it.
+    """Return `name` if a step may have a file of this name; a path is not allowed.
 
     Raises:
-        ValueError: it may not.
+        ValueError: it is not allowed.
     """
     stem = name.removesuffix(TENSORS_SUFFIX)
     if name in (STATE, RANKS, RANKS_IN_A_LIST) or (stem != name and _PART.fullmatch(stem)):
         return name
-    raise ValueError(f"{name[:80]!r} is no name of a file in a checkpoint")
+    raise ValueError(f"{name[:80]!r} is not the name of a file of a checkpoint")
 
 
 def check_part_name(name: str) -> str:
-    """`name`, if a part may be called so.
+    """Return `name` if a part may have this name.
 
     Raises:
-        UsageError: it may not.
+        UsageError: it is not allowed.
     """
     if isinstance(name, str) and _PART.fullmatch(name):
         return name
     raise UsageError(
-        f"a part of the state is called {name!r}; expected a letter and up to 63 letters, digits, "
-        "'_' or '-'."
+        f"a part of the state has the name {name!r}; expected a letter and up to 63 letters, "
+        f"digits, '_' or '-'."
     )
 
 
 def json_values(data: bytes, limit: int) -> int:
-    """Estimate how many values JSON has, where an object counts as four because of its memory.
+    """Estimate the number of values in JSON. An object counts as four, because of its memory.
 
     Args:
-        data: JSON, or anything else.
-        limit: the count may stop above this number.
+        data: JSON, valid or not.
+        limit: counting may stop above this number.
     """
     rough = data.count(b",") + data.count(b"[") + _OBJECT * data.count(b"{")
     if rough <= limit:
         return rough
-    # Without what is in texts.
+    # Count exactly: ignore these characters inside strings.
     count = 0
     for token in _STRUCTURE.finditer(data):
         found = token.group(1)
@@ -235,21 +236,21 @@ def json_values(data: bytes, limit: int) -> int:
 
 
 def parse_json(file: str, data: bytes) -> Any:
-    """Parse JSON as strictly as can be: no name twice in an object, no NaN.
+    """Parse JSON strictly: no duplicate names in an object, no NaN.
 
     Raises:
-        Damaged: it is not such JSON.
+        Damaged: it is not valid.
     """
     try:
         return json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise Damaged(file, f"it is no JSON that hvdkit writes ({error})") from error
+        raise Damaged(file, f"it is not valid JSON ({error})") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("an object has a name twice")
     return entries
 
 
@@ -259,40 +260,40 @@ def _no_constant(name: str) -> Any:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _MAX_INT:
-        raise ValueError(f"{value!r:.40} is no count")
+        raise ValueError(f"{value!r:.40} is not a whole number from 0")
     return value
 
 
 def _number(value: Any) -> float:
     if type(value) not in (int, float):
-        raise ValueError(f"{value!r:.40} is no number")
+        raise ValueError(f"{value!r:.40} is not a number")
     return float(value)
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r:.40} is no text")
+        raise ValueError(f"{value!r:.40} is not a string")
     return value
 
 
 def _record(fields: Mapping[str, Any], version: int) -> FileRecord:
-    """The record of one file in a manifest of that version."""
+    """Return the record of a file from a manifest of version `version`."""
     size, hashes = _count(fields["bytes"]), fields["xxh3_128"]
     if version == 1:
         # The file is one chunk.
         return FileRecord(size, (_hash(hashes),), max(size, 1))
     if not isinstance(hashes, list):
-        raise ValueError("the hashes are no list")
+        raise ValueError("the hashes are not a list")
     return FileRecord(size, tuple(map(_hash, hashes)), _count(fields["chunk_bytes"]))
 
 
 def _hash(value: Any) -> str:
     if not _HASH.fullmatch(_text(value)):
-        raise ValueError("a hash has not 32 digits")
+        raise ValueError("a hash does not have 32 digits")
     return value
 
 
 def _entries(value: Any, check: Callable[[Any], Any]) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError("a list of entries is none")
+        raise ValueError("expected an object")
     return {_text(name): check(entry) for name, entry in value.items()}

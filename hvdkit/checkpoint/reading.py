@@ -1,4 +1,4 @@
-"""Reading a step: only what the manifest lists, only plain files, and each checked."""
+"""Read a step: only regular files that the manifest lists, and compare each with its hash."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Outline:
-    """All of a step but its tensors' content: small, and what rank 0 tells the others.
+    """All of a step except the content of its tensors. Rank 0 broadcasts it.
 
     Attributes:
-        manifest: what the step says of itself.
+        manifest: the description of the step.
         trees: part -> its JSON form.
-        specs: part -> tensor name -> dtype and shape, in the order in which the tensors lie in
-            the part's file. They lie there without gaps. The dtypes are those of the tensors, of
-            which a file may have others (`dtypes.PAIRS`).
-        begins: part -> where the first tensor begins in the part's file.
-        rank_parts: the names of what each rank has for itself.
+        specs: part -> tensor name -> dtype and shape, in the order of the part's file, where the
+            tensors are stored without gaps. The dtypes are those of the tensors; a file may store
+            another dtype (`dtypes.PAIRS`).
+        begins: part -> the offset of the first tensor in the part's file, in bytes.
+        rank_parts: the names of the parts that each rank saved for itself.
     """
 
     manifest: Manifest
@@ -43,10 +43,9 @@ class Outline:
     rank_parts: frozenset[str]
 
     def tree(self, part: str) -> Tree:
-        """The tree of `part`, with a `TensorSpec` in place of each tensor.
+        """Return the tree of `part`, with a `TensorSpec` in place of each tensor.
 
-        `tree.encode` of such a tree, or of one with `Tensor`s in their places, names the tensors
-        as they are named here.
+        `tree.encode` gives the tensors of this tree the same names again.
 
         Raises:
             CheckpointError: the step has no such part.
@@ -62,7 +61,7 @@ class Outline:
         return self.manifest.files[part + manifest.TENSORS_SUFFIX]
 
     def to_bytes(self) -> bytes:
-        """To be sent to the other ranks."""
+        """Serialize the outline, for the other ranks."""
         specs = {
             part: [[name, spec.dtype, spec.shape] for name, spec in entries.items()]
             for part, entries in self.specs.items()
@@ -79,7 +78,7 @@ class Outline:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Outline:
-        """Return the outline that `to_bytes` was called on."""
+        """Deserialize an outline."""
         text, trees, specs, begins, rank_parts = json.loads(data)
         return cls(
             manifest=Manifest.from_bytes(text.encode()),
@@ -96,15 +95,14 @@ class Outline:
 class OpenCheckpoint:
     """A step with its files open. A context manager.
 
-    What it gives is what was saved: every chunk of a file is compared with its hash before its
-    content is used.
+    Every chunk of a file is compared with its hash before its content is returned.
 
     Attributes:
-        outline: all of it but its tensors' content.
+        outline: all of the step except the content of its tensors.
         location: its path or URL.
-        ranks: what each rank has for itself; `rank_tree` reads it.
+        ranks: the JSON that each rank saved for itself; see `rank_tree`.
 
-    In a folder it can be read to its end even if the step is removed meanwhile.
+    In a folder, an open step stays readable if it is deleted meanwhile.
     """
 
     def __init__(self, outline: Outline, files: StepFiles, ranks: Sequence[bytes]) -> None:
@@ -112,7 +110,7 @@ class OpenCheckpoint:
         self.location = ""
         self.ranks = ranks
         self._files = files
-        # The files, and above them what reads ahead in them.
+        # The files, and the readers that read ahead in them.
         self._resources = ExitStack()
         self._resources.callback(files.close)
 
@@ -122,7 +120,7 @@ class OpenCheckpoint:
         return self.outline.manifest
 
     def stream(self, part: str) -> TensorStream:
-        """Read the content of the tensors of `part`, in the order of `outline.specs[part]`.
+        """Return a stream of the tensors of `part`, in the order of `outline.specs[part]`.
 
         Raises:
             CheckpointError: the step has no tensors for such a part.
@@ -131,23 +129,25 @@ class OpenCheckpoint:
         self._resources.callback(stream.close)
         return stream
 
-    def pieces(self, part: str, *, room: int = 0) -> Generator[tuple[int, np.ndarray], None, None]:
-        """Read the file of `part` from its first tensor's chunk on, as `ChunkedFile.pieces`.
+    def pieces(
+        self, part: str, *, padding: int = 0
+    ) -> Generator[tuple[int, np.ndarray], None, None]:
+        """Read the file of `part` from the chunk of its first tensor on; see `ChunkedFile.pieces`.
 
         Raises:
             CheckpointError: the step has no tensors for such a part.
         """
-        pieces = self._file(part).pieces(self.outline.begins[part], room=room)
+        pieces = self._file(part).pieces(self.outline.begins[part], padding=padding)
         self._resources.callback(pieces.close)
         return pieces
 
     def read(self, part: str, name: str, out: np.ndarray) -> None:
-        """Copy the content of one tensor into `out`: uint8, contiguous, of its size in bytes.
+        """Copy the content of one tensor into `out`: uint8, contiguous, of the tensor's size.
 
-        Reads whole chunks: use `stream` where all tensors are wanted.
+        Reads whole chunks: use `stream` to read all tensors.
 
         Raises:
-            Damaged: a chunk that holds the tensor is not what was written.
+            Damaged: a chunk with bytes of the tensor differs from its hash.
             CheckpointError: it cannot be read.
         """
         file = self._file(part)
@@ -157,7 +157,7 @@ class OpenCheckpoint:
         file.read(out, self.outline.begins[part] + begin)
 
     def close(self) -> None:
-        """Stop reading ahead and close the files. May be called again."""
+        """Stop reading ahead and close the files. May be called more than once."""
         self._resources.close()
 
     def _file(self, part: str) -> ChunkedFile:
@@ -182,14 +182,14 @@ class OpenCheckpoint:
 
 
 class TensorStream:
-    """The tensors' bytes of one part, from the first to the last.
+    """A stream of the bytes of all tensors of a part.
 
     Args:
-        file: that of the part.
-        begin: where the first tensor begins in it.
+        file: the file of the part.
+        begin: the offset of the first tensor in the file, in bytes.
 
     Attributes:
-        size: bytes in all: the sum over the tensors.
+        size: the size of all tensors together, in bytes.
     """
 
     def __init__(self, file: ChunkedFile, begin: int) -> None:
@@ -202,9 +202,9 @@ class TensorStream:
         """Fill `out` (uint8, contiguous) with the next `out.size` bytes.
 
         Raises:
-            Damaged: a chunk is not what was written.
-            CheckpointError: it cannot be read, for a reason that says nothing about it.
-            ValueError: fewer bytes than that are left.
+            Damaged: a chunk differs from its hash.
+            CheckpointError: it cannot be read now; it may be intact.
+            ValueError: fewer bytes are left.
         """
         while out.size:
             if not self._left.size:
@@ -219,11 +219,11 @@ class TensorStream:
 
     def _next_piece(self, wanted: int) -> np.ndarray:
         for start, content in self._pieces:
-            # The first chunk has the header, too.
+            # The first chunk begins with the header.
             piece = content[max(self._begin - start, 0) :]
             if piece.size:
                 return piece
-        raise ValueError(f"{wanted} bytes are wanted, and none is left")
+        raise ValueError(f"{wanted} more bytes were requested; the stream has ended")
 
 
 def examine(
@@ -238,15 +238,15 @@ def examine(
     Args:
         open_step: opens the step for reading.
         step: the number that the manifest must have.
-        progress: called with the number of bytes read since the call before.
-        whole: False: check the files' sizes, and the content of all but the tensors, which are
-            checked when they are read.
+        progress: called with the number of bytes read since the previous call.
+        whole: False: check the files' sizes and all content except the tensors, which are checked
+            when they are read.
 
     Returns:
-        The step, opened, and no problems; or None, and what is wrong.
+        The open step and no problems; or None and the problems.
 
     Raises:
-        CheckpointError: it cannot be read, for a reason that says nothing about it.
+        CheckpointError: it cannot be read now; it may be intact.
     """
     with ExitStack() as resources:
         try:
@@ -269,17 +269,19 @@ def read_manifest(files: StepFiles, step: int) -> Manifest:
     """Read the manifest of a step.
 
     Raises:
-        Damaged: there is none, or it is not that of `step`, or not as it was written.
-        CheckpointError: it cannot be read, or is of a later version.
+        Damaged: it is missing or damaged, or belongs to another step.
+        CheckpointError: it cannot be read, or is of a later version of hvdkit.
     """
     size = files.open(manifest.NAME)
     if size > manifest.MAX_MANIFEST_BYTES:
-        raise Damaged(manifest.NAME, f"it has {size} bytes, more than a manifest can have")
+        raise Damaged(
+            manifest.NAME, f"it has {size} bytes; expected at most {manifest.MAX_MANIFEST_BYTES}"
+        )
     content = np.empty(size, np.uint8)
     files.read_into(manifest.NAME, content, 0)
     found = Manifest.from_bytes(content.tobytes())
     if found.step != step:
-        raise Damaged(manifest.NAME, f"it is that of step {found.step}")
+        raise Damaged(manifest.NAME, f"it belongs to step {found.step}, not to step {step}")
     return found
 
 
@@ -288,7 +290,7 @@ def open_file(files: StepFiles, name: str, record: FileRecord) -> None:
 
     Raises:
         Damaged: it is missing, or has another size.
-        CheckpointError: it cannot be opened, for a reason that says nothing about it.
+        CheckpointError: it cannot be opened now; it may be intact.
     """
     size = files.open(name)
     if size != record.size:
@@ -296,10 +298,10 @@ def open_file(files: StepFiles, name: str, record: FileRecord) -> None:
 
 
 def _open_all(files: StepFiles, found: Manifest) -> list[Damaged]:
-    """Open all files that the manifest lists: the step may be deleted while they are read.
+    """Open all files that the manifest lists, so that they stay readable if the step is deleted.
 
     Returns:
-        What is wrong with their sizes.
+        A problem for each file that is missing or has another size.
     """
     problems = []
     for name, record in found.files.items():
@@ -313,7 +315,7 @@ def _open_all(files: StepFiles, found: Manifest) -> list[Damaged]:
 def _verified(
     files: StepFiles, found: Manifest, progress: Callable[[int], None] | None
 ) -> list[Damaged]:
-    """Read all files. Returns what is wrong with them."""
+    """Read all files. Return the problems."""
     problems = []
     for name in found.files:
         try:
@@ -328,21 +330,21 @@ def _chunked(files: StepFiles, found: Manifest, name: str, readers: int = 0) -> 
 
 
 def rank_tree(content: bytes) -> Tree:
-    """The tree that a rank has saved for itself.
+    """Return the tree that a rank saved for itself.
 
     Raises:
-        Damaged: it is not what hvdkit writes.
+        Damaged: it is not valid.
     """
     return _check(manifest.RANKS, lambda: tree.decode(_parsed(manifest.RANKS, content), {}))
 
 
 def _json(files: StepFiles, found: Manifest, name: str) -> Any:
-    """The content of a file that is JSON."""
+    """Return the content of a JSON file."""
     return _parsed(name, _content(files, found, name, manifest.MAX_JSON_BYTES))
 
 
 def _content(files: StepFiles, found: Manifest, name: str, most: int) -> bytes:
-    """The content of a file that has at most so many bytes."""
+    """Return the content of a file of at most `most` bytes."""
     if name not in found.files:
         raise Damaged(name, "the manifest does not list it")
     size = found.files[name].size
@@ -355,21 +357,21 @@ def _content(files: StepFiles, found: Manifest, name: str, most: int) -> bytes:
 
 def _parsed(name: str, content: bytes) -> Any:
     if manifest.json_values(content, manifest.MAX_JSON_VALUES) > manifest.MAX_JSON_VALUES:
-        raise Damaged(name, f"it has more than {manifest.MAX_JSON_VALUES} values, as none has")
+        raise Damaged(name, f"it has too many values; expected at most {manifest.MAX_JSON_VALUES}")
     return manifest.parse_json(name, content)
 
 
 def _ranks(files: StepFiles, found: Manifest) -> list[bytes]:
-    """Return the JSON of each rank: a line of a file each, or entries of a list in older steps."""
+    """Return the JSON of each rank: lines of a file, or entries of a list in older steps."""
     if manifest.RANKS_IN_A_LIST in found.files:
         ranks = _json(files, found, manifest.RANKS_IN_A_LIST)
         if not isinstance(ranks, list):
-            raise Damaged(manifest.RANKS_IN_A_LIST, "it is no list with an entry for each rank")
+            raise Damaged(manifest.RANKS_IN_A_LIST, "it is not a list with an entry for each rank")
         return [json.dumps(rank).encode() for rank in ranks]
     most = found.world_size * (manifest.MAX_RANK_BYTES + 1)
     *lines, rest = _content(files, found, manifest.RANKS, most).split(b"\n")
     if rest:
-        raise Damaged(manifest.RANKS, "its last line has no end")
+        raise Damaged(manifest.RANKS, "its last line is incomplete")
     for line in lines:
         if len(line) > manifest.MAX_RANK_BYTES:
             raise Damaged(
@@ -380,7 +382,7 @@ def _ranks(files: StepFiles, found: Manifest) -> list[bytes]:
 
 
 def _opened(found: Manifest, files: StepFiles) -> OpenCheckpoint:
-    """The step that `files` are, if their contents fit together."""
+    """Return the open step, after checking that the files fit together."""
     trees, ranks = _json(files, found, manifest.STATE), _ranks(files, found)
     begins, specs = {}, {}
     for part in found.parts_with_tensors:
@@ -397,40 +399,44 @@ def _check(name: str, check: Callable[[], Result]) -> Result:
     try:
         return check()
     except (ValueError, RecursionError) as error:
-        raise Damaged(name, f"it is not what hvdkit writes ({error})") from error
+        raise Damaged(name, f"its content is not valid ({error})") from error
 
 
 def _rank_parts(found: Manifest, ranks: Sequence[bytes]) -> frozenset[str]:
-    """The names of what each rank has for itself. All lines are read."""
+    """Return the names of the parts that the ranks saved for themselves."""
     if len(ranks) != found.world_size:
         raise Damaged(manifest.RANKS, f"it has {len(ranks)} ranks instead of {found.world_size}")
     names: set[str] = set()
     for rank in ranks:
         parts = rank_tree(rank)
         if not isinstance(parts, dict):
-            raise Damaged(manifest.RANKS, "it has a rank without names of parts")
+            raise Damaged(
+                manifest.RANKS, "a line of it is not an object with an entry for each part"
+            )
         names.update(parts)
     return frozenset(names)
 
 
 def _checked_specs(outline: Outline) -> dict[str, dict[str, TensorSpec]]:
-    """The dtypes and shapes of the tensors, where the files have others, in the same order.
+    """Return the dtypes and shapes of the tensors, in the order of the files.
+
+    A file may store a tensor as another dtype; see `dtypes.PAIRS`.
 
     Raises:
-        ValueError: the trees are not what hvdkit writes, or do not fit the files.
+        ValueError: the trees are not valid, or do not fit the files.
     """
     checked: dict[str, dict[str, TensorSpec]] = {}
     if not isinstance(outline.trees, dict):
-        raise ValueError("not an object with an entry for each part")
+        raise ValueError("expected an object with an entry for each part")
     for part in outline.specs:
         if part not in outline.trees:
-            raise ValueError(f"it has no part {part}, which has tensors")
+            raise ValueError(f"it has no entry for part {part}, which has tensors")
     for part, encoded in outline.trees.items():
         manifest.check_part_name(part)
         again, used = tree.encode(outline.tree(part), part)
         stored = outline.specs.get(part, {})
         if used.keys() != stored.keys() or again != encoded:
-            raise ValueError(f"the tensors that {part} names are not those in its file")
+            raise ValueError(f"the tensor names of {part} differ from those in its file")
         if stored:
             checked[part] = {name: tree.spec_of(used[name]) for name in stored}
     return checked

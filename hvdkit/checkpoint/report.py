@@ -30,14 +30,14 @@ def list_steps(store: Store, console: Console) -> None:
     """Print a table of all steps, oldest first; the large files are not read.
 
     Raises:
-        UsageError: there is no such folder.
+        UsageError: the folder does not exist.
         CheckpointError: the folder cannot be read.
     """
     _expect_folder(store)
     entries, quarantined = store.entries(), store.quarantined()
     if not entries and not quarantined:
         inside = store.location.rpartition("/")[2].startswith("step-")
-        hint = ": it is a step itself; give the folder that it is in" if inside else ""
+        hint = ": this is a step; give its parent folder" if inside else ""
         _print(console, f"no steps in {store.location}{hint}")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -54,20 +54,20 @@ def list_steps(store: Store, console: Console) -> None:
     console.print(table, highlight=False)
     for entry in entries:
         if entry.error is not None:
-            _print(console, f"{entry.name} is damaged: {entry.error}")
+            _print(console, f"{entry.name} is {_problem_of(entry.error)}: {entry.error}")
     for name in quarantined:
-        _print(console, f"{name} was found damaged and quarantined")
+        _print(console, f"{name} is damaged and in quarantine")
 
 
 def open_step(store: Store, step: int | None, run: int | None = None) -> OpenCheckpoint:
-    """Open `step`, or the newest good one, of `run` or the newest.
+    """Open `step` or the newest good step, of `run` or the newest run.
 
     Raises:
-        UsageError: there is no such folder, no such step, or none at all.
-        CheckpointError: it is damaged, or cannot be read.
+        UsageError: the folder or the step does not exist, or there are no steps.
+        CheckpointError: the step is damaged or cannot be read.
     """
     _expect_folder(store)
-    # Looking changes nothing.
+    # Do not quarantine: this command changes nothing.
     opened = store.newest_good(step, run, quarantine=False)
     if opened is None:
         raise UsageError(
@@ -89,7 +89,7 @@ def show_step(opened: OpenCheckpoint, console: Console) -> None:
         ("metrics", _metrics(manifest)),
         ("size", size_text(manifest.size)),
         ("at", opened.location),
-        ("state", "good: all hashes are as they were written"),
+        ("state", "good: all hashes match"),
     ]
     for name, value in rows:
         _print(console, f"{name:8} {value}")
@@ -106,10 +106,10 @@ def show_step(opened: OpenCheckpoint, console: Console) -> None:
 
 
 def verify(store: Store, step: int | None, console: Console) -> bool:
-    """Read and hash `step`, or all steps, and print what is wrong. Return whether all are good.
+    """Read and hash `step`, or all steps, and print the problems. Return whether all are good.
 
     Raises:
-        UsageError: there is no such step, or none at all.
+        UsageError: the step does not exist, or there are no steps.
         CheckpointError: the folder cannot be read.
     """
     _expect_folder(store)
@@ -129,7 +129,7 @@ def verify(store: Store, step: int | None, console: Console) -> bool:
             try:
                 verdicts.append((entry, store.verify_entry(entry, progress)))
             except CheckpointError as error:
-                # Of this step alone, such as a missing permission.
+                # A problem of this step only, such as a missing permission.
                 unread.append((entry, error))
     for entry, problems in verdicts:
         _print(console, f"{entry.name}: {'damaged' if problems else 'good'}")
@@ -152,29 +152,29 @@ def prune(
     older_runs: bool = False,
     dry_run: bool = False,
 ) -> None:
-    """Delete the steps of the newest run that `retention` lets go, and say which.
+    """Delete the steps of the newest run that `retention` does not keep, and print them.
 
     Args:
-        store: where.
-        retention: what stays. Those that stay are verified first, and a damaged one is not counted.
-        console: where to say it.
-        damaged: also delete the steps that were quarantined.
+        store: where the steps are.
+        retention: which steps are kept. They are verified first; a damaged step does not count.
+        console: where to print.
+        damaged: also delete quarantined steps.
         older_runs: also delete all steps of older runs.
-        dry_run: only say what would be deleted.
+        dry_run: only print what would be deleted.
 
     Raises:
-        UsageError: there is no such folder.
-        WriterConflict: a training is writing there.
+        UsageError: the folder does not exist.
+        WriterConflict: a training is writing to the folder.
         CheckpointError: the folder or a step cannot be read.
     """
     _expect_folder(store)
     _expect_metrics(retention, store)
     with contextlib.ExitStack() as resources:
         if not dry_run:
-            # Before it is chosen what goes: a training may write others under these names.
+            # Lock before choosing: a training could write other steps under these names.
             writer = resources.enter_context(store.open_for_writing())
         total = sum(info.manifest.size for info in store.steps())
-        with _progress(console, "verifying what stays", total) as progress:
+        with _progress(console, "verifying the steps to keep", total) as progress:
             going = store.prunable(retention, older_runs, progress)
         sizes = {entry.name: entry.size for entry in going}
         if damaged:
@@ -188,9 +188,9 @@ def prune(
     hints = [
         hint
         for hint, useful in (
-            ("--damaged deletes what was quarantined", not damaged and bool(store.quarantined())),
+            ("--damaged deletes quarantined steps", not damaged and bool(store.quarantined())),
             (
-                "--older-runs deletes those of older runs",
+                "--older-runs deletes steps of older runs",
                 not older_runs and bool(store.of_older_runs()),
             ),
         )
@@ -200,7 +200,7 @@ def prune(
         console,
         "; ".join(
             [
-                f"{len(sizes)} {'would go' if dry_run else 'deleted'}, "
+                f"{len(sizes)} {'would be deleted' if dry_run else 'deleted'}, "
                 f"{size_text(sum(sizes.values()))}",
                 *hints,
             ]
@@ -209,7 +209,7 @@ def prune(
 
 
 def size_text(size: int) -> str:
-    """A size in bytes as people read it; 1 MB is 1,000,000 bytes."""
+    """Return a size in bytes as text; 1 MB is 1,000,000 bytes."""
     for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if size >= factor:
             return f"{size / factor:.1f} {unit}"
@@ -218,11 +218,15 @@ def size_text(size: int) -> str:
 
 def _row(entry: Entry) -> Sequence[str]:
     made = entry.manifest
-    state = "whole" if entry.error is None else "damaged"
+    state = "complete" if entry.error is None else _problem_of(entry.error)
     if made is None:
         return str(entry.step), "", "", "", "", state
     age = _age(made)
     return str(entry.step), _epoch(made), size_text(made.size), age, _metrics(made), state
+
+
+def _problem_of(error: CheckpointError) -> str:
+    return "damaged" if isinstance(error, Damaged) else "unreadable"
 
 
 def _tensors(specs: Mapping[str, TensorSpec]) -> str:
@@ -246,7 +250,7 @@ def _age(manifest: Manifest) -> str:
     """Return the time since the step was saved, by this machine's clock and the writer's."""
     seconds = time.time() - manifest.time
     if not 0 <= seconds < 10**10:
-        return "?"  # one of the two clocks is wrong
+        return "?"  # One of the two clocks is wrong.
     for factor, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= factor:
             return f"{seconds / factor:.0f} {unit}"
@@ -268,9 +272,9 @@ def _in_brackets(size: int) -> str:
 def _expect_folder(store: Store) -> None:
     if not store.exists():
         raise UsageError(
-            f"there is no folder {store.location}; expected the one that checkpoints are saved to."
+            f"there is no folder {store.location}; expected a folder of checkpoints."
             if "://" not in store.location
-            else f"there is nothing at {store.location}; expected where checkpoints are saved to."
+            else f"there are no objects at {store.location}; expected the URL of checkpoints."
         )
 
 
@@ -281,14 +285,14 @@ def _expect_metrics(retention: Retention, store: Store) -> None:
     missing = retention.missing(known) if steps else []
     if missing:
         raise UsageError(
-            f"--keep-best has the metric {missing[0]!r}, which no step has; expected one of: "
+            f"--keep-best has the metric {missing[0]!r}; expected a metric of the steps: "
             f"{', '.join(sorted(known)) or 'none, because the steps have no metrics'}"
         )
 
 
 @contextmanager
 def _progress(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Something to call with numbers of bytes: a bar on a terminal, else a line now and then."""
+    """Yield a callback for numbers of bytes. Shows a bar on a terminal, else some lines."""
     if not console.is_terminal:
         yield _PlainProgress(console, title, total)
         return
@@ -304,9 +308,9 @@ def _progress(console: Console, title: str, total: int) -> Iterator[Callable[[in
 
 
 class _PlainProgress:
-    """Says every tenth of a longer way."""
+    """Prints a line for every tenth of a long operation."""
 
-    #: Below that many bytes it is done before one would have read a line.
+    #: Smaller operations, in bytes, print no lines.
     _SHORT = 2_000_000_000
 
     def __init__(self, console: Console, title: str, total: int) -> None:

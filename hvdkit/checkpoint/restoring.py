@@ -1,4 +1,4 @@
-"""Restoring on all ranks together: the first rank reads, checks and broadcasts."""
+"""Restore a step on all ranks: the first rank reads, checks and broadcasts."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +25,7 @@ from hvdkit.errors import UsageError
 
 _log = logging.getLogger("hvdkit.checkpoint")
 
-#: What an error of a restore adds before the state has changed, and after.
+#: Text that errors add: before the state has changed, and after.
 NOTHING_RESTORED = "nothing was restored"
 _HALF_RESTORED = "the state is half restored: end the job"
 
@@ -37,9 +37,9 @@ class _Prepared:
     Attributes:
         outline: of the step.
         parts: name -> the saved tree, with this rank's tensors in it.
-        broadcast: of these tensors.
+        broadcast: fills these tensors.
         own: rank part -> the tree that this rank saved.
-        left: what stays as it is, for people.
+        left: descriptions of the state that is not restored.
     """
 
     outline: Outline
@@ -50,13 +50,13 @@ class _Prepared:
 
 
 class Restoring:
-    """One call of `Manager.restore`, whose arguments it has.
+    """One call of `Manager.restore`.
 
     Args:
         collectives: of the ranks of the job.
-        parts: what all ranks hold alike, by name.
-        rank_parts: what each rank has for itself, by name.
-        of_this_size: names of parts that are restored in a job of the same size only.
+        parts: name -> an item that is the same on all ranks.
+        rank_parts: name -> an item of which each rank has its own state.
+        of_this_size: names of parts that only a job of the same size restores.
         wanted: names of the parts and rank parts to restore.
         strict: whether all of them must fit.
     """
@@ -77,7 +77,7 @@ class Restoring:
         self._of_this_size = set(of_this_size)
         self._wanted = set(wanted)
         self._strict = strict
-        # What an error adds: changes once a step was begun and proved to be damaged.
+        # Text that errors add. It changes when a step proves to be damaged while it is read.
         self._consequence = NOTHING_RESTORED
 
     @property
@@ -85,17 +85,17 @@ class Restoring:
         return self._collectives.rank == self._collectives.ranks[0]
 
     def run(self, search: Search | None) -> Manifest | None:
-        """Restore the newest step that proves to be good while it is read. A collective.
+        """Restore the newest good step. A collective.
 
         Args:
-            search: on the first rank, what finds the steps.
+            search: on the first rank, the search for the step; None on the others.
 
         Returns:
-            The manifest of the step; None if there are no steps, and nothing has changed.
+            The manifest of the step; None if there are no steps.
 
         Raises:
-            UsageError: on all ranks: no such step, or it does not fit.
-            CheckpointError: on all ranks: no step is good, or one of them cannot be read.
+            UsageError: on all ranks: there is no such step, or the step does not fit.
+            CheckpointError: on all ranks: no step is good, or a step cannot be read.
         """
         damaged: list[str] | None = None
         while True:
@@ -112,9 +112,9 @@ class Restoring:
                 break
             self._consequence = _HALF_RESTORED
             if not self._strict:
-                # An older step may lack tensors that this one has overwritten.
+                # An older step may not have tensors that this step has overwritten.
                 raise CheckpointError(f"{Damaged(*damaged)} ({_HALF_RESTORED})")
-            # Its tensors may be memory that the next step needs.
+            # Free the memory of its tensors before the next step is prepared.
             del prepared
         self._adopt(prepared)
         if search is not None:
@@ -124,13 +124,15 @@ class Restoring:
     def _open(
         self, search: Search | None, damaged: list[str] | None
     ) -> tuple[OpenCheckpoint | None, bytes, bytes]:
-        """Open a step on the first rank. All ranks get its outline, or b"" if there is none.
-
-        Each rank also gets what it has saved for itself, or b"" if the job had another size.
+        """Open a step on the first rank and send its outline to all ranks. A collective.
 
         Args:
-            search: on the first rank, what finds the steps.
-            damaged: the file and the reason, if the step before this one proved to be damaged.
+            search: on the first rank, the search for the step.
+            damaged: file and reason, if the previous step proved to be damaged.
+
+        Returns:
+            On the first rank, the open step; its outline, or b"" if there is no step; the state
+            that this rank saved for itself, or b"" if the job had another size.
         """
         opened: OpenCheckpoint | None = None
         sent, own = b"", b""
@@ -159,16 +161,16 @@ class Restoring:
             raise
 
     def _agree(self, sent: bytes, own: bytes) -> _Prepared:
-        """Prepare the parts, and check that all ranks restore the same of the step.
+        """Prepare the parts, and check that all ranks restore the same tensors. A collective.
 
         Args:
-            sent: the step's outline.
-            own: what this rank has saved for itself.
+            sent: the outline of the step.
+            own: the state that this rank saved for itself.
         """
         problem: Exception | None = None
         message: dict[str, Any] = {}
         try:
-            # Everything that may fail on one rank alone comes before the first broadcast.
+            # All operations that may fail on one rank only come before the first broadcast.
             prepared = self._prepare(Outline.from_bytes(sent), own)
             message = {
                 "left": digest(prepared.left).hex(),
@@ -178,18 +180,18 @@ class Restoring:
             problem = error
         gathered = exchange(self._collectives, message, problem, self._consequence)
         for subject in message:
-            told = [each[subject] for each in gathered]
-            compare(*(self._collectives, told, "what of the checkpoint fits"), self._consequence)
+            digests = [each[subject] for each in gathered]
+            compare(*(self._collectives, digests, "what of the checkpoint fits"), self._consequence)
         return prepared
 
     def _fill(self, opened: OpenCheckpoint | None, prepared: _Prepared) -> list[str] | None:
-        """Read the tensors on the first rank, and broadcast them.
+        """Read the tensors on the first rank and broadcast them. A collective.
 
         Returns:
-            On all ranks, the file and the reason if a chunk is not what was written.
+            On all ranks, file and reason if a chunk is damaged; else None.
 
         Raises:
-            CheckpointError: on all ranks: one of them could not read or write.
+            CheckpointError: on all ranks: a rank could not read or write.
         """
         message: dict[str, Any] = {}
         problem: Exception | None = None
@@ -205,12 +207,12 @@ class Restoring:
         return damaged
 
     def _adopt(self, prepared: _Prepared) -> None:
-        """Let the parts take over what was filled."""
+        """Restore the items from the trees. A collective."""
         problem: Exception | None = None
         try:
             for name, content in prepared.parts.items():
                 self._parts[name].restore(content)
-            # Last, because what comes before may draw random numbers.
+            # Last, because restoring other items may draw random numbers.
             for name, tree in prepared.own.items():
                 self._rank_parts[name].restore(tree)
         except Exception as error:
@@ -220,7 +222,7 @@ class Restoring:
             self._report(prepared)
 
     def _end(self, search: Search) -> None:
-        """Quarantine what was found damaged. The state is restored, whatever comes of it."""
+        """Quarantine damaged steps. A failure is only logged, because the state is restored."""
         try:
             search.end()
         except Exception:
@@ -230,14 +232,17 @@ class Restoring:
         manifest, ranks = prepared.outline.manifest, len(self._collectives.ranks)
         if prepared.left:
             _log.warning(
-                "step %d was restored in part; left as they are: %s",
+                "step %d was restored in part; not restored: %s",
                 *(manifest.step, "; ".join(prepared.left)),
             )
         if manifest.world_size != ranks:
             _log.warning(
-                "step %d was saved by %d ranks, and this job has %d: %srandom numbers start anew",
+                "step %d was saved by %d ranks, and this job has %d: %srandom numbers are seeded "
+                "anew",
                 *(manifest.step, manifest.world_size, ranks),
-                "the rest of its epoch is divided anew, and " if "data" in prepared.parts else "",
+                "the rest of the epoch is divided over the new ranks, and "
+                if "data" in prepared.parts
+                else "",
             )
 
     def _prepare(self, outline: Outline, own_state: bytes) -> _Prepared:
@@ -253,7 +258,7 @@ class Restoring:
                 left.append(f"{name}: {error}")
         wanted = self._wanted
         if left:
-            # Those of layers that may be others now.
+            # The layers of these statistics may have changed.
             wanted = wanted - {"statistics"}
         saved = rank_tree(own_state) if same_size else {}
         own = {name: saved[name] for name in self._rank_parts if name in saved and name in wanted}
@@ -275,12 +280,12 @@ class Restoring:
         return _Prepared(outline, parts, Broadcast(parts, outline), own, left)
 
     def _prepare_part(self, name: str, outline: Outline, left: list[str]) -> Tree:
-        """Prepare a part for its saved state.
+        """Plan the restore of a part.
 
         Args:
             name: of the part.
-            outline: of the checkpoint.
-            left: what stays as it is; gets longer.
+            outline: of the step.
+            left: descriptions of the state that is not restored; extended.
 
         Raises:
             UsageError: the state does not fit.
@@ -296,40 +301,41 @@ class Restoring:
         """Check that this rank's state of a part was saved.
 
         Raises:
-            UsageError: it was saved by another number of ranks, or not at all.
+            UsageError: it was saved by another number of ranks, or not saved.
         """
         size = len(self._collectives.ranks)
         if manifest.world_size != size:
             plural = "" if manifest.world_size == 1 else "s"
             raise UsageError(
                 f"step {manifest.step} was saved by {manifest.world_size} rank{plural}, and this "
-                f"job has {size}: {name} has a position of each rank, which no other number of "
-                f"ranks can resume from. Resume with {manifest.world_size} rank{plural}, or "
-                f"restore with strict=False, which leaves {name} as it is"
+                f"job has {size}: {name} has a position for each rank, so only the same number of "
+                f"ranks can resume. Resume with {manifest.world_size} rank{plural}, or restore "
+                f"with strict=False, which does not restore {name}"
             )
         if name not in saved:
             raise UsageError(
-                f"the checkpoint of step {manifest.step} has no {name} of each rank. Restore with "
-                f"what it was saved with, or with strict=False"
+                f"the checkpoint of step {manifest.step} has no state of {name} for each rank. "
+                f"Give the checkpointer the items that it was saved with, or restore with "
+                f"strict=False"
             )
 
     def _names(self, outline: Outline, same_size: bool) -> list[str]:
-        """The parts to restore of those that the step has."""
+        """Return the names of the parts to restore."""
         step, saved = outline.manifest.step, outline.trees.keys()
         lacking = (self._parts.keys() & self._wanted) - saved - self._of_this_size
         if lacking and self._strict:
             raise UsageError(
                 f"the checkpoint of step {step} has no {', '.join(sorted(lacking))}; it has "
-                f"{', '.join(sorted(saved))}. Restore with what it was saved with, or with "
-                f"strict=False"
+                f"{', '.join(sorted(saved))}. Give the checkpointer the items that it was saved "
+                f"with, or restore with strict=False"
             )
         if lacking and self._first:
-            _log.warning("step %d has no %s; left as they are", step, ", ".join(sorted(lacking)))
+            _log.warning("step %d has no %s; not restored", step, ", ".join(sorted(lacking)))
         unused = saved - self._parts.keys() - self._of_this_size
         unused |= outline.rank_parts - self._rank_parts.keys()
         if unused and self._first:
             _log.warning(
-                "step %d has %s, which this job does not ask for", step, ", ".join(sorted(unused))
+                "step %d has %s, which this job does not restore", step, ", ".join(sorted(unused))
             )
         return [
             name

@@ -1,9 +1,9 @@
-"""Tensors whose rows are divided between the ranks, such as a large embedding.
+"""Tensors whose rows are divided among the ranks, such as a large embedding.
 
-A checkpoint has each as one whole tensor, so that other tools read it, and any number of ranks
-restores it, divided in any way. A save gathers the rows on the first rank, which holds the whole
-tensors in memory until they are written. A restore broadcasts them piece by piece; each rank keeps
-its own rows.
+A checkpoint stores each of them as one whole tensor. So other tools can read it, and any number of
+ranks can restore it with any division. A save gathers the rows on the first rank, which holds the
+whole tensors in memory until they are written. A restore broadcasts them piece by piece; each rank
+keeps its own rows.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from hvdkit.checkpoint.writing import EncodedPart
 from hvdkit.core.collectives import Collectives
 from hvdkit.errors import UsageError
 
-#: Bytes that all ranks together send at once.
+#: Bytes that all ranks together send in one gather.
 _ROUND_BYTES = 64_000_000
 
-#: Of one rank and each tensor: dtype, shape of the whole, its first row, its number of rows.
+#: One rank's rows: name -> dtype, shape of the whole tensor, first row, number of rows.
 Layout = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's rows of a tensor of which each rank has some.
+    """This rank's rows of a tensor whose rows are divided among the ranks.
 
     Attributes:
-        tensor: the rows, of shape [rows, ...]; may have no rows.
-        first: the number of its first row in the whole tensor.
-        total: rows of the whole tensor.
+        tensor: the rows, of shape [rows, ...]; `rows` may be 0.
+        first: the index of the first of these rows in the whole tensor.
+        total: the number of rows of the whole tensor.
     """
 
     tensor: Any
@@ -46,14 +46,15 @@ class Shard:
 
 
 class ShardedItem:
-    """A `StatefulItem`: shards by name. Every rank captures its own rows.
+    """A `StatefulItem`: shards by name. Every rank saves its own rows.
 
     Args:
-        shards: the tensors of this rank.
-        tensor: makes a `Tensor` of one; its second argument names it in errors.
+        shards: the shards of this rank.
+        tensor: converts a framework's tensor to a `Tensor`; its second argument names the tensor
+            in errors.
 
     Raises:
-        UsageError: something in it is no shard.
+        UsageError: a value is not a valid shard.
     """
 
     def __init__(self, shards: Mapping[str, Shard], tensor: Callable[[Any, str], Tensor]) -> None:
@@ -86,7 +87,7 @@ class ShardedItem:
         return {name: rows.spec for name, rows in self._shards.items()}
 
     def layout(self) -> Layout:
-        """Return which rows this rank has, as JSON has it."""
+        """Return which rows this rank has, as JSON values."""
         return {
             name: [rows.spec.dtype, [*rows.spec.shape], rows.first, rows.count]
             for name, rows in self._shards.items()
@@ -103,11 +104,11 @@ class ShardedItem:
 
         Args:
             collectives: of the ranks.
-            layouts: of each rank, in order; `check_layouts` has found nothing wrong.
-            wholes: on the first rank, what `allocate` gave.
+            layouts: of each rank, in order; `check_layouts` has accepted them.
+            wholes: on the first rank, the result of `allocate`; empty on the others.
 
         Returns:
-            On the first rank, the part as it is written; None on the others.
+            On the first rank, the part to write; None on the others.
         """
         for name, rows in self._shards.items():
             own = rows.read()
@@ -127,7 +128,7 @@ class ShardedItem:
         return EncodedPart(encoded, {name: (specs[name], wholes[name]) for name in specs})
 
     def plan_restore(self, tree: Tree) -> Tree:
-        """Return what writes this rank's rows of each tensor.
+        """Return `Tensor`s that store this rank's rows of each tensor.
 
         Raises:
             UsageError: the checkpoint has other tensors.
@@ -138,28 +139,31 @@ class ShardedItem:
         return prepared
 
     def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
-        """Prepare those tensors that have the same name, shape and dtype."""
+        """Plan the restore of the tensors that have the same name, shape and dtype."""
         left = [
             f"{name} is {_text(rows.spec)} here and {_text(tree.get(name))} in the checkpoint"
             for name, rows in self._shards.items()
             if tree.get(name) != rows.spec
         ]
-        left += [f"it has {name}, which is not in sharded=" for name in tree.keys() - self._shards]
+        left += [
+            f"the checkpoint has {name}, which is not in sharded="
+            for name in tree.keys() - self._shards
+        ]
         fitting = {name: rows for name, rows in self._shards.items() if tree.get(name) == rows.spec}
         return {name: fitting.get(name, Discarded(spec)) for name, spec in tree.items()}, left
 
     def restore(self, tree: Tree) -> None:
-        """The rows are in the tensors already."""
+        """Do nothing: the rows are in the tensors already."""
 
 
 class _Rows:
-    """A `Tensor`: the whole tensor, of which only this rank's rows are written.
+    """A `Tensor` that stands for the whole tensor and stores this rank's rows only.
 
     Attributes:
         spec: of the whole tensor.
-        first: the number of this rank's first row.
-        count: rows of this rank.
-        row_bytes: bytes of a row.
+        first: the index of this rank's first row.
+        count: the number of rows of this rank.
+        row_bytes: the size of a row in bytes.
     """
 
     def __init__(self, own: Tensor, first: int, total: int) -> None:
@@ -176,10 +180,10 @@ class _Rows:
         return content
 
     def memory(self) -> None:
-        """Return None: the whole tensor is in no memory."""
+        """Return None: no memory holds the whole tensor."""
 
     def write(self, content: np.ndarray, start: int = 0) -> None:
-        """Write those bytes of a piece that belong to this rank's rows."""
+        """Store the bytes of a piece that belong to this rank's rows."""
         begin = self.first * self.row_bytes
         end = begin + self.count * self.row_bytes
         left, right = max(start, begin), min(start + content.size, end)
@@ -188,14 +192,14 @@ class _Rows:
 
 
 def check_layouts(ranks: Sequence[int], layouts: Sequence[Layout]) -> None:
-    """Check that the ranks' rows make up each tensor, every row once.
+    """Check that each row of each tensor belongs to exactly one rank.
 
     Args:
-        ranks: their numbers.
-        layouts: of each rank, in the same order. With equal ones, every rank gets the same result.
+        ranks: the ranks.
+        layouts: of each rank, in the same order; the same on every rank.
 
     Raises:
-        UsageError: they do not.
+        UsageError: a row is missing or belongs to two ranks, or names, dtypes or shapes differ.
     """
     for rank, layout in zip(ranks, layouts, strict=True):
         if layout.keys() != layouts[0].keys():

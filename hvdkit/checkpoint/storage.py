@@ -1,7 +1,7 @@
-"""The protocol of a place for steps, which a folder and an object store implement.
+"""The storage protocol, which a folder and an object store implement.
 
-A `Storage` lists and opens steps. Its `open_for_writing` gives the right to write to one process
-at a time; a step is put together as a `Draft` and becomes visible by `StorageWriter.commit`.
+A `Storage` lists and opens steps. `open_for_writing` makes one process at a time the writer. The
+writer writes the files of a step as a `Draft`; `StorageWriter.commit` makes the step visible.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdkit.checkpoint.chunks import FileRecord
-from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.errors import UsageError
 
@@ -31,10 +31,10 @@ class Entry:
     Attributes:
         name: of the step in its storage.
         step: the step's number.
-        run: the number of its run. If the manifest is unreadable, the name tells it.
-        identity: differs between two steps that have the same name, one after the other.
+        run: the number of its run; from the name if the manifest is unreadable.
+        identity: distinguishes a step from a later step of the same name.
         manifest: None if it is unreadable.
-        error: why the step is not whole; None if it is.
+        error: why the step is incomplete; None for a complete step.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Bytes of all files together; 0 if that is not known."""
+        """The sum of the sizes of all files, in bytes; 0 if it is unknown."""
         return 0 if self.manifest is None else self.manifest.size
 
 
@@ -54,7 +54,7 @@ class StepFiles(Protocol):
     """The files of one step, for reading.
 
     Attributes:
-        readers: threads that read faster together than one; at least 1.
+        readers: the number of threads with which reading is fastest; at least 1.
     """
 
     readers: int
@@ -64,37 +64,37 @@ class StepFiles(Protocol):
 
         Raises:
             Damaged: the file is missing, or is not a plain file.
-            CheckpointError: it cannot be opened, for a reason that says nothing about it.
+            CheckpointError: it cannot be opened now; it may be intact.
         """
         ...
 
     def read_into(self, name: str, out: np.ndarray, offset: int) -> None:
-        """Fill `out` (uint8) with the bytes from `offset` on of an open file.
+        """Fill `out` (uint8) with the bytes of an open file, starting at `offset`.
 
         Raises:
-            Damaged: the file ends before.
-            CheckpointError: it cannot be read, for a reason that says nothing about it.
+            Damaged: the file is too short.
+            CheckpointError: it cannot be read now; it may be intact.
         """
         ...
 
     def close(self) -> None:
-        """Close all files. May be called again."""
+        """Close all files. May be called more than once."""
         ...
 
 
 class Draft(Protocol):
-    """A step that is being written, and that no reader sees.
+    """A step that is being written. Readers do not see it.
 
     Attributes:
-        written: bytes that `write` has stored so far, from which a write that hangs is known.
-            None if the storage itself raises an error where a request hangs.
+        written: bytes that `write` has stored so far. If the number stops growing, the write
+            hangs. None if the storage itself raises an error when a request hangs.
     """
 
     @property
     def written(self) -> int | None: ...
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> FileRecord:
-        """Write a file and hash it. Returns when a power cut cannot lose it.
+        """Write a file and hash it. After the return, the file survives a power cut.
 
         Args:
             name: of the file.
@@ -106,7 +106,7 @@ class Draft(Protocol):
         ...
 
     def copy(self, name: str, entry: Entry) -> None:
-        """Copy a file from another step of this storage, without reading it if possible.
+        """Copy a file from another step of this storage, on the server if possible.
 
         Raises:
             CheckpointError: the file could not be copied.
@@ -119,21 +119,21 @@ class Draft(Protocol):
 
 
 class StorageWriter(Protocol):
-    """The right to write, held by one process at a time.
+    """The writer of a storage: one process at a time.
 
     Attributes:
-        commit_number: of the next commit, greater than those of all steps before it.
+        commit_number: the number of the next commit, greater than that of any existing step.
     """
 
     @property
     def commit_number(self) -> int: ...
 
     def check(self) -> None:
-        """Check that this process still holds the right.
+        """Check that this process still is the writer.
 
         Raises:
             WriterConflict: another process has taken over.
-            CheckpointError: the place is gone, or this process was forked from the writer.
+            CheckpointError: the storage was removed, or this process was forked from the writer.
         """
         ...
 
@@ -142,10 +142,10 @@ class StorageWriter(Protocol):
         ...
 
     def next_run(self, entries: Sequence[Entry]) -> int:
-        """Return a number for a new run, greater than the runs of all steps, damaged ones too.
+        """Return a number for a new run, greater than that of any step, damaged ones included.
 
         Args:
-            entries: all that there are.
+            entries: all steps.
         """
         ...
 
@@ -154,23 +154,23 @@ class StorageWriter(Protocol):
         ...
 
     def commit(self, draft: Draft) -> str:
-        """Make the step visible, or nothing. Returns its name.
+        """Make the step visible atomically. Return its name.
 
         Raises:
             WriterConflict: another process has taken over.
-            CheckpointError: it could not be done. If the outcome is unknown, the step may be
-                visible, and is whole then.
+            CheckpointError: the commit failed. If its outcome is unknown, the step may be
+                visible; it is complete then.
         """
         ...
 
     def discard(self, draft: Draft) -> None:
-        """Remove a draft that was not committed. A failure only warns."""
+        """Remove a draft that was not committed. A failure is only logged."""
         ...
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete steps, quarantined ones too. They are not visible from the first moment on.
+        """Delete steps, quarantined ones included. Hide them before the first file is deleted.
 
-        A failure only warns.
+        A failure is only logged.
         """
         ...
 
@@ -178,35 +178,35 @@ class StorageWriter(Protocol):
         """Give a step its final name, once older steps of its number are deleted.
 
         Returns:
-            The name that the step has now.
+            The final name.
         """
         ...
 
     def sweep(self) -> None:
-        """Remove what this writer could not remove before. A failure only warns."""
+        """Try again to remove files that this writer failed to remove. A failure is only logged."""
         ...
 
     def close(self) -> None:
-        """Give the right back. May be called again."""
+        """Let another process become the writer. May be called more than once."""
         ...
 
 
 class Storage(Protocol):
-    """A place for steps. Making one touches nothing. `str` gives its path or URL."""
+    """A folder or object store with steps. `str` gives its path or URL."""
 
     def exists(self) -> bool:
-        """Whether the place exists."""
+        """Return whether the folder or a part of the URL exists."""
         ...
 
     def location(self, name: str) -> str:
-        """The path or URL of a step."""
+        """Return the path or URL of a step."""
         ...
 
     def entries(self) -> list[Entry]:
-        """List all steps, also those that are not whole, in the order of `in_commit_order`.
+        """List all steps, incomplete ones included, in the order of `in_commit_order`.
 
         Raises:
-            CheckpointError: the place cannot be read. A place that does not exist has no steps.
+            CheckpointError: the storage cannot be read. One that does not exist has no steps.
         """
         ...
 
@@ -214,7 +214,7 @@ class Storage(Protocol):
         """List the names of damaged steps that were moved out of the way.
 
         Raises:
-            CheckpointError: the place cannot be read.
+            CheckpointError: the storage cannot be read.
         """
         ...
 
@@ -223,14 +223,14 @@ class Storage(Protocol):
 
         Raises:
             Damaged: the step is missing, or is not a folder.
-            CheckpointError: it cannot be opened, for a reason that says nothing about it.
+            CheckpointError: it cannot be opened now; it may be intact.
         """
         ...
 
     def is_same(self, entry: Entry) -> bool:
-        """Whether the step is still there, and not another one of its name.
+        """Return whether the step still exists and was not replaced by one of the same name.
 
-        A live writer deletes old steps, and names may be used again.
+        A live writer deletes old steps and may use their names again.
         """
         ...
 
@@ -238,7 +238,7 @@ class Storage(Protocol):
         """Move a damaged step out of the way.
 
         Returns:
-            The name that it has now; None if another process has moved or replaced it.
+            Its new name; None if another process has moved or replaced it.
 
         Raises:
             CheckpointError: it cannot be moved.
@@ -246,11 +246,11 @@ class Storage(Protocol):
         ...
 
     def open_for_writing(self) -> StorageWriter:
-        """Take the right to write, and remove what dead writers have left.
+        """Become the writer, and remove files that dead writers have left.
 
         Raises:
-            WriterConflict: another process, which is alive, writes here.
-            CheckpointError: the place cannot be made or written to.
+            WriterConflict: another live process is the writer.
+            CheckpointError: the folder cannot be made or written to.
         """
         ...
 
@@ -269,38 +269,54 @@ def in_commit_order(entries: Iterable[Entry]) -> list[Entry]:
     )
 
 
+def expect_manifests(entries: Iterable[Entry], location: str) -> None:
+    """Check that no manifest is unreadable for now: the place of its step is not known.
+
+    Args:
+        entries: the steps.
+        location: of the storage, for the error.
+
+    Raises:
+        CheckpointError: a manifest cannot be read now, and may be intact.
+    """
+    for entry in entries:
+        if entry.manifest is None and not isinstance(entry.error, Damaged):
+            raise CheckpointError(f"{entry.name} in {location}: {entry.error}") from entry.error
+
+
 def step_name(step: int, run: int) -> str:
-    """The name of a step, without what tells it from another one of its number and run."""
+    """Return the name of a step, without the suffix that a second step of this number gets."""
     return f"step-{step:012d}" + (f"-run{run}" if run > 1 else "")
 
 
 def newest_run(entries: Iterable[Entry]) -> int | None:
-    """The run that was begun last; None if there are no steps."""
+    """Return the number of the newest run; None if there are no steps."""
     return max((entry.run for entry in entries), default=None)
 
 
 def open_storage(
     place: str | os.PathLike[str], options: Mapping[str, Any] | None = None
 ) -> Storage:
-    """Return the storage for a path or a URL. Touches nothing.
+    """Return the storage for a path or a URL, without accessing it.
 
     Args:
         place: a path, `file://` and an absolute path, or a URL that fsspec knows.
         options: for fsspec, such as `endpoint_url` or `key`; for URLs only.
 
     Raises:
-        UsageError: fsspec is missing, or does not know such a URL; or there are options for a path.
+        UsageError: fsspec is not installed or does not know the protocol; or there are options for
+            a path.
     """
     text = os.fspath(place)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/([^/]|$)", text):
         raise UsageError(
-            f"checkpoints are to be kept in {text}, which is a URL with one slash too few. A Path "
-            f"loses it: give a URL as text."
+            f"the checkpoint folder is {text}, a URL with only one slash. pathlib.Path removes the "
+            f"other: give the URL as a string."
         )
     url = _URL.fullmatch(text)
     if url is not None and url[1] in ("file", "local") and not url[2].startswith("/"):
         raise UsageError(
-            f"checkpoints are to be kept in {text}; expected an absolute path, such as file:///a/b."
+            f"the checkpoint folder is {text}; expected an absolute path, such as file:///a/b."
         )
     if url is not None and url[1] not in ("file", "local"):
         from hvdkit.checkpoint.objects.storage import ObjectStorage
@@ -308,8 +324,8 @@ def open_storage(
         return ObjectStorage(text, options or {})
     if options:
         raise UsageError(
-            f"storage_options {sorted(options)} are for URLs; checkpoints are to be kept in the "
-            f"folder {text}."
+            f"storage_options {sorted(options)} are for URLs; the checkpoint folder is the local "
+            f"path {text}. Remove the options or give a URL."
         )
     from hvdkit.checkpoint.posix.storage import PosixStorage
 

@@ -1,4 +1,4 @@
-"""Steps in a storage: listing them, and finding the newest good one."""
+"""List the steps of a storage, and find the newest good step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import OpenCheckpoint, examine
 from hvdkit.checkpoint.retention import KeepBest, Retention
-from hvdkit.checkpoint.storage import Entry, newest_run, open_storage
+from hvdkit.checkpoint.storage import Entry, expect_manifests, newest_run, open_storage
 from hvdkit.checkpoint.writing import Writer
 from hvdkit.errors import UsageError
 
@@ -25,12 +25,12 @@ _LOOKS = 10
 
 @dataclass(frozen=True)
 class StepInfo:
-    """A whole step in the listing.
+    """A complete step in the listing.
 
     Attributes:
         step: its number.
         location: its path or URL.
-        manifest: what it says of itself.
+        manifest: its description.
     """
 
     step: int
@@ -39,11 +39,11 @@ class StepInfo:
 
 
 class Store:
-    """Checkpoints in a folder or an object store. Making one touches nothing.
+    """The checkpoints in a folder or an object store. The constructor touches nothing.
 
     Attributes:
         location: the absolute path of the folder, or the URL.
-        retention: which steps stay.
+        retention: which steps are kept.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class Store:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Args:
-            folder: local or shared, made by `open_for_writing` if it does not exist; or a URL that
-                fsspec knows, such as `s3://bucket/run`.
-            keep_last: how many steps stay, newest first, at least 1; None: all.
-            keep_best: which stay besides.
-            keep_every: steps whose number is a multiple of this stay, too.
+            folder: a local or shared folder, created by `open_for_writing` if it does not exist;
+                or a URL that fsspec knows, such as `s3://bucket/run`.
+            keep_last: the number of newest steps to keep, at least 1; None: all.
+            keep_best: the best steps to keep as well.
+            keep_every: keep steps whose number is a multiple of this as well.
             storage_options: for fsspec's file system, such as `endpoint_url`; for URLs only.
 
         Raises:
-            UsageError: `keep_last` is below 1, or nobody knows such a URL.
+            UsageError: `keep_last` is below 1, or fsspec does not know the URL's protocol.
         """
         self._storage = open_storage(folder, storage_options)
         self.location = str(self._storage)
@@ -72,10 +72,9 @@ class Store:
         self.retention = Retention(keep_last, best, keep_every)
 
     def open_for_writing(self, *, run: int | None = None, new_run: bool = False) -> Writer:
-        """Take the right to write, and remove what dead writers have left.
+        """Become the writer, and remove files that dead writers have left.
 
-        Waits up to a minute where it takes that long to see whether a writer on another host is
-        alive.
+        Waits up to a minute to find out whether a writer on another host is alive.
 
         Args:
             run: the run to continue; if another one is the newest, a new run begins. Default: the
@@ -83,24 +82,24 @@ class Store:
             new_run: begin a new run in any case.
 
         Raises:
-            WriterConflict: another process, which is alive, writes here.
-            CheckpointError: the place cannot be made or written to.
+            WriterConflict: another live process is the writer.
+            CheckpointError: the folder cannot be made or written to.
         """
         return Writer(self._storage, self.retention, run, new_run)
 
     def steps(self) -> list[StepInfo]:
-        """The whole steps, oldest first: in the order in which they were committed.
+        """List the complete steps in the order of their commits, oldest first.
 
-        Their files have the sizes that the manifests say; the content is not read. If a run has
-        saved a step again, only the later is listed.
+        Compares file sizes with the manifests, and does not read the content. If a run has saved
+        a step twice, only the later one is listed.
 
         Raises:
-            CheckpointError: the folder cannot be read. One that is not there has no steps.
+            CheckpointError: the folder cannot be read. A folder that does not exist has no steps.
         """
         return self._infos(self.entries())
 
     def steps_of_newest_run(self) -> list[StepInfo]:
-        """Those `steps` that belong to the newest run.
+        """List the complete steps of the newest run, as `steps` does.
 
         Raises:
             CheckpointError: the folder cannot be read.
@@ -112,6 +111,7 @@ class Store:
     def _infos(self, entries: Iterable[Entry]) -> list[StepInfo]:
         found: dict[tuple[int, int], StepInfo] = {}
         for entry in entries:
+            expect_manifests([entry], self.location)
             if entry.manifest is not None and entry.error is None:
                 found.pop((entry.run, entry.step), None)
                 location = self._storage.location(entry.name)
@@ -119,7 +119,7 @@ class Store:
         return list(found.values())
 
     def entries(self) -> list[Entry]:
-        """All that is listed as a step, also what is not whole, in the same order.
+        """List all steps, incomplete ones included, in the order of their commits.
 
         Raises:
             CheckpointError: the folder cannot be read.
@@ -127,7 +127,7 @@ class Store:
         return self._storage.entries()
 
     def quarantined(self) -> list[str]:
-        """Names of damaged steps that were moved out of the way.
+        """List the names of damaged steps that were moved out of the way.
 
         Raises:
             CheckpointError: the folder cannot be read.
@@ -135,7 +135,7 @@ class Store:
         return self._storage.quarantined()
 
     def exists(self) -> bool:
-        """Whether the folder exists. A URL does as soon as there is something under it."""
+        """Return whether the folder exists. A URL exists if there is an object under it."""
         return self._storage.exists()
 
     def verify(self, step: int, progress: Callable[[int], None] | None = None) -> list[Damaged]:
@@ -143,14 +143,14 @@ class Store:
 
         Args:
             step: its number.
-            progress: called with the number of bytes read since the call before.
+            progress: called with the number of bytes read since the previous call.
 
         Returns:
-            What is wrong; empty if the step is good.
+            The problems; empty for a good step.
 
         Raises:
             UsageError: there is no such step.
-            CheckpointError: it cannot be read, for a reason that says nothing about the step.
+            CheckpointError: the step cannot be read now; it may be intact.
         """
         (entry, *_) = self.candidates(step, None)
         return self.verify_entry(entry, progress)
@@ -158,7 +158,7 @@ class Store:
     def verify_entry(
         self, entry: Entry, progress: Callable[[int], None] | None = None
     ) -> list[Damaged]:
-        """The same for one of `entries`; nothing is wrong with one that was deleted meanwhile."""
+        """Verify one of `entries`. A step that was deleted meanwhile has no problems."""
         opened, problems = self.examine(entry, progress)
         if opened is not None:
             opened.close()
@@ -167,23 +167,23 @@ class Store:
     def newest_good(
         self, step: int | None = None, run: int | None = None, *, quarantine: bool = True
     ) -> OpenCheckpoint | None:
-        """Open the newest step of the newest run that is good, having read all of it.
+        """Open the newest good step of the newest run, after reading and verifying all of it.
 
-        Damaged ones that are newer are quarantined (with a message in the log that says which file
-        and why) as soon as an older good one is found.
+        If a step is damaged and an older one is good, the damaged step is quarantined, and the log
+        says which file is damaged and why.
 
         Args:
-            step: open this one and no other. Where the newest run has none of this number, that of
-                the newest run that has one.
-            run: look at this run alone, instead of the newest.
-            quarantine: False: only say which ones are damaged, and leave them where they are.
+            step: open this step only. If the newest run does not have it, open that of the newest
+                run that does.
+            run: search this run instead of the newest.
+            quarantine: False: only log which steps are damaged, and do not move them.
 
         Returns:
             The step; None if the folder has no steps at all.
 
         Raises:
-            CheckpointError: there are steps, and none is good; or `step` is damaged. None is
-                quarantined then: the same question has the same answer.
+            CheckpointError: there are steps, and none is good; or `step` is damaged. No step is
+                quarantined then, so a second call fails alike.
             UsageError: there is no such `step`.
         """
         search = self.search(step, run, quarantine=quarantine)
@@ -194,7 +194,7 @@ class Store:
     def search(
         self, step: int | None = None, run: int | None = None, *, quarantine: bool = True
     ) -> Search:
-        """Begin to look for the newest good step. The arguments are those of `newest_good`."""
+        """Return a search for the newest good step; for the arguments see `newest_good`."""
         return Search(self, step, run, quarantine)
 
     def prunable(
@@ -203,15 +203,15 @@ class Store:
         older_runs: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> list[Entry]:
-        """The whole steps of the newest run that `retention` lets go, oldest first.
+        """List the complete steps of the newest run that `retention` deletes, oldest first.
 
-        Those that stay are read and verified; a damaged one does not count as staying, nor as
-        one that may go. So at least one good step stays.
+        The steps to keep are read and verified. A damaged step is neither kept nor deleted, so at
+        least one good step stays.
 
         Args:
-            retention: which of them stay.
-            older_runs: all steps of older runs go, too, if the newest has a good one.
-            progress: called with the number of bytes read since the call before.
+            retention: which steps are kept.
+            older_runs: delete all steps of older runs as well, if the newest has a good step.
+            progress: called with the number of bytes read since the previous call.
 
         Raises:
             CheckpointError: the folder or a step cannot be read.
@@ -234,12 +234,14 @@ class Store:
                 good.append(unread[0])
             else:
                 listed.remove(unread[0])
-                self.say_damaged(unread[0].step, problems, "it stays, and does not count.")
+                self.say_damaged(
+                    unread[0].step, problems, "it is not deleted, and not counted as kept."
+                )
         older = [entry for entry in entries if entry.run != run and older_runs and good]
         return [entry for entry in [*older, *listed] if entry not in good]
 
     def of_older_runs(self) -> list[Entry]:
-        """All that is listed as a step of another run than the newest, oldest first.
+        """List the steps of all runs except the newest, oldest first.
 
         Raises:
             CheckpointError: the folder cannot be read.
@@ -249,7 +251,7 @@ class Store:
         return [entry for entry in entries if entry.run != newest]
 
     def candidates(self, step: int | None, run: int | None) -> list[Entry]:
-        """Return the steps that could be loaded, newest first, all of one run.
+        """Return the steps of one run that could be restored, newest first.
 
         Raises:
             UsageError: `step` or `run` is given, and there is none.
@@ -262,7 +264,7 @@ class Store:
             found = [e for e in older if e.run == older[0].run]
             if found:
                 _log.warning(
-                    "step %d in %s is one of run %d; the newest run, %s, has none of this number",
+                    "step %d in %s belongs to run %d; the newest run, %s, does not have this step",
                     *(step, self.location, found[0].run, wanted),
                 )
         if not found and (step is not None or run is not None):
@@ -299,11 +301,11 @@ class Store:
         return opened, problems
 
     def is_same(self, entry: Entry) -> bool:
-        """Whether the step is still there, and not another one of its name."""
+        """Return whether the step still exists and was not replaced by one of the same name."""
         return self._storage.is_same(entry)
 
     def quarantine(self, entry: Entry, problems: Sequence[Damaged]) -> None:
-        """Move a damaged step out of the way; the log says why."""
+        """Move a damaged step out of the way and log why."""
         try:
             name = self._storage.quarantine(entry)
         except CheckpointError as error:
@@ -319,9 +321,10 @@ class Store:
 
 
 class Search:
-    """Looks for the newest good step, also where its tensors are checked after it was opened.
+    """A search for the newest good step.
 
-    Steps that turn out to be damaged are quarantined at the end, if a good one was found.
+    Tensors may be verified after a step was opened, while they are read. If a step was found
+    damaged and a later one good, `end` quarantines the damaged step.
     """
 
     def __init__(self, store: Store, step: int | None, run: int | None, quarantine: bool) -> None:
@@ -358,6 +361,9 @@ class Search:
                     f"step {self._opened.step} in {store.location} was removed while it was read, "
                     f"and there is no other. Keep more steps."
                 )
+            if len(listed) > 1:
+                # Any of these steps may be the newest.
+                expect_manifests(listed, store.location)
             for entry in listed:
                 if (entry.name, entry.identity) in known:
                     continue

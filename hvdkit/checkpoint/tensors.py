@@ -1,7 +1,7 @@
-"""safetensors files: written in one pass, opened with the library's checks.
+"""safetensors files: written in one pass, and checked by the safetensors library when read.
 
-Format: https://github.com/huggingface/safetensors#format: eight bytes with the header's length, the
-header in JSON, and the tensors' contents without gaps.
+Format (https://github.com/huggingface/safetensors#format): eight bytes with the length of the
+header, the header in JSON, and the contents of the tensors without gaps.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hvdkit.checkpoint.errors import Damaged
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.errors import UsageError
 
-#: A tensor's content: contiguous, uint8, of its size in bytes; or a function that returns it.
+#: The content of a tensor: contiguous, uint8, `nbytes` long; or a function that returns it.
 Content = np.ndarray | Callable[[], np.ndarray]
 
-#: A header of 100,000 tensors takes about 12 MB. A larger one is neither written nor read.
+#: Larger headers are neither written nor read. A header of 100,000 tensors takes about 12 MB.
 MAX_HEADER_BYTES = 50_000_000
 
 _LENGTH_BYTES = 8
@@ -35,10 +35,10 @@ _ALIGNMENT = 64
 
 
 def nbytes(spec: TensorSpec) -> int:
-    """Bytes that a tensor's content takes.
+    """Return the size of a tensor's content in bytes.
 
     Raises:
-        UsageError: safetensors has no such dtype.
+        UsageError: safetensors does not have the dtype.
     """
     if spec.dtype not in ELEMENT_BYTES:
         raise UsageError(
@@ -48,7 +48,7 @@ def nbytes(spec: TensorSpec) -> int:
 
 
 def spans(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, int]]:
-    """Return where each tensor's content begins and ends, counted from the end of the header."""
+    """Return the offsets where each tensor's content begins and ends, from the header's end on."""
     found, end = {}, 0
     for name, spec in specs.items():
         found[name] = (end, end + nbytes(spec))
@@ -57,15 +57,15 @@ def spans(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, int]]:
 
 
 def serialize(tensors: Mapping[str, tuple[TensorSpec, Content]]) -> Iterator[memoryview]:
-    """The content of a file with `tensors`, piece by piece; the tensors' contents uncopied.
+    """Return the content of a file with `tensors`, piece by piece, without copying the tensors.
 
     Args:
         tensors: name -> dtype and shape, and content: contiguous, uint8.
 
     Raises:
-        UsageError: a dtype or name that safetensors has not, or a content of another size.
+        UsageError: safetensors does not support a dtype or name, or a content has another size.
     """
-    # Wide elements first, as the library does: so each tensor is aligned in a mapped file.
+    # Wide elements first, as the library does, so that each tensor is aligned in a mapped file.
     names = sorted(tensors, key=lambda name: -ELEMENT_BYTES.get(tensors[name][0].dtype, 0))
     yield memoryview(header({name: tensors[name][0] for name in names}))
     for name in names:
@@ -81,17 +81,17 @@ def serialize(tensors: Mapping[str, tuple[TensorSpec, Content]]) -> Iterator[mem
 
 
 def header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return all of a file that precedes the tensors' contents.
+    """Return the part of a file that precedes the tensors' contents.
 
     Args:
         specs: name -> dtype and shape, in the order of the contents.
-        metadata: texts by name that the file has beside the tensors.
+        metadata: name -> text, stored in the header.
 
     Raises:
-        UsageError: a dtype or name that safetensors has not, or too many tensors.
+        UsageError: safetensors does not support a dtype or name, or there are too many tensors.
     """
     ends = spans(specs)
-    # Some tools open only files that say which framework they are for.
+    # Some tools open only files whose header names a framework.
     entries: dict[str, Any] = {"__metadata__": {**(metadata or {}), "format": "pt"}}
     for name, spec in specs.items():
         stored = in_file(spec)
@@ -106,12 +106,12 @@ def header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None =
         raise UsageError(
             f"a tensor's name is not Unicode text ({error}); give it another name."
         ) from error
-    # No element of any dtype is in two chunks then.
+    # Aligned, so that no element lies in two chunks.
     text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise UsageError(
             f"the names and shapes of {len(specs)} tensors take {len(text)} bytes; expected at "
-            f"most {MAX_HEADER_BYTES}. Divide them between several parts."
+            f"most {MAX_HEADER_BYTES}. Divide them among several parts."
         )
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
@@ -121,18 +121,18 @@ def read_header(read_into: ReadInto, size: int, name: str) -> tuple[int, dict[st
 
     Args:
         read_into: reads the file.
-        size: of the file in bytes.
-        name: of the file, for the error.
+        size: the size of the file in bytes.
+        name: the name of the file, for errors.
 
     Returns:
-        Where the contents begin, and name -> dtype and shape in the order of the contents.
+        The offset where the contents begin; name -> dtype and shape, in the order of the contents.
 
     Raises:
-        Damaged: it is no safetensors file that hvdkit can read.
+        Damaged: it is not a valid safetensors file.
     """
     if size < _LENGTH_BYTES:
         raise Damaged(name, f"it has {size} bytes; a safetensors file has {_LENGTH_BYTES} or more")
-    # Most headers are in it: each read reads and checks a whole chunk.
+    # Enough for most headers. Each read reads and checks a whole chunk.
     raw = np.empty(min(size, _FIRST_BYTES), np.uint8)
     read_into(raw, 0)
     length = int.from_bytes(raw[:_LENGTH_BYTES].tobytes(), "little")
@@ -158,14 +158,15 @@ def read_header(read_into: ReadInto, size: int, name: str) -> tuple[int, dict[st
         raise Damaged(name, f"it has tensors of dtype {', '.join(sorted(unknown))}")
     begin = _LENGTH_BYTES + length
     if begin + sum(map(nbytes, specs.values())) != size:
-        raise Damaged(name, "its tensors' sizes do not add up to the file's")
+        raise Damaged(name, "the sizes of its tensors do not add up to the size of the file")
     return begin, specs
 
 
 def _check_header(header: np.ndarray, size: int, name: str) -> None:
-    """Let the library refuse a wrong header: gaps, overlaps, sizes that do not fit.
+    """Let the library check the header for gaps, overlaps and sizes that do not fit.
 
-    It opens files only. A file in memory with the header, and holes for the tensors, will do.
+    The library opens files only. So write the header to a file in memory, with a hole for the
+    tensors.
     """
     descriptor = os.memfd_create("hvdkit-header", os.MFD_CLOEXEC)
     try:
@@ -174,6 +175,6 @@ def _check_header(header: np.ndarray, size: int, name: str) -> None:
         with safe_open(f"/proc/self/fd/{descriptor}", framework="np"):
             pass
     except (SafetensorError, OSError) as error:
-        raise Damaged(name, f"it is no valid safetensors file ({error})") from error
+        raise Damaged(name, f"it is not a valid safetensors file ({error})") from error
     finally:
         os.close(descriptor)

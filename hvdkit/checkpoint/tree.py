@@ -1,9 +1,9 @@
-"""Trees as JSON, and back, with nothing lost and no code run.
+"""Convert trees to JSON and back without loss. Decoding runs no code from the file.
 
-JSON has no name for much that a training's state is made of. It is written as an object with one
-key that begins with `$`, such as `{"$tuple": [1, 2]}` or `{"$tensor": "layer.weight"}`. A NumPy
-array is a tensor with a mark of its own, `{"$array": "history"}`. Where the file has another dtype,
-the mark says which one the tensor has: `{"$tensor": ["spectrum", "C128"]}`.
+A value that JSON does not have is an object with one key that begins with `$`, called a mark:
+`{"$tuple": [1, 2]}`, `{"$tensor": "layer.weight"}`, or `{"$array": "history"}` for a NumPy array.
+If the file stores another dtype than the tensor has, the mark has the tensor's:
+`{"$tensor": ["spectrum", "C128"]}`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hvdkit.checkpoint.arrays import ArrayTensor
 from hvdkit.checkpoint.state import SmallTensor, TensorSpec, Tree
 from hvdkit.errors import UsageError
 
-#: Levels in a tree. One that is deeper contains itself, or was made to exhaust the stack.
+#: The most levels of a tree. A deeper tree contains itself, or is an attack on the stack.
 MAX_DEPTH = 50
 
-#: Content of an array or a small tensor, which is written as text.
+#: The largest array or small tensor that is written as text, in bytes.
 MAX_ARRAY_BYTES = 1_000_000
 
 _ALLOWED = (
@@ -34,48 +34,49 @@ _ALLOWED = (
 )
 _NUMPY_SCALAR = re.compile(r"[<|][biufc](?:1|2|4|8|16|32)")
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-#: Larger ones are written in hexadecimal: other JSON readers round them, Python limits decimals.
+#: Larger integers are written in hexadecimal: other JSON readers round them, and Python limits the
+#: length of decimal numbers.
 _JSON_INT_BITS = 53
 
 
 def encode(tree: Tree, subject: str, *, inline: bool = False) -> tuple[Any, dict[str, Any]]:
-    """Give the JSON form of `tree` and the tensors in it.
+    """Return the JSON form of `tree` and the tensors in it.
 
-    A tensor (a `Tensor`, or a `TensorSpec` in its place) is named by the path to it: `layer.weight`
-    for `{"layer.weight": T}`, `state.0.exp_avg` for `{"state": {0: {"exp_avg": T}}}`. Where two
-    paths would give one name, the later gets `~2`. Equal structures give equal names.
+    The name of a tensor (a `Tensor` or a `TensorSpec`) is the path to it: `layer.weight` for
+    `{"layer.weight": T}`, `state.0.exp_avg` for `{"state": {0: {"exp_avg": T}}}`. If two paths give
+    the same name, `~2` is appended to the second. Equal structures give equal names.
 
-    An `OrderedDict` comes back as a dict; everything else as what it was.
+    `decode` returns a dict for an `OrderedDict`, and every other value with its type.
 
     Args:
-        tree: as `hvdkit.checkpoint.state` describes.
-        subject: what it is, for errors: `metadata` gives `metadata['x'] is a Foo`.
+        tree: see `hvdkit.checkpoint.state`.
+        subject: the name of the tree in errors: `metadata` gives `metadata['x'] is a Foo`.
         inline: write the content of NumPy arrays, which must be small, into the JSON form.
 
     Returns:
-        The JSON form (`json.dumps` takes it), and name -> tensor in the order of the tree. An array
-        is an `ArrayTensor` there.
+        The JSON form, for `json.dumps`; name -> tensor, in the order of the tree, with an
+        `ArrayTensor` for each array.
 
     Raises:
-        UsageError: something in it cannot be saved; names the path to it.
+        UsageError: a value cannot be saved; the message has the path to it.
     """
     encoder = _Encoder(subject, inline)
     return encoder.encode(tree, ()), encoder.tensors
 
 
 def decode(encoded: Any, tensors: Mapping[str, Any]) -> Tree:
-    """The tree of which `encode` gave `encoded`, with `tensors[name]` in the tensors' places.
+    """Return the tree of a JSON form, with `tensors[name]` in place of each tensor.
 
     Args:
         encoded: the JSON form.
-        tensors: what is known of the tensors. Of a `TensorSpec`, whether of the file or of the
-            tensor, the tensor's is put in place, and a new array where an array was.
+        tensors: name -> tensor. A `TensorSpec` with the dtype of the file is replaced by one with
+            the dtype of the tensor, and by a new array for an array.
 
     Raises:
-        ValueError: `encoded` is not what `encode` gives, or names a tensor that is not there.
-        UsageError: there is an array of a dtype that only ml_dtypes has, which is not installed.
+        ValueError: `encoded` is not a result of `encode`, or has a tensor that is not in `tensors`.
+        UsageError: an array has a dtype of ml_dtypes, which is not installed.
     """
-    # The deepest that `encode` gives: a mark, its list, and a pair for each level.
+    # The most levels that `encode` writes: a mark, its list and a pair for each level of the tree.
     return _decode(encoded, tensors, 3 * MAX_DEPTH + 1)
 
 
@@ -88,10 +89,10 @@ class _Encoder:
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
         if len(path) > MAX_DEPTH:
             raise UsageError(
-                f"{self._subject} is nested more than {MAX_DEPTH} deep, or contains itself; make "
-                "it flatter."
+                f"{self._subject} has more than {MAX_DEPTH} nested levels, or contains itself; "
+                "reduce the nesting."
             )
-        # Exact types: a subclass, such as an enum's, would come back as something else.
+        # Exact types: a subclass, such as an enum, would be restored as its base class.
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
@@ -176,7 +177,7 @@ class _Encoder:
 
     def _name(self, tensor: Any, path: tuple[Any, ...]) -> str:
         plain = ".".join(map(str, path)) or "tensor"
-        # What safetensors keeps for itself is no tensor's name.
+        # safetensors reserves this name.
         name, count = plain, 1
         while name in self.tensors or name == "__metadata__":
             count += 1
@@ -189,13 +190,13 @@ class _Encoder:
 
 
 def spec_of(tensor: Any) -> TensorSpec:
-    """Return the dtype and shape of one of the tensors that `encode` gave."""
+    """Return the dtype and shape of a tensor that `encode` returned."""
     spec: TensorSpec = tensor if isinstance(tensor, TensorSpec) else tensor.spec
     return spec
 
 
 def _advice(value: Any, path: tuple[Any, ...]) -> str:
-    """Return how a value that a checkpoint cannot hold can be given, if this is known."""
+    """Return how to save a value of an unsupported type, if there is a way."""
     if isinstance(value, np.random.Generator):
         return " Give it to the checkpointer as generators={...}, or its bit_generator.state here."
     if callable(getattr(value, "numpy", None)):
@@ -211,7 +212,7 @@ def _is_plain(key: Any) -> bool:
 
 def _decode(value: Any, tensors: Mapping[str, Any], levels: int) -> Tree:
     if levels < 0:
-        raise ValueError(f"nested more than {MAX_DEPTH} deep")
+        raise ValueError(f"more than {MAX_DEPTH} nested levels")
     if isinstance(value, list):
         return [_decode(item, tensors, levels - 1) for item in value]
     if not isinstance(value, dict):
@@ -219,7 +220,7 @@ def _decode(value: Any, tensors: Mapping[str, Any], levels: int) -> Tree:
     if not any(key.startswith("$") for key in value):
         return {key: _decode(item, tensors, levels - 1) for key, item in value.items()}
     if len(value) != 1:
-        raise ValueError(f"a mark and more: {_shortened(list(value))}")
+        raise ValueError(f"a mark with other keys: {_shortened(list(value))}")
     ((mark, content),) = value.items()
     try:
         if mark == "$tensor":
@@ -238,7 +239,7 @@ def _decode(value: Any, tensors: Mapping[str, Any], levels: int) -> Tree:
 
 
 def _found(content: Any, tensors: Mapping[str, Any]) -> Any:
-    """The tensor that a mark names, with the dtype that the mark says."""
+    """Return the tensor of a mark, with the dtype in the mark."""
     if isinstance(content, str):
         return tensors[content]
     name, dtype = content
@@ -265,7 +266,7 @@ def _complex(content: Any) -> complex:
 
 def _numpy_scalar(content: Any) -> np.generic:
     dtype, data = content
-    # A dtype's text may also mean Python objects: only numbers get through.
+    # Refuse dtypes that NumPy reads as Python objects.
     if not _NUMPY_SCALAR.fullmatch(dtype):
         raise ValueError(f"dtype {dtype!r}")
     (scalar,) = np.frombuffer(_bytes(data), dtype)

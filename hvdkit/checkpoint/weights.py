@@ -1,8 +1,8 @@
-"""A model's weights as safetensors files, for those who have no hvdkit. Needs no framework.
+"""Export the weights of a model as safetensors files, for tools without hvdkit.
 
-One file, which `safetensors.torch.load_model` loads, or a folder as Hugging Face's transformers
-reads it: several files, and an index that says which tensor is in which file. The tensors are
-copied from the checkpoint a piece at a time, whatever their size.
+Writes one file, for `safetensors.torch.load_model`, or a folder for Hugging Face's transformers:
+several files, and an index of tensors and files. The tensors are copied from the checkpoint in
+pieces, so memory does not grow with their size. No framework is needed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from hvdkit.errors import HvdkitError, UsageError
 
 _log = logging.getLogger(__name__)
 
-#: In a model's tree: names of tensors that are another one's memory -> that one's name.
+#: Key in a model's tree: name of a tensor that shares memory with another -> name of the other.
 TIED = "(tied)"
-#: As transformers divides a model, in bytes.
+#: The size of a file in bytes, as in transformers.
 SHARD_BYTES = 5_000_000_000
 
 _COPIED_BYTES = 4_000_000
@@ -38,13 +38,13 @@ _COPIED_BYTES = 4_000_000
 
 @dataclass(frozen=True)
 class _Weights:
-    """The tensors of a model that are exported.
+    """The tensors of a model to export.
 
     Attributes:
-        part: of the checkpoint.
-        names: tensor in the checkpoint -> its name, in the order of the checkpoint's file. Tensors
-            that are not exported are not in it.
-        tied: further names of tensors -> the name that the file has.
+        part: the name of the part in the checkpoint.
+        names: name of a tensor in the checkpoint -> its exported name, in the order of the
+            checkpoint's file. Only tensors to export.
+        tied: additional name of a tensor -> its exported name.
     """
 
     part: str
@@ -53,22 +53,22 @@ class _Weights:
 
 
 def export_file(checkpoint: OpenCheckpoint, target: Path) -> None:
-    """Write a model's weights as one safetensors file.
+    """Write the weights of a model as one safetensors file.
 
-    A tensor with several names is in it once; the other names are in the file's metadata, as
-    `safetensors.torch.save_model` has them.
+    A tensor with several names is written once; the other names are in the metadata, as
+    `safetensors.torch.save_model` writes them.
 
     Args:
         checkpoint: of one model.
-        target: the file. What is there is replaced once the new one is whole.
+        target: the file. An existing file is replaced once the new one is complete.
 
     Raises:
-        UsageError: the checkpoint has no model or several, or a dtype that safetensors has not.
+        UsageError: the checkpoint has no model or several, or safetensors does not have a dtype.
         HvdkitError: the file cannot be written.
     """
     weights = _weights(checkpoint)
     beside = target.with_name(f".{target.name}.{os.getpid()}")
-    with _told(target):
+    with _writing(target):
         try:
             stream = _Copied(checkpoint, weights)
             stream.copy_to(beside, list(weights.names), weights.tied)
@@ -80,29 +80,29 @@ def export_file(checkpoint: OpenCheckpoint, target: Path) -> None:
 
 
 def export_folder(checkpoint: OpenCheckpoint, target: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write a model's weights as a folder that Hugging Face's transformers reads.
+    """Write the weights of a model as a folder for Hugging Face's transformers.
 
-    `model.safetensors`, or several files and `model.safetensors.index.json`. The configuration
-    (`config.json`) is not in a checkpoint.
+    The folder has `model.safetensors`, or several files and `model.safetensors.index.json`. It has
+    no configuration (`config.json`), because a checkpoint has none.
 
     Args:
         checkpoint: of one model.
-        target: the folder, which appears when it is whole.
-        shard_bytes: the largest size of the tensors in a file; a larger tensor has its own file.
+        target: the folder, which is created once it is complete.
+        shard_bytes: the largest size of the tensors in a file; a larger tensor gets its own file.
 
     Raises:
-        UsageError: as `export_file`; or `target` exists.
+        UsageError: see `export_file`; or `target` exists.
         HvdkitError: the folder cannot be written.
     """
     weights = _weights(checkpoint)
     if os.path.lexists(target):
-        raise UsageError(f"{target} exists: give the name of a new folder")
+        raise UsageError(f"{target} exists; expected the name of a new folder")
     specs = checkpoint.outline.specs.get(weights.part, {})
     shards = list(
         _shards({name: tensors.nbytes(specs[name]) for name in weights.names}, shard_bytes)
     )
     beside = target.absolute().with_name(f".{target.name}.{os.getpid()}")
-    with _told(target):
+    with _writing(target):
         try:
             beside.mkdir()
             stream = _Copied(checkpoint, weights)
@@ -126,7 +126,7 @@ def export_folder(checkpoint: OpenCheckpoint, target: Path, shard_bytes: int = S
                 )
             _sync_folder(beside)
             if os.path.lexists(target):
-                raise UsageError(f"{target} exists now: give the name of a new folder")
+                raise UsageError(f"{target} exists now; expected the name of a new folder")
             beside.rename(target)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
@@ -139,8 +139,8 @@ def _weights(checkpoint: OpenCheckpoint) -> _Weights:
     if len(models) != 1:
         raise UsageError(
             f"step {outline.manifest.step} has {len(models)} models "
-            f"({', '.join(models) or 'none'}): a safetensors file holds one. Export several models "
-            f"of PyTorch to a *.pt file"
+            f"({', '.join(models) or 'none'}); expected one for a safetensors file. Export several "
+            f"models of PyTorch to a *.pt file"
         )
     (part,) = models
     specs = outline.specs.get(part, {})
@@ -150,28 +150,30 @@ def _weights(checkpoint: OpenCheckpoint) -> _Weights:
     for name, exported in names.items():
         if specs[name].dtype in PAIRS:
             raise UsageError(
-                f"{exported} is of {NAMES[specs[name].dtype]}, which safetensors does not have: "
-                f"export to a *.pt file"
+                f"{exported} has the dtype {NAMES[specs[name].dtype]}, which safetensors does not "
+                f"have. Export to a *.pt file"
             )
     left = [str(name) for name, value in state.items() if not isinstance(value, _Place)]
     if left:
-        _log.warning("left out, because a safetensors file holds tensors only: %s", ", ".join(left))
+        _log.warning(
+            "not exported, because a safetensors file holds tensors only: %s", ", ".join(left)
+        )
     return _Weights(part, {name: names[name] for name in specs if name in names}, tied)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Stands for a tensor of the checkpoint.
+    """A placeholder for a tensor.
 
     Attributes:
-        name: in the checkpoint's file.
+        name: the name of the tensor in the checkpoint's file.
     """
 
     name: str
 
 
 def _shards(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
-    """Divide tensors between files, in their order."""
+    """Divide tensors among files, in their order."""
     shard: list[str] = []
     size = 0
     for name, nbytes in sizes.items():
@@ -184,7 +186,7 @@ def _shards(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
 
 
 class _Copied:
-    """Copies tensors of a checkpoint to files, in the order in which they lie there."""
+    """Copies tensors of a checkpoint to files, in the order of the checkpoint's file."""
 
     def __init__(self, checkpoint: OpenCheckpoint, weights: _Weights) -> None:
         self._specs = checkpoint.outline.specs.get(weights.part, {})
@@ -194,19 +196,19 @@ class _Copied:
         self._buffer = np.empty(_COPIED_BYTES, np.uint8)
 
     def copy_to(self, file: Path, names: list[str], tied: Mapping[str, str]) -> None:
-        """Write a file of the next tensors.
+        """Write the next tensors to a file.
 
         Args:
             file: the new file.
-            names: of the tensors in the checkpoint.
-            tied: further names of tensors -> the name that a file has.
+            names: the tensors' names in the checkpoint.
+            tied: additional name of a tensor -> its exported name.
         """
         specs: dict[str, TensorSpec] = {self._names[name]: self._specs[name] for name in names}
         metadata = {other: name for other, name in tied.items() if name in specs}
         _write(file, self._pieces(tensors.header(specs, metadata), names))
 
     def finish(self) -> None:
-        """Read what is left, which compares the hash of the checkpoint's file.
+        """Read the rest of the checkpoint's file, so that all hashes are compared.
 
         Raises:
             Damaged: the file has changed since it was verified.
@@ -249,8 +251,8 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _told(target: Path) -> Iterator[None]:
-    """Let an error of the system say what could not be written."""
+def _writing(target: Path) -> Iterator[None]:
+    """Raise an `HvdkitError` that names `target` for an `OSError`."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Writing a step: as a draft, read back, then made visible."""
+"""Write a step: write its files as a draft, read them back, then make the step visible."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from types import TracebackType
 from typing import Any, Self
 
 from hvdkit.checkpoint import manifest, tensors
-from hvdkit.checkpoint.errors import CheckpointError, Damaged
+from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import examine
 from hvdkit.checkpoint.retention import Retention
 from hvdkit.checkpoint.state import TensorSpec
-from hvdkit.checkpoint.storage import MAX_STEP, Draft, Entry, Storage, newest_run
+from hvdkit.checkpoint.storage import MAX_STEP, Draft, Entry, Storage, expect_manifests, newest_run
 from hvdkit.checkpoint.tensors import Content
 from hvdkit.errors import UsageError
 
 _log = logging.getLogger(__name__)
 
-#: Writes the files of a step but its manifest, which it returns.
+#: Writes all files of a step except the manifest; returns the manifest.
 PutFiles = Callable[[Draft], Manifest]
 
 
@@ -34,9 +34,9 @@ class EncodedPart:
     """A part of the state, ready to be written.
 
     Attributes:
-        tree: its JSON form, as `tree.encode` gives it.
-        tensors: name -> dtype and shape, and the content, row-major, in `tensors.nbytes(spec)`
-            bytes. The names are those that `tree.encode` gave.
+        tree: the result of `tree.encode`.
+        tensors: name, as in `tree.encode` -> dtype, shape and content: row-major,
+            `tensors.nbytes(spec)` bytes.
     """
 
     tree: Any
@@ -48,13 +48,13 @@ class Snapshot:
     """The content of one step. It must not change until `Writer.write` has returned.
 
     Attributes:
-        step: how many steps were trained, 0 or more.
+        step: the number of steps trained, 0 or more.
         epoch: the epoch that the step is in, if the training counts epochs.
         metrics: values by name; NaN and infinities are allowed.
-        versions: of what wrote it, by name: hvdkit, python, the framework.
+        versions: of hvdkit, Python and the framework, by name.
         parts: name -> part. A name is a letter and up to 63 letters, digits, `_` or `-`.
-        ranks: one tree for each rank, without tensors, as `rank_to_bytes` gives it.
-        withdrawn: when set, the step is given up: its tensors may have changed.
+        ranks: one tree for each rank, without tensors, as the result of `rank_to_bytes`.
+        withdrawn: when set, the step is not committed: its tensors may have changed.
     """
 
     step: int
@@ -80,12 +80,12 @@ class Snapshot:
 
 
 class Writer:
-    """The one writer of a storage. Made by `Store.open_for_writing`.
+    """The writer of a storage; `Store.open_for_writing` returns one. A context manager.
 
-    Not for several threads at once; which thread calls does not matter. A context manager.
+    Any thread may call a method, but only one at a time.
 
     Attributes:
-        run: the number of the run that is written. The retention deletes no others.
+        run: the number of the run that is written. Retention deletes steps of this run only.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Writer:
     ) -> None:
         """
         Args:
-            storage: the place.
-            retention: which steps of the run stay.
+            storage: where to write.
+            retention: which steps of the run are kept.
             run: the run to continue; if another one is the newest, a new run begins.
             new_run: begin a new run in any case.
         """
@@ -108,7 +108,7 @@ class Writer:
             resources.callback(self._writer.close)
             entries = self._writer.entries()
             newest = newest_run(entries)
-            self._expect_known(entry for entry in entries if entry.run == newest)
+            expect_manifests((e for e in entries if e.run == newest), str(storage))
             self._next_run = self._writer.next_run(entries)
             if newest is None or new_run or run not in (None, newest):
                 self.run = self._begin_run()
@@ -117,21 +117,21 @@ class Writer:
             self._resources = resources.pop_all()
 
     def write(self, snapshot: Snapshot) -> str:
-        """Write `snapshot` as a step that survives a power cut, then do the retention.
+        """Write `snapshot` as a step that survives a power cut, then delete old steps.
 
-        Returns once the step is stored, was read back and is listed. The Python threads of the
-        process go on meanwhile: writing, hashing and fsync release the interpreter's lock.
+        Returns after the step was stored, read back and listed. Writing, hashing and fsync release
+        the interpreter's lock, so other Python threads continue.
 
         Returns:
             The step's path or URL.
 
         Raises:
-            CheckpointError: it could not be written; says which file and why. The steps that
-                were there still are, and nothing half is left that would be listed.
-            WriterConflict: another process has taken over, because this one had not given a sign
-                of life for some time.
-            UsageError: the snapshot cannot be written by anyone, such as a dtype that
-                safetensors has no name for.
+            CheckpointError: a file could not be written. The older steps are unchanged, and no
+                incomplete step is listed.
+            WriterConflict: another process has taken over, because this one had not renewed its
+                lease for some time.
+            UsageError: the snapshot is invalid, for example has a dtype that safetensors does not
+                have.
         """
         self._check()
         name = self._commit(
@@ -142,9 +142,9 @@ class Writer:
 
     @property
     def progress(self) -> int | None:
-        """Bytes that were written and read back so far. Any thread may ask.
+        """Return the number of bytes written and read back so far. Any thread may call this.
 
-        None if no conclusion can be drawn from it.
+        None if the storage does not count them.
         """
         draft = self._draft
         if draft is None:
@@ -154,20 +154,21 @@ class Writer:
     def continue_from(self, base: Manifest) -> None:
         """Continue the run of a step that was restored.
 
-        If there are newer steps, a new run begins, with this step as its first. From then on it is
-        the newest step. The newer ones stay.
+        If there are newer steps, begin a new run, whose first step is a copy of this step. The
+        copy is then the newest step. The newer steps of the old run are kept.
 
         Args:
-            base: of the step.
+            base: the manifest of the step.
 
         Raises:
-            CheckpointError: it cannot be written once more.
+            CheckpointError: the step cannot be copied.
             WriterConflict: another process has taken over.
         """
         self._check()
         entries = self._writer.entries()
         run = newest_run(entries)
-        self._expect_known(e for e in entries if e.step == base.step or e.run == run)
+        needed = (e for e in entries if e.step == base.step or e.run == run)
+        expect_manifests(needed, str(self._storage))
         found = [entry for entry in entries if entry.manifest == base]
         newest = max((e.manifest.commit for e in entries if e.manifest), default=0)
         if found and base.run == run and base.commit == newest:
@@ -175,28 +176,19 @@ class Writer:
             return
         self.run = self._begin_run()
         if not found:
-            # It is in memory, so there is something to save.
+            # Its state is in memory, so the run can continue.
             _log.warning(
-                "step %d, which was restored, is not in %s any more; a new run begins there",
+                "step %d, which was restored, was deleted from %s; a new run begins there",
                 *(base.step, self._storage),
             )
             return
         self._commit(base.step, partial(self._copy_files, found[0], base))
         older = [entry for entry in entries if entry.run != self.run]
         _log.warning(
-            "a new run begins with step %d, which was restored; the other steps in %s stay, and "
-            "belong to older runs (%d steps, %.3g GB; `hvdkit checkpoint prune --older-runs` "
-            "deletes them)",
+            "a new run begins with step %d, which was restored; the other steps in %s are kept as "
+            "older runs (%d steps, %.3g GB; `hvdkit checkpoint prune --older-runs` deletes them)",
             *(base.step, self._storage, len(older), sum(entry.size for entry in older) / 1e9),
         )
-
-    def _expect_known(self, entries: Iterable[Entry]) -> None:
-        """Raise if a step may be good and cannot be read now: its commit is not known."""
-        for entry in entries:
-            if entry.manifest is None and not isinstance(entry.error, Damaged):
-                raise CheckpointError(
-                    f"{entry.name} in {self._storage}: {entry.error}"
-                ) from entry.error
 
     def _begin_run(self) -> int:
         """Return the number of a new run."""
@@ -206,17 +198,17 @@ class Writer:
     def _commit(
         self, step: int, put_files: PutFiles, withdrawn: threading.Event | None = None
     ) -> str:
-        """Make a step visible, or nothing.
+        """Write a step and make it visible.
 
         Args:
             step: its number.
             put_files: writes the files of the step.
-            withdrawn: when set, the step does not become visible.
+            withdrawn: when set, the step is not made visible.
 
         Returns:
             The step's name.
         """
-        # What could not be removed before may be by now, and takes space.
+        # Files that an earlier attempt failed to remove take space.
         self._writer.sweep()
         draft = self._draft = self._writer.draft(step, self.run)
         try:
@@ -231,7 +223,7 @@ class Writer:
             raise
 
     def prune(self, names: Sequence[str]) -> None:
-        """Delete steps or quarantined ones by their names; a failing delete warns.
+        """Delete steps, quarantined ones included, by name. A failure is only logged.
 
         Raises:
             WriterConflict: another process has taken over.
@@ -240,7 +232,7 @@ class Writer:
         self._writer.delete(names)
 
     def close(self) -> None:
-        """Give the right to write back. May be called again."""
+        """Let another process become the writer. May be called more than once."""
         self._closed = True
         self._resources.close()
 
@@ -250,7 +242,7 @@ class Writer:
         self._writer.check()
 
     def _write_files(self, snapshot: Snapshot, draft: Draft) -> Manifest:
-        """Write the files of a snapshot. Returns the manifest that belongs to them."""
+        """Write the files of a snapshot. Return their manifest."""
         files = {
             file: draft.write(file, _until_withdrawn(pieces, snapshot))
             for file, pieces in _contents(snapshot)
@@ -268,7 +260,7 @@ class Writer:
         )
 
     def _copy_files(self, entry: Entry, base: Manifest, draft: Draft) -> Manifest:
-        """Copy the files of a step. Returns the manifest of the same step in this run."""
+        """Copy the files of a step. Return the manifest of the copy."""
         for file in base.files:
             draft.copy(file, entry)
         return replace(base, run=self.run, commit=self._writer.commit_number)
@@ -280,8 +272,9 @@ class Writer:
         opened, problems = examine(draft.files, step, self._count)
         if opened is None:
             raise CheckpointError(
-                f"step {step} was written to {self._storage} and reads differently: "
-                f"{'; '.join(map(str, problems))}. It was given up; check the disk and the memory."
+                f"step {step} was written to {self._storage}, and reading it back gave other "
+                f"content: {'; '.join(map(str, problems))}. It was removed; check the disk "
+                f"and the memory."
             )
         opened.close()
 
@@ -297,9 +290,9 @@ class Writer:
             if entry.manifest is not None and entry.error is None and entry.run == self.run
         ]
         stay = self._retention.kept([made for _, made in listed])
-        going = [name for place, (name, _) in enumerate(listed) if place not in stay]
-        if going:
-            self._writer.delete(going)
+        deleted = [name for place, (name, _) in enumerate(listed) if place not in stay]
+        if deleted:
+            self._writer.delete(deleted)
 
     def __enter__(self) -> Self:
         return self
@@ -314,7 +307,7 @@ class Writer:
 
 
 def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Iterable[memoryview]]]:
-    """The files of a step but its manifest: names and contents, piece by piece."""
+    """Return all files of a step except the manifest: name and content, piece by piece."""
     for name, part in snapshot.parts.items():
         if part.tensors:
             yield name + manifest.TENSORS_SUFFIX, tensors.serialize(part.tensors)
@@ -340,19 +333,19 @@ def _until_withdrawn(pieces: Iterable[memoryview], snapshot: Snapshot) -> Iterat
 
 def _interrupted(step: int) -> CheckpointError:
     return CheckpointError(
-        f"step {step} was not saved: the call of save() was interrupted, and the state may have "
-        f"changed since. Save again."
+        f"step {step} was not saved: save() was interrupted, and the state may have changed "
+        f"since. Save again."
     )
 
 
 def rank_to_bytes(encoded: Any) -> bytes:
-    """Return what is written of one rank: a line of JSON.
+    """Return the state of one rank as a line of JSON.
 
     Args:
-        encoded: its tree in its JSON form (`tree.encode`), without tensors.
+        encoded: the result of `tree.encode`, without tensors.
 
     Raises:
-        UsageError: it is too large.
+        UsageError: the line would be too long.
     """
     return bytes(_json("the state of this rank alone", encoded, manifest.MAX_RANK_BYTES))
 

@@ -86,7 +86,7 @@ def leave_lease(folder, **changes):
 def test_a_second_writer_in_this_process(tmp_path):
     store = Store(tmp_path)
     with store.open_for_writing() as writer:
-        with pytest.raises(WriterConflict, match="open for writing in this process already"):
+        with pytest.raises(WriterConflict, match="already open for writing in this process"):
             store.open_for_writing()
         # The first was not harmed by the attempt.
         writer.write(snapshot(1))
@@ -181,7 +181,7 @@ def test_a_writer_elsewhere_that_gives_none(tmp_path, impatient, caplog):
     caplog.set_level("INFO")
     leave_lease(tmp_path)
     save(tmp_path, 1)
-    assert "on elsewhere; waiting 0 s for a sign of life" in caplog.text
+    assert "on elsewhere; waiting 0 s for a heartbeat" in caplog.text
     assert_newest_good(Store(tmp_path), 1)
 
 
@@ -263,7 +263,7 @@ def test_a_forked_child_does_not_write(tmp_path):
             try:
                 writer.write(snapshot(1))
             except CheckpointError as error:
-                os._exit(0 if "write from the process that has opened it" in str(error) else 2)
+                os._exit(0 if "Write from the process that has opened it" in str(error) else 2)
             finally:
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

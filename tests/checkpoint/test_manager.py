@@ -940,7 +940,7 @@ def test_parts_that_the_checkpoint_does_not_have_are_named(place, caplog):
             assert restoring.restore().step == 2
 
     on_ranks(run)
-    assert "step 2 has scaler, which this job does not ask for" in caplog.text
+    assert "step 2 has scaler, which this job does not restore" in caplog.text
 
 
 @pytest.mark.parametrize("broken", ["write", "restore"])

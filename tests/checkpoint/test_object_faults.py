@@ -100,7 +100,7 @@ def test_any_request_from_which_on_the_server_is_gone(on_s3, s3_proxy, quick):
             for info in store.steps():
                 assert store.verify(info.step) == []
             assert store.steps()[-1].step in ((2, 3) if said else (3,))
-            assert not said or "the steps that are listed are complete" in said
+            assert not said or "the listed steps are complete" in said
             # The server is back.
             writer.write(snapshot(4))
             assert_newest_good(store, 4)
@@ -207,12 +207,14 @@ def test_a_store_without_conditional_writes_is_refused(on_s3, s3_proxy, answer, 
     s3_proxy.act = lambda number, method, path: answer
     for _ in range(2):
         began = time.monotonic()
-        with pytest.raises(CheckpointError, match="does not offer conditional writes") as caught:
+        with pytest.raises(CheckpointError, match="does not support conditional writes") as caught:
             through(s3_proxy, on_s3).open_for_writing()
         assert time.monotonic() - began < 30
         # Neither a record of the log nor the object of the check is left.
         assert objects_of(on_s3) == before
-    said = "it overwrote an object" if answer == "unconditional" else "it refused to create"
+    said = (
+        "it overwrote an existing object" if answer == "unconditional" else "it refused to create"
+    )
     assert said in str(caught.value)
     s3_proxy.act = lambda number, method, path: None
     write(through(s3_proxy, on_s3), 3)
@@ -266,7 +268,7 @@ def test_a_server_that_never_answers(on_s3, monkeypatch, quick):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = {"endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
         store = Store(str(on_s3), storage_options=options)
-        with pytest.raises(CheckpointError, match=r"cannot list s3://.*: no answer in time"):
+        with pytest.raises(CheckpointError, match=r"cannot list s3://.*: no reply in time"):
             store.newest_good()
 
 
@@ -276,7 +278,7 @@ def test_a_server_that_never_answers(on_s3, monkeypatch, quick):
         (
             "s3://no-such-bucket/run",
             {},
-            "cannot use s3://no-such-bucket/run: .*Make",
+            "cannot use s3://no-such-bucket/run: .*Create",
         ),
         ("s3://checkpoints/run", {"endpoint_url": "http://127.0.0.1:9"}, "Could not connect"),
     ],
@@ -296,7 +298,7 @@ def test_a_damaged_listing(on_s3, caplog):
     newest.write_bytes(bytes(content))
     # It lists step 2, whose files stay.
     assert_newest_good(store, 1)
-    assert "the newest listing of" in caplog.text
+    assert "the newest record in the log of" in caplog.text
     save(on_s3, 3, keep_last=None)
     assert [info.step for info in store.steps()] == [1, 2, 3]
     assert leftovers(on_s3) == []
@@ -306,7 +308,7 @@ def test_a_deleted_log_deletes_no_steps(on_s3):
     save(on_s3, 1, 2)
     for record in (on_s3 / "log").iterdir():
         record.unlink()
-    with pytest.raises(CheckpointError, match="has 2 steps, and its log/ is empty or was deleted"):
+    with pytest.raises(CheckpointError, match="has 2 steps, but its log/ is empty or was deleted"):
         Store(str(on_s3)).open_for_writing()
     assert len(list((on_s3 / "steps").iterdir())) == 2
 
@@ -356,7 +358,7 @@ def impatient(monkeypatch):
 def test_a_second_writer(on_s3, impatient):
     store = Store(str(on_s3))
     with store.open_for_writing() as writer:
-        with pytest.raises(WriterConflict, match="open for writing in this process already"):
+        with pytest.raises(WriterConflict, match="already open for writing in this process"):
             store.open_for_writing()
 
         def elsewhere():
@@ -508,7 +510,7 @@ def test_objects_that_may_not_be_deleted_are_kept_in_mind(on_s3, quick, monkeypa
     with Store(str(on_s3), keep_last=1).open_for_writing() as writer:
         for step in (1, 2):
             writer.write(snapshot(step))
-        assert "stays for now" in caplog.text
+        assert "was not deleted yet" in caplog.text
         assert len(list((on_s3 / "steps").iterdir())) == 2
         allowed.append(True)
         writer.write(snapshot(3))

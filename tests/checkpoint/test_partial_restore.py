@@ -29,7 +29,7 @@ def test_what_was_added_since_stays_as_it_is(tmp_path, caplog):
             saving.save(1)
         new = Plain(lambda: dict(scale), scale.update)
         with make(collectives, tmp_path, part := state(5), {"scaler": new}) as restoring:
-            with pytest.raises(UsageError, match="has no scaler; .*or with strict=False"):
+            with pytest.raises(UsageError, match="has no scaler; .*or restore with strict=False"):
                 restoring.restore()
             assert same(part, 5)
             assert restoring.restore(strict=False).step == 1
@@ -37,7 +37,7 @@ def test_what_was_added_since_stays_as_it_is(tmp_path, caplog):
         assert scale == {"old": 1.0}
 
     on_ranks(run)
-    assert "step 1 has no scaler; left as they are" in caplog.text
+    assert "step 1 has no scaler; not restored" in caplog.text
 
 
 def test_a_model_with_another_last_layer(tmp_path, caplog):

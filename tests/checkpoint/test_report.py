@@ -53,7 +53,7 @@ def test_ls_is_a_table_of_steps(store, run):
     lines = [line.split() for line in out.splitlines()]
     assert lines[0] == ["step", "epoch", "size", "age", "metrics", "state"]
     assert lines[1][:2] == ["100", "1"]
-    assert lines[1][-3:] == ["loss", "0.5", "whole"]
+    assert lines[1][-3:] == ["loss", "0.5", "complete"]
     assert lines[3][-1] == "damaged"
     assert re.search(r"step-000000000300\S* is damaged: model.safetensors: it has 1 bytes", out)
 
@@ -63,7 +63,7 @@ def test_ls_names_what_was_quarantined(store, run):
     with store.newest_good() as opened:
         assert opened.manifest.step == 200
     (name,) = store.quarantined()
-    assert run("ls", store.location)[1].endswith(f"{name} was found damaged and quarantined\n")
+    assert run("ls", store.location)[1].endswith(f"{name} is damaged and in quarantine\n")
 
 
 def test_ls_of_a_folder_without_steps(tmp_path, run):
@@ -73,13 +73,13 @@ def test_ls_of_a_folder_without_steps(tmp_path, run):
 def test_ls_of_a_step(tmp_path, run):
     save(tmp_path, 1)
     out = run("ls", tmp_path / "step-000000000001")[1]
-    assert "it is a step itself; give the folder that it is in" in out
+    assert "this is a step; give its parent folder" in out
 
 
 def test_prune_by_a_metric_that_no_step_has(store, run):
     status, _, err = run("prune", store.location, "--keep-best", "los:min")
     assert status == 2
-    assert "--keep-best has the metric 'los', which no step has; expected one of: loss" in err
+    assert "--keep-best has the metric 'los'; expected a metric of the steps: loss" in err
     assert len(store.steps()) == 3
 
 
@@ -93,7 +93,7 @@ def test_an_age_that_cannot_be_is_not_told(tmp_path, run, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 4e9)
     save(tmp_path, 1)
     monkeypatch.undo()
-    assert run("ls", tmp_path)[1].splitlines()[1].split()[-3:] == ["?", "-", "whole"]
+    assert run("ls", tmp_path)[1].splitlines()[1].split()[-3:] == ["?", "-", "complete"]
 
 
 def test_show_is_all_that_a_step_says(store, run):
@@ -175,7 +175,7 @@ def test_prune_keeps_the_newest_and_the_best(store, run):
     status, out, _ = run("prune", store.location, "-n", 1, "--keep-best", "loss:min", "--dry-run")
     assert status == 0
     assert re.search(r"would delete step-000000000100\S* \(", out)
-    assert "1 would go, " in out
+    assert "1 would be deleted, " in out
     assert len(store.steps()) == 3
     status, out, _ = run("prune", store.location, "--keep-last", 1, "--keep-best", "loss:min")
     assert status == 0
@@ -190,7 +190,7 @@ def test_prune_never_deletes_the_last_good_step(store, run, caplog):
     assert status == 0
     assert "0 deleted" in out
     assert "step 300 in" in caplog.text
-    assert "it stays, and does not count" in caplog.text
+    assert "not counted as kept" in caplog.text
     assert store.verify(100) == []
 
 
@@ -200,7 +200,7 @@ def test_prune_deletes_what_was_set_aside_when_asked(store, run):
         assert opened.manifest.step == 200
     status, out, _ = run("prune", store.location)
     assert status == 0
-    assert "--damaged deletes what was quarantined" in out
+    assert "--damaged deletes quarantined steps" in out
     assert store.quarantined()
     status, out, _ = run("prune", store.location, "--damaged")
     assert status == 0
@@ -218,7 +218,7 @@ def test_prune_deletes_older_runs_when_asked(store, run):
     assert "step     300" in run("show", store.location, "--run", 1)[1]
     status, out, _ = run("prune", store.location, "-n", 1)
     assert status == 0
-    assert "0 deleted, 0 B; --older-runs deletes those of older runs" in out
+    assert "0 deleted, 0 B; --older-runs deletes steps of older runs" in out
     status, out, _ = run("prune", store.location, "-n", 1, "--older-runs")
     assert status == 0
     assert [entry.step for entry in store.entries()] == [5]
@@ -241,7 +241,7 @@ def test_export_asks_for_a_name_that_says_how(store, run):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["ls", "/gone"], "there is no folder /gone; expected the one that checkpoints are saved"),
+        (["ls", "/gone"], "there is no folder /gone; expected a folder of checkpoints"),
         (["show", "/gone"], "there is no folder /gone"),
         (["verify", "/gone"], "there is no folder /gone"),
         (["prune", "/gone"], "there is no folder /gone"),

@@ -361,7 +361,7 @@ def test_going_on_after_a_step_that_was_deleted_meanwhile(place, caplog):
     with store.open_for_writing() as writer:
         writer.continue_from(base)
         writer.write(snapshot(5))
-    assert "step 2, which was restored, is not in" in caplog.text
+    assert "step 2, which was restored, was deleted from" in caplog.text
     assert [info.step for info in store.steps()] == [1, 3, 5]
     assert_newest_good(store, 5)
 
@@ -369,14 +369,14 @@ def test_going_on_after_a_step_that_was_deleted_meanwhile(place, caplog):
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("nothing://bucket/run", "in nothing://bucket/run; expected a path, or a URL that fsspec"),
-        ("s3://", "in s3://; expected a path, or a URL that fsspec knows"),
-        ("https://host/bucket/run", "in https://host/bucket/run; expected a path, or a URL"),
-        ("s3://key:secret@bucket/run", "s3://key:.*@bucket/run, which has a password in it"),
+        ("nothing://bucket/run", "is nothing://bucket/run; expected a path, or a URL that fsspec"),
+        ("s3://", "is s3://; expected a path, or a URL that fsspec knows"),
+        ("https://host/bucket/run", "is https://host/bucket/run; expected a path, or a URL"),
+        ("s3://key:secret@bucket/run", "s3://key:.*@bucket/run has a password"),
         ("simplecache::s3://bucket/run", "expected a path, or a URL that fsspec knows"),
         (
             "oci://name:secret@bucket/run",
-            "are to be kept in oci://name:...@bucket/run: .*To do: install",
+            "URL is oci://name:...@bucket/run: .*To do: install",
         ),
     ],
 )
@@ -390,7 +390,7 @@ def test_a_url_of_a_folder(tmp_path):
     with pytest.raises(UsageError, match="storage_options .* are for URLs"):
         Store(tmp_path, storage_options={"key": "x"})
     for place in (Path("s3://bucket/run"), "s3:/bucket/run"):
-        with pytest.raises(UsageError, match="in s3:/bucket/run, which is a URL with one slash"):
+        with pytest.raises(UsageError, match="is s3:/bucket/run, a URL with only one slash"):
             Store(place)
     with pytest.raises(UsageError, match="expected an absolute path, such as file:///a/b"):
         Store("file://a/b")
@@ -416,8 +416,8 @@ def test_a_snapshot_may_be_written_by_another_thread(place):
     [
         ({"step": -1}, "step is -1; expected 0 to 999999999999"),
         ({"step": 10**12}, "expected 0 to"),
-        ({"parts": {"../x": EncodedPart(1)}}, "is called '../x'; expected a letter and up to"),
-        ({"parts": {"": EncodedPart(1)}}, "is called ''"),
+        ({"parts": {"../x": EncodedPart(1)}}, "has the name '../x'; expected a letter and up to"),
+        ({"parts": {"": EncodedPart(1)}}, "has the name ''"),
         ({"metrics": {"loss": "low"}}, "the metric 'loss' is 'low'; expected a number"),
         ({"metrics": {"loss": None}}, "the metric 'loss' is None; expected a number"),
     ],

@@ -238,7 +238,7 @@ def test_arrays_that_are_too_large_to_be_inline():
 def test_a_tree_that_contains_itself():
     value = []
     value.append(value)
-    with pytest.raises(UsageError, match="nested more than 50 deep, or contains itself"):
+    with pytest.raises(UsageError, match="more than 50 nested levels, or contains itself"):
         tree.encode(value, "metadata")
 
 

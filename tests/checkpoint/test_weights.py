@@ -81,7 +81,7 @@ def test_one_file(tmp_path, capsys, caplog):
     found, metadata = read(target)
     assert found == expected(contents, *NAMES)
     assert metadata == {"head": "a", "format": "pt"}
-    assert "left out, because a safetensors file holds tensors only: extra" in caplog.text
+    assert "not exported, because a safetensors file holds tensors only: extra" in caplog.text
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.safetensors", "place"]
     assert target.stat().st_mode & 0o777 == 0o666 & ~_umask()
 
@@ -138,7 +138,7 @@ def test_what_exists_is_not_replaced_by_a_folder(tmp_path, capsys, kind):
     else:
         target.symlink_to("nowhere")
     assert cli.main(["checkpoint", "export", store.location, str(target)]) == 2
-    assert f"{target} exists: give the name of a new folder" in capsys.readouterr().err
+    assert f"{target} exists; expected the name of a new folder" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "place"]
 
 
@@ -170,7 +170,10 @@ def _full(_):
     [
         ({"model": None}, r"has 0 models \(none\)"),
         ({"model-a": EncodedPart({})}, r"has 2 models \(model, model-a\).* \*.pt file"),
-        ("complex", r"x is of complex128, which safetensors does not have: export to a \*.pt"),
+        (
+            "complex",
+            r"x has the dtype complex128, which safetensors does not have. Export to a \*.pt",
+        ),
     ],
 )
 def test_what_has_no_such_file(tmp_path, change, said):

@@ -1,7 +1,7 @@
-"""Objects under one URL, through fsspec: requests have a deadline, and are tried again.
+"""Objects under one URL, through fsspec, with deadlines and retries for each request.
 
-fsspec: https://filesystem-spec.readthedocs.io. Its file systems raise many kinds of errors; here
-they become a missing object or a `CheckpointError`.
+The file systems of fsspec (https://filesystem-spec.readthedocs.io) raise many kinds of errors. This
+module converts each to a missing object or a `CheckpointError`.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from hvdkit.errors import UsageError
 
 _log = logging.getLogger(__name__)
 
-#: Seconds for one request, and besides that for each byte that it sends or receives.
+#: The deadline of a request in seconds, plus seconds for each byte that it sends or receives.
 REQUEST_SECONDS = 60.0
 SECONDS_PER_BYTE = 1e-6
-#: Seconds for a request that has to be done soon or not at all.
+#: The deadline of a heartbeat in seconds; it is not repeated.
 SOON_SECONDS = 10.0
-#: Seconds before a request is tried again, at first and at most; and seconds after which it is not.
+#: Seconds before the first retry of a request, and before later retries at most.
 FIRST_PAUSE_SECONDS = 0.3
 LONGEST_PAUSE_SECONDS = 10.0
+#: Seconds after which a request is not repeated.
 PATIENCE_SECONDS = 120.0
-#: The same, and for one request, until the store has answered once: the address may be wrong.
+#: The same, and the deadline of a request, before the first reply: the address may be wrong.
 FIRST_PATIENCE_SECONDS = 10.0
 FIRST_REQUEST_SECONDS = 15.0
 
-#: Bytes of one part of a multipart upload, and how many are sent at once.
+#: Bytes of a part of a multipart upload, and the number of parts sent at the same time.
 _PART_BYTES = 16 * 2**20
 _PARTS_AT_ONCE = 4
 #: S3's limit is 10,000 parts; Google's parts are multiples of this many bytes.
 _MAX_PARTS = 9_000
 _PART_UNIT = 2**18
 
-# Trying again does not help with these, nor with S3's NotImplemented, an OSError with ENOSYS.
+# Errors that a retry cannot mend; S3's NotImplemented, an OSError with ENOSYS, is another.
 _LASTING = (
     PermissionError,
     IsADirectoryError,
@@ -56,21 +57,21 @@ _LASTING = (
     AttributeError,
 )
 
-#: How often the check for exclusive creation is made: another process may disturb it.
+#: Attempts of the check for exclusive creation, because another process may disturb one.
 _PROBES = 3
 
 _INSTALL = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _INSTALL |= dict.fromkeys(("abfs", "abfss", "az"), "azure")
 
-#: For S3's client: it waits no longer, and leaves it to this module to try again.
+#: Options for S3's client: its timeouts, and no retries, because this module retries.
 _S3_CONFIG = {"connect_timeout": 10, "read_timeout": 60, "retries": {"total_max_attempts": 1}}
 
 
 class Bucket:
-    """The objects under a URL. Making one touches nothing.
+    """The objects under a URL. The constructor touches nothing.
 
     Attributes:
-        url: without a password.
+        url: the URL, without a password.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
@@ -79,12 +80,12 @@ class Bucket:
             options: for fsspec's file system.
 
         Raises:
-            UsageError: fsspec is missing, or does not know such a URL.
+            UsageError: fsspec is not installed or does not know the protocol.
         """
         protocol, _, rest = url.partition("://")
         self._protocol = protocol.lower()
         self._kind = _INSTALL.get(self._protocol, "")
-        # Some file systems do not list what is behind two slashes.
+        # Some file systems do not list objects whose path has two slashes in a row.
         rest = re.sub("/{2,}", "/", rest).rstrip("/")
         found = re.match("[^/:@]*:([^/@]*)@", rest)
         self._password = found[1] if found else ""
@@ -103,26 +104,26 @@ class Bucket:
             raise self._not_installed(error) from error
         if self._kind and found:
             raise UsageError(
-                f"checkpoints are to be kept in {self.url}, which has a password in it; give it in "
+                f"the checkpoint URL {self.url} has a password. Give the password in "
                 f"storage_options or in the environment."
             )
         unusable = self._protocol in ("http", "https") or "::" in url or not rest.strip("/")
         if unusable or self._protocol not in available_protocols():
             raise UsageError(
-                f"checkpoints are to be kept in {self.url}; expected a path, or a URL that fsspec "
-                f"knows, such as s3://bucket/run, gs://bucket/run or abfs://container/run."
+                f"the checkpoint URL is {self.url}; expected a path, or a URL that fsspec knows, "
+                f"such as s3://bucket/run, gs://bucket/run or abfs://container/run."
             )
 
     @property
     def identity(self) -> Hashable:
-        """Equal for two that are the same place."""
+        """A value that is equal for two objects with the same URL and options."""
         fs = self._file_system()
         return type(fs).__name__, self._root.strip("/"), repr(sorted(self._options.items()))
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes | None:
-        """Return an object, or its bytes from `start` to `end`; None if it is missing."""
+        """Return an object's content, or its bytes from `start` to `end`; None if it is missing."""
         size = 0 if start is None or end is None else end - start
-        # Without that, S3 is asked for the size first.
+        # Otherwise s3fs requests the size first.
         how: dict[str, Any] = (
             {"max_concurrency": 1} if "max_concurrency" in self._parameters("cat_file") else {}
         )
@@ -139,7 +140,7 @@ class Bucket:
         return content
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes] | None:
-        """Return several ranges of bytes, read at once; None if the object is missing."""
+        """Read several byte ranges at the same time; None if the object is missing."""
         if not self._is_asynchronous():
             found = [self.read(name, start, end) for start, end in ranges]
             return None if None in found else [each for each in found if each is not None]
@@ -163,9 +164,10 @@ class Bucket:
             return None
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Return names and sizes of all objects whose path begins with the folder `prefix`.
+        """Return names and sizes in bytes of all objects in the folder `prefix`.
 
-        Where a store's listings are behind its objects, some may be missing, and some not exist.
+        If the store's listings are eventually consistent, an object may be missing, or a deleted
+        one listed.
         """
         try:
             found = self._request("list", prefix, "find", self._path(prefix), detail=True)
@@ -181,28 +183,28 @@ class Bucket:
         }
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small object, over one of that name."""
+        """Write a small object. Overwrite an existing one."""
         self._put(name, data)
 
     def write_soon(self, name: str, data: bytes) -> None:
-        """`write` that tries once, for a short time."""
+        """Write a small object once, with a short deadline and no retry."""
         try:
             self._call("pipe_file", self._path(name), data, seconds=SOON_SECONDS)
         except Exception as error:
             raise CheckpointError(f"cannot write {self.url}/{name}: {self._text(error)}") from error
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small object that must not exist yet.
+        """Create a small object; fail if it exists.
 
         Args:
             name: of the object.
-            data: its content, which no other process writes.
+            data: its content, unique to this call.
 
         Returns:
             True if the object has this content now; False if it has another.
 
         Raises:
-            CheckpointError: it is not known whether the object exists.
+            CheckpointError: it is unknown whether the object exists.
         """
 
         def try_once() -> bool:
@@ -211,7 +213,7 @@ class Bucket:
             except Exception as error:
                 if _is_lasting(error):
                     raise
-                # Refused, or the answer to this request or to one before it was lost.
+                # The object exists; or the reply to this request, or to an earlier one, was lost.
                 there = self.read(name)
                 if there is None:
                     raise
@@ -227,7 +229,8 @@ class Bucket:
         """Check that the store refuses to create an object that exists.
 
         Args:
-            name: of objects that no other process creates. It may delete them.
+            name: the prefix of objects that no other process creates. Another process may delete
+                them.
 
         Raises:
             CheckpointError: the store overwrites an object, or refuses conditional requests.
@@ -241,12 +244,12 @@ class Bucket:
                 raise
             found = f"it refused to create an object exclusively ({self._text(error.__cause__)})"
             raise self._unconditional(found) from error
-        raise self._unconditional("it overwrote an object that was to be created exclusively")
+        raise self._unconditional("it overwrote an existing object on an exclusive create")
 
     def _refuses_second_create(self, name: str) -> bool:
-        """Create an object, try to create it once more, and delete it.
+        """Create an object, try to create it again, and delete it.
 
-        If the object cannot be deleted, this only warns: the next writer deletes it.
+        If deleting fails, log a warning: the next writer deletes the object.
         """
 
         def create_again() -> bool:
@@ -268,18 +271,18 @@ class Bucket:
             try:
                 self.delete([name])
             except CheckpointError as error:
-                _log.warning("%s/%s stays for now: %s", self.url, name, error)
+                _log.warning("%s/%s was not deleted yet: %s", self.url, name, error)
 
     def _unconditional(self, found: str) -> CheckpointError:
         return CheckpointError(
-            f"the store of {self.url} does not offer conditional writes: {found}. Without them two "
-            f"jobs could overwrite each other's checkpoints. hvdkit needs a store that creates an "
+            f"the store of {self.url} does not support conditional writes: {found}. Without them "
+            f"two jobs could overwrite each other's checkpoints. Expected a store that creates an "
             f"object only if it does not exist (S3: PutObject with If-None-Match: *). Update the "
-            f"store, use another one that is listed in docs/object-stores.md, or give a folder."
+            f"store, use one that is listed in docs/object-stores.md, or give a folder."
         )
 
     def upload(self, name: str, content: Content) -> None:
-        """Write a large object: in parts, several at once, if the file system can."""
+        """Write a large object, in several parts at once if the file system supports it."""
         data: Any = content
         how: dict[str, Any] = {}
         parameters = self._parameters("pipe_file")
@@ -289,15 +292,17 @@ class Bucket:
         if "chunksize" in parameters:
             how["chunksize"] = part
         if self._kind != "s3" or len(content) < 2 * part:
-            # Only s3fs takes slices of what is not one piece of memory, and of large objects only.
+            # Only s3fs, and only for large objects, accepts content that is not one piece of
+            # memory.
             data = content[:]
         self._put(name, data, **how)
 
     def copy(self, name: str, new: str) -> None:
-        """Copy an object. The store does it, but on Azure, which does not tell when it is done.
+        """Copy an object on the server; on Azure, which does not report the end of a copy, through
+        this process.
 
         Raises:
-            FileNotFoundError: it is missing.
+            FileNotFoundError: the object is missing.
         """
         if self._kind == "azure":
             content = self.read(name)
@@ -309,10 +314,10 @@ class Bucket:
         self._request("copy", name, "cp_file", self._path(name), self._path(new), size=size)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete objects. Those that are missing count as deleted."""
+        """Delete objects. Missing objects count as deleted."""
         for name in names:
-            # Not several at once: `rm` takes `[` and `*` for patterns, and s3fs does not look at
-            # what could not be deleted.
+            # One by one: `rm` expands `[` and `*` as patterns, and s3fs ignores objects that were
+            # not deleted.
             with contextlib.suppress(FileNotFoundError):
                 self._request("delete", name, "rm_file", self._path(name))
 
@@ -324,17 +329,18 @@ class Bucket:
 
     def _no_place(self, error: FileNotFoundError) -> CheckpointError:
         return CheckpointError(
-            f"cannot use {self.url}: {self._text(error)}. Make the bucket, or give another address."
+            f"cannot use {self.url}: {self._text(error)}. Create the bucket, or give another "
+            f"address."
         )
 
     def _request(
         self, action: str, name: str, method: str, *arguments: Any, size: int = 0, **keywords: Any
     ) -> Any:
-        """Call a method of the file system until it succeeds.
+        """Call a method of the file system, with retries.
 
         Raises:
-            FileNotFoundError: what is asked for is missing.
-            CheckpointError: it fails, again and again or for a lasting reason.
+            FileNotFoundError: the object is missing.
+            CheckpointError: all attempts failed, or a retry cannot help.
         """
         return self._tried(
             action, name, lambda: self._call(method, *arguments, size=size, **keywords)
@@ -348,7 +354,7 @@ class Bucket:
         seconds: float | None = None,
         **keywords: Any,
     ) -> Any:
-        """Call a method of the file system once, for a limited time if it is asynchronous."""
+        """Call a method of the file system once; with a deadline if it is asynchronous."""
         fs = self._file_system()
         if self._asynchronous:
             most = REQUEST_SECONDS if self._reached else FIRST_REQUEST_SECONDS
@@ -368,46 +374,44 @@ class Bucket:
             except CheckpointError:
                 raise
             except Exception as error:
-                # S3 has forgotten an upload whose last answer was lost: that may be repeated.
+                # S3 no longer knows a multipart upload whose last reply was lost. Repeat it.
                 repeated = "NoSuchUpload" in str(error.__cause__)
                 if isinstance(error, FileNotFoundError) and not repeated:
                     self._reached = True
                     raise
                 patience = PATIENCE_SECONDS if self._reached else FIRST_PATIENCE_SECONDS
                 late = time.monotonic() - began > patience
-                # A long request may take all that time at once.
+                # The first attempt of a long request may take all of the time: repeat it once.
                 if _is_lasting(error) or (late and (tries > 1 or not self._reached)):
                     advice = self._advice(error)
-                    # The next request does not wait as long, if the store is gone.
+                    # Give up sooner on the next request, because the store may be gone.
                     self._reached = False
                     raise CheckpointError(
                         f"cannot {action} {self.url}/{name}: {self._text(error)}. " + advice
                     ) from error
-                _log.warning(
-                    "trying again to %s %s/%s: %s", action, self.url, name, self._text(error)
-                )
-            # Not all clients at once, where a server is overloaded.
+                _log.warning("retrying to %s %s/%s: %s", action, self.url, name, self._text(error))
+            # A random pause, so that not all clients retry at once.
             time.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         raise AssertionError("unreachable")
 
     def _advice(self, error: Exception) -> str:
         if self._reached:
-            return "Check access rights and connection; the steps that are listed are complete."
+            return "Check access rights and connection; the listed steps are complete."
         if isinstance(error, TypeError | ValueError) and self._options:
             return f"Check storage_options, which has {', '.join(sorted(self._options))}."
         return "Check the address, the access rights and the connection."
 
     def _text(self, error: BaseException) -> str:
-        """The message of an error in one line, without the password."""
+        """Return the message of an error in one line, without the password."""
         if isinstance(error, TimeoutError):
-            return "no answer in time"
+            return "no reply in time"
         text = " ".join(str(error).split())
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
         return text.replace(self._password, "***") if self._password else text
 
     def _parameters(self, method: str) -> Mapping[str, Any]:
-        """The parameters of a method, with those that only this file system has."""
+        """Return the parameters of a method, those that only this file system has included."""
         fs = self._file_system()
         return inspect.signature(getattr(fs, "_" + method, getattr(fs, method))).parameters
 
@@ -416,7 +420,7 @@ class Bucket:
         return self._asynchronous
 
     def _file_system(self) -> Any:
-        # A file system does not work in a process that was forked from that of its first request.
+        # A file system does not work in a process that was forked after its first request.
         if self._fs is None or self._process != os.getpid():
             import fsspec
             from fsspec.asyn import AsyncFileSystem
@@ -450,7 +454,7 @@ class Bucket:
             if self._kind
             else "install fsspec's package for it"
         )
-        return UsageError(f"checkpoints are to be kept in {self.url}: {error}. To do: {what}.")
+        return UsageError(f"the checkpoint URL is {self.url}: {error}. To do: {what}.")
 
 
 def _is_lasting(error: BaseException) -> bool:

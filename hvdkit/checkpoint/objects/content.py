@@ -1,4 +1,4 @@
-"""The content of an object in several pieces of memory, read like one, without a copy of all."""
+"""The content of an object: several pieces of memory that are read like one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 class Content:
-    """Bytes in several pieces. Slices are copied, the rest is not.
+    """Bytes in several pieces of memory. Only slices are copied.
 
     Args:
-        pieces: one after the other.
+        pieces: in the order of the content.
     """
 
     def __init__(self, pieces: Sequence[memoryview]) -> None:

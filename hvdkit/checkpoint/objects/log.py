@@ -1,8 +1,8 @@
 """The commit log of an object store: numbered records, each created exclusively.
 
-A record lists all steps there are. The one with the highest number counts. Every change of the
-listing creates the next number, which fails if another writer has created it: so a writer that was
-replaced changes nothing more. The writer in the newest record is the one that may go on.
+A record lists all steps; the record with the highest number is valid. Each change of the list
+creates the next record. That fails if another writer has created it, so a replaced writer cannot
+change the list. The process in the newest record is the writer.
 
     log/00000000000000000042.json   {"writer": …, "steps": [{"name": …, "step": …, "run": …}]}
 """
@@ -25,11 +25,11 @@ _log = logging.getLogger(__name__)
 _FORMAT, _VERSION = "hvdkit checkpoint log", 1
 _NAME = re.compile(r"log/(\d{20})\.json")
 
-#: Older records are deleted. A reader with an old listing finds the newest from any of these. A
-#: replaced writer is told by the next number; after so many commits, by its own record being gone.
+#: The number of records to keep. A reader with an outdated listing finds the newest record from any
+#: of these. A replaced writer finds that the next record exists, or that its own was deleted.
 KEPT_RECORDS = 100
 
-# How often to look again after a live writer has deleted the record that was listed.
+# How often to list again after a live writer has deleted a record.
 _LOOKS = 10
 
 
@@ -44,13 +44,13 @@ class Listed:
 
 @dataclass(frozen=True)
 class Record:
-    """The listing after one change.
+    """The list of steps after one change.
 
     Attributes:
-        number: of the record.
-        writer: which process made it.
-        steps: all that exist, oldest first.
-        is_open: whether that process goes on to write. False in its last record.
+        number: the number of the record.
+        writer: the process that created it.
+        steps: all steps, oldest first.
+        is_open: whether that process still is the writer. False in its last record.
     """
 
     number: int
@@ -59,7 +59,7 @@ class Record:
     is_open: bool = True
 
     def to_bytes(self) -> bytes:
-        """The content of the object. No two calls give the same."""
+        """Return the content of the object. It has a random ID, so no two results are equal."""
         return manifest.sealed(
             {
                 "format": _FORMAT,
@@ -74,10 +74,10 @@ class Record:
 
     @classmethod
     def from_bytes(cls, name: str, data: bytes) -> Record:
-        """Read what `to_bytes` has given, checking all of it.
+        """Parse and check the result of `to_bytes`.
 
         Raises:
-            Damaged: it is not that.
+            Damaged: it is not valid.
             CheckpointError: it is of a later version of hvdkit.
         """
         fields = manifest.unsealed(name, data, _FORMAT, (_VERSION,))
@@ -97,8 +97,8 @@ class Head:
     """The end of the log.
 
     Attributes:
-        number: the highest there is; 0 in an empty log.
-        record: the newest readable one; None in an empty log.
+        number: the highest number of a record; 0 in an empty log.
+        record: the newest valid record; None in an empty log.
     """
 
     number: int = 0
@@ -106,12 +106,12 @@ class Head:
 
     @property
     def steps(self) -> tuple[Listed, ...]:
-        """The steps that exist."""
+        """The listed steps."""
         return () if self.record is None else self.record.steps
 
     @property
     def is_whole(self) -> bool:
-        """Whether the newest record is readable."""
+        """Whether the newest record is valid."""
         return self.number == (0 if self.record is None else self.record.number)
 
 
@@ -119,13 +119,13 @@ def read_head(bucket: Bucket) -> Head:
     """Find the newest record.
 
     Raises:
-        CheckpointError: the log cannot be read; or none of its records is whole.
+        CheckpointError: the log cannot be read, or none of its records is valid.
     """
     for _ in range(_LOOKS):
         names = bucket.sizes("log")
         numbers = sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
         if not numbers:
-            # The listing of a new log may be behind.
+            # The listing of a new log may be outdated.
             if bucket.read(name_of(1)) is None:
                 return Head()
             numbers = [1]
@@ -143,13 +143,14 @@ def read_head(bucket: Bucket) -> Head:
                 continue
             if problem is not None:
                 _log.warning(
-                    "the newest listing of %s is damaged (%s); the one before it is used",
+                    "the newest record in the log of %s is damaged (%s); using the previous one",
                     *(bucket.url, problem),
                 )
             return Head(numbers[-1], record)
         if problem is not None:
             raise CheckpointError(
-                f"no listing of the steps in {bucket.url} is whole: {problem}. Give another folder."
+                f"all records in the log of {bucket.url} are damaged: {problem}. Give another "
+                f"address."
             ) from problem
     raise CheckpointError(
         f"the log of {bucket.url} changes faster than it can be read; try again later."
@@ -157,10 +158,10 @@ def read_head(bucket: Bucket) -> Head:
 
 
 def read(bucket: Bucket, number: int) -> Record | None:
-    """Read a record; None if there is none with this number.
+    """Read a record; None if it does not exist.
 
     Raises:
-        Damaged: it is not as it was written.
+        Damaged: it is damaged.
         CheckpointError: it cannot be read.
     """
     content = bucket.read(name_of(number))
@@ -168,7 +169,7 @@ def read(bucket: Bucket, number: int) -> Record | None:
 
 
 def append(bucket: Bucket, record: Record) -> bool:
-    """Create a record. False if there is another one with its number.
+    """Create a record. Return False if another record has its number.
 
     Raises:
         CheckpointError: it is not known whether the record exists.
@@ -177,7 +178,7 @@ def append(bucket: Bucket, record: Record) -> bool:
 
 
 def trim(bucket: Bucket, newest: int) -> None:
-    """Delete records that nobody needs. A failure only warns."""
+    """Delete records that are no longer needed. A failure is only logged."""
     try:
         bucket.delete(
             [
@@ -187,16 +188,16 @@ def trim(bucket: Bucket, newest: int) -> None:
             ]
         )
     except CheckpointError as error:
-        _log.warning("old records of the log stay for now: %s", error)
+        _log.warning("old records of the log were not deleted yet: %s", error)
 
 
 def name_of(number: int) -> str:
-    """The name of a record's object."""
+    """Return the name of a record's object."""
     return f"log/{number:020d}.json"
 
 
 def _listed(fields: dict[str, Any]) -> Listed:
     name = fields["name"]
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9-]{1,100}", name):
-        raise ValueError(f"{name!r:.40} is no name of a step")
+        raise ValueError(f"{name!r:.40} is not the name of a step")
     return Listed(name, int(fields["step"]), int(fields["run"]))

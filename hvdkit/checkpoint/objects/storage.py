@@ -1,13 +1,13 @@
 """Steps in an object store: a step exists once the commit log lists it.
 
-URL/log/00000000000000000042.json    the steps there are after 42 changes; see `log`
+URL/log/00000000000000000042.json    the list of steps after 42 changes; see `log`
 URL/steps/NAME/manifest.json, …      the files of one step, as in a folder
-URL/steps/NAME/damaged.json          found damaged: not a step any more
-URL/writers/TOKEN.json               heartbeat of the process that writes
-URL/writers/TOKEN-probe-0.json       for a moment, to check that creation is exclusive
+URL/steps/NAME/damaged.json          marks a damaged step, which is in quarantine
+URL/writers/TOKEN.json               heartbeat of the writer
+URL/writers/TOKEN-probe-0.json       exists shortly, to check that creation is exclusive
 
-A store needs exclusive creation of objects (S3's If-None-Match), and nothing else: no rename, no
-listing that is up to date. What a killed writer has uploaded is deleted by the next one.
+A store needs exclusive creation of objects (S3's If-None-Match). It needs no rename and no
+consistent listing. The next writer deletes objects that a killed writer has left.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hvdkit.checkpoint.storage import Draft, Entry, StepFiles, in_commit_order, 
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two heartbeats, and without one until a writer counts as dead.
+#: Seconds between two heartbeats; and without one, until a writer counts as dead.
 BEAT_SECONDS = 10.0
 PATIENCE_SECONDS = 60.0
 
@@ -48,16 +48,16 @@ _MARK = "damaged.json"
 
 # Smaller objects are read and written in one piece.
 _SMALL_BYTES = 1_000_000
-# Bytes of a read, and how many are under way at once where an object is read front to back.
+# Bytes of a request, and the number of requests at the same time in a sequential read.
 _BLOCK_BYTES = 8_000_000
 _BLOCKS_AT_ONCE = 4
 
-# How often an answer may be shorter than what was asked for.
+# How often to read again after a reply that is too short.
 _SHORT_READS = 3
-# How often to look again after a live writer has changed what was listed.
+# How often to list again after a live writer has changed the list.
 _LOOKS = 10
 
-#: Places that this process writes to.
+#: URLs and options of the stores that this process writes to.
 _held: set[Hashable] = set()
 _held_guard = threading.Lock()
 
@@ -71,7 +71,7 @@ class ObjectStorage:
             options: for fsspec's file system.
 
         Raises:
-            UsageError: fsspec is missing, or does not know such a URL.
+            UsageError: fsspec is not installed or does not know the protocol.
         """
         self._bucket = Bucket(url, options)
 
@@ -79,11 +79,11 @@ class ObjectStorage:
         return self._bucket.url
 
     def exists(self) -> bool:
-        """Whether there is a log, or a step."""
+        """Return whether there is a log or a step."""
         return bool(self._bucket.sizes("log") or self._bucket.sizes("steps"))
 
     def location(self, name: str) -> str:
-        """The URL of a step."""
+        """Return the URL of a step."""
         return f"{self._bucket.url}/steps/{name}"
 
     def entries(self) -> list[Entry]:
@@ -92,7 +92,7 @@ class ObjectStorage:
             head = log.read_head(self._bucket)
             entries = _scan(self._bucket, head)
             known = {entry.name for entry in entries if entry.error is None}
-            # What a live writer has deleted meanwhile is gone, and another step is there.
+            # List again if a live writer has deleted a step meanwhile, and written another.
             if known == {each.name for each in head.steps} or log.read_head(self._bucket) == head:
                 break
         else:
@@ -100,8 +100,8 @@ class ObjectStorage:
         _expect_log(self._bucket, head)
         if head.steps and not entries and not self.quarantined():
             raise CheckpointError(
-                f"the log of {self} lists {len(head.steps)} steps, and all their objects are gone. "
-                f"Put them back; or delete what is left, to begin anew."
+                f"the log of {self} lists {len(head.steps)} steps, and all their objects are "
+                f"missing. Restore the objects; or delete the log to start anew."
             )
         return entries
 
@@ -119,7 +119,7 @@ class ObjectStorage:
         return ObjectFiles(self._bucket, entry.name, _sizes(self._bucket, entry.name)[entry.name])
 
     def is_same(self, entry: Entry) -> bool:
-        """Whether the log lists the step. No two steps have the same name."""
+        """Return whether the log still lists the step. Names are never reused."""
         listed = log.read_head(self._bucket).steps
         if all(each.name != entry.name for each in listed):
             return False
@@ -134,21 +134,21 @@ class ObjectStorage:
         return entry.name
 
     def open_for_writing(self) -> ObjectWriter:
-        """Append the first record of this process to the log, and sweep."""
+        """Append the first record of this process to the log, and remove leftovers."""
         return ObjectWriter(self._bucket)
 
 
 class ObjectFiles:
-    """`StepFiles` of a step. Reading front to back reads ahead; small files are read once."""
+    """`StepFiles` of a step. Sequential reads read ahead; small files are read once."""
 
-    # A window is read by several requests at once.
+    # One thread suffices: a window is read by several requests at the same time.
     readers = 1
 
     def __init__(self, bucket: Bucket, name: str, sizes: Mapping[str, int] | None = None) -> None:
         """Args:
-        bucket: where.
+        bucket: where the step is.
         name: of the step.
-        sizes: of its files in bytes, as far as they are known.
+        sizes: the known sizes of its files in bytes.
         """
         self._bucket = bucket
         self._name = name
@@ -168,7 +168,7 @@ class ObjectFiles:
         return size
 
     def read_into(self, name: str, out: np.ndarray, offset: int) -> None:
-        """Fill `out` from `offset` on."""
+        """Fill `out` with the bytes from `offset` on."""
         size = self._sizes[name]
         if offset + out.size > size:
             raise Damaged(
@@ -182,12 +182,12 @@ class ObjectFiles:
             done += len(piece)
 
     def close(self) -> None:
-        """Forget what was read."""
+        """Free the memory of what was read."""
         self._small = {}
         self._window = ("", 0, b"")
 
     def _read(self, name: str, offset: int, wanted: int, size: int) -> tuple[int, memoryview]:
-        """Return bytes around `offset`, and where they begin."""
+        """Return bytes around `offset`, and the offset where they begin."""
         if size <= _SMALL_BYTES:
             if name not in self._small:
                 self._small[name] = self._fetch(name, 0, size)
@@ -197,7 +197,7 @@ class ObjectFiles:
         if file != name or not begin <= offset < end:
             ahead = _BLOCKS_AT_ONCE * _BLOCK_BYTES if file == name and offset == end else wanted
             begin, end = offset, min(size, offset + max(ahead, wanted, _SMALL_BYTES))
-            # The old window goes before the new one comes.
+            # Free the old window before the new one is read.
             self._window = ("", 0, b"")
             content = self._fetch(name, begin, end)
             self._window = (name, begin, content)
@@ -214,13 +214,14 @@ class ObjectFiles:
                 break
         else:
             raise Damaged(
-                name, f"bytes {begin} to {end} were asked for, and {len(content)} were read"
+                name,
+                f"{end - begin} bytes were requested from byte {begin} on, {len(content)} read",
             )
         return content
 
 
 class ObjectDraft:
-    """Objects that no record of the log lists yet."""
+    """The objects of a step that the log does not list yet."""
 
     written = None
 
@@ -230,8 +231,8 @@ class ObjectDraft:
         self._sizes: dict[str, int] = {}
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> FileRecord:
-        """Hash a file and upload it. An object that was uploaded is stored durably."""
-        # An upload that is repeated reads them again.
+        """Hash and upload a file. An uploaded object is stored durably."""
+        # Keep the pieces, because a retry of the upload reads them again.
         kept = list(pieces)
         content = Content(kept)
         hasher = ChunkHasher()
@@ -246,11 +247,11 @@ class ObjectDraft:
         return hasher.record()
 
     def copy(self, name: str, entry: Entry) -> None:
-        """Let the store copy a file of another step."""
+        """Copy a file of another step."""
         try:
             self._bucket.copy(_object(entry.name, name), _object(self.listed.name, name))
         except FileNotFoundError as error:
-            raise CheckpointError(f"{entry.name} has no {name} any more") from error
+            raise CheckpointError(f"{name} of {entry.name} was deleted") from error
 
     def files(self) -> StepFiles:
         """Open the draft for reading."""
@@ -326,7 +327,7 @@ class ObjectWriter:
         return listed.name
 
     def discard(self, draft: Draft) -> None:
-        """Delete the objects of a draft, unless a record may list it."""
+        """Delete the objects of a draft, unless a record of unknown outcome may list it."""
         assert isinstance(draft, ObjectDraft)
         name = draft.listed.name
         if name in self._unknown:
@@ -335,7 +336,7 @@ class ObjectWriter:
             self._delete([name])
 
     def delete(self, names: Sequence[str]) -> None:
-        """Append a record without the steps, and delete their objects."""
+        """Append a record without the steps, and then delete their objects."""
         try:
             self._append(lambda steps: tuple(each for each in steps if each.name not in names))
         except CheckpointError as error:
@@ -347,11 +348,11 @@ class ObjectWriter:
         self._delete(names)
 
     def settle(self, name: str) -> str:
-        """Return `name`: names are never used twice."""
+        """Return `name`: names are never reused."""
         return name
 
     def sweep(self) -> None:
-        """Delete what this writer could not delete before."""
+        """Try again to delete objects that this writer failed to delete."""
         listed = {each.name for each in self._head.steps}
         self._delete([name for name in self._left if name not in listed | self._unknown])
 
@@ -364,7 +365,7 @@ class ObjectWriter:
         with _held_guard:
             if self._bucket.identity in _held:
                 raise WriterConflict(
-                    f"{self._bucket.url} is open for writing in this process already; close that "
+                    f"{self._bucket.url} is already open for writing in this process; close that "
                     "writer first."
                 )
             _held.add(self._bucket.identity)
@@ -377,10 +378,10 @@ class ObjectWriter:
         """Append a record with the same steps and this writer.
 
         Returns:
-            The names of steps that others have left unlisted.
+            The names of unlisted steps that other writers have left.
         """
         url = self._bucket.url
-        # Before anything is created in the log: the store could overwrite a record.
+        # Check first: a store without exclusive creation could overwrite a record.
         self._bucket.expect_exclusive_create(f"writers/{self._lease.token}-probe")
         for _ in range(_LOOKS):
             head = log.read_head(self._bucket)
@@ -399,14 +400,14 @@ class ObjectWriter:
         else:
             raise conflict(url, None)
         self._head = Head(record.number, record)
-        # Every other writer is replaced by now: what is not listed, it has left behind.
+        # All other writers are replaced now, so unlisted steps are leftovers.
         return [name for name in sizes if name not in {each.name for each in there}]
 
     def _lost(self, head: Head, sizes: Mapping[str, Mapping[str, int]]) -> list[Listed]:
-        """The steps that damaged records at the end of the log have listed, and no other has.
+        """Return steps that only damaged records at the end of the log can have listed.
 
         Raises:
-            CheckpointError: there are steps, and no record at all.
+            CheckpointError: there are steps and no records.
         """
         _expect_log(self._bucket, head)
         if head.is_whole:
@@ -418,29 +419,30 @@ class ObjectWriter:
             entry = _look(self._bucket, Listed(name, step, run), sizes[name])
             if entry.manifest is None and not isinstance(entry.error, Damaged):
                 raise CheckpointError(f"{name} in {self._bucket.url}: {entry.error}")
-            # A draft that was not committed has the number of another record, or a later one.
+            # An uncommitted draft has the commit number of another record, or a later one.
             if entry.manifest and _readable(head) < entry.manifest.commit <= head.number:
                 found.append(Listed(name, step, run))
         return found
 
     def _end(self) -> None:
-        """Append a record that lets the next writer begin at once, and delete the heartbeat."""
+        """Append a record that ends this writer, and delete the heartbeat."""
         try:
             record = Record(self.commit_number, self._lease, self._head.steps, is_open=False)
             self._expect_own_record()
             if not log.append(self._bucket, record):
-                # Another writer's, or one of this that is late: then the next one waits a little.
+                # The record is another writer's, or an earlier one of this writer that arrived
+                # late; then the next writer waits a little.
                 self.check()
             self._bucket.delete([_heartbeat_object(self._lease)])
         except CheckpointError as error:
-            # The next writer on another host waits until it sees that nobody changes the sign.
+            # The next writer on another host waits until the heartbeat counts as stopped.
             _log.warning("%s was not closed: %s", self._bucket.url, error)
 
     def _expect_own_record(self) -> None:
-        """Check that no other writer has gone on so far that it has deleted this one's record.
+        """Check that no other writer has appended so many records that this writer's was deleted.
 
         Raises:
-            WriterConflict: it has.
+            WriterConflict: another writer has.
         """
         if self._bucket.size(log.name_of(self._head.number)) is None:
             raise taken_over(self._bucket.url, self._lease, None, PATIENCE_SECONDS)
@@ -453,19 +455,19 @@ class ObjectWriter:
         """Append a record.
 
         Args:
-            change: gives the new steps for the old ones.
-            number: the number that it must get.
+            change: returns the new steps for the old ones.
+            number: the number that the record must get; None: any.
 
         Raises:
-            WriterConflict: another writer has appended one.
-            CheckpointError: it is not known whether the record exists.
+            WriterConflict: another writer has appended a record.
+            CheckpointError: it is unknown whether the record exists.
         """
         while True:
             record = Record(self.commit_number, self._lease, change(self._head.steps))
             if number not in (None, record.number):
                 raise CheckpointError(
-                    f"an earlier save to {self._bucket.url}, which had failed, was completed late; "
-                    "save once more."
+                    f"an earlier save to {self._bucket.url}, which had failed, was completed late. "
+                    "Save again."
                 )
             if log.append(self._bucket, record):
                 break
@@ -473,8 +475,8 @@ class ObjectWriter:
         try:
             self._expect_own_record()
         except WriterConflict:
-            # The number was free because the other writer has deleted its record of it, too. Or
-            # that writer has taken the record over, with the step: its objects stay.
+            # Either the other writer has deleted the record that had this number. Or it has
+            # accepted this record with its step; then the step's objects must stay.
             with contextlib.suppress(CheckpointError):
                 self._bucket.delete([log.name_of(record.number)])
             raise
@@ -484,10 +486,10 @@ class ObjectWriter:
             log.trim(self._bucket, record.number)
 
     def _adopt(self, record: Record) -> None:
-        """Take over a record of this writer whose answer was lost.
+        """Accept a record of this writer whose reply was lost.
 
         Raises:
-            WriterConflict: it is another writer's.
+            WriterConflict: the record is another writer's.
         """
         self._unknown.clear()
         if record.writer.token != self._lease.token:
@@ -495,7 +497,7 @@ class ObjectWriter:
         self._head = Head(record.number, record)
 
     def _delete(self, names: Sequence[str]) -> None:
-        """Delete the objects of steps that are not listed. A failure only warns."""
+        """Delete the objects of unlisted steps. A failure is only logged."""
         self._left.update(names)
         for name in names:
             try:
@@ -504,14 +506,14 @@ class ObjectWriter:
                 self._bucket.delete(files)
                 self._left.discard(name)
             except CheckpointError as error:
-                _log.warning("%s stays for now: %s", _object(name, ""), error)
+                _log.warning("%s was not deleted yet: %s", _object(name, ""), error)
                 return
 
     def _read_heartbeat(self, writer: Lease) -> bytes:
         return self._bucket.read(_heartbeat_object(writer)) or b""
 
     def _delete_heartbeats(self) -> None:
-        """Delete those of dead writers."""
+        """Delete the heartbeats of dead writers."""
         try:
             names = [
                 name
@@ -520,7 +522,7 @@ class ObjectWriter:
             ]
             self._bucket.delete(names)
         except CheckpointError as error:
-            _log.warning("old signs of life in %s stay for now: %s", self._bucket.url, error)
+            _log.warning("old heartbeats in %s were not deleted yet: %s", self._bucket.url, error)
 
     def _beat(self) -> None:
         beat, failing = 0, False
@@ -530,7 +532,7 @@ class ObjectWriter:
                 failing = False
             except CheckpointError as error:
                 if not failing:
-                    _log.warning("no sign of life in %s: %s", self._bucket.url, error)
+                    _log.warning("cannot write the heartbeat in %s: %s", self._bucket.url, error)
                 failing = True
             beat += 1
             if self._stop.wait(BEAT_SECONDS):
@@ -542,19 +544,19 @@ def _readable(head: Head) -> int:
 
 
 def _parsed(name: str) -> tuple[int, int]:
-    """The step and the run that a name tells."""
+    """Return the step and the run in a name."""
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1]), int(match[2] or 1)
 
 
 def _scan(bucket: Bucket, head: Head, known: Mapping[str, Entry] | None = None) -> list[Entry]:
-    """All steps that the log lists and that are not marked as damaged.
+    """Return all listed steps that are not marked as damaged.
 
     Args:
-        bucket: where.
-        head: of the log.
-        known: steps whose manifest need not be read, by name.
+        bucket: where the steps are.
+        head: the end of the log.
+        known: name -> entry, for steps whose manifest need not be read.
     """
     sizes = _sizes(bucket)
     return in_commit_order(
@@ -578,27 +580,28 @@ def _look(bucket: Bucket, listed: Listed, sizes: Mapping[str, int]) -> Entry:
 
 
 def _expect_log(bucket: Bucket, head: Head) -> None:
-    """Check that a log lists the steps, if there are any.
+    """Check that there is a log if there are steps.
 
     Raises:
-        CheckpointError: there are steps, and no log.
+        CheckpointError: there are steps and no log.
     """
     if head.record is None:
         steps = [name for name, files in _sizes(bucket).items() if manifest.NAME in files]
         if steps:
             raise CheckpointError(
-                f"{bucket.url} has {len(steps)} steps, and its log/ is empty or was deleted, so it "
-                f"is not known which of them are good. Put log/ back, or give another address."
+                f"{bucket.url} has {len(steps)} steps, but its log/ is empty or was deleted. "
+                f"Without the log it is unknown which steps are good. Restore log/, or give "
+                f"another address."
             )
 
 
 def _is_gone(bucket: Bucket, listed: Listed, sizes: Mapping[str, Mapping[str, int]]) -> bool:
-    """Whether all objects of a listed step were deleted by hand."""
+    """Return whether all objects of a listed step were deleted by hand."""
     return not sizes[listed.name] and bucket.size(_object(listed.name, manifest.NAME)) is None
 
 
 def _sizes(bucket: Bucket, step: str = "") -> dict[str, dict[str, int]]:
-    """Step -> file -> size in bytes, of all that is under `steps/`, or of one step."""
+    """Return step -> file -> size in bytes, of all steps or of one."""
     found: dict[str, dict[str, int]] = defaultdict(dict)
     for name, size in bucket.sizes(f"steps/{step}".rstrip("/")).items():
         if (match := _FILE.fullmatch(name)) and _NAME.fullmatch(match[1]):

@@ -1,7 +1,7 @@
-"""The steps that writing and reading a checkpoint is made of, each one system call.
+"""File operations on an open folder, each mostly one system call.
 
-Names are relative to an open folder, and a symbolic link is never followed: what a stranger's
-folder contains cannot lead out of it.
+Names are relative to the folder, and symbolic links are not followed: links in an untrusted folder
+cannot lead out of it.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import numpy as np
 
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
 
-#: Called before each step with what it does and the file's name. For tests: it may raise the error
-#: that the system would have raised, or end the process.
+#: Called before each operation with its name and the file's name. For tests: it may raise an error
+#: in place of the system, or end the process.
 before_step: Callable[[str, str], None] | None = None
 
-#: What says of a file that it is not as it was written, where others say that one cannot look.
+#: Errors that show that a file is damaged. Others show only that it cannot be read now.
 _DAMAGE = {
     errno.ENOENT: "it is missing",
-    errno.ENOTDIR: "it is no folder",
+    errno.ENOTDIR: "it is not a folder",
     errno.ELOOP: "it is a symbolic link, which is not followed",
-    errno.ENXIO: "it is no plain file",
+    errno.ENXIO: "it is not a regular file",
 }
 
 
-# Where a file cannot have a second name.
+# Errors of file systems where a file cannot have a second name.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EACCES}
 _COPIED_BYTES = 1 << 20
 
-# A disk or a file server that says EIO once may well give the content a moment later.
+# A read that fails with EIO may succeed a moment later, on a disk or a file server.
 _READ_TRIES = 4
 _READ_AGAIN_SECONDS = 0.2
 
@@ -47,14 +47,14 @@ def _step(name: str, file: str) -> None:
 
 
 def open_folder(path: str | Path, parent: int | None = None) -> int:
-    """Open a folder. Inside of `parent`, it may not be a symbolic link."""
+    """Open a folder. In `parent`, it may not be a symbolic link."""
     follow = 0 if parent is None else os.O_NOFOLLOW
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | follow, dir_fd=parent)
 
 
 @contextmanager
 def folder(path: str | Path, parent: int | None = None) -> Iterator[int]:
-    """The folder, opened. Inside of `parent`, it may not be a symbolic link."""
+    """Open a folder for the duration of a block. In `parent`, it may not be a symbolic link."""
     descriptor = open_folder(path, parent)
     try:
         yield descriptor
@@ -63,7 +63,7 @@ def folder(path: str | Path, parent: int | None = None) -> Iterator[int]:
 
 
 def make_folders(path: Path) -> None:
-    """Make the folder `path`, and those around it, where they are missing, to stay."""
+    """Create the folder `path` and its missing parents, durably."""
     missing = [place for place in (path, *path.parents) if not place.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for made in reversed(missing):
@@ -72,20 +72,20 @@ def make_folders(path: Path) -> None:
 
 
 def make_folder(name: str, parent: int) -> None:
-    """Make the folder `name`."""
+    """Create the folder `name`."""
     _step("mkdir", name)
     os.mkdir(name, dir_fd=parent)
 
 
 def create(name: str, parent: int) -> int:
-    """Create the file `name`, which must not be there yet, for writing and reading."""
+    """Create the file `name`, which must not exist, for writing and reading."""
     _step("create", name)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     return os.open(name, flags, 0o666, dir_fd=parent)
 
 
 def link(name: str, old: int, new: int) -> None:
-    """Give the file `name` in the folder `old` the same name in `new`, too; copy it if need be."""
+    """Link the file `name` of the folder `old` into `new`; copy it if links are not supported."""
     _step("link", name)
     try:
         os.link(name, name, src_dir_fd=old, dst_dir_fd=new, follow_symlinks=False)
@@ -117,16 +117,16 @@ def write(descriptor: int, data: memoryview, name: str) -> None:
 
 
 def sync(descriptor: int, name: str) -> None:
-    """Wait until a file's content and size are on the disk."""
+    """Wait until the content and size of a file are on the disk."""
     _step("fsync", name)
     os.fsync(descriptor)
 
 
 def forget(descriptor: int, begin: int, end: int) -> None:
-    """Drop a part of a file from memory, so that reading it asks the disk.
+    """Drop a part of a file from the page cache, so that the next read reads the disk.
 
-    What is not on the disk yet stays in memory, and Linux begins to write it. A file system in
-    memory, such as tmpfs, keeps all.
+    Pages that are not on the disk yet stay in memory, and Linux begins to write them. A file system
+    in memory, such as tmpfs, drops nothing.
     """
     with contextlib.suppress(OSError):
         os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
@@ -138,28 +138,28 @@ def sync_folder(descriptor: int, name: str) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems know no fsync of folders: there, a rename is on the server.
+        # Some network file systems cannot fsync a folder; their renames are on the server at once.
         if error.errno != errno.EINVAL:
             raise
 
 
 def names(descriptor: int) -> list[str]:
     """List the names in an open folder."""
-    # Of sshfs, for one, an opened folder gives its names once only.
+    # Open the folder again: on sshfs, an open folder lists its names only once.
     with folder(".", descriptor) as anew:
         return os.listdir(anew)
 
 
 def rename(old: str, new: str, parent: int) -> None:
-    """Rename a folder inside of `parent`; over one that has files, it fails."""
+    """Rename a folder in `parent`. Fail if `new` is a folder that is not empty."""
     _step("rename", old)
     os.rename(old, new, src_dir_fd=parent, dst_dir_fd=parent)
 
 
 def remove(name: str, parent: int) -> None:
-    """Remove the folder `name` with all that is in it; links are removed, not followed.
+    """Remove the folder `name` and its content. Links are removed, not followed.
 
-    Goes on where something cannot be removed, and then raises the first error.
+    After an error, remove the rest and then raise the first error.
     """
     first: OSError | None = None
     with folder(name, parent) as descriptor:
@@ -179,11 +179,11 @@ def remove(name: str, parent: int) -> None:
 
 
 def open_plain(name: str, parent: int) -> tuple[int, int]:
-    """Open the plain file `name` for reading. Returns the descriptor and its size in bytes.
+    """Open the regular file `name` for reading. Return the descriptor and the size in bytes.
 
     Raises:
-        Damaged: it is not there, or is anything but a plain file.
-        CheckpointError: it cannot be opened, for a reason that says nothing about it.
+        Damaged: the file is missing, or is not a regular file.
+        CheckpointError: it cannot be opened now; it may be intact.
     """
     with reading(name):
         # O_NONBLOCK: opening a pipe must not wait for a process that writes to it.
@@ -192,19 +192,19 @@ def open_plain(name: str, parent: int) -> tuple[int, int]:
         status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise Damaged(name, "it is no plain file")
+        raise Damaged(name, "it is not a regular file")
     with contextlib.suppress(OSError):
-        # Read further ahead: large files are read from the first byte to the last.
+        # Let the kernel read further ahead: large files are read sequentially.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return descriptor, status.st_size
 
 
 def read_into(descriptor: int, out: np.ndarray, offset: int, name: str) -> None:
-    """Fill `out` (uint8) from `offset` on.
+    """Fill `out` (uint8) with the bytes from `offset` on.
 
     Raises:
-        Damaged: the file ends before.
-        CheckpointError: it cannot be read, for a reason that says nothing about it.
+        Damaged: the file is too short.
+        CheckpointError: it cannot be read now; it may be intact.
     """
     left = out.data
 
@@ -221,7 +221,7 @@ def read_into(descriptor: int, out: np.ndarray, offset: int, name: str) -> None:
 
 
 def _tried(call: Callable[[], int]) -> int:
-    """Call until it raises no EIO, a few times at most."""
+    """Repeat `call` a few times while it fails with EIO."""
     for _ in range(_READ_TRIES - 1):
         try:
             return call()
@@ -234,7 +234,7 @@ def _tried(call: Callable[[], int]) -> int:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Turn the system's errors about the file `name` into `Damaged` or `CheckpointError`."""
+    """Convert the system's errors for the file `name` to `Damaged` or `CheckpointError`."""
     try:
         yield
     except OSError as error:
@@ -242,6 +242,6 @@ def reading(name: str) -> Iterator[None]:
         if number in _DAMAGE:
             raise Damaged(name, _DAMAGE[number]) from error
         raise CheckpointError(
-            f"{name} cannot be read: {error.strerror}. Nothing was changed; try again when it "
-            f"can, or choose another step."
+            f"{name} cannot be read: {error.strerror}. Nothing was changed; try again when it is "
+            f"readable, or choose another step."
         ) from error

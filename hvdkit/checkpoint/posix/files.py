@@ -13,17 +13,17 @@ from hvdkit.checkpoint.posix import disk
 class PosixFiles:
     """`StepFiles` of a folder. Files stay readable if the step is deleted after they are opened."""
 
-    # Disks have queues, which one thread leaves empty between two reads.
+    # With one thread, the disk's queue is empty between two reads.
     readers = 2
 
     def __init__(self, parent: int, name: str) -> None:
         """Args:
-            parent: descriptor of the folder of checkpoints.
-            name: of the step's folder.
+            parent: the descriptor of the checkpoint folder.
+            name: the name of the step's folder.
 
         Raises:
             Damaged: it is missing, or is not a folder.
-            CheckpointError: it cannot be opened, for a reason that says nothing about it.
+            CheckpointError: it cannot be opened now; it may be intact.
         """
         with disk.reading(name):
             self._folder: int | None = disk.open_folder(name, parent)
@@ -36,11 +36,11 @@ class PosixFiles:
         return size
 
     def read_into(self, name: str, out: np.ndarray, offset: int) -> None:
-        """Fill `out` from `offset` on."""
+        """Fill `out` with the bytes from `offset` on."""
         disk.read_into(self._descriptors[name], out, offset, name)
 
     def close(self) -> None:
-        """Close all. May be called again."""
+        """Close all files. May be called more than once."""
         descriptors = list(self._descriptors.values())
         if self._folder is not None:
             descriptors.append(self._folder)

@@ -1,4 +1,4 @@
-"""The steps of an open folder: their names, and the manifests behind them."""
+"""List the steps of an open folder, and choose names for new ones."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hvdkit.checkpoint.storage import Entry, in_commit_order, step_name
 _STEP = re.compile(r"step-(\d{12})(?:-run(\d{1,9}))?(?:-\d{1,9})?")
 _QUARANTINED = "damaged-"
 
-# How often to look again after a live writer has removed or renamed what was listed.
+# How often to list again after a live writer has removed or renamed a step.
 _LOOKS = 10
 
 
 def scan(folder: int) -> list[Entry]:
-    """All steps of the open folder, in the order of their commits.
+    """Return all steps of the open folder, in the order of their commits.
 
     Raises:
         OSError: the folder cannot be listed.
@@ -34,7 +34,7 @@ def scan(folder: int) -> list[Entry]:
 
 
 def next_run(folder: int, entries: Iterable[Entry]) -> int:
-    """Return a number for a new run. No step has it, not even a damaged one that was renamed.
+    """Return a number for a new run, which no step has, quarantined ones included.
 
     Raises:
         OSError: the folder cannot be listed.
@@ -45,7 +45,7 @@ def next_run(folder: int, entries: Iterable[Entry]) -> int:
 
 
 def quarantined(folder: int) -> list[str]:
-    """Names of the folders of damaged steps that were renamed.
+    """Return the names of the folders of quarantined steps.
 
     Raises:
         OSError: the folder cannot be listed.
@@ -55,22 +55,22 @@ def quarantined(folder: int) -> list[str]:
 
 
 def free_name(step: int, run: int, names: Sequence[str]) -> str:
-    """A name for a new folder of `step`, where `names` are taken.
+    """Return a name for a new folder of `step` that is not in `names`.
 
-    A step that is there already, from before a resume, is replaced by removing it afterwards: at
-    no time is there none.
+    A step that the run saved before, for example before a rollback, is deleted only afterwards: so
+    one of the two always exists.
     """
     return _free(step_name(step, run), names)
 
 
 def settled_name(name: str, names: Sequence[str]) -> str:
-    """The name that the folder `name` would get if it were new, where `names` are taken."""
+    """Return the name that a new folder of the same step would get, given the existing `names`."""
     step, run = _parsed(name)
     return free_name(step, run, names)
 
 
 def quarantine_name(name: str, names: Sequence[str]) -> str:
-    """The name under which the damaged folder `name` is kept, where `names` are taken."""
+    """Return the name of the damaged folder `name` in quarantine, given the existing `names`."""
     return _free(_QUARANTINED + name, names)
 
 
@@ -87,14 +87,14 @@ def _run_of(match: re.Match[str]) -> int:
 
 
 def _parsed(name: str) -> tuple[int, int]:
-    """The step and the run that a folder's name tells."""
+    """Return the step and the run in a folder's name."""
     match = _STEP.fullmatch(name)
     assert match is not None
     return int(match[1]), _run_of(match)
 
 
 def look(parent: int, name: str) -> Entry | None:
-    """The entry for the folder `name`, which is one of a step; None if it is gone by now."""
+    """Return the entry for the step folder `name`; None if it was removed meanwhile."""
     step, run = _parsed(name)
     manifest = None
     problem: CheckpointError | None = None

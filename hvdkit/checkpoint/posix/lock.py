@@ -1,14 +1,12 @@
-"""One writer for a folder, on whatever host, also on shared folders.
+"""Allow one writer per folder, over all hosts that share the folder.
 
-Two things guard it. A record lock on `.lock`, which the system gives up when the process ends:
-it decides between processes of one host, and of several where the file system passes locks on.
-And a lease in `.writer`: who writes, and a number that grows every few seconds. A lease whose
-process has ended on this host, or which does not change for some time, was left by a dead writer.
-Only changes are looked at, and timed by the looker's monotonic clock: clocks are never compared.
+A record lock on `.lock` decides between processes of one host, and of several hosts if the file
+system supports that. The system releases it when the process ends. A lease in `.writer` names the
+writer and has a heartbeat, for file systems without locks between hosts; see `lease`.
 
-A record lock (`fcntl`), not `flock`: forked children, such as loader workers that outlive a killed
-trainer for a while, do not inherit it. Nothing else may open `.lock`, as closing any descriptor of
-it gives the lock up.
+The lock is a record lock (`fcntl`), not `flock`, because forked children do not inherit it:
+DataLoader workers may outlive a killed trainer for a while. Nothing else may open `.lock`, because
+closing any descriptor of it releases the lock.
 """
 
 from __future__ import annotations
@@ -28,27 +26,27 @@ LOCK_FILE, LEASE_FILE = ".lock", ".writer"
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two signs of life, and without one until a writer counts as dead.
+#: Seconds between two heartbeats; and without one, until a writer counts as dead.
 BEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 20.0
 
 _MAX_LEASE_BYTES = 4096
 
-#: Folders that this process writes to, by device and inode.
+#: Device and inode of the folders that this process writes to.
 _held: set[tuple[int, int]] = set()
 _held_guard = threading.Lock()
 
 
 class FolderLock:
-    """The right to write to a folder. Taken when made, given back by `close`."""
+    """The lock of a folder. The constructor takes it, `close` releases it."""
 
     def __init__(self, path: Path, folder: int) -> None:
         """Args:
-            path: the folder, for errors and to see whether it is still there.
-            folder: its open descriptor, which stays the caller's.
+            path: the folder, for errors and to check that it still exists.
+            folder: its open descriptor; the caller closes it.
 
         Raises:
-            WriterConflict: another live process has it, or this one has already.
+            WriterConflict: another live process, or this one, holds the lock.
             OSError: the folder cannot be written to.
         """
         self._path = path
@@ -59,10 +57,10 @@ class FolderLock:
         status = os.fstat(folder)
         self._identity = (status.st_dev, status.st_ino)
         with _held_guard:
-            # Looked at before `.lock` is opened: closing it again would give our own lock up.
+            # Check before `.lock` is opened: closing it would release the lock of this process.
             if self._identity in _held:
                 raise WriterConflict(
-                    f"{path} is open for writing in this process already; close that writer first."
+                    f"{path} is already open for writing in this process; close that writer first."
                 )
             _held.add(self._identity)
         try:
@@ -83,31 +81,31 @@ class FolderLock:
         self._thread.start()
 
     def check(self) -> None:
-        """See that the folder is still there and still ours.
+        """Check that the folder still exists and this process still holds its lock.
 
         Raises:
-            WriterConflict: another process has taken it over.
-            CheckpointError: it is not there any more, or this process was forked from the writer.
+            WriterConflict: another process has taken over.
+            CheckpointError: the folder was removed, or this process was forked from the writer.
         """
         self.lease.expect_own_process(str(self._path))
         try:
             status = os.stat(self._path)
         except OSError as error:
             raise CheckpointError(
-                f"the folder {self._path} has vanished ({error.strerror}); nothing can be saved "
-                "until it is there again, with what was in it."
+                f"the folder {self._path} is gone ({error.strerror}); nothing can be saved until "
+                "the same folder is back."
             ) from error
         if (status.st_dev, status.st_ino) != self._identity:
             raise CheckpointError(
-                f"{self._path} is not the folder any more that was opened, e.g. because it was "
-                "unmounted or replaced; nothing can be saved until that one is there again."
+                f"{self._path} is now another folder than the one that was opened, for example "
+                "because it was unmounted; nothing can be saved until the same folder is back."
             )
         found = Lease.parse(_read_lease(self._folder))
         if found is None or found.token != self.lease.token:
             raise taken_over(str(self._path), self.lease, found, PATIENCE_SECONDS)
 
     def close(self) -> None:
-        """Give the folder back. May be called again."""
+        """Release the lock. May be called more than once."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -119,7 +117,7 @@ class FolderLock:
             if found is not None and found.token == self.lease.token:
                 os.unlink(LEASE_FILE, dir_fd=self._folder)
         except OSError as error:
-            # The next writer waits until it sees that nobody changes the lease.
+            # The next writer waits until the lease has not changed for some time.
             _log.warning("the lease %s/%s stays: %s", self._path, LEASE_FILE, error.strerror)
         finally:
             os.close(self._descriptor)
@@ -140,8 +138,8 @@ class FolderLock:
                 lambda: _read_lease(self._folder),
                 PATIENCE_SECONDS,
             )
-        # Locked by a process that is dead: the system has not cleaned up after it yet, or a server
-        # keeps the lock of a host that is gone. Or by one that is taking the folder over just now.
+        # The holder of the lock may be a dead process that the system, or a file server, has not
+        # cleaned up; or a live one that is taking the folder over now.
         deadline = time.monotonic() + PATIENCE_SECONDS
         while locked is False and time.monotonic() < deadline:
             time.sleep(PATIENCE_SECONDS / 200)
@@ -161,7 +159,7 @@ class FolderLock:
             self.check()
 
     def _lock(self) -> bool | None:
-        """True: we have it. False: another process has it. None: the file system has no locks."""
+        """Try to lock. Return None if the file system does not support locks."""
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -177,9 +175,9 @@ class FolderLock:
 
     def _write_lease(self, flags: int = 0) -> None:
         self._beats += 1
-        # One length for all, so that nothing of an older one stays.
+        # All leases have one length, so that no bytes of an older one remain.
         content = self.lease.to_bytes(self._beats).ljust(_MAX_LEASE_BYTES)
-        # Opened and closed each time: that is when NFS shows others a change.
+        # Open and close it each time, because NFS shows a change to other hosts then.
         descriptor = os.open(
             LEASE_FILE, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o666, dir_fd=self._folder
         )
@@ -194,12 +192,12 @@ class FolderLock:
             try:
                 found = Lease.parse(_read_lease(self._folder))
                 if found is None or found.token != self.lease.token:
-                    return  # taken over: `check` says so
+                    return  # Taken over: `check` raises.
                 self._write_lease()
                 failing = False
             except OSError as error:
                 if not failing:
-                    _log.warning("no sign of life in %s: %s", self._path, error.strerror)
+                    _log.warning("cannot renew the lease in %s: %s", self._path, error.strerror)
                 failing = True
 
 

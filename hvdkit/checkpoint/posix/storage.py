@@ -1,14 +1,14 @@
-"""Steps in a folder. Each step that is listed is whole.
+"""Steps in a folder. Each listed step is complete.
 
 DIR/step-000000001200/    one step, made visible by one rename
     manifest.json         step, epoch, world size, versions, size and hash of each file
     state.json            the trees, with marks where tensors are
-    ranks.jsonl           what each rank has for itself, a line for each
-    PART.safetensors      the tensors of each part that has some
-DIR/damaged-step-…        found damaged and renamed
-DIR/.writing-…            being written; swept once its writer is dead
-DIR/.deleting-…           being deleted
-DIR/.lock, DIR/.writer    who writes here
+    ranks.jsonl           the state of each rank, a line for each
+    PART.safetensors      the tensors of a part
+DIR/damaged-step-…        a damaged step in quarantine
+DIR/.writing-…            a step being written; removed if its writer is dead
+DIR/.deleting-…           a step being deleted
+DIR/.lock, DIR/.writer    the writer's lock and lease; see `lock`
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from hvdkit.checkpoint.storage import Draft, Entry, StepFiles
 
 _log = logging.getLogger(__name__)
 
-#: What is waited for at once: a system may have taken in far more than its disk can write soon.
+#: Bytes between two syncs of a file: the page cache may hold far more than the disk writes soon.
 _SYNC_BYTES = 1_000_000_000
 
-#: What the names of folders begin with that are being written and deleted.
+#: Prefixes of the names of folders that are being written or deleted.
 _WRITING, _DELETING = ".writing-", ".deleting-"
 
 
 class PosixStorage:
-    """A folder, local or shared. Made by `open_for_writing` if it does not exist."""
+    """A folder, local or shared. `open_for_writing` creates it if it does not exist."""
 
     def __init__(self, folder: str) -> None:
         self._path = Path(folder).absolute()
@@ -45,11 +45,11 @@ class PosixStorage:
         return str(self._path)
 
     def exists(self) -> bool:
-        """Whether the folder exists."""
+        """Return whether the folder exists."""
         return self._path.is_dir()
 
     def location(self, name: str) -> str:
-        """The path of a step's folder."""
+        """Return the path of a step's folder."""
         return str(self._path / name)
 
     def entries(self) -> list[Entry]:
@@ -58,7 +58,7 @@ class PosixStorage:
             return [] if folder is None else listing.scan(folder)
 
     def quarantined(self) -> list[str]:
-        """List the names of damaged steps that were renamed."""
+        """List the names of the quarantined steps."""
         with self._open() as folder:
             return [] if folder is None else listing.quarantined(folder)
 
@@ -68,7 +68,7 @@ class PosixStorage:
             return PosixFiles(folder, entry.name)
 
     def is_same(self, entry: Entry) -> bool:
-        """Whether the folder is still there, and not another one of its name."""
+        """Return whether the step's folder still exists and was not replaced."""
         with self._open() as folder:
             return folder is not None and _is_same(folder, entry)
 
@@ -86,12 +86,12 @@ class PosixStorage:
             return name
 
     def open_for_writing(self) -> PosixWriter:
-        """Make the folder if need be, take its lock and sweep it."""
+        """Create the folder if it does not exist, lock it, and remove leftovers."""
         return PosixWriter(self._path)
 
     @contextmanager
     def _open(self) -> Iterator[int | None]:
-        """The folder's descriptor; None if it does not exist."""
+        """Open the folder for the duration of a block; None if it does not exist."""
         with failing("read", self._path):
             try:
                 descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
@@ -106,7 +106,7 @@ class PosixStorage:
 
 
 class PosixDraft:
-    """A folder beside the steps. A file is on the disk when `write` returns."""
+    """A hidden folder beside the steps. A file is on the disk when `write` returns."""
 
     def __init__(self, path: Path, parent: int, step: int, run: int) -> None:
         self.name = path.name
@@ -118,7 +118,7 @@ class PosixDraft:
             disk.make_folder(self.name, parent)
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> FileRecord:
-        """Write a file, hash it on its way, and wait until it is on the disk."""
+        """Write and hash a file, and wait until it is on the disk."""
         hasher, size, started, synced = ChunkHasher(), 0, 0, 0
         with failing("write", self._path / name), disk.folder(self.name, self._parent) as folder:
             descriptor = disk.create(name, folder)
@@ -131,11 +131,11 @@ class PosixDraft:
                         size += len(part)
                         self.written += len(part)
                         if size - started >= CHUNK_BYTES:
-                            # The disk writes this while the processor prepares the next chunk.
+                            # Start writing this chunk while the next one is prepared.
                             disk.forget(descriptor, started, size)
                             started = size
                         if size - synced >= _SYNC_BYTES:
-                            # A disk that is slow shows that it goes on.
+                            # Wait, so that `written` shows the progress of a slow disk.
                             disk.sync(descriptor, name)
                             synced = size
                 disk.sync(descriptor, name)
@@ -145,7 +145,7 @@ class PosixDraft:
         return hasher.record()
 
     def copy(self, name: str, entry: Entry) -> None:
-        """Give the file of another step a second name."""
+        """Link a file of another step."""
         with (
             failing("write", self._path / name),
             disk.folder(entry.name, self._parent) as source,
@@ -159,7 +159,7 @@ class PosixDraft:
 
 
 class PosixWriter:
-    """Holds the folder's lock."""
+    """The writer of a folder. It holds the folder's lock."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -177,14 +177,14 @@ class PosixWriter:
 
     @property
     def commit_number(self) -> int:
-        """Of the next commit."""
+        """The number of the next commit."""
         if self._newest_commit is None:
             self.entries()
         assert self._newest_commit is not None
         return self._newest_commit + 1
 
     def check(self) -> None:
-        """Check that the folder is still there and still locked by this process."""
+        """Check that the folder still exists and is locked by this process."""
         with failing("write to", self._path):
             self._lock.check()
 
@@ -221,7 +221,7 @@ class PosixWriter:
             try:
                 disk.rename(draft.name, final, self._folder)
             except FileNotFoundError:
-                # A server may have done it, lost its answer and been asked once more.
+                # A file server may have renamed it, lost the reply and received a second request.
                 there = os.stat(final, dir_fd=self._folder)
                 if (there.st_dev, there.st_ino) != (made.st_dev, made.st_ino):
                     raise
@@ -231,12 +231,12 @@ class PosixWriter:
         return final
 
     def discard(self, draft: Draft) -> None:
-        """Remove a draft. What cannot be removed is swept another time."""
+        """Remove a draft. If that fails, `sweep` tries again."""
         assert isinstance(draft, PosixDraft)
         self._remove(draft.name)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete steps, each by a rename that takes it off the list, and then file by file."""
+        """Hide the steps by renaming them, and then delete their files."""
         hidden = {}
         for name in names:
             new = f"{_DELETING}{self._lock.lease.token}-{name}"
@@ -246,7 +246,7 @@ class PosixWriter:
             except OSError as error:
                 _log.warning("%s could not be deleted: %s", self._path / name, error.strerror)
         try:
-            # Otherwise a power cut could leave a step that is listed and has lost files.
+            # Otherwise a power cut could leave a listed step without some of its files.
             disk.sync_folder(self._folder, self._path.name)
         except OSError as error:
             _log.warning("%s could not be synced: %s", self._path, error.strerror)
@@ -258,7 +258,7 @@ class PosixWriter:
                 _log.warning("%s could not be deleted: %s", self._path / name, error.strerror)
 
     def settle(self, name: str) -> str:
-        """Remove the counter from the name of a step that has replaced one of its number."""
+        """Remove the counter from the name of a step that replaced one of the same number."""
         try:
             settled = listing.settled_name(name, disk.names(self._folder))
             if len(settled) >= len(name):
@@ -270,23 +270,23 @@ class PosixWriter:
         return settled
 
     def sweep(self) -> None:
-        """Remove what this writer could not remove before."""
+        """Try again to remove folders that this writer failed to remove."""
         self._sweep(self._lock.lease.token)
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._resources.close()
 
     def _sweep(self, token: str) -> None:
-        """Remove what the writer with that token has left; "" stands for all."""
+        """Remove unfinished folders of the writer with this token; "": of all writers."""
         try:
             names = disk.names(self._folder)
         except OSError as error:
-            _log.warning("%s was not swept: %s", self._path, error.strerror)
+            _log.warning("unfinished steps in %s were not removed: %s", self._path, error.strerror)
             return
         for name in names:
             if name.startswith((_WRITING + token, _DELETING + token)):
-                _log.info("removing %s, which was not finished", self._path / name)
+                _log.info("removing the unfinished %s", self._path / name)
                 self._remove(name)
 
     def _remove(self, name: str) -> None:
@@ -295,7 +295,7 @@ class PosixWriter:
         except FileNotFoundError:
             return
         except OSError as error:
-            _log.warning("%s stays for now: %s", self._path / name, error.strerror)
+            _log.warning("%s could not be removed yet: %s", self._path / name, error.strerror)
 
 
 def _is_same(folder: int, entry: Entry) -> bool:
