@@ -119,7 +119,7 @@ def _add_build(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "build, test and install Horovod for the installed frameworks",
         "  hvdkit build\n"
         "  hvdkit build --frameworks torch --controllers gloo,mpi --wheel-dir wheels/\n"
-        "  hvdkit build --fixes minimal --target stock/    # almost stock Horovod, for comparisons",
+        "  hvdkit build --patches minimal --target stock/  # almost stock, for comparisons",
     )
     verb.add_argument(
         "--frameworks",
@@ -140,6 +140,7 @@ def _add_build(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="auto: NCCL when the frameworks are CUDA builds and nvcc and NCCL are found",
     )
     verb.add_argument(
+        "--patches",
         "--fixes",
         default="all",
         metavar="all|minimal",
@@ -162,7 +163,9 @@ def _add_build(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--no-cache", action="store_true", help="build even if the cache has this wheel"
     )
     verb.add_argument("--dry-run", action="store_true", help="print the plan, and change nothing")
-    verb.add_argument("--list-fixes", action="store_true", help="list the patches to Horovod")
+    verb.add_argument(
+        "--list-patches", "--list-fixes", action="store_true", help="list the patches to Horovod"
+    )
     verb.set_defaults(run=_build)
 
 
@@ -170,15 +173,15 @@ def _build(options: argparse.Namespace) -> int:
     from hvdkit.engine import build, plan, report
 
     console = Console(soft_wrap=True)
-    if options.list_fixes:
-        report.list_fixes(console)
+    if options.list_patches:
+        report.list_patches(console)
         return EXIT_OK
     made = plan.make_plan(
         plan.Request(
             frameworks=options.frameworks,
             controllers=options.controllers,
             gpu=options.gpu,
-            fixes=options.fixes,
+            patches=options.patches,
             jobs=options.jobs,
         )
     )

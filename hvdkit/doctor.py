@@ -174,7 +174,7 @@ def _horovod(found: Sequence[frameworks.Framework]) -> Iterator[Diagnostic]:
         yield Diagnostic(
             "Horovod",
             OK,
-            f"{engine.version} (hvdkit's, {len(engine.fixes)} patches), for {has}, over "
+            f"{engine.version} (hvdkit's, {len(engine.patches)} patches), for {has}, over "
             f"{', '.join(engine.controllers or ())}, GPU operations: {engine.gpu}",
         )
     else:

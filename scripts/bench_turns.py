@@ -249,7 +249,7 @@ class Setting:
         try:
             engine = self.engine(contender)
         except KeyError:
-            stock = "--stock is not given: see hvdkit build --fixes minimal --target DIR"
+            stock = "--stock is not given: see hvdkit build --patches minimal --target DIR"
             installed = f"no Horovod for {self.bench.framework} installed"
             return stock if contender.optimizer == "stock" else installed
         if contender.optimizer == BEFORE and self.options.before is None:

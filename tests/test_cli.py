@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import hvdkit
-from hvdkit.engine import fixes
+from hvdkit.engine import patches
 
 
 def run(*arguments):
@@ -49,12 +49,13 @@ def test_wrong_arguments_are_status_2_with_a_short_error(arguments, expected):
     assert len(answer.stderr.strip().splitlines()) <= 3
 
 
-def test_list_fixes_names_all_of_them():
-    answer = run("build", "--list-fixes")
+@pytest.mark.parametrize("option", ["--list-patches", "--list-fixes"])
+def test_list_patches_names_all_of_them(option):
+    answer = run("build", option)
     assert answer.returncode == 0
-    for fix in fixes.FIXES:
-        assert f"{fix.name} (" in answer.stdout
-        assert fix.source in answer.stdout
+    for patch in patches.series():
+        assert f"{patch.name} (" in answer.stdout
+        assert patch.origin in answer.stdout
 
 
 def test_a_closed_pipe_is_not_an_error():

@@ -59,4 +59,4 @@ def test_it_works_in_an_empty_environment(wheel, tmp_path):
         "[0] up",
         "[1] up",
     ]
-    assert "fixes for Horovod" in run(hvdkit, "build", "--list-fixes", cwd=tmp_path)
+    assert "42 patches for Horovod" in run(hvdkit, "build", "--list-patches", cwd=tmp_path)

@@ -1,1 +1,1 @@
-"""The Horovod underneath: fetch, fix, build, prove, cache, install and describe it."""
+"""The engine: download Horovod, patch, build, test, cache, install and describe it."""

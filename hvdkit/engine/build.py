@@ -1,6 +1,6 @@
-"""Build an engine: tools, sources, fixes, compilation, proof, cache, installation, in this order.
+"""Build an engine: tools, sources, patches, compilation, smoke test, cache and installation.
 
-What is installed changes in the last step only, and the cache only after the proof.
+The wheel enters the cache after the smoke test. The installed engine changes in the last step only.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from hvdkit.engine import cache, describe, fixes, install, proof, sdist, toolchain
+from hvdkit.engine import cache, describe, install, patches, sdist, smoke_test, toolchain
 from hvdkit.engine.plan import Plan
 from hvdkit.engine.progress import BuildProgress
 from hvdkit.errors import HvdkitError
 
-#: A build that takes longer hangs: the slowest seen took 8 minutes on 2 cores.
+#: The timeout of a build. The slowest measured took 8 minutes on 2 cores.
 _SECONDS = 2 * 3600
 
 _LOGS_KEPT = 20
 
-#: How compilers, CMake and linkers begin the line that says why.
+#: The beginning of error lines of compilers, CMake and linkers.
 _ERROR = re.compile(r"error:|^CMake Error|undefined reference")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Where a build takes from and puts to.
+    """The inputs and outputs of a build.
 
     Attributes:
-        sdist: Horovod's sdist as a file, instead of the package index.
-        wheel_dir: also leave the wheel here.
+        sdist: a file with Horovod's sdist, instead of the package index.
+        wheel_dir: also copy the wheel to this folder.
         target: install into this folder instead of this Python's environment.
-        use_cache: take the wheel from the cache where it has one.
+        use_cache: take the wheel from the cache if it is there.
     """
 
     sdist: Path | None = None
@@ -54,22 +54,20 @@ class Options:
 
 
 def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
-    """Carry out `plan`; returns what is installed afterwards.
+    """Carry out `plan`. Return the installed engine.
 
     Raises:
-        HvdkitError: says what failed; the cache and what was installed are as they were.
+        HvdkitError: a step failed; the cache and the installed engine are unchanged.
     """
     started = time.monotonic()
     install.check_pip()
     engine = describe.installed(options.target)
     if options.use_cache and options.wheel_dir is None and engine and _is(engine, plan):
-        console.print(f"Engine {engine.version}, exactly this one, is installed already.")
+        console.print(f"This engine, {engine.version}, is already installed.")
         return engine
     wheel = cache.lookup(plan.key) if options.use_cache else None
     if wheel is not None:
-        console.print(
-            f"Engine {plan.version} is in the cache, built and proven: {escape(str(wheel))}"
-        )
+        console.print(f"Engine {plan.version} is in the cache: {escape(str(wheel))}")
     else:
         wheel = _make(plan, options, console)
     if options.wheel_dir is not None:
@@ -80,8 +78,8 @@ def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
     engine = describe.installed(options.target)
     if engine is None or not _is(engine, plan):
         raise HvdkitError(
-            f"pip installed {wheel}, but what is found now is {engine}; is another Horovod earlier "
-            "on sys.path?"
+            f"pip installed {wheel}, but Python finds {engine}. Remove the other Horovod from "
+            "sys.path."
         )
     console.print(
         f"Installed Horovod {engine.version} for {', '.join(engine.frameworks)} over "
@@ -96,7 +94,7 @@ def _is(engine: describe.Engine, plan: Plan) -> bool:
 
 
 def _make(plan: Plan, options: Options, console: Console) -> Path:
-    """Build and prove the wheel of `plan`, and keep it in the cache."""
+    """Build and test the wheel of `plan`, and store it in the cache."""
     toolchain.check_disk(Path(tempfile.gettempdir()))
     toolchain.check_disk(cache.folder())
     with _scratch() as scratch:
@@ -104,14 +102,14 @@ def _make(plan: Plan, options: Options, console: Console) -> Path:
         install.install_tools(plan.build_requirements(), tools)
         source = sdist.obtain(options.sdist, tools)
         tree = sdist.unpack(source, scratch)
-        fixes.apply(plan.fixes, tree)
+        patches.apply(plan.patches, tree)
         record = plan.ingredients | {"key": plan.key}
         (tree / "horovod" / describe.RECORD).write_text(json.dumps(record, indent=2))
         wheel = _compile(plan, tree, tools, scratch / "dist", console)
         engine = scratch / "engine"
         install.install_wheel(wheel, engine)
-        console.print("Proving it: real collectives in fresh processes.")
-        proof.prove(
+        console.print("Smoke test: collectives in new processes.")
+        smoke_test.run(
             engine,
             [framework.name for framework in plan.frameworks],
             plan.controllers,
@@ -138,13 +136,15 @@ def _compile(plan: Plan, tree: Path, tools: Path, dist: Path, console: Console) 
                 status = process.wait()
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                raise HvdkitError(f"the disk is full: {log.parent}. Make room there.") from error
+                raise HvdkitError(f"the disk of {log.parent} is full. Free some space.") from error
             raise
     if status != 0:
         raise HvdkitError(_diagnosis(status, tail, log))
     wheels = list(dist.glob("horovod-*.whl"))
     if len(wheels) != 1:
-        raise HvdkitError(f"the build ended well, but left {len(wheels)} wheels; see {log}")
+        raise HvdkitError(
+            f"the build succeeded, but wrote {len(wheels)} wheels; expected one. See {log}"
+        )
     return wheels[0]
 
 
@@ -152,7 +152,7 @@ def _compile(plan: Plan, tree: Path, tools: Path, dist: Path, console: Console) 
 def _running(
     command: Sequence[str], environment: Mapping[str, str], folder: Path
 ) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
-    """Start the build in a process group of its own; end that group on the way out."""
+    """Run the build in its own process group for the duration of a block."""
     process = subprocess.Popen(
         command,
         env=dict(environment),
@@ -189,12 +189,12 @@ def _running(
 
 
 def _diagnosis(status: int, tail: Sequence[str], log: Path) -> str:
-    """Why a build failed, as far as its last lines tell."""
+    """Return why a build failed, from its last lines."""
     text = "".join(tail)
     if "No space left on device" in text:
         reason = (
             f"the disk is full: a build needs {toolchain.DISK_BYTES / 1e9:.0f} GB in "
-            f"{tempfile.gettempdir()}. Make room there, or set TMPDIR."
+            f"{tempfile.gettempdir()}. Free some space, or set TMPDIR."
         )
     elif "Killed signal terminated program cc1plus" in text or "out of memory" in text:
         reason = "the compiler ran out of memory. Build with fewer --jobs."

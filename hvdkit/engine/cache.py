@@ -1,4 +1,4 @@
-"""Proven wheels and the sdist, kept in the user's cache folder.
+"""The cache of tested wheels and of the sdist.
 
 A wheel's entry is a folder named by the plan's key. It is written beside and renamed, so an entry
 is whole or not there; what an interrupted build leaves behind is no entry.
@@ -28,7 +28,7 @@ log = logging.getLogger("hvdkit.engine")
 
 
 def folder() -> Path:
-    """Return the folder that new things go to.
+    """Return the folder for new entries.
 
     $HVDKIT_CACHE_DIR, unless this user may only read it; else the user's (`~/.cache/hvdkit`).
     """
@@ -44,7 +44,7 @@ def _given() -> Path | None:
 
 
 def _untrusted(path: Path) -> str:
-    """Return how another user may have replaced a file; empty where no other user can.
+    """Return how another user could have replaced a file; "" if none could.
 
     Checks the owner and the mode of the file and of every folder above it. An engine that is
     installed from it runs with the rights of this user.
@@ -55,9 +55,9 @@ def _untrusted(path: Path) -> str:
         if found.st_uid not in (0, os.geteuid()):
             return f"{part} belongs to user {_user_name(found.st_uid)}"
         if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
-            continue  # others may add files, and not replace them
+            continue  # Others may add files, but not replace them.
         if found.st_mode & stat.S_IWOTH:
-            return f"everybody may write to {part}"
+            return f"all users may write to {part}"
         if found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid):
             return f"its group may write to {part}"
     return ""
@@ -71,7 +71,7 @@ def _user_name(number: int) -> str:
 
 
 def _is_private(group: int) -> bool:
-    """Return whether only this user is in a group, as where every user has a group of its own."""
+    """Return whether this user is the only member of a group."""
     try:
         found = grp.getgrgid(group)
         own = pwd.getpwuid(os.geteuid())
@@ -82,7 +82,7 @@ def _is_private(group: int) -> bool:
 
 
 def make(path: Path) -> Path:
-    """Create the folder `path` inside the cache, or say what stands in the way."""
+    """Create the folder `path` in the cache."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -95,7 +95,7 @@ def make(path: Path) -> Path:
 
 @contextmanager
 def staging(parent: Path) -> Iterator[Path]:
-    """A new folder inside `parent` for something that will be renamed into place, then removed."""
+    """Create a temporary folder in `parent` for the duration of a block."""
     path = Path(tempfile.mkdtemp(prefix=".new-", dir=make(parent)))
     try:
         yield path
@@ -104,13 +104,13 @@ def staging(parent: Path) -> Iterator[Path]:
 
 
 def sha256(path: Path) -> str:
-    """The file's SHA-256 as hexadecimal digits."""
+    """Return the SHA-256 of a file as hexadecimal digits."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def lookup(key: str) -> Path | None:
-    """Return the proven wheel stored under `key`, in $HVDKIT_CACHE_DIR or the user's folder.
+    """Return the tested wheel stored under `key`, in $HVDKIT_CACHE_DIR or the user's folder.
 
     None where there is none, where it was damaged, or where another user may have replaced it,
     which is said in a warning.
@@ -130,8 +130,8 @@ def _lookup(entry: Path) -> Path | None:
         for path in (entry / "entry.json", wheel):
             if reason := _untrusted(path):
                 log.warning(
-                    "the engine in %s is not used, because %s. Make it belong to you or to root, "
-                    "and writable for no one else; or let it be built anew.",
+                    "the engine in %s is not used, because %s. Expected a file of root or of you "
+                    "that nobody else can write to. A new one is built.",
                     entry,
                     reason,
                 )
@@ -142,11 +142,11 @@ def _lookup(entry: Path) -> Path | None:
 
 
 def store(key: str, wheel: Path, ingredients: Mapping[str, Any]) -> Path:
-    """Keep a proven `wheel` under `key`, in place of what was there. Returns the kept file."""
+    """Store a tested wheel under `key` and replace an older one. Return the stored file."""
     wheels = folder() / "wheels"
     entry = wheels / key
     with staging(wheels) as new:
-        # What mkdtemp made is closed to others, who may share the cache.
+        # mkdtemp makes folders that other users cannot read; they may share the cache.
         new.chmod(0o755)
         shutil.copy2(wheel, new / wheel.name)
         content = {
@@ -157,7 +157,7 @@ def store(key: str, wheel: Path, ingredients: Mapping[str, Any]) -> Path:
         (new / "entry.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
         full = new.with_name(new.name + ".full")
         new.rename(full)
-    # A folder cannot be renamed over one that has files: move the old one out of the way first.
+    # A rename cannot replace a folder that has files: move the old one first.
     with staging(wheels) as old:
         if entry.exists():
             entry.rename(old / "entry")

@@ -1,4 +1,4 @@
-"""The CUDA tool chain and the NCCL that an engine would be built with."""
+"""Find the CUDA toolkit and the NCCL for a build."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SYSTEM_ROOTS = (Path("/usr/local"), Path("/usr"))
 
 @dataclass(frozen=True)
 class Toolkit:
-    """A CUDA toolkit that fits the frameworks.
+    """A CUDA toolkit that matches the frameworks.
 
     Attributes:
         home: its folder, with bin/nvcc.
@@ -34,7 +34,7 @@ class Toolkit:
 
 @dataclass(frozen=True)
 class Nccl:
-    """An NCCL: the folders with nccl.h and with libnccl.so (or .so.2), and what nccl.h says."""
+    """An NCCL: the folders of nccl.h and of libnccl.so (or .so.2), and the version in nccl.h."""
 
     include: Path
     library: Path
@@ -43,7 +43,7 @@ class Nccl:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a build can do for tensors on a GPU.
+    """The support for tensors on a GPU in a build.
 
     With both parts NCCL reduces them. With a toolkit alone they go through host memory and the
     controller (PyTorch only). With neither they are refused.
@@ -63,7 +63,7 @@ class Gpu:
 
 
 def find(frameworks: Sequence[Framework], gpu: str) -> Gpu:
-    """What a build for `frameworks` can use of CUDA.
+    """Find the GPU support that a build for `frameworks` can have.
 
     Args:
         gpu: `auto` (NCCL where all that it takes is there), `nccl` (it has to be there) or `none`
@@ -79,7 +79,7 @@ def find(frameworks: Sequence[Framework], gpu: str) -> Gpu:
             if framework.cuda is None:
                 raise LookupError(_cpu_build(framework))
         if gpu == "none":
-            raise LookupError("not asked for")
+            raise LookupError("not requested")
         return Gpu(toolkit, _nccl(toolkit.home))
     except LookupError as error:
         reason = str(error.args[0])
@@ -119,13 +119,13 @@ def _nvcc() -> Path | None:
 
 
 def _home(nvcc: Path) -> Path:
-    """The toolkit's folder. nvcc knows it better than its path tells: it may be a script."""
+    """Return the toolkit's folder as nvcc reports it: the nvcc on PATH may be a script."""
     told = _match(r"#\$ TOP=(\S+)", _run([str(nvcc), "--dryrun", "-x", "cu", "/dev/null"]))
     return Path(told).resolve() if told else nvcc.parent.parent
 
 
 def _nccl(cuda_home: Path) -> Nccl:
-    """The NCCL that the user names, else a wheel's, else the system's."""
+    """Find NCCL: from the user's variables, a wheel or the system, in this order."""
     candidates: list[tuple[Path, Path]] = []
     home = os.environ.get("HOROVOD_NCCL_HOME")
     include = os.environ.get("HOROVOD_NCCL_INCLUDE") or (home and f"{home}/include")
@@ -150,7 +150,7 @@ def _nccl(cuda_home: Path) -> Nccl:
 
 
 def _architectures(frameworks: Iterable[Framework], nvcc: Path) -> tuple[str, ...]:
-    """What the frameworks carry code for and nvcc can compile; the user's own list wins."""
+    """Return the user's architectures, or those of the frameworks that nvcc supports."""
     chosen = os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST")
     if chosen:
         return tuple(part.strip() for part in chosen.split(","))

@@ -1,4 +1,4 @@
-"""Which Horovod is installed here, and what is in it. Read from files; nothing is imported."""
+"""Describe the installed Horovod from its files, without importing it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 
 from hvdkit.errors import HvdkitError
 
-#: What a build leaves inside the `horovod` package, so that our engines can tell what they are.
+#: The file in the `horovod` package that describes an engine of hvdkit.
 RECORD = "hvdkit_engine.json"
 
 #: Framework -> the extension's file name stem inside the `horovod` package.
 _EXTENSIONS = {"torch": "torch/mpi_lib_v2", "tensorflow": "tensorflow/mpi_lib"}
 
-#: Horovod's own metadata.json calls PyTorch by another name.
+#: Framework -> its name in Horovod's metadata.json.
 _METADATA_NAMES = {"torch": "pytorch", "tensorflow": "tensorflow"}
 
 
 class EngineMissing(HvdkitError, ImportError):
-    """An adapter was imported, but there is no Horovod with the extension that it needs."""
+    """An adapter was imported without a Horovod that has the extension for its framework."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Engine:
     """An installed Horovod.
 
     Attributes:
-        version: as pip knows it, e.g. `0.28.1+hvdkit.1`, or `0.28.1` for a stock one.
-        path: the `horovod` package's folder.
+        version: such as `0.28.1+hvdkit.1`, or `0.28.1` for stock Horovod.
+        path: the folder of the `horovod` package.
         frameworks: framework -> the version that its extension was compiled against.
-        record: what `hvdkit build` wrote about it; empty for a stock Horovod.
+        record: the record of `hvdkit build`; empty for stock Horovod.
     """
 
     version: str
@@ -44,22 +44,23 @@ class Engine:
 
     @property
     def ours(self) -> bool:
-        """Whether `hvdkit build` made it."""
+        """Whether it was built by `hvdkit build`."""
         return bool(self.record)
 
     @property
-    def fixes(self) -> tuple[str, ...]:
-        """The names of the fixes in it (see `hvdkit build --list-fixes`)."""
-        return tuple(self.record.get("fixes", ()))
+    def patches(self) -> tuple[str, ...]:
+        """The names of its patches; see `hvdkit build --list-patches`."""
+        # Engines of earlier versions of hvdkit have the names under "fixes".
+        return tuple(self.record.get("patches", self.record.get("fixes", ())))
 
     @property
     def controllers(self) -> tuple[str, ...] | None:
-        """The controllers compiled in; None where only loading a stock Horovod would tell."""
+        """The compiled controllers; None if unknown, for stock Horovod."""
         return tuple(self.record["controllers"]) if self.ours else None
 
     @property
     def gpu(self) -> str | None:
-        """`nccl`, `staged` or `none`; None where only loading a stock Horovod would tell."""
+        """`nccl`, `staged` or `none`; None if unknown, for stock Horovod."""
         return str(self.record["gpu"]) if self.ours else None
 
 
@@ -67,7 +68,7 @@ def installed(target: Path | None = None) -> Engine | None:
     """Describe the Horovod in the environment, or in the folder `target`.
 
     Returns:
-        None when there is none.
+        The engine; None if there is none.
     """
     path = [str(target)] if target else sys.path
     for distribution in metadata.distributions(name="horovod", path=path):
@@ -83,15 +84,15 @@ def installed(target: Path | None = None) -> Engine | None:
 
 
 def require(framework: str) -> Engine:
-    """The installed Horovod, provided that it has `framework`'s extension.
+    """Return the installed Horovod, which must have the extension for `framework`.
 
     Raises:
-        EngineMissing: it is missing; the message says which command brings it.
+        EngineMissing: it does not; the message has the command that installs it.
     """
     engine = installed()
     if engine is None:
         raise EngineMissing(
-            f"hvdkit.{framework} needs Horovod underneath, and none is installed. "
+            f"hvdkit.{framework} needs Horovod, and none is installed. "
             f"Run `hvdkit build` (about 8 minutes the first time, seconds after that)."
         )
     if framework not in engine.frameworks:

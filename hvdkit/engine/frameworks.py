@@ -1,4 +1,4 @@
-"""Which deep-learning frameworks are installed, as a build needs to know them.
+"""Find the installed deep-learning frameworks and their build settings.
 
 Each is asked in a fresh interpreter: to import one here would load gigabytes into the caller.
 """
@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from hvdkit.errors import HvdkitError, UsageError
 
-#: Framework -> the oldest version that the engine is built against.
+#: Framework -> the oldest supported version.
 OLDEST = {"torch": "2.1", "tensorflow": "2.16"}
 
 _PROBES = {
@@ -44,7 +44,7 @@ print(json.dumps({
 """,
 }
 
-_PROBE_SECONDS = 180  # TensorFlow's first import from a cold network file system
+_PROBE_SECONDS = 180  # The first import of TensorFlow from a network file system.
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Framework:
 
 
 def find(names: Sequence[str] | None = None) -> tuple[Framework, ...]:
-    """The frameworks called `names`; by default all that are installed.
+    """Return the frameworks `names`; by default all installed ones.
 
     Raises:
         UsageError: an unknown name, or one that is not installed.
@@ -88,8 +88,8 @@ def find(names: Sequence[str] | None = None) -> tuple[Framework, ...]:
                 raise UsageError(f"unknown framework {name!r}; expected some of: torch, tensorflow")
             if importlib.util.find_spec(name) is None:
                 raise UsageError(
-                    f"framework {name} is asked for, but {sys.executable} cannot import it. "
-                    f"Install it into this environment, or leave it out of --frameworks."
+                    f"the framework {name} was requested, but {sys.executable} cannot import it. "
+                    f"Install it into this environment, or omit it from --frameworks."
                 )
     return tuple(_probe(name) for name in wanted)
 
@@ -111,7 +111,7 @@ def _probe(name: str) -> Framework:
     if answer.returncode != 0:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
         raise HvdkitError(
-            f"{name} is installed, but does not import: {last}. Repair it, or leave it out: "
+            f"{name} is installed, but importing it fails: {last}. Repair it, or omit it: "
             "--frameworks."
         )
     found = json.loads(answer.stdout.strip().splitlines()[-1])
@@ -122,10 +122,10 @@ def _probe(name: str) -> Framework:
         cuda=found["cuda"],
         cuda_architectures=tuple(found["cuda_architectures"]),
     )
-    # A pre-release of the oldest version is fine: distributions of the vendors call them so.
+    # Accept a pre-release of the oldest version: vendors' distributions have such versions.
     if Version(Version(framework.version).base_version) < Version(OLDEST[name]):
         raise HvdkitError(
             f"{name} {framework.version} is too old; hvdkit builds against {name} >= "
-            f"{OLDEST[name]}. Upgrade it, or stay with the stock Horovod that you have for it."
+            f"{OLDEST[name]}. Upgrade it, or keep the stock Horovod that you have for it."
         )
     return framework

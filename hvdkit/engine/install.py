@@ -1,4 +1,4 @@
-"""Put packages into place with pip, so that what is installed is what pip knows."""
+"""Install packages with pip."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SECONDS = 600
 
 
 def check_pip() -> None:
-    """Raise HvdkitError where this environment has no pip."""
+    """Raise HvdkitError if this environment has no pip."""
     answer = subprocess.run(
         [sys.executable, "-m", "pip", "--version"], capture_output=True, timeout=60, check=False
     )
     if answer.returncode != 0:
         raise HvdkitError(
-            f"{sys.executable} has no pip, which installs the engine. Bring it: python -m "
+            f"{sys.executable} has no pip, which installs the engine. Install it: python -m "
             "ensurepip (or `uv pip install pip`)."
         )
 
@@ -35,8 +35,8 @@ def install_wheel(wheel: Path, target: Path | None = None) -> None:
     pip puts the old version back where it fails. Nothing else is installed: what Horovod needs at
     run time are hvdkit's own dependencies.
     """
-    # Without the index: nothing but this very file will do. Without pip's cache: it knows a locally
-    # built wheel by name and version only.
+    # Without the index and without pip's cache, which identifies wheels by name and version only:
+    # install exactly this file.
     arguments = ["--no-index", "--no-deps", "--no-cache-dir", "--no-warn-script-location"]
     if target is None:
         arguments.append("--force-reinstall")
@@ -55,7 +55,7 @@ def install_tools(requirements: Sequence[str], folder: Path) -> None:
 
 @contextmanager
 def _held_back(*numbers: signal.Signals) -> Iterator[None]:
-    """Let signals wait, for us and for pip: one that is killed half-way leaves half a package."""
+    """Delay signals to this process and to pip: an interrupted pip leaves an incomplete package."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

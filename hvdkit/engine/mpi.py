@@ -1,4 +1,4 @@
-"""The MPI that an engine would be built with."""
+"""Find the MPI for a build."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Mpi:
 
     @property
     def in_environment(self) -> bool:
-        """Whether it lives inside this Python's environment (the package index's wheel)."""
+        """Whether it is in this Python's environment, as a wheel from the package index."""
         return self.library.is_relative_to(Path(sys.prefix).resolve())
 
 
 def find() -> Mpi | None:
-    """The MPI whose `mpicxx` is in this Python's environment, else first on PATH.
+    """Return the MPI whose `mpicxx` is in this Python's environment, or else first on PATH.
 
     Raises:
         HvdkitError: `mpicxx` is there, but the launcher or the library that belongs to it is not.
@@ -73,14 +73,14 @@ def find() -> Mpi | None:
     )
     if library is None:
         raise HvdkitError(
-            f"{mpicxx} is there, but no libmpi.so in {', '.join(folders)}. Install MPI's "
+            f"{mpicxx} exists, but there is no libmpi.so in {', '.join(folders)}. Install MPI's "
             "development files, or build with --controllers gloo."
         )
-    # The launcher must be of the same MPI: the one beside the compiler wrapper.
+    # Take the launcher of the same MPI, from the folder of the compiler wrapper.
     mpirun = Path(mpicxx).with_name("mpirun")
     if not os.access(mpirun, os.X_OK):
         raise HvdkitError(
-            f"{mpicxx} has no mpirun beside it; is this MPI's run time installed? Install it, or "
+            f"there is no mpirun in the folder of {mpicxx}. Install the run time of this MPI, or "
             "build with --controllers gloo."
         )
     version = _output([str(mpirun), "--version"]).splitlines()[0].strip()
@@ -88,7 +88,7 @@ def find() -> Mpi | None:
 
 
 def mpi4py_mismatch(mpi: Mpi) -> str | None:
-    """What is wrong with mpi4py beside `mpi`; None when it is not installed or uses the same MPI.
+    """Return why mpi4py conflicts with `mpi`; None if it is missing or uses the same MPI.
 
     Two MPI libraries in one process crash it, and `hvd.init(comm)` loads mpi4py.
     """
@@ -107,7 +107,7 @@ def mpi4py_mismatch(mpi: Mpi) -> str | None:
         return None if "No module named 'mpi4py'" in last else f"mpi4py does not load: {last}"
     found = json.loads(answer.stdout.strip().splitlines()[-1])
     libraries = {Path(path).resolve() for path in found["libraries"]}
-    # Folders, not files: a wheel holds libmpi.so and libmpi.so.40 as two copies, not as a link.
+    # Compare folders, because a wheel has libmpi.so and libmpi.so.40 as two copies.
     if mpi.library.parent in {library.parent for library in libraries}:
         return None
     return (

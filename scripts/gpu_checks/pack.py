@@ -112,7 +112,7 @@ def requirements() -> list[str]:
 
 def sdist_name() -> str:
     """Return the file name of Horovod's sdist."""
-    return f"horovod-{_constant('fixes', 'HOROVOD_VERSION')}.tar.gz"
+    return f"horovod-{_constant('patches/__init__', 'HOROVOD_VERSION')}.tar.gz"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def _place_sdist(folder: Path, wheels: Path, scratch: Path) -> None:
         offline = ["--no-index", "--no-deps", "--find-links", wheels.as_uri()]
         _pip(["install", *offline, f"--target={tools}", "setuptools", "wheel"])
         pinned = scratch / "requirements.txt"
-        version = _constant("fixes", "HOROVOD_VERSION")
+        version = _constant("patches/__init__", "HOROVOD_VERSION")
         pinned.write_text(f"horovod=={version} --hash=sha256:{expected}\n", encoding="utf-8")
         command = ["download", "--no-deps", "--no-binary=:all:", "--no-build-isolation"]
         command += ["--require-hashes", f"--dest={scratch}", "--requirement", str(pinned)]
@@ -273,7 +273,7 @@ def _user_cache() -> Path:
 
 
 def _constant(module: str, name: str) -> str:
-    """Return the text constant `name` of `hvdkit.engine.MODULE`.
+    """Return the text constant `name` of hvdkit/engine/MODULE.py.
 
     The module's source is read, not imported: its imports may not be installed.
     """

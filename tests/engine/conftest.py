@@ -1,13 +1,10 @@
-"""Horovod's sources, pristine and fixed, for the tests of the engine."""
+"""Horovod's sources, pristine and patched, for the tests of the engine."""
 
 import shutil
 
 import pytest
 
-from hvdkit.engine import fixes, install, sdist
-
-#: Versions that every fix with a condition applies to.
-FRAMEWORKS = {"torch": "2.13.0", "tensorflow": "2.21.0"}
+from hvdkit.engine import install, patches, sdist
 
 
 @pytest.fixture(scope="session")
@@ -24,9 +21,9 @@ def pristine(sdist_file, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def fixed(pristine, tmp_path_factory):
-    """The sdist with all fixes. Not to be changed."""
-    tree = tmp_path_factory.mktemp("fixed") / "horovod"
+def patched(pristine, tmp_path_factory):
+    """The sdist with all patches. Not to be changed."""
+    tree = tmp_path_factory.mktemp("patched") / "horovod"
     shutil.copytree(pristine, tree)
-    fixes.apply(fixes.select(FRAMEWORKS), tree)
+    patches.apply(patches.series(), tree)
     return tree

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdkit.engine import cache, describe, fixes, plan
+from hvdkit.engine import cache, describe, patches, plan
 
 
 def run_build(*arguments, cache_dir, timeout=600, **environment):
@@ -65,9 +65,9 @@ def extensions(engine):
 def test_installed_engine_describes_itself(engine):
     assert re.fullmatch(r"0\.28\.1\+hvdkit\.\d+(\.minimal)?", engine.version)
     assert engine.record["frameworks"] == dict(engine.frameworks)
-    assert "c++17" in engine.fixes
+    assert "c++17" in engine.patches
     assert "gloo" in engine.controllers
-    assert set(engine.fixes) <= {fix.name for fix in fixes.FIXES}
+    assert set(engine.patches) <= {patch.name for patch in patches.series()}
 
 
 def test_installed_engine_has_no_debug_information(engine):
@@ -169,5 +169,5 @@ def test_a_rebuild_from_nothing_is_the_same_engine(engine, private_cache, tmp_pa
         for controller in engine.controllers:
             assert f"{framework} over {controller}: allreduce, broadcast" in answer.stdout
     there = describe.installed(tmp_path / "engine")
-    assert there.record["fixes"] == engine.record["fixes"]
+    assert there.record["patches"] == engine.record["patches"]
     assert len(list((private_cache / "wheels").iterdir())) == 1

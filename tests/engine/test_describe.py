@@ -27,17 +27,17 @@ def test_a_stock_horovod(site):
     engine = describe.installed(site)
     assert engine.version == "0.28.1"
     assert not engine.ours
-    assert engine.fixes == ()
+    assert engine.patches == ()
     assert engine.controllers is None
     assert dict(engine.frameworks) == {"torch": "2.13.0+cpu"}
 
 
 def test_one_of_ours(site):
-    record = {"fixes": ["c++17"], "controllers": ["gloo"], "gpu": "none"}
+    record = {"patches": ["c++17"], "controllers": ["gloo"], "gpu": "none"}
     (site / "horovod" / describe.RECORD).write_text(json.dumps(record))
     engine = describe.installed(site)
     assert engine.ours
-    assert engine.fixes == ("c++17",)
+    assert engine.patches == ("c++17",)
     assert engine.controllers == ("gloo",)
     assert engine.gpu == "none"
 

@@ -26,7 +26,7 @@ def test_an_unknown_name_is_refused():
 
 def test_one_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr(frameworks.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="framework torch is asked for, but .* cannot import it"):
+    with pytest.raises(UsageError, match="framework torch was requested, but .* cannot import it"):
         frameworks.find(["torch"])
 
 
@@ -38,7 +38,7 @@ def test_none_at_all_says_what_to_install(monkeypatch):
 
 def test_one_that_does_not_import_is_named(other_torch):
     other_torch("raise ImportError('libc10.so: cannot open shared object file')")
-    with pytest.raises(HvdkitError, match=r"torch is installed, but does not import: .*libc10"):
+    with pytest.raises(HvdkitError, match=r"torch is installed, but importing it fails: .*libc10"):
         frameworks.find(["torch"])
 
 

@@ -35,7 +35,7 @@ def test_launcher_and_library_belong_to_the_compiler_wrapper(installation):
 
 def test_a_missing_launcher_is_named(installation):
     (installation / "bin/mpirun").unlink()
-    with pytest.raises(HvdkitError, match="has no mpirun beside it"):
+    with pytest.raises(HvdkitError, match="there is no mpirun in the folder of"):
         mpi.find()
 
 

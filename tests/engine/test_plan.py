@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.engine import cuda, fixes, mpi, plan, toolchain
+from hvdkit.engine import cuda, mpi, patches, plan, toolchain
 from hvdkit.engine.frameworks import Framework
 from hvdkit.errors import HvdkitError, UsageError
 
@@ -24,8 +24,8 @@ def made(monkeypatch):
     return plan.Plan(
         frameworks=(TORCH,),
         controllers=("gloo",),
-        fix_choice="all",
-        fixes=fixes.select({"torch": "2.13.0"}),
+        patch_choice="all",
+        patches=patches.series(),
         compiler=toolchain.Compiler("/usr/bin/c++", "c++ 12.2"),
         cmake=toolchain.BuildTool("/usr/bin/cmake", "3.25"),
         make=toolchain.BuildTool("/usr/bin/make", "4.3"),
@@ -42,7 +42,7 @@ def made(monkeypatch):
         ({"controllers": []}, "--controllers is empty"),
         ({"frameworks": []}, "--frameworks is empty"),
         ({"gpu": "amd"}, "--gpu amd is unknown; expected auto, nccl, none"),
-        ({"fixes": "some"}, "--fixes some is unknown"),
+        ({"patches": "some"}, "--patches some is unknown"),
         ({"jobs": 0}, "--jobs is 0; expected at least 1"),
     ],
 )
@@ -57,8 +57,8 @@ def test_bad_requests_are_refused_before_anything_is_looked_at(wrong, message):
         {"frameworks": (dataclasses.replace(TORCH, version="2.13.1"),)},
         {"frameworks": (dataclasses.replace(TORCH, cxx11_abi=False),)},
         {"controllers": ("gloo", "mpi"), "mpi": MPI},
-        {"fixes": fixes.select({"torch": "2.13.0"})[:-1]},
-        {"fix_choice": "minimal"},
+        {"patches": patches.series()[:-1]},
+        {"patch_choice": "minimal"},
         {"compiler": toolchain.Compiler("/usr/bin/c++", "c++ 13.1")},
         {"gpu": cuda.Gpu(TOOLKIT)},
         {"gpu": cuda.Gpu(TOOLKIT, NCCL)},
@@ -78,10 +78,10 @@ def test_another_mpi_or_architecture_changes_the_key(made):
     assert dataclasses.replace(made, gpu=cuda.Gpu(fewer, NCCL)).key != with_cuda.key
 
 
-def test_the_text_of_a_fix_changes_the_key(made):
-    edits = (fixes.Edit("setup.py", "zip_safe=False", "zip_safe=True"),)
-    changed = dataclasses.replace(made.fixes[0], edits=edits)
-    assert dataclasses.replace(made, fixes=(changed, *made.fixes[1:])).key != made.key
+@pytest.mark.parametrize("change", [{"text": "another"}, {"adds": {"a.h": "another"}}])
+def test_the_text_of_a_patch_changes_the_key(made, change):
+    changed = dataclasses.replace(made.patches[0], **change)
+    assert dataclasses.replace(made, patches=(changed, *made.patches[1:])).key != made.key
 
 
 def test_the_users_compiler_flags_change_the_key(made, monkeypatch):
@@ -95,9 +95,9 @@ def test_the_number_of_jobs_does_not_change_the_key(made):
 
 
 def test_our_versions_cannot_be_mistaken(made):
-    assert made.version == f"0.28.1+hvdkit.{fixes.REVISION}"
-    minimal = dataclasses.replace(made, fix_choice="minimal")
-    assert minimal.version == f"0.28.1+hvdkit.{fixes.REVISION}.minimal"
+    assert made.version == f"0.28.1+hvdkit.{patches.REVISION}"
+    minimal = dataclasses.replace(made, patch_choice="minimal")
+    assert minimal.version == f"0.28.1+hvdkit.{patches.REVISION}.minimal"
 
 
 def test_what_is_not_asked_for_is_switched_off(made):
@@ -146,7 +146,7 @@ def test_mpi_without_mpicxx_says_how_to_get_one(monkeypatch):
 def test_an_mpi4py_of_another_mpi_is_an_error_only_where_mpi_was_asked_for(monkeypatch):
     monkeypatch.setattr(mpi, "find", lambda: MPI)
     monkeypatch.setattr(mpi, "mpi4py_mismatch", lambda found: "two MPI libraries")
-    with pytest.raises(HvdkitError, match="two MPI libraries; or leave mpi out"):
+    with pytest.raises(HvdkitError, match="two MPI libraries; or omit mpi"):
         plan.make_plan(plan.Request(frameworks=["torch"], controllers=["gloo", "mpi"]))
     made = plan.make_plan(plan.Request(frameworks=["torch"]))
     assert made.controllers == ("gloo", "mpi")
@@ -165,5 +165,5 @@ def test_dry_run_touches_nothing(tmp_path):
         check=True,
     )
     assert "nothing was touched" in answer.stdout
-    assert f"HOROVOD_LOCAL_VERSION=hvdkit.{fixes.REVISION}" in answer.stdout
+    assert f"HOROVOD_LOCAL_VERSION=hvdkit.{patches.REVISION}" in answer.stdout
     assert set(tmp_path.iterdir()) == before

@@ -31,7 +31,9 @@ def test_without_a_network_the_error_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_DEFAULT_TIMEOUT", "2")
     for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(HvdkitError, match="cannot be fetched from the package index.*--sdist FILE"):
+    with pytest.raises(
+        HvdkitError, match="cannot be downloaded from the package index.*--sdist FILE"
+    ):
         sdist.obtain(None, tmp_path)
     assert list((cache.folder() / "sdist").iterdir()) == []
 

@@ -1,7 +1,7 @@
-"""The proofs of the fixes, run on an engine without the fixes: each has to fail there.
+"""The tests of the patches fail on an engine with the minimal patches only.
 
-That engine is the folder HVDKIT_STOCK_ENGINE, or built here, which takes minutes unless the cache
-has it.
+That engine is in the folder HVDKIT_STOCK_ENGINE, or built here, which takes minutes unless it is in
+the cache.
 """
 
 import contextlib
@@ -13,56 +13,64 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hvdkit.engine import fixes
+from hvdkit.engine import patches
 from hvdkit.ranks import RankCommand, RanksFailed, start_ranks
 from tests.parallel.rank_pool import REPOSITORY
 
 pytestmark = pytest.mark.long
 
-# These compare with Horovod's own sources by themselves, and look at no installed engine.
-ABOUT_SOURCES = ("tests/engine/test_fixes.py", "tests/engine/test_half_arithmetic.py")
+# These compare patched sources with unpatched ones, without an installed engine.
+ABOUT_SOURCES = ("tests/engine/test_patches.py", "tests/engine/test_half_arithmetic.py")
 
-PROOFS = sorted(
-    proof
-    for fix in fixes.FIXES
-    if not fix.needed_to_build
-    for proof in re.findall(r"tests/\S+?\.py(?:::\w+)?", fix.proof)
-    if not proof.startswith(ABOUT_SOURCES)
+TESTS = sorted(
+    test
+    for patch in patches.series()
+    if not patch.minimal
+    for test in re.findall(r"tests/\S+?\.py(?:::\w+)?", patch.test)
+    if not test.startswith(ABOUT_SOURCES)
 )
 
 
 def run(command, timeout, env=None):
-    """Run `command` to its end; nothing that it started stays behind, even when time runs out."""
+    """Run `command` with a timeout, and end all its processes."""
     return start_ranks([RankCommand(command, env or os.environ)], cwd=REPOSITORY).wait(timeout)
 
 
 @pytest.fixture(scope="session")
 def stock(tmp_path_factory):
-    """A folder with an engine that has only the fixes without which it does not build."""
+    """A folder with an engine that has the minimal patches only."""
     given = os.environ.get("HVDKIT_STOCK_ENGINE")
     if given:
         return Path(given).resolve()
     target = tmp_path_factory.mktemp("stock")
-    build = [sys.executable, "-m", "hvdkit", "build", "--fixes", "minimal", "--target", str(target)]
+    build = [
+        sys.executable,
+        "-m",
+        "hvdkit",
+        "build",
+        "--patches",
+        "minimal",
+        "--target",
+        str(target),
+    ]
     run(build, timeout=3600)
     return target
 
 
 @pytest.fixture
 def outcomes_on_stock(stock, tmp_path):
-    """Run tests on the engine without fixes: test -> what came of it, and why."""
+    """Run tests on the stock engine; return test -> outcome and reason."""
 
     def run_tests(tests):
         report = tmp_path / "report.xml"
         path = [str(stock), *filter(None, [os.environ.get("PYTHONPATH")])]
         command = [sys.executable, "-m", "pytest", "--long", f"--junitxml={report}", tests]
-        # That tests fail is seen in their report.
+        # The report has the failed tests.
         with contextlib.suppress(RanksFailed):
             run(command, timeout=900, env={**os.environ, "PYTHONPATH": os.pathsep.join(path)})
         outcomes = {}
         for case in ElementTree.parse(report).iter("testcase"):
-            # A test without a verdict of its own passed. An error is not a failure: it is of what
-            # surrounds the test.
+            # A test without such an element passed. An error is a failure of a fixture.
             verdict = next(
                 (part for part in case if part.tag in ("failure", "error", "skipped")), None
             )
@@ -74,18 +82,18 @@ def outcomes_on_stock(stock, tmp_path):
     return run_tests
 
 
-def test_the_engine_without_fixes_works_otherwise(outcomes_on_stock):
+def test_the_stock_engine_works(outcomes_on_stock):
     control = "tests/parallel/torch/test_collectives.py::test_allreduce_averages_by_default"
     outcomes = outcomes_on_stock(control)
     assert {kind for kind, _ in outcomes.values()} == {"passed"}, outcomes
 
 
-@pytest.mark.parametrize("proof", PROOFS)
-def test_a_proof_fails_without_its_fix(outcomes_on_stock, proof):
-    outcomes = outcomes_on_stock(proof)
+@pytest.mark.parametrize("test", TESTS)
+def test_the_test_of_a_patch_fails_without_it(outcomes_on_stock, test):
+    outcomes = outcomes_on_stock(test)
     kinds = {kind for kind, _ in outcomes.values()}
-    # Not each must fail: some faults are Gloo's alone. Where none did and some could not be run,
-    # nothing is known.
+    # Not each case must fail: some defects are in Gloo only. If none failed and some were skipped,
+    # the test decides nothing.
     if "failure" not in kinds and "skipped" in kinds:
         pytest.skip(next(why for kind, why in outcomes.values() if kind == "skipped"))
     assert "failure" in kinds, outcomes

@@ -183,7 +183,7 @@ def test_bfloat16_on_the_wire_or_float32_where_horovod_does_not_know_it(hvd):
     gradient = torch.full((10, 300), 1 + 2**-10, device=DEVICE)  # bfloat16 ends at 2^-7
     gradient_maker([model.weight], [gradient]).backward()
     optimizer.step()
-    narrow = "bfloat16" in installed().fixes
+    narrow = "bfloat16" in installed().patches
     expected = torch.ones_like(gradient) if narrow else gradient
     assert torch.equal(model.weight.grad, expected)
 
@@ -250,7 +250,7 @@ def test_horovods_compressors_are_ours(hvd):
 
 
 def test_a_single_allreduce_in_bfloat16(hvd):
-    if "bfloat16" not in installed().fixes:
+    if "bfloat16" not in installed().patches:
         pytest.skip("the installed engine does not know bfloat16")
     ones = torch.ones(3, device=DEVICE)
     total = hvd.allreduce(ones, name="one tensor", op=hvd.Sum, compression=hvd.Compression.bf16)

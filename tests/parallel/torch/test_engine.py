@@ -1,4 +1,4 @@
-"""What the engine's fixes change, seen from PyTorch. On a stock Horovod most of this fails."""
+"""The effects of the engine's patches in PyTorch. Most tests fail on stock Horovod."""
 
 import ctypes
 import json

@@ -1,7 +1,6 @@
-"""Proof that a built engine works: real ranks, for each framework and controller in it.
+"""The smoke test of a built engine: collectives on real ranks, per framework and controller.
 
-Run as a module (`python -m hvdkit.engine.proof FRAMEWORK`) this file is what each rank executes; it
-imports a framework only then.
+The ranks run this module: `python -m hvdkit.engine.smoke_test FRAMEWORK`.
 """
 
 from __future__ import annotations
@@ -19,33 +18,35 @@ from hvdkit.errors import HvdkitError
 
 SIZE = 2
 
-#: What a rank prints last, and nothing else does.
-_VERDICT = "hvdkit proof:"
+#: The beginning of the last line of a rank.
+_RESULT = "hvdkit smoke test:"
 
-_SECONDS = 300  # two cold imports of TensorFlow on a slow file system
+_SECONDS = 300  # Two cold imports of TensorFlow on a slow file system.
 
 
-def prove(
+def run(
     engine: Path,
     frameworks: Sequence[str],
     controllers: Sequence[str],
     mpirun: str | None,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
-    """Run checked collectives in fresh processes against the engine installed in `engine`.
+    """Run collectives in new processes with the engine in `engine`, and check their results.
 
     Args:
-        engine: a folder with the package `horovod` in it; it is first on the ranks' path.
-        mpirun: the launcher, where `controllers` has mpi.
-        say: is told each proof as it succeeds.
+        engine: a folder with the package `horovod`, the first on the ranks' path.
+        frameworks: the frameworks to test.
+        controllers: the controllers to test.
+        mpirun: the launcher, if `controllers` has mpi.
+        report: called with a line for each test that passed.
 
     Raises:
-        HvdkitError: an engine that does not load, hangs, or computes something wrong.
+        HvdkitError: the engine does not load, hangs, or computes a wrong result.
     """
     environment = _environment(engine)
     for framework in frameworks:
         for controller in controllers:
-            command = [sys.executable, "-P", "-m", "hvdkit.engine.proof", framework]
+            command = [sys.executable, "-P", "-m", "hvdkit.engine.smoke_test", framework]
             if controller == "mpi":
                 assert mpirun is not None
                 group = ranks.start_mpi(command, SIZE, mpirun=mpirun, env=environment)
@@ -58,7 +59,7 @@ def prove(
                     f"the engine was built, but does not work with {framework} over {controller}; "
                     f"nothing was installed.\n{error}"
                 ) from error
-            say(f"{framework} over {controller}: {_verdict(results[0].output)}")
+            report(f"{framework} over {controller}: {_result(results[0].output)}")
 
 
 def _environment(engine: Path) -> Mapping[str, str]:
@@ -67,17 +68,17 @@ def _environment(engine: Path) -> Mapping[str, str]:
         "PYTHONPATH": os.pathsep.join(path),
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
-        # A hang becomes an error that says which tensor is stuck.
+        # Turn a hang into an error that names the tensor.
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "20",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
     }
 
 
-def _verdict(output: str) -> str:
+def _result(output: str) -> str:
     for line in reversed(output.splitlines()):
-        if line.startswith(_VERDICT):
-            return line.removeprefix(_VERDICT).strip()
-    raise HvdkitError(f"a rank ended well and said nothing of the proof; it said:\n{output}")
+        if line.startswith(_RESULT):
+            return line.removeprefix(_RESULT).strip()
+    raise HvdkitError(f"a rank succeeded without a result of the smoke test. Its output:\n{output}")
 
 
 def choose_gpu(
@@ -87,20 +88,20 @@ def choose_gpu(
 
     Args:
         operations: the engine's GPU operations: `nccl`, `staged` or `none`.
-        gpus: how many GPUs the rank sees.
-        local_rank: the rank among those of this host.
-        local_size: how many ranks this host has.
+        gpus: the number of GPUs that the rank sees.
+        local_rank: the local rank.
+        local_size: the number of ranks on this host.
 
     Returns:
-        The GPU's index (None for CPU tensors), and the reason for a reader. The reason is empty for
-        an engine without GPU operations.
+        The index of the GPU, or None for CPU tensors; and the reason, which is empty for an engine
+        without GPU operations.
     """
     if operations == "none":
         return None, ""
     if gpus == 0:
         return None, "no GPU is visible"
     if operations == "staged":
-        # Host memory is between the ranks, so that they can share a GPU.
+        # Tensors go through host memory, so ranks can share a GPU.
         return local_rank % gpus, "through host memory"
     if gpus < local_size:
         return None, f"NCCL needs one GPU per rank; {gpus} for {local_size} ranks"
@@ -108,7 +109,7 @@ def choose_gpu(
 
 
 def _device(gpu: int | None, name: str, cpu: str, reason: str) -> str:
-    """Return the line's words for a device, such as `cuda:0, through host memory`."""
+    """Return a description of a device, such as `cuda:0, through host memory`."""
     if gpu is None:
         return f"{cpu}: {reason}" if reason else cpu
     return f"{name}, {reason}"
@@ -146,7 +147,7 @@ def _tensorflow() -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any], str]
     gpus = tf.config.list_physical_devices("GPU")
     for gpu in gpus:
         tf.config.experimental.set_memory_growth(gpu, True)
-    # Only PyTorch's tensors can go through host memory.
+    # Only tensors of PyTorch can go through host memory.
     operations = "none" if _operations() == "staged" else _operations()
     gpu, reason = choose_gpu(operations, len(gpus), hvd.local_rank(), hvd.local_size())
     device = "/CPU:0"
@@ -168,12 +169,14 @@ def _rank(framework: str) -> None:
     hvd, tensor, array, device = {"torch": _torch, "tensorflow": _tensorflow}[framework]()
     rank, size = hvd.rank(), hvd.size()
     if size != SIZE:
-        raise SystemExit(f"this job has {size} ranks, not {SIZE}: they did not find each other")
+        raise SystemExit(
+            f"this job has {size} ranks; expected {SIZE}. They did not find each other."
+        )
 
     def check(what: str, result: Any, expected: Any) -> None:
-        # Small whole numbers: every dtype holds them exactly, so nothing but equality will do.
+        # All dtypes represent small whole numbers exactly, so the results must be equal.
         if not np.array_equal(array(result), expected):
-            raise SystemExit(f"{what} on rank {rank} gives {array(result)} instead of {expected}")
+            raise SystemExit(f"{what} on rank {rank} returned {array(result)}; expected {expected}")
 
     for dtype in ("float16", "float32", "float64", "int32", "int64"):
         own = np.arange(1, 20, dtype=dtype) * (rank + 1)
@@ -194,9 +197,11 @@ def _rank(framework: str) -> None:
         )
     folder = os.environ["PYTHONPATH"].split(os.pathsep)[0]
     if not Path(sys.modules["horovod"].__file__ or "").is_relative_to(folder):
-        raise SystemExit(f"these ranks used {sys.modules['horovod']}, not the engine in {folder}")
+        raise SystemExit(
+            f"these ranks used {sys.modules['horovod']}; expected the engine in {folder}"
+        )
     hvd.shutdown()
-    print(f"{_VERDICT} allreduce, broadcast, allgather on {size} ranks ({device})", flush=True)
+    print(f"{_RESULT} allreduce, broadcast, allgather on {size} ranks ({device})", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The proof must be able to fail: an engine that is broken is not installed."""
+"""The smoke test rejects a broken engine, and then nothing is installed."""
 
 import shutil
 
 import pytest
 
-from hvdkit.engine import describe, proof
+from hvdkit.engine import describe, smoke_test
 from hvdkit.errors import HvdkitError
 
 
@@ -17,10 +17,10 @@ def copy_of_engine(tmp_path):
     return tmp_path
 
 
-def test_a_working_engine_is_proven(copy_of_engine):
-    said = []
-    proof.prove(copy_of_engine, ["torch"], ["gloo"], None, said.append)
-    assert said == ["torch over gloo: allreduce, broadcast, allgather on 2 ranks (cpu)"]
+def test_a_working_engine_passes(copy_of_engine):
+    lines = []
+    smoke_test.run(copy_of_engine, ["torch"], ["gloo"], None, lines.append)
+    assert lines == ["torch over gloo: allreduce, broadcast, allgather on 2 ranks (cpu)"]
 
 
 @pytest.mark.parametrize(
@@ -36,18 +36,18 @@ def test_a_working_engine_is_proven(copy_of_engine):
     ],
 )
 def test_ranks_share_a_gpu_except_with_nccl(operations, gpus, local_rank, expected):
-    assert proof.choose_gpu(operations, gpus, local_rank, local_size=2) == expected
+    assert smoke_test.choose_gpu(operations, gpus, local_rank, local_size=2) == expected
 
 
 def test_an_engine_that_computes_something_wrong_is_refused(copy_of_engine):
     with (copy_of_engine / "horovod/torch/__init__.py").open("a") as source:
         source.write("\n_right = allreduce\ndef allreduce(*a, **k): return _right(*a, **k) + 1\n")
-    with pytest.raises(HvdkitError, match=r"(?s)does not work with torch over gloo.*instead of"):
-        proof.prove(copy_of_engine, ["torch"], ["gloo"], None, lambda line: None)
+    with pytest.raises(HvdkitError, match=r"(?s)does not work with torch over gloo.*expected"):
+        smoke_test.run(copy_of_engine, ["torch"], ["gloo"], None, lambda line: None)
 
 
 def test_an_engine_that_does_not_load_is_refused(copy_of_engine):
     (library,) = (copy_of_engine / "horovod/torch").glob("mpi_lib_v2*.so")
     library.write_bytes(b"not a library")
     with pytest.raises(HvdkitError, match="nothing was installed"):
-        proof.prove(copy_of_engine, ["torch"], ["gloo"], None, lambda line: None)
+        smoke_test.run(copy_of_engine, ["torch"], ["gloo"], None, lambda line: None)
