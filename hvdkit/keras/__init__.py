@@ -1,9 +1,8 @@
-"""Horovod for Keras 3: `import hvdkit.keras as hvd`, where it was `import horovod.keras as hvd`.
+"""Drop-in replacement for `horovod.keras`: `import hvdkit.keras as hvd`. For Keras 3.
 
-Keras runs on TensorFlow or PyTorch, as KERAS_BACKEND or Keras's configuration says; the Horovod for
-that framework is loaded, and no other. All public names of horovod.keras and
-horovod.tensorflow.keras are here, with the same meaning; where this package defines one itself, its
-docstring says what is better.
+Keras runs on TensorFlow or PyTorch, as KERAS_BACKEND or Keras's configuration says. Only the
+Horovod for that framework is loaded. All public names of horovod.keras and horovod.tensorflow.keras
+are here, with the same meaning. Docstrings describe the differences.
 
 Example:
     hvd.init()
@@ -12,7 +11,7 @@ Example:
     model.fit(data, epochs=5, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 """
 
-# First, because it says what to do when Keras runs on something else.
+# First, because its error explains what to do if Keras runs on another backend.
 from hvdkit.keras import backend  # isort: skip
 
 from hvdkit.checkpoint.manager import Stopped
@@ -28,13 +27,13 @@ from hvdkit.keras.functions import (
     broadcast_model,
     reducescatter,
 )
-from hvdkit.keras.models import load_model, teach_keras
+from hvdkit.keras.models import load_model, wrap_compile
 from hvdkit.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, flush
-from hvdkit.keras.overlap import overlap_steps
+from hvdkit.keras.overlap import wrap_train_step
 from hvdkit.keras.prediction import predict
-from hvdkit.keras.resuming import teach_epochs
+from hvdkit.keras.resuming import wrap_epochs
 from hvdkit.keras.sharding import shard
-from hvdkit.keras.training import coordinate_fit, local_fit
+from hvdkit.keras.training import local_fit, wrap_callback_lists
 
 Adasum = backend.hvd.Adasum
 Average = backend.hvd.Average
@@ -119,7 +118,7 @@ __all__ = [
     "stop_timeline",
 ]
 
-teach_keras()
-teach_epochs()
-coordinate_fit()
-overlap_steps()
+wrap_compile()
+wrap_epochs()
+wrap_callback_lists()
+wrap_train_step()

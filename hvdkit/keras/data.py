@@ -1,4 +1,4 @@
-"""Samplers whose epochs `fit` counts."""
+"""`hvd.ResumableSampler` for Keras, and the samplers whose epochs `fit` counts."""
 
 from typing import Any
 from weakref import WeakSet
@@ -9,10 +9,10 @@ _samplers: WeakSet[Any] = WeakSet()
 
 
 class ResumableSampler(backend.hvd.ResumableSampler):
-    """The framework's, whose epochs `fit` counts.
+    """The backend's `ResumableSampler`; `fit` counts its epochs.
 
-    On PyTorch for a `DataLoader`, on TensorFlow for what `dataset()` gives. Batches are counted by
-    the `hvd.callbacks.Checkpoint` that has it as `data`.
+    Use it in a `DataLoader` on PyTorch, and with its `dataset()` on TensorFlow. A
+    `hvd.callbacks.Checkpoint` with `data=sampler` counts its batches.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -21,16 +21,16 @@ class ResumableSampler(backend.hvd.ResumableSampler):
 
 
 def forget_reads() -> None:
-    """What was read until now, to look at a batch or by a loop that was broken off, is no epoch."""
+    """Do not count earlier reads as an epoch, such as a look at a batch or an aborted loop."""
     for sampler in samplers_read():
         sampler.uncounted = False
 
 
 def samplers_read() -> list[ResumableSampler]:
-    """The samplers whose samples somebody reads, and nobody counts."""
+    """Return the samplers with samples that were read and not counted."""
     return [sampler for sampler in _samplers if sampler.uncounted]
 
 
 def any_samplers() -> bool:
-    """Whether there are samplers at all."""
+    """Return whether any sampler exists."""
     return len(_samplers) > 0

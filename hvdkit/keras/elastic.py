@@ -1,4 +1,4 @@
-"""Horovod's elastic training for Keras models, on whatever framework Keras runs."""
+"""Horovod's elastic training for Keras models, for every backend of Keras."""
 
 from typing import Any
 
@@ -17,15 +17,15 @@ __all__ = [
     "run",
 ]
 
-#: Decorator for an elastic training function; the first argument is the state to keep.
+#: Decorates an elastic training function, whose first argument is the elastic state.
 run = backend.hvd.elastic.run
 
 
 class KerasState(ObjectState):
-    """A Keras model, its optimizer, and any picklable objects.
+    """Elastic state of a Keras model, its optimizer, and any picklable objects.
 
-    `commit` and `save` copy them to host memory, `restore` brings them back to that, and `sync`
-    gives every rank what rank 0 has. The states of random seeds are kept, but not sent.
+    `commit` and `save` copy the state to host memory, `restore` restores that copy, and `sync`
+    broadcasts the state of rank 0. The states of random seeds are saved, but not broadcast.
 
     Example:
         @hvd.elastic.run
@@ -45,61 +45,62 @@ class KerasState(ObjectState):
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """
         Args:
-            model: built.
-            optimizer: by default the one that the model is compiled with. It is built here where
-                it is not, so that old and new ranks have the same variables.
-            kwargs: objects to keep; they become attributes.
+            model: a built model.
+            optimizer: default: the optimizer of `model.compile`. It is built here if necessary, so
+                that old and new ranks have the same variables.
+            kwargs: further objects; they become attributes.
 
         Raises:
             UsageError: the model is not built.
         """
         if not model.built:
             raise UsageError(
-                "the model is not built: give it an Input, or call it on a batch, before KerasState"
+                "the model is not built: add an Input or call the model on a batch before "
+                "KerasState"
             )
         self.model = model
         self.optimizer = model.optimizer if optimizer is None else optimizer
         if self.optimizer is not None and not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
-        self._keep()
+        self._save_variables()
         super().__init__(
             bcast_object=backend.hvd.broadcast_object, get_rank=backend.hvd.rank, **kwargs
         )
 
     def save(self) -> None:
         """Copy everything to host memory."""
-        self._keep()
+        self._save_variables()
         super().save()
 
     def restore(self) -> None:
-        """Bring everything back to where it was at the last `save`."""
-        for variable, value in self._kept:
+        """Restore everything as of the last `save`."""
+        for variable, value in self._saved_variables:
             variable.assign(value)
         super().restore()
 
     def sync(self) -> None:
-        """Give every rank what rank 0 has. A collective."""
+        """Broadcast everything from rank 0. A collective."""
         broadcast_model(self.model, root_rank=0, optimizer=self.optimizer)
-        self._keep()
+        self._save_variables()
         super().sync()
 
-    def _keep(self) -> None:
-        of_optimizer = [] if self.optimizer is None else self.optimizer.variables
-        # Copies: on the CPU an array may share the memory of the variable.
-        self._kept = [
+    def _save_variables(self) -> None:
+        optimizer_variables = [] if self.optimizer is None else self.optimizer.variables
+        # Copies, because on the CPU an array may share the memory of the variable.
+        self._saved_variables = [
             (variable, keras.ops.convert_to_numpy(variable).copy())
-            for variable in [*self.model.variables, *of_optimizer]
+            for variable in [*self.model.variables, *optimizer_variables]
         ]
 
 
 class CommitStateCallback(keras.callbacks.Callback):
-    """Commits the state every so many batches, and at the end of every epoch."""
+    """Commits the state after every `batches_per_commit` batches and at the end of an epoch."""
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         """
         Args:
-            state: what to commit.
-            batches_per_commit: batches from one commit to the next.
+            state: the elastic state.
+            batches_per_commit: batches between two commits.
         """
         super().__init__()
         self.state = state
@@ -107,7 +108,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.batches_remaining = batches_per_commit
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        # Old and new ranks begin to count here.
+        # Old and new ranks start counting here.
         self.batches_remaining = self.batches_per_commit
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
@@ -120,15 +121,15 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.commit()
 
     def commit(self) -> None:
-        """Keep the state, and let ranks that have come or gone take effect."""
+        """Commit the state, which also applies changes of the ranks."""
         self.state.commit()
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Keeps the number of the batch in `state.batch`, and 0 there at the end of an epoch.
+    """Keeps the batch number in `state.batch`; 0 after the end of an epoch.
 
-    After a reset, the epoch begins at its first batch again: how long it is `fit` knows from its
-    data, and no longer from its callbacks as in Keras 2. To go on in the middle, give `fit` data
+    After a reset, the epoch begins at its first batch again, because in Keras 3 the data determine
+    an epoch's length, and callbacks cannot change it. To resume in the middle, pass `fit` data
     from which `state.batch` batches have been skipped.
     """
 
@@ -148,7 +149,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Keeps in `state.epoch` how many epochs are done, those before a reset counted."""
+    """Keeps the number of completed epochs in `state.epoch`, including those before a reset."""
 
     def __init__(self, state: Any) -> None:
         """
@@ -163,5 +164,5 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
         self.initial_epoch = self.state.epoch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        # fit counts from 0 again after a reset. The epoch that ends here is done.
+        # fit counts from 0 again after a reset. The epoch that ends here is completed.
         self.state.epoch = self.initial_epoch + epoch + 1

@@ -1,4 +1,4 @@
-"""Collectives on values and variables, whatever framework Keras runs on."""
+"""Collectives on values, models and optimizers, for every backend of Keras."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -21,22 +21,25 @@ def allreduce(
     op: Any = None,
     compression: Any = None,
 ) -> Any:
-    """The mean of a value over all ranks.
+    """Return the mean of a value over all ranks, or another reduction.
 
     Args:
         value: a number, array or tensor, of the same shape and dtype on every rank.
-        name: of the collective, the same on every rank.
-        average: whether to take the mean, otherwise the sum; `op` says more.
-        prescale_factor: what to multiply with before adding up.
-        postscale_factor: what to multiply with afterwards.
-        op: `Average` (as where nothing is said), `Sum`, `Min`, `Max` or `Product`.
+        name: name of the collective, the same on every rank.
+        average: True: the mean; False: the sum. Use `op` instead.
+        prescale_factor: factor before the reduction.
+        postscale_factor: factor after the reduction.
+        op: `Average` (the default), `Sum`, `Min`, `Max` or `Product`.
         compression: `Compression.fp16` to send 16 bits per number.
 
     Returns:
-        A tensor of the framework that Keras runs on.
+        A tensor of Keras's backend.
+
+    Raises:
+        UsageError: both `op` and `average` are given.
     """
     if op is not None and average is not None:
-        raise UsageError("both op and average were given: op alone says it all")
+        raise UsageError("both op and average were given: pass op only")
     if op is None:
         op = hvd.Sum if average is False else hvd.Average
     arguments = {} if compression is None else {"compression": compression}
@@ -51,28 +54,28 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """Every rank's value, joined in the first dimension, in which alone the ranks may differ."""
+    """Return all ranks' values, concatenated along the first dimension, which may differ."""
     return hvd.allgather(keras.ops.convert_to_tensor(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Rank `root_rank`'s value, on all ranks; shapes and dtypes must be the same."""
+    """Return rank `root_rank`'s value; shapes and dtypes must be the same on all ranks."""
     return hvd.broadcast(keras.ops.convert_to_tensor(value), root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: Any = None) -> Any:
-    """This rank's share, in the first dimension, of the mean over all ranks (or `op=Sum`)."""
+    """Return this rank's slice, along the first dimension, of the mean (or `op=Sum`)."""
     return hvd.reducescatter(
         keras.ops.convert_to_tensor(value), name=name, op=hvd.Average if op is None else op
     )
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Not possible: Keras 3 keeps no list of all variables. Raises UsageError, and what to use."""
+    """Raise UsageError with the replacement: Keras 3 has no list of all variables."""
     raise UsageError(
-        f"broadcast_global_variables({root_rank}): Keras 3 has no global variables. Give fit a "
+        f"broadcast_global_variables({root_rank}): Keras 3 has no global variables. Pass fit a "
         f"BroadcastGlobalVariablesCallback({root_rank}), or call broadcast_model(model, "
-        f"{root_rank}) once the model is built."
+        f"{root_rank}) after the model is built."
     )
 
 
@@ -83,31 +86,33 @@ def broadcast_model(
     local_variables: Iterable[Any] = (),
     optimizer: Any = None,
 ) -> None:
-    """Give every rank the weights of rank `root_rank`'s model, and the state of its optimizer.
+    """Copy the weights of rank `root_rank`'s model and its optimizer's state to every rank.
 
-    The optimizer's counters, learning rate and loss scale are part of its state. Not sent are the
-    states of random seeds: with equal ones, all ranks would drop the same units in Dropout and
-    augment their images alike, so each keeps the seeds that its script gave it.
+    The optimizer's counters, learning rate and loss scale are part of its state. The states of
+    random seeds are not broadcast: with equal seeds, all ranks would drop the same units in Dropout
+    and augment their images equally.
 
     Args:
-        model: built, and alike on every rank. An optimizer that is not built yet will be.
+        model: a built model with equal variables on every rank. Its optimizer is built if
+            necessary.
         root_rank: the rank to copy from.
-        process_set: the ranks that take part, by default all.
-        local_variables: variables in the model or optimizer to leave alone, the same on every rank.
-        optimizer: by default the one that the model is compiled with.
+        process_set: the participating ranks; default: all.
+        local_variables: variables of the model or optimizer that are not broadcast, the same on
+            every rank.
+        optimizer: default: the optimizer of `model.compile`.
 
     Raises:
-        RankMismatchError: on every rank, when the models or optimizers differ between ranks.
+        RankMismatchError: on every rank, if the models or optimizers differ between ranks.
     """
     optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
-    left_out = {id(variable) for variable in local_variables}
+    local = {id(variable) for variable in local_variables}
     backend.broadcast_variables(
         [
             variable
             for variable in [*model.weights, *(optimizer.variables if optimizer else [])]
-            if not backend.is_among(variable, left_out)
+            if not backend.is_among(variable, local)
         ],
         root_rank,
         process_set,

@@ -1,7 +1,7 @@
-"""Handling of optimizers in compiled and loaded models, and of loss scaling.
+"""Handle optimizers in compiled and loaded models, and loss scaling.
 
-Keras has no hook for either, so two methods of it are wrapped here, once, when hvdkit.keras is
-imported. Models and optimizers that hvdkit has nothing to do with pass through unchanged.
+Keras has no hooks for these. Importing hvdkit.keras wraps `Trainer.compile` and
+`LossScaleOptimizer.__init__`. Models and optimizers that do not use hvdkit are unchanged.
 """
 
 import functools
@@ -20,15 +20,15 @@ from hvdkit.keras.optimizer import DistributedOptimizer, Distribution, distribut
 
 log = logging.getLogger("hvdkit.keras")
 
-_OF_KERAS_2 = "experimental_run_tf_function"
+_KERAS_2_ARGUMENT = "experimental_run_tf_function"
 
-_said: set[str] = set()
+_logged: set[str] = set()
 
-# Model -> how its optimizers reduced when its training function was traced.
+# Model -> the distributions of its optimizers when its training function was traced.
 _traced_for: "weakref.WeakKeyDictionary[Any, list[Distribution]]" = weakref.WeakKeyDictionary()
 
 
-def teach_keras() -> None:
+def wrap_compile() -> None:
     """Wrap `Trainer.compile` and `LossScaleOptimizer.__init__`, unless that has been done."""
     if not hasattr(Trainer.compile, "_hvdkit"):
         Trainer.compile = _compiling(Trainer.compile)
@@ -40,12 +40,12 @@ def _compiling(original: Any) -> Any:
     @functools.wraps(original)
     def compile(self: Any, *args: Any, **options: Any) -> None:
         optimizer = args[0] if args else options.get("optimizer")
-        if _OF_KERAS_2 in options and distribution_of(optimizer) is not None:
-            # In the Keras scripts of Horovod's documentation.
-            del options[_OF_KERAS_2]
-            if _OF_KERAS_2 not in _said and backend.hvd.rank() == 0:
-                log.info("compile ignores %s, which Keras 3 does not have", _OF_KERAS_2)
-            _said.add(_OF_KERAS_2)
+        if _KERAS_2_ARGUMENT in options and distribution_of(optimizer) is not None:
+            # The Keras examples of Horovod's documentation pass it.
+            del options[_KERAS_2_ARGUMENT]
+            if _KERAS_2_ARGUMENT not in _logged and backend.hvd.rank() == 0:
+                log.info("compile ignores %s, which Keras 3 does not have", _KERAS_2_ARGUMENT)
+            _logged.add(_KERAS_2_ARGUMENT)
         original(self, *args, **options)
         adapt(self)
 
@@ -57,7 +57,7 @@ def _scaling(original: Any) -> Any:
     @functools.wraps(original)
     def __init__(self: Any, inner_optimizer: Any, *args: Any, **options: Any) -> None:
         original(self, inner_optimizer, *args, **options)
-        # It calls the inner optimizer only if gradients are finite, which may differ by rank.
+        # It calls the inner optimizer only if gradients are finite, which may differ between ranks.
         distribution = distribution_of(inner_optimizer)
         if distribution is not None:
             distribution.hook(self)
@@ -67,9 +67,9 @@ def _scaling(original: Any) -> Any:
 
 
 def distributions_of(model: Any) -> list[Distribution]:
-    """Return how the optimizers of a model reduce, that of `compile` first.
+    """Return the distributions of a model's optimizers, that of `compile` first.
 
-    A model may have optimizers of its own as attributes, as a GAN has.
+    A model may have further optimizers as attributes, for example a GAN.
     """
     own = [getattr(model, "optimizer", None), *vars(model).values()]
     found = [distribution_of(each) for each in own if isinstance(each, keras.optimizers.Optimizer)]
@@ -77,15 +77,15 @@ def distributions_of(model: Any) -> list[Distribution]:
 
 
 def has_own_step(model: Any) -> bool:
-    """Return whether a model trains in a `train_step` of its own, not of Keras."""
+    """Return whether a model has a custom `train_step`."""
     module = getattr(type(model).train_step, "__module__", "")
     return not module.startswith("keras.")
 
 
 def adapt(model: Any) -> None:
-    """Prepare a model whose steps contain Horovod's operations.
+    """Prepare a model whose training step contains Horovod's operations.
 
-    The training step is compiled without XLA; those of `evaluate` and `predict` stay as they are. A
+    Compile the training step without XLA; `evaluate` and `predict` are unchanged. A training
     function that was traced before an optimizer was wrapped is traced again.
     """
     distributions = distributions_of(model)
@@ -96,25 +96,25 @@ def adapt(model: Any) -> None:
     _traced_for[model] = distributions
     if not model.jit_compile or model.train_function is not None:
         return
-    if "jit_compile" not in _said and backend.hvd.rank() == 0:
+    if "jit_compile" not in _logged and backend.hvd.rank() == 0:
         log.info(
             "the training step is compiled without XLA (jit_compile=False), which cannot compile "
             "Horovod's operations"
         )
-    _said.add("jit_compile")
+    _logged.add("jit_compile")
     model.jit_compile = False
     try:
-        # `fit` takes this one.
+        # `fit` uses this function.
         model.make_train_function()
     finally:
         model.jit_compile = True
 
 
 def finalize(model: Any) -> None:
-    """Let the layers of a model look at new values of their variables.
+    """Update constants that layers have computed from their variables.
 
-    On TensorFlow a `Normalization` computes constants from what it has been adapted to, and traced
-    functions keep these. Keras does the same when it loads a file.
+    On TensorFlow a `Normalization` computes constants from its adapted variables, and traced
+    functions contain them. Keras does the same when it loads a file.
     """
     layers = [
         layer
@@ -127,7 +127,7 @@ def finalize(model: Any) -> None:
         layer.finalize_state()
     model.test_function = model.predict_function = None
     if getattr(model, "train_function", None) is not None:
-        # Not only forgotten: `fit` may be running.
+        # Made again immediately, because `fit` may be running.
         model.train_function = None
         adapt(model)
         model.make_train_function()
@@ -141,23 +141,21 @@ def load_model(
     legacy_opts: bool = False,
     **options: Any,
 ) -> Any:
-    """Load a saved Keras model, and make its optimizer apply the gradients of all ranks.
+    """Load a saved Keras model, and wrap its optimizer with `DistributedOptimizer`.
 
     Args:
-        filepath: what `keras.models.load_model` takes.
-        custom_optimizers: classes that the model's optimizer may be of.
-        custom_objects: what `keras.models.load_model` takes.
+        filepath: as for `keras.models.load_model`.
+        custom_optimizers: custom optimizer classes of the model.
+        custom_objects: as for `keras.models.load_model`.
         compression: as for `DistributedOptimizer`.
-        legacy_opts: Keras 2's; must be False.
-        options: what else `DistributedOptimizer` takes.
+        legacy_opts: for compatibility with Horovod; must be False.
+        options: further arguments of `DistributedOptimizer`.
 
     Raises:
         UsageError: as for `DistributedOptimizer`.
     """
     if legacy_opts:
-        raise UsageError(
-            "legacy_opts is True: Keras 3 has no legacy optimizers; load the model without it"
-        )
+        raise UsageError("legacy_opts is True, but Keras 3 has no legacy optimizers: omit it")
     objects = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=objects)
     if model.optimizer is not None:

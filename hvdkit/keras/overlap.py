@@ -1,10 +1,9 @@
-"""Reduction during the backward pass, on Keras's PyTorch backend.
+"""Overlap the reduction with the backward pass, on Keras's PyTorch backend.
 
-Keras's own `train_step` scales the loss, calls `backward()`, and gives the optimizer the gradients
-that this has left. So each gradient is final when it arrives, and its bucket can be sent while the
-backward pass goes on. A `train_step` of one's own may change gradients before it applies them: it
-has them reduced when they are applied. On TensorFlow both overlap, because the order of operations
-follows from the graph.
+Keras's own `train_step` scales the loss, calls `backward()` and applies the resulting gradients.
+Each gradient is therefore final when it is computed, and its bucket can be sent during the backward
+pass. A custom `train_step` may change gradients before it applies them, so there they are reduced
+when they are applied. On TensorFlow the graph overlaps both cases.
 """
 
 import functools
@@ -14,8 +13,8 @@ from hvdkit.keras import backend
 from hvdkit.keras.optimizer import distribution_of
 
 
-def overlap_steps() -> None:
-    """Let Keras's own `train_step` tell the optimizer of the model that it runs."""
+def wrap_train_step() -> None:
+    """Wrap Keras's `train_step`, so that the model's optimizer knows when it runs."""
     if backend.NAME != "torch":
         return
     from keras.src.backend.torch.trainer import TorchTrainer
@@ -30,7 +29,7 @@ def overlap_steps() -> None:
         # A compiled step delivers all gradients at its end.
         if distribution is None or self.jit_compile:
             return original(self, data)
-        with distribution.in_step_of(self):
+        with distribution.train_step_of(self):
             return original(self, data)
 
     TorchTrainer.train_step = train_step

@@ -1,4 +1,4 @@
-"""Predict with all ranks."""
+"""`hvd.predict`: divide the rows of a prediction between ranks."""
 
 import pickle
 from typing import Any
@@ -14,25 +14,24 @@ from hvdkit.keras import backend
 def predict(
     model: Any, x: Any, batch_size: int = 32, *, process_set: Any = None, **options: Any
 ) -> Any:
-    """Predict with `model.predict`, a part of the rows on each rank.
+    """Predict a part of the rows with `model.predict` on each rank, and gather all predictions.
 
-    A collective: every rank calls it with the same rows, and an equal model.
+    A collective: every rank calls it with the same rows and an equal model.
 
     Args:
         model: a Keras model.
-        x: arrays of shape [rows, ...]: one, or a list, tuple or dict of them, as the model takes
-            them.
-        batch_size: rows that a rank predicts at a time.
-        process_set: the ranks that take part. Other ranks predict all rows.
-        options: what else `model.predict` takes.
+        x: arrays of shape [rows, ...]: one array, or a list, tuple or dict, as the model expects.
+        batch_size: rows per batch on each rank.
+        process_set: the participating ranks. Other ranks predict all rows.
+        options: further arguments of `model.predict`.
 
     Returns:
-        What `model.predict(x)` returns on one rank, in the order of the rows, on every rank.
+        The result of `model.predict(x)` for all rows, in their order, on every rank.
 
     Raises:
         UsageError: the arrays have different numbers of rows, or none.
-        RankMismatchError: on every rank, when ranks have different numbers of rows.
-        HvdkitError: on every rank, when `model.predict` has raised on one.
+        RankMismatchError: on every rank, if ranks have different numbers of rows.
+        HvdkitError: on every rank, if `model.predict` has raised on one of them.
 
     Example:
         probabilities = hvd.predict(model, images, batch_size=64, verbose=0)
@@ -43,8 +42,8 @@ def predict(
     problem = ""
     if not arrays or not all(shapes):
         problem = (
-            f"x is a {type(x).__name__}: expected arrays. Give each rank its part of other data, "
-            f"and call model.predict"
+            f"x is a {type(x).__name__}: expected arrays. For other data, call model.predict on "
+            f"each rank with a part of the data"
         )
     elif len(counts) > 1 or not counts[0]:
         problem = f"the arrays of x have {counts} rows: expected one number, at least 1"
@@ -55,15 +54,15 @@ def predict(
             group,
             [problem or "no problem", f"{rows} rows", f"{len(arrays)} arrays"],
             "the data of predict",
-            "Give every rank all rows; predict takes a part of them on each.",
+            "Pass all rows on every rank; predict divides them.",
         )
     if problem:
         raise UsageError(problem)
     if group.alone:
         return model.predict(x, batch_size=batch_size, **options)
     ranks = list(group.ranks)
-    place = ranks.index(group.rank)
-    start, end = (rows * k // len(ranks) for k in (place, place + 1))
+    index = ranks.index(group.rank)
+    start, end = (rows * k // len(ranks) for k in (index, index + 1))
     own = None
     cause: Exception | None = None
     try:
@@ -77,9 +76,12 @@ def predict(
         pickle.loads(data)
         for data in group.allgather(pickle.dumps((error, own)), "hvdkit.keras.predict")
     ]
-    errors = {rank: said for rank, (said, _) in zip(ranks, gathered, strict=True) if said}
+    errors = [
+        f"rank {rank}: {text}" for rank, (text, _) in zip(ranks, gathered, strict=True) if text
+    ]
     if errors:
-        told = "; ".join(f"rank {rank}: {said}" for rank, said in errors.items())
-        raise HvdkitError(f"model.predict has raised on {len(errors)} ranks. {told}") from cause
+        raise HvdkitError(
+            f"model.predict has raised on {len(errors)} ranks. {'; '.join(errors)}"
+        ) from cause
     parts = [part for _, part in gathered if part is not None]
     return keras.tree.map_structure(lambda *found: np.concatenate(found), *parts)

@@ -1,8 +1,7 @@
-"""How `fit` begins in the middle of an epoch, where a checkpoint was saved.
+"""Resume `fit` in the middle of an epoch, where a checkpoint was saved.
 
-Keras has no hook for it: `fit` takes the steps of an epoch from an `EpochIterator`, which always
-begins at 0. So two methods of that class are wrapped here, once, when hvdkit.keras is imported. An
-epoch that nobody has asked to begin elsewhere passes through unchanged.
+Keras has no hook for this: `fit` takes the steps of an epoch from an `EpochIterator`, which always
+begins at 0. Importing hvdkit.keras wraps two methods of that class. Other epochs are unchanged.
 """
 
 import functools
@@ -19,15 +18,15 @@ _NUMBER = "_hvdkit_number"
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where the next epoch of `fit` begins.
+    """The batch at which the next epoch of `fit` begins.
 
     Attributes:
-        batches: how many are done.
-        skips: whether the data begin at the epoch's beginning, and those batches are to be read
-            and thrown away. Otherwise they begin where they are to be gone on with.
-        prepare: called with the `EpochIterator` before anything else.
-        before: called before the data are asked for their first batch.
-        after: called when the first batch that will be trained is next.
+        batches: batches of the epoch that are done.
+        skips: whether the data begin at the start of the epoch, so that the done batches must be
+            read and discarded. Otherwise the data begin at the next batch.
+        prepare: called first, with the `EpochIterator`.
+        before: called before the first batch is read.
+        after: called before the first batch that will be trained is read.
     """
 
     batches: int
@@ -37,10 +36,10 @@ class Beginning:
     after: Callable[[], None]
 
     def steps(self, epoch: Any) -> Iterator[tuple[int, int, Any]]:
-        """As `EpochIterator._enumerate_iterator`, from `batches` on."""
+        """Yield like `EpochIterator._enumerate_iterator`, from batch `batches` on."""
         self.prepare(epoch)
         epoch.data_adapter.on_epoch_begin()
-        together = epoch.steps_per_execution
+        steps = epoch.steps_per_execution
         total = epoch.steps_per_epoch or epoch._num_batches
         self.before()
         epoch._current_iterator = iter(epoch._get_iterator())
@@ -50,26 +49,26 @@ class Beginning:
         self.after()
         step = epoch._steps_seen = self.batches
         while total is None or step < total:
-            epoch._steps_seen += together
-            yield step, step + together - 1, epoch._current_iterator
-            step += together
+            epoch._steps_seen += steps
+            yield step, step + steps - 1, epoch._current_iterator
+            step += steps
         if epoch._num_batches and epoch._steps_seen >= epoch._num_batches:
             epoch._current_iterator = iter(epoch._get_iterator())
             epoch._steps_seen = 0
         epoch.data_adapter.on_epoch_end()
 
 
-#: Who is next, and its number among all `EpochIterator`s and beginnings.
+#: The next beginning, and its number among all `EpochIterator`s and beginnings.
 _next: tuple[Beginning, int] | None = None
 
 
 def begin_next_epoch(beginning: Beginning | None) -> None:
-    """Let the epoch that `fit` is about to begin start elsewhere; None: at its first batch."""
+    """Set where the next epoch of `fit` begins; None: at its first batch."""
     global _next
     _next = None if beginning is None else (beginning, next(_numbers))
 
 
-def teach_epochs() -> None:
+def wrap_epochs() -> None:
     """Wrap `EpochIterator`, unless that has been done."""
     if hasattr(EpochIterator._enumerate_iterator, "__wrapped__"):
         return
@@ -83,7 +82,7 @@ def teach_epochs() -> None:
     @functools.wraps(enumerate_iterator)
     def _enumerate_iterator(self: Any) -> Any:
         global _next
-        # That of an `evaluate` which a callback calls first is younger.
+        # A younger iterator belongs to an `evaluate` that a callback calls first.
         if _next is None or getattr(self, _NUMBER) > _next[1]:
             return enumerate_iterator(self)
         (beginning, _), _next = _next, None

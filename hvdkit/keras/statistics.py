@@ -1,4 +1,4 @@
-"""Moving statistics of `BatchNormalization`: each rank's are of its own batches, until averaged."""
+"""Average the moving statistics of `BatchNormalization`, which each rank takes from its batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,26 +10,26 @@ from hvdkit.keras import backend
 
 
 def statistics_of(model: Any) -> list[Any]:
-    """Return the statistics that batch normalisation in a model moves in training."""
+    """Return the moving statistics of a model's trainable batch normalization layers."""
     return [
         variable
         for layer in model._flatten_layers()
         if isinstance(layer, keras.layers.BatchNormalization) and layer.built and layer.trainable
-        # With `renorm`, more than a mean and a variance.
+        # More than a mean and a variance with `renorm`.
         for variable in layer._non_trainable_variables
         if backend.is_floating(variable)
     ]
 
 
 def average_statistics(model: Any, group: Any, is_local: Callable[[Any], bool]) -> None:
-    """Make the statistics of batch normalisation the averages over ranks. A collective.
+    """Average the moving statistics of batch normalization over ranks. A collective.
 
-    Nothing happens where ranks have different numbers of them.
+    Does nothing if the statistics' sizes differ between ranks.
 
     Args:
-        model: its layers, those of models in it, too.
-        group: `backend.collectives` of the ranks.
-        is_local: tells whether each rank has a variable for itself; it is left out then.
+        model: the model; layers of nested models are included.
+        group: the `backend.collectives` of the ranks.
+        is_local: returns whether a variable is local to each rank; such variables are excluded.
     """
     variables = [variable for variable in statistics_of(model) if not is_local(variable)]
     values = [np.asarray(keras.ops.convert_to_numpy(v), np.float64) for v in variables]

@@ -52,7 +52,7 @@ from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.metrics import MetricState, flatten, reduce_logs
 from hvdkit.keras.models import adapt, distributions_of, has_own_step
 from hvdkit.keras.statistics import average_statistics, statistics_of
-from hvdkit.keras.values import check_values, digest_of
+from hvdkit.keras.value_check import check_values, digest_of
 
 log = logging.getLogger("hvdkit.keras")
 
@@ -562,7 +562,7 @@ def _coordinate(callback_list: Any, model: Any) -> None:
         callback_list._leave_to_first_rank()
 
 
-def coordinate_fit() -> None:
+def wrap_callback_lists() -> None:
     """Step into `fit`: from now on callback lists look at the optimizer of their model."""
     original = CallbackList.set_model
     if hasattr(original, "__wrapped__"):

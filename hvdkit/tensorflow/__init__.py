@@ -1,9 +1,9 @@
-"""Horovod for TensorFlow: `import hvdkit.tensorflow as hvd`, where it was `horovod.tensorflow`.
+"""Drop-in replacement for `horovod.tensorflow`: `import hvdkit.tensorflow as hvd`.
 
-The public names of horovod.tensorflow that are for TensorFlow 2 are here, with the same meaning;
-where this package defines one itself, its docstring says what is better. Those for TensorFlow 1
-say what to use instead. Importing it loads TensorFlow, Keras and Horovod, and raises ImportError
-where no Horovod for TensorFlow is installed.
+All public names of horovod.tensorflow for TensorFlow 2 are here, with the same meaning. Docstrings
+describe the differences. Names for TensorFlow 1 raise an error that names the replacement.
+Importing this package loads TensorFlow, Keras and Horovod. It raises ImportError if Horovod for
+TensorFlow is not installed.
 
 Example:
     hvd.init()
@@ -16,7 +16,7 @@ Example:
         hvd.broadcast_variables([*model.variables, *optimizer.variables], root_rank=0)
 """
 
-# First, because it says what to do when there is no Horovod, or one that does not load.
+# First, because its error explains what to do if Horovod is missing or does not load.
 from hvdkit.tensorflow.runtime import init, join, shutdown  # isort: skip
 
 from horovod.common.exceptions import HorovodInternalError
@@ -74,7 +74,7 @@ from horovod.tensorflow import (
     vars_to_refs,
 )
 
-# Scripts that were written with Horovod's own tests as a model read these two as attributes.
+# Scripts modelled on Horovod's own tests read this private name.
 from horovod.tensorflow.util import _executing_eagerly as _executing_eagerly
 
 from hvdkit.checkpoint.manager import Stopped

@@ -1,4 +1,4 @@
-"""How TensorFlow packs, checks and unpacks the gradients of a bucket, inside a graph."""
+"""Pack, check and unpack the gradients of a bucket inside a TensorFlow graph."""
 
 import operator
 from collections.abc import Sequence
@@ -11,17 +11,16 @@ from hvdkit.core.scalar_ops import Scalar
 
 _NARROW = (tf.float16, tf.bfloat16)
 
-# Bytes that TensorFlow aligns tensors to. In a bucket each gradient begins at a multiple of it.
+# TensorFlow aligns tensors to this many bytes. Gradients in a bucket begin at multiples of it.
 _ALIGNMENT = 64
 
 
 class Wire:
-    """A bucket's contiguous memory, for core code a buffer that collectives change in place.
+    """A bucket's contiguous buffer, which core code treats as modified in place.
 
     Attributes:
-        tensor: what is in it now, of one dimension.
-        factor: a number that its content is still to be multiplied by; the next collective does
-            that on the way.
+        tensor: the current content, one-dimensional.
+        factor: a pending factor of the content; the next collective applies it.
     """
 
     def __init__(self, tensor: tf.Tensor, factor: float = 1.0) -> None:
@@ -30,12 +29,12 @@ class Wire:
 
 
 class GraphMemory:
-    """`hvdkit.core.backend.BucketMemory` of gradients that are symbols in a graph.
+    """`hvdkit.core.backend.BucketMemory` of symbolic gradients.
 
     Args:
-        bucket: which gradients.
-        specs: of all gradients of the plan.
-        gradients: those of the bucket, in its order; a sparse one is a `tf.IndexedSlices`.
+        bucket: the bucket.
+        specs: the specs of all gradients of the plan.
+        gradients: the bucket's gradients, in its order; a sparse one is a `tf.IndexedSlices`.
     """
 
     def __init__(
@@ -46,11 +45,11 @@ class GraphMemory:
         self._sizes = [specs[i].elements for i in bucket.parameters]
         self._row = max(1, _ALIGNMENT // specs[bucket.parameters[0]].itemsize)
         self._sparse = gradients[0] if bucket.sparse_dims else None
-        self._home: Wire | None = None
+        self._in_place: Wire | None = None
         if self._sparse is None:
-            self._flat = self._side_by_side(gradients)
+            self._flat = self._concatenate(gradients)
 
-    def _side_by_side(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+    def _concatenate(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         if len(gradients) == 1:
             return tf.reshape(gradients[0], [-1])
         parts = []
@@ -62,28 +61,28 @@ class GraphMemory:
 
     @property
     def dtype(self) -> str:
-        """TensorFlow's name for it."""
+        """TensorFlow's name for the gradients' dtype."""
         return self._bucket.dtype
 
     @property
     def content(self) -> tf.Tensor:
-        """All gradients of a dense bucket, side by side."""
-        if self._home is not None:
-            return _as(tf.as_dtype(self.dtype), self._home.tensor)
+        """The gradients of a dense bucket, concatenated."""
+        if self._in_place is not None:
+            return _as(tf.as_dtype(self.dtype), self._in_place.tensor)
         return self._flat
 
     @content.setter
     def content(self, flat: tf.Tensor) -> None:
-        self._flat, self._home = flat, None
+        self._flat, self._in_place = flat, None
 
     def gradients(self) -> list[Any]:
-        """As they are now, in the order of the bucket."""
+        """Return the current gradients, in the order of the bucket."""
         if self._sparse is not None:
             return [self._sparse]
         flat = self.content
         if len(self._sizes) == 1:
             return [tf.reshape(flat, self._shapes[0])]
-        # TensorFlow cuts rows of this length out of a tensor without copying them.
+        # TensorFlow slices rows of this length without a copy.
         counts = [-(-size // self._row) for size in self._sizes]
         gradients = []
         for rows, size, shape in zip(
@@ -96,59 +95,69 @@ class GraphMemory:
             gradients.append(tf.reshape(part[:size] if size % self._row else part, shape))
         return gradients
 
-    def put_gradients(self, gradients: Sequence[tf.Tensor]) -> None:
-        """Make these the gradients."""
+    def set_gradients(self, gradients: Sequence[tf.Tensor]) -> None:
+        """Replace the gradients."""
         dtype = tf.as_dtype(self.dtype)
-        self.content = self._side_by_side([tf.cast(gradient, dtype) for gradient in gradients])
+        self.content = self._concatenate([tf.cast(gradient, dtype) for gradient in gradients])
 
     def in_place(self, factor: float) -> Wire:
-        """No pass over memory but the one that brought them together."""
+        """Return the concatenated gradients, without another pass over memory."""
         flat = self._flat
         if flat.dtype.is_complex:
-            # A sum of complex numbers is one of their parts.
+            # Complex numbers are added by their real and imaginary parts.
             flat = tf.reshape(tf.bitcast(flat, flat.dtype.real_dtype), [-1])
-        self._home = Wire(flat, factor)
-        return self._home
+        self._in_place = Wire(flat, factor)
+        return self._in_place
 
     def pack(self, dtype: str, factor: Scalar, keep: bool = True) -> Wire:  # noqa: ARG002
-        """One pass for the factor, unless the collective can take care of it, and one to cast."""
+        """Cast in one pass. The factor needs another pass unless the collective applies it."""
         wanted = tf.as_dtype(dtype)
         if wanted not in _NARROW and isinstance(factor, float):
             return Wire(tf.cast(self.content, wanted), factor)
         return Wire(_scaled(self.content, factor, wanted))
 
     def scale(self, buffer: Wire, factor: float) -> None:
-        """In the buffer's dtype."""
-        buffer.tensor = buffer.tensor * number(factor, buffer.tensor.dtype)
+        """Multiply in the buffer's dtype."""
+        buffer.tensor = buffer.tensor * scalar(factor, buffer.tensor.dtype)
 
     def unpack(self, buffer: Wire, factor: Scalar) -> None:
-        """One pass to cast, one for the factor."""
+        """Cast in one pass and multiply in another."""
         self.content = _scaled(buffer.tensor, factor, tf.as_dtype(self.dtype))
 
     def rows(self, factor: float) -> tuple[tf.Tensor, tf.Tensor]:
-        """Indices and values; indices that occur several times are sent as they are."""
+        """Return indices and values; repeated indices are sent unchanged."""
         assert self._sparse is not None
         values = self._sparse.values
-        return self._sparse.indices, values * number(factor, values.dtype)
+        return self._sparse.indices, values * scalar(factor, values.dtype)
 
     def set_rows(self, rows: tuple[tf.Tensor, tf.Tensor]) -> None:
-        """Not added up: Keras and `tf.Variable` do that where it matters."""
+        """Keep repeated indices, which Keras and `tf.Variable` add up where necessary."""
         indices, values = rows
         self._sparse = tf.IndexedSlices(values, indices, tf.constant(self._shapes[0], tf.int64))
 
 
-def number(value: Scalar, dtype: tf.DType) -> tf.Tensor:
-    """A scalar of `dtype`; one of Python's is not rounded to float32 on the way."""
+def scalar(value: Scalar, dtype: tf.DType) -> tf.Tensor:
+    """Return a scalar of `dtype`. A Python number is not rounded to float32 first."""
     return tf.cast(value, dtype) if tf.is_tensor(value) else tf.constant(value, dtype)
 
 
+def multiply(gradient: Any, factor: float) -> Any:
+    """Return `gradient` times `factor`; None stays None, and sparse gradients stay sparse."""
+    if gradient is None or factor == 1.0:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values * scalar(factor, gradient.dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * scalar(factor, gradient.dtype)
+
+
 def _scaled(flat: tf.Tensor, factor: Scalar, dtype: tf.DType) -> tf.Tensor:
-    """`flat` x `factor` in `dtype`, rounded once."""
+    """Return `flat` times `factor` in `dtype`, rounded once."""
     if isinstance(factor, float) and factor == 1.0:
         scaled = flat
     else:
         wide = tf.float64 if tf.float64 in (flat.dtype, dtype) else tf.float32
-        scaled = tf.cast(flat, wide) * number(factor, wide)
+        scaled = tf.cast(flat, wide) * scalar(factor, wide)
     return tf.cast(tf.round(scaled) if dtype.is_integer else scaled, dtype)
 
 
@@ -159,10 +168,10 @@ def _as(dtype: tf.DType, flat: tf.Tensor) -> tf.Tensor:
 
 
 def abs_max(buffer: Wire) -> tf.Tensor:
-    """The largest magnitude, as float64; not finite where anything is not."""
+    """Return the absolute maximum as float64; not finite if an element is not finite."""
     bits = {2: tf.int16, 4: tf.int32, 8: tf.int64}[buffer.tensor.dtype.size]
-    # Without its sign a float is ordered as the integer of the same bits, infinity above all
-    # numbers and NaN above that: one comparison finds them all, which one of floats may not.
+    # Positive floats are ordered like the integers of the same bits, with infinity above all
+    # numbers and NaN above infinity. A maximum of integers finds NaN, one of floats may not.
     positive = tf.bitwise.bitwise_and(tf.bitcast(buffer.tensor, bits), bits.max)
     largest = tf.maximum(tf.reduce_max(positive), tf.constant(0, bits))
     magnitude = tf.cast(tf.bitcast(largest, buffer.tensor.dtype), tf.float64)

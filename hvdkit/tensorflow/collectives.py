@@ -1,4 +1,4 @@
-"""core's small host-side collectives, over horovod.tensorflow."""
+"""Small collectives on host data for framework-free code, over horovod.tensorflow."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +15,10 @@ from hvdkit.tensorflow import runtime
 class TensorFlowCollectives:
     """`hvdkit.core.collectives.Collectives` for the ranks of a Horovod process set.
 
-    They happen at once, while a graph is being traced as well. Horovod does not tell eager
-    collectives apart by their names, but by their order alone, so every rank must call them in
-    the same.
+    Collectives run immediately, even while a graph is traced. Horovod matches eager collectives
+    by their order and not by their names, so every rank must call them in the same order.
 
-    On a rank that does not belong to the set, and in a set of one rank, the rank is alone.
+    A rank outside the set, or in a set of one rank, skips all collectives.
     """
 
     def __init__(self, process_set: mpi_ops.ProcessSet) -> None:
@@ -27,7 +26,7 @@ class TensorFlowCollectives:
 
     @property
     def alone(self) -> bool:
-        """Whether collectives are skipped: no other rank takes part."""
+        """Whether collectives are skipped, because no other rank takes part."""
         return is_alone(self.process_set)
 
     @property
@@ -42,32 +41,32 @@ class TensorFlowCollectives:
 
     @property
     def generation(self) -> int:
-        """Changes with `init` and `join`."""
+        """A number that `init` and `join` change."""
         return runtime.generation()
 
     def sum(self, values: Sequence[int], name: str) -> list[int]:
-        """Element-wise sum of 64-bit integers."""
+        """Return the element-wise sum of 64-bit integers."""
         return self._reduce(values, name, mpi_ops.Sum)
 
     def max(self, values: Sequence[int], name: str) -> list[int]:
-        """Element-wise maximum of 64-bit integers."""
+        """Return the element-wise maximum of 64-bit integers."""
         return self._reduce(values, name, mpi_ops.Max)
 
     def start_sum(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
-        """Sum at once: eager collectives of TensorFlow block."""
+        """Return the sum immediately, because eager collectives of TensorFlow block."""
         result = self.sum(values, name)
         return lambda: result
 
     def start_max(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
-        """Take the maximum at once: eager collectives of TensorFlow block."""
+        """Return the maximum immediately, because eager collectives of TensorFlow block."""
         result = self.max(values, name)
         return lambda: result
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:
-        """Every rank's bytes."""
+        """Return every rank's bytes."""
         if self.alone:
             return [data]
-        with _now():
+        with _eagerly_on_cpu():
             size = tf.constant([len(data)], tf.int64)
             sizes = mpi_ops.allgather(size, f"{name}.sizes", process_set=self.process_set)
             own = tf.constant(np.frombuffer(data, np.uint8))
@@ -76,12 +75,12 @@ class TensorFlowCollectives:
         return [part.tobytes() for part in np.split(joined, bounds)]
 
     def alltoall(self, parts: Sequence[bytes], name: str) -> list[bytes]:
-        """Send each rank its bytes, and return what each has sent to this one."""
+        """Send `parts[i]` to rank i and return the bytes that each rank sent to this rank."""
         if self.alone:
             return list(parts)
 
         def send(pieces: list[memoryview]) -> list[bytes]:
-            with _now():
+            with _eagerly_on_cpu():
                 joined = tf.constant(np.frombuffer(b"".join(pieces), np.uint8))
                 splits = tf.constant([len(piece) for piece in pieces], tf.int32)
                 received, sizes = mpi_ops.alltoall(
@@ -93,10 +92,10 @@ class TensorFlowCollectives:
         return alltoall_in_rounds(self, parts, name, send)
 
     def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
-        """Rank `root_rank`'s bytes; what the other ranks pass does not matter."""
+        """Return rank `root_rank`'s bytes; the `data` of other ranks is ignored."""
         if self.alone:
             return data
-        with _now():
+        with _eagerly_on_cpu():
             size = self._broadcast(np.array([len(data)]), root_rank, f"{name}.size")
             content = np.zeros(size[0], np.uint8)
             if mpi_ops.rank() == root_rank:
@@ -109,9 +108,9 @@ class TensorFlowCollectives:
         return b"".join(part.tobytes() for part in parts)
 
     def broadcast_into(self, buffer: np.ndarray, root_rank: int, name: str) -> None:
-        """Rank `root_rank`'s bytes in everyone's `buffer`."""
+        """Copy rank `root_rank`'s `buffer` into the `buffer` of every rank."""
         if not self.alone:
-            with _now():
+            with _eagerly_on_cpu():
                 buffer[:] = self._broadcast(buffer, root_rank, name)
 
     def _broadcast(self, values: Any, root_rank: int, name: str) -> Any:
@@ -121,7 +120,7 @@ class TensorFlowCollectives:
     def _reduce(self, values: Sequence[int], name: str, op: int) -> list[int]:
         if self.alone:
             return list(values)
-        with _now():
+        with _eagerly_on_cpu():
             reduced = mpi_ops._allreduce(
                 tf.constant(list(values), tf.int64), name, op, process_set=self.process_set
             )
@@ -132,7 +131,7 @@ _CHUNK_BYTES = 1 << 30
 
 
 @contextmanager
-def _now() -> Iterator[None]:
-    """Within it operations are carried out at once, on the CPU, wherever the caller is."""
+def _eagerly_on_cpu() -> Iterator[None]:
+    """Run the operations of this context immediately, on the CPU, even while tracing."""
     with tf.init_scope(), tf.device("/cpu:0"):
         yield

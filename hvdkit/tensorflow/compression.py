@@ -69,7 +69,7 @@ def _warn_without_bfloat16() -> None:
 
 
 class _TensorByTensor(WireFormat):
-    """A compressor of Horovod's interface, which sees one gradient at a time."""
+    """A compressor with Horovod's interface, which sees one gradient at a time."""
 
     tensor_by_tensor = True
 
@@ -90,4 +90,4 @@ class _TensorByTensor(WireFormat):
         if scaling.total != 1.0:
             # After decompression: the compressed elements may not be numbers.
             reduced *= tf.constant(scaling.total, gradient.dtype)
-        memory.put_gradients([reduced])
+        memory.set_gradients([reduced])

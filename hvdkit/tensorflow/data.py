@@ -1,4 +1,4 @@
-"""Each rank's share of a dataset: as many elements on every rank, so that all run as many steps."""
+"""`hvd.shard` for tf.data: give every rank a share of a dataset with equally many elements."""
 
 import hashlib
 import json
@@ -19,10 +19,10 @@ from hvdkit.tensorflow.collectives import TensorFlowCollectives
 
 log = logging.getLogger("hvdkit.tensorflow")
 
-#: How many elements the ranks compare: with one alone, two shuffles may well begin alike.
+#: The ranks compare this many elements, because two shuffles may begin with the same element.
 _COMPARED = 8
-# Fixed, unlike tf.data's default, which follows the number of cores: with it, the same seed would
-# give another order on another machine.
+# tf.data's default depends on the number of cores. With it the same seed would give another order
+# on another machine.
 _FILES_AT_ONCE = 4
 _BATCHED = {"_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset"}
 _TRANSPARENT = {"_PrefetchDataset", "_OptionsDataset"}
@@ -40,9 +40,9 @@ def shard(
     reader: Reader | None = None,
     process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
 ) -> "tf.data.Dataset":
-    """This rank's share of a dataset; every rank's has the same number of elements.
+    """Return this rank's share of a dataset. All ranks' shares have the same number of elements.
 
-    Every rank calls it with the same dataset of single examples, before shuffling and batching:
+    Call it on every rank with the same dataset of single examples, before shuffling and batching:
 
         train = hvd.shard(examples, batch_size=32, shuffle=True)  # shuffled, batched, prefetched
         model.fit(train)
@@ -50,69 +50,67 @@ def shard(
         train = hvd.shard(examples).shuffle(10_000).map(augment, tf.data.AUTOTUNE)
         train = train.batch(32).prefetch(tf.data.AUTOTUNE)
 
-    Rank r of n gets the elements r, r + n, r + 2n, ..., so without a shuffle step s of all ranks
-    together has what `dataset.batch(n * batch_size)` has in its step s, also when the last batch
-    is smaller. What comes after `shard` may shuffle, map, batch and repeat as it likes, with any
-    seed or none. It must not change the number of elements by what they are (`filter`): that would
-    be another number on each rank, and the ranks with more steps would wait for ever.
+    Rank r of n gets the elements r, r + n, r + 2n, ... Without a shuffle, step s of all ranks
+    together therefore has the elements of step s of `dataset.batch(n * batch_size)`, also if the
+    last batch is smaller. After `shard` you may shuffle, map, batch and repeat, with any seed or
+    none. Do not `filter` after it: ranks would have different numbers of elements, and ranks with
+    more steps would wait for the others.
 
-    What comes before it runs on every rank for all elements, so `map` belongs behind it. What is
-    costly to read should come as files: given a list of them and a `reader`, each rank reads a
-    contiguous range of the examples in all files (sorted by name), and nearly no file is read by
-    two. For that the examples are counted once, by all ranks together; nothing else knows where
-    the ranges begin.
+    Operations before `shard` run on every rank for all elements, so call `map` after it. Read
+    large data from files: with a list of files and a `reader`, each rank reads a contiguous range
+    of the examples in all files (sorted by name), and few files are read by two ranks. To find the
+    ranges, the ranks together count the examples once.
 
-    Also a dataset that does not know its size (`cardinality()`: from a generator, from TFRecords,
-    behind a `filter`) is read through once and counted. `tf.data.experimental.assert_cardinality`
-    saves that.
+    A dataset of unknown `cardinality()` (from a generator, from TFRecords, after a `filter`) is
+    read once to count it, unless `tf.data.experimental.assert_cardinality` tells its size.
 
-    **The tail.** Up to n - 1 elements may be left when each rank has the same number.
+    **The tail.** Up to n - 1 elements may remain when each rank has the same number.
 
-    - `"drop"`: nobody gets them, which is said in the log with their number. Everything else is
-      exact: shapes, loss, metrics and gradients are those of the elements that are used.
-    - `"pad"`: ranks that would have one less repeat an element with sample weight 0. Elements are
-      (x, y) or (x, y, sample_weight), and become (x, y, sample_weight), where it is 1 for (x, y).
-      For Keras (3.15) that means:
+    - `"drop"`: these elements are not used, and rank 0 logs their number. Shapes, loss, metrics
+      and gradients are exactly those of the used elements.
+    - `"pad"`: ranks that would have one element less repeat one with sample weight 0. Elements
+      (x, y) or (x, y, sample_weight) become (x, y, sample_weight), with weight 1 for (x, y). With
+      Keras (3.15):
 
-      - `weighted_metrics=` in `compile` are exact, they divide by the sum of the weights, and
-        `fit` with hvdkit.keras shows those of all ranks. `metrics=` get no weights and count a
-        repeated element as any other.
-      - Gradients: a repeated element has none. The usual reduction of a loss,
-        "sum_over_batch_size", divides by the number of rows, not by the sum of the weights. So
-        the mean over ranks gives each real element 1 / (n * rows), as in any batch of that size,
-        and the optimizer sees what one process with those rows and weights would see.
-      - The `loss` in the logs is, for the same reason, (elements) / (elements + repeated ones)
-        times the mean over the real ones. The mean itself: the loss as a `weighted_metrics`.
-      - Not "mean_with_sample_weight", which divides by each rank's own sum of weights: where
+      - `weighted_metrics=` of `compile` are exact, because they divide by the sum of the weights.
+        `fit` with hvdkit.keras shows those of all ranks. `metrics=` get no weights and count
+        repeated elements.
+      - Repeated elements have no gradient. The default reduction of a loss,
+        "sum_over_batch_size", divides by the number of rows. The mean over ranks therefore gives
+        each real element 1 / (n * rows), as one process with the same rows and weights would.
+      - For the same reason, the `loss` in the logs is elements / (elements + repeated elements)
+        times the mean over the real elements. For the mean itself, add the loss to
+        `weighted_metrics`.
+      - Do not use "mean_with_sample_weight". It divides by each rank's own sum of weights; if
         these differ, the mean over ranks is not the mean over examples.
-      - Layers that look across the batch (batch normalisation in training) see repeated rows;
-        `fit(class_weight=...)` refuses a dataset with sample weights.
+      - Layers that compute across the batch (batch normalization in training) see repeated rows.
+      - `fit(class_weight=...)` refuses a dataset with sample weights.
 
-    Evaluation that has to count each element exactly once: `"pad"` with `weighted_metrics`.
+    To evaluate each element exactly once, use `"pad"` with `weighted_metrics`.
 
     Args:
-        dataset: single examples, the same on every rank, in the same order: without a shuffle, or
-            with one that has a seed. With such a seed and tf.data's default of another order in
-            each epoch, all ranks must also begin as many iterations; a shuffle behind `shard`
-            knows no such rule. With `reader`: the names of files that every rank can read.
-        batch_size: examples per rank and step. None: the share is neither batched nor prefetched,
-            because more is to come. The last batch may be smaller, and then is on all ranks alike.
-        shuffle: True to shuffle the whole share in each epoch, or the number of examples that
-            are held in memory to draw from. A rank always draws from its own share.
-        seed: of that shuffle; the same on every rank is fine. None: another order in each run.
+        dataset: single examples, the same on every rank and in the same order: not shuffled, or
+            shuffled with a seed. tf.data by default reshuffles in each iteration; with such a
+            shuffle all ranks must also begin the same number of iterations. Shuffles after `shard`
+            have no such limit. With `reader`: the names of files that every rank can read.
+        batch_size: examples per rank and step. None: do not batch or prefetch, for pipelines that
+            continue. The last batch may be smaller, and then has the same size on all ranks.
+        shuffle: True: shuffle the whole share in each epoch. A number: the size of the shuffle
+            buffer, in examples. A rank shuffles only its own share.
+        seed: seed of that shuffle; may be the same on every rank. None: a new order in each run.
         tail: "drop" or "pad".
-        reader: makes a dataset of one file's name, e.g. `tf.data.TFRecordDataset`. For "pad", one
-            of (x, y).
+        reader: returns the dataset of a file name, e.g. `tf.data.TFRecordDataset`. For "pad", a
+            dataset of (x, y).
         process_set: the ranks that share the dataset.
 
     Returns:
         A dataset whose `cardinality()` is known and the same on every rank.
 
     Raises:
-        UsageError: on every rank: the dataset is infinite, is batched, or has fewer elements than
-            there are ranks; elements cannot carry a weight; an argument is not as above.
-        RankMismatchError: on every rank: the dataset, or an argument, is not the same on all ranks,
-            or cannot be read on one of them.
+        UsageError: on every rank, if the dataset is infinite, is batched or has fewer elements
+            than there are ranks; if elements cannot have a weight; or if an argument is invalid.
+        RankMismatchError: on every rank, if the dataset or an argument differs between ranks, or
+            the dataset cannot be read on one of them.
     """
     if not process_set.included():
         raise UsageError(
@@ -124,10 +122,10 @@ def shard(
     settings = f"batch_size={batch_size}, tail={tail!r}, reader={'given' if reader else None}"
     rank, size = process_set.rank(), process_set.size()
     if reader is None:
-        count, first = _agree_on_examples(dataset, collectives, rank, tail, settings)
+        count, first = _check_examples(dataset, collectives, rank, tail, settings)
     else:
         names = sorted(os.fspath(name) for name in dataset)
-        counts = _count_together(names, reader, collectives, rank, settings)
+        counts = _count_files(names, reader, collectives, rank, settings)
         count = sum(counts)
     if count < size:
         raise UsageError(
@@ -139,7 +137,7 @@ def shard(
     if reader is None:
         share = share_of_examples(dataset, division, rank, first)
     else:
-        if tail == "pad" and (problem := _unweightable(reader(names[0]).element_spec)):
+        if tail == "pad" and (problem := _weight_problem(reader(names[0]).element_spec)):
             raise UsageError(problem)
         share = share_of_files(names, counts, reader, division, rank)
     if shuffle:
@@ -152,25 +150,25 @@ def shard(
 def share_of_examples(
     dataset: "tf.data.Dataset", division: Division, rank: int, filler: Any
 ) -> "tf.data.Dataset":
-    """Every size-th element from the one with the rank's number on."""
+    """Return every size-th element, beginning with element `rank`."""
     share = dataset.take(division.used).shard(division.size, rank)
-    return _filled(share, division, rank, filler)
+    return _padded(share, division, rank, filler)
 
 
 def share_of_files(
     names: Sequence[str], counts: Sequence[int], reader: Reader, division: Division, rank: int
 ) -> "tf.data.Dataset":
-    """The rank's range of the elements of all files, of which `counts` says how many each has."""
+    """Return the rank's range of the elements of all files, which have `counts` elements each."""
     begin = division.before_rank(rank)
     end = begin + division.of_rank(rank)
-    parts = []
-    passed = 0
+    ranges = []
+    offset = 0
     for name, count in zip(names, counts, strict=True):
-        skipped, stop = max(begin - passed, 0), min(end - passed, count)
+        skipped, stop = max(begin - offset, 0), min(end - offset, count)
         if skipped < stop:
-            parts.append((name, skipped, stop - skipped))
-        passed += count
-    files, skips, takes = map(list, zip(*parts, strict=True))
+            ranges.append((name, skipped, stop - skipped))
+        offset += count
+    files, skips, takes = map(list, zip(*ranges, strict=True))
     share = tf.data.Dataset.from_tensor_slices(
         (files, tf.constant(skips, tf.int64), tf.constant(takes, tf.int64))
     ).interleave(
@@ -180,41 +178,42 @@ def share_of_files(
         deterministic=True,
     )
     filler = next(iter(share)) if division.padded else None
-    return _filled(share, division, rank, filler)
+    return _padded(share, division, rank, filler)
 
 
-def _filled(
+def _padded(
     share: "tf.data.Dataset", division: Division, rank: int, filler: Any
 ) -> "tf.data.Dataset":
-    """`share` with as many elements as every rank's, weighted if it may need a repeated one."""
+    """Return `share` with the same number of elements on every rank; weighted for tail="pad"."""
     if division.padded:
-        share = share.map(_weighted)
+        share = share.map(_with_weight)
         if division.of_rank(rank) < division.per_rank:
-            # A constant: a second iteration of the dataset would set a shuffle in it one epoch
-            # ahead of the other ranks'.
-            repeated = tf.data.Dataset.from_tensors(filler).map(_weighted).map(_weightless)
+            # A constant. A second iteration of the dataset would advance its shuffle by one epoch
+            # on this rank alone.
+            repeated = tf.data.Dataset.from_tensors(filler).map(_with_weight).map(_with_zero_weight)
             share = share.concatenate(repeated)
-    # An error, and not fewer steps than the other ranks, should it once yield less than counted.
+    # If the dataset yields less than it was counted to have, raise: otherwise this rank would run
+    # fewer steps than the others.
     return share.apply(tf.data.experimental.assert_cardinality(division.per_rank))
 
 
-def _weighted(x: Any, y: Any, *weight: Any) -> tuple[Any, Any, Any]:
+def _with_weight(x: Any, y: Any, *weight: Any) -> tuple[Any, Any, Any]:
     return x, y, weight[0] if weight else tf.constant(1.0)
 
 
-def _weightless(x: Any, y: Any, weight: Any) -> tuple[Any, Any, Any]:
+def _with_zero_weight(x: Any, y: Any, weight: Any) -> tuple[Any, Any, Any]:
     return x, y, tf.nest.map_structure(tf.zeros_like, weight)
 
 
 def _check_arguments(
     dataset: Any, batch_size: Any, shuffle: Any, tail: Any, reader: Reader | None
 ) -> None:
-    """Raise for what is wrong whatever the data are."""
+    """Raise if an argument is invalid for any data."""
     if tail not in ("drop", "pad"):
         raise UsageError(f"tail is {tail!r}: expected 'drop' or 'pad'")
-    whole = isinstance(batch_size, int) and not isinstance(batch_size, bool)
-    if batch_size is not None and not (whole and batch_size >= 1):
-        raise UsageError(f"batch_size is {batch_size!r}: expected a whole number, at least 1")
+    is_int = isinstance(batch_size, int) and not isinstance(batch_size, bool)
+    if batch_size is not None and not (is_int and batch_size >= 1):
+        raise UsageError(f"batch_size is {batch_size!r}: expected an integer >= 1")
     if not isinstance(shuffle, int) or shuffle < 0:
         raise UsageError(f"shuffle is {shuffle!r}: expected True, False or a number of elements")
     if reader is None:
@@ -229,18 +228,18 @@ def _check_arguments(
         )
 
 
-def _agree_on_examples(
+def _check_examples(
     dataset: "tf.data.Dataset", collectives: Collectives, rank: int, tail: str, settings: str
 ) -> tuple[int, Any]:
-    """The number of elements, and the first of them, once all ranks have the same."""
+    """Check that all ranks have the same dataset; return its size and its first element."""
     count, first, digest = 0, None, ""
     try:
-        problem = _unsuitable(dataset, tail)
+        problem = _dataset_problem(dataset, tail)
         if not problem:
             count = _count(dataset, rank)
-            first, digest = _look_at(dataset)
+            first, digest = _first_and_digest(dataset)
     except Exception as error:
-        # The user's own code and files: whatever it is, the other ranks must learn of it.
+        # User code may raise anything, and the other ranks must be told.
         problem = f"the dataset cannot be read: {type(error).__name__}: {error}"
     lines = [problem or f"{count} elements", settings, str(dataset.element_spec), digest]
     check_consistency(collectives, lines, _SUBJECT)
@@ -255,34 +254,34 @@ _SUBJECT = (
 )
 
 
-def _unsuitable(dataset: "tf.data.Dataset", tail: str) -> str:
-    """Why `dataset` cannot be sharded; empty where it can."""
+def _dataset_problem(dataset: "tf.data.Dataset", tail: str) -> str:
+    """Return why `dataset` cannot be sharded; empty if it can."""
     if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
-        return "the dataset is infinite: call repeat() on what hvd.shard returns, not before"
+        return "the dataset is infinite: call repeat() after hvd.shard, not before"
     outermost = dataset
     while type(outermost).__name__ in _TRANSPARENT:
         (outermost,) = outermost._inputs()
     if type(outermost).__name__ in _BATCHED:
         return (
             "the dataset is batched: expected single examples, because the last batch would be "
-            "smaller on some ranks. Give hvd.shard what there was before, and batch_size=; Keras's "
-            "..._dataset_from_directory makes single examples with batch_size=None, shuffle=False"
+            "smaller on some ranks. Call hvd.shard before batching and pass batch_size=. Keras's "
+            "..._dataset_from_directory gives single examples with batch_size=None, shuffle=False"
         )
-    return _unweightable(dataset.element_spec) if tail == "pad" else ""
+    return _weight_problem(dataset.element_spec) if tail == "pad" else ""
 
 
-def _unweightable(spec: Any) -> str:
-    """Why an element like this cannot carry a weight; empty where it can."""
+def _weight_problem(spec: Any) -> str:
+    """Return why an element like this cannot have a weight; empty if it can."""
     if isinstance(spec, tuple) and len(spec) in (2, 3):
         return ""
     return (
-        f"with tail='pad' elements must be (x, y) or (x, y, sample_weight), and are {spec}: make "
-        f"them such (in the reader, where there is one), or use tail='drop'"
+        f"with tail='pad' elements must be (x, y) or (x, y, sample_weight), and are {spec}: map "
+        f"them to one of these (in the reader, if there is one), or use tail='drop'"
     )
 
 
 def _count(dataset: "tf.data.Dataset", rank: int) -> int:
-    """How many elements the dataset has, which may mean to read it through."""
+    """Return the number of elements; read the whole dataset if it is unknown."""
     known = int(dataset.cardinality())
     if known >= 0:
         return known
@@ -290,8 +289,8 @@ def _count(dataset: "tf.data.Dataset", rank: int) -> int:
     count = _read_through(dataset)
     if rank == 0:
         log.info(
-            "hvd.shard counted %d elements in %.1f s; a dataset that knows its number, by "
-            "tf.data.experimental.assert_cardinality, is not read for that",
+            "hvd.shard counted %d elements in %.1f s; with "
+            "tf.data.experimental.assert_cardinality it need not count them",
             count,
             time.monotonic() - began,
         )
@@ -302,8 +301,8 @@ def _read_through(dataset: "tf.data.Dataset") -> int:
     return int(dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
 
 
-def _look_at(dataset: "tf.data.Dataset") -> tuple[Any, str]:
-    """The first element, and a digest of the first few."""
+def _first_and_digest(dataset: "tf.data.Dataset") -> tuple[Any, str]:
+    """Return the first element, and a description with a digest of the first few."""
     first = None
     content = hashlib.sha256()
     for i, element in enumerate(dataset.take(_COMPARED)):
@@ -313,17 +312,17 @@ def _look_at(dataset: "tf.data.Dataset") -> tuple[Any, str]:
     return first, f"first elements with digest {content.hexdigest()[:16]}"
 
 
-def _count_together(
+def _count_files(
     names: Sequence[str],
     reader: Reader,
     collectives: Collectives,
     rank: int,
     settings: str,
 ) -> list[int]:
-    """How many elements each file has. Each rank counts every size-th file."""
+    """Return the number of elements of each file. Each rank counts every size-th file."""
     check_consistency(
         collectives,
-        # Hosts may have their disks at different places.
+        # Only names: hosts may mount the files at different paths.
         [settings, *(f"file {os.path.basename(name)}" for name in names)],
         "the files to shard",
     )
@@ -335,16 +334,18 @@ def _count_together(
             examples = reader(tf.constant(name))
             known = int(examples.cardinality())
             if known == tf.data.INFINITE_CARDINALITY:
-                raise UsageError(f"reader makes an infinite dataset of {name}: remove its repeat()")
+                raise UsageError(
+                    f"reader returns an infinite dataset for {name}: remove its repeat()"
+                )
             found["counts"].append(known if known >= 0 else _read_through(examples))
     except Exception as error:
         found["problem"] = f"{type(error).__name__}: {error}"
     answers = collectives.allgather(json.dumps(found).encode(), "hvdkit.shard.counts")
-    everyones = [json.loads(answer) for answer in answers]
-    for teller, answer in enumerate(everyones):
+    by_rank = [json.loads(answer) for answer in answers]
+    for index, answer in enumerate(by_rank):
         if answer["problem"]:
-            raise UsageError(f"rank {teller} cannot count its files: {answer['problem']}")
-    counts = [everyones[i % size]["counts"][i // size] for i in range(len(names))]
+            raise UsageError(f"rank {index} cannot count its files: {answer['problem']}")
+    counts = [by_rank[i % size]["counts"][i // size] for i in range(len(names))]
     if rank == 0:
         seconds = time.monotonic() - began
         log.info(

@@ -1,4 +1,4 @@
-"""Which GPU is a rank's."""
+"""Select the GPU of a rank."""
 
 import logging
 
@@ -6,10 +6,10 @@ import tensorflow as tf
 
 
 def use_own_gpu(local_rank: int) -> None:
-    """Let TensorFlow see the GPU with the local rank's number, and no other.
+    """Let TensorFlow see only the GPU whose number is the local rank.
 
-    TensorFlow takes all memory of all the GPUs that it sees. Not where the script has chosen, and
-    not where there are fewer GPUs, because then a launcher has.
+    TensorFlow allocates all memory of every visible GPU. This function does nothing if the script
+    has selected GPUs, or if there are fewer GPUs than local ranks, because then a launcher has.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if local_rank >= len(gpus) or tf.config.get_visible_devices("GPU") != gpus:
@@ -17,10 +17,10 @@ def use_own_gpu(local_rank: int) -> None:
     try:
         tf.config.set_visible_devices(gpus[local_rank], "GPU")
     except RuntimeError:
-        # TensorFlow has started; what it has taken stays taken.
+        # TensorFlow has started and keeps the memory.
         logging.getLogger("hvdkit.tensorflow").warning(
-            "TensorFlow was in use before hvd.init(), so this rank has taken memory on all %d "
-            "GPUs of its host: call hvd.init() first, and it takes GPU %d only.",
+            "TensorFlow was in use before hvd.init(), so this rank has allocated memory on all %d "
+            "GPUs of its host: call hvd.init() first to use only GPU %d.",
             len(gpus),
             local_rank,
         )

@@ -1,4 +1,4 @@
-"""Horovod's elastic training, with this package's `init` and broadcasts."""
+"""Horovod's elastic training with hvdkit's `init` and broadcasts."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -17,20 +17,20 @@ __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator for an elastic training function; the first argument is the state to keep."""
+    """Decorate an elastic training function, whose first argument is the elastic state."""
 
     @wraps(func)
-    def converting(*args: Any, **kwargs: Any) -> Any:
+    def with_horovod_errors(*args: Any, **kwargs: Any) -> Any:
         try:
             return func(*args, **kwargs)
         except tf.errors.UnknownError as error:
-            # TensorFlow knows no other way to say that a rank is gone. Horovod's operations have
-            # one of these in their names, and a broken network's error nothing else.
+            # TensorFlow raises UnknownError if a rank is lost. The names of the operations in the
+            # message are the only sign that Horovod failed.
             if "Horovod" in str(error) or "hvdkit" in str(error):
                 raise HorovodInternalError(error) from error
             raise
 
-    decorated: Callable[..., Any] = run_fn(converting, _reset)
+    decorated: Callable[..., Any] = run_fn(with_horovod_errors, _reset)
     return decorated
 
 
@@ -40,7 +40,7 @@ def _reset() -> None:
 
 
 class _VariablesState(ObjectState):
-    """Keeps variables, and the objects that are its further arguments."""
+    """Elastic state of variables, and of the objects given as keyword arguments."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._save_variables()
@@ -55,13 +55,13 @@ class _VariablesState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Bring everything back to where it was at the last `save`."""
+        """Restore everything as of the last `save`."""
         for variable, value in self._saved_variables:
             variable.assign(value)
         super().restore()
 
     def sync(self) -> None:
-        """Give every rank what rank 0 has. A collective."""
+        """Broadcast everything from rank 0. A collective."""
         broadcast_variables(self._all_variables(), root_rank=0)
         self._save_variables()
         super().sync()
@@ -71,14 +71,14 @@ class _VariablesState(ObjectState):
 
 
 class TensorFlowKerasState(_VariablesState):
-    """A Keras model, its optimizer, and any picklable objects.
+    """Elastic state of a Keras model, its optimizer, and any picklable objects.
 
     Args:
-        model: built.
-        optimizer: default the one that the model is compiled with. It is built here where it is
-            not, so that old and new ranks have the same variables.
-        backend: accepted because Horovod's class has it; there are no sessions.
-        kwargs: objects to keep; they become attributes.
+        model: a built model.
+        optimizer: default: the optimizer of `model.compile`. It is built here if necessary, so
+            that old and new ranks have the same variables.
+        backend: for compatibility with Horovod; ignored.
+        kwargs: further objects; they become attributes.
 
     Raises:
         UsageError: the model is not built.
@@ -100,31 +100,30 @@ class TensorFlowKerasState(_VariablesState):
         super().__init__(**kwargs)
 
     def _all_variables(self) -> Sequence[Any]:
-        of_optimizer = getattr(self.optimizer, "variables", ())
-        # A method until Keras 3.
-        return [
-            *self.model.variables,
-            *(of_optimizer() if callable(of_optimizer) else of_optimizer),
-        ]
+        optimizer_variables = getattr(self.optimizer, "variables", ())
+        # A method before Keras 3.
+        if callable(optimizer_variables):
+            optimizer_variables = optimizer_variables()
+        return [*self.model.variables, *optimizer_variables]
 
 
 class TensorFlowState(_VariablesState):
-    """A list of variables, and any picklable objects.
+    """Elastic state of a list of variables, and of any picklable objects.
 
     Args:
         variables: `tf.Variable` or `keras.Variable`.
-        session: accepted because Horovod's class has it; must be None.
-        kwargs: objects to keep; they become attributes.
+        session: for compatibility with Horovod; must be None.
+        kwargs: further objects; they become attributes.
 
     Raises:
-        UsageError: a session is given.
+        UsageError: `session` is not None.
     """
 
     def __init__(
         self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any
     ) -> None:
         if session is not None:
-            raise UsageError("session is given: there are none in TensorFlow 2, leave it out")
+            raise UsageError("session is given, but TensorFlow 2 has no sessions: omit it")
         self.variables = list(variables or ())
         super().__init__(**kwargs)
 

@@ -1,4 +1,4 @@
-"""Bringing every rank to the same state: variables, Python objects."""
+"""Broadcast variables and Python objects from one rank; gather objects from all ranks."""
 
 import pickle
 import re
@@ -14,12 +14,12 @@ from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.variables import tf_variables
 
-# Small variables are broadcast together, up to so many bytes. Sending 16 MB takes a network longer
-# than negotiating a collective.
+# Small variables are concatenated into broadcasts of up to 16 MB. For larger ones the network takes
+# longer than the negotiation of a collective.
 _PACK_BYTES = 16_000_000
-# Variables are sent as bytes, and MPI counts elements in 32 bits: 1 GiB at a time is safe.
+# Variables are sent as bytes. MPI counts elements in 32 bits, so 1 GiB at a time is safe.
 _CHUNK_BYTES = 1 << 30
-# The name of a `keras.random.SeedGenerator`'s state.
+# Name of the state of a `keras.random.SeedGenerator`.
 _SEED = "seed_generator_state"
 
 
@@ -30,38 +30,38 @@ def broadcast_variables(
     process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
     inplace: bool = False,
 ) -> None:
-    """Copy rank `root_rank`'s variables into those of every other rank.
+    """Copy rank `root_rank`'s variables to every other rank.
 
-    May be called in a `tf.function`. On ranks outside the process set nothing happens.
+    May be called in a `tf.function`. Does nothing on ranks outside the process set.
 
-    The states of Keras's seed generators, which `model.variables` contains, are left as they are:
-    with equal ones all ranks would drop the same units in Dropout.
+    `model.variables` contains the states of Keras's seed generators. They are not broadcast,
+    because with equal seeds all ranks would drop the same units in Dropout.
 
     Args:
         variables: `model.variables`, `optimizer.variables` or any list of `tf.Variable` and
-            `keras.Variable`; any dtype but strings.
+            `keras.Variable`, of any dtype except strings.
         root_rank: the rank to copy from.
-        process_set: the ranks that take part.
-        inplace: let Horovod write into the variables one by one, which needs no further memory;
-            otherwise small ones travel together.
+        process_set: the participating ranks.
+        inplace: let Horovod write into the variables one by one, which needs no further memory.
+            Otherwise small variables are concatenated.
 
     Raises:
-        RankMismatchError: on every rank, when names, shapes or dtypes differ between ranks. (In a
-            graph Horovod itself complains, of different sizes.)
-        UsageError: there is something among them that cannot be sent, no such rank, or this is a
+        RankMismatchError: on every rank, if names, shapes or dtypes differ between ranks. In a
+            graph Horovod raises its own error if sizes differ.
+        UsageError: a variable cannot be sent, `root_rank` does not exist, or the call is in a
             graph of TensorFlow 1.
     """
     if not tf.executing_eagerly() and not tf.inside_function():
         raise UsageError(
-            "broadcast_variables() was called in a tf.Graph that a session would run: call it "
-            "eagerly or in a tf.function"
+            "broadcast_variables() was called in a tf.Graph of TensorFlow 1: call it eagerly or in "
+            "a tf.function"
         )
     given = tf_variables(variables)
     for i, variable in enumerate(given):
         if variable.dtype in (tf.string, tf.resource, tf.variant):
             raise UsageError(
-                f"variables[{i}], {variable.name!r}, is of {variable.dtype.name}: expected numbers "
-                f"or bools; send other things with broadcast_object()"
+                f"variables[{i}], {variable.name!r}, has dtype {variable.dtype.name}: expected "
+                f"numbers or bools; send other objects with broadcast_object()"
             )
     own = [variable for variable in given if _plain_name(variable).split("/")[-1] != _SEED]
     collectives = TensorFlowCollectives(process_set)
@@ -69,7 +69,7 @@ def broadcast_variables(
     if collectives.alone:
         return
     if tf.executing_eagerly():
-        # Not while tracing, which one rank alone may do once more.
+        # Not while tracing, because one rank alone may trace again.
         check_consistency(
             collectives,
             [
@@ -78,27 +78,35 @@ def broadcast_variables(
             ],
             "the variables to broadcast",
         )
-    if inplace:
-        for k, together in enumerate(_by_device(own)):
-            # Horovod's broadcast_() takes the variables' own names, which need not be different
-            # from each other, nor on all ranks the same.
-            mpi_ops.MPI_LIB.horovod_broadcast_inplace_resource(
-                [variable.handle for variable in together],
-                variable_names=[f"variable.{i}" for i in range(len(together))],
-                name=f"hvdkit.broadcast_variables.inplace.{k}",
-                root_rank=root_rank,
-                process_set_id=process_set.process_set_id,
-            )
+    if not inplace:
+        broadcast_unchecked(own, root_rank, process_set)
         return
-    for k, pack in enumerate(p for together in _by_device(own) for p in _packs(together)):
+    for k, variables_of_device in enumerate(_by_device(own)):
+        # Horovod's broadcast_() names collectives after the variables. Variable names may repeat
+        # and may differ between ranks.
+        mpi_ops.MPI_LIB.horovod_broadcast_inplace_resource(
+            [variable.handle for variable in variables_of_device],
+            variable_names=[f"variable.{i}" for i in range(len(variables_of_device))],
+            name=f"hvdkit.broadcast_variables.inplace.{k}",
+            root_rank=root_rank,
+            process_set_id=process_set.process_set_id,
+        )
+
+
+def broadcast_unchecked(
+    variables: Sequence[tf.Variable], root_rank: int, process_set: mpi_ops.ProcessSet
+) -> None:
+    """Broadcast variables that have the same order, shapes and dtypes on every rank."""
+    packs = (pack for of_device in _by_device(variables) for pack in _packs(of_device))
+    for k, pack in enumerate(packs):
         values = _broadcast_pack(pack, k, root_rank, process_set)
         for variable, value in zip(pack, values, strict=True):
             variable.assign(value)
 
 
 def _plain_name(variable: tf.Variable) -> str:
-    # Keras numbers layers of a kind through the whole process, and one rank may have made others
-    # before.
+    # Keras numbers the layers of a class per process. A rank that built another model before has
+    # other numbers.
     return re.sub(r"_\d+(?=[_/:]|$)", "", variable.name).removesuffix(":0")
 
 
@@ -110,11 +118,11 @@ def _by_device(variables: Sequence[tf.Variable]) -> list[list[tf.Variable]]:
 
 
 def _packs(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
-    """`variables` in as few lists as there should be broadcasts, in their order."""
+    """Yield the variables, in their order, in one list per broadcast."""
     pack: list[tf.Variable] = []
     size = 0
     for variable in variables:
-        # Of unknown shape is for itself, because it cannot be cut out of a pack.
+        # A variable of unknown shape is alone, because it cannot be cut out of a pack.
         count = variable.shape.num_elements()
         nbytes = _PACK_BYTES if count is None else count * variable.dtype.size
         if pack and size + nbytes > _PACK_BYTES:
@@ -129,7 +137,7 @@ def _packs(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
 def _broadcast_pack(
     pack: Sequence[tf.Variable], number: int, root_rank: int, process_set: mpi_ops.ProcessSet
 ) -> list[Any]:
-    """The root's values of the variables."""
+    """Return the root's values of the variables."""
     own = [variable.read_value() for variable in pack]
     contents = [_as_bytes(value) for value in own]
     sizes = [content.shape[0] for content in contents]
@@ -155,7 +163,7 @@ def _broadcast_pack(
 
 
 def _as_bytes(value: Any) -> Any:
-    """One-dimensional, because Horovod does not know every dtype, bfloat16 above all."""
+    """Return the content as one-dimensional uint8: Horovod lacks some dtypes, such as bfloat16."""
     if value.dtype == tf.bool:
         value = tf.cast(value, tf.uint8)
     return tf.reshape(tf.bitcast(value, tf.uint8), [-1])
@@ -185,22 +193,22 @@ def broadcast_object(
 ) -> Any:
     """Send rank `root_rank`'s object to every rank, pickled.
 
-    As Horovod's, except that it may be called while a graph is traced, is not limited to 2 GB, and
-    fails on every rank when the object cannot be pickled.
+    Unlike Horovod's function, this one may be called while a graph is traced, is not limited to
+    2 GB, and raises on every rank if the object cannot be pickled.
 
     Args:
-        obj: what to send; on other ranks anything, such as None.
+        obj: the object to send; ignored on other ranks.
         root_rank: the rank that sends.
-        session: accepted because Horovod's function has it; there are no sessions.
+        session: for compatibility with Horovod; must be None.
         name: appears in errors.
-        process_set: the ranks that take part. On others the object itself is returned.
+        process_set: the participating ranks. Other ranks get their own object back.
 
     Returns:
-        On `root_rank` the object itself, elsewhere a copy of it.
+        On `root_rank` the object itself, on other ranks a copy.
 
     Raises:
-        HvdkitError: on every rank but the root, when the root could not pickle its object; the
-            root raises what its pickling has raised.
+        HvdkitError: on the other ranks, if the root could not pickle its object. The root raises
+            the error of pickle.
     """
     _no_session(session, "broadcast_object")
     _check_root(root_rank, process_set)
@@ -225,20 +233,20 @@ def allgather_object(
     name: str | None = None,
     process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
 ) -> list[Any]:
-    """Collect an object, pickled, from every rank; types may differ.
+    """Gather an object, pickled, from every rank; types may differ.
 
     Args:
         obj: this rank's object.
-        session: accepted because Horovod's function has it; there are no sessions.
+        session: for compatibility with Horovod; must be None.
         name: appears in errors.
-        process_set: the ranks that take part. On others the object alone is returned.
+        process_set: the participating ranks. Other ranks get `[obj]`.
 
     Returns:
-        One object per rank, in their order.
+        One object per rank, in the order of the ranks.
 
     Raises:
-        HvdkitError: on every rank, when one could not pickle its object; that one raises what its
-            pickling has raised.
+        HvdkitError: on every rank, if one rank could not pickle its object. That rank raises the
+            error of pickle.
     """
     _no_session(session, "allgather_object")
     name = name or "hvdkit.allgather_object"
@@ -256,7 +264,7 @@ def allgather_object(
 
 
 def _pickled(obj: Any) -> tuple[bytes, Exception | None]:
-    """No bytes where it fails: the other ranks wait for something all the same."""
+    """Return the pickled object; on failure no bytes, which tell the other ranks, and the error."""
     try:
         return cloudpickle.dumps(obj), None
     except Exception as error:
@@ -269,7 +277,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
 ) -> Callable[[Any], Any]:
-    """A function that calls `broadcast_object` with these arguments."""
+    """Return a function that calls `broadcast_object` with these arguments."""
     _no_session(session, "broadcast_object_fn")
 
     def broadcast(obj: Any) -> Any:
@@ -281,17 +289,13 @@ def broadcast_object_fn(
 def _no_session(session: Any, function: str) -> None:
     if session is not None:
         raise UsageError(
-            f"{function}() was given a session, which TensorFlow 2 does not have: leave it out and "
-            f"call it outside of tf.Graph().as_default()"
+            f"{function}() was called with a session, which TensorFlow 2 does not have: omit it, "
+            f"and call the function outside of tf.Graph().as_default()"
         )
 
 
 def broadcast_global_variables(root_rank: int) -> NoReturn:  # noqa: ARG001
-    """Not in TensorFlow 2.
-
-    Raises:
-        UsageError: always; the message says what to use.
-    """
+    """Raise UsageError with the replacement: TensorFlow 2 has no global variables."""
     raise UsageError(
         "broadcast_global_variables() is for TensorFlow 1, where variables are global: use "
         "broadcast_variables(model.variables, root_rank) and, once the optimizer is built, "
@@ -300,11 +304,7 @@ def broadcast_global_variables(root_rank: int) -> NoReturn:  # noqa: ARG001
 
 
 class BroadcastGlobalVariablesHook:
-    """Not in TensorFlow 2, which has no estimators.
-
-    Raises:
-        UsageError: always; the message says what to use.
-    """
+    """Raise UsageError with the replacement: TensorFlow 2 has no estimators."""
 
     def __init__(self, root_rank: int, device: str = "") -> None:  # noqa: ARG002
         raise UsageError(

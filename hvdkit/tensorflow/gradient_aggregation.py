@@ -1,4 +1,4 @@
-"""`horovod.tensorflow.gradient_aggregation`, for scripts that import it by this name."""
+"""Alias of `horovod.tensorflow.gradient_aggregation` for scripts that import this name."""
 
 from horovod.tensorflow.gradient_aggregation import (
     LocalGradientAggregationHelper,

@@ -1,4 +1,4 @@
-"""`horovod.tensorflow.mpi_ops`, with this package's `init`, `shutdown` and `join`."""
+"""`horovod.tensorflow.mpi_ops` with hvdkit's `init`, `shutdown` and `join`."""
 
 from horovod.tensorflow.mpi_ops import *  # noqa: F403
 

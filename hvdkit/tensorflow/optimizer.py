@@ -1,4 +1,4 @@
-"""`hvd.DistributedOptimizer`, which for Keras's optimizers is hvdkit.keras's."""
+"""`hvd.DistributedOptimizer`, which calls the one of hvdkit.keras."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,27 +33,28 @@ def DistributedOptimizer(
 
     Args:
         optimizer: a `keras.optimizers.Optimizer`.
-        use_locking: accepted because Horovod's function has it; TensorFlow 1's.
-        options: what else `hvdkit.keras.DistributedOptimizer` takes, which describes all of them.
+        use_locking: for compatibility with Horovod; ignored.
+        options: further arguments of `hvdkit.keras.DistributedOptimizer`, which documents all
+            arguments.
 
     Raises:
-        UsageError: the optimizer is of TensorFlow 1 or of tf_keras.
+        UsageError: the optimizer belongs to TensorFlow 1 or tf_keras.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         raise UsageError(
-            f"optimizer is tf.compat.v1's {type(optimizer).__name__}: expected one of "
-            f"keras.optimizers. In a training loop of your own, hvd.DistributedGradientTape takes "
-            f"the place of the wrapped optimizer, and any optimizer applies its gradients"
+            f"optimizer is a {type(optimizer).__name__} of tf.compat.v1: expected one of "
+            f"keras.optimizers. In a custom training loop, use hvd.DistributedGradientTape and "
+            f"apply its gradients with any optimizer"
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         kind = type(optimizer)
         raise UsageError(
-            f"optimizer is a {kind.__module__}.{kind.__qualname__}: expected one of Keras "
-            f"{keras.__version__}'s, keras.optimizers. For tf_keras and others, in a training loop "
-            f"of your own, use hvd.DistributedGradientTape and apply its gradients with the "
-            f"optimizer as it is"
+            f"optimizer is a {kind.__module__}.{kind.__qualname__}: expected one of "
+            f"keras.optimizers of Keras {keras.__version__}. For tf_keras and other libraries, use "
+            f"hvd.DistributedGradientTape in a custom training loop and apply its gradients with "
+            f"the plain optimizer"
         )
-    # Of the floor above, and only for those who use it (see tests/test_layers.py).
+    # Imported on use only, because hvdkit.keras is a higher layer (see tests/test_layers.py).
     from hvdkit.keras import DistributedOptimizer as wrap
 
     return wrap(

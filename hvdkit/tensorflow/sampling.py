@@ -1,4 +1,4 @@
-"""Data that a job can go on with at any step: `hvd.ResumableSampler` for tf.data."""
+"""`hvd.ResumableSampler` for tf.data: shard an epoch over ranks, resumable at any batch."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,12 +12,12 @@ from hvdkit.tensorflow.collectives import TensorFlowCollectives
 
 
 class ResumableSampler(Epochs):
-    """Which sample this rank sees when, for data that have a number each.
+    """Selects this rank's samples of an indexed dataset, resumable at any batch.
 
-    In every epoch each sample goes to one rank, in an order that follows from the seed and the
-    epoch alone. All ranks have the same number of batches. A checkpoint keeps one number, how many
-    samples all ranks together have had, so a job goes on at any batch without reading what came
-    before, with the same number of ranks or another one.
+    In every epoch each sample goes to one rank, in an order that depends only on the seed and the
+    epoch. All ranks have the same number of batches. A checkpoint keeps one number: how many
+    samples all ranks together have consumed. A job can therefore resume at any batch without
+    reading earlier samples, with the same or another number of ranks.
 
         sampler = hvd.ResumableSampler(len(labels), batch_size=32, seed=1)
         data = sampler.dataset(lambda i: (images[i], labels[i]))
@@ -29,15 +29,14 @@ class ResumableSampler(Epochs):
                 train_step(x, y)
                 checkpointer.maybe_save(int(optimizer.iterations))
 
-    In Keras's `fit` the callback that it is given to counts: `model.fit(data, callbacks=[
+    In Keras's `fit` the checkpoint callback counts the batches: `model.fit(data, callbacks=[
     hvd.callbacks.Checkpoint(folder, data=sampler)])`.
 
-    What does not come out even at the end of an epoch is said in the log: without `drop_last` the
-    last batches may be smaller on some ranks, and a rank that would have a batch fewer than others
-    gets one sample that another has, too.
+    Without `drop_last` the last batches may be smaller on some ranks. A rank that would have one
+    batch less than others gets one sample that another rank has too. A log line says so.
 
     Attributes:
-        epoch: the epoch that the job is in, or that comes next; from 0 on.
+        epoch: the current epoch, or the next one between two epochs; from 0 on.
         batches_per_epoch: batches of a whole epoch, the same on every rank.
     """
 
@@ -53,15 +52,15 @@ class ResumableSampler(Epochs):
     ) -> None:
         """
         Args:
-            count: how many samples there are; they are called 0 to count - 1.
+            count: number of samples; their indices are 0 to count - 1.
             batch_size: samples per rank and step.
-            shuffle: a new order in each epoch; otherwise always 0, 1, 2, ...
-            seed: of the orders, a whole number from 0 on; the same on every rank.
-            drop_last: leave out what does not fill a batch on every rank.
+            shuffle: draw a new order for each epoch; otherwise always 0, 1, 2, ...
+            seed: seed of the orders, an integer >= 0; the same on every rank.
+            drop_last: drop the last samples that do not fill a batch on every rank.
             process_set: the ranks that share the data.
 
         Raises:
-            UsageError: an argument makes no sense, or no rank would have a batch.
+            UsageError: an argument is invalid, or no rank would have a batch.
         """
         collectives = TensorFlowCollectives(process_set)
         super().__init__(
@@ -79,19 +78,19 @@ class ResumableSampler(Epochs):
     def dataset(
         self, load: Callable[..., Any] | None = None, *, seeds: bool = False
     ) -> "tf.data.Dataset":
-        """What is left of an epoch, in batches; at each iteration of the epoch that it is then.
+        """Return a dataset whose iterations are the remaining batches of the current epoch.
 
-        Its `cardinality()` is that of a whole epoch, which is what `fit` wants to know. Iterate it
-        with `batches`, or give it to `fit`.
+        Its `cardinality()` is that of a whole epoch, which `fit` needs. Iterate it with `batches`,
+        or give it to `fit`.
 
         Args:
-            load: the number of a sample, an int64 scalar -> the sample. Samples are loaded side by
-                side, batched and prefetched. None: batches are those of the numbers, for a `map`
+            load: maps the index of a sample, an int64 scalar, to the sample. Samples are loaded in
+                parallel, batched and prefetched. None: the batches contain indices, for a `map`
                 that loads a batch at once, such as `lambda i: (tf.gather(x, i), tf.gather(y, i))`.
-            seeds: hand `load` (or the `map`) a seed for each sample as well, int64 of shape [2],
-                for `tf.image.stateless_random_crop` and the like. It follows from the sampler's
-                seed, the epoch and the sample. What other random operations do in tf.data no
-                checkpoint can keep.
+            seeds: pass `load` (or the `map`) also a seed for each sample, int64 of shape [2], for
+                operations such as `tf.image.stateless_random_crop`. The seed depends on the
+                sampler's seed, the epoch and the sample. A checkpoint cannot keep the state of
+                other random operations in tf.data.
 
         Returns:
             Batches of `batch_size`; the last ones may be smaller, unless `drop_last`.
@@ -104,7 +103,7 @@ class ResumableSampler(Epochs):
         return dataset if load is None else dataset.prefetch(tf.data.AUTOTUNE)
 
     def _rest(self, seeds: bool) -> "tf.data.Dataset":
-        """The samples from where the job is, looked up when it is iterated."""
+        """Return the remaining samples, looked up at each iteration."""
         numbers, seed = tf.numpy_function(self._look_up, [], [tf.int64, tf.int64])
         numbers = tf.ensure_shape(numbers, [None])
         samples = tf.data.Dataset.from_tensor_slices(numbers)
@@ -116,20 +115,19 @@ class ResumableSampler(Epochs):
     def _look_up(self) -> tuple[np.ndarray, np.ndarray]:
         self.uncounted = True
         epoch, mine = self.left()
-        # Not the sequence that the order is drawn from.
+        # Another sequence than the one of the order.
         drawn = np.random.SeedSequence([self._seed, epoch, 1]).generate_state(1, np.uint64)
         return mine, drawn.view(np.int64)[0]
 
     def batches(self, dataset: Any) -> Iterator[Any]:
-        """The batches that are left of this epoch, counted as they are handed out.
+        """Yield the remaining batches of this epoch and count them.
+
+        `epoch` is the next epoch when the iterator has ended. If a loop left the iterator early,
+        the next call begins the next epoch. Call `end_epoch()` before such a `break`, so that a
+        checkpoint saved afterwards also has the next epoch.
 
         Args:
-            dataset: made of `dataset()`, with as many batches.
-
-        Returns:
-            An iterator. Once it has ended, `epoch` is the next one. After a loop that has left it
-            before its end, the next call begins the next epoch. Call `end_epoch()` before such a
-            `break`, so that a checkpoint that is saved after it has the next epoch, too.
+            dataset: made from `dataset()`, with the same number of batches.
 
         Raises:
             UsageError: `dataset` has fewer batches.

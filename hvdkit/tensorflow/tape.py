@@ -1,7 +1,6 @@
-"""Gradient tapes whose gradients are reduced over all ranks."""
+"""Gradient tapes that reduce gradients over all ranks."""
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,11 +13,11 @@ from hvdkit.core import bucketing
 from hvdkit.core.reduction import Reduction
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.compression import Compression, wire_format
-from hvdkit.tensorflow.graphs import place
+from hvdkit.tensorflow.graphs import trace_position
 from hvdkit.tensorflow.reducer import GradientReducer
 from hvdkit.tensorflow.variables import tf_variable_or_none
 
-#: The gradients of variables, reduced.
+#: Reduces gradients; called with the gradients and their sources.
 Reduce = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
 
@@ -38,37 +37,37 @@ def DistributedGradientTape(
     bucket_bytes: int = bucketing.BUCKET_BYTES,
     check_parameters: bool = True,
 ) -> Any:
-    """A tape whose `gradient()` gives the gradients of all ranks.
+    """Return a tape whose `gradient()` reduces the gradients over all ranks.
 
-    It is an instance of the tape's own class and takes over what that has recorded; it may also
-    record itself: `with hvd.DistributedGradientTape(tf.GradientTape()) as tape`. Gradients are
-    reduced in buckets, in a graph while others are still being computed.
+    The tape is an instance of the original tape's class and has its recordings. It can also record
+    itself: `with hvd.DistributedGradientTape(tf.GradientTape()) as tape`. Gradients are reduced in
+    buckets. In a graph the reduction overlaps with the backward pass.
 
     Args:
         gradtape: the tape to wrap.
-        device_dense: where to reduce, as for `tf.device`. Default: where the gradients are.
-        device_sparse: the same; Horovod has two, only the first that is given counts.
-        compression: what gradients travel as: `"none"`, `"fp16"`, `"bf16"`, the same of
-            `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat`, or a class like Horovod's
-            compressors, which sees gradients one by one.
-        sparse_as_dense: reduce `tf.IndexedSlices` as dense gradients. Otherwise their rows are
-            gathered.
-        op: `Average` or `Sum` over the ranks, or `Adasum`, Horovod's own, one by one.
-        gradient_predivide_factor: with `Average`, gradients are divided by this before the sum
-            and by size / this after it. Default: as suits the wire format.
-        num_groups: older name of an integer `groups`.
-        groups: reduce gradients in this many buckets, or in one for each of these lists of
-            variables.
-        process_set: the ranks to reduce over; on other ranks gradients stay as they are.
-        scale_local_gradients: divide the gradients of sources that are registered as local by the
-            number of ranks, which keeps their ratio to averaged ones.
-        bucket_bytes: the largest bucket of several gradients.
+        device_dense: the device to reduce on, as for `tf.device`. Default: the gradients' device.
+        device_sparse: the same; used only if `device_dense` is not given.
+        compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, one of `hvd.Compression`, a
+            `hvdkit.core.wire_format.WireFormat`, or a class with the interface of Horovod's
+            compressors, which gets gradients one by one.
+        sparse_as_dense: reduce `tf.IndexedSlices` as dense gradients. Otherwise gather their rows.
+        op: `Average` or `Sum` over the ranks, or Horovod's `Adasum`, which reduces gradients one by
+            one.
+        gradient_predivide_factor: with `Average`, gradients are divided by this factor before the
+            sum and by size / factor after it. Default: the wire format decides.
+        num_groups: older name for an integer `groups`.
+        groups: the number of buckets, or one list of variables for each bucket.
+        process_set: the ranks to reduce over. On other ranks gradients are unchanged.
+        scale_local_gradients: divide the gradients of local sources by the number of ranks, which
+            keeps their ratio to averaged gradients.
+        bucket_bytes: the largest size in bytes of a bucket with several gradients.
         check_parameters: compare the variables' values between ranks before the second reduction
-            and some later ones. If they differ, the first rank logs a warning, and from the 171st
-            reduction on it is an error on every rank.
+            and some later ones. A difference is a warning of the first rank, and from the 171st
+            reduction on an error on every rank.
 
     Raises:
-        UsageError: the arguments do not fit together; nothing has been communicated.
+        UsageError: an argument is invalid, or arguments contradict each other. Nothing has been
+            communicated.
 
     Example:
         with tf.GradientTape() as tape:
@@ -94,7 +93,7 @@ def DistributedGradientTape(
             process_set,
             check_parameters,
         )
-        return _reducer(*key, place(key))(gradients, sources, check_parameters)
+        return _reducer(*key, trace_position(key))(gradients, sources, check_parameters)
 
     cls = type(gradtape)
     wrapped_class: type[_DistributedTape] = type(
@@ -102,7 +101,7 @@ def DistributedGradientTape(
     )
     wrapped = wrapped_class.__new__(wrapped_class)
     wrapped.__dict__.update(gradtape.__dict__)
-    # The one that records, if it still does, is the other.
+    # The original tape may still be recording; this one is not.
     wrapped._recording = False
     wrapped._reduce = reduce
     wrapped._device = device_dense or device_sparse or None
@@ -129,13 +128,13 @@ def PartialDistributedGradientTape(
     bucket_bytes: int = bucketing.BUCKET_BYTES,
     check_parameters: bool = True,
 ) -> Any:
-    """A `DistributedGradientTape` that leaves the gradients of some layers to each rank.
+    """Return a `DistributedGradientTape` that does not reduce the gradients of local layers.
 
     Args:
-        local_layers: a Keras layer or several, built, whose weights belong to this rank alone.
+        local_layers: a built Keras layer or a list of them, whose weights differ between ranks.
 
     Raises:
-        UsageError: one of them is no Keras layer.
+        UsageError: an element of `local_layers` is not a Keras layer.
     """
     if local_layers is None:
         local_layers = ()
@@ -144,7 +143,7 @@ def PartialDistributedGradientTape(
     for layer in local_layers:
         if not isinstance(layer, keras.layers.Layer):
             raise UsageError(
-                f"local_layers has a {type(layer).__name__} in it: expected Keras layers"
+                f"local_layers contains a {type(layer).__name__}: expected Keras layers"
             )
     tape = DistributedGradientTape(
         gradtape,
@@ -168,20 +167,20 @@ def PartialDistributedGradientTape(
 
 
 class _DistributedTape(tf.GradientTape):
-    """What `DistributedGradientTape` adds to a tape's class."""
+    """Mixin of `DistributedGradientTape` for a tape's class."""
 
     _reduce: Reduce
     _device: str | None
-    #: By `_identity`; the sources themselves, so that no other gets the same.
+    #: By `_identity`. Keeps the sources alive, so that no other object gets the same id.
     _local_sources: dict[int, Any]
     process_set: mpi_ops.ProcessSet
     scale_local_gradients: bool
 
     def register_local_source(self, source: Any) -> None:
-        """Leave the gradient of `source`, a variable, to each rank."""
+        """Do not reduce the gradient of `source`, a variable."""
         self._local_sources[_identity(source)] = source
 
-    # TensorFlow would rewrite what it calls as well, to find nothing that depends on tensors.
+    # No code here depends on tensors, so AutoGraph's conversion would only cost time.
     @tf.autograph.experimental.do_not_convert
     def gradient(
         self,
@@ -191,27 +190,27 @@ class _DistributedTape(tf.GradientTape):
         use_generic_names: bool = False,  # noqa: ARG002
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """As the tape's own, with the gradients of all ranks.
+        """Compute gradients like the tape's own method, and reduce them over all ranks.
 
-        A collective: every rank calls it, for the same sources.
+        A collective: every rank calls it for the same sources.
 
         Args:
-            use_generic_names: accepted because Horovod's method has it; names never differ
-                between ranks.
+            use_generic_names: for compatibility with Horovod; ignored, because names are the same
+                on every rank.
         """
         computed = super().gradient(target, sources, output_gradients, unconnected_gradients)
         gradients = tf.nest.flatten(computed)
         flat = tf.nest.flatten(sources)
-        # A source that is given twice is reduced once.
+        # A repeated source is reduced once.
         shared = {
             _identity(source): k
             for k, source in enumerate(flat)
             if _identity(source) not in self._local_sources
         }
-        places = list(shared.values())
-        if places:
+        indices = list(shared.values())
+        if indices:
             with tf.device(self._device):
-                reduced = self._reduce([gradients[k] for k in places], [flat[k] for k in places])
+                reduced = self._reduce([gradients[k] for k in indices], [flat[k] for k in indices])
             by_source = dict(zip(shared, reduced, strict=True))
             for k, source in enumerate(flat):
                 gradients[k] = by_source.get(_identity(source), gradients[k])
@@ -228,10 +227,10 @@ class _DistributedTape(tf.GradientTape):
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """As `gradient()`.
+        """Compute the same as `gradient()`.
 
         Returns:
-            (source, gradient) of the sources that are registered as local, and of the others.
+            (source, gradient) pairs of the local sources, and of the other sources.
         """
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         pairs = list(zip(sources, gradients, strict=True))
@@ -241,7 +240,7 @@ class _DistributedTape(tf.GradientTape):
 
 
 def _identity(source: Any) -> int:
-    # A keras.Variable and the tf.Variable that it holds are the same source.
+    # A keras.Variable and its tf.Variable are the same source.
     variable = tf_variable_or_none(source)
     return id(source if variable is None else variable)
 
@@ -255,18 +254,18 @@ def _divided(gradient: Any, size: int) -> Any:
     return gradient / tf.cast(size, gradient.dtype)
 
 
-#: The reducers of this process's tapes by what they do, and the states of those to come.
+#: The reducers of this process's tapes by their settings, and restored states of future reducers.
 _reducers: dict[str, GradientReducer] = {}
 _saved_states: dict[str, Any] = {}
 
 
 def reduction_state() -> dict[str, Any]:
-    """What the wire formats of all tapes have learned; see `GradientReducer.state`."""
+    """Return the states of all tapes' wire formats; see `GradientReducer.state`."""
     return _saved_states | {key: reducer.state() for key, reducer in _reducers.items()}
 
 
 def adopt_reduction_state(state: Mapping[str, Any]) -> None:
-    """Go on with what `reduction_state` gave, maybe in another process of the same program."""
+    """Restore a state returned by `reduction_state`, possibly in another process."""
     _saved_states.clear()
     _saved_states.update(state)
     for key in _reducers.keys() & _saved_states.keys():
@@ -283,10 +282,13 @@ def _reducer(
     sparse_as_dense: bool,
     process_set: mpi_ops.ProcessSet,
     check_parameters: bool,
-    where: str,
+    position: str,
 ) -> GradientReducer:
-    """One for each place in a graph, because two may be at work at the same time."""
-    # Kept, because a training loop makes a tape for every step.
+    """Return the reducer for these settings and this position in a graph.
+
+    Cached, because a training loop makes a new tape in every step. Positions have their own
+    reducers, because a graph may run them concurrently.
+    """
     reduction = Reduction(
         format=wire_format(compression),
         average=average,
@@ -297,8 +299,9 @@ def _reducer(
     )
     context = ["DistributedGradientTape", f"check_parameters: {check_parameters}"]
     reducer = GradientReducer(reduction, process_set, context)
-    key = "; ".join([*reduction.describe(), f"ranks: {process_set.ranks}", f"place: {where}"])
-    # Two ways to say the same wire format make two reducers; only the first one's is kept then.
+    # The key is a part of checkpoints.
+    key = "; ".join([*reduction.describe(), f"ranks: {process_set.ranks}", f"place: {position}"])
+    # Two names of one wire format make two reducers. Only the state of the first one is saved.
     if _reducers.setdefault(key, reducer) is reducer and key in _saved_states:
         reducer.adopt_state(_saved_states.pop(key))
     return reducer
@@ -322,22 +325,16 @@ def _adasum(gradients: Sequence[Any], compression: Any, sparse_as_dense: bool) -
 def _group_maker(
     groups: int | Sequence[Sequence[Any]],
 ) -> Callable[[Sequence[Any]], tuple[tuple[int, ...], ...]]:
-    """Sources -> the groups of their places.
+    """Return a function that maps sources to groups of their indices.
 
     Raises:
-        UsageError: `groups` are none.
+        UsageError: `groups` is invalid.
     """
     if isinstance(groups, int):
         if groups < 0:
             raise UsageError(f"groups is {groups}: expected 0 or more")
-        wanted = groups
-
-        def split(sources: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-            count = min(wanted, len(sources))
-            bounds = [len(sources) * k // count for k in range(count + 1)] if count else []
-            return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(bounds))
-
-        return split
+        number = groups
+        return lambda sources: tuple(map(tuple, bucketing.even_groups(len(sources), number)))
     if not all(isinstance(group, list | tuple) for group in groups):
         raise UsageError(
             f"groups is {groups!r}: expected a number, or a list of lists of variables"
@@ -345,12 +342,12 @@ def _group_maker(
     members = [[_identity(variable) for variable in group] for group in groups]
     flat = [identity for group in members for identity in group]
     if len(set(flat)) < len(flat):
-        raise UsageError("groups has a variable in it twice: expected each once at most")
+        raise UsageError("groups contains a variable twice: expected each variable at most once")
 
     def look_up(sources: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-        # Of a model's variables a tape may be asked for some only.
-        place = {_identity(source): k for k, source in enumerate(sources)}
-        found = (tuple(place[i] for i in group if i in place) for group in members)
+        # A tape may be called for only some of a model's variables.
+        index = {_identity(source): k for k, source in enumerate(sources)}
+        found = (tuple(index[i] for i in group if i in index) for group in members)
         return tuple(group for group in found if group)
 
     return look_up
@@ -367,8 +364,8 @@ def _check_arguments(
         raise UsageError(f"op is {op!r}: expected hvd.Average, hvd.Sum or hvd.Adasum")
     if gradient_predivide_factor != 1.0 and op != mpi_ops.Average:
         raise UsageError(
-            f"gradient_predivide_factor is {gradient_predivide_factor}, which divides an average "
-            f"in two: use it with op=hvd.Average, or leave it out"
+            f"gradient_predivide_factor is {gradient_predivide_factor}, which needs "
+            f"op=hvd.Average: use that op, or omit the factor"
         )
     if gradient_predivide_factor <= 0:
         raise UsageError(
@@ -378,7 +375,7 @@ def _check_arguments(
         raise UsageError("Horovod is not initialised: call hvd.init() before this")
     if op == mpi_ops.Adasum:
         if process_set is not mpi_ops.global_process_set:
-            raise UsageError("op is hvd.Adasum, which is for all ranks: leave process_set out")
+            raise UsageError("op is hvd.Adasum, which needs all ranks: omit process_set")
         if mpi_ops.size() > 1 and not mpi_ops.mpi_enabled():
             raise UsageError(
                 "op is hvd.Adasum, which Horovod implements over MPI only: start the job with "

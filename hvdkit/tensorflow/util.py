@@ -1,4 +1,4 @@
-"""`horovod.tensorflow.util`, for scripts that import it by this name."""
+"""Alias of `horovod.tensorflow.util` for scripts that import this name."""
 
 from horovod.tensorflow.util import refs_to_vars, vars_to_refs
 

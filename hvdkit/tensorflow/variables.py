@@ -1,4 +1,4 @@
-"""TensorFlow's variables, and Keras's, which hold one."""
+"""Find the `tf.Variable` of a `tf.Variable` or `keras.Variable`."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from hvdkit.errors import UsageError
 
 
 def tf_variable_or_none(source: Any) -> tf.Variable | None:
-    """The `tf.Variable` that `source` is or, as a `keras.Variable`, holds; otherwise None."""
+    """Return the `tf.Variable` that `source` is or holds; None if there is none."""
     if isinstance(source, tf.Variable):
         return source
     held = getattr(source, "value", None)
@@ -16,10 +16,10 @@ def tf_variable_or_none(source: Any) -> tf.Variable | None:
 
 
 def tf_variable(variable: Any) -> tf.Variable:
-    """The same for what must be one.
+    """Return the `tf.Variable` of a `tf.Variable` or `keras.Variable`.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: `variable` is neither.
     """
     found = tf_variable_or_none(variable)
     if found is not None:
@@ -31,10 +31,10 @@ def tf_variable(variable: Any) -> tf.Variable:
 
 
 def tf_variables(variables: Any, argument: str = "variables") -> list[tf.Variable]:
-    """The same for several, such as `model.variables`.
+    """Return the `tf.Variable`s of a list such as `model.variables`.
 
     Raises:
-        UsageError: something in it is no variable; the message names its place in `argument`.
+        UsageError: an element is not a variable; the message names its index in `argument`.
     """
     if isinstance(variables, tf.Variable | tf.Tensor):
         raise UsageError(f"{argument} is one {type(variables).__name__}: expected a list of them")

@@ -27,9 +27,9 @@ def model_of(optimizer):
 def test_one_method_of_callback_lists_is_wrapped_and_once(hvd):
     from keras.callbacks import CallbackList
 
-    from hvdkit.keras.training import coordinate_fit
+    from hvdkit.keras.training import wrap_callback_lists
 
-    coordinate_fit()
+    wrap_callback_lists()
     wrapped = {name for name, value in vars(CallbackList).items() if hasattr(value, "__wrapped__")}
     assert wrapped == {"set_model"}
     assert not hasattr(CallbackList.set_model.__wrapped__, "__wrapped__")

@@ -52,4 +52,4 @@ def test_tensorflow_in_use_before_init_is_told(hvd):
     error = RuntimeError("Visible devices cannot be modified")
     with recorded("hvdkit.tensorflow") as records, simulated(GPUS, GPUS, error):
         use_own_gpu(2)
-    assert "call hvd.init() first, and it takes GPU 2 only" in records[0].getMessage()
+    assert "call hvd.init() first to use only GPU 2" in records[0].getMessage()

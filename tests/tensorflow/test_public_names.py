@@ -114,11 +114,11 @@ def test_what_was_for_tensorflow_1_says_what_to_use(hvd):
     for call, message in (
         (lambda: hvd.broadcast_global_variables(0), r"use broadcast_variables\(model.variables"),
         (lambda: hvd.BroadcastGlobalVariablesHook(0), r"use broadcast_variables\(\)"),
-        (lambda: hvd.DistributedOptimizer(v1), "hvd.DistributedGradientTape takes the place"),
+        (lambda: hvd.DistributedOptimizer(v1), "use hvd.DistributedGradientTape"),
         (lambda: hvd.DistributedOptimizer("adam"), "optimizer is a builtins.str: expected one"),
-        (lambda: hvd.broadcast_object(1, session=v1), "was given a session"),
-        (lambda: hvd.allgather_object(1, session=v1), "was given a session"),
-        (lambda: hvd.broadcast_object_fn(session=v1), "was given a session"),
+        (lambda: hvd.broadcast_object(1, session=v1), "was called with a session"),
+        (lambda: hvd.allgather_object(1, session=v1), "was called with a session"),
+        (lambda: hvd.broadcast_object_fn(session=v1), "was called with a session"),
         (lambda: hvd.elastic.TensorFlowState([], session=v1), "session is given"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -11,14 +11,14 @@ def test_arguments_that_make_no_sense(hvd):
     plain, v = tf.GradientTape, tf.Variable(1.0)
     for arguments, message in (
         ({"op": hvd.Max}, "op is"),
-        ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "divides an average"),
+        ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "needs op=hvd.Average"),
         ({"gradient_predivide_factor": 0.0}, "expected more than 0"),
         ({"compression": "fp8"}, "compression is 'fp8'"),
         ({"compression": 16}, "compression is 16"),
         ({"groups": -1}, "groups is -1"),
         ({"groups": [v]}, "a list of lists of variables"),
-        ({"groups": [[v], [v]]}, "a variable in it twice"),
-        ({"op": hvd.Adasum, "process_set": hvd.ProcessSet([0])}, "leave process_set out"),
+        ({"groups": [[v], [v]]}, "contains a variable twice"),
+        ({"op": hvd.Adasum, "process_set": hvd.ProcessSet([0])}, "omit process_set"),
     ):
         with pytest.raises(UsageError, match=message):
             hvd.DistributedGradientTape(plain(), **arguments)
@@ -26,7 +26,7 @@ def test_arguments_that_make_no_sense(hvd):
         hvd.DistributedGradientTape(1.0)
     with pytest.raises(UsageError, match="already"):
         hvd.DistributedGradientTape(hvd.DistributedGradientTape(plain()))
-    with pytest.raises(UsageError, match="local_layers has a ResourceVariable"):
+    with pytest.raises(UsageError, match="local_layers contains a ResourceVariable"):
         hvd.PartialDistributedGradientTape(plain(), local_layers=[v])
 
 

@@ -1,4 +1,4 @@
-"""`horovod.tensorflow.keras`, for scripts that import it by this name: hvdkit.keras."""
+"""Alias of hvdkit.keras, named as `horovod.tensorflow.keras`."""
 
 from hvdkit.keras import *  # noqa: F403
 from hvdkit.keras import __all__  # noqa: F401

@@ -1,3 +1,3 @@
-"""`horovod.tensorflow.keras.callbacks`, for scripts that import it: hvdkit.keras.callbacks."""
+"""Alias of hvdkit.keras.callbacks, named as `horovod.tensorflow.keras.callbacks`."""
 
 from hvdkit.keras.callbacks import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""`horovod.tensorflow.keras.elastic`, for scripts that import it: hvdkit.keras.elastic."""
+"""Alias of hvdkit.keras.elastic, named as `horovod.tensorflow.keras.elastic`."""
 
 from hvdkit.keras.elastic import *  # noqa: F403

@@ -54,8 +54,8 @@ def test_variables_of_every_dtype_are_broadcast(hvd):
     variables.append(keras.Variable(np.array(special, "float32"), trainable=False))
     before = of_every_rank(contents(variables))
     with pytest.MonkeyPatch.context() as patch:
-        # Small enough that one variable is sent in parts, and others with a part of them.
-        patch.setattr(backend, "_CHUNK_BYTES", 100)
+        # So small that variables are sent in several chunks.
+        patch.setattr(backend._functions, "_CHUNK_BYTES", 100)
         backend.broadcast_variables(variables, root_rank=1)
     after = contents(variables)
     assert str(after) == str(before[1])

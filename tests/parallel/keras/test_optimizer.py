@@ -215,7 +215,7 @@ REFUSED = {
     "already": lambda hvd: hvd.DistributedOptimizer(
         hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     ),
-    "already: wrap": lambda hvd: hvd.DistributedOptimizer(
+    "already a DistributedOptimizer": lambda hvd: hvd.DistributedOptimizer(
         keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     ),
     "accumulation_steps is 0": lambda hvd: hvd.DistributedOptimizer(
@@ -224,7 +224,7 @@ REFUSED = {
     "averages over passes": lambda hvd: hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.1), accumulation_steps=2, backward_passes_per_step=2
     ),
-    "gradient_accumulation_steps 2": lambda hvd: hvd.DistributedOptimizer(
+    "gradient_accumulation_steps=2": lambda hvd: hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), accumulation_steps=3
     ),
     "compression is 'fp8'": lambda hvd: hvd.DistributedOptimizer(

@@ -412,7 +412,7 @@ def test_values_that_differ_by_rounding_are_equal(hvd):
 
     from hvdkit.core.consistency import RankMismatchError
     from hvdkit.keras import backend
-    from hvdkit.keras.values import check_values, digest_of
+    from hvdkit.keras.value_check import check_values, digest_of
 
     random = np.random.default_rng(1)
     values = random.normal(size=(7, 5)).astype("float32")

@@ -1,7 +1,7 @@
 """Compare the variables of a training loop between ranks, eagerly or in a graph.
 
-Mean gradients keep equal models equal, and different ones different: a forgotten broadcast trains
-one model per rank without any error.
+Mean gradients never make different models equal. Without this check, a forgotten broadcast would
+silently train a different model on each rank.
 """
 
 import logging
@@ -19,13 +19,15 @@ from hvdkit.tensorflow.variables import tf_variable_or_none
 
 _log = logging.getLogger("hvdkit.tensorflow")
 
-#: Before which reductions variables are compared, counted from 0. Not before the first, because
-#: Horovod's scripts broadcast after it. Every number of twins that take turns has one of these.
+#: Variables are compared before these reductions, counted from 0. Reduction 0 is not among them,
+#: because Horovod's scripts broadcast after it. Models of one architecture share a count: the
+#: numbers reach each of two or three models that are reduced in turn.
 _COMPARED = (1, 2, 5, 10, 21, 42, 85, 170, 341)
-#: From which on a difference is an error. A loop may reduce many times before its first update.
+#: A difference is an error from this reduction on, because a loop may reduce often before its first
+#: update.
 _ERROR = 170
-# Relative to the largest element of a variable. Ranks on processors of different kinds may round a
-# step differently, by about 1e-7; other initial values differ by about 1.
+# Relative to the largest element of a variable. Ranks on different processors may round a step
+# differently, by about 1e-7. Different initial values differ by about 1.
 _TOLERANCE = 1e-4
 # Elements of a variable that an error shows.
 _SHOWN = 3
@@ -37,16 +39,15 @@ _ADVICE = (
 )
 
 
-class InitialValues:
-    """Compares, before some of the reductions, what they are the gradients of.
+class ValueCheck:
+    """Compares the variables between ranks before some of the reductions of their gradients.
 
-    Every rank makes one for the same plan, and they count the plan's reductions, which are
-    collectives. Those of a graph are counted from 0 again after `join`: a rank that has joined
-    does not count.
+    Every rank has one for each plan. It counts the reductions of the plan, which are collectives.
+    The count of a graph begins at 0 again after `join`, because joined ranks do not count.
 
     Args:
-        names: of the variables, for errors.
-        prefix: of the collectives' names.
+        names: the variables' names, for errors.
+        prefix: the prefix of the collectives' names.
         process_set: the ranks to compare.
     """
 
@@ -58,10 +59,10 @@ class InitialValues:
         self._counter: Counter | None = None
 
     def compare(self, variables: Callable[[], Mapping[int, Any]]) -> None:
-        """Count one reduction, eagerly, and compare if it is time to. A collective.
+        """Count one eager reduction, and compare if a comparison is due. A collective.
 
         Args:
-            variables: gives the places of variables among the names, and these.
+            variables: returns the variables by their index among the names.
 
         Raises:
             RankMismatchError: on every rank, naming the first variable that differs.
@@ -71,10 +72,10 @@ class InitialValues:
             self._check(tf.constant(count), variables())
 
     def compare_in_graph(self, variables: Mapping[int, Any]) -> Any:
-        """The same as `compare`, in a graph. The error is TensorFlow's own, with this text in it.
+        """Do the same as `compare` in a graph. TensorFlow raises its own error, with this text.
 
         Returns:
-            The operation, which the reduction is to wait for.
+            The operation that must run before the reduction.
         """
         if self._counter is None:
             self._counter = Counter()
@@ -99,19 +100,19 @@ class InitialValues:
         with tf.device("/cpu:0"):
             values = [variable.read_value() for variable in found.values()]
             own = tf.ensure_shape(tf.py_function(_digest, values, tf.int64), ())
-            # Sums tell whether n numbers are equal: n * sum(x^2) == sum(x)^2 only then.
+            # n numbers are equal exactly if n * sum(x^2) == sum(x)^2.
             sums = self._allreduce(tf.stack([1, own, own * own]), "equal", mpi_ops.Sum)
-            all_are_here = tf.equal(sums[0], self._process_set.size())
+            none_joined = tf.equal(sums[0], self._process_set.size())
             return tf.cond(
-                tf.logical_and(all_are_here, tf.not_equal(sums[0] * sums[2], sums[1] ** 2)),
-                lambda: self._tell(count, [self._names[k] for k in found], values),
+                tf.logical_and(none_joined, tf.not_equal(sums[0] * sums[2], sums[1] ** 2)),
+                lambda: self._report(count, [self._names[k] for k in found], values),
                 lambda: tf.constant(0),
             )
 
-    def _tell(
+    def _report(
         self, count: tf.Tensor, names: Sequence[str], values: Sequence[tf.Tensor]
     ) -> tf.Tensor:
-        """Find out which variables differ by more than rounding, and tell it."""
+        """Find the variables that differ by more than rounding; log or raise."""
         flat = [tf.reshape(_as_float(value), [-1]) for value in values]
         root = self._process_set.ranks[0]
         differ = []
@@ -132,7 +133,7 @@ class InitialValues:
             differ.append(tf.cast(tf.logical_or(broken, far), tf.int64))
         anywhere = self._allreduce(tf.stack(differ), "differ", mpi_ops.Max)
         shown = tf.stack([tf.pad(own, [[0, _SHOWN]])[:_SHOWN] for own in flat])
-        told = mpi_ops.allgather(
+        gathered = mpi_ops.allgather(
             shown[None],
             f"{self._prefix}.told",
             ignore_name_scope=True,
@@ -141,32 +142,32 @@ class InitialValues:
         ranks = list(self._process_set.ranks)
 
         @tf.autograph.experimental.do_not_convert
-        def report(count: tf.Tensor, anywhere: tf.Tensor, told: tf.Tensor) -> int:
-            places = np.flatnonzero(anywhere.numpy())
-            if not places.size:
+        def report(count: tf.Tensor, anywhere: tf.Tensor, gathered: tf.Tensor) -> int:
+            differing = np.flatnonzero(anywhere.numpy())
+            if not differing.size:
                 return 0
-            place, reductions = int(places[0]), int(count)
-            everyones = "; ".join(
-                f"rank {rank}: {', '.join(f'{x:.6g}' for x in of_rank[place])}"
-                for rank, of_rank in zip(ranks, told.numpy(), strict=True)
+            index, reductions = int(differing[0]), int(count)
+            elements = "; ".join(
+                f"rank {rank}: {', '.join(f'{x:.6g}' for x in of_rank[index])}"
+                for rank, of_rank in zip(ranks, gathered.numpy(), strict=True)
             )
             text = (
-                f"ranks have different values of {names[place]!r} (its first elements: "
-                f"{everyones}) after {reductions} reductions of its gradient, and mean gradients "
+                f"ranks have different values of {names[index]!r} (its first elements: "
+                f"{elements}) after {reductions} reductions of its gradient, and mean gradients "
                 f"never make them equal. {_ADVICE}"
             )
             if reductions >= _ERROR:
-                self._begin_anew()
+                self._reset()
                 raise RankMismatchError(text)
             if mpi_ops.rank() == ranks[0]:
                 _log.warning("%s This will be an error after %d reductions.", text, _ERROR)
             return 0
 
-        done = tf.py_function(report, [count, anywhere, told], tf.int32)
+        done = tf.py_function(report, [count, anywhere, gathered], tf.int32)
         return tf.ensure_shape(done, ())
 
-    def _begin_anew(self) -> None:
-        """After an error the next model of this kind is counted from 0."""
+    def _reset(self) -> None:
+        """Count from 0 again: after an error the next model with the same plan is a new one."""
         self._counted = 0
         if self._counter is not None:
             self._counter.reset()
@@ -183,7 +184,7 @@ class InitialValues:
 
 @tf.autograph.experimental.do_not_convert
 def _digest(*values: tf.Tensor) -> int:
-    """Return 24 bits of all bytes: over 30,000 ranks the sum of squares fits into 64."""
+    """Return a 24-bit digest. The sum of squares over 30,000 ranks fits into 64 bits."""
     state = xxhash.xxh64()
     for value in values:
         state.update(np.ascontiguousarray(value.numpy()).tobytes())

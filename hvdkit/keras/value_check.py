@@ -1,7 +1,7 @@
 """Compare the values of variables between ranks, after the first batch of a `fit`.
 
-Mean gradients keep equal models equal, and different ones different: a forgotten broadcast trains
-one model per rank without any error.
+Mean gradients never make different models equal. Without this check, a forgotten broadcast would
+silently train a different model on each rank.
 """
 
 from collections.abc import Sequence
@@ -15,20 +15,19 @@ from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import RankMismatchError, are_equal, texts_by_rank
 from hvdkit.keras import backend
 
-# Relative to the largest element of a variable. Ranks on processors of different kinds may round a
-# step differently, by about 1e-7; other initial values differ by about 1.
+# Relative to the largest element of a variable. Ranks on different processors may round a step
+# differently, by about 1e-7. Different initial values differ by about 1.
 _TOLERANCE = 1e-4
 # Elements of a variable that an error shows.
 _SHOWN = 3
 
 
 def check_values(group: Collectives, values: Sequence[tuple[Any, int]]) -> None:
-    """Raise if a variable has another value on some rank. A collective.
+    """Raise if the values of a variable differ between ranks. A collective.
 
     Args:
-        group: of the ranks to compare.
-        values: `keras.Variable`s, the same ones in the same order on every rank, each with its
-            `digest_of`.
+        group: the collectives of the ranks to compare.
+        values: `keras.Variable`s, in the same order on every rank, each with its `digest_of`.
 
     Raises:
         RankMismatchError: on every rank, naming the first variable that differs by more than
@@ -44,10 +43,10 @@ def check_values(group: Collectives, values: Sequence[tuple[Any, int]]) -> None:
     if not any(differ):
         return
     variable, _ = values[differ.index(1)]
-    told = "; ".join(texts_by_rank(group, _first_elements(variable), "hvdkit.keras.values.told"))
+    by_rank = "; ".join(texts_by_rank(group, _first_elements(variable), "hvdkit.keras.values.told"))
     raise RankMismatchError(
-        f"ranks have different values of {variable.path!r} after the first batch ({told}), and "
-        f"nothing makes them equal from then on. Give fit a "
+        f"ranks have different values of {variable.path!r} after the first batch ({by_rank}), and "
+        f"mean gradients never make them equal. Pass fit a "
         f"hvd.callbacks.BroadcastGlobalVariablesCallback(0), or call "
         f"hvd.broadcast_model(model, root_rank=0) before it. If ranks are to have different "
         f"values, pass check_parameters=False to hvd.DistributedOptimizer."
@@ -55,12 +54,12 @@ def check_values(group: Collectives, values: Sequence[tuple[Any, int]]) -> None:
 
 
 def digest_of(variable: Any) -> int:
-    """Return 64 bits that tell one value of a variable from another."""
+    """Return a 64-bit digest of a variable's value."""
     return int(xxhash.xxh64_intdigest(backend.read(variable).tobytes()))
 
 
 def _differs(group: Collectives, variable: Any) -> bool:
-    """Return whether a variable is not that of the first rank. A collective."""
+    """Return whether a variable differs from that of the first rank. A collective."""
     own = _values(variable)
     if not own.size:
         return False
@@ -81,6 +80,6 @@ def _first_elements(variable: Any) -> str:
 
 
 def _values(variable: Any) -> np.ndarray:
-    """Return the elements of a variable, of one dimension; float64."""
+    """Return the elements of a variable as a one-dimensional float64 array."""
     values = keras.ops.convert_to_numpy(variable)
     return np.asarray(values).reshape(-1).astype(np.float64)

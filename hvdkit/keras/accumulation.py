@@ -1,0 +1,82 @@
+"""Accumulate the gradients of several batches in variables, for one update of a Keras optimizer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from hvdkit.errors import UsageError
+from hvdkit.keras import backend
+
+
+class AccumulationWindow:
+    """The sums of gradients since the last update.
+
+    Args:
+        variables: the variables of the gradients.
+        size: batches per update.
+
+    Attributes:
+        variables: as given.
+        passes: number of accumulated batches, in a variable that graphs can update.
+    """
+
+    def __init__(self, variables: Sequence[Any], size: int) -> None:
+        self.variables = list(variables)
+        self._size = size
+        self._indices = {id(variable): k for k, variable in enumerate(variables)}
+        self._seen = [False] * len(self.variables)
+        with backend.outside_of_graphs():
+            self.passes = keras.Variable(0, dtype="int32", trainable=False)
+            self._sums = [
+                keras.Variable("zeros", shape=v.shape, dtype=v.dtype, trainable=False)
+                for v in variables
+            ]
+
+    def ordered(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return a batch's gradients in the order of the window's variables; None if missing."""
+        ordered: list[Any] = [None] * len(self.variables)
+        for gradient, variable in zip(gradients, variables, strict=True):
+            k = self._indices.get(id(variable))
+            if k is None:
+                raise UsageError(
+                    f"{variable.path!r} was not among the variables of the first batch: "
+                    f"accumulation_steps needs the same variables in all batches"
+                )
+            if gradient is not None:
+                self._seen[k] = True
+                ordered[k] = gradient
+        return ordered
+
+    def add(self, ordered: Sequence[Any]) -> None:
+        """Add one batch's gradients, as `ordered` returns them."""
+        for total, gradient in zip(self._sums, ordered, strict=True):
+            if gradient is not None:
+                total.assign_add(backend.dense(gradient))
+        self.passes.assign_add(1)
+
+    @property
+    def is_last_batch(self) -> Any:
+        """Whether the next batch is the last of the window."""
+        return keras.ops.equal(self.passes, self._size - 1)
+
+    def sums(self, ordered: Sequence[Any] = ()) -> list[Any]:
+        """Return the sums, with a batch's gradients added; None if no gradient ever existed.
+
+        Args:
+            ordered: the batch's gradients, as the method of this name returns them.
+        """
+        sums: list[Any] = [
+            keras.ops.convert_to_tensor(total) if seen else None
+            for total, seen in zip(self._sums, self._seen, strict=True)
+        ]
+        for k, gradient in enumerate(ordered):
+            if gradient is not None:
+                sums[k] = sums[k] + backend.dense(gradient)
+        return sums
+
+    def clear(self) -> None:
+        """Begin the next window."""
+        for total in self._sums:
+            total.assign(keras.ops.zeros_like(total))
+        self.passes.assign(0)

@@ -1,0 +1,253 @@
+"""Reduce and accumulate the gradients of a Keras optimizer in its `apply` method."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import keras
+
+from hvdkit.core import bucketing
+from hvdkit.core.accumulation import check_passes
+from hvdkit.core.reduction import Reduction
+from hvdkit.errors import UsageError
+from hvdkit.keras import backend
+from hvdkit.keras.accumulation import AccumulationWindow
+
+_ATTRIBUTE = "_hvdkit_distribution"
+
+
+class Distribution:
+    """Reduces and accumulates the gradients of one optimizer.
+
+    Attributes:
+        process_set: the ranks to reduce over.
+        collectives: the `hvdkit.core.collectives.Collectives` of these ranks.
+        accumulation_steps: batches per update.
+        check_parameters: whether `fit` compares the variables' values between ranks.
+        in_fit: True from the begin of a coordinated `fit` until it ends without an error.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        reduction: Reduction,
+        process_set: Any,
+        *,
+        groups: int | Sequence[Sequence[Any]],
+        accumulation_steps: int,
+        averaged: bool,
+        scale_local_gradients: bool,
+        check_parameters: bool,
+    ) -> None:
+        self.check_parameters = check_parameters
+        self.in_fit = False
+        self.process_set = process_set
+        self.collectives = backend.collectives(process_set)
+        self.accumulation_steps = accumulation_steps
+        self._reduction = reduction
+        self._groups = groups
+        self._averaged = averaged
+        self._scale_local = scale_local_gradients
+        self._local: set[int] = set()
+        self._reducer: Any = None
+        self._reducer_state: Any = None
+        self._window: AccumulationWindow | None = None
+        self._applying = False
+        self._model_in_step: Any = None
+        self.hook(optimizer)
+
+    def hook(self, optimizer: Any) -> None:
+        """Replace `apply` and `scale_loss` of an optimizer, to reduce gradients in `apply`.
+
+        Args:
+            optimizer: the wrapped optimizer, or a `LossScaleOptimizer` around it. The latter needs
+                reduced gradients, because it calls the inner optimizer only if they are finite. If
+                both are hooked, the one that is called first reduces.
+        """
+        self._optimizer = optimizer
+
+        def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+            self._apply(optimizer, list(grads), trainable_variables)
+
+        def scale_loss(loss: Any) -> Any:
+            self._expect_gradients()
+            return type(optimizer).scale_loss(optimizer, loss)
+
+        for method in (apply, scale_loss):
+            method.__doc__ = getattr(type(optimizer), method.__name__).__doc__
+            # Bypass Keras's `__setattr__`, which would search the value for variables.
+            object.__setattr__(optimizer, method.__name__, method)
+        object.__setattr__(optimizer, _ATTRIBUTE, self)
+
+    def keep_local(self, variable: Any) -> None:
+        """Keep a variable local to each rank: do not reduce its gradient or its statistics."""
+        self._local.add(id(variable))
+
+    def is_local(self, variable: Any) -> bool:
+        """Return whether a variable is local to each rank."""
+        return id(variable) in self._local
+
+    @contextmanager
+    def train_step_of(self, model: Any) -> Iterator[None]:
+        """Return a context for a `train_step` that does not change gradients before `apply`.
+
+        In this context `scale_loss` starts the overlapped reduction.
+
+        Args:
+            model: the model, whose trainable variables get the gradients.
+        """
+        self._model_in_step = model
+        try:
+            yield
+        finally:
+            self._model_in_step = None
+
+    def _expect_gradients(self) -> None:
+        if self._model_in_step is not None and self.accumulation_steps == 1:
+            variables = self._shared(self._model_in_step.trainable_weights)
+            backend.expect(self._get_reducer(variables), variables)
+
+    def end_interrupted(self) -> None:
+        """Complete the reduction of a backward pass that has raised; see `backend.expect`."""
+        if self._reducer is not None:
+            backend.end_interrupted(self._reducer)
+
+    def _apply(self, optimizer: Any, gradients: list[Any], given: Sequence[Any] | None) -> None:
+        variables = optimizer._trainable_variables if given is None else list(given)
+        if self._applying or not variables or len(gradients) != len(variables):
+            # Reduced already, empty, or an error that Keras reports.
+            type(optimizer).apply(optimizer, gradients, given)
+            return
+        self._optimizer = optimizer
+        backend.check_no_strategy()
+        if self.accumulation_steps == 1:
+            self._apply_reduced(self._reduce(gradients, variables), variables)
+            return
+        if not optimizer.built:
+            with backend.outside_of_graphs():
+                optimizer.build(variables)
+        if self._window is None:
+            self._window = AccumulationWindow(variables, self.accumulation_steps)
+        window = self._window
+        ordered = window.ordered(gradients, variables)
+        # The branches contain the additions. In a graph the reduction of a bucket then depends only
+        # on its own gradients, and overlaps with the rest of the backward pass.
+        keras.ops.cond(
+            window.is_last_batch,
+            lambda: self._step(window.sums(ordered)),
+            lambda: window.add(ordered),
+        )
+
+    def _apply_reduced(self, gradients: list[Any], variables: Sequence[Any]) -> None:
+        optimizer = self._optimizer
+        self._applying = True
+        try:
+            type(optimizer).apply(optimizer, gradients, variables)
+        finally:
+            self._applying = False
+
+    def _step(self, sums: list[Any], scale: float = 1.0) -> None:
+        """Apply the sums of a window, times `scale`, and clear the window."""
+        window = self._window
+        assert window is not None
+        reduced = self._reduce(sums, window.variables)
+        if scale != 1.0:
+            reduced = [backend.scaled(g, scale) for g in reduced]
+        self._apply_reduced(reduced, window.variables)
+        # Last, because the reduced gradients may share the window's memory.
+        window.clear()
+
+    def flush(self) -> bool:
+        """Apply the accumulated gradients; see the function `flush`."""
+        passes = int(self._window.passes) if self._window else 0
+        check_passes(self.collectives, passes)
+        if self._window is None or not passes:
+            return False
+        scale = self.accumulation_steps / passes if self._averaged else 1.0
+        self._step(self._window.sums(), scale)
+        return True
+
+    def discard(self) -> None:
+        """Discard the gradients accumulated since the last update. Not a collective."""
+        if self._window is not None:
+            self._window.clear()
+
+    @property
+    def window_open(self) -> bool:
+        """Whether batches have been accumulated since the last update."""
+        return self._window is not None and int(self._window.passes) > 0
+
+    @property
+    def local_variables(self) -> list[Any]:
+        """The trainable variables that are local to each rank."""
+        return [v for v in self._variables if self.is_local(v)]
+
+    @property
+    def shared_variables(self) -> list[Any]:
+        """The trainable variables whose gradients are reduced; empty before the first batch."""
+        return [v for v in self._variables if not self.is_local(v)]
+
+    @property
+    def _variables(self) -> list[Any]:
+        optimizer = getattr(self._optimizer, "inner_optimizer", self._optimizer)
+        return list(optimizer._trainable_variables)
+
+    def reduction_state(self) -> Any:
+        """Return the state needed to resume with bit-identical sums."""
+        return self._reducer_state if self._reducer is None else self._reducer.state()
+
+    def adopt_reduction_state(self, state: Any) -> None:
+        """Restore a value of `reduction_state`, possibly in another process. Not a collective."""
+        self._reducer_state = state
+        if self._reducer is not None and state is not None:
+            self._reducer.adopt_state(state)
+
+    def _shared(self, variables: Sequence[Any]) -> list[Any]:
+        return [v for v in variables if not self.is_local(v)]
+
+    def _get_reducer(self, shared: Sequence[Any]) -> Any:
+        """Return the reducer; the first call makes it.
+
+        Args:
+            shared: the variables whose gradients are reduced.
+        """
+        if self._reducer is None:
+            self._reducer = backend.GradientReducer(
+                replace(self._reduction, groups=self._group_indices(shared)),
+                self.process_set,
+                context=[f"optimizer: {type(self._optimizer).__name__}"],
+                passes=self.accumulation_steps if self._averaged else 1,
+            )
+            if self._reducer_state is not None:
+                self._reducer.adopt_state(self._reducer_state)
+        return self._reducer
+
+    def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        shared = self._shared(variables)
+        indices = [k for k, v in enumerate(variables) if not self.is_local(v)]
+        reduced = backend.reduce(self._get_reducer(shared), [gradients[k] for k in indices], shared)
+        result = list(gradients)
+        if self._local and self._scale_local:
+            factor = 1.0 / len(self.collectives.ranks)
+            result = [backend.scaled(g, factor) for g in result]
+        for k, gradient in zip(indices, reduced, strict=True):
+            result[k] = gradient
+        return result
+
+    def _group_indices(self, shared: Sequence[Any]) -> list[list[int]]:
+        if isinstance(self._groups, int):
+            return bucketing.even_groups(len(shared), self._groups)
+        index = {id(v): i for i, v in enumerate(shared)}
+        unknown = [v for group in self._groups for v in group if id(v) not in index]
+        if unknown:
+            raise UsageError(
+                f"groups contains {getattr(unknown[0], 'path', unknown[0])!r}: expected only "
+                f"variables whose gradients are reduced"
+            )
+        return [[index[id(v)] for v in group] for group in self._groups]
+
+
+def distribution_of(optimizer: Any) -> Distribution | None:
+    """Return the `Distribution` of `optimizer`; None if it is not wrapped."""
+    return getattr(optimizer, _ATTRIBUTE, None)

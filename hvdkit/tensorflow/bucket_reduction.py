@@ -1,0 +1,130 @@
+"""The reduction of one bucket while a graph is traced: run a wire format's generator, emit ops."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvdkit.core.scalar_ops import Scalar
+from hvdkit.core.wire_format import (
+    AbsMax,
+    BucketReduction,
+    Cond,
+    Gather,
+    GlobalMax,
+    Request,
+    Sum,
+)
+from hvdkit.errors import HvdkitError
+from hvdkit.tensorflow.backend import GraphMemory, Wire, abs_max, multiply
+
+
+class TracedReduction:
+    """The reduction of one bucket, while a graph is traced.
+
+    Args:
+        memory: the bucket's gradients.
+        generator: the wire format's reduction.
+        name: the prefix of the collectives' names.
+        process_set: the ranks to reduce over.
+    """
+
+    def __init__(
+        self,
+        memory: GraphMemory,
+        generator: BucketReduction,
+        name: str,
+        process_set: mpi_ops.ProcessSet,
+    ) -> None:
+        self._memory = memory
+        self._generator = generator
+        self._name = name
+        self._process_set = process_set
+        self._collectives = 0
+
+    def run(self, result: Any = None) -> Scalar | None:
+        """Run until the next `GlobalMax`, and return its value; None at the end.
+
+        Args:
+            result: the result of the `GlobalMax` before.
+        """
+        try:
+            request = self._generator.send(result)
+            while not isinstance(request, GlobalMax):
+                request = self._generator.send(self._result_of(request))
+        except StopIteration:
+            return None
+        return request.value
+
+    def _result_of(self, request: Request) -> Any:
+        if isinstance(request, Sum):
+            wire = request.buffer
+            if not isinstance(wire, Wire):
+                # A user's compressor may sum plain tensors.
+                return self._sum(Wire(wire))
+            wire.tensor, wire.factor = self._sum(wire), 1.0
+            return wire
+        if isinstance(request, Gather):
+            indices, values = request.rows
+            return self._gather(indices), self._gather(values)
+        if isinstance(request, AbsMax):
+            return abs_max(request.buffer)
+        if isinstance(request, Cond):
+            return self._cond(request)
+        raise HvdkitError(
+            f"a wire format requested {type(request).__name__}, which TensorFlow does not support "
+            f"inside a Cond: see hvdkit.core.wire_format.Cond"
+        )
+
+    def _cond(self, request: Cond) -> tuple[tf.Tensor, ...]:
+        def branch(start: Callable[[], BucketReduction]) -> Callable[[], list[tf.Tensor]]:
+            def run() -> list[tf.Tensor]:
+                before = self._memory.content
+                scalars = self._run_branch(start())
+                after = self._memory.content
+                self._memory.content = before
+                return [after, *map(tf.convert_to_tensor, scalars)]
+
+            return run
+
+        if_true, if_false = branch(request.if_true), branch(request.if_false)
+        self._memory.content, *scalars = tf.cond(request.condition, if_true, if_false)
+        return tuple(scalars)
+
+    def _run_branch(self, generator: BucketReduction) -> Sequence[Scalar]:
+        result = None
+        while True:
+            try:
+                request = generator.send(result)
+            except StopIteration as end:
+                return end.value
+            result = self._result_of(request)
+
+    def _next_name(self) -> str:
+        self._collectives += 1
+        return f"{self._name}.{self._collectives}"
+
+    def _sum(self, wire: Wire) -> tf.Tensor:
+        tensor, factor = wire.tensor, wire.factor
+        if tensor.shape.num_elements() == 0:
+            return tensor
+        if tensor.dtype == tf.float64:
+            # Horovod's factor is an attribute of the op, which has only float32 precision.
+            tensor, factor = multiply(tensor, factor), 1.0
+        return allreduce(tensor, self._next_name(), self._process_set, prescale_factor=factor)
+
+    def _gather(self, rows: tf.Tensor) -> tf.Tensor:
+        return mpi_ops.allgather(
+            rows, name=self._next_name(), ignore_name_scope=True, process_set=self._process_set
+        )
+
+
+def allreduce(
+    tensor: tf.Tensor, name: str, process_set: mpi_ops.ProcessSet, **options: Any
+) -> tf.Tensor:
+    """Return the sum over the ranks. The collective's name is independent of name scopes."""
+    options = {"op": mpi_ops.Sum, **options}
+    return mpi_ops._allreduce(
+        tensor, name=name, ignore_name_scope=True, process_set=process_set, **options
+    )
