@@ -1,4 +1,4 @@
-"""What every adapter shares: bucketing, agreement, the gradient synchronizer, schedules.
+"""The code that all adapters share: bucketing, agreement, the gradient synchronizer, schedules.
 
 Framework-free: nothing here imports torch, tensorflow, keras or horovod.
 """

@@ -1,8 +1,8 @@
 """Accumulation windows: several backward passes for one step of the optimizer.
 
-A pass is one outermost backward pass. Only the last pass of a window communicates; the passes
-before it add up on each rank by themselves. The counts of the ranks are equal as long as every rank
-runs the same loop; they are compared in every reduction.
+A pass is one outermost backward pass. Only the last pass of a window communicates; each rank adds
+up the gradients of the passes before it. The numbers of passes are equal if every rank runs the
+same loop. Each reduction compares them.
 """
 
 from hvdkit.core.collectives import Collectives
@@ -15,7 +15,7 @@ class PassesDiffer(HvdkitError):
 
 
 class Window:
-    """Counts the passes of one accumulation window after another.
+    """Counts the passes of accumulation windows.
 
     Args:
         size: passes per step, at least 1.
@@ -23,10 +23,10 @@ class Window:
 
     Attributes:
         size: as given.
-        passes: how many have ended since the last step. Whoever sees passes end counts them.
+        passes: the number of passes since the last step. The adapter counts them.
 
     Raises:
-        UsageError: the size is no whole number from 1 on.
+        UsageError: the size is not a whole number from 1 on.
     """
 
     def __init__(self, size: int, mean: bool = True) -> None:
@@ -40,29 +40,29 @@ class Window:
 
     @property
     def open(self) -> bool:
-        """Whether more passes must come before a step."""
+        """Whether a step needs more passes."""
         return self.size > 1 and self.passes < self.size and not self._cut
 
     @property
     def divisor(self) -> int:
-        """The number of passes that the sum of their gradients is divided by."""
+        """The divisor of the sum of the passes' gradients."""
         if not self.mean:
             return 1
         return self.passes if self._cut else self.size
 
     def end_early(self) -> bool:
-        """End the window before it is full; return whether there is anything to step with."""
+        """End the window before it is full; return whether it has a pass."""
         self._cut = self.passes > 0
         return self._cut
 
     def close(self) -> None:
-        """The step has been taken, or skipped: the next window begins."""
+        """Begin the next window, after a step or a skipped step."""
         self.passes = 0
         self._cut = False
 
 
 def check_passes(collectives: Collectives, passes: int) -> None:
-    """Compare how many passes the ranks have accumulated. A collective.
+    """Check that all ranks have accumulated the same number of passes. A collective.
 
     Raises:
         PassesDiffer: on every rank, when they differ.
@@ -75,5 +75,5 @@ def check_passes(collectives: Collectives, passes: int) -> None:
         each = ", ".join(texts_by_rank(collectives, str(passes), "hvdkit.passes.all"))
     raise PassesDiffer(
         f"ranks have accumulated different numbers of backward passes ({each}). Give all ranks the "
-        f"same number of batches: drop the rest, or let hvd.join() end the epoch."
+        f"same number of batches: drop the others, or call hvd.join() at the end of the epoch."
     )

@@ -1,8 +1,8 @@
-"""Which gradients travel together: parameters are planned into contiguous buckets.
+"""Plan which gradients share a contiguous bucket.
 
-Many small collectives cost a negotiation each; one big one cannot start before the backward pass
-has ended. Buckets of some tens of MB, in the order in which gradients become ready, are between
-the two (Li et al., PyTorch Distributed, VLDB 2020, section 3.2).
+Each collective costs a negotiation, and one large collective cannot start before the end of the
+backward pass. Buckets of some tens of MB, in the order in which gradients become ready, are the
+compromise (Li et al., PyTorch Distributed, VLDB 2020, section 3.2).
 """
 
 import itertools
@@ -17,8 +17,8 @@ from hvdkit.errors import UsageError
 
 MB = 1_000_000
 
-#: Bytes of gradients per bucket, and of the first bucket to become ready. The first is smaller, so
-#: that the network is in use soon after the backward pass has begun.
+#: Bytes of gradients per bucket. The first bucket is smaller, so that communication starts soon
+#: after the beginning of the backward pass.
 BUCKET_BYTES = 25 * MB
 FIRST_BUCKET_BYTES = 1 * MB
 
@@ -32,9 +32,9 @@ class ParameterSpec:
         shape: of the gradient.
         dtype: the framework's name for the element type, such as `float32`.
         itemsize: bytes per element.
-        device: where the gradient lives. Only equality counts: two parameters with different
-            devices never share a bucket, and what the device is called does not enter the digest.
-        layout: the order of its elements in memory, empty for the usual one. A bucket keeps it.
+        device: the device of the gradient. Parameters with different devices never share a bucket.
+            The name is not part of the digest.
+        layout: the order of its elements in memory, which a bucket keeps; "" for row-major.
     """
 
     name: str
@@ -62,12 +62,12 @@ class Bucket:
     Attributes:
         index: its place in the plan; 0 is expected to be ready first.
         parameters: the indices of its parameters in the plan's `specs`.
-        offsets: where each begins in the bucket, in elements.
+        offsets: the offset of each gradient in the bucket, in elements.
         elements: length of the bucket, in elements.
         dtype: of all its gradients.
         device: of all its gradients.
-        sparse_dims: 0, or how many leading dimensions the indices have of the one sparse gradient
-            in it, which is gathered instead of added up.
+        sparse_dims: for a bucket of one sparse gradient, which is gathered instead of summed, the
+            number of its sparse dimensions; otherwise 0.
     """
 
     index: int
@@ -81,7 +81,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """How the gradients of `specs` are laid out in `buckets`. `plan` makes one."""
+    """The layout of the gradients of `specs` in `buckets`; see `plan`."""
 
     specs: tuple[ParameterSpec, ...]
     buckets: tuple[Bucket, ...]
@@ -89,12 +89,12 @@ class BucketPlan:
     @cached_property
     def bucket_of(self) -> tuple[int, ...]:
         """Parameter index -> index of the bucket that it is in."""
-        home = {i: bucket.index for bucket in self.buckets for i in bucket.parameters}
-        return tuple(home[i] for i in range(len(self.specs)))
+        index_of = {i: bucket.index for bucket in self.buckets for i in bucket.parameters}
+        return tuple(index_of[i] for i in range(len(self.specs)))
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the plan, hexadecimal; the same on every rank that has the same plan."""
+        """SHA-256 of the plan, hexadecimal."""
         buckets = [
             f"bucket {b.index}: {b.parameters}, sparse {b.sparse_dims}" for b in self.buckets
         ]
@@ -102,7 +102,7 @@ class BucketPlan:
 
 
 def describe(specs: Sequence[ParameterSpec]) -> list[str]:
-    """One line per parameter, for ranks to compare."""
+    """Return one line per parameter, for ranks to compare."""
     return [
         f"gradient {i} is {spec.name!r}, {spec.dtype} {list(spec.shape)}"
         + (f" in memory as {spec.layout}" if spec.layout else "")
@@ -111,9 +111,9 @@ def describe(specs: Sequence[ParameterSpec]) -> list[str]:
 
 
 def describe_devices(specs: Sequence[ParameterSpec]) -> list[str]:
-    """Return one line per parameter, for ranks to compare: devices decide the buckets.
+    """Return one line with the device of each parameter, for ranks to compare.
 
-    Devices have a number in the order in which they occur, because ranks use different ones.
+    Devices are numbered by their first use, because ranks use different ones.
     """
     numbers: dict[str, int] = {}
     return [
@@ -124,7 +124,7 @@ def describe_devices(specs: Sequence[ParameterSpec]) -> list[str]:
 
 
 def check(specs: Sequence[ParameterSpec], bucket_bytes: int) -> None:
-    """Refuse what no plan can be made of.
+    """Check the arguments of `plan`.
 
     Raises:
         UsageError: a name appears twice, or the limit is below 1.
@@ -139,15 +139,15 @@ def check(specs: Sequence[ParameterSpec], bucket_bytes: int) -> None:
 
 
 def uncounted(path: str) -> str:
-    """A variable's path without the numbers that Keras gives to layers of a kind.
+    """Return the path of a variable without the numbers that Keras appends to layer names.
 
-    They go on from model to model, and a rank may have built one more than the others.
+    Keras counts layers over all models, and a rank may have built one model more than others.
     """
     return re.sub(r"_\d+(?=/|$)", "", path)
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
-    """`names`, with its place added to each that has occurred before."""
+    """Return `names`, with the index appended to each duplicate."""
     seen: set[str] = set()
     result = []
     for i, name in enumerate(names):
@@ -157,7 +157,7 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def even_groups(count: int, groups: int) -> list[list[int]]:
-    """The numbers below `count` in so many runs of about equal length; in none for 0 groups.
+    """Divide the numbers below `count` into consecutive groups of about equal length.
 
     Raises:
         UsageError: `groups` is negative.
@@ -179,21 +179,20 @@ def plan(
 ) -> BucketPlan:
     """Lay out the gradients of `specs` in buckets.
 
-    A bucket holds one dtype and one device; a parameter larger than the limit has one for itself,
-    and so has each sparse one. The first bucket is smaller, see `FIRST_BUCKET_BYTES`.
+    All gradients of a bucket have one dtype and one device. A parameter larger than the limit, and
+    each sparse parameter, has its own bucket. The first bucket is smaller: `FIRST_BUCKET_BYTES`.
 
     Args:
         specs: in the order of the forward pass, the same on every rank.
-        bucket_bytes: no bucket of several parameters is larger.
-        order: the parameters in the order in which their gradients become ready; those left out
-            are in no bucket. Default: all, reversed, because a backward pass reaches the last
-            layer first.
-        groups: parameters that share a bucket with each other and with no one else, whatever
-            its size.
-        sparse_dims: of parameters with sparse gradients, the number of their sparse dimensions.
+        bucket_bytes: the largest bucket of several parameters.
+        order: the indices of the parameters in the order in which their gradients become ready;
+            parameters that are missing here are in no bucket. Default: all, reversed, because a
+            backward pass reaches the last layer first.
+        groups: for each group, the parameters that share one bucket of any size.
+        sparse_dims: index of a parameter with sparse gradients -> number of sparse dimensions.
 
     Raises:
-        UsageError: as `check`.
+        UsageError: see `check`.
     """
     check(specs, bucket_bytes)
     sparse = sparse_dims or {}

@@ -1,4 +1,4 @@
-"""The collectives that framework-free code needs. An adapter implements them over its Horovod."""
+"""The collectives for code without a framework. Each adapter implements them with its Horovod."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -8,13 +8,13 @@ import numpy as np
 
 from hvdkit.errors import UsageError
 
-#: Internal: when set, a process set of one rank does not skip its collectives. With it one GPU is
-#: enough to run everything that several ranks run (scripts/check_gpu).
+#: Internal: if set, a process set of one rank does not skip its collectives. So one GPU suffices to
+#: run the code that several ranks run (scripts/check_gpu).
 SINGLE_RANK_COLLECTIVES = "HVDKIT_SINGLE_RANK_COLLECTIVES"
 
 
 class Membership(Protocol):
-    """The part of Horovod's `ProcessSet` that tells whether there is anything to communicate."""
+    """The part of Horovod's `ProcessSet` that this module needs."""
 
     def included(self) -> bool:
         """Whether this rank belongs to the set."""
@@ -26,22 +26,21 @@ class Membership(Protocol):
 
 
 def is_alone(process_set: Membership) -> bool:
-    """Return whether this rank skips the set's collectives: it is outside, or the only member."""
+    """Return whether this rank skips the set's collectives: it is not a member, or the only one."""
     if not process_set.included():
         return True
     return process_set.size() == 1 and not os.environ.get(SINGLE_RANK_COLLECTIVES)
 
 
 def check_member(process_set: Membership) -> None:
-    """Raise if this rank does not belong to the set: for what only its ranks do together.
+    """Check that this rank belongs to the process set.
 
     Raises:
         UsageError: it does not.
     """
     if not process_set.included():
         raise UsageError(
-            "this rank does not belong to process_set: expected to be called on the ranks of the "
-            "set alone"
+            "this rank does not belong to process_set: expected a call on ranks of the set only"
         )
 
 
@@ -52,14 +51,14 @@ def alltoall_in_rounds(
     alltoall: Callable[[list[memoryview]], Sequence[bytes]],
     most: int = 1 << 30,
 ) -> list[bytes]:
-    """Implement `Collectives.alltoall` with one that takes less than 2 GiB: MPI counts in 32 bits.
+    """Implement `Collectives.alltoall` with calls of less than 2 GiB: MPI counts in 32 bits.
 
     Args:
         collectives: of the ranks.
-        parts: as `Collectives.alltoall` takes them.
+        parts: see `Collectives.alltoall`.
         name: of the collective.
-        alltoall: sends to each rank its part, and returns what each has sent.
-        most: bytes that a rank sends or receives in one round.
+        alltoall: sends one part to each rank, and returns the parts that it received.
+        most: the number of bytes that a rank sends or receives in one call.
     """
     step = max(most // len(parts), 1)
     longest = max(len(part) for part in parts)
@@ -76,13 +75,13 @@ def alltoall_in_rounds(
 class Collectives(Protocol):
     """Small collectives of one process set, on host data.
 
-    Every rank of the set calls the same method with the same `name` in the same order; a call
-    returns the same value on all of them. All methods block, except those that begin with `start`.
+    Every rank of the set calls the same methods with the same `name` in the same order. A call
+    returns the same value on all ranks, except `alltoall`. All methods block, except `start_…`.
     """
 
     @property
     def alone(self) -> bool:
-        """Whether collectives are skipped: no other rank takes part."""
+        """Whether collectives are skipped, because no other rank takes part."""
         ...
 
     @property
@@ -92,21 +91,23 @@ class Collectives(Protocol):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The global ranks that take part, in the order of `allgather`'s result."""
+        """The global ranks of the set, in the order of the result of `allgather`."""
         ...
 
     @property
     def generation(self) -> int:
-        """Changes, on all ranks alike, when Horovod has been initialised anew or ranks have come
-        back from `join`: what they agreed on before is void."""
+        """A number that changes on all ranks after `init` and after `join`.
+
+        Agreements of an earlier generation are void.
+        """
         ...
 
     def sum(self, values: Sequence[int], name: str) -> list[int]:
-        """The element-wise sum over the ranks. A rank that has called `join` counts as zeros."""
+        """Return the element-wise sum over the ranks. A rank that has joined adds zeros."""
         ...
 
     def max(self, values: Sequence[int], name: str) -> list[int]:
-        """The element-wise maximum of non-negative values over the ranks, `join` as for `sum`."""
+        """Return the element-wise maximum of non-negative values; a rank that has joined adds 0."""
         ...
 
     def start_sum(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
@@ -118,7 +119,7 @@ class Collectives(Protocol):
         ...
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:
-        """Every rank's `data`, of any length."""
+        """Return the `data` of every rank, of any length."""
         ...
 
     def alltoall(self, parts: Sequence[bytes], name: str) -> list[bytes]:
@@ -126,10 +127,12 @@ class Collectives(Protocol):
         ...
 
     def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
-        """Rank `root_rank`'s `data`, of any length; what the other ranks pass does not matter."""
+        """Return the `data` of rank `root_rank`, of any length. Other ranks pass any value."""
         ...
 
     def broadcast_into(self, buffer: np.ndarray, root_rank: int, name: str) -> None:
-        """Make `buffer` rank `root_rank`'s, in place: uint8, of one length on all ranks, below
-        2 GiB."""
+        """Copy the content of `buffer` on rank `root_rank` into `buffer` on all ranks.
+
+        `buffer` is uint8 of the same length on all ranks, below 2 GiB.
+        """
         ...

@@ -8,11 +8,11 @@ from hvdkit.errors import HvdkitError
 
 
 class RankMismatchError(HvdkitError):
-    """Ranks of one job hold different descriptions of what they are about to do together."""
+    """Ranks of one job have different settings, parameters or states."""
 
 
 def digest(lines: Sequence[str]) -> bytes:
-    """The SHA-256 of `lines`, 32 bytes."""
+    """Return the SHA-256 of `lines`, 32 bytes."""
     return hashlib.sha256("\n".join(lines).encode()).digest()
 
 
@@ -36,7 +36,8 @@ def are_equal(collectives: Collectives, number: int, name: str) -> bool:
 
     Args:
         collectives: of the ranks.
-        number: of this rank, at most 24 bits: over 30,000 ranks the sum of squares fits into 64.
+        number: of this rank, at most 24 bits, so that the sum of squares of 30,000 ranks fits into
+            64 bits.
         name: of the collective.
     """
     count, total, squares = collectives.sum([1, number, number * number], name)
@@ -49,21 +50,21 @@ _ADVICE = "Every rank must build the same model and use the same settings."
 def check_consistency(
     collectives: Collectives, lines: Sequence[str], subject: str, advice: str = _ADVICE
 ) -> None:
-    """Compare `lines` between all ranks. A collective: every rank of the set calls it.
+    """Check that `lines` are the same on all ranks. A collective.
 
-    Costs one small allreduce while ranks agree, and works while other ranks sit in `join`.
+    Costs one small allreduce if ranks agree. Works while other ranks have joined.
 
     Args:
         collectives: of the process set whose ranks must agree.
-        lines: a description that must be the same on every rank, most telling lines first.
-        subject: what is described, for the error, e.g. "the optimizer's parameters".
-        advice: what to do about a difference, for the error.
+        lines: a description that must be the same on every rank, the most important lines first.
+        subject: what the lines describe, for the error, such as "the optimizer's parameters".
+        advice: how to mend a difference, for the error.
 
     Raises:
-        RankMismatchError: on every rank, naming the first line that differs and who has what.
+        RankMismatchError: on every rank, with the first line that differs, for each rank.
     """
-    # Sums alone tell whether n values are all equal: n * sum(x^2) == sum(x)^2 only then. A rank
-    # that has called `join` adds zeros to all three sums, n included, so it does not count.
+    # n values are equal if and only if n * sum(x^2) == sum(x)^2. A rank that has joined adds zeros
+    # to all three sums, n included, so it does not count.
     own = digest(lines)
     sums = collectives.sum([1, *own, *(byte * byte for byte in own)], "hvdkit.agreement")
     count, values, squares = sums[0], sums[1 : 1 + len(own)], sums[1 + len(own) :]
@@ -71,12 +72,12 @@ def check_consistency(
         return
     joined = len(collectives.ranks) - count
     if joined:
-        # They enter nothing but reductions.
+        # Ranks that have joined take part in reductions only.
         raise RankMismatchError(
-            f"ranks disagree about {subject}. Who has what cannot be told, because {joined} of "
+            f"ranks disagree about {subject}. The differences are unknown, because {joined} of "
             f"{len(collectives.ranks)} ranks have called join() already. {advice}"
         )
-    # The same verdict on every rank, so this is entered by all of them.
+    # All ranks come here, because the sums are the same on all of them.
     gathered = collectives.allgather("\n".join(lines).encode(), "hvdkit.agreement.lines")
     by_rank = {
         rank: data.decode().split("\n")

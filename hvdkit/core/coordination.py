@@ -1,17 +1,17 @@
-"""Coordination of optimizers: how the ranks stay in step with each other.
+"""Coordinate the optimizers of a process set: decide on all ranks alike which of them reduce.
 
-At the end of each backward pass that is to be reduced, a rank sends a header: one small sum of
-integers, for all optimizers of a process set together. In an ordinary pass it tells that all ranks
-are in the same place: the same optimizers have got gradients, in the same step, and need the same
-ones. Their buckets follow, which are on their way by then.
+At the end of each backward pass whose gradients are reduced, a rank sends a header: one small sum
+of integers for all optimizers of the process set. In an ordinary pass, the header shows that all
+ranks agree: their passes reached the same optimizers, in the same step, with the same parameters.
+The buckets of these optimizers have been started before.
 
-Otherwise the ranks sum up a slot for each optimizer, from which all of them learn the same things:
-which optimizers have got gradients on any rank, who has come late, whose backward pass has raised.
-Every rank then takes part in the round of each optimizer that has got gradients on any rank, with
-zeros where it has none. A rank that made no pass since its last step comes to the rounds of the
-others when it reaches its step (`catch_up`).
+Otherwise the ranks sum a slot of integers for each optimizer. From the sums all ranks know which
+optimizers have gradients on any rank, and whether a rank is late or its backward pass has raised.
+Then every rank takes part in the round of each optimizer that has gradients on any rank, with zeros
+if it has none. A rank that made no pass since its last step takes part in the rounds of the other
+ranks when it reaches its step (`catch_up`).
 
-A rank that is still in user code cannot be told from a slow one: for it the stall limit applies.
+A rank that is still in user code looks like a slow one; the stall limit applies to it.
 """
 
 import functools
@@ -30,31 +30,31 @@ from hvdkit.errors import HvdkitError
 
 
 class BackwardFailed(HvdkitError):
-    """The backward pass of a rank has raised; the round that it was part of is void."""
+    """The backward pass of a rank has raised, so the gradients of this round are void."""
 
 
 class GradientsChanged(HvdkitError):
-    """Some ranks changed reduced gradients before others had taken part in the reduction."""
+    """Some ranks changed reduced gradients before other ranks took part in the reduction."""
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """State of one optimizer: the numbers of this rank, or their sums over the ranks.
+    """The state of one optimizer in integers: of this rank, or the sums over the ranks.
 
     Attributes:
         present: the rank has the optimizer.
         in_pass: its backward pass has reached the optimizer, whose buckets it sends.
-        late: it is at the optimizer's step, and has missed a round or has more to reduce.
+        late: the rank is at the optimizer's step, and has missed a round or has more to reduce.
         busy: a backward pass in another thread is adding to the gradients.
-        new: it is late, with gradients that are not reduced.
-        changed: gradients have been changed after a round of this step.
-        written: it is late, has been in no round of this step, and gradients are not as the last
-            step left them.
+        new: the rank is late and has gradients that were not reduced.
+        changed: gradients have changed after a round of this step.
+        written: the rank is late, was in no round of this step, and its gradients have changed
+            since the last step.
         failed: the backward pass has raised.
         moved: parameters have another dtype or device than the buckets.
         sparse: there is a sparse gradient in a dense bucket.
         unagreed: the ranks have not agreed on the buckets yet.
-        digest: of the place and the gradients needed.
+        digest: of the step, the round and the required gradients.
         squares: of `digest`.
     """
 
@@ -73,7 +73,7 @@ class _Slot:
     squares: int = 0
 
     def is_void(self, count: int) -> bool:
-        """Return whether the round of `count` ranks, whose sums these are, cannot be used."""
+        """Return whether the round is void, for the sums over `count` ranks."""
         return (
             self.present < count
             or count * self.squares != self.digest * self.digest
@@ -84,7 +84,7 @@ class _Slot:
         )
 
     def needs_agreement(self, count: int) -> bool:
-        """Return whether `count` ranks, whose sums these are, have to agree on the buckets now."""
+        """Return whether the ranks must agree on the buckets, for the sums over `count` ranks."""
         return self.unagreed == count == self.present and self.failed == 0 and self.busy == 0
 
     @property
@@ -95,20 +95,21 @@ class _Slot:
 
 _FIELDS = [each.name for each in fields(_Slot)]
 
-# More than an optimizer has synchronizers.
+# More than the synchronizers of any optimizer.
 _MANY = 1 << 30
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Optimizers that this rank has entered rounds with.
+    """The optimizers of a round that this rank has entered.
 
     Attributes:
         passed: optimizers that its backward pass has reached, in order of creation.
-        failed: those of them whose pass has raised.
-        late: the optimizer at whose step it is.
-        held: optimizers whose parameters have moved, so that their buckets do not fit.
-        header: waits for the header.
+        failed: optimizers of `passed` whose backward pass has raised.
+        late: the optimizer at whose step this rank is; None in a backward pass.
+        held: optimizers of `passed` whose parameters have another dtype or device than their
+            buckets; the buckets were not started.
+        header: waits for the header and returns it.
     """
 
     passed: Sequence[Rounds]
@@ -120,12 +121,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class _Known:
-    """What all ranks know of a header.
+    """The result of a header, the same on all ranks.
 
     Attributes:
-        count: ranks that have not joined.
-        slots: of each optimizer that a rank is in a pass or at the step of, in order of creation;
-            None instead of one that this rank does not have.
+        count: the number of ranks that have not joined.
+        slots: each optimizer for which a rank is in a pass or at a step, and the sums of its slot,
+            in order of creation; None for an optimizer that this rank does not have.
     """
 
     count: int
@@ -133,7 +134,7 @@ class _Known:
 
     @property
     def in_pass(self) -> list[tuple[Rounds | None, _Slot]]:
-        """The slots of optimizers that a rank is in a pass of."""
+        """The optimizers that the backward pass of a rank has reached, and their slots."""
         return [(rounds, slot) for rounds, slot in self.slots if slot.in_pass]
 
 
@@ -142,7 +143,7 @@ _lock = threading.RLock()
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let one thread at a time enter rounds: headers of several could not be told apart."""
+    """Let one thread at a time enter rounds, because headers of several threads are alike."""
     with _lock:
         yield
 
@@ -157,7 +158,7 @@ class Optimizer(Protocol):
 
 
 class Coordinator:
-    """Keeps the optimizers of one process set in step with those of the other ranks.
+    """Decides which optimizers of a process set have a round, on all ranks alike.
 
     Args:
         collectives: of the process set.
@@ -168,25 +169,25 @@ class Coordinator:
         self._optimizers: list[weakref.ref[Optimizer]] = []
 
     def add(self, optimizer: Optimizer) -> None:
-        """Add an optimizer, which may be freed later.
+        """Add an optimizer. Only a weak reference is kept.
 
-        Every rank adds the same ones in the same order. Ranks tell optimizers apart by their
-        places from the end of that order: a rank that has started later, in an elastic job, does
-        not know the first ones.
+        Every rank adds the same optimizers in the same order. Ranks identify an optimizer by its
+        index from the end, because a rank that has joined an elastic job later does not have the
+        first ones.
         """
         while self._optimizers and self._optimizers[0]() is None:
             del self._optimizers[0]
         self._optimizers.append(weakref.ref(optimizer))
 
     def send(self, passed: Sequence[Rounds], failed: Sequence[Rounds] = ()) -> Entry:
-        """Enter the rounds of a backward pass, and start all that they take.
+        """Enter the rounds of a backward pass: start the header and the buckets.
 
         Args:
             passed: the optimizers that the pass has reached, in order of creation.
-            failed: those of them whose pass has raised; their gradients are not to be used.
+            failed: optimizers of `passed` whose pass has raised; their gradients are not used.
 
         Returns:
-            What to give to `wait`.
+            The argument of `wait`.
         """
         if self._collectives.alone:
             return Entry(passed)
@@ -194,13 +195,13 @@ class Coordinator:
             return self._start(passed, failed, None)
 
     def wait(self, entry: Entry) -> None:
-        """Complete the rounds that `send` has entered; afterwards all gradients are final.
+        """Complete the rounds that `send` has entered. Afterwards all gradients are final.
 
         Raises:
-            PassesDiffer: on every rank, when ranks are in different steps or rounds.
-            BackwardFailed: on every rank, when the pass of a rank has raised.
-            RankMismatchError: on every rank, when they are to reduce different things.
-            GradientsChanged: on every rank, see there.
+            PassesDiffer: on every rank, if ranks are in different steps or rounds.
+            BackwardFailed: on every rank, if the backward pass of a rank has raised.
+            RankMismatchError: on every rank, if parameters or settings differ.
+            GradientsChanged: on every rank; see the class.
         """
         if self._collectives.alone:
             for rounds in entry.passed:
@@ -211,34 +212,34 @@ class Coordinator:
         self._run(entry, known)
 
     def catch_up(self, rounds: Rounds) -> None:
-        """Make all gradients of an optimizer final, whatever passes this rank has made.
+        """Make all gradients of an optimizer final before its step.
 
-        A collective in three cases: this rank has taken part in no round since the last step,
-        another rank has come late to a round of this step, or gradients have been added to since.
-        Otherwise nothing happens.
+        A collective if this rank has taken part in no round since the last step, or another rank
+        was late in a round of this step, or gradients have been added since the last round.
+        Otherwise nothing is done.
 
         Raises:
             PassesDiffer, BackwardFailed, RankMismatchError, GradientsChanged: see `wait`.
         """
         if self._collectives.alone:
-            # Without a window gradients are left as the framework makes them.
+            # Without a window, the gradients of a single rank need no change.
             if rounds.in_windows and rounds.gradients.has_new(assigned=False):
                 rounds.reduce_alone()
             return
-        rounds.renew()
+        rounds.begin_generation()
         if rounds.gradients.removed():
-            # The round that left them was not for this step.
+            # The last round was for gradients that the script has removed.
             rounds.caught_up = False
-        settled = rounds.caught_up and not rounds.latecomers and not rounds.may_add
-        if settled and not rounds.new:
+        complete = rounds.caught_up and not rounds.has_late_ranks and not rounds.may_add
+        if complete and not rounds.new:
             return
         with _invalidating([rounds]):
             self._enter_late(rounds)
-        rounds.latecomers = False
+        rounds.has_late_ranks = False
         rounds.caught_up = True
 
     def enter_rounds_of_others(self, rounds: Rounds) -> None:
-        """Take part in the rounds of ranks that are in a backward pass, until none is.
+        """Take part in the rounds of other ranks until no rank is in a backward pass.
 
         A collective: every rank calls it for the same optimizer.
 
@@ -246,33 +247,33 @@ class Coordinator:
             PassesDiffer, BackwardFailed, RankMismatchError, GradientsChanged: see `wait`.
         """
         if not self._collectives.alone:
-            rounds.renew()
+            rounds.begin_generation()
             with _invalidating([rounds]):
                 self._enter_late(rounds, only_rounds_of_others=True)
 
     # --- rounds ---------------------------------------------------------------------------------
 
     def _enter_late(self, rounds: Rounds, only_rounds_of_others: bool = False) -> None:
-        """Enter rounds outside of a backward pass, until all ranks are here.
+        """Enter rounds at a step, until no rank is in a backward pass.
 
         Args:
             rounds: of the optimizer at whose step this rank is.
-            only_rounds_of_others: do not begin a round where no rank is in a backward pass.
+            only_rounds_of_others: do not begin a round if no rank is in a backward pass.
         """
         while True:
             entry = self._start((), (), rounds)
             known = self._finish(entry)
             if known.in_pass:
-                # The others do not wait here yet: they may make another pass.
+                # Other ranks may make another pass before they come here.
                 self._run(entry, known)
                 continue
             own, slot = known.slots[0] if len(known.slots) == 1 else (None, _Slot())
             if own is rounds and slot.new and slot.needs_agreement(known.count):
-                # Names the first difference, if ranks are to reduce different things.
+                # Raises an error that names the first difference, if there is one.
                 rounds.agree()
             if own is not rounds or slot.is_void(known.count):
                 raise self._failure(entry, known)
-            # No rank has made a pass since its last step, and gradients are not as that left them.
+            # No rank has made a pass since its last step, but gradients have changed.
             written = bool(slot.written) and not slot.new and not rounds.gradients.are_equal()
             if written and slot.written < known.count:
                 self._raise_changed([rounds], slot.written, known.count)
@@ -285,14 +286,14 @@ class Coordinator:
                 if not slot.moved:
                     rounds.send()
                 rounds.complete(bool(slot.moved), bool(slot.sparse))
-            if rounds.latecomers and slot.changed:
+            if rounds.has_late_ranks and slot.changed:
                 self._raise_changed([rounds], slot.changed, known.count)
             return
 
     def _run(self, entry: Entry, known: _Known) -> None:
-        """Complete the rounds of all optimizers that a rank is in a pass of.
+        """Complete the rounds of all optimizers that the pass of a rank has reached.
 
-        An error in one round does not keep the others from completing: ranks wait for those, too.
+        After an error in one round, complete the others, because other ranks wait for them.
         """
         errors: dict[Rounds | None, Exception] = {}
 
@@ -312,15 +313,15 @@ class Coordinator:
             _raise_first({**errors, None: failure})
         running = [(rounds, slot) for rounds, slot in left if rounds]
         changed = 0
-        # A rank at its step takes part without knowing whether more passes follow.
+        # A rank at its step does not know whether more passes follow.
         late = any(slot.late for _, slot in known.slots)
         for rounds, slot in running:
             if rounds not in entry.passed:
                 rounds.begin()
-            # Ranks that are neither in a pass nor late did not expect this round.
+            # Ranks that are neither in a pass nor at a step did not expect this round.
             unexpected = slot.in_pass + slot.late < known.count
-            if slot.changed and (rounds.latecomers or unexpected):
-                comparable = slot.changed == known.count or not rounds.latecomers
+            if slot.changed and (rounds.has_late_ranks or unexpected):
+                comparable = slot.changed == known.count or not rounds.has_late_ranks
                 equal = comparable and rounds.gradients.are_equal()
                 changed = max(changed, 0 if equal else slot.changed)
             if not slot.moved:
@@ -333,7 +334,7 @@ class Coordinator:
                 attempt(rounds, complete)
         for rounds, _ in known.slots:
             if rounds and late:
-                rounds.latecomers = True
+                rounds.has_late_ranks = True
         if errors:
             _raise_first(errors)
         if changed:
@@ -341,23 +342,23 @@ class Coordinator:
 
     # --- headers and slots ----------------------------------------------------------------------
 
-    def _living(self) -> list[Optimizer | None]:
-        """The optimizers, the newest first; None where one has been freed."""
+    def _live_optimizers(self) -> list[Optimizer | None]:
+        """Return the optimizers, newest first; None for one that was freed."""
         return [reference() for reference in reversed(self._optimizers)]
 
     def _start(
         self, passed: Sequence[Rounds], failed: Sequence[Rounds], late: Rounds | None
     ) -> Entry:
-        """Send the header, and the buckets of the optimizers that the pass has reached."""
+        """Start the header, and the buckets of the optimizers that the pass has reached."""
         for rounds in passed:
-            rounds.renew()
+            rounds.begin_generation()
         held = [rounds for rounds in passed if rounds.moved]
         ordinary = late is None and not failed and not held
         for rounds in passed:
             rounds.begin()
             ordinary = ordinary and rounds.agreed and not rounds.gradients.is_sparse()
-            ordinary = ordinary and not (rounds.latecomers and rounds.gradients.changed())
-        newest_first = [each and each.rounds for each in self._living()]
+            ordinary = ordinary and not (rounds.has_late_ranks and rounds.gradients.changed())
+        newest_first = [each and each.rounds for each in self._live_optimizers()]
         digests = [(newest_first.index(rounds), rounds.digest()) for rounds in passed]
         digest = zlib.crc32(repr(digests).encode()) & 0xFFFFFF
         length = len(newest_first)
@@ -369,20 +370,20 @@ class Coordinator:
         return Entry(passed, failed, late, held, header)
 
     def _finish(self, entry: Entry) -> _Known:
-        """Wait for the header, and exchange slots where it is not an ordinary pass on all ranks."""
+        """Wait for the header; sum the slots unless all ranks are in the same ordinary pass."""
         try:
             count, special, digest, squares, lengths, length_squares = entry.header()
         except RuntimeError as error:
             error.add_note(
-                f"This rank waited for all others to end a backward pass or to make a step. It is "
-                f"in {self._whereabouts(entry, self._entered(entry))}. Has another rank got fewer "
-                f"batches, or more? hvd.join() ends an uneven epoch."
+                f"This rank waited for the other ranks to end a backward pass or to make a step. "
+                f"It is in {self._describe_location(entry, self._entered(entry))}. If ranks have "
+                f"different numbers of batches, call hvd.join() at the end of the epoch."
             )
             raise
         if not special and count * squares == digest * digest:
             everyone = _Slot(present=count, in_pass=count)
             return _Known(count, [(each, everyone) for each in entry.passed])
-        newest_first = self._living()
+        newest_first = self._live_optimizers()
         if count * length_squares != lengths * lengths:
             length = len(newest_first)
             (longest,) = self._collectives.max([length], "hvdkit.rounds.optimizers")
@@ -400,10 +401,10 @@ class Coordinator:
         return _Known(count, in_use[::-1])
 
     def _slot(self, entry: Entry, rounds: Rounds | None) -> _Slot:
-        """Return this rank's numbers for an optimizer."""
+        """Return this rank's slot for an optimizer."""
         if rounds is None:
             return _Slot()
-        rounds.renew()
+        rounds.begin_generation()
         gradients = rounds.gradients
         passed, late = rounds in entry.passed, rounds is entry.late
         digest = rounds.digest()
@@ -426,16 +427,16 @@ class Coordinator:
     # --- errors ---------------------------------------------------------------------------------
 
     def _entered(self, entry: Entry) -> list[Rounds | None]:
-        """The optimizers that this rank has entered with."""
+        """Return the optimizers that this rank has entered the round with."""
         return [*entry.passed, *([entry.late] if entry.late else [])]
 
-    def _whereabouts(self, entry: Entry, optimizers: Sequence[Rounds | None]) -> str:
-        """Return in words where this rank is with each of the optimizers."""
-        living = [each and each.rounds for each in self._living()[::-1]]
-        said = []
+    def _describe_location(self, entry: Entry, optimizers: Sequence[Rounds | None]) -> str:
+        """Describe the position of this rank for each optimizer, for an error."""
+        living = [each and each.rounds for each in self._live_optimizers()[::-1]]
+        texts = []
         for rounds in optimizers:
             if rounds is None:
-                said.append("an optimizer that this rank does not have")
+                texts.append("an optimizer that this rank does not have")
                 continue
             if rounds in entry.passed:
                 where = "in a backward pass"
@@ -446,12 +447,12 @@ class Coordinator:
             else:
                 where = f"while in {'a pass' if entry.passed else 'the step'} of another optimizer"
             label = f"optimizer {living.index(rounds)}: " if len(optimizers) > 1 else ""
-            said.append(label + rounds.explain(where))
-        return "; ".join(said)
+            texts.append(label + rounds.explain(where))
+        return "; ".join(texts)
 
     def _failure(self, entry: Entry, known: _Known) -> HvdkitError:
-        """Return the error of rounds that cannot be used, the same on every rank. A collective."""
-        # Ranks have sent buckets, which must not stay in flight.
+        """Return the error of a void round, the same on every rank. A collective."""
+        # Complete the buckets that ranks have started.
         sent = [(r, slot) for r, slot in known.in_pass if r and slot.present == known.count]
         plans = [rounds.plans_agreed for rounds, _ in sent]
         if any(slot.unagreed for _, slot in sent):
@@ -462,28 +463,29 @@ class Coordinator:
                 rounds.begin()
             rounds.abandon(agreed)
         joined = len(self._collectives.ranks) - known.count
-        told: list[str] = []
+        texts: list[str] = []
         if not joined:
-            own = self._whereabouts(entry, [rounds for rounds, _ in known.slots])
+            own = self._describe_location(entry, [rounds for rounds, _ in known.slots])
             everyone = self._collectives.allgather(own.encode(), "hvdkit.rounds.who")
             holders: dict[str, list[int]] = {}
             for rank, said in zip(self._collectives.ranks, everyone, strict=True):
                 holders.setdefault(said.decode(), []).append(rank)
-            told = [
+            texts = [
                 f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {said}"
                 for said, ranks in holders.items()
             ]
-        who = ". ".join(told) or f"{joined} ranks have called join(), so who did what is not known"
+        who = ". ".join(texts) or f"{joined} ranks have called join(), so details are unknown"
         failed = max(slot.failed for _, slot in known.slots)
         if failed:
             error: HvdkitError = BackwardFailed(
                 f"the backward pass raised on {failed} of {known.count} ranks, so no rank can use "
-                f"its gradients. {who}. Call optimizer.zero_grad() on every rank to go on."
+                f"its gradients. {who}. Call optimizer.zero_grad() on every rank to continue."
             )
         elif any(slot.present < known.count for _, slot in known.slots):
             error = PassesDiffer(
                 f"ranks have wrapped different numbers of optimizers. {who}. Call "
-                f"hvd.DistributedOptimizer on all ranks alike, then optimizer.zero_grad() to go on."
+                f"hvd.DistributedOptimizer on all ranks alike, then optimizer.zero_grad() to "
+                f"continue."
             )
         elif any(slot.busy for _, slot in known.slots):
             error = PassesDiffer(
@@ -493,9 +495,9 @@ class Coordinator:
         else:
             error = PassesDiffer(
                 f"ranks are not in the same step, or differ in the gradients that they need. "
-                f"{who}. Give all ranks the same number of batches (hvd.join() ends an uneven "
-                f"epoch), call step(), zero_grad() and requires_grad_() on all ranks alike, and "
-                f"then optimizer.zero_grad() to go on."
+                f"{who}. Give all ranks the same number of batches (or call hvd.join() at the end "
+                f"of the epoch), call step(), zero_grad() and requires_grad_() on all ranks alike. "
+                f"Call optimizer.zero_grad() to continue."
             )
         # Ranks that are in different steps may have different parameters.
         self._reset([rounds for rounds, _ in known.slots], bool(failed), error)
@@ -504,10 +506,10 @@ class Coordinator:
     def _raise_changed(self, optimizers: Sequence[Rounds], changed: int, count: int) -> NoReturn:
         error = GradientsChanged(
             f"on {changed} of {count} ranks gradients were changed after loss.backward(), and "
-            f"another rank made no backward pass, so that its gradients came too late for that "
-            f"change. Where a rank may skip the backward pass, call "
+            f"another rank made no backward pass, so its gradients were added after that change. "
+            f"If a rank may skip the backward pass, call "
             f"hvd.clip_grad_norm_(optimizer, ...) or optimizer.synchronize() on every rank before "
-            f"changing gradients. Call optimizer.zero_grad() to go on."
+            f"changing gradients. Call optimizer.zero_grad() to continue."
         )
         self._reset(optimizers, False, error)
         raise error

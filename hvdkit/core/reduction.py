@@ -24,8 +24,8 @@ class Reduction:
     Attributes:
         format: the wire format.
         average: divide the sum by the number of ranks.
-        predivide: of an average's scaling, what is divided by before the sum; None: as suits
-            the format.
+        predivide: the part of an average's divisor to divide by before the sum; None: the wire
+            format decides.
         passes: backward passes per step. A gradient is ready when it has arrived this often.
         bucket_bytes: the largest bucket of several gradients.
         groups: see `bucketing.plan`.
@@ -47,7 +47,7 @@ class Reduction:
         return [
             f"compression: {self.format.name}",
             f"op: {'average' if self.average else 'sum'}",
-            f"gradient_predivide_factor: {self.predivide or 'as suits the format'}",
+            f"gradient_predivide_factor: {self.predivide or 'chosen by the format'}",
             f"backward passes per step: {self.passes}",
             f"bucket_bytes: {self.bucket_bytes}",
             f"groups: {[list(group) for group in self.groups]}",
@@ -116,15 +116,15 @@ def agree_on_buckets(
         specs: the gradients.
         reduction: the settings.
         window: passes of an accumulation window.
-        sparse_dims: for each gradient, its sparse dimensions on this rank, 0 where it is dense, or
-            `ABSENT`. A gradient that is absent on all ranks is in no bucket.
-        order: a collective that returns the order in which gradients become ready, called once
-            the rest agrees. Default: see `bucketing.plan`.
+        sparse_dims: for each gradient, the number of its sparse dimensions on this rank, 0 for a
+            dense gradient, or `ABSENT`. A gradient that is absent on all ranks is in no bucket.
+        order: a collective that returns the order in which gradients become ready. Called after
+            the other settings have been compared. Default: see `bucketing.plan`.
         context: further lines that must be the same on every rank; errors show them first.
         resumed: the state to restore, if it is of the same gradients.
 
     Raises:
-        RankMismatchError: on every rank, if they differ.
+        RankMismatchError: on every rank, if gradients or settings differ.
     """
     global _next_number
     settings = [*context, *reduction.describe(), f"accumulation_steps: {window}"]

@@ -1,8 +1,8 @@
 """Reduction rounds of one optimizer.
 
-In a round every rank sends every bucket of the optimizer once. `hvdkit.core.coordination` decides,
-on all ranks alike, which optimizers have a round; here is what happens in it. Names of collectives
-are the same in every round, so Horovod's cache of responses serves all of them.
+In a round every rank reduces every bucket of the optimizer once. `hvdkit.core.coordination`
+decides, on all ranks alike, which optimizers have a round; this module performs it. The names of
+collectives are the same in every round, so Horovod's response cache has them.
 """
 
 import zlib
@@ -17,10 +17,10 @@ Synchronizers = Sequence[Synchronizer[Any, Any]]
 
 
 class LocalGradients(Protocol):
-    """This rank's gradients, as far as rounds need to know them. An adapter implements it."""
+    """The gradients of this rank. An adapter implements this protocol."""
 
     def signature(self, assigned: bool) -> Sequence[object]:
-        """Return what must be equal on all ranks in a round, such as `requires_grad`.
+        """Return values that must be equal on all ranks in a round, such as `requires_grad`.
 
         Args:
             assigned: see `begin_round`.
@@ -28,23 +28,23 @@ class LocalGradients(Protocol):
         ...
 
     def explain(self) -> str:
-        """Return the signature in words."""
+        """Describe the signature, for an error."""
         ...
 
     def removed(self) -> bool:
-        """Return whether the last round left gradients and the script has removed all of them."""
+        """Return whether the script has removed all gradients that the last round left."""
         ...
 
     def has_new(self, assigned: bool) -> bool:
-        """Return whether a gradient has been added to that has not been reduced since.
+        """Return whether a gradient has changed since its last reduction by a backward pass.
 
         Args:
-            assigned: a gradient that the user has assigned counts as well.
+            assigned: whether a gradient that the script has assigned counts as well.
         """
         ...
 
     def changed(self) -> bool:
-        """Return whether a gradient differs from what the last round left."""
+        """Return whether a gradient differs from the result of the last round."""
         ...
 
     def moved(self) -> bool:
@@ -52,39 +52,39 @@ class LocalGradients(Protocol):
         ...
 
     def replan(self) -> None:
-        """Make new synchronizers for the parameters as they are now. Not a collective."""
+        """Create new synchronizers for the current parameters. Not a collective."""
         ...
 
-    def adopt(self) -> bool:
-        """Make a synchronizer for parameters that need gradients and have none; tell if so."""
+    def add_trainable(self) -> bool:
+        """Create a synchronizer for newly trainable parameters; return whether there are any."""
         ...
 
     def are_equal(self) -> bool:
-        """Return whether reduced gradients are the same bits on all ranks. A collective."""
+        """Return whether reduced gradients are bit-identical on all ranks. A collective."""
         ...
 
     def count_changed_as_new(self) -> None:
-        """Take gradients that the script has written in place for new ones."""
+        """Count gradients that the script has written in place as new ones."""
         ...
 
     def begin_round(self, assigned: bool) -> None:
-        """Leave in each gradient only what has been added since its last reduction.
+        """Keep the reduced part of each gradient apart, and leave the new part for the round.
 
-        Until `end_round` the other methods see only that and what is kept apart, and not the zeros
-        that packing gives to parameters without a gradient.
+        Until `end_round`, the other methods ignore the zeros that packing assigns to parameters
+        without a gradient.
 
         Args:
-            assigned: a gradient that the user has assigned is to be reduced; otherwise it stands
-                for one that has been reduced.
+            assigned: whether a gradient that the script has assigned is new; otherwise it counts
+                as reduced.
         """
         ...
 
     def end_round(self) -> None:
-        """Add the reduced gradients to those that `begin_round` kept apart."""
+        """Add the gradients that `begin_round` kept apart to the reduced ones."""
         ...
 
     def end_step(self) -> None:
-        """Take the gradients as they are now, which a step has used, for reduced ones."""
+        """Count the current gradients, which a step has used, as reduced ones."""
         ...
 
     def is_busy(self) -> bool:
@@ -92,11 +92,11 @@ class LocalGradients(Protocol):
         ...
 
     def is_sparse(self) -> bool:
-        """Return whether a gradient is sparse whose bucket is dense."""
+        """Return whether there is a sparse gradient in a dense bucket."""
         ...
 
     def make_sparse(self) -> None:
-        """Make those gradients sparse on every rank, and plan them so. A collective."""
+        """Make these gradients sparse on every rank, and plan new buckets. A collective."""
         ...
 
     def scale(self, factor: float) -> None:
@@ -104,36 +104,36 @@ class LocalGradients(Protocol):
         ...
 
     def invalidate(self, reason: str) -> None:
-        """Record that the gradients cannot be used, and why, and forget what is kept apart."""
+        """Record why the gradients cannot be used, and drop the part that is kept apart."""
         ...
 
     def used(self) -> Sequence[int]:
-        """Return 1 for each parameter that has a gradient, else 0; nothing if nobody asks."""
+        """Return 1 for each parameter with a gradient, else 0; empty without `find_unused`."""
         ...
 
     def drop_unused(self, used: Sequence[int]) -> None:
-        """Remove the gradients whose entry is 0."""
+        """Remove the gradients of parameters whose entry in `used` is 0."""
         ...
 
 
 class Rounds:
-    """The rounds of one optimizer: where this rank is in them, and what happens in each.
+    """The rounds of one optimizer, and the position of this rank in them.
 
     Args:
         collectives: of the ranks to reduce over.
-        gradients: this rank's.
-        synchronizers: the optimizer's, a list that `gradients` extends.
+        gradients: of this rank.
+        synchronizers: of the optimizer; `gradients` extends this list.
         window: the accumulation window.
-        compare: called once, when the ranks have agreed for the first time, to compare more; it
-            may raise, on every rank. All ranks give it, or none.
+        compare: called once, after the ranks have agreed for the first time, to compare more. It
+            may raise on every rank. All ranks pass it, or none.
 
     Attributes:
         gradients: as given.
         caught_up: whether this rank has taken part in a round since its last step.
-        may_add: whether the script may have added gradients since the last round that only a step
-            reduces, as it may under `no_sync`. On all ranks alike.
-        latecomers: whether a rank has come to a round of this step without a pass, at a step of
-            this optimizer or of another. All ranks then send a header at the step of this one.
+        may_add: whether the script may have added gradients since the last round without a
+            reduction, for example in `no_sync`. The same on all ranks.
+        has_late_ranks: whether a rank has entered a round of this step at a step, without a pass.
+            All ranks then send a header at the step of this optimizer.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Rounds:
     ) -> None:
         self.gradients = gradients
         self.caught_up = False
-        self.latecomers = False
+        self.has_late_ranks = False
         self.may_add = False
         self._collectives = collectives
         self._synchronizers = synchronizers
@@ -156,10 +156,10 @@ class Rounds:
         self._generation: int | None = None
         self._step = 0
         self._number = 0
-        # For each synchronizer whose sum has started: waits for the ranks that use each parameter.
+        # For each started synchronizer: waits for the number of ranks that use each parameter.
         self._used: list[Callable[[], list[int]]] = []
 
-    # --- where this rank is ---------------------------------------------------------------------
+    # --- the position of this rank --------------------------------------------------------------
 
     @property
     def agreed(self) -> bool:
@@ -173,34 +173,34 @@ class Rounds:
 
     @property
     def in_windows(self) -> bool:
-        """Whether gradients are divided by the passes of a window, on a single rank, too."""
+        """Whether gradients are divided by the passes of a window, also on a single rank."""
         return self._window.size > 1
 
     @property
     def new(self) -> bool:
-        """Whether there are gradients that have not been reduced."""
+        """Whether there are gradients that were not reduced."""
         return self.gradients.has_new(assigned=not self.caught_up)
 
-    def renew(self) -> None:
-        """Count from 0 again where ranks have started Horovod again or come back from `join`."""
+    def begin_generation(self) -> None:
+        """Reset the position after another `init`, or after `join`."""
         if self._generation != self._collectives.generation:
-            # All ranks are here, whatever they counted before, and some may be new.
+            # Some ranks may be new, so all of them begin at 0.
             self._generation = self._collectives.generation
             self._compared = False
             self._reset_place()
 
     def digest(self) -> int:
-        """Return 24 bits that are equal where the step, the round and the gradients needed are."""
-        # Few enough bits that the sum of squares over 30,000 ranks fits into 64.
-        place = (self._step, self._number, self._window.passes, self.latecomers)
+        """Return a 24-bit digest of the step, the round and the required gradients."""
+        # With 24 bits, the sum of squares of 30,000 ranks fits into 64 bits.
+        place = (self._step, self._number, self._window.passes, self.has_late_ranks)
         signature = self.gradients.signature(not self.caught_up)
         return zlib.crc32(repr((*place, *signature)).encode()) & 0xFFFFFF
 
     def explain(self, where: str) -> str:
-        """Return in words what `digest` is of.
+        """Describe the values of `digest`, for an error.
 
         Args:
-            where: what this rank is doing, such as "in a backward pass".
+            where: where this rank is, such as "in a backward pass".
         """
         passes = self._window.passes
         return (
@@ -210,29 +210,29 @@ class Rounds:
         )
 
     def end_step(self) -> None:
-        """Record that the optimizer has made a step."""
+        """Record a step of the optimizer."""
         if not self._collectives.alone:
             self.gradients.end_step()
         self._step += 1
         self._number = 0
-        self.caught_up = self.latecomers = self.may_add = False
+        self.caught_up = self.has_late_ranks = self.may_add = False
 
     def _reset_place(self) -> None:
         self._used = []
         self._step = self._number = 0
-        self.caught_up = self.latecomers = self.may_add = False
+        self.caught_up = self.has_late_ranks = self.may_add = False
 
     # --- a round --------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Leave in the gradients only what is new."""
+        """Keep the reduced part of the gradients apart."""
         self.gradients.begin_round(not self.caught_up)
 
     def agree(self) -> None:
         """Agree with the other ranks on the buckets. A collective.
 
         Raises:
-            RankMismatchError: on every rank, when they are to reduce different things.
+            RankMismatchError: on every rank, if parameters or settings differ.
         """
         if self.gradients.moved():
             self.gradients.replan()
@@ -241,7 +241,7 @@ class Rounds:
                 synchronizer.agree()
         if self._compare is None:
             return
-        # A rank that had joined before its first step was not there when the others compared.
+        # A rank that had joined before its first step has not compared yet.
         (compared,) = self._collectives.max([int(self._compared)], "hvdkit.rounds.compared")
         try:
             if not compared:
@@ -252,17 +252,17 @@ class Rounds:
         self._compared = True
 
     def agree_again(self) -> None:
-        """Let the next round begin with an agreement, the parameters' values included."""
+        """Let the next round begin with `agree`, including the comparison of values."""
         self._compared = False
         for synchronizer in self._synchronizers:
             synchronizer.forget()
 
     def send(self) -> None:
-        """Start the buckets that have not started. The ranks have agreed before."""
+        """Start the buckets that have not started. Call `agree` before."""
         self._send(len(self._synchronizers))
 
     def complete(self, moved: bool, sparse: bool) -> None:
-        """Wait for all buckets; afterwards every gradient is final. A collective.
+        """Wait for all buckets. Afterwards every gradient is final. A collective.
 
         Args:
             moved: the parameters of all ranks have another dtype or device than the buckets.
@@ -275,7 +275,7 @@ class Rounds:
             self.send()
         used = self._wait(len(self._synchronizers))
         known = len(self._synchronizers)
-        if self.gradients.adopt():
+        if self.gradients.add_trainable():
             for synchronizer in self._synchronizers[known:]:
                 synchronizer.synchronize()
         if sparse:
@@ -289,12 +289,12 @@ class Rounds:
 
     @property
     def plans_agreed(self) -> int:
-        """The number of synchronizers that the ranks have agreed on, before the first other one."""
+        """The number of synchronizers, from the first one on, that the ranks have agreed on."""
         agreed = [synchronizer.agreed for synchronizer in self._synchronizers]
         return agreed.index(False) if False in agreed else len(agreed)
 
     def abandon(self, plans: int) -> None:
-        """Wait for the buckets of a round that cannot be used. A collective.
+        """Wait for the buckets of a void round. A collective.
 
         Args:
             plans: the number of synchronizers that all ranks have agreed on.
@@ -303,10 +303,10 @@ class Rounds:
         self._wait(plans)
 
     def reset(self, same_parameters: bool, reason: str) -> None:
-        """Begin anew after an error that all ranks have seen.
+        """Reset the position after an error on all ranks.
 
         Args:
-            same_parameters: whether ranks are sure to have equal parameters.
+            same_parameters: whether ranks certainly have equal parameters.
             reason: why the gradients cannot be used.
         """
         self._reset_place()
@@ -315,20 +315,20 @@ class Rounds:
             self.agree_again()
 
     def reduce_alone(self) -> None:
-        """Reduce the gradients of a single rank: divide them by the passes of a window."""
+        """Reduce the gradients of a single rank: divide them by the passes of the window."""
         self.begin()
         if self._window.divisor != 1:
             self.gradients.scale(1.0 / self._window.divisor)
         self.gradients.end_round()
         self.caught_up = True
 
-    def settle(self) -> None:
-        """Wait for what wire formats have deferred to the next round."""
+    def complete_deferred(self) -> None:
+        """Complete requests that wire formats have deferred to the next round."""
         for synchronizer in self._synchronizers:
-            synchronizer.settle()
+            synchronizer.complete_deferred()
 
     def _send(self, plans: int) -> None:
-        """Start what has not started of the first synchronizers."""
+        """Start the buckets of the first `plans` synchronizers that have not started."""
         used = self.gradients.used()
         start = 0
         for k, synchronizer in enumerate(self._synchronizers[:plans]):
@@ -340,7 +340,7 @@ class Rounds:
             start = end
 
     def _wait(self, plans: int) -> list[int]:
-        """Wait for the first synchronizers; return the ranks that use each parameter, if asked."""
+        """Wait for the first `plans` synchronizers; return how many ranks use each parameter."""
         used, self._used = self._used, []
         for synchronizer in self._synchronizers[:plans]:
             synchronizer.wait()

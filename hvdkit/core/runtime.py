@@ -1,4 +1,4 @@
-"""Starting and ending Horovod in a process. An adapter makes one `Runtime`, over its Horovod."""
+"""Start and end Horovod in a process. Each adapter has one `Runtime`."""
 
 import logging
 import os
@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 from hvdkit.errors import HvdkitError, UsageError
 
-#: Seconds after which a collective that some ranks never entered ends the job. Half an hour is
-#: what torch.distributed grants its Gloo collectives: longer than rank 0 needs to write a
-#: checkpoint or to evaluate, shorter than a night of reserved machines.
+#: Seconds after which a collective that some ranks have not entered ends the job.
+#: torch.distributed has the same timeout for Gloo. Half an hour is longer than rank 0 needs to
+#: write a checkpoint or to evaluate, and shorter than a night of reserved machines.
 STALL_SHUTDOWN_SECONDS = 1800
 
-# How launchers other than Horovod's say how many processes they started.
+# The number of processes, from launchers other than Horovod's.
 _SIZE_VARIABLES = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
@@ -23,7 +23,7 @@ _SIZE_VARIABLES = (
     "SLURM_STEP_NUM_TASKS",
 )
 
-# Variables that only processes started by torchrun have all of.
+# Only processes of torchrun have all of these variables.
 _TORCHRUN = frozenset(
     {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 )
@@ -33,11 +33,11 @@ _EXTENSIONS = {"torch": "horovod.torch.mpi_ops", "tensorflow": "horovod.tensorfl
 
 
 class Engine(Protocol):
-    """What has to be known of the installed Horovod; `hvdkit.engine.describe.Engine` has it."""
+    """The installed Horovod; see `hvdkit.engine.describe.Engine`."""
 
     @property
     def version(self) -> str:
-        """As pip knows it."""
+        """The version of the package."""
         ...
 
     @property
@@ -47,12 +47,12 @@ class Engine(Protocol):
 
     @property
     def ours(self) -> bool:
-        """Whether `hvdkit build` made it."""
+        """Whether it was built by `hvdkit build`."""
         ...
 
 
 class Horovod(Protocol):
-    """The functions of a framework's `horovod.*.mpi_ops` that are needed here."""
+    """The functions of a framework's `horovod.*.mpi_ops` that this module calls."""
 
     def init(self, *args: Any, **kwargs: Any) -> None:
         """Initialise Horovod."""
@@ -71,11 +71,11 @@ class Horovod(Protocol):
         ...
 
     def local_rank(self) -> int:
-        """This process's rank among those of its host."""
+        """The local rank of this process."""
         ...
 
     def local_size(self) -> int:
-        """The number of ranks on its host."""
+        """The number of ranks on this host."""
         ...
 
     def mpi_built(self) -> bool:
@@ -94,17 +94,17 @@ def loading(
     engine: Engine,
     errors: tuple[type[Exception], ...] = (ImportError,),
 ) -> Iterator[None]:
-    """Within it, an adapter imports its Horovod.
+    """Let an adapter import its Horovod in the block, and convert errors.
 
     Args:
         framework: `torch` or `tensorflow`.
-        version: the version of it that is imported.
+        version: the imported version of the framework.
         engine: the installed Horovod.
-        errors: what importing an extension that does not fit raises.
+        errors: exceptions of importing an extension for another version.
 
     Raises:
-        ImportError: it does not load with this version of the framework, or another framework's
-            is loaded already: two in one process crash or hang.
+        ImportError: Horovod does not load with this version of the framework, or the extension of
+            another framework is already loaded: two in one process crash or hang.
     """
     for other, extension in _EXTENSIONS.items():
         if other != framework and extension in sys.modules:
@@ -113,8 +113,8 @@ def loading(
                 f"process: import either hvdkit.{framework} or hvdkit.{other}"
             )
     with warnings.catch_warnings():
-        # On another version of the framework than it was built for, Horovod advises a pip command
-        # that cannot work. `init` says it again, with one that can.
+        # For another version of the framework, Horovod advises a pip command that cannot work.
+        # `init` logs a better one.
         warnings.filterwarnings("ignore", message=r"Framework \w+ installed with version")
         try:
             yield
@@ -127,17 +127,17 @@ def loading(
 
 
 class Runtime:
-    """Horovod's life in this process.
+    """Starts and ends Horovod in this process.
 
     Args:
         framework: `torch` or `tensorflow`.
-        version: the version of it that is imported.
+        version: the imported version of the framework.
         engine: the installed Horovod.
         horovod: the framework's `mpi_ops`.
-        use_own_gpu: told the local rank, makes that GPU this process's; only called where several
-            ranks share a host.
-        meet_under_torchrun: returns Horovod's variables for this rank's place; called where
-            torchrun started several ranks.
+        use_own_gpu: selects the GPU with the index of the local rank; called if several ranks share
+            a host.
+        connect_under_torchrun: returns Horovod's variables for this rank; called if torchrun
+            started several ranks.
     """
 
     def __init__(
@@ -147,41 +147,43 @@ class Runtime:
         engine: Engine,
         horovod: Horovod,
         use_own_gpu: Callable[[int], None],
-        meet_under_torchrun: Callable[[], Mapping[str, str]],
+        connect_under_torchrun: Callable[[], Mapping[str, str]],
     ) -> None:
         self._framework = framework
         self._version = version
         self._engine = engine
         self._horovod = horovod
         self._use_own_gpu = use_own_gpu
-        self._meet_under_torchrun = meet_under_torchrun
+        self._connect_under_torchrun = connect_under_torchrun
         self._generation = 0
         self._announced = False
 
     @property
     def generation(self) -> int:
-        """Changes, on all ranks alike, when what they agreed on before may be void."""
+        """A number that changes on all ranks when earlier agreements are void."""
         return self._generation
 
-    def renew(self) -> None:
-        """What the ranks agreed on is void: for when they come back from `join`."""
+    def begin_generation(self) -> None:
+        """Make earlier agreements of the ranks void, for example after `join`."""
         self._generation += 1
 
     def init(self, *args: Any, **kwargs: Any) -> None:
-        """Initialise Horovod; takes what Horovod's `init` takes (`comm`, `process_sets`).
+        """Initialise Horovod, with the arguments of Horovod's `init` (`comm`, `process_sets`).
 
-        Beyond that, a collective that not all ranks enter ends the job after half an hour instead
-        of never (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS and its relatives, where set, win), and a
-        plain `python script.py` is a job of one rank that needs neither MPI nor a network. Ranks
-        that torchrun started find each other through its store. Of several ranks on a host, each
-        works on the GPU of its local rank, unless the script chooses.
+        In addition:
+        - A collective that not all ranks enter ends the job after half an hour. Horovod's variables
+          (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS and others) take precedence.
+        - `python script.py` is a job of one rank, without MPI and network.
+        - Ranks that torchrun started connect through its store.
+        - If several ranks share a host, each uses the GPU of its local rank, unless the script
+          selects one.
 
         Raises:
             HvdkitError: a launcher started several processes, and they did not become one job.
         """
         horovod = self._horovod
         limit_stalls(os.environ)
-        # Ranks given as `comm` are the user's choice, and may well be a part of those started.
+        # The user may select some of the started ranks with `comm`.
         whole_world = not (args or kwargs.get("comm"))
         by_torchrun = ranks_started_by_torchrun(os.environ)
         if by_torchrun > 1:
@@ -191,8 +193,8 @@ class Runtime:
                     f"{self._engine.version} here has no Gloo to connect them. Run `hvdkit build "
                     f"--controllers gloo,mpi`, or start the script with mpirun."
                 )
-            # They stay, for `init` after `shutdown`.
-            os.environ.update(self._meet_under_torchrun())
+            # Keep the variables for `init` after `shutdown`.
+            os.environ.update(self._connect_under_torchrun())
         processes = 1 if by_torchrun == 1 else processes_started_for_mpi(os.environ)
         if processes > 1 and not horovod.mpi_built():
             raise HvdkitError(
@@ -211,13 +213,13 @@ class Runtime:
         if whole_world and processes > 1 and horovod.size() == 1:
             horovod.shutdown()
             raise HvdkitError(
-                f"{processes} processes were started by mpirun or srun, but each became a job of "
-                f"its own. The launcher must be of the MPI that Horovod was built with (see "
-                f"`hvdkit doctor`), and srun may need --mpi=pmix."
+                f"{processes} processes were started by mpirun or srun, but each became a separate "
+                f"job. Use the launcher of the MPI that Horovod was built with (see "
+                f"`hvdkit doctor`); srun may need --mpi=pmix."
             )
         if horovod.local_size() > 1:
             self._use_own_gpu(horovod.local_rank())
-        self.renew()
+        self.begin_generation()
         self._announce()
 
     def shutdown(self) -> None:
@@ -225,7 +227,7 @@ class Runtime:
         self._horovod.shutdown()
 
     def _announce(self) -> None:
-        """Say on rank 0, once, what will be missing."""
+        """Log on rank 0, once, the limits of this Horovod."""
         if self._announced or self._horovod.rank() != 0:
             return
         self._announced = True
@@ -233,10 +235,10 @@ class Runtime:
         log = logging.getLogger(f"hvdkit.{self._framework}")
         if not engine.ours:
             log.warning(
-                "Horovod %s was not built by `hvdkit build`: over Gloo a rank that never comes is "
-                "waited for without end, jobs on several hosts may bind to the wrong interface, "
-                "and float16 is slow; gradients are copied more often than needed. Results are "
-                "the same.",
+                "Horovod %s was not built by `hvdkit build`: over Gloo, ranks wait without a "
+                "timeout for a missing rank, jobs on several hosts may bind to the wrong "
+                "interface, and float16 is slow; gradients are copied more often than needed. "
+                "Results are the same.",
                 engine.version,
             )
         built_for = engine.frameworks[self._framework]
@@ -252,15 +254,14 @@ class Runtime:
 
 
 def limit_stalls(environ: MutableMapping[str, str]) -> None:
-    """Let a collective that not all ranks enter end the job, unless `environ` says otherwise.
+    """Set a stall timeout in `environ`, unless the user has set one.
 
     Raises:
-        UsageError: one of Horovod's variables for this is not a whole number.
+        UsageError: a variable is not a whole number.
     """
     if _integer(environ, "HOROVOD_STALL_CHECK_DISABLE"):
         return
-    # Horovod ignores a shutdown time that is below its check time (60 s unless set), so each is
-    # given a value that goes with the other.
+    # Horovod ignores a shutdown time below its check time (default: 60 s), so set both.
     check = _integer(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS")
     ends = _integer(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
     if ends is None:
@@ -281,10 +282,11 @@ def _integer(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def ranks_started_by_torchrun(environ: Mapping[str, str]) -> int:
-    """Return how many ranks torchrun started, this one included; 0 where it did not.
+    """Return how many ranks torchrun started, this one included; 0 if it did not.
 
-    Horovod's own variables win, because `hvdkit run` sets those of torchrun as well. These win over
-    those of MPI and Slurm, because `srun torchrun` starts one torchrun on each node.
+    Horovod's variables take precedence, because `hvdkit run` sets those of torchrun as well.
+    torchrun's take precedence over those of MPI and Slurm, because `srun torchrun` starts one
+    torchrun per node.
 
     Raises:
         HvdkitError: torchrun was started by a rank of another job.
@@ -302,9 +304,9 @@ def ranks_started_by_torchrun(environ: Mapping[str, str]) -> int:
 
 
 def processes_started_for_mpi(environ: Mapping[str, str]) -> int:
-    """How many processes mpirun or srun started with this one, itself included; 0 if unknown.
+    """Return how many processes mpirun or srun started, this one included; 0 if unknown.
 
-    Horovod's own launchers tell Horovod, not MPI, so under them the number is unknown, too.
+    It is unknown under Horovod's launchers, which set Horovod's variables only.
     """
     if "HOROVOD_SIZE" in environ or "HOROVOD_RANK" in environ:
         return 0
@@ -316,15 +318,15 @@ def processes_started_for_mpi(environ: Mapping[str, str]) -> int:
 
 @contextmanager
 def one_rank_over_gloo(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Let Horovod make a job of one rank without MPI, its default, which would start a daemon.
+    """Let Horovod create a job of one rank over Gloo; MPI, its default, would start a daemon.
 
-    The settings are taken back, so that a launcher which the script itself starts does not get
-    them. A controller that the user has chosen stays.
+    The settings are removed after the block, so that a launcher which the script starts does not
+    inherit them. A controller that the user has chosen is kept.
     """
     settings = {
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
-        # Otherwise Gloo wants the address of the hostname, which may not resolve.
+        # Otherwise Gloo resolves the hostname, which may fail.
         "HOROVOD_GLOO_IFACE": "lo",
     }
     added = []

@@ -36,7 +36,7 @@ def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> np.n
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
 
-#: Puts the samples of an epoch into another order: `order(numbers, epoch)`, see `Epochs`.
+#: Reorders the samples of an epoch: `order(numbers, epoch)`, see `Epochs`.
 Order = Callable[[np.ndarray, int], Any]
 
 
@@ -54,10 +54,10 @@ class Share:
         rank: index of this rank.
         ranks: number of ranks.
         batch_size: samples per batch on each rank.
-        drop_last: leave out what does not fill a batch on every rank.
+        drop_last: leave out samples that do not fill a batch on every rank.
 
     Raises:
-        UsageError: a number makes no sense.
+        UsageError: a number is out of range.
     """
 
     count: int
@@ -75,7 +75,9 @@ class Share:
         if not 0 <= self.rank < self.ranks:
             raise UsageError(f"rank {self.rank} of {self.ranks}: expected 0 to {self.ranks - 1}")
         if not 0 <= self.begin <= self.count:
-            raise UsageError(f"{self.begin} of {self.count} samples: there are not as many")
+            raise UsageError(
+                f"{self.begin} of {self.count} samples were consumed: expected 0 to {self.count}"
+            )
 
     @property
     def left(self) -> int:
@@ -166,7 +168,7 @@ class Epochs:
         drop_last: leave out the samples that do not fill a batch on every rank.
         rank: index of this rank.
         ranks: number of ranks.
-        how_to_count: how a loop lets its batches be counted, for the error.
+        how_to_count: advice on how to count batches, for the error.
         order: called with the drawn order of an epoch (int64) and the epoch; returns the same
             numbers in the order to use. The result must be the same on all ranks and in all jobs.
 
@@ -176,7 +178,7 @@ class Epochs:
         uncounted: whether samples were read, and no batch was counted since.
 
     Raises:
-        UsageError: an argument makes no sense, or no rank would have a batch.
+        UsageError: an argument is invalid, or no rank would have a batch.
     """
 
     def __init__(
@@ -220,7 +222,7 @@ class Epochs:
         return Share(self._count, begin, self._rank, self._ranks, self.batch_size, self.drop_last)
 
     def _go_to(self, position: Position) -> None:
-        # One assignment: what reads ahead may ask from a thread of its own.
+        # One assignment, because a thread that reads ahead may read it at any time.
         self._now = (position.epoch, self._share(position.consumed), 0)
         self._iterated = False
 
@@ -237,17 +239,17 @@ class Epochs:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of a whole epoch, the same on every rank."""
+        """The number of batches of a whole epoch, the same on every rank."""
         return self._share(0).batches
 
     @property
     def batches_left(self) -> int:
-        """Batches of this epoch that are still to come, the same on every rank."""
+        """The number of remaining batches of this epoch, the same on every rank."""
         _, share, batches = self._now
         return share.batches - batches
 
     def left(self) -> tuple[int, np.ndarray]:
-        """The epoch, and the numbers of its samples that are still to come on this rank."""
+        """Return the epoch, and the numbers of its remaining samples on this rank."""
         epoch, share, batches = self._now
         order = self._order_of(epoch)
         return epoch, order[share.places()][batches * self.batch_size :]
@@ -268,7 +270,7 @@ class Epochs:
         return order
 
     def _checksum_of(self, epoch: int) -> int | None:
-        """Return a checksum of an epoch's order, if a function of the user's made it."""
+        """Return a checksum of an epoch's order; None without a function `order`."""
         if self._order is None:
             return None
         if self._checksum is None or self._checksum[0] != epoch:
@@ -298,7 +300,7 @@ class Epochs:
         """Yield the batches of this epoch and count them; then begin the next epoch.
 
         Raises:
-            UsageError: they end before the epoch.
+            UsageError: the batches end before the epoch.
         """
         epoch = self.epoch
         while self.batches_left and self.epoch == epoch:
@@ -315,7 +317,7 @@ class Epochs:
             self.end_epoch()
 
     def advance(self, batches: int = 1) -> None:
-        """Count batches that are done on every rank. `batches()` and Keras's `fit` call it."""
+        """Count batches that are done on every rank. `batches()` and Keras's `fit` call this."""
         epoch, share, done = self._now
         self._now = (epoch, share, min(done + batches, share.batches))
         self.uncounted = False
@@ -326,7 +328,7 @@ class Epochs:
         self.uncounted = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, or continue it where a loop has left it if the job is in it already."""
+        """Begin an epoch, or continue the current one where a loop has left it."""
         if epoch != self.epoch:
             self._go_to(Position(_whole("epoch", epoch, 0)))
         self._iterated = False
@@ -354,10 +356,10 @@ class Epochs:
         return {"samples": self._count, "shuffle": self._shuffle, "seed": self._seed}
 
     def plan_restore(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Compare a checkpoint's data with these.
+        """Check that a checkpoint was saved with the same data in the same order.
 
         Raises:
-            UsageError: they are others, or in another order.
+            UsageError: the data or their order differ.
         """
         for name, value in self._identity().items():
             if tree[name] != value:
@@ -365,7 +367,7 @@ class Epochs:
                     f"the checkpoint was saved with data of {name} {tree[name]}, and this "
                     f"ResumableSampler has {name} {value}: expected the same"
                 )
-        # Steps of earlier versions have none.
+        # Steps of earlier versions have no checksum.
         if tree.get("order") != self._checksum_of(tree["epoch"]):
             raise UsageError(
                 f"the checkpoint was saved with another order of the samples in epoch "

@@ -1,4 +1,4 @@
-"""Division of the elements of a dataset, so that every rank has as many."""
+"""Divide the elements of a dataset equally among the ranks."""
 
 import logging
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ _log = logging.getLogger("hvdkit.data")
 
 @dataclass(frozen=True)
 class Division:
-    """Numbers of elements, of `count`, that `size` ranks get.
+    """The division of `count` elements among `size` ranks.
 
     Attributes:
         count: of all elements.
         size: number of ranks.
-        padded: all elements are used, and some ranks repeat one; otherwise up to `size` - 1 are
-            left out.
+        padded: use all elements, and repeat one on some ranks; otherwise leave out up to `size` - 1
+            elements.
     """
 
     count: int
@@ -23,12 +23,12 @@ class Division:
 
     @property
     def per_rank(self) -> int:
-        """Number of elements that every rank has, repeated ones too."""
+        """The number of elements of every rank, repeated ones included."""
         return -(-self.count // self.size) if self.padded else self.count // self.size
 
     @property
     def used(self) -> int:
-        """Number of elements that are not left out."""
+        """The number of elements that are not left out."""
         return self.count if self.padded else self.per_rank * self.size
 
     def of_rank(self, rank: int) -> int:
@@ -40,10 +40,10 @@ class Division:
         return self.used // self.size * rank + min(rank, self.used % self.size)
 
     def log_tail(self, elements: str = "elements") -> None:
-        """Log what becomes of the elements that cannot be divided.
+        """Log how many elements are left out or repeated.
 
         Args:
-            elements: what they are called.
+            elements: the noun for elements, in the message.
         """
         if self.used < self.count:
             _log.warning(
@@ -56,8 +56,8 @@ class Division:
             )
         elif self.per_rank * self.size > self.count:
             _log.info(
-                "hvd.shard repeats %d of %d %s, with sample weight 0, so that each of %d ranks has "
-                "as many",
+                "hvd.shard repeats %d of %d %s, with sample weight 0, so that all %d ranks have "
+                "the same number",
                 self.per_rank * self.size - self.count,
                 self.count,
                 elements,

@@ -148,7 +148,7 @@ class Synchronizer(Generic[Buffer, Handle]):
     @property
     def state(self) -> ReductionState | None:
         """State needed to resume with bit-identical sums; None before the first round."""
-        self.settle()
+        self.complete_deferred()
         if self._resumed is not None or self._buckets is None:
             return self._resumed
         return self._buckets.state
@@ -220,9 +220,9 @@ class Synchronizer(Generic[Buffer, Handle]):
             self._resumed,
         )
         self._resumed = None
-        # This belongs to the previous plan, and fails if Horovod was shut down since.
+        # These requests belong to the previous plan, and fail if Horovod was shut down meanwhile.
         with suppress(Exception):
-            self.settle()
+            self.complete_deferred()
         self._buckets = buckets
         self._plan, self._name, self._codecs = buckets.plan, buckets.name, buckets.codecs
         self._memory = [self._backend.memory(bucket) for bucket in self._plan.buckets]
@@ -243,7 +243,7 @@ class Synchronizer(Generic[Buffer, Handle]):
                 self._start(bucket)
 
     def wait(self) -> None:
-        """Complete the collective that `send` has started: wait for every bucket and unpack it."""
+        """Wait for every bucket that `send` has started, and unpack it."""
         try:
             self._finish()
         except BaseException:
@@ -264,7 +264,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         self.send()
         self.wait()
 
-    def settle(self) -> None:
+    def complete_deferred(self) -> None:
         """Complete the deferred requests of the last round. Every rank has started them."""
         if self._deferred is None:
             return
@@ -284,7 +284,7 @@ class Synchronizer(Generic[Buffer, Handle]):
     def _arrived_late(self, i: int) -> str:
         return (
             f"the gradient of {self._specs[i].name!r} arrived again after its bucket was sent, in "
-            f"one backward pass. A layer that runs in several re-entrant checkpoints does that: "
+            f"one backward pass. This happens if a layer is in several re-entrant checkpoints: "
             f"use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
         )
 
@@ -308,14 +308,14 @@ class Synchronizer(Generic[Buffer, Handle]):
         return Scaling(total, self._reduction.predivide, ranks)
 
     def _start(self, bucket: Bucket) -> None:
-        self.settle()
+        self.complete_deferred()
         codec, memory = self._codecs[bucket.index], self._memory[bucket.index]
         steps = run_conditions(codec.reduce(memory, self._scaling()))
         reduction: _RunningReduction[Handle] = _RunningReduction(
             steps, f"{self._name}.{bucket.index}"
         )
         self._advance(reduction, None)
-        # Only now: if packing raises, the bucket has not started.
+        # Record the bucket after packing: if packing raises, the bucket has not started.
         self._round.reductions[bucket.index] = reduction
 
     def _advance(self, reduction: _RunningReduction[Handle], result: Any) -> None:
@@ -335,7 +335,7 @@ class Synchronizer(Generic[Buffer, Handle]):
             else:
                 reduction.handle = self._backend.gather(reduction.request.rows, name)
 
-    def _settle_bucket(self, reduction: _RunningReduction[Handle]) -> None:
+    def _advance_bucket(self, reduction: _RunningReduction[Handle]) -> None:
         """Advance a bucket until it is done or makes a request that all buckets make together."""
         while True:
             request = reduction.request
@@ -362,9 +362,9 @@ class Synchronizer(Generic[Buffer, Handle]):
             if bucket.index not in reductions:
                 self._start(bucket)
             if bucket.index >= _IN_FLIGHT:
-                self._settle_bucket(reductions[bucket.index - _IN_FLIGHT])
+                self._advance_bucket(reductions[bucket.index - _IN_FLIGHT])
         for bucket in buckets[-_IN_FLIGHT:]:
-            self._settle_bucket(reductions[bucket.index])
+            self._advance_bucket(reductions[bucket.index])
         while waiting := [
             reductions[b] for b in range(len(buckets)) if reductions[b].request is not None
         ]:
@@ -375,7 +375,7 @@ class Synchronizer(Generic[Buffer, Handle]):
                 del buffers
                 for reduction, value in zip(asking, values, strict=True):
                     self._advance(reduction, value)
-                    self._settle_bucket(reduction)
+                    self._advance_bucket(reduction)
                 continue
             requests = [r.request for r in waiting if isinstance(r.request, GlobalMax)]
             result = self._collectives.start_max(
@@ -386,4 +386,4 @@ class Synchronizer(Generic[Buffer, Handle]):
                 return
             for reduction, value in zip(waiting, result(), strict=True):
                 self._advance(reduction, value)
-                self._settle_bucket(reduction)
+                self._advance_bucket(reduction)

@@ -67,7 +67,7 @@ def _join() -> Any:
     # kernel a second call would return the first result immediately.
     context.context().clear_kernel_cache()
     last = mpi_ops.join()
-    _runtime.renew()
+    _runtime.begin_generation()
     # Ranks that joined early have lower counts than others.
     reset_counters()
     return last

@@ -1,4 +1,4 @@
-"""Loss scaling: every rank takes the same step or skips it.
+"""Loss scaling: all ranks take a step, or all skip it.
 
 A GradScaler skips a step whose gradients are not finite. Reduced gradients are not finite on all
 ranks if they are not on one, so all ranks skip alike. They are reduced when `backward()` returns;
@@ -44,7 +44,7 @@ class GradScaler(_TorchGradScaler):
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step, unless the reduced gradients are not finite; `optimizer.stepped` tells."""
+        """Make a step if the reduced gradients are finite; see `optimizer.stepped`."""
         if not isinstance(optimizer, WrappedOptimizer):
             self._stepped = True
             return super().step(optimizer, *args, **kwargs)
@@ -60,7 +60,7 @@ class GradScaler(_TorchGradScaler):
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Adapt the scale after a step; nothing inside a window of accumulation.
+        """Adapt the scale after a step. Does nothing inside an accumulation window.
 
         Raises:
             UsageError: one optimizer has stepped, and another is inside a window, whose gradients
@@ -95,7 +95,7 @@ def _reduce_before_unscaling(unscale: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def teach_torchs_grad_scaler() -> None:
-    """Let PyTorch's own GradScaler reduce a `DistributedOptimizer`'s gradients, too.
+    """Patch PyTorch's GradScaler to reduce the gradients of a `DistributedOptimizer`.
 
     It reads them in one method, before it asks anything of the optimizer; there is no other
     place to step in.

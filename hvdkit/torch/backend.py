@@ -250,7 +250,7 @@ def _cast_scaled(source: torch.Tensor, target: torch.Tensor, scale: _Scale) -> N
 
 
 def _cast_scaled_at_once(source: torch.Tensor, target: torch.Tensor, scale: _Scale) -> None:
-    """Do what `_cast_scaled` does in one kernel, which computes in the wider of the two dtypes."""
+    """Cast and scale in one kernel, which computes in the wider of the two dtypes."""
     # PyTorch computes in the dtype that the operands promote to. A tensor of shape [1] takes part
     # in that; a number, or a tensor without dimensions, does not.
     wide = torch.promote_types(source.dtype, target.dtype)

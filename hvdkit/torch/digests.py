@@ -17,7 +17,7 @@ _CHUNK = 1 << 24
 
 
 def check_values(collectives: TorchCollectives, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raise if a parameter has not the same value on every rank. A collective.
+    """Check that all parameters have the same values on every rank. A collective.
 
     Raises:
         RankMismatchError: on every rank, naming the first parameter that differs.
@@ -56,7 +56,7 @@ def digests(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def _digest_on_device(content: torch.Tensor) -> torch.Tensor:
-    """Return a sum of the bytes weighted by their place, in integers, which wrap around."""
+    """Return a sum of the bytes, weighted by their index, in integers that wrap around."""
     total = torch.zeros((), dtype=torch.int64, device=content.device)
     weights = torch.arange(1, min(_CHUNK, content.numel()) + 1, device=content.device)
     weights = weights * 0x9E3779B1 + 1

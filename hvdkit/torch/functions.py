@@ -1,4 +1,4 @@
-"""Bringing every rank to the same state: parameters, optimizer state, Python objects."""
+"""Broadcast parameters, optimizer state and Python objects."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -95,7 +95,7 @@ def _broadcast_tensors(
 
 @dataclass(frozen=True)
 class _TensorSlot:
-    """Stands for a tensor in a structure that is sent ahead of its tensors."""
+    """A placeholder for a tensor in a structure that is sent before its tensors."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -107,7 +107,7 @@ def broadcast_optimizer_state(
     root_rank: int,
     model: torch.nn.Module | None = None,  # noqa: ARG001
 ) -> None:
-    """Give every rank the optimizer state and options of rank `root_rank`.
+    """Broadcast the optimizer state and options of rank `root_rank`.
 
     The ranks need not have any state, or the same: what they have is replaced, types, dtypes and
     all. Rank `root_rank`'s optimizer and all parameters stay as they are.
@@ -185,7 +185,7 @@ _CPU = torch.device("cpu")
 
 
 def _with_slots(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """`value` with each tensor in it replaced by a slot and appended to `tensors`."""
+    """Return `value` with a slot in place of each tensor; append the tensors to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _TensorSlot(tuple(value.shape), value.dtype, value.device.type == "cpu")
@@ -197,7 +197,7 @@ def _with_slots(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _with_tensors(value: Any, tensors: list[torch.Tensor], device: torch.device) -> Any:
-    """The reverse of `_with_slots`, with new tensors, on `device` unless the root's is on CPU."""
+    """Reverse `_with_slots` with new tensors, on `device` unless the root's is on the CPU."""
     if isinstance(value, _TensorSlot):
         where = _CPU if value.on_cpu else device
         tensors.append(torch.empty(value.shape, dtype=value.dtype, device=where))
@@ -215,7 +215,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
 ) -> Any:
-    """Send rank `root_rank`'s object to every rank, pickled.
+    """Broadcast an object of rank `root_rank`, pickled.
 
     As Horovod's, except that ranks may pass objects of different types (None on all but the
     root): Horovod names the collective after the type, and then waits for ever.
@@ -229,7 +229,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Collect an object, pickled, from every rank; types may differ, as for `broadcast_object`.
+    """Gather an object, pickled, from every rank.
 
     Returns:
         One object per rank, in their order.

@@ -1,9 +1,9 @@
 """The gradients of one optimizer on this rank: the reduced part and the new part of each.
 
-A gradient that a round has left is final: the same on every rank. What a later backward pass adds
-to it is new, and only that is reduced. So before PyTorch accumulates into a final gradient, the
-gradient is kept apart as its base. The round adds the reduced new part to the base. (To reduce the
-sum of both again would be wrong for `Sum`, and would round twice in 16 bits.)
+After a round, gradients are final: the same on every rank. If a later backward pass adds to a final
+gradient, only the new part must be reduced. So before PyTorch accumulates into a final gradient,
+the gradient is kept apart as the base. The next round reduces the new part and adds it to the base.
+Reducing the sum of both again would be wrong for `Sum`, and would round twice in 16 bits.
 """
 
 import weakref
@@ -32,7 +32,7 @@ _Layout = tuple[torch.dtype, torch.device, torch.Size]
 
 
 def _layout(parameter: torch.Tensor) -> _Layout:
-    """Return what a bucket depends on, and `parameter.data = ...` may change."""
+    """Return the properties that buckets depend on and that `parameter.data = ...` may change."""
     return dtype_of_gradient(parameter), parameter.device, parameter.shape
 
 
@@ -40,7 +40,7 @@ _Left = tuple["weakref.ref[torch.Tensor]", int]
 
 
 def _left(gradient: torch.Tensor | None) -> _Left | None:
-    """Return what identifies a gradient and tells whether it has been changed in place."""
+    """Return the identity and the version of a gradient; in-place changes increase the version."""
     return None if gradient is None else (weakref.ref(gradient), gradient._version)
 
 
@@ -48,20 +48,20 @@ class OptimizerGradients:
     """`hvdkit.core.rounds.LocalGradients` of a wrapped optimizer's parameters.
 
     Args:
-        parameters: returns the optimizer's parameters, in order; it may get more of them later.
+        parameters: returns the optimizer's current parameters, in order.
         name_of: returns a parameter's name.
         collectives: of the ranks to reduce over.
-        reduction: how to reduce, without groups.
+        reduction: the settings, without groups.
         groups: parameters that share a bucket.
         window: the accumulation window.
-        context: lines that must be the same on every rank, made when they are compared.
-        on_watched: called with each parameter whose gradients are to be reported, and its number,
-            which is None while it has no plan.
-        keep_sparse: sparse gradients stay sparse although they are reduced as dense ones.
+        context: returns lines that must be the same on every rank.
+        on_watched: called with each parameter to register hooks for, and its number, or None if it
+            is in no bucket yet.
+        keep_sparse: convert gradients back to sparse ones after a dense reduction.
 
     Attributes:
-        synchronizers: one for the parameters at the start, and one for each set of later ones.
-        void: why the gradients cannot be used; empty where they can.
+        synchronizers: one for the initial parameters, and one for each later set of parameters.
+        void: why the gradients cannot be used; "" if they can.
         unused: whether there are reduced gradients that no step has used.
     """
 
@@ -91,33 +91,33 @@ class OptimizerGradients:
         self.unused = False
         self._backends: list[TorchBackend] = []
         self._layouts: list[list[_Layout]] = []
-        # Of the planned parameters, by number: the parameter, and its synchronizer and place there.
+        # Planned parameters by number; for each, its synchronizer and its index there.
         self._parameters: list[torch.nn.Parameter] = []
         self._numbers: dict[torch.nn.Parameter, int] = {}
         self._places: list[tuple[int, int]] = []
-        #: Gradients as the last round left them, with their version counters.
+        # The identity and version of each gradient after the last round.
         self._left: list[_Left | None] = []
-        # Numbers of parameters whose gradients have been added to since the last round.
+        # Numbers of parameters with a new part since the last round.
         self._new: set[int] = set()
-        # Number -> the reduced part, while the gradient holds only the new part.
+        # Number -> the base, while `grad` has only the new part.
         self._base: dict[int, torch.Tensor] = {}
-        # All reduced parts are bases. Packing gives parameters without a gradient zeros.
+        # In a round, all reduced parts are bases, and packing assigns zeros to missing gradients.
         self._in_round = False
-        # Of the current pass: parameters that were about to get a gradient, and that got one.
+        # In the current pass: parameters that PyTorch announced a gradient for, and that got one.
         self._expected: set[int] = set()
         self._arrived: set[int] = set()
-        # Parameters without a plan, frozen ones above all, that tell when they get a gradient.
+        # Parameters without a plan, mostly frozen ones, that have hooks.
         self._unplanned: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._unplanned_arrived = False
-        # A base differed from the gradient that the last round left.
+        # Whether a final gradient has changed since the last round.
         self._changed = False
-        self.adopt()
+        self.add_trainable()
         self.watch()
 
     # --- plans ----------------------------------------------------------------------------------
 
-    def adopt(self) -> bool:
-        """Plan the parameters that need gradients and are not planned yet, if there are any."""
+    def add_trainable(self) -> bool:
+        """Plan trainable parameters that are not planned yet; return whether there were any."""
         added = [p for p in self._all() if p.requires_grad and p not in self._numbers]
         if not added and self.synchronizers:
             return False
@@ -133,9 +133,9 @@ class OptimizerGradients:
         return True
 
     def watch(self) -> None:
-        """Let parameters without a plan tell when they get a gradient.
+        """Register hooks for parameters without a plan.
 
-        A frozen parameter may be unfrozen, and the script may put new parameters into the groups.
+        A frozen parameter may become trainable, and the script may add parameters to the groups.
         """
         for p in self._all():
             if p in self._numbers or p in self._unplanned:
@@ -170,7 +170,7 @@ class OptimizerGradients:
         )
 
     def replan(self) -> None:
-        """Make new synchronizers for the parameters as they are now. Not a collective."""
+        """Create new synchronizers for the current parameters. Not a collective."""
         parts = list(self._parts())
         for made in (self.synchronizers, self._backends, self._layouts):
             made.clear()
@@ -178,7 +178,7 @@ class OptimizerGradients:
             self._plan(part)
 
     def _parts(self) -> Iterator[list[torch.nn.Parameter]]:
-        """The parameters of each synchronizer."""
+        """Return the parameters of each synchronizer."""
         start = 0
         for layouts in list(self._layouts):
             yield self._parameters[start : start + len(layouts)]
@@ -218,20 +218,20 @@ class OptimizerGradients:
     def arrived(self, number: int) -> None:
         """Record that a gradient has been accumulated."""
         if number in self._base and number not in self._new:
-            # It may live in a bucket, which the new part is packed into.
+            # The base may be memory of the bucket that the new part is packed into.
             self._base[number] = self._base[number].detach().clone()
         self._arrived.add(number)
         self._new.add(number)
 
     def mark_ready(self, number: int) -> None:
-        """Tell the synchronizer that a gradient is complete."""
+        """Mark a gradient as complete in its synchronizer."""
         part, place = self._places[number]
         self.synchronizers[part].mark_ready(place)
 
     def end_pass(self) -> bool:
-        """Restore gradients that got nothing; return whether any got something.
+        """Restore gradients without a new part; return whether a gradient was accumulated.
 
-        `torch.autograd.grad` for a parameter announces a gradient that it does not accumulate.
+        `torch.autograd.grad` announces gradients that it does not accumulate.
         """
         for number in self._expected - self._arrived - self._new:
             if number in self._base:
@@ -254,7 +254,7 @@ class OptimizerGradients:
     # --- in a round -----------------------------------------------------------------------------
 
     def signature(self, assigned: bool) -> Sequence[object]:
-        """Return which parameters need gradients, and which have reduced ones already."""
+        """Return which parameters require gradients, and which have reduced ones."""
         needs = bytes(p.requires_grad for p in self._all())
         reduced = [
             number
@@ -270,7 +270,7 @@ class OptimizerGradients:
         return needs, reduced
 
     def explain(self) -> str:
-        """Return the signature in words."""
+        """Describe the signature, for an error."""
         everything = self._all()
         frozen = [self._name_of(p) for p in everything if not p.requires_grad]
         names = ", ".join(frozen[:_SHOWN]) + (", ..." if len(frozen) > _SHOWN else "")
@@ -293,7 +293,7 @@ class OptimizerGradients:
         return any(p.grad is not None for p in self._parameters)
 
     def removed(self) -> bool:
-        """Return whether the last round left gradients and the script has removed all of them."""
+        """Return whether the script has removed all gradients that the last round left."""
         any_left = False
         for p, left in zip(self._parameters, self._left, strict=True):
             if left is not None:
@@ -303,7 +303,7 @@ class OptimizerGradients:
         return any_left
 
     def has_new(self, assigned: bool) -> bool:
-        """Return whether a gradient has been added to that has not been reduced since."""
+        """Return whether a gradient has a new part."""
         if self._new or any(
             p.requires_grad and p.grad is not None and p not in self._numbers
             for p in self._unplanned
@@ -315,7 +315,7 @@ class OptimizerGradients:
         )
 
     def changed(self) -> bool:
-        """Return whether a reduced gradient differs from what the last round left."""
+        """Return whether a final gradient has changed since the last round."""
         for number, p in enumerate(self._parameters):
             if number not in self._new and number not in self._base:
                 self._note_change(number, p.grad)
@@ -329,7 +329,7 @@ class OptimizerGradients:
             self._changed = True
 
     def are_equal(self) -> bool:
-        """Return whether reduced gradients are the same bits on all ranks. A collective."""
+        """Return whether reduced gradients are bit-identical on all ranks. A collective."""
         reduced = [
             self._base.get(number, None if self._in_round or number in self._new else p.grad)
             for number, p in enumerate(self._parameters)
@@ -339,20 +339,20 @@ class OptimizerGradients:
         return are_equal(self._collectives, value, "hvdkit.equal")
 
     def count_changed_as_new(self) -> None:
-        """Take gradients that the script has written in place for new ones."""
+        """Count gradients that the script has written in place as new ones."""
         for number, p in enumerate(self._parameters):
             if p.grad is not None and number not in self._base:
                 self._new.add(number)
         self._changed = False
 
     def end_step(self) -> None:
-        """Take the gradients as they are now, which a step has used, for reduced ones."""
+        """Count the current gradients, which a step has used, as reduced ones."""
         for number, p in enumerate(self._parameters):
             if number not in self._new and number not in self._base:
                 self._left[number] = _left(p.grad)
 
     def begin_round(self, assigned: bool) -> None:
-        """Leave in each gradient only what has been added since its last reduction."""
+        """Keep all bases apart, and leave only new parts in the gradients."""
         for number, p in enumerate(self._parameters):
             if number in self._new:
                 continue
@@ -394,7 +394,7 @@ class OptimizerGradients:
         return bool(self._expected) or self.any_arrived
 
     def is_sparse(self) -> bool:
-        """Return whether a gradient is sparse whose bucket is dense."""
+        """Return whether there is a sparse gradient in a dense bucket."""
         if self._reduction.sparse_as_dense:
             return False
         return any(
@@ -404,7 +404,7 @@ class OptimizerGradients:
         )
 
     def make_sparse(self) -> None:
-        """Make those gradients sparse on every rank, and plan them so. A collective."""
+        """Make these gradients sparse on every rank, and plan new buckets. A collective."""
         for k, (backend, synchronizer) in enumerate(
             zip(self._backends, self.synchronizers, strict=True)
         ):
@@ -422,13 +422,13 @@ class OptimizerGradients:
                 gradient.mul_(factor)
 
     def invalidate(self, reason: str) -> None:
-        """Record that the gradients cannot be used until they are removed, and why."""
+        """Record why the gradients cannot be used until they are removed."""
         self.void = reason
         self._window.close()
         self.discard()
 
     def discard(self) -> None:
-        """Forget bases and new parts."""
+        """Drop bases and new parts."""
         self._base.clear()
         self._new.clear()
         self._in_round = False
@@ -439,13 +439,13 @@ class OptimizerGradients:
         self._changed = False
 
     def used(self) -> Sequence[int]:
-        """Return 1 for each planned parameter with a gradient, else 0; nothing if nobody asks."""
+        """Return 1 for each planned parameter with a gradient, else 0; () without find_unused."""
         if not self._reduction.find_unused:
             return ()
         return [int(self._has_gradient(number)) for number in range(len(self._parameters))]
 
     def drop_unused(self, used: Sequence[int]) -> None:
-        """Remove the gradients whose entry is 0."""
+        """Remove the gradients of parameters whose entry in `used` is 0."""
         for p, count in zip(self._parameters, used, strict=False):
             if not count:
                 p.grad = None

@@ -1,4 +1,4 @@
-"""What a PyTorch training consists of, as `hvdkit.checkpoint.state` describes state."""
+"""The stateful items of a PyTorch training; see `hvdkit.checkpoint.state`."""
 
 import itertools
 import re
@@ -20,7 +20,7 @@ from hvdkit.core.reduction import ReductionState
 from hvdkit.errors import UsageError
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
-#: torch's dtypes -> safetensors' names of them. Not every torch has all of these.
+#: dtype of torch -> its name in safetensors. Older versions of torch do not have all of them.
 _DTYPES = {
     getattr(torch, name): code for name, code in dtypes.CODES.items() if hasattr(torch, name)
 }
@@ -30,30 +30,28 @@ _SHOWN = 3
 
 
 class TorchTensor:
-    """`hvdkit.checkpoint.state.Tensor` of a torch tensor, on whatever device.
+    """A `hvdkit.checkpoint.state.Tensor` for a torch tensor on any device.
 
     Args:
-        tensor: of a class without operations of its own, because a class with operations may keep
-            its content elsewhere.
-        subject: what it is, for errors.
+        tensor: not of a class that overrides operations, which may keep its content elsewhere.
+        subject: its name in errors.
 
     Raises:
-        UsageError: it is of such a class, or not initialised, or of a dtype or layout that no file
-            of tensors has.
+        UsageError: the tensor is of such a class or not initialised, or its dtype or layout is not
+            supported.
     """
 
     def __init__(self, tensor: torch.Tensor, subject: str = "a tensor") -> None:
         if torch.nn.parameter.is_lazy(tensor):
             raise UsageError(
-                f"{subject} is not initialised, and has no shape yet: call the model on one batch "
-                f"before this"
+                f"{subject} is not initialised and has no shape: call the model on one batch before"
             )
         kind = type(tensor)
         if _has_own_operations(kind):
             raise UsageError(
                 f"{subject} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot "
-                f"hold: expected a torch.Tensor, or a subclass without operations of its own. "
-                f"Convert it, or return the tensors that it consists of from get_extra_state()"
+                f"hold: expected a torch.Tensor, or a subclass that overrides no operations. "
+                f"Convert it, or return its component tensors from get_extra_state()"
             )
         if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
             raise UsageError(
@@ -61,7 +59,7 @@ class TorchTensor:
                 f"dense tensors of {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}"
             )
         self.tensor = tensor.detach()
-        # The thread that writes reads after what this one has started on the device.
+        # The writer thread must read after the operations that this thread has started.
         self._stream: AbstractContextManager[Any] = (
             torch.cuda.stream(torch.cuda.current_stream(tensor.device))
             if tensor.is_cuda
@@ -76,7 +74,7 @@ class TorchTensor:
 
     @torch.no_grad()
     def read(self, out: np.ndarray) -> None:
-        """One copy, straight from where it lives."""
+        """Copy the content into `out`, directly from the device."""
         # An empty array has no strides that torch could reinterpret.
         if not self.tensor.numel():
             return
@@ -85,7 +83,7 @@ class TorchTensor:
             torch.from_numpy(out).view(self.tensor.dtype).view(shape).copy_(self.tensor)
 
     def memory(self) -> np.ndarray | None:
-        """The tensor's own memory, if it is contiguous and on the CPU."""
+        """Return the tensor's memory if it is contiguous and on the CPU, else None."""
         tensor = self.tensor
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             return None
@@ -98,7 +96,7 @@ class TorchTensor:
 
     @torch.no_grad()
     def write(self, content: np.ndarray, start: int = 0) -> None:
-        """One copy, straight to where it lives."""
+        """Copy `content` into the tensor, directly to the device."""
         tensor = self.tensor
         if not tensor.numel():
             return
@@ -109,7 +107,7 @@ class TorchTensor:
         elif tensor.is_contiguous():
             tensor.view(-1)[first : first + piece.numel()].copy_(piece)
         else:
-            # Not in the order in which it is saved: put together first.
+            # The tensor has another memory order: collect the pieces first.
             if self._staged is None:
                 self._staged = torch.empty(tensor.numel(), dtype=tensor.dtype)
             self._staged[first : first + piece.numel()].copy_(piece)
@@ -122,7 +120,7 @@ def _has_own_operations(kind: type) -> bool:
     function = getattr(kind, "__torch_function__", None)
     plain = (
         vars(torch.Tensor)["__torch_function__"].__func__,
-        # Of parameters.
+        # The function of parameters.
         torch._C._disabled_torch_function_impl,
     )
     if getattr(function, "__func__", function) not in plain:
@@ -135,10 +133,10 @@ def with_small_tensors(value: Any, subject: str) -> Tree:
 
     Args:
         value: a tree with tensors on any device.
-        subject: what it is, for errors.
+        subject: its name in errors.
 
     Raises:
-        UsageError: a tensor is too large, or of a dtype or layout that no checkpoint has.
+        UsageError: a tensor is too large, or its dtype or layout is not supported.
     """
 
     def into(leaf: Any, path: tuple[Any, ...]) -> Any:
@@ -157,7 +155,7 @@ def with_small_tensors(value: Any, subject: str) -> Tree:
 
 
 def without_small_tensors(value: Tree) -> Any:
-    """Return what `with_small_tensors` was given, its tensors on the CPU."""
+    """Reverse `with_small_tensors`, with tensors on the CPU."""
 
     def into(leaf: Any, _: Any) -> Any:
         if not isinstance(leaf, SmallTensor):
@@ -170,11 +168,11 @@ def without_small_tensors(value: Tree) -> Any:
 
 
 def with_tensors(value: Any, subject: str) -> Tree:
-    """`value` with a `TorchTensor` in place of each tensor in it.
+    """Return `value` with a `TorchTensor` in place of each tensor in it.
 
     Args:
-        value: dicts, lists and tuples with tensors in them.
-        subject: what it is, for errors.
+        value: dicts, lists and tuples that contain tensors.
+        subject: its name in errors.
     """
     return _mapped(
         value,
@@ -187,7 +185,7 @@ def _at(subject: str, path: tuple[Any, ...]) -> str:
 
 
 def without_tensors(value: Tree) -> Any:
-    """A tree with the tensor itself in place of each `TorchTensor`."""
+    """Return a tree with the tensor in place of each `TorchTensor`."""
     return _mapped(value, lambda leaf, _: leaf.tensor if isinstance(leaf, TorchTensor) else leaf)
 
 
@@ -196,11 +194,11 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def _mapped(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: Any = ()) -> Any:
-    """A copy with every leaf changed; `change` is told the keys that lead to it."""
-    # Other dicts, such as a defaultdict, are no tree: encoding them names the path.
+    """Return a copy with `change(leaf, path)` in place of each leaf."""
+    # Other dicts, such as a defaultdict, are leaves, which encoding refuses.
     if type(value).__name__ in ("dict", "OrderedDict", "Counter") and isinstance(value, dict):
         changed = {key: _mapped(item, change, (*path, key)) for key, item in value.items()}
-        # A Counter (as MultiStepLR has) stays one.
+        # Keep a Counter, which MultiStepLR has.
         return changed if type(value).__name__ in ("dict", "OrderedDict") else type(value)(changed)
     if type(value) in (list, tuple):
         return type(value)(_mapped(item, change, (*path, i)) for i, item in enumerate(value))
@@ -214,12 +212,12 @@ def _leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
 
 
 def empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """New memory for a tensor."""
+    """Return new memory for a tensor."""
     return torch.empty(spec.shape, dtype=_BY_CODE[spec.dtype], device=device)
 
 
 def on_host(tree: Tree) -> Tree:
-    """A tree with new memory on the host in place of each `TensorSpec`."""
+    """Return a tree with new memory on the host in place of each `TensorSpec`."""
 
     def into(leaf: Any, _: Any) -> Any:
         return TorchTensor(empty(leaf, _CPU)) if isinstance(leaf, TensorSpec) else leaf
@@ -231,7 +229,7 @@ def _differences(subject: str, lines: list[str]) -> UsageError:
     more = f", and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     return UsageError(
         f"the checkpoint does not fit {subject}: {'; '.join(lines[:_SHOWN])}{more}. Build it as "
-        f"it was when it was saved"
+        f"in the run that saved the checkpoint"
     )
 
 
@@ -240,23 +238,23 @@ def _text(spec: TensorSpec) -> str:
 
 
 class ModelItem:
-    """A `StatefulItem`: a module's `state_dict`, its tensors by their names.
+    """A `StatefulItem`: the `state_dict` of a module.
 
-    A tensor that has several names is saved once, under the first.
+    A tensor with several names is saved once, under the first name.
     """
 
     def __init__(self, model: torch.nn.Module, subject: str = "model") -> None:
         self._model = model
         self._subject = subject
         self._to_load: list[str] = []
-        #: Names in the tree that is restored -> names in the module's `state_dict`.
+        #: Name in the restored tree -> name in the module's `state_dict`.
         self._names: dict[str, str] = {}
 
     def _state(self, saved: Collection[str] = ()) -> dict[str, Any]:
-        """The module's `state_dict`, without the prefixes that `torch.compile` gives to names.
+        """Return the module's `state_dict`, without prefixes of `torch.compile` in names.
 
         Args:
-            saved: the names in the tree that is restored. Those of earlier versions have prefixes.
+            saved: the names in the restored tree. Earlier versions saved prefixes.
         """
         state = self._model.state_dict()
         plain = _without_prefixes(self._model)
@@ -266,12 +264,12 @@ class ModelItem:
             known = plain(name)
             if known not in saved and known in earlier:
                 known = earlier[known]
-            # A module may have both names, if it is not the compiled one.
+            # A module that is not compiled may have both names.
             self._names[name if known in self._names else known] = name
         return {known: state[name] for known, name in self._names.items()}
 
     def save(self) -> Tree:
-        """Names -> tensors, and whatever else modules give as extra state."""
+        """Return name -> tensor, and the extra state of modules."""
         tree: dict[str, Any] = {}
         tied: dict[str, str] = {}
         holders: dict[Any, str] = {}
@@ -280,7 +278,7 @@ class ModelItem:
                 tree[name] = with_tensors(value, _at(self._subject, (name,)))
                 continue
             tensor = TorchTensor(value, _at(self._subject, (name,)))
-            # Empty tensors share the address 0, and nothing else.
+            # All empty tensors have the address 0.
             holder = holders.setdefault(_memory(value), name) if value.numel() else name
             if holder != name:
                 tied[name] = holder
@@ -289,27 +287,29 @@ class ModelItem:
         return {**tree, TIED: tied} if tied else tree
 
     def plan_restore(self, tree: Tree) -> Tree:
-        """The model's own memory; new one where a module's `state_dict` gives copies.
+        """Return the model's memory, or new memory where a module's `state_dict` returns copies.
 
         Raises:
-            UsageError: names, shapes or dtypes differ, naming the first that do.
+            UsageError: names, shapes or dtypes differ; the message has the first differences.
         """
         own, lines = self._compared(tree)
-        lines += [line for _, line in self._two_there(tree, own)]
+        lines += [line for _, line in self._separate_in_checkpoint(tree, own)]
         if lines:
             raise _differences(self._subject, lines)
         return self._destinations(tree, own)
 
     def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
-        """Prepare those tensors that have the same name, shape and dtype."""
+        """Plan the restore of the tensors that have the same name, shape and dtype."""
         own, lines = self._compared(tree)
-        for name, line in self._two_there(tree, own):
+        for name, line in self._separate_in_checkpoint(tree, own):
             del own[name]
             lines.append(line)
         return self._destinations(tree, own), lines
 
-    def _two_there(self, tree: Tree, own: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
-        """Names of tensors that were saved apart, and are one tensor here; and a line for each."""
+    def _separate_in_checkpoint(
+        self, tree: Tree, own: Mapping[str, torch.Tensor]
+    ) -> list[tuple[str, str]]:
+        """Return names of tensors that are one here and two in the checkpoint, each with a text."""
         found = []
         holders: dict[Any, str] = {}
         for name in own:
@@ -317,33 +317,37 @@ class ModelItem:
                 continue
             holder = holders.setdefault(_memory(own[name]), name)
             if holder != name:
-                found.append((name, f"{name} and {holder} are two there, and one tensor here"))
+                found.append(
+                    (name, f"{name} and {holder} are one tensor here, and two in the checkpoint")
+                )
         return found
 
     def _compared(self, tree: Tree) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """The model's tensors that the saved state has alike, and what differs of the others."""
-        # By all names, because the first of several may be another one now.
+        """Return the tensors that match the saved state, and texts on the others."""
+        # Compare all names, because the first of several names may have changed.
         names = {*tree, *tree.get(TIED, {})}
         own = {n: v for n, v in self._state(names).items() if _is_tensor(v)}
         saved = {name: spec for name, spec in tree.items() if isinstance(spec, TensorSpec)}
         named = saved | {name: saved[holder] for name, holder in tree.get(TIED, {}).items()}
         lines = [f"it has no {name}" for name in own if name not in named]
-        lines += [f"it has {name}, which is not in here" for name in named if name not in own]
+        lines += [f"it has {name}, which is missing here" for name in named if name not in own]
         alike = {}
         for name in own:
             here = TorchTensor(own[name], _at(self._subject, (name,))).spec
             if name in named and named[name] == here:
                 alike[name] = own[name]
             elif name in named:
-                lines.append(f"{name} is {_text(named[name])} there and {_text(here)} here")
+                lines.append(
+                    f"{name} is {_text(here)} here and {_text(named[name])} in the checkpoint"
+                )
         return alike, lines
 
     def _destinations(self, tree: Tree, own: Mapping[str, torch.Tensor]) -> Tree:
-        """The tree with the memory of `own` in the tensors' places.
+        """Return the tree with the memory of `own` in place of the tensors.
 
         Args:
             tree: the saved state.
-            own: the model's tensors that are restored, by name.
+            own: name -> tensor of the model to restore.
         """
         tied = tree.get(TIED, {})
         live = {
@@ -351,14 +355,14 @@ class ModelItem:
             for t in itertools.chain(self._model.parameters(), self._model.buffers())
         }
         prepared = dict(tree)
-        # What is no module's own memory is to be handed over, and so is what was tied and is not.
+        # Load these with `load_state_dict`: copies, and tensors that are no longer tied.
         self._to_load = [
             name
             for name in own
             if own[name].untyped_storage().data_ptr() not in live
             or (name in tied and not _are_one(own[name], own.get(tied[name])))
         ]
-        handed_over = {tied.get(name, name) for name in self._to_load}
+        loaded = {tied.get(name, name) for name in self._to_load}
         for name, spec in tree.items():
             if not isinstance(spec, TensorSpec):
                 if name != TIED:
@@ -366,14 +370,14 @@ class ModelItem:
                 continue
             if name in own and name not in self._to_load:
                 prepared[name] = TorchTensor(own[name])
-            elif name in handed_over:
+            elif name in loaded:
                 prepared[name] = TorchTensor(empty(spec, own[name].device if name in own else _CPU))
             else:
                 prepared[name] = Discarded(spec)
         return prepared
 
     def restore(self, tree: Tree) -> None:
-        """Hand over what could not be written in place."""
+        """Load the values that were not written in place."""
         tied = tree.get(TIED, {})
         loaded = {name: tree[tied.get(name, name)].tensor for name in self._to_load}
         extra = {
@@ -386,13 +390,13 @@ class ModelItem:
             self._model.load_state_dict(state, strict=False)
 
 
-#: What `torch.compile` puts into the names of what a module contains.
+#: The prefix that `torch.compile` adds to names.
 _PREFIX = re.compile(r"(?<![^.])_orig_mod\.")
 
 
 def _without_prefixes(model: torch.nn.Module) -> Callable[[str], str]:
-    """Return a function that removes what `torch.compile` has put into a name in `model`."""
-    # Loaded by torch.compile, and slow to load.
+    """Return a function that removes the prefixes of `torch.compile` from a name in `model`."""
+    # torch.compile imports it, which is slow.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     prefixes = {
         f"{path}._orig_mod".removeprefix(".")
@@ -418,15 +422,15 @@ def _are_one(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are one and the same."""
+    """Return a key that is equal for tensors of the same memory and shape."""
     shape, strides = tuple(tensor.shape), tensor.stride()
     return tensor.data_ptr(), tensor.device, tensor.dtype, shape, strides
 
 
 class OptimizerItem:
-    """An optimizer's state and options, with their own shapes, dtypes and devices.
+    """The state and options of an optimizer, with their shapes, dtypes and devices.
 
-    torch's own `load_state_dict` casts state to its parameter's dtype, which loses bits.
+    torch's `load_state_dict` casts state to the dtype of the parameter, which loses bits.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, subject: str = "optimizer") -> None:
@@ -434,14 +438,14 @@ class OptimizerItem:
         self._subject = subject
 
     def save(self) -> Tree:
-        """As `state_dict` gives it, and what it belongs to."""
+        """Return the `state_dict`, the class and the shapes of the parameters."""
         state = self._optimizer.state_dict()
         return {
             "state": with_tensors(state["state"], f"{self._subject}['state']"),
             "param_groups": with_tensors(state["param_groups"], f"{self._subject}['param_groups']"),
             "optimizer": type(self._optimizer).__name__,
             "shapes": self._shapes(),
-            # Step counters of a model on an accelerator are on the host, for some optimizers.
+            # For a model on a GPU, some optimizers have step counters on the host.
             "on_host": [
                 list(path)
                 for path, leaf in _leaves(state["state"])
@@ -453,22 +457,27 @@ class OptimizerItem:
         return [[list(p.shape) for p in group["params"]] for group in self._optimizer.param_groups]
 
     def plan_restore(self, tree: Tree) -> Tree:
-        """The optimizer's own memory where there is some of the same kind, otherwise new one.
+        """Return the optimizer's memory if dtype, shape and device match, otherwise new memory.
 
         Raises:
-            UsageError: it is of another class, or for other parameters.
+            UsageError: the saved optimizer is of another class or has other parameters.
         """
         kind, shapes = type(self._optimizer).__name__, self._shapes()
         if tree["optimizer"] != kind:
-            raise _differences(self._subject, [f"it is of {tree['optimizer']}, this is {kind}"])
+            raise _differences(
+                self._subject,
+                [f"the optimizer is {kind} here and {tree['optimizer']} in the checkpoint"],
+            )
         lines = []
         if len(shapes) != len(tree["shapes"]):
-            lines.append(f"it has {len(tree['shapes'])} groups of parameters, not {len(shapes)}")
+            lines.append(f"it has {len(tree['shapes'])} parameter groups; expected {len(shapes)}")
         for g, (saved, own) in enumerate(zip(tree["shapes"], shapes, strict=False)):
             if len(saved) != len(own):
-                lines.append(f"group {g} has {len(saved)} parameters there, {len(own)} here")
+                lines.append(
+                    f"group {g} has {len(own)} parameters here and {len(saved)} in the checkpoint"
+                )
             lines += [
-                f"parameter {i} of group {g} is {a} there and {b} here"
+                f"parameter {i} of group {g} is {b} here and {a} in the checkpoint"
                 for i, (a, b) in enumerate(zip(saved, own, strict=False))
                 if a != b
             ]
@@ -495,7 +504,7 @@ class OptimizerItem:
         def into_group(leaf: Any, path: tuple[Any, ...]) -> Any:
             if not isinstance(leaf, TensorSpec):
                 return leaf
-            # A learning rate that is a tensor may be part of a graph: it stays the one it is.
+            # Keep a learning rate that is a tensor, because a graph may refer to it.
             held = self._optimizer.param_groups[path[0]].get(path[1])
             if isinstance(held, torch.Tensor) and TorchTensor(held).spec == leaf:
                 return TorchTensor(held)
@@ -507,11 +516,11 @@ class OptimizerItem:
         }
 
     def _devices(self, tree: Tree) -> Callable[[tuple[Any, ...], Any], torch.device]:
-        """Return what tells where a tensor of the state goes: by its path, and what is there now.
+        """Return a function that returns the device for a tensor of the state.
 
-        Beside its parameter, but for what was on the host while the parameter was not, as the step
-        counters of some optimizers are. Of a parameter that was on the host itself, this is not
-        known, and torch's own rule counts.
+        It is the device of the parameter, or the host for tensors that were on the host while
+        others of the parameter were not, such as step counters. If all tensors of the parameter
+        were on the host, torch's rule decides.
         """
         parameters = self._parameters()
         on_host = {tuple(path) for path in tree["on_host"]}
@@ -542,7 +551,7 @@ class OptimizerItem:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def restore(self, tree: Tree) -> None:
-        """In place, because LR schedulers and wrappers hold on to these very containers."""
+        """Restore the state in place: LR schedulers and wrappers refer to its containers."""
         optimizer = self._optimizer
         parameters = self._parameters()
         state = without_tensors(tree["state"])
@@ -554,14 +563,17 @@ class OptimizerItem:
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         if isinstance(optimizer, WrappedOptimizer):
-            optimizer.begin_anew()
+            optimizer.reset_step()
 
 
 _CPU = torch.device("cpu")
 
 
 def _like(spec: TensorSpec, parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """New memory, laid out like the parameter if it has its shape: fused steps are faster."""
+    """Return new memory, with the parameter's memory order if the shapes are equal.
+
+    Fused optimizers are faster with the same order.
+    """
     if spec.shape == tuple(parameter.shape):
         dtype = _BY_CODE[spec.dtype]
         return torch.empty_like(
@@ -576,22 +588,22 @@ class StateDictItem:
     def __init__(self, stateful: Any, subject: str) -> None:
         if not all(hasattr(stateful, name) for name in ("state_dict", "load_state_dict")):
             raise UsageError(
-                f"{subject} is a {type(stateful).__name__}: expected something with state_dict() "
+                f"{subject} is a {type(stateful).__name__}: expected an object with state_dict() "
                 f"and load_state_dict(state)"
             )
         self._stateful = stateful
         self._subject = subject
 
     def save(self) -> Tree:
-        """As `state_dict` gives it."""
+        """Return the `state_dict`."""
         return with_tensors(self._stateful.state_dict(), self._subject)
 
     def plan_restore(self, tree: Tree) -> Tree:
         """Allocate memory for tensors, if there are any.
 
         Raises:
-            UsageError: it is the state of something else: both have entries of their own. A version
-                of PyTorch may have added some.
+            UsageError: the state is of another class: both have entries of their own.
+                A version of PyTorch may add entries, so a difference on one side is allowed.
         """
         own = self._stateful.state_dict()
         if isinstance(own, dict) and isinstance(tree, dict):
@@ -600,16 +612,16 @@ class StateDictItem:
                 raise UsageError(
                     f"{self._subject} is a {type(self._stateful).__name__} with "
                     f"{', '.join(sorted(map(str, own_alone)))}, and was saved with "
-                    f"{', '.join(sorted(map(str, saved_alone)))}: expected one of the same class. "
-                    f"strict=False leaves it as it is"
+                    f"{', '.join(sorted(map(str, saved_alone)))}: expected the same class. "
+                    f"With strict=False it is not restored"
                 )
         return on_host(tree)
 
     def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
-        """Prepare all of it, if it has the same entries.
+        """Plan the restore if the entries are the same.
 
         Raises:
-            UsageError: it is the state of something else.
+            UsageError: the entries differ.
         """
         own = self._stateful.state_dict()
         if isinstance(own, dict) and isinstance(tree, dict) and own.keys() != tree.keys():
@@ -620,7 +632,7 @@ class StateDictItem:
         return self.plan_restore(tree), []
 
     def restore(self, tree: Tree) -> None:
-        """As `load_state_dict` does."""
+        """Call `load_state_dict`."""
         self._stateful.load_state_dict(without_tensors(tree))
 
 
@@ -635,7 +647,7 @@ class ReductionItem:
         }
 
     def save(self) -> Tree:
-        """For each optimizer, that of each of its sets of parameters."""
+        """Return the states of each optimizer's synchronizers."""
         return {
             name: [
                 state
@@ -650,11 +662,11 @@ class ReductionItem:
         }
 
     def plan_restore(self, tree: Tree) -> Tree:
-        """Nothing to fill."""
+        """Return the tree: there are no tensors."""
         return tree
 
     def restore(self, tree: Tree) -> None:
-        """What is of no use to an optimizer, it does not take."""
+        """Restore the states. Optimizers ignore incompatible state."""
         for name, optimizer in self._optimizers.items():
             optimizer.resume_reduction(
                 [
@@ -670,10 +682,10 @@ class ReductionItem:
 
 
 class Randomness:
-    """A `RankItem`: the random numbers of Python, NumPy, torch, this rank's GPU and generators.
+    """A `RankItem`: the random states of Python, NumPy, torch, this rank's GPU and generators.
 
     Args:
-        generators: those of the user's own, by name: of torch, NumPy or Python.
+        generators: name -> generator of torch, NumPy or Python.
     """
 
     def __init__(self, generators: Mapping[str, Any] | None = None) -> None:
@@ -686,8 +698,8 @@ class Randomness:
         )
 
     def save(self) -> Tree:
-        """This rank's."""
-        # Asking for a GPU's would start CUDA in a process that does not use it.
+        """Return the states of this rank."""
+        # Do not initialise CUDA in a process that does not use it.
         gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         return randomness.save() | {
             "torch": torch.get_rng_state().numpy().tobytes(),
@@ -696,10 +708,10 @@ class Randomness:
         }
 
     def check(self, tree: Tree) -> None:
-        """Compare the saved generators with these.
+        """Check that the saved generators match.
 
         Raises:
-            UsageError: there are others, or one is of another kind.
+            UsageError: names or kinds differ.
         """
         self._generators.check(tree["generators"])
 
@@ -713,29 +725,29 @@ class Randomness:
 
 
 class Statistics:
-    """A `RankItem`: what normalisation layers have gathered from this rank's batches alone.
+    """A `RankItem`: the running statistics of normalisation layers, from this rank's batches.
 
-    In training they change nothing but themselves, yet a rank's validation depends on them. Above
-    `LARGEST_STATISTICS` bytes, all ranks get the first one's.
+    Training does not depend on them, but validation does. Above `LARGEST_STATISTICS` bytes, all
+    ranks get those of the first rank.
 
     Args:
-        models: those that the layers are in, by name.
+        models: name -> model.
     """
 
     def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
         self._models = models
 
     def save(self) -> Tree:
-        """This rank's."""
+        """Return the statistics of this rank."""
         own = self._buffers()
         if sum(map(_nbytes, own.values())) > LARGEST_STATISTICS:
             return {}
         return {name: _content(buffer) for name, buffer in own.items()}
 
     def restore(self, tree: Tree) -> None:
-        """Go on with them."""
+        """Restore the statistics."""
         own = self._buffers()
-        # Names of earlier versions have the prefixes of torch.compile.
+        # Earlier versions saved prefixes of torch.compile.
         saved = {_PREFIX.sub("", name): content for name, content in tree.items()} | tree
         for name in own.keys() & saved.keys():
             TorchTensor(own[name]).write(np.frombuffer(bytearray(saved[name]), np.uint8))

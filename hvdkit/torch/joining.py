@@ -1,4 +1,4 @@
-"""Ending an epoch in which ranks have different numbers of batches."""
+"""End an epoch in which ranks have different numbers of batches."""
 
 import logging
 
@@ -12,14 +12,14 @@ log = logging.getLogger("hvdkit.torch")
 
 
 def join(device: int = -1) -> int:
-    """Wait until every rank has called this; until then, add zeros to what the others reduce.
+    """Wait until every rank has called this; until then, add zeros to the other ranks' reductions.
 
-    For ranks with fewer batches than others. Afterwards the ranks compare again what they reduce.
-    Gradients of an open accumulation window are dropped.
+    For ranks with fewer batches than others. Afterwards the ranks compare parameters and settings
+    again. Gradients of an incomplete accumulation window are dropped.
 
     Args:
-        device: the GPU on which zeros for collectives of GPU tensors are made; -1: the current
-            one. Zeros for collectives of CPU tensors are made on the CPU.
+        device: the GPU for the zeros in collectives of GPU tensors; -1: the current one. The zeros
+            in collectives of CPU tensors are on the CPU.
 
     Returns:
         The last rank to join.
@@ -27,15 +27,15 @@ def join(device: int = -1) -> int:
     for optimizer in living():
         if optimizer.accumulated:
             log.warning(
-                "hvd.join() was called with gradients that no step has used: they are dropped. "
-                "Call optimizer.flush() before, where all ranks accumulate alike."
+                "hvd.join() drops gradients that no step has used. If all ranks accumulate alike, "
+                "call optimizer.flush() before."
             )
-            optimizer.begin_anew()
+            optimizer.reset_step()
             torch.optim.Optimizer.zero_grad(optimizer)
         optimizer.leave_gradients()
-        optimizer.settle()
+        optimizer.complete_deferred()
     if device == -1 and torch.cuda.is_available() and torch.cuda.is_initialized():
         device = torch.cuda.current_device()
     last = int(mpi_ops.join(device))
-    runtime.renew()
+    runtime.begin_generation()
     return last

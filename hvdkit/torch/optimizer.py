@@ -53,7 +53,7 @@ def DistributedOptimizer(
         op: `Average` or `Sum` over the ranks, or `Adasum`, for which Horovod's own optimizer is
             returned.
         gradient_predivide_factor: with `Average`, gradients are divided by this before the sum
-            and by size / this after it. Default: as suits the wire format.
+            and by size / this after it. Default: the wire format decides.
         num_groups: older name of an integer `groups`.
         groups: reduce parameters in this many buckets, or in these lists of parameters.
         sparse_as_dense: reduce sparse gradients as dense ones. Otherwise their rows are gathered.

@@ -1,8 +1,8 @@
-"""The end of a backward pass, on which the gradients of all optimizers in it become final.
+"""Detect the end of a backward pass, and reduce the gradients of all optimizers in it.
 
-PyTorch calls a function that was queued during a graph task when the task ends. A backward pass is
-a graph task, and so is each re-entrant checkpoint inside it; the gradients are complete at the end
-of the outermost one.
+A backward pass is a graph task of PyTorch. At its end, PyTorch calls the functions that were queued
+during the task. Each re-entrant checkpoint in the pass is a graph task, too; the gradients are
+complete at the end of the outermost task.
 """
 
 import threading
@@ -18,11 +18,11 @@ from hvdkit.core.rounds import Rounds
 
 
 class Listener(Protocol):
-    """An optimizer whose parameters get gradients."""
+    """An optimizer whose parameters receive gradients."""
 
-    #: In the order of creation, the same on every rank.
+    #: The number of the optimizer in the order of creation, the same on every rank.
     number: int
-    #: Refers to something that lives until the pass has ended or raised; None between passes.
+    #: Refers to an object that exists until the pass has ended or raised; None between passes.
     running: "weakref.ref[Any] | None"
 
     @property
@@ -32,7 +32,7 @@ class Listener(Protocol):
 
     @property
     def coordinator(self) -> Coordinator:
-        """Enters the rounds of all optimizers of that process set."""
+        """The coordinator of the process set."""
         ...
 
     @property
@@ -41,15 +41,15 @@ class Listener(Protocol):
         ...
 
     def end_pass(self) -> bool:
-        """Record that the pass has ended; return whether its gradients are to be reduced now."""
+        """Record the end of a pass; return whether its gradients must be reduced now."""
         ...
 
 
 class GraphTask:
-    """A graph task that gradients of listeners have arrived in.
+    """A graph task in which gradients of listeners have been accumulated.
 
-    PyTorch holds the only reference to it from `watch` on, and drops that when the task raises:
-    a dead weak reference to a task that has not called its listeners means an interrupted pass.
+    After `watch`, PyTorch has the only reference to it, and drops the reference if the task raises.
+    So a dead weak reference to a task that has not ended means that the pass has raised.
     """
 
     def __init__(self, number: int) -> None:
@@ -63,7 +63,7 @@ class GraphTask:
         if node is None:
             end(self.listeners)
         else:
-            _pass_on(node, self)
+            _watch_outer_task(node, self)
 
 
 _lock = threading.Lock()
@@ -103,16 +103,15 @@ def end(listeners: Iterable[Listener]) -> None:
 def reduce(
     passed: Iterable[Listener], failed: Iterable[Listener], errors: Iterable[Exception] = ()
 ) -> None:
-    """Enter the rounds of optimizers whose pass has ended.
+    """Enter the rounds of optimizers whose pass has ended or raised.
 
-    Sends everything of all process sets, then waits for it, in an order that all ranks have. What
-    fails in one process set does not keep the others from completing, because ranks wait for those,
-    too.
+    Starts the rounds of all process sets and then waits for them, in the same order on all ranks.
+    After an error in one process set, the others are completed, because other ranks wait for them.
 
     Args:
-        passed: their pass has ended.
-        failed: their pass has raised.
-        errors: what has happened already; the first error is raised at the end.
+        passed: optimizers whose pass has ended.
+        failed: optimizers whose pass has raised.
+        errors: earlier errors; the first error of all is raised at the end.
     """
     raised = list(errors)
     failed_rounds = [listener.rounds for listener in failed]
@@ -136,28 +135,28 @@ def reduce(
         if raised:
             raise raised[0]
     finally:
-        raised.clear()  # an error would keep this frame alive, and its optimizers
+        raised.clear()  # Otherwise an error keeps this frame and its optimizers alive.
 
 
 def _order(listener: Listener) -> tuple[int, int]:
     return listener.process_set.process_set_id or 0, listener.number
 
 
-def _pass_on(node: Any, task: GraphTask) -> None:
-    """Watch the task around a re-entrant one, which has just ended inside `node`.
+def _watch_outer_task(node: Any, task: GraphTask) -> None:
+    """Watch the outer task, after a re-entrant task has ended in `node`.
 
-    A function that is queued here would belong to the inner task. The nodes after `node` run in
-    the outer one.
+    A function that is queued here would belong to the inner task. The nodes after `node` run in the
+    outer task.
     """
 
-    def again(_: Any) -> None:
+    def watch_again(_: Any) -> None:
         handle.remove()
         for listener in task.listeners:
             watch(listener)
 
     for following, _ in node.next_functions:
         if following is not None:
-            handle = following.register_prehook(again)
+            handle = following.register_prehook(watch_again)
             for listener in task.listeners:
-                listener.running = weakref.ref(again)
+                listener.running = weakref.ref(watch_again)
             return

@@ -1,4 +1,4 @@
-"""Gradients that a loop hands over, as Keras does, reduced over all ranks.
+"""Reduce gradients that a training loop passes explicitly, as Keras does.
 
 `DistributedOptimizer` gets gradients from hooks alone. Here the loop hands over those that it
 applies. Where it announces them before its backward pass, buckets are sent during that pass.
@@ -187,7 +187,7 @@ class GradientReducer:
         parameters: Sequence[torch.Tensor],
         names: Sequence[str],
     ) -> list[torch.Tensor | None]:
-        """The reduced gradients. A collective: every rank calls it with the same parameters.
+        """Return the reduced gradients. A collective: every rank passes the same parameters.
 
         Args:
             gradients: of the parameters; None where there is none.

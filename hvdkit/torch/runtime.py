@@ -1,4 +1,4 @@
-"""Starting and ending Horovod in a PyTorch process."""
+"""Start and end Horovod in a PyTorch process."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from hvdkit.engine.describe import require
 from hvdkit.torch.devices import use_own_gpu
 
 
-def _meet_under_torchrun() -> Mapping[str, str]:
+def _connect_under_torchrun() -> Mapping[str, str]:
     # Imports what other launches have no need of.
     from hvdkit.torch import torchrun
 
@@ -21,17 +21,19 @@ engine = require("torch")
 with loading("torch", torch.__version__, engine):
     from horovod.torch import mpi_ops
 
-_runtime = Runtime("torch", torch.__version__, engine, mpi_ops, use_own_gpu, _meet_under_torchrun)
+_runtime = Runtime(
+    "torch", torch.__version__, engine, mpi_ops, use_own_gpu, _connect_under_torchrun
+)
 
 init = _runtime.init
 shutdown = _runtime.shutdown
 
 
 def generation() -> int:
-    """Changes, on all ranks alike, when what they agreed on before may be void."""
+    """Return a number that changes on all ranks when earlier agreements are void."""
     return _runtime.generation
 
 
-def renew() -> None:
-    """Void what the ranks have agreed on, as all of them do when they return from `join`."""
-    _runtime.renew()
+def begin_generation() -> None:
+    """Make earlier agreements of the ranks void, on all ranks after `join`."""
+    _runtime.begin_generation()

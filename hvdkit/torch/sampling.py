@@ -1,4 +1,4 @@
-"""Data that resume: which samples this rank gets, and how far all ranks have come."""
+"""Resumable samplers: the samples of this rank, and the position of all ranks."""
 
 import random
 from collections.abc import Iterator, Sized
@@ -45,7 +45,7 @@ class DistributedSampler(torch_distributed.DistributedSampler):
 
 
 class ResumableSampler(Epochs, Sampler[int]):
-    """Gives each rank its share of every epoch, and can go on in the middle of one.
+    """Gives each rank its share of every epoch. Resumable at any batch.
 
     In an epoch every sample goes to one rank, once; which, follows from the seed and the epoch.
     All ranks get equally many batches: without `drop_last` the last ones may be smaller, and where
@@ -106,12 +106,12 @@ class ResumableSampler(Epochs, Sampler[int]):
         self._seeded = False
 
     def __len__(self) -> int:
-        """Samples of this epoch that are still to come on this rank."""
+        """Return the number of remaining samples of this epoch on this rank."""
         _, share, batches = self._now
         return max(len(share.places()) - batches * self.batch_size, 0)
 
     def __iter__(self) -> Iterator[int]:
-        """The numbers of these samples."""
+        """Yield the numbers of the remaining samples."""
         # Without `batches` nobody knows how many of them the loop has had.
         self.uncounted = self.uncounted or not self._awaited
         self._awaited = False
@@ -120,7 +120,7 @@ class ResumableSampler(Epochs, Sampler[int]):
         return (_Index.of(i, epoch) for i in numbers) if self._seeded else iter(numbers)
 
     def batches(self, loader: Any = None) -> Iterator[Any]:
-        """The batches that are left of this epoch, counted as the loop gets them.
+        """Yield the remaining batches of this epoch, and count them.
 
         Worker processes may have read ahead: what they have and the loop has not, is read once
         more after a resume.
@@ -147,7 +147,7 @@ class ResumableSampler(Epochs, Sampler[int]):
         return iter(torch.from_numpy(mine).split(self.batch_size))
 
     def _begin(self, loader: Any) -> Iterator[Any]:
-        """An iterator over `loader`, with random numbers left as if there were none.
+        """Return an iterator over `loader` that does not change the random state.
 
         A new one draws its workers' seed from them. In the middle of an epoch that would be one
         draw more than in a job that was never stopped.
@@ -178,7 +178,7 @@ class ResumableSampler(Epochs, Sampler[int]):
 
 
 class SeededDataset(Dataset[Any]):
-    """A data set whose samples have random numbers of their own; `ResumableSampler.seeded`."""
+    """A data set with a random state for each sample; see `ResumableSampler.seeded`."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset = dataset
@@ -199,7 +199,7 @@ class SeededDataset(Dataset[Any]):
 
 
 class _Index(int):
-    """A sample's number that knows its epoch, also in a worker that lives for several."""
+    """The number of a sample, with its epoch, for workers that persist over epochs."""
 
     epoch: int
 
@@ -237,7 +237,7 @@ def _seed_from(numbers: list[int]) -> int:
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that gives the numbers of a loader's samples, inside a `BatchSampler` too.
+    """Return the sampler of a loader, also that of its `BatchSampler`.
 
     None if its `batch_sampler` has none.
     """

@@ -1,4 +1,4 @@
-"""Ranks that `torchrun` has started: they find each other through its store.
+"""Connect ranks that `torchrun` has started, through its store.
 
 torchrun tells each process its rank and where its store is. Through the store the ranks tell each
 other what networks their hosts have. Rank 0 chooses one, and runs Horovod's rendezvous.

@@ -1,9 +1,16 @@
-"""The class of wrapped optimizers.
+"""The class of wrapped optimizers. Gradients are final when `loss.backward()` returns.
 
-Its gradients are final when `loss.backward()` returns: at the end of each outermost backward pass
-that reached its parameters, all buckets have been reduced. `hvdkit.core.coordination` has the
-protocol between the ranks, `hvdkit.core.rounds` an optimizer's part in it, `hvdkit.torch.gradients`
-what is new on this rank, `hvdkit.torch.passes` when a pass ends.
+The path of a gradient from `loss.backward()` to `p.grad`:
+
+1. `_before_gradient`: PyTorch is about to accumulate a gradient. `OptimizerGradients.before` keeps
+   the part that was already reduced apart.
+2. `_after_gradient`: `Synchronizer.mark_ready` packs a full bucket and starts its collective.
+3. `passes.end` at the end of the outermost backward pass: `Coordinator.send` starts a header, which
+   compares the ranks' steps, and the remaining buckets.
+4. `Coordinator.wait`: if all ranks agree, `Rounds.complete` waits for the buckets and unpacks them
+   into `p.grad`. `OptimizerGradients.end_round` adds the part that was kept apart.
+5. `step`: the plain optimizer's step. A rank without a backward pass takes part in the rounds of
+   the others before (`Coordinator.catch_up`).
 """
 
 import functools
@@ -33,11 +40,11 @@ log = logging.getLogger("hvdkit.torch")
 # A parameter reports to the optimizer that wrapped it last.
 _hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _count = itertools.count()
-_living: "weakref.WeakSet[WrappedOptimizer]" = weakref.WeakSet()
+_live_optimizers: "weakref.WeakSet[WrappedOptimizer]" = weakref.WeakSet()
 
 
 def _coordinator_of(process_set: mpi_ops.ProcessSet) -> Coordinator:
-    """Return the coordinator of a process set, which lives as long as that."""
+    """Return the coordinator of a process set; an attribute of the set holds it."""
     found: Coordinator | None = getattr(process_set, "_hvdkit_coordinator", None)
     if found is None:
         found = Coordinator(TorchCollectives(process_set))
@@ -47,19 +54,19 @@ def _coordinator_of(process_set: mpi_ops.ProcessSet) -> Coordinator:
 
 def living() -> "list[WrappedOptimizer]":
     """Return the wrapped optimizers of this process, in the order of their creation."""
-    return sorted(_living, key=lambda each: each.number)
+    return sorted(_live_optimizers, key=lambda each: each.number)
 
 
 def wrapped(optimizer: torch.optim.Optimizer) -> "WrappedOptimizer":
-    """Return `optimizer`, which `hvd.DistributedOptimizer` must have returned.
+    """Return `optimizer` if it is a result of `hvd.DistributedOptimizer`.
 
     Raises:
-        UsageError: it did not.
+        UsageError: it is not.
     """
     if not isinstance(optimizer, WrappedOptimizer):
         raise UsageError(
-            f"optimizer is a {type(optimizer).__name__} that is not wrapped: expected what "
-            f"hvd.DistributedOptimizer returned"
+            f"optimizer is a {type(optimizer).__name__} that is not wrapped: expected the "
+            f"result of hvd.DistributedOptimizer"
         )
     return optimizer
 
@@ -78,8 +85,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         check_parameters: bool,
         frozen: dict[str, torch.nn.Parameter],
     ) -> None:
-        # Not by __init__, which would drop state that has been loaded. `step` is in there when an
-        # LR scheduler counts the plain optimizer's steps; ours must not be hidden by it.
+        # Not with __init__, which would drop loaded state. Without `step`, which an LR scheduler
+        # sets on the plain optimizer, and which would hide the method of this class.
         self.__dict__.update((k, v) for k, v in plain.__dict__.items() if k != "step")
         self.number = next(_count)
         self.running: weakref.ref[Any] | None = None
@@ -92,46 +99,46 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._window = window
         self._should_synchronize = True
         self._check_parameters = check_parameters
-        # Of the model, and not of this optimizer.
+        # Parameters of the model that this optimizer does not have.
         self._frozen = frozen
         self._stepped: bool | torch.Tensor = False
-        #: How many steps have been made.
+        #: The number of steps.
         self.steps = 0
         self._muted = False
-        # Of the pass that is under way.
+        # State of the current backward pass.
         self._task: int | None = None
-        # Nothing has to be done with gradients: one rank, one pass per step.
+        # Gradients need no work: one rank, one pass per step.
         self._passive = False
         self._muted_pass = False
         self._held_back = False
         self._generation = 0
-        # Another optimizer has wrapped parameters of this one.
+        # Whether another optimizer has wrapped parameters of this one.
         self._replaced = False
         self._collectives = TorchCollectives(process_set)
-        # Not a strong reference, so that a dropped optimizer is freed at once.
-        me = weakref.ref(self)
+        # A weak reference, so that an unused optimizer is freed at once.
+        reference = weakref.ref(self)
         self._gradients = OptimizerGradients(
-            functools.partial(_parameters_of, me),
-            functools.partial(_name_of, me),
+            functools.partial(_parameters_of, reference),
+            functools.partial(_name_of, reference),
             self._collectives,
             reduction,
             groups,
             window,
-            functools.partial(_context_of, me),
-            functools.partial(_report_to, me),
+            functools.partial(_context_of, reference),
+            functools.partial(_report_to, reference),
             keep_sparse=reduction.sparse_as_dense and isinstance(plain, torch.optim.SparseAdam),
         )
-        #: What `hvdkit.torch.passes` enters when a pass ends.
+        #: The rounds that `hvdkit.torch.passes` enters when a pass ends.
         self.rounds = Rounds(
             self._collectives,
             self._gradients,
             self._gradients.synchronizers,
             window,
-            functools.partial(_check_values_of, me) if check_parameters else None,
+            functools.partial(_check_values_of, reference) if check_parameters else None,
         )
         self.coordinator = _coordinator_of(process_set)
         self.coordinator.add(self)
-        _living.add(self)
+        _live_optimizers.add(self)
 
     # --- the backward pass ----------------------------------------------------------------------
 
@@ -165,7 +172,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self._gradients.mark_ready(number)
 
     def _enter_task(self, task: int) -> None:
-        if any(each._interrupted for each in _living):
+        if any(each._interrupted for each in _live_optimizers):
             self._complete_interrupted_passes()
         if self.running is None:
             self._begin_pass()
@@ -178,9 +185,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if window.size > 1 and not self._muted and window.passes >= window.size:
             setting = "accumulation_steps" if window.mean else "backward_passes_per_step"
             raise HvdkitError(
-                f"a backward pass began after the {window.size} of {setting}={window.size}, before "
-                f"optimizer.step(). Call optimizer.step() after every {window.size} passes, or put "
-                f"additional passes under hvd.no_sync(optimizer)."
+                f"a backward pass began after the {window.size} passes of {setting}={window.size}, "
+                f"before optimizer.step(). Call optimizer.step() after every {window.size} passes, "
+                f"or put additional passes under hvd.no_sync(optimizer)."
             )
         self._passive = window.size == 1 and self._collectives.alone
         self._muted_pass = self._muted or (window.size > 1 and window.passes < window.size - 1)
@@ -188,7 +195,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._generation = self._collectives.generation
 
     def end_pass(self) -> bool:
-        """Record that the pass has ended; return whether its gradients are to be reduced now."""
+        """Record the end of a pass; return whether its gradients must be reduced now."""
         self._task = self.running = None
         self._gradients.watch()
         arrived = self._passive or self._gradients.end_pass()
@@ -199,32 +206,32 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return not self._muted_pass
 
     def _end_pending_pass(self) -> None:
-        """Complete passes that have raised, outside of backward passes.
+        """Complete passes that have raised, unless this is called in a backward pass.
 
-        Also those of other optimizers: their round may void gradients of this one.
+        Includes passes of other optimizers, because their rounds may void gradients of this one.
 
         Raises:
             BackwardFailed: on every rank, because the pass has raised.
         """
         if self._replaced or passes.in_backward():
             return
-        if any(each._interrupted for each in _living):
+        if any(each._interrupted for each in _live_optimizers):
             self._complete_interrupted_passes()
 
     def _drop_pending_pass(self) -> None:
-        """Complete a pass that has not reached its end, and whose gradients are not wanted."""
+        """Complete a pass that has raised, whose gradients are not needed."""
         try:
             self._end_pending_pass()
         except (BackwardFailed, PassesDiffer) as error:
-            # On this rank loss.backward() raised, and the script has caught it.
+            # loss.backward() raised on this rank, and the script has caught the error.
             log.warning("%s", error)
 
     @property
     def _interrupted(self) -> bool:
         """Whether a backward pass has raised and has not been completed since.
 
-        Outside of backward passes that includes a pass whose re-entrant checkpoints have ended,
-        where nothing told when it ended itself: whether it has raised is not known.
+        Outside of backward passes this includes a pass whose re-entrant checkpoints have ended. It
+        is unknown whether such a pass has raised.
         """
         if self.running is None:
             return False
@@ -245,15 +252,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Record that the pass has raised; return whether the other ranks wait for its round."""
         self._task = self.running = None
         if not self._gradients.end_pass():
-            return False  # torch.autograd.grad, which has accumulated nothing
+            return False  # torch.autograd.grad has accumulated nothing.
         if self._passive or self._muted_pass or self._collectives.alone:
             self._gradients.invalidate(
-                "an earlier loss.backward() raised, so that some gradients are missing: call "
+                "an earlier loss.backward() raised, so some gradients are missing: call "
                 "optimizer.zero_grad() first"
             )
             return False
         if self._generation != self._collectives.generation:
-            self._gradients.discard()  # Horovod has been started again, and nobody waits
+            self._gradients.discard()  # Horovod was initialised again, so no rank waits.
             return False
         return True
 
@@ -291,35 +298,38 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._stepped = False
 
     @property
-    def accumulating(self) -> bool:
-        """Whether more backward passes must come before a step."""
-        self._end_pending_pass()
+    def needs_more_passes(self) -> bool:
+        """Whether a step needs more backward passes."""
         return self._window.open and self._window.mean
 
     def reduce(self) -> bool:
-        """Make every gradient the reduced one, unless more passes must come.
+        """Make all gradients final, unless a step needs more passes.
 
-        All ranks call it alike. It communicates only where a rank made no backward pass since the
-        last step, or where gradients have been added to under `hvd.no_sync`.
+        All ranks call this alike. It communicates only if a rank made no backward pass since the
+        last step, or if gradients were added in `hvd.no_sync`.
 
         Returns:
-            Whether the gradients are the reduced ones.
+            Whether the gradients are final.
         """
-        if self.accumulating:
+        self._end_pending_pass()
+        if self.needs_more_passes:
             return False
+        self._make_final()
+        return True
+
+    def _make_final(self) -> None:
         self._check_usable()
         self._gradients.watch()
         with one_thread():
             self.coordinator.catch_up(self.rounds)
-        return True
 
     def synchronize(self) -> None:
-        """Make every gradient the reduced one. See `reduce`; `step()` calls it."""
+        """Make all gradients final, as `step()` does. See `reduce`."""
         self.reduce()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it `step()` takes the gradients as they are."""
+        """Let `step()` use the gradients as they are, in the block."""
         self._should_synchronize = False
         try:
             yield
@@ -327,9 +337,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step as the plain optimizer does, with gradients that are reduced.
+        """Make a step of the plain optimizer with reduced gradients.
 
-        Inside a window of `accumulation_steps` nothing happens; the attribute `stepped` tells.
+        Does nothing inside a window of `accumulation_steps`; see the attribute `stepped`.
 
         Raises:
             UsageError: a closure, which makes the backward passes itself, with accumulation.
@@ -337,27 +347,28 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._stepped = False
         if closure is not None and self._window.mean and self._window.size > 1:
             raise UsageError(
-                f"step(closure) with accumulation_steps {self._window.size}: a closure makes its "
-                f"passes itself; accumulate in it, or call step() without one"
+                f"step(closure) with accumulation_steps {self._window.size}: a closure makes the "
+                f"passes itself. Accumulate in the closure, or call step() without one"
             )
-        if self.accumulating:
+        self._end_pending_pass()
+        if self.needs_more_passes:
             return None
         if closure is None:
             if self._should_synchronize:
-                self.reduce()
+                self._make_final()
             result = super().step()
         else:
             result = super().step(self._reducing(closure) if self._should_synchronize else closure)
-        # An LR scheduler that holds the plain optimizer asks whether it has stepped.
+        # For an LR scheduler of the plain optimizer, which checks whether it has stepped.
         self._plain._opt_called = True  # type: ignore[attr-defined]
-        # A fused optimizer is called with gradients that are not finite, and skips them itself.
+        # A fused optimizer skips a step with infinite gradients by itself.
         found = getattr(self, "found_inf", None)
         self.end_step()
         self._stepped = True if found is None else found
         self.steps += 1
         return result
 
-    # torch would wrap this method, too, to run the step hooks; the plain class's step runs them.
+    # Otherwise torch wraps this method to run step hooks; the plain class's `step` runs them.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -369,26 +380,26 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return reduced
 
     def end_step(self) -> None:
-        """Record that the gradients have been used, or are not to be: the next window begins."""
+        """Begin the next window, after a step or a skipped step."""
         self._stepped = self._gradients.unused = False
         self._gradients.watch()
         self.rounds.end_step()
         self._window.close()
 
     def flush(self, step: Callable[[], Any] | None = None) -> bool:
-        """End a window of accumulation that has been cut short, for instance with the data.
+        """Make a step with the passes of an incomplete accumulation window, if there are any.
 
-        A collective, whether or not there is anything to do: every rank calls it. The gradient is
-        the mean over the passes that there were.
+        A collective: every rank calls this, for example at the end of the data. The gradient is the
+        mean over the passes so far.
 
         Args:
-            step: what to call instead of `self.step`, for instance a function that also clips.
+            step: a function to call instead of `self.step`, for example one that also clips.
 
         Returns:
-            Whether there was anything to step with.
+            Whether the window had a pass.
 
         Raises:
-            PassesDiffer: on every rank, when they have accumulated different numbers of passes.
+            PassesDiffer: on every rank, if ranks have accumulated different numbers of passes.
         """
         self._end_pending_pass()
         if self._window.size == 1:
@@ -403,9 +414,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return True
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Reset the gradients, at any time; nothing inside a window of `accumulation_steps`.
+        """Reset the gradients. Does nothing inside a window of `accumulation_steps`.
 
-        Takes what the plain optimizer's `zero_grad` takes.
+        The arguments are those of the plain optimizer's `zero_grad`.
         """
         self._drop_pending_pass()
         void = self._gradients.void
@@ -420,10 +431,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._gradients.watch()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many backward passes make a step, and begin a new one.
+        """Change the number of backward passes per step, and begin a new window.
 
         Raises:
-            UsageError: it is below 1, or the optimizer was made with accumulation_steps.
+            UsageError: the number is below 1, or the optimizer has accumulation_steps.
         """
         if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
             raise UsageError(f"backward_passes_per_step is {passes!r}: expected an integer >= 1")
@@ -440,13 +451,13 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the plain optimizer's state, and begin a new step."""
-        self.begin_anew()
+        self.reset_step()
         super().load_state_dict(state_dict)
-        # torch puts new containers in place of the shared ones.
+        # torch has replaced the containers, which the plain optimizer shares.
         self._plain.__dict__.update(state=self.state, param_groups=self.param_groups)
 
-    def begin_anew(self) -> None:
-        """Begin a new step: what has been accumulated is forgotten. On every rank, or on none."""
+    def reset_step(self) -> None:
+        """Begin a new step and drop accumulated gradients. All ranks call this, or none."""
         self._drop_pending_pass()
         self._gradients.void = ""
         self._stepped = self._gradients.unused = False
@@ -455,12 +466,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     @property
     def between_steps(self) -> bool:
-        """Whether no gradients wait for more passes, or to be reduced."""
+        """Whether no gradients wait for more passes or for a reduction."""
         self._end_pending_pass()
         return not (self.accumulated or self._gradients.unused)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Refuse: the copy's parameters would have no hooks.
+        """Refuse to copy, because the copy's parameters would have no hooks.
 
         Raises:
             UsageError: always.
@@ -471,7 +482,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         )
 
     def leave_gradients(self) -> None:
-        """Record that the reduced gradients are not going to be used."""
+        """Record that the reduced gradients will not be used."""
         self._gradients.unused = False
 
     @property
@@ -479,24 +490,24 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Whether this rank has gradients that have not been reduced."""
         return bool(self._window.passes) or self._gradients.has_new(assigned=False)
 
-    def settle(self) -> None:
-        """Wait for small collectives that only the next step needs. Every rank has started them."""
-        self.rounds.settle()
+    def complete_deferred(self) -> None:
+        """Complete deferred collectives of wire formats. Every rank has started them."""
+        self.rounds.complete_deferred()
 
     def reduction_states(self) -> list[ReductionState | None]:
-        """Return the state needed for sums to round the same, for each set of parameters."""
+        """Return the state needed to resume with bit-identical sums, per synchronizer."""
         return [synchronizer.state for synchronizer in self._gradients.synchronizers]
 
     def resume_reduction(self, states: Sequence[ReductionState | None]) -> None:
         """Restore a value of `reduction_states`, the same on every rank. Not a collective."""
-        self._gradients.adopt()
+        self._gradients.add_trainable()
         for synchronizer, state in zip(self._gradients.synchronizers, states, strict=False):
             synchronizer.resume(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the plain optimizer; every rank must add the same."""
+        """Add a parameter group; every rank must add the same."""
         super().add_param_group(param_group)
-        self._gradients.adopt()
+        self._gradients.add_trainable()
         self._gradients.watch()
 
     @property
@@ -505,7 +516,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return dict(self._names)
 
 
-# --- what parts of an optimizer call, without keeping it alive -----------------------------------
+# --- callbacks that hold a weak reference to the optimizer ----------------------------------------
 
 _Reference = weakref.ref[WrappedOptimizer]
 
@@ -524,7 +535,7 @@ def _name_of(reference: _Reference, parameter: torch.nn.Parameter) -> str:
 
 
 def _context_of(reference: _Reference) -> list[str]:
-    """Lines that must be the same on every rank."""
+    """Return lines that must be the same on every rank."""
     optimizer = reference()
     assert optimizer is not None
     everyone = _parameters_of(reference)
@@ -550,14 +561,14 @@ def _check_values_of(reference: _Reference) -> None:
 
 
 def _report_to(reference: _Reference, parameter: torch.nn.Parameter, number: int | None) -> None:
-    """Let a parameter tell an optimizer about its gradients."""
+    """Register hooks that report a parameter's gradients to an optimizer."""
     previous, *handles = _hooks.get(parameter, (reference,))
     other = previous()
     if other is not None and other is not reference():
         other._replaced = True
     for handle in handles:
         handle.remove()
-    # A frozen parameter keeps hooks, and takes new ones only while it needs gradients.
+    # Hooks can be registered only while the parameter requires gradients.
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)
     _hooks[parameter] = (

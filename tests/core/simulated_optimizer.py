@@ -113,9 +113,9 @@ class SimulatedGradients:
         self._new: set[int] = set()
         self._aside: dict[int, Any] = {}
         self._in_round = False
-        self.adopt()
+        self.add_trainable()
 
-    def adopt(self) -> bool:
+    def add_trainable(self) -> bool:
         new = [p for p in self._all if p.requires_grad and p not in self.numbers]
         if not new and self.synchronizers:
             return False

@@ -346,7 +346,7 @@ def play(collectives, count, wire_format, iterations):
                 script.coordinator.wait(entry)
             number += 1
     for optimizer in script.optimizers:
-        optimizer.rounds.settle()
+        optimizer.rounds.complete_deferred()
     return stepped
 
 

@@ -213,7 +213,7 @@ def on_a_rank(collectives, setting, drawn):
         optimizer.zero()
     for at in range(2):
         play(optimizer, closing, at)
-    optimizer.rounds.settle()
+    optimizer.rounds.complete_deferred()
     return error, optimizer.stepped
 
 

@@ -54,10 +54,10 @@ class SimulatedHorovod:
 
 
 def runtime_of(horovod, version="2.13.0", engine=OURS, use_own_gpu=lambda local_rank: None):
-    def meet_under_torchrun():
+    def connect_under_torchrun():
         return {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
 
-    return Runtime("torch", version, engine, horovod, use_own_gpu, meet_under_torchrun)
+    return Runtime("torch", version, engine, horovod, use_own_gpu, connect_under_torchrun)
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_who_starts_over_gloo(no_launcher, arguments, gloo, controller):
     [
         (SimulatedHorovod(size=3, mpi=False), "", "has no MPI to connect them"),
         (SimulatedHorovod(size=3), "gloo", "HOROVOD_CONTROLLER is gloo"),
-        (SimulatedHorovod(size=1), "", "but each became a job of its own"),
+        (SimulatedHorovod(size=1), "", "but each became a separate job"),
     ],
 )
 def test_processes_that_cannot_become_one_job(no_launcher, horovod, controller, message):
@@ -182,8 +182,13 @@ def test_ranks_that_share_a_host_share_out_its_gpus(no_launcher, local, told):
 def test_what_was_agreed_is_void_after_init_and_join(no_launcher):
     runtime = runtime_of(SimulatedHorovod())
     seen = [runtime.generation]
-    for renew in (runtime.init, runtime.shutdown, runtime.init, runtime.renew):
-        renew()
+    for begin_generation in (
+        runtime.init,
+        runtime.shutdown,
+        runtime.init,
+        runtime.begin_generation,
+    ):
+        begin_generation()
         seen.append(runtime.generation)
     assert seen == [0, 1, 1, 2, 3]
 

@@ -657,8 +657,8 @@ def test_scales_are_waited_for_before_the_next_pack():
         events = watch_scales(collectives, backend)
         for _ in range(3):
             step(synchronizer, backend, 1.0)
-        synchronizer.settle()
-        synchronizer.settle()
+        synchronizer.complete_deferred()
+        synchronizer.complete_deferred()
         return events
 
     one = ["pack", "pack", "start", "wait"]
@@ -671,11 +671,11 @@ def test_scales_are_waited_for_before_the_state_is_returned():
         step(synchronizer, backend, 1.0)
         settled, other = make(collectives, wire_format=Float16())
         step(settled, other, 1.0)
-        settled.settle()
+        settled.complete_deferred()
         events = watch_scales(collectives, backend)
         step(synchronizer, backend, 1.0)
         step(settled, other, 1.0)
-        settled.settle()
+        settled.complete_deferred()
         del events[:]
         state = synchronizer.state
         assert events == ["wait"]
@@ -697,7 +697,7 @@ def test_scales_of_before_a_restart_are_not_waited_for(settles):
         collectives.generation += 1
         del events[:]
         if settles:
-            synchronizer.settle()
+            synchronizer.complete_deferred()
         value = step(synchronizer, backend, 2.0)
         return value, events
 

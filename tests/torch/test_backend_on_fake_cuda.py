@@ -124,7 +124,7 @@ def test_gradients_keep_their_shapes_and_the_host_waits_once_a_step(
             with Calls() as calls, readable(answers.get(step, ())) as read:
                 make_gradients(parameters)
                 synchronizer.synchronize()
-                synchronizer.settle()
+                synchronizer.complete_deferred()
             reads.append(len(read))
             for name, p in parameters.items():
                 assert p.grad.shape == p.shape, name

@@ -36,8 +36,8 @@ def test_another_last_layer(hvd):
     assert torch.equal(restored[0].weight, saved[0].weight)
     assert torch.equal(restored[1].weight, head)
     assert sorted(lines) == [
-        "1.bias is F32 [10] there and F32 [2] here",
-        "1.weight is F32 [10, 3] there and F32 [2, 3] here",
+        "1.bias is F32 [2] here and F32 [10] in the checkpoint",
+        "1.weight is F32 [2, 3] here and F32 [10, 3] in the checkpoint",
     ]
 
 
@@ -56,7 +56,7 @@ def test_tied_weights(hvd, tied_there, tied_here):
 
     saved, restored = model(tied_there, False), model(tied_here, True)
     lines = take_over(saved, restored)
-    two = ["b.weight and a.weight are two there, and one tensor here"]
+    two = ["b.weight and a.weight are one tensor here, and two in the checkpoint"]
     own = ["it has no c.bias", "it has no c.weight"]
     assert sorted(lines) == (two if tied_here and not tied_there else []) + own
     assert torch.equal(restored["a"].bias, saved["a"].bias)

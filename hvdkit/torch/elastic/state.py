@@ -1,4 +1,4 @@
-"""What an elastic job keeps and brings to new ranks."""
+"""The state that an elastic job keeps and sends to new ranks."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ class _ModelHandler(horovod_state.ModelStateHandler):
 
 
 class _OptimizerHandler(horovod_state.OptimizerStateHandler):
-    """Also drops gradients: those of an interrupted step are not the same on all ranks."""
+    """Restore the state and drop gradients, which differ between ranks after an interruption."""
 
     def restore(self) -> None:
         super().restore()
@@ -46,7 +46,7 @@ class _OptimizerHandler(horovod_state.OptimizerStateHandler):
 
 def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, WrappedOptimizer):
-        optimizer.begin_anew()
+        optimizer.reset_step()
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = None

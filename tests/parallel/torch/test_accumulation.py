@@ -377,7 +377,7 @@ def test_a_pass_too_many_is_an_error(hvd):
     optimizer = wrapped(hvd, model)
     for number in range(3):
         backward(hvd, model, number)
-    with pytest.raises(HvdkitError, match="after the 3 of accumulation_steps=3"):
+    with pytest.raises(HvdkitError, match="after the 3 passes of accumulation_steps=3"):
         backward(hvd, model, 3)
     optimizer.step()
 

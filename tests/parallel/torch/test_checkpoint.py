@@ -363,16 +363,20 @@ def test_what_does_not_fit_is_named_and_changes_nothing(hvd):
             (
                 other,
                 torch.optim.SGD(other.parameters(), 0.1),
-                "weight is F32 .2, 3. there and F32 .4, 3. here",
+                "weight is F32 .4, 3. here and F32 .2, 3. in the",
             ),
-            (before, torch.optim.Adam(before.parameters(), 0.1), "it is of SGD, this is Adam"),
+            (
+                before,
+                torch.optim.Adam(before.parameters(), 0.1),
+                "is Adam here and SGD in",
+            ),
             (
                 before,
                 torch.optim.SGD([before.weight], 0.1),
-                "group 0 has 2 parameters there, 1 here",
+                "group 0 has 1 parameters here and 2 in the checkpoint",
             ),
-            (nn.Linear(3, 2, bias=False), None, "bias, which is not in here"),
-            (nn.Linear(3, 2).double(), None, "F32 .2. there and F64 .2. here"),
+            (nn.Linear(3, 2, bias=False), None, "bias, which is missing here"),
+            (nn.Linear(3, 2).double(), None, "F64 .2. here and F32 .2. in the checkpoint"),
         ]
         for model, optimizer, words in cases:
             with (

@@ -80,7 +80,7 @@ ADVERSARIES = {
 
 def scale_of(optimizer):
     """What the only bucket is multiplied by in the next step; None while that is unknown."""
-    optimizer.settle()
+    optimizer.complete_deferred()
     codecs = optimizer._gradients.synchronizers[0]._codecs
     known, exponent, *_ = codecs[0].state if codecs else (0, 0)
     return 2.0**exponent if known else None

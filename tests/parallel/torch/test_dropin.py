@@ -427,7 +427,7 @@ DIFFERENCES = {
         {"find_unused_parameters": True},
         "find_unused_parameters: True.*: False",
     ),
-    "predivide": (None, {"gradient_predivide_factor": 2.0}, "factor: 2.0.*factor: as suits"),
+    "predivide": (None, {"gradient_predivide_factor": 2.0}, "factor: 2.0.*factor: chosen"),
 }
 
 
