@@ -355,7 +355,7 @@ def test_a_checkpoint_without_a_place_in_the_data_is_refused(hvd):
         with checkpointer_of(hvd, folder, hvd.ResumableSampler(40, 2)) as checkpointer:
             checkpointer.save(1)
         with checkpointer_of(hvd, folder, Place(5)) as checkpointer:
-            with pytest.raises(UsageError, match="step 1 has no data of each rank"):
+            with pytest.raises(UsageError, match="step 1 has no state of data for each rank"):
                 checkpointer.restore()
             assert checkpointer.restore(strict=False).step == 1
     with shared_folder(hvd) as folder:
