@@ -104,7 +104,7 @@ def _difference(saved: Sequence[str], own: Sequence[str], subject: str) -> str:
     more = f", and {len(differ) - 3} more" if len(differ) > 3 else ""
     return (
         f"the checkpoint does not fit {subject} (saved -> here): {'; '.join(differ[:3])}{more}. "
-        f"Build it as it was when it was saved"
+        f"Build it as in the run that saved the checkpoint"
     )
 
 

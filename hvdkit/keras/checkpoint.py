@@ -1,4 +1,4 @@
-"""`hvd.callbacks.Checkpoint`: a `fit` that is killed, and goes on as if it had not been."""
+"""`hvd.callbacks.Checkpoint`: save and resume `fit`."""
 
 import logging
 import os
@@ -41,7 +41,7 @@ _open: WeakValueDictionary[str, Manager] = WeakValueDictionary()
 
 
 class Checkpoint(FollowsFit):
-    """Saves a `fit`, in the middle of epochs too, and goes on where the last one was saved.
+    """Saves `fit`, also within epochs, and resumes at the last checkpoint.
 
     Every rank has one in its callbacks. Wherever it is in the list, it comes last.
 
@@ -148,11 +148,11 @@ class Checkpoint(FollowsFit):
 
     @property
     def step(self) -> int:
-        """Batches that each rank has trained."""
+        """The number of batches that each rank has trained."""
         return self._place.step
 
     def fit_begins(self, callbacks: Sequence[Any]) -> None:
-        """Restore, if there is something to restore. A collective.
+        """Restore the newest checkpoint, if there is one. A collective.
 
         Raises:
             UsageError: on all ranks: the model is not built, or the checkpoint does not fit.
@@ -173,7 +173,7 @@ class Checkpoint(FollowsFit):
         if self._data is not None and place.epoch_steps not in (None, self._data.batches_per_epoch):
             raise UsageError(
                 f"an epoch of fit has {place.epoch_steps} steps, and the ResumableSampler has "
-                f"{self._data.batches_per_epoch} batches: leave out steps_per_epoch, or give the "
+                f"{self._data.batches_per_epoch} batches: omit steps_per_epoch, or give the "
                 f"sampler fewer samples"
             )
         self._open(model)
@@ -229,7 +229,7 @@ class Checkpoint(FollowsFit):
         _open[self._store.location] = self._manager
 
     def _go_on(self) -> None:
-        """Let `fit` begin where the checkpoint is."""
+        """Let `fit` begin at the position of the checkpoint."""
         place = self._place
         if self._data is not None and place.batches and place.epoch_steps:
             place.batches = max(place.epoch_steps - self._data.batches_left, 0)
@@ -265,7 +265,7 @@ class Checkpoint(FollowsFit):
         )
 
     def epoch_begins(self, epoch: int) -> None:
-        """Let it begin where the checkpoint was."""
+        """Begin at the position of the checkpoint."""
         self.model._initial_epoch = None
         beginning, self._beginning = self._beginning, None
         begin_next_epoch(beginning)
@@ -277,7 +277,7 @@ class Checkpoint(FollowsFit):
                 place.epoch_began = self._rank_parts["random"].save()
 
     def batch_ends(self, batch: int) -> None:
-        """Save, if it is time. A collective."""
+        """Save if a checkpoint is due. A collective."""
         place = self._place
         done = batch + 1
         if place.epoch_steps is not None:
@@ -299,7 +299,7 @@ class Checkpoint(FollowsFit):
         self._maybe_save()
 
     def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
-        """Save, if it is time. A collective."""
+        """Save if a checkpoint is due. A collective."""
         assert self._manager is not None
         place = self._place
         if self._data is not None:
@@ -346,7 +346,7 @@ class Checkpoint(FollowsFit):
 
 @dataclass
 class _Place:
-    """A `StatefulItem`: where the training is.
+    """A `StatefulItem`: the position of the training.
 
     Attributes:
         step: batches that each rank has trained.
@@ -371,7 +371,7 @@ class _Place:
     callbacks: Sequence[Any] = ()
 
     def save(self) -> Tree:
-        """Return what all ranks hold alike."""
+        """Return the position, which is the same on all ranks."""
         return {
             "step": self.step,
             "fit": self.fit,
@@ -382,7 +382,7 @@ class _Place:
         }
 
     def plan_restore(self, tree: Tree) -> Tree:
-        """Compare the calls of `fit`.
+        """Check that the call of `fit` is the same.
 
         Raises:
             UsageError: the checkpoint was saved in another one.
@@ -392,12 +392,12 @@ class _Place:
         if saved != self.fit:
             raise UsageError(
                 f"the checkpoint was saved in call {saved} of fit with this callback, and this is "
-                f"call {self.fit}. Give each call of fit a callback and a folder of its own"
+                f"call {self.fit}. Use another callback and another folder for each call of fit"
             )
         return tree
 
     def restore(self, tree: Tree) -> None:
-        """Continue where a checkpoint was."""
+        """Restore the position."""
         self.step, self.epoch, self.batches = tree["step"], tree["epoch"], tree["batches"]
         self.stopped = tree["stopped"]
         before, now = tree["epoch_steps"], self.epoch_steps
@@ -406,12 +406,12 @@ class _Place:
             self.batches = self.batches * now // before
 
     def take_epoch_began(self, tree: Tree) -> None:
-        """As a checkpoint has it."""
+        """Return the position, for a checkpoint."""
         self.epoch_began = tree
 
 
 class _Metrics:
-    """A `RankItem`: what this rank's metrics have counted since the epoch began.
+    """A `RankItem`: the state of this rank's metrics since the epoch began.
 
     Attributes:
         count: whether they have counted anything that is still needed.
@@ -427,15 +427,15 @@ class _Metrics:
         return OwnVariables(lambda: metric_variables(self.model))
 
     def save(self) -> Tree:
-        """Nothing between two epochs, because `fit` resets them then."""
+        """Return the state; None between two epochs, because `fit` resets metrics then."""
         return self._variables().save() if self.count else None
 
     def restore(self, tree: Tree) -> None:
-        """Keep it until `fit` has reset them."""
+        """Keep the state until `fit` has reset the metrics."""
         self.taken = tree
 
     def put_back(self, tree: Tree) -> None:
-        """Let them go on counting there."""
+        """Restore the state of the metrics."""
         if tree is not None:
             self._variables().restore(tree)
             self.count = True

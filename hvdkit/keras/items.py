@@ -1,4 +1,4 @@
-"""What a Keras training consists of, as `hvdkit.checkpoint.state` describes state."""
+"""The stateful items of a Keras training; see `hvdkit.checkpoint.state`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-# Not public: what lays out a .weights.h5 file, and where `keras.random` counts without a seed.
+# Not public: the layout of a .weights.h5 file, and the global seed of `keras.random`.
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
@@ -21,7 +21,7 @@ from hvdkit.keras.optimizer import distribution_of
 
 
 def parts_of(model: Any) -> dict[str, StatefulItem]:
-    """What all ranks hold alike of a model that is built and compiled."""
+    """Return the items of a built and compiled model that are the same on all ranks."""
     optimizer = model.optimizer
     parts: dict[str, StatefulItem] = {
         "model": Variables(lambda: named(model.weights), "the model", backend.tensor_of)
@@ -38,7 +38,7 @@ def parts_of(model: Any) -> dict[str, StatefulItem]:
 
 
 def rank_parts_of(model: Any) -> dict[str, RankItem]:
-    """The parts that each rank has for itself, but for its metrics.
+    """Return the items of a model that each rank has for itself, except metrics.
 
     Args:
         model: built and compiled.
@@ -47,27 +47,27 @@ def rank_parts_of(model: Any) -> dict[str, RankItem]:
         "seeds": OwnVariables(lambda: _seeds(model)),
         "global_seed": GlobalSeed(),
         "variables": OwnVariables(lambda: _local(model)),
-        # Last, because a seed that has to be made is drawn with Python's random numbers.
+        # Last, because creating a seed draws from Python's random numbers.
         "random": backend.randomness(),
     }
 
 
 class Reduction:
-    """A `StatefulItem`: what the wire formats have learned. Without it sums round differently."""
+    """A `StatefulItem`: the reduction state, needed to resume with bit-identical sums."""
 
     def __init__(self, distribution: Any) -> None:
         self._distribution = distribution
 
     def save(self) -> Tree:
-        """As it is now."""
+        """Return the current state."""
         return self._distribution.reduction_state()
 
     def plan_restore(self, tree: Tree) -> Tree:
-        """Nothing to fill."""
+        """Return the tree: there are no tensors."""
         return tree
 
     def restore(self, tree: Tree) -> None:
-        """Go on with it."""
+        """Restore the state."""
         self._distribution.adopt_reduction_state(tree)
 
 
@@ -80,19 +80,19 @@ class Layout:
         self._others: dict[str, Any] = {}
 
     def save(self) -> Tree:
-        """The layout, and the tensors that are in the file but neither weights nor optimizer's."""
+        """Return the layout, and other tensors of the file than weights and optimizer state."""
         if self._layout is None:
             self._layout = self._look_up()
         others = {name: backend.tensor_of(variable) for name, variable in self._others.items()}
         return {h5.LAYOUT: self._layout, "others": others}
 
     def plan_restore(self, tree: Tree) -> Tree:
-        """Where the other tensors go, which nobody looks at."""
+        """Return memory for the other tensors, which are not restored."""
         others = {name: arrays.empty(spec) for name, spec in tree["others"].items()}
         return {**tree, "others": others}
 
     def restore(self, tree: Tree) -> None:
-        """Nothing to take over."""
+        """Do nothing: this item is only saved."""
 
     def _look_up(self) -> Tree:
         recorder = _Recorder()
@@ -105,8 +105,8 @@ class Layout:
                 visited_saveables=set(),
             )
         except Exception as error:
-            # A layer's own code. It matters to an export, and to nothing else.
-            return f"it could not be laid out ({type(error).__name__}: {error})"
+            # An error in the code of a layer. It affects an export only.
+            return f"the layout is unknown ({type(error).__name__}: {error})"
         optimizer = self._model.optimizer
         known = {
             id(variable): (part, name)
@@ -123,20 +123,20 @@ class Layout:
                 value = self._of_optimizer(path, key, given)
                 if not isinstance(value, keras.Variable):
                     return (
-                        f"{path or type(self._model).__name__} computes what it saves as {key!r}, "
-                        f"so no copy of its variables can stand for it"
+                        f"{path or type(self._model).__name__} computes the value that it saves as "
+                        f"{key!r}, so it is not a copy of a variable"
                     )
                 if id(value) not in known:
                     other = f"{path}/{key}"
                     self._others[other] = value
-                    # As the tensor of this part is called.
+                    # The name of this tensor in the part.
                     known[id(value)] = (h5.PART, f"others.{other}")
                 entries.append([key, *known[id(value)]])
             layout.append([path, name, entries])
         return layout
 
     def _of_optimizer(self, path: str, key: str, value: Any) -> Any:
-        """The variable of which an optimizer hands over a copy; otherwise `value` itself."""
+        """Return the optimizer's variable if `value` is a copy of it; otherwise `value`."""
         owner = self._model
         for name in path.split("/"):
             owner = getattr(owner, name, None)
@@ -148,11 +148,11 @@ class Layout:
 
 
 class _Recorder(saving_lib.H5IOStore):
-    """Notes what Keras would write."""
+    """Records the values that Keras would write."""
 
     def __init__(self) -> None:
         self.mode = "w"
-        #: Path, name, and what is put there by key.
+        #: Path, name, and the keys and values of each group.
         self.groups: list[tuple[str, str | None, list[tuple[str, Any]]]] = []
         self._open: list[tuple[str, Any]] | None = None
         self._path = ""
@@ -181,31 +181,31 @@ class _Recorder(saving_lib.H5IOStore):
 
 
 class OwnVariables:
-    """A `RankItem`: small variables of which each rank has its own.
+    """A `RankItem`: small variables that differ between ranks.
 
     Args:
-        variables: gives them when asked, in the same order in each run of the program.
+        variables: returns them, in the same order in each run of the program.
     """
 
     def __init__(self, variables: Callable[[], Sequence[Any]]) -> None:
         self._variables = variables
 
     def save(self) -> Tree:
-        """Their contents, each with its dtype and shape."""
+        """Return the contents, each with name, dtype and shape."""
         return [[_line(v), backend.read(v).tobytes()] for v in self._variables()]
 
     def restore(self, tree: Tree) -> None:
-        """Put them back.
+        """Restore the contents.
 
         Raises:
-            UsageError: there are others.
+            UsageError: the model has other variables.
         """
         variables = list(self._variables())
         lines = [_line(variable) for variable in variables]
         if lines != [line for line, _ in tree]:
             raise UsageError(
                 f"the checkpoint has other variables of this rank ({[line for line, _ in tree]}) "
-                f"than the model ({lines}): build and compile it as it was when it was saved"
+                f"than the model ({lines}): build and compile the model as in the run that saved it"
             )
         for variable, (_, content) in zip(variables, tree, strict=True):
             backend.write(variable, np.frombuffer(content, np.uint8))
@@ -216,7 +216,7 @@ def _line(variable: Any) -> str:
 
 
 def metric_variables(model: Any) -> list[Any]:
-    """In which a model's metrics, its losses among them, count."""
+    """Return the variables of a model's metrics and losses."""
     return [variable for metric in flat_metrics(model) for variable in metric.variables]
 
 
@@ -226,16 +226,16 @@ def _seeds(model: Any) -> list[Any]:
 
 
 class GlobalSeed:
-    """A `RankItem`: where `keras.random` counts for what is given no seed."""
+    """A `RankItem`: the global seed of `keras.random`."""
 
     def save(self) -> Tree:
-        """None until something has asked for it."""
+        """Return the state; None if it was not used."""
         if global_state.get_global_attribute("global_seed_generator") is None:
             return None
         return backend.read(seed_generator.global_seed_generator().state).tobytes()
 
     def restore(self, tree: Tree) -> None:
-        """Go on from there."""
+        """Restore the state."""
         if tree is not None:
             state = seed_generator.global_seed_generator().state
             backend.write(state, np.frombuffer(tree, np.uint8))

@@ -79,7 +79,7 @@ def flat_metrics(model: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class MetricState:
-    """What a model's metrics held at one moment on this rank, before they are reset."""
+    """The state of a model's metrics on this rank, before they are reset."""
 
     #: Per metric: whether its arrays are its variables (sums) or its results (to be averaged).
     adds_up: list[bool]

@@ -25,7 +25,7 @@ from hvdkit.tensorflow.variables import tf_variable
 
 
 class Checkpointer(Manager):
-    """Saves a training loop's state, and goes on with it; every rank makes one, and calls it.
+    """Saves and restores the state of a training loop. Every rank creates one and calls it.
 
         checkpointer = hvd.Checkpointer(
             folder, model=model, optimizer=optimizer, data=sampler, every_steps=1000
@@ -40,16 +40,15 @@ class Checkpointer(Manager):
         checkpointer.save(step)
         checkpointer.close()
 
-    What is kept: variables, the optimizer's state, the scales of the wire formats of
-    `DistributedGradientTape` and `DistributedOptimizer`, where the job is in the data, and on each
-    rank the random numbers of Python, NumPy, `tf.random.Generator` and Keras's layers. A run that
-    is killed and goes on ends with the same bytes as one that was not, if the rest of its program
-    is reproducible. `tf.random.uniform` and others that have neither a generator nor "stateless"
-    in their names are not: TensorFlow keeps their state where nobody can read it.
+    A checkpoint has the variables, the optimizer state, the scales of the wire formats, the
+    position in the data, and for each rank the random states of Python, NumPy,
+    `tf.random.Generator` and Keras's layers. A run that was killed and resumed ends with the same
+    bytes as an undisturbed run, if the program is reproducible. Programs with `tf.random.uniform`
+    and similar functions (no generator, no "stateless" in the name) are not: their state cannot be
+    read.
 
     Attributes:
-        metadata: plain values of your own that are kept, too; as saved once `restore` has found
-            something.
+        metadata: your own plain values in the checkpoint. `restore` updates them.
     """
 
     def __init__(
@@ -75,46 +74,45 @@ class Checkpointer(Manager):
     ) -> None:
         """
         Args:
-            folder: local or shared, or a URL of an object store that fsspec knows, such as
-                `s3://bucket/run`. Only the first rank reads and writes it.
+            folder: a local or shared folder, or a URL that fsspec knows, such as `s3://bucket/run`.
+                Only the first rank reads and writes it.
             model: a built Keras model, a `tf.Module` or a list of variables, or several in a dict.
             optimizer: a Keras optimizer whose variables exist (`optimizer.build(variables)`) or a
                 list of variables, or several in a dict.
             data: a `ResumableSampler`.
-            sharded: by name, this rank's rows of variables that are divided between the ranks, such
-                as `hvd.Shard(embedding, first, total)`. Any number of ranks restores them, divided
-                in any way.
-            metadata: what `hvdkit.checkpoint.state` calls plain. It is read at every save, and
-                `restore` puts what was saved into it.
-            generators: your own `tf.random.Generator`s, `numpy.random.Generator`s and
-                `random.Random`s by name, besides TensorFlow's global one.
+            sharded: name -> this rank's rows of a variable whose rows are divided among the ranks,
+                such as `hvd.Shard(embedding, first, total)`. Any number of ranks can restore it.
+            metadata: plain values; see `hvdkit.checkpoint.state`. Every save reads them, and
+                `restore` updates them.
+            generators: name -> your own `tf.random.Generator`s, `numpy.random.Generator`s and
+                `random.Random`s, in addition to TensorFlow's global generator.
             every_steps: see `maybe_save`.
             every_minutes: see `maybe_save`.
-            keep_last: how many checkpoints stay; None: all.
-            keep_best: which stay besides.
-            keep_every: those whose step is a multiple of this stay, too.
-            asynchronous: write while training goes on.
-            overwrite: where `folder` has steps and none was restored, begin a new run beside them.
-                Otherwise saving is an error there.
+            keep_last: the number of newest checkpoints to keep; None: all.
+            keep_best: the best checkpoints to keep as well.
+            keep_every: keep checkpoints whose step is a multiple of this as well.
+            asynchronous: write in the background while training continues.
+            overwrite: if `folder` has steps and none was restored, begin a new run beside them.
+                Otherwise saving is an error.
             storage_options: for fsspec's file system, such as `{"endpoint_url": …}`; for URLs only.
             stop_signals: signals at which `maybe_save` saves and ends the job with status 75.
             process_set: the ranks of the job.
 
         Raises:
-            UsageError: there is nothing to save, or something is not built.
+            UsageError: there is nothing to save, or a model or optimizer is not built.
         """
         if not mpi_ops.is_initialized():
             raise UsageError("Horovod is not initialised: call hvd.init() before this")
         check_member(process_set)
         if model is None and optimizer is None:
-            raise UsageError("neither model nor optimizer is given: expected what is to be saved")
+            raise UsageError("neither model nor optimizer is given: expected at least one of them")
         self.metadata = {} if metadata is None else metadata
         models, optimizers = several("model", model), several("optimizer", optimizer)
         parts: dict[str, StatefulItem] = {}
         for name, given in {**models, **optimizers}.items():
             _check_built(given, name)
             parts[name] = Variables(functools.partial(_named, given), name, _tensor)
-        # Those of hvdkit.keras say so; this floor does not know them.
+        # The attribute of hvdkit.keras's optimizers, which this layer must not import.
         wrapped = {name: getattr(o, "_hvdkit_distribution", None) for name, o in optimizers.items()}
         distributions = {name: found for name, found in wrapped.items() if found is not None}
         parts["reduction"] = _Reduction(distributions)
@@ -149,22 +147,22 @@ class Checkpointer(Manager):
 
 
 class _Reduction:
-    """A `StatefulItem`: what the wire formats of tapes and of Keras's optimizers have learned."""
+    """A `StatefulItem`: the reduction states of tapes and of Keras's optimizers."""
 
     def __init__(self, distributions: Mapping[str, Any]) -> None:
         self._distributions = distributions
 
     def save(self) -> Tree:
-        """As it is now."""
+        """Return the current states."""
         states = {name: d.reduction_state() for name, d in self._distributions.items()}
         return {"tapes": tape.reduction_state(), "optimizers": states}
 
     def plan_restore(self, tree: Tree) -> Tree:
-        """Nothing to fill."""
+        """Return the tree: there are no tensors."""
         return tree
 
     def restore(self, tree: Tree) -> None:
-        """What is of no use to an optimizer, it does not take."""
+        """Restore the states. Incompatible states are ignored."""
         tape.adopt_reduction_state(tree["tapes"])
         for name, distribution in self._distributions.items():
             distribution.adopt_reduction_state(tree["optimizers"].get(name))
@@ -174,8 +172,8 @@ def _check_built(given: Any, argument: str) -> None:
     if getattr(given, "built", True) is False:
         how = "model.trainable_variables" if argument.startswith("optimizer") else "input_shape"
         raise UsageError(
-            f"{argument} is a {type(given).__name__} that is not built, and has no variables yet: "
-            f"call its build({how}) before this"
+            f"{argument} is a {type(given).__name__} that is not built and has no variables: "
+            f"call its build({how}) before"
         )
     _variables(given)
 
@@ -187,7 +185,7 @@ def _named(given: Any) -> dict[str, Any]:
 def _variables(given: Any) -> Sequence[Any]:
     if isinstance(given, list | tuple):
         return given
-    # Without the states of random seeds, which are each rank's own.
+    # Without the states of random seeds, which differ between ranks.
     found = given.weights if isinstance(given, keras.layers.Layer) else None
     found = getattr(given, "variables", None) if found is None else found
     # A method until Keras 3.
@@ -205,7 +203,7 @@ def _tensor(variable: Any) -> VariableTensor:
 
 
 def _seeds(models: Iterable[Any]) -> list[Any]:
-    """The variables in which the layers of Keras models count their random numbers."""
+    """Return the variables with the random states of Keras layers."""
     found: list[Any] = []
     for model in models:
         if isinstance(model, keras.layers.Layer):

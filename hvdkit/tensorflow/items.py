@@ -1,4 +1,4 @@
-"""What a TensorFlow training consists of, as `hvdkit.checkpoint.state` describes state."""
+"""The stateful items of a TensorFlow training; see `hvdkit.checkpoint.state`."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# Not public: whether these exist is asked without making them.
+# Not public: read these without creating them.
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 from tensorflow.python.ops import stateful_random_ops
@@ -22,10 +22,10 @@ from hvdkit.tensorflow.variables import tf_variable
 
 
 class VariableTensor:
-    """`hvdkit.checkpoint.state.Tensor` of a `tf.Variable`.
+    """A `hvdkit.checkpoint.state.Tensor` for a `tf.Variable`.
 
     Raises:
-        UsageError: it is of a dtype that no file of tensors has.
+        UsageError: the dtype is not supported.
     """
 
     def __init__(self, variable: tf.Variable) -> None:
@@ -39,23 +39,23 @@ class VariableTensor:
         return self._spec
 
     def read(self, out: np.ndarray) -> None:
-        """Copy the content."""
+        """Copy the content into `out`."""
         out[:] = self.memory()
 
     def memory(self) -> np.ndarray:
-        """The variable's own memory, if it is on the CPU; otherwise a copy."""
+        """Return the variable's memory if it is on the CPU; otherwise a copy."""
         with tf.device("/cpu:0"):
             value = tf.identity(self._variable.read_value())
             if value.dtype == tf.bfloat16:
-                # Python's buffers have no word for it.
+                # The buffer protocol does not have bfloat16.
                 value = tf.bitcast(value, tf.uint16)
-        # For float8 there is not even that.
+        # float8 cannot be cast to another type either.
         narrow = value.dtype.name.startswith("float8")
         array = value.numpy() if narrow else np.asarray(memoryview(value))
         return array.reshape(-1).view(np.uint8)
 
     def write(self, content: np.ndarray, start: int = 0) -> None:
-        """A piece goes to its place in the variable, and no second one is made of all of it."""
+        """Write a piece of the content, without a copy of the whole variable."""
         variable = self._variable
         dtype = variable.dtype
         values = np.array(content).view(dtype.as_numpy_dtype)
@@ -71,7 +71,7 @@ class VariableTensor:
 
 
 def _boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """The elements from `first` to `end`, row-major, as slices of an array and their sizes."""
+    """Return the elements from `first` to `end`, row-major, as slices of an array and sizes."""
     if len(shape) == 1:
         yield (slice(first, end),), end - first
         return
@@ -90,15 +90,15 @@ def _boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple
 
 
 class Randomness:
-    """A `RankItem`: the random numbers of Python, NumPy, TensorFlow and Keras.
+    """A `RankItem`: the random states of Python, NumPy, TensorFlow and Keras.
 
-    TensorFlow's are those of `tf.random.get_global_generator()` and of further generators. Its
-    older operations (`tf.random.uniform` and others with neither a generator nor a stateless name)
-    count in their kernels, where nobody can read it.
+    Of TensorFlow, these are `tf.random.get_global_generator()` and the user's generators. The state
+    of older operations (`tf.random.uniform` and others without a generator or a stateless name) is
+    in their kernels and cannot be read.
 
     Args:
-        generators: those of the user's own, by name: of TensorFlow, NumPy or Python.
-        seeds: gives the variables in which Keras's layers count, when asked.
+        generators: name -> generator of TensorFlow, NumPy or Python.
+        seeds: returns the variables with the random states of Keras's layers.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Randomness:
         self._seeds = seeds
 
     def save(self) -> Tree:
-        """This rank's."""
+        """Return the states of this rank."""
         of_keras = global_seed_state()
         return randomness.save() | {
             "generators": self._generators.save() | self._global().save(),
@@ -119,10 +119,10 @@ class Randomness:
         }
 
     def check(self, tree: Tree) -> None:
-        """Compare the saved generators with these.
+        """Check that the saved generators match.
 
         Raises:
-            UsageError: there are others, or one is of another kind.
+            UsageError: names or kinds differ.
         """
         saved = tree["generators"]
         self._generators.check({name: saved[name] for name in saved if name != _GLOBAL})
@@ -130,7 +130,7 @@ class Randomness:
     def restore(self, tree: Tree) -> None:
         """Restore the states."""
         if _GLOBAL in tree["generators"]:
-            # It is made when it is asked for.
+            # Create the global generator.
             tf.random.get_global_generator()
         self._generators.restore(tree["generators"])
         self._global().restore(tree["generators"])
@@ -138,7 +138,7 @@ class Randomness:
             _put(variable, content)
         if tree["keras"] is not None:
             _put(global_seed_state(create=True), tree["keras"])
-        # Last, because what is made above draws from Python's.
+        # Last, because the operations above may draw from Python's random numbers.
         randomness.restore(tree)
 
     def _global(self) -> randomness.Generators:
@@ -157,26 +157,26 @@ class Randomness:
 
 
 class Statistics:
-    """A `RankItem`: what the batch normalisation of Keras models has gathered on this rank alone.
+    """A `RankItem`: the moving statistics of batch normalisation, from this rank's batches.
 
-    In training it changes nothing but itself, yet a rank's validation depends on it. Above
-    `LARGEST_STATISTICS` bytes, all ranks get the first one's.
+    Training does not depend on them, but validation does. Above `LARGEST_STATISTICS` bytes, all
+    ranks get those of the first rank.
 
     Args:
-        models: those that the layers are in, by name. What is no Keras model has none.
+        models: name -> model. Only Keras models have such layers.
     """
 
     def __init__(self, models: Mapping[str, Any]) -> None:
         self._models = models
 
     def save(self) -> Tree:
-        """This rank's."""
+        """Return the statistics of this rank."""
         own = self._variables()
         size = sum(tf_variable(v).dtype.size * math.prod(v.shape) for v in own.values())
         return {} if size > LARGEST_STATISTICS else {name: _content(v) for name, v in own.items()}
 
     def restore(self, tree: Tree) -> None:
-        """Put it back."""
+        """Restore the statistics."""
         own = self._variables()
         for name in own.keys() & tree.keys():
             _put(own[name], tree[name])
@@ -198,7 +198,7 @@ _GLOBAL = "(global)"
 
 
 def global_seed_state(create: bool = False) -> Any:
-    """The variable in which `keras.random` counts where it is given no seed; None if unused."""
+    """Return the variable of the global seed of `keras.random`; None if it is unused."""
     if not create and global_state.get_global_attribute("global_seed_generator") is None:
         return None
     return seed_generator.global_seed_generator().state

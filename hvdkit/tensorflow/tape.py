@@ -177,7 +177,7 @@ class _DistributedTape(tf.GradientTape):
     scale_local_gradients: bool
 
     def register_local_source(self, source: Any) -> None:
-        """Do not reduce the gradient of `source`, a variable."""
+        """Exclude the variable `source` from the reduction."""
         self._local_sources[_identity(source)] = source
 
     # No code here depends on tensors, so AutoGraph's conversion would only cost time.
