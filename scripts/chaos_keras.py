@@ -1,4 +1,4 @@
-"""What the ranks of chaos_checkpoint train, with Keras's `fit`.
+"""The training of chaos_checkpoint's ranks, with Keras's `fit`.
 
 Into OUT each rank writes its pid, a line for each batch (batch, steps until then, loss so far in
 the epoch), and at the end the bytes of its weights and its optimizer's state. It uses whatever a

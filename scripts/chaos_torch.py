@@ -1,4 +1,4 @@
-"""What the ranks of chaos_checkpoint train, with PyTorch.
+"""The training of chaos_checkpoint's ranks, with PyTorch.
 
 Into OUT each rank writes its pid, a line for each pass (pass, steps until then, loss), and at the
 end the bytes of its weights and its optimizer's state. It uses whatever a resume could get wrong:

@@ -25,7 +25,7 @@ FEATURES = 64
 
 
 def trainings(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Do one training after the other and return their answers by name."""
+    """Run the trainings in sequence and return their results by name."""
     torch.use_deterministic_algorithms(True)
     hvd.init()
     found = {name: train(told, run) for name, run in told["runs"].items()}

@@ -73,7 +73,7 @@ def _tensorflow_missing(setting: Setting, clock: Clock) -> str | None:
 
 
 def tensorflow_reason(found: Mapping[str, Any], dry: bool) -> str | None:
-    """Return why a TensorFlow as the probe describes it is of no use; None where it is."""
+    """Return why the TensorFlow of a probe cannot be used; None if it can."""
     if not found["installed"]:
         return "TensorFlow is not installed"
     if not found["gpus"] and not dry:

@@ -88,7 +88,7 @@ def _device(model: Any) -> str:
 
 
 def main() -> None:
-    """Do what the spec says."""
+    """Run the task of the spec."""
     told = spec()
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf

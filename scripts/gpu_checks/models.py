@@ -1,29 +1,12 @@
 """The models whose training and whose gradients are measured."""
 
-import functools
 from collections.abc import Callable, Sequence
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from math import prod
 from typing import Any
 
-from gpu_checks.part import REPOSITORY
+from benchmarks.torch_models import resnet50
 
 Shape = tuple[int, ...]
-
-
-@functools.cache
-def _bench_sync() -> Any:
-    # A script without a suffix, so an import statement does not find it.
-    loader = SourceFileLoader("bench_sync", str(REPOSITORY / "scripts" / "bench_sync"))
-    module = module_from_spec(spec_from_loader("bench_sync", loader))
-    loader.exec_module(module)
-    return module
-
-
-def resnet50() -> Any:
-    """Return the ResNet-50 of scripts/bench_sync: 161 parameters, 25,557,032 elements."""
-    return _bench_sync().resnet50()
 
 
 def resnet50_shapes() -> list[Shape]:

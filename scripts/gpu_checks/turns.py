@@ -1,7 +1,7 @@
 """Interleaved timing: processes that each time one step of a variant when the part tells them to.
 
 Every process holds several variants. In each turn, every variant of every process does one step,
-in an order drawn anew, so that whatever else the machine does affects all variants alike.
+in a random order, so that other load affects all variants alike.
 """
 
 import json
@@ -97,7 +97,7 @@ class Process:
 
 
 def take_turns(path: str, build: Callable[[], Mapping[str, Callable[[], float]]]) -> None:
-    """Do what the part says, in a process of a `Process`.
+    """Serve the commands of the part, in the process of a `Process`.
 
     Args:
         path: of the socket.

@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager
 
 import pytest
 
+from benchmarks.hosts import Cluster, hosts, missing
 from tests.cluster import ssh_servers
-from tests.cluster.hosts import Cluster, hosts, missing
 from tests.cluster.launches import Launches
 
 

@@ -3,9 +3,9 @@
 import os
 import sys
 
+from benchmarks.hosts import INTERFACE
 from hvdkit.ranks import RankCommand, start_ranks
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
-from tests.cluster.hosts import INTERFACE
 from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
 
 HOSTS, RANKS_PER_HOST = 2, 2
