@@ -634,14 +634,14 @@ def test_an_engine_with_other_gpu_operations_is_refused(environment):
 
 def test_what_a_build_printed_says_whether_it_came_from_the_cache():
     compiled = (
-        "compiling: 100 %, 5:49\nProving it: real collectives in fresh processes.\n"
+        "compiling: 100 %, 5:49\nSmoke test: collectives in new processes.\n"
         "  torch over gloo: allreduce on 2 ranks (cpu: no GPU is visible)\n"
     )
     assert build.built(compiled) == {
         "detail": "compiled; torch over gloo: allreduce on 2 ranks (cpu: no GPU is visible)",
         "from_cache": False,
     }
-    cached = "Engine 0.28.1+hvdkit.3 is in the cache, built and proven: /a.whl\n"
+    cached = "Engine 0.28.1+hvdkit.3 is in the cache: /a.whl\n"
     assert build.built(cached) == {"detail": "taken from the cache", "from_cache": True}
 
 

@@ -131,7 +131,7 @@ def _compile(plan: Plan, tree: Path, tools: Path, dist: Path, console: Console) 
             with _running(command, environment, tree) as (process, lines):
                 for line in lines:
                     stream.write(line)
-                    progress.see(line)
+                    progress.update(line)
                     tail = [*tail[-200:], line]
                 status = process.wait()
         except OSError as error:

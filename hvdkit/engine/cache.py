@@ -1,7 +1,7 @@
 """The cache of tested wheels and of the sdist.
 
-A wheel's entry is a folder named by the plan's key. It is written beside and renamed, so an entry
-is whole or not there; what an interrupted build leaves behind is no entry.
+The entry of a wheel is a folder whose name is the plan's key. An entry is written under another
+name and then renamed, so it is complete or missing, even if a build is interrupted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger("hvdkit.engine")
 def folder() -> Path:
     """Return the folder for new entries.
 
-    $HVDKIT_CACHE_DIR, unless this user may only read it; else the user's (`~/.cache/hvdkit`).
+    $HVDKIT_CACHE_DIR if it is set and this user can write to it; otherwise `~/.cache/hvdkit`.
     """
     given = _given()
     if given is None or (given.is_dir() and not os.access(given, os.W_OK | os.X_OK)):
@@ -46,8 +46,8 @@ def _given() -> Path | None:
 def _untrusted(path: Path) -> str:
     """Return how another user could have replaced a file; "" if none could.
 
-    Checks the owner and the mode of the file and of every folder above it. An engine that is
-    installed from it runs with the rights of this user.
+    Checks the owner and the mode of the file and of every folder above it, because an installed
+    engine runs with the rights of this user.
     """
     path = path.resolve()
     for part in (path, *path.parents):
@@ -87,8 +87,8 @@ def make(path: Path) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise HvdkitError(
-            f"the cache folder {path} cannot be made ({error.strerror}); set HVDKIT_CACHE_DIR to a "
-            "folder that you can write to."
+            f"the cache folder {path} cannot be created ({error.strerror}). Set HVDKIT_CACHE_DIR "
+            "to a folder that you can write to."
         ) from error
     return path
 
@@ -112,8 +112,8 @@ def sha256(path: Path) -> str:
 def lookup(key: str) -> Path | None:
     """Return the tested wheel stored under `key`, in $HVDKIT_CACHE_DIR or the user's folder.
 
-    None where there is none, where it was damaged, or where another user may have replaced it,
-    which is said in a warning.
+    Return None if there is none or it is damaged. If another user could have replaced it, log a
+    warning and return None.
     """
     places = [_given(), platformdirs.user_cache_path("hvdkit")]
     for place in dict.fromkeys(filter(None, places[:1] if places[0] == folder() else places)):

@@ -34,7 +34,7 @@ class Toolkit:
 
 @dataclass(frozen=True)
 class Nccl:
-    """An NCCL: the folders of nccl.h and of libnccl.so (or .so.2), and the version in nccl.h."""
+    """The folders of nccl.h and of libnccl.so (or .so.2), and the version in nccl.h."""
 
     include: Path
     library: Path
@@ -45,11 +45,11 @@ class Nccl:
 class Gpu:
     """The support for tensors on a GPU in a build.
 
-    With both parts NCCL reduces them. With a toolkit alone they go through host memory and the
-    controller (PyTorch only). With neither they are refused.
+    With a toolkit and NCCL, NCCL reduces them. With a toolkit only, they go through host memory and
+    the controller (PyTorch only). With neither, the engine rejects them.
 
     Attributes:
-        reason: why there is no NCCL; empty where there is.
+        reason: why there is no NCCL; empty if there is.
     """
 
     toolkit: Toolkit | None = None
@@ -66,11 +66,11 @@ def find(frameworks: Sequence[Framework], gpu: str) -> Gpu:
     """Find the GPU support that a build for `frameworks` can have.
 
     Args:
-        gpu: `auto` (NCCL where all that it takes is there), `nccl` (it has to be there) or `none`
+        gpu: `auto` (NCCL if all its requirements are found), `nccl` (NCCL is required) or `none`
             (without NCCL).
 
     Raises:
-        UsageError: `nccl` is asked for, and something is missing.
+        UsageError: `gpu` is `nccl`, and a requirement is missing.
     """
     toolkit: Toolkit | None = None
     try:
@@ -120,8 +120,8 @@ def _nvcc() -> Path | None:
 
 def _home(nvcc: Path) -> Path:
     """Return the toolkit's folder as nvcc reports it: the nvcc on PATH may be a script."""
-    told = _match(r"#\$ TOP=(\S+)", _run([str(nvcc), "--dryrun", "-x", "cu", "/dev/null"]))
-    return Path(told).resolve() if told else nvcc.parent.parent
+    top = _match(r"#\$ TOP=(\S+)", _run([str(nvcc), "--dryrun", "-x", "cu", "/dev/null"]))
+    return Path(top).resolve() if top else nvcc.parent.parent
 
 
 def _nccl(cuda_home: Path) -> Nccl:

@@ -15,11 +15,11 @@ from hvdkit.errors import HvdkitError
 #: The file in the `horovod` package that describes an engine of hvdkit.
 RECORD = "hvdkit_engine.json"
 
-#: Framework -> the extension's file name stem inside the `horovod` package.
-_EXTENSIONS = {"torch": "torch/mpi_lib_v2", "tensorflow": "tensorflow/mpi_lib"}
-
-#: Framework -> its name in Horovod's metadata.json.
-_METADATA_NAMES = {"torch": "pytorch", "tensorflow": "tensorflow"}
+#: Framework -> its extension in the `horovod` package, and its name in Horovod's metadata.json.
+_FRAMEWORKS = {
+    "torch": ("torch/mpi_lib_v2*.so", "pytorch"),
+    "tensorflow": ("tensorflow/mpi_lib*.so", "tensorflow"),
+}
 
 
 class EngineMissing(HvdkitError, ImportError):
@@ -108,9 +108,9 @@ def require(framework: str) -> Engine:
 def _frameworks(package: Path) -> dict[str, str]:
     versions = _json(package / "metadata.json")
     return {
-        framework: str(versions.get(_METADATA_NAMES[framework], "unknown"))
-        for framework, stem in _EXTENSIONS.items()
-        if any(package.glob(f"{stem}*.so"))
+        framework: str(versions.get(name, "unknown"))
+        for framework, (extension, name) in _FRAMEWORKS.items()
+        if any(package.glob(extension))
     }
 
 

@@ -1,6 +1,6 @@
 """Find the installed deep-learning frameworks and their build settings.
 
-Each is asked in a fresh interpreter: to import one here would load gigabytes into the caller.
+Each framework is imported in a new interpreter, because an import here would load gigabytes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Framework:
         version: its full version, local part included.
         cxx11_abi: whether its libraries use libstdc++'s C++11 ABI.
         cuda: the CUDA version that it was built for; None for a CPU build.
-        cuda_architectures: the compute capabilities it carries code for, such as `90`.
+        cuda_architectures: the compute capabilities that it has code for, such as `90`.
     """
 
     name: str

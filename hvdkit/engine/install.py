@@ -32,8 +32,8 @@ def check_pip() -> None:
 def install_wheel(wheel: Path, target: Path | None = None) -> None:
     """Install `wheel` into this environment in place of any other Horovod, or into `target`.
 
-    pip puts the old version back where it fails. Nothing else is installed: what Horovod needs at
-    run time are hvdkit's own dependencies.
+    If pip fails, it restores the old version. Nothing else is installed: hvdkit's dependencies
+    include those of Horovod.
     """
     # Without the index and without pip's cache, which identifies wheels by name and version only:
     # install exactly this file.
@@ -47,7 +47,7 @@ def install_wheel(wheel: Path, target: Path | None = None) -> None:
 
 
 def install_tools(requirements: Sequence[str], folder: Path) -> None:
-    """Install those of `requirements` into `folder` that this environment does not satisfy."""
+    """Install into `folder` the requirements that this environment does not satisfy."""
     missing = [text for text in requirements if not _satisfied(Requirement(text))]
     if missing:
         _pip(["install", "--target", str(folder), "--no-warn-script-location", *missing])
@@ -80,6 +80,6 @@ def _pip(arguments: Sequence[str]) -> None:
     except subprocess.TimeoutExpired as error:
         raise HvdkitError(f"pip {arguments[0]} did not end within {_SECONDS} s") from error
     if answer.returncode != 0:
-        said = [line for line in answer.stderr.splitlines() if line.startswith("ERROR:")]
-        reason = " ".join(said) or answer.stderr.strip() or answer.stdout.strip()
+        errors = [line for line in answer.stderr.splitlines() if line.startswith("ERROR:")]
+        reason = " ".join(errors) or answer.stderr.strip() or answer.stdout.strip()
         raise HvdkitError(f"pip {' '.join(arguments)} failed: {reason}")

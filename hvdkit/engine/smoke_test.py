@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit import ranks
-from hvdkit.engine import describe
+from hvdkit.engine import describe, toolchain
 from hvdkit.errors import HvdkitError
 
 SIZE = 2
@@ -63,9 +63,8 @@ def run(
 
 
 def _environment(engine: Path) -> Mapping[str, str]:
-    path = [str(engine), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {
-        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONPATH": toolchain.python_path(engine),
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
         # Turn a hang into an error that names the tensor.

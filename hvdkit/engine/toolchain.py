@@ -79,9 +79,9 @@ def find_compiler() -> Compiler:
         filter(None, map(shutil.which, [named] if named else ["c++", "g++", "clang++"])), None
     )
     if path is None:
-        looked = f"CXX={named}" if named else "c++, g++ and clang++"
+        candidates = f"CXX={named}" if named else "c++, g++ and clang++"
         raise HvdkitError(
-            f"no C++ compiler found (looked for {looked} on PATH). Install one: "
+            f"no C++ compiler found (looked for {candidates} on PATH). Install one: "
             "apt-get install g++, dnf install gcc-c++, module load gcc; or set CXX."
         )
     first = _first_line([path, "--version"])
@@ -121,11 +121,11 @@ def which(program: str) -> str | None:
     return str(beside) if os.access(beside, os.X_OK) else shutil.which(program)
 
 
-def jobs(asked: int | None = None) -> int:
-    """Return how many compilers may run at once: one per core, at most RAM / 2 GB."""
+def jobs(requested: int | None = None) -> int:
+    """Return the number of compilers to run at once: one per core, at most RAM / 2 GB."""
     # Unlike cpu_count(), the affinity mask has the cores of the container or batch job.
     cores = len(os.sched_getaffinity(0))
-    return max(1, min(asked or cores, psutil.virtual_memory().total // BYTES_PER_JOB))
+    return max(1, min(requested or cores, psutil.virtual_memory().total // BYTES_PER_JOB))
 
 
 def check_disk(folder: Path) -> None:
@@ -135,7 +135,7 @@ def check_disk(folder: Path) -> None:
     if free < DISK_BYTES:
         raise HvdkitError(
             f"{existing} has {free / 1e9:.1f} GB free; a build needs {DISK_BYTES / 1e9:.0f} GB. "
-            "Make room, or set TMPDIR and HVDKIT_CACHE_DIR to folders with room."
+            "Free some space, or set TMPDIR and HVDKIT_CACHE_DIR to folders with enough space."
         )
 
 
@@ -149,8 +149,8 @@ def _first_line(command: Sequence[str]) -> str | None:
 
 
 def python_path(first: Path) -> str:
-    """Return this process's PYTHONPATH with the folder `first` in front.
+    """Return PYTHONPATH with the folder `first` in front.
 
-    Environment modules make a framework known by PYTHONPATH.
+    The rest is kept: environment modules use it to provide a framework.
     """
     return os.pathsep.join([str(first), *filter(None, [os.environ.get("PYTHONPATH")])])

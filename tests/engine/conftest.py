@@ -16,13 +16,13 @@ def sdist_file(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pristine(sdist_file, tmp_path_factory):
-    """The unpacked sdist. Not to be changed."""
+    """The unpacked sdist. Tests must not change it."""
     return sdist.unpack(sdist_file, tmp_path_factory.mktemp("pristine"))
 
 
 @pytest.fixture(scope="session")
 def patched(pristine, tmp_path_factory):
-    """The sdist with all patches. Not to be changed."""
+    """The sdist with all patches. Tests must not change it."""
     tree = tmp_path_factory.mktemp("patched") / "horovod"
     shutil.copytree(pristine, tree)
     patches.apply(patches.series(), tree)

@@ -1,4 +1,4 @@
-"""The build as a whole, and the engine that it installed."""
+"""The whole build, and the installed engine."""
 
 import os
 import re
@@ -30,13 +30,13 @@ def run_build(*arguments, cache_dir, timeout=600, **environment):
 def engine():
     found = describe.installed()
     if found is None or not found.ours:
-        pytest.skip("no engine of ours is installed: run `hvdkit build`")
+        pytest.skip("no engine of hvdkit is installed: run `hvdkit build`")
     return found
 
 
 @pytest.fixture
 def private_cache(sdist_file, tmp_path):
-    """A cache of its own that holds the sdist and no wheel."""
+    """A cache for this test only, with the sdist and without a wheel."""
     folder = tmp_path / "cache"
     (folder / "sdist").mkdir(parents=True)
     shutil.copy(sdist_file, folder / "sdist")
@@ -78,7 +78,7 @@ def test_installed_engine_has_no_debug_information(engine):
 
 def test_installed_engine_finds_mpi_beside_itself(engine):
     if not engine.record["mpi"] or engine.record["mpi"]["library"] != "environment":
-        pytest.skip("the engine's MPI does not live in this Python's environment")
+        pytest.skip("the engine's MPI is not in this Python's environment")
     for library in extensions(engine):
         assert "$ORIGIN/../../../.." in sections(library), library
     assert (engine.path / "torch" / "../../../../.." / "lib").resolve().is_dir()
@@ -87,7 +87,7 @@ def test_installed_engine_finds_mpi_beside_itself(engine):
 def test_the_cache_gives_the_same_engine_into_a_folder_within_seconds(engine, tmp_path):
     made = plan.make_plan(plan.Request())
     if cache.lookup(made.key) is None:
-        pytest.skip("the cache does not hold the engine for what is installed here")
+        pytest.skip("the cache has no engine for the installed frameworks")
     began = time.monotonic()
     answer = run_build("--target", str(tmp_path / "engine"), cache_dir=cache.folder())
     assert answer.returncode == 0, answer.stderr
@@ -96,7 +96,7 @@ def test_the_cache_gives_the_same_engine_into_a_folder_within_seconds(engine, tm
     assert there.record == engine.record
     assert f"Installed Horovod {there.version}" in answer.stdout
     again = run_build("--target", str(tmp_path / "engine"), cache_dir=cache.folder())
-    assert "is installed already" in again.stdout
+    assert "is already installed" in again.stdout
 
 
 def test_a_failed_build_changes_nothing_and_says_why(engine, private_cache, tmp_path):
@@ -162,7 +162,7 @@ def compiling(cache_folder):
 
 @pytest.mark.long
 def test_a_rebuild_from_nothing_is_the_same_engine(engine, private_cache, tmp_path):
-    """Every framework and controller found, proven on real ranks, installed beside."""
+    """The build runs the smoke test with every framework and controller, and installs."""
     answer = run_build("--target", str(tmp_path / "engine"), cache_dir=private_cache, timeout=3600)
     assert answer.returncode == 0, answer.stderr + answer.stdout
     for framework in engine.frameworks:

@@ -33,7 +33,7 @@ def test_storing_again_replaces(wheel):
 
 
 @pytest.mark.parametrize("damage", ["truncate", "entry", "gone"])
-def test_a_damaged_entry_is_no_entry(wheel, damage):
+def test_a_damaged_entry_is_ignored(wheel, damage):
     kept = cache.store("k", wheel, {})
     if damage == "truncate":
         kept.write_bytes(b"fir")
@@ -65,14 +65,14 @@ def test_an_interrupted_store_leaves_the_cache_as_it_was(wheel, monkeypatch):
 def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HVDKIT_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(HvdkitError, match="set HVDKIT_CACHE_DIR"):
+    with pytest.raises(HvdkitError, match=r"cannot be created \(.*\). Set HVDKIT_CACHE_DIR"):
         cache.make(cache.folder() / "wheels")
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 #: "nobody", a user without files.
 OTHER = 65534
-# Before the other user takes over, who may not see this Python's files.
+# Imported before the change of user, because the other user may not be able to read these files.
 _IMPORTS = "import os; from pathlib import Path; from hvdkit.engine import cache"
 
 
@@ -91,11 +91,11 @@ def as_other(code, home, cache):
 
 
 @pytest.fixture
-def everyones(tmp_path_factory):
-    """A folder that other users can get into, and a home of another user."""
+def shared(tmp_path_factory):
+    """A folder that other users can enter, with the home of another user."""
     for parent in (tmp_path_factory.getbasetemp(), *tmp_path_factory.getbasetemp().parents[:1]):
         parent.chmod(0o755)
-    folder = tmp_path_factory.mktemp("everyones")
+    folder = tmp_path_factory.mktemp("shared")
     folder.chmod(0o755)
     home = folder / "home"
     home.mkdir()
@@ -104,26 +104,26 @@ def everyones(tmp_path_factory):
 
 
 @needs_root
-def test_a_second_user_of_a_shared_cache(everyones, monkeypatch):
-    """Takes what root has put there, and keeps its own elsewhere."""
-    cache_folder = everyones / "cache"
+def test_a_second_user_of_a_shared_cache(shared, monkeypatch):
+    """The user finds root's entries, and stores others in their own cache."""
+    cache_folder = shared / "cache"
     monkeypatch.setenv("HVDKIT_CACHE_DIR", str(cache_folder))
-    wheel = everyones / "horovod-0.28.1-py3-none-any.whl"
+    wheel = shared / "horovod-0.28.1-py3-none-any.whl"
     wheel.write_bytes(b"first")
     kept = cache.store("k", wheel, {})
     code = (
         "print(cache.lookup('k'), cache.lookup('new'),"
         f"cache.store('new', Path({str(wheel)!r}), {{}}), cache.lookup('new') is not None)"
     )
-    out, said = as_other(code, everyones / "home", cache_folder)
-    own = everyones / "home" / ".cache" / "hvdkit" / "wheels" / "new" / wheel.name
+    out, said = as_other(code, shared / "home", cache_folder)
+    own = shared / "home" / ".cache" / "hvdkit" / "wheels" / "new" / wheel.name
     assert out == f"{kept} None {own} True"
     assert said == ""
 
 
 @needs_root
 @pytest.mark.parametrize("planted", ["file", "folder", "open folder"])
-def test_what_another_user_may_have_planted_is_not_used(everyones, wheel, caplog, planted):
+def test_an_entry_that_another_user_could_have_replaced_is_not_used(shared, wheel, caplog, planted):
     kept = cache.store("k", wheel, {})
     if planted == "open folder":
         kept.parent.parent.chmod(0o777)
@@ -135,7 +135,7 @@ def test_what_another_user_may_have_planted_is_not_used(everyones, wheel, caplog
     assert str(kept if planted == "file" else kept.parent.parent) in said
 
 
-def test_a_group_of_ones_own_may_write(wheel, monkeypatch):
+def test_a_private_group_may_write(wheel, monkeypatch):
     kept = cache.store("k", wheel, {})
     kept.parent.chmod(0o775)
     monkeypatch.setattr(cache, "_is_private", lambda group: True)
@@ -144,6 +144,6 @@ def test_a_group_of_ones_own_may_write(wheel, monkeypatch):
     assert cache.lookup("k") is None
 
 
-def test_without_a_given_folder_it_is_the_users(monkeypatch):
+def test_the_default_folder_is_the_users(monkeypatch):
     monkeypatch.delenv("HVDKIT_CACHE_DIR", raising=False)
     assert cache.folder() == platformdirs.user_cache_path("hvdkit")

@@ -12,7 +12,7 @@ GPU = Framework("torch", "2.13.0+cu130", True, "13.0", ("75", "90", "120"))
 
 @pytest.fixture
 def toolkit(tmp_path, monkeypatch):
-    """A CUDA toolkit and an NCCL wheel's files, as far as a build looks at them: no GPU here."""
+    """The files of a simulated CUDA toolkit and NCCL that a build examines."""
     nvcc = tmp_path / "cuda/bin/nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text(
@@ -63,16 +63,16 @@ def test_a_complete_tool_chain_is_found(toolkit):
     assert found.toolkit.version == "13.0"
     assert found.nccl.version == "2.27.3"
     assert found.nccl.library == toolkit / "nccl/lib"
-    # What the framework has code for and this nvcc can compile.
+    # Those of the framework that this nvcc supports.
     assert found.toolkit.architectures == ("75", "90")
 
 
-def test_the_users_architectures_win(toolkit, monkeypatch):
+def test_the_users_architectures_take_precedence(toolkit, monkeypatch):
     monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "80, 90a")
     assert cuda.find([GPU], "nccl").toolkit.architectures == ("80", "90a")
 
 
-def test_an_nvcc_of_another_major_version_is_refused(toolkit):
+def test_an_nvcc_of_another_major_version_is_rejected(toolkit):
     old = Framework("torch", "2.5.1+cu124", False, "12.4", ("80",))
     with pytest.raises(UsageError, match=r"nvcc is CUDA 13\.0.*is built for CUDA 12\.4"):
         cuda.find([old], "nccl")

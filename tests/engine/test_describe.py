@@ -8,7 +8,7 @@ from hvdkit.errors import HvdkitError
 
 @pytest.fixture
 def site(tmp_path):
-    """A folder with an installed Horovod, as far as files tell."""
+    """A folder with the files of an installed Horovod."""
     package = tmp_path / "horovod"
     (package / "torch").mkdir(parents=True)
     (package / "torch/mpi_lib_v2.cpython-311-x86_64-linux-gnu.so").write_bytes(b"")
@@ -32,7 +32,7 @@ def test_a_stock_horovod(site):
     assert dict(engine.frameworks) == {"torch": "2.13.0+cpu"}
 
 
-def test_one_of_ours(site):
+def test_an_engine_of_hvdkit(site):
     record = {"patches": ["c++17"], "controllers": ["gloo"], "gpu": "none"}
     (site / "horovod" / describe.RECORD).write_text(json.dumps(record))
     engine = describe.installed(site)

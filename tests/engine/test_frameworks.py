@@ -10,7 +10,7 @@ def module(folder, name, text):
 
 @pytest.fixture
 def other_torch(tmp_path, monkeypatch):
-    """Put a module called torch before the real one, here and in fresh interpreters."""
+    """Put another module `torch` before the real one, in new interpreters."""
 
     def put(text):
         module(tmp_path, "torch", text)
@@ -19,30 +19,30 @@ def other_torch(tmp_path, monkeypatch):
     return put
 
 
-def test_an_unknown_name_is_refused():
+def test_an_unknown_name_is_rejected():
     with pytest.raises(UsageError, match="unknown framework 'mxnet'; expected some of: torch"):
         frameworks.find(["mxnet"])
 
 
-def test_one_that_is_not_installed_is_named(monkeypatch):
+def test_a_missing_framework_is_named(monkeypatch):
     monkeypatch.setattr(frameworks.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="framework torch was requested, but .* cannot import it"):
         frameworks.find(["torch"])
 
 
-def test_none_at_all_says_what_to_install(monkeypatch):
+def test_without_frameworks_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(frameworks.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(HvdkitError, match="no framework is importable.*pip install torch"):
         frameworks.find()
 
 
-def test_one_that_does_not_import_is_named(other_torch):
+def test_a_framework_that_does_not_import_is_named(other_torch):
     other_torch("raise ImportError('libc10.so: cannot open shared object file')")
     with pytest.raises(HvdkitError, match=r"torch is installed, but importing it fails: .*libc10"):
         frameworks.find(["torch"])
 
 
-def test_an_old_one_is_refused(other_torch):
+def test_an_old_framework_is_rejected(other_torch):
     other_torch(
         "__version__ = '2.0.1'\n"
         "class version: cuda = None\n"

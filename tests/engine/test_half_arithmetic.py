@@ -1,4 +1,4 @@
-"""half_arithmetic.h against numpy: both round to nearest even, so every bit must agree."""
+"""Compare half_arithmetic.h with numpy. Both round to nearest even, so all bits must be equal."""
 
 import ctypes
 import platform
@@ -15,26 +15,26 @@ CHECK = Path(__file__).with_name("half_arithmetic_check.cc")
 
 ALL_BITS = np.arange(65536, dtype=np.uint16)
 
-# The infinities and NaNs among the inputs are meant.
+# The inputs have infinities and NaNs on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 class Half:
-    """numpy's float16. Arrays of such numbers are arrays of their bits here."""
+    """float16, with numpy's conversions. Arrays have the bits of the numbers."""
 
     name = "half"
     infinity = 0x7C00
     cpu_flags = frozenset({"avx", "f16c"})
-    # Both zeros, the smallest and the largest subnormal and normal numbers, 1 and its neighbours,
-    # numbers whose sums tie, both infinities, NaNs quiet and signalling.
+    # Zero, the smallest and the largest subnormal and normal numbers, 1 and its neighbours, numbers
+    # whose sums are ties, infinity, quiet and signalling NaNs.
     magnitudes = (
         *(0x0000, 0x0001, 0x0002, 0x0003, 0x03FF, 0x0400, 0x0401, 0x1400, 0x1401, 0x3555),
         *(0x3BFF, 0x3C00, 0x3C01, 0x4000, 0x6400, 0x6401, 0x6800, 0x6801, 0x7800, 0x7BFE),
         *(0x7BFF, 0x7C00, 0x7C01, 0x7E00, 0x7FFF),
     )
-    # What lies between the largest number and what would be the next one becomes infinity.
+    # The smallest float32 that is rounded to infinity.
     first_infinite = np.float32(65520)
-    # The bits of the floats where rounding to such a number is more than cutting zeros off.
+    # The range of the bits of float32 numbers whose rounding loses bits.
     rounded_floats = (0x33000000, 0x47800000)
 
     @staticmethod
@@ -47,7 +47,7 @@ class Half:
 
 
 class Bfloat16:
-    """bfloat16, which numpy has not: the upper half of a float32."""
+    """bfloat16, the upper half of a float32. numpy does not have this dtype."""
 
     name = "bfloat16"
     infinity = 0x7F80
@@ -66,10 +66,10 @@ class Bfloat16:
 
     @classmethod
     def rounded(cls, floats):
-        """The nearer of both neighbours, measured in float64, where each distance is exact."""
+        """Return the nearer neighbour. The distances are exact in float64."""
         below = (floats.view(np.uint32) >> 16).astype(np.uint16)
         above = below + np.uint16(1)
-        # In place of infinity: what would be the next number, if there were larger ones.
+        # Replace infinity by the number that would follow the largest one.
         far = np.abs(cls.widened(above)).astype(np.float64)
         far[(above & 0x7FFF) == cls.infinity] = 2.0**128
         magnitude = np.abs(floats.astype(np.float64))
@@ -87,7 +87,7 @@ def kind(request):
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
-    """The header, compiled as strictly as a user's compiler might."""
+    """The header, compiled with strict warnings as errors."""
     built = tmp_path_factory.mktemp("half") / "half_arithmetic_check.so"
     sources = resources.files("hvdkit.engine").joinpath("sources")
     strict = ["-Wall", "-Wextra", "-Werror", "-pedantic"]
@@ -109,7 +109,7 @@ def has_vector_path(library, kind):
 
 @pytest.fixture(params=[False, True], ids=["vector", "scalar"])
 def scalar(request, library, kind):
-    """Which of the two paths; on a CPU with one alone, the first is the same as the second."""
+    """Whether to force the scalar path. Skip the vector path if this CPU has none."""
     if not request.param and not has_vector_path(library, kind):
         pytest.skip("this CPU has no vector path")
     return request.param
@@ -120,7 +120,7 @@ def pointer(array):
 
 
 def assert_same_bits(kind, bits, expected):
-    """The bits of what the floats `expected` are rounded to, but for what a NaN carries."""
+    """Assert that `bits` are those of `expected`, rounded. The payloads of NaNs may differ."""
     expected = kind.rounded(expected)
     values, wanted = kind.widened(bits), kind.widened(expected)
     same = (bits == expected) | (np.isnan(values) & np.isnan(wanted))
@@ -129,7 +129,7 @@ def assert_same_bits(kind, bits, expected):
 
 
 def operands(kind):
-    """Each special value with each, then random bits; a number that eight does not divide."""
+    """Return all pairs of special values, then random bits. The length is no multiple of 8."""
     special = np.array([m | sign for m in kind.magnitudes for sign in (0, 0x8000)], dtype=np.uint16)
     random = np.random.default_rng(5).integers(0, 65536, (2, 1_000_003), dtype=np.uint16)
     first, second = np.repeat(special, special.size), np.tile(special, special.size)
@@ -139,7 +139,7 @@ def operands(kind):
 OPERATIONS = {
     "sum": lambda a, b: a + b,
     "product": lambda a, b: a * b,
-    # As std::min and std::max: the first where they are equal, or not to be compared.
+    # Like std::min and std::max: the first operand if they are equal or unordered.
     "minimum": lambda a, b: np.where(b < a, b, a),
     "maximum": lambda a, b: np.where(a < b, b, a),
 }
@@ -168,7 +168,7 @@ def bits_of(library, kind, floats):
     return bits
 
 
-def test_all_bits_are_the_float_that_they_stand_for(library, kind):
+def test_all_bits_are_converted_to_the_right_float(library, kind):
     floats = floats_of(library, kind, ALL_BITS)
     expected = kind.widened(ALL_BITS)
     number = ~np.isnan(expected)
@@ -176,20 +176,20 @@ def test_all_bits_are_the_float_that_they_stand_for(library, kind):
     np.testing.assert_array_equal(floats[number].view(np.uint32), expected[number].view(np.uint32))
 
 
-def test_all_bits_survive_both_conversions(library, kind):
+def test_both_conversions_together_keep_all_bits(library, kind):
     bits = bits_of(library, kind, floats_of(library, kind, ALL_BITS))
     assert_same_bits(kind, bits, kind.widened(ALL_BITS))
 
 
 def test_floats_are_rounded_to_the_nearest_and_ties_to_even(library, kind):
     finite = kind.widened(ALL_BITS[: kind.infinity])
-    # Half of each first: the sum of two large numbers is infinite.
+    # Halve before the addition, because the sum of two large numbers is infinite.
     ties = np.append(finite[:-1] / 2 + finite[1:] / 2, kind.first_infinite)
     rng = np.random.default_rng(3)
     hard = [
         *(ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(np.inf))),
         np.array([np.inf, np.nan, 3.4e38, 1e-45, 1.17549435e-38, 2.0**-25], dtype=np.float32),
-        # NaNs, most of all those that carry something in their lower half alone.
+        # NaNs, also with a payload in the lower half only.
         np.array([0x7F800001, 0x7F80FFFF, 0x7FFFFFFF, 0x7FFF8000], np.uint32).view(np.float32),
         rng.integers(0, 2**32, 10**6, dtype=np.uint32).view(np.float32),
         rng.integers(*kind.rounded_floats, 10**6, dtype=np.uint32).view(np.float32),
@@ -198,7 +198,7 @@ def test_floats_are_rounded_to_the_nearest_and_ties_to_even(library, kind):
     assert_same_bits(kind, bits_of(library, kind, floats), floats)
 
 
-def test_a_nan_stays_one_and_is_quiet(library, kind, scalar):
+def test_a_nan_stays_a_nan_and_is_quiet(library, kind, scalar):
     nans = ALL_BITS[np.isnan(kind.widened(ALL_BITS))]
     quiet_bit = (0x7FFF - kind.infinity + 1) // 2
     for operation, other in (("sum", 0), ("product", 0x3F80)):
@@ -209,14 +209,14 @@ def test_a_nan_stays_one_and_is_quiet(library, kind, scalar):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86-64 chooses at run time")
-def test_the_vector_path_is_taken_where_the_cpu_has_it(library, kind):
+def test_the_vector_path_is_used_if_the_cpu_has_it(library, kind):
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = next(line.split() for line in lines if line.startswith("flags"))
     assert has_vector_path(library, kind) == (kind.cpu_flags <= set(flags))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_operation_is_that_of_floats_rounded_once(library, kind, operation, scalar):
+def test_an_operation_is_done_in_float32_and_rounded_once(library, kind, operation, scalar):
     a, b = operands(kind)
     out = np.empty_like(a)
     combine(library, kind, operation, scalar, out, a, b)
@@ -248,7 +248,7 @@ def test_any_length_and_alignment(library, kind, operation, scalar):
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.25, 1 / 3, -2.0, 4096.0, 2.0**-20, np.inf, 0.0])
-def test_scaling_is_that_of_floats_rounded_once(library, kind, factor, scalar):
+def test_scaling_is_done_in_float32_and_rounded_once(library, kind, factor, scalar):
     expected = kind.widened(ALL_BITS) * np.float32(factor)
     source, out = np.append(ALL_BITS, ALL_BITS[:5]), np.zeros(65541, dtype=np.uint16)
     expected = np.append(expected, expected[:5])
@@ -263,7 +263,7 @@ def test_scaling_is_that_of_floats_rounded_once(library, kind, factor, scalar):
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 1001])
 def test_adasum_dot_and_norms(library, n):
     rng = np.random.default_rng(n)
-    # Beyond what a float16 sum holds, and down to subnormal numbers.
+    # Larger than a float16 sum can be, and as small as subnormal numbers.
     a, b = (rng.normal(0, 10.0 ** rng.integers(-7, 4, n)).astype(np.float16) for _ in range(2))
     results = np.full(3, np.nan)
     library.dot_and_norms(pointer(a), pointer(b), ctypes.c_size_t(n), pointer(results))
@@ -274,7 +274,7 @@ def test_adasum_dot_and_norms(library, n):
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 1001])
 def test_adasum_scaled_add(library, n):
     a, b = (x[-n:] if n else x[:0] for x in operands(Half))
-    # Factors of few bits: their products are exact, whether or not a compiler fuses the sum.
+    # Factors of few bits have exact products, so a fused multiply-add gives the same sum.
     left, right = 0.6875, -1.71875
     x, y = Half.widened(a), Half.widened(b)
     expected = np.float32(left) * x + np.float32(right) * y

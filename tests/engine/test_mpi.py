@@ -10,7 +10,7 @@ from hvdkit.errors import HvdkitError
 
 @pytest.fixture
 def installation(tmp_path, monkeypatch):
-    """A folder with an MPI's programs and library, as far as a build looks at them."""
+    """A folder with the files of a simulated MPI that a build examines."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libmpi.so").write_bytes(b"")
@@ -51,7 +51,7 @@ def test_no_mpicxx_is_no_mpi(monkeypatch):
 
 
 def fake_mpi4py(folder, library, monkeypatch):
-    """An mpi4py whose MPI is `library`; the real one is built against one MPI only."""
+    """Simulate an mpi4py that uses the MPI `library`."""
     (folder / "mpi4py").mkdir()
     (folder / "mpi4py/__init__.py").write_text("")
     (folder / "mpi4py/MPI.py").write_text(
@@ -67,7 +67,7 @@ def test_an_mpi4py_of_the_same_mpi_is_fine(installation, tmp_path_factory, monke
     assert mpi.mpi4py_mismatch(mpi.find()) is None
 
 
-def test_an_mpi4py_of_another_mpi_is_told_apart(installation, tmp_path_factory, monkeypatch):
+def test_an_mpi4py_of_another_mpi_is_a_mismatch(installation, tmp_path_factory, monkeypatch):
     fake_mpi4py(tmp_path_factory.mktemp("p"), "/elsewhere/libmpi.so.12", monkeypatch)
     assert "two MPI libraries in one process" in mpi.mpi4py_mismatch(mpi.find())
 

@@ -43,7 +43,7 @@ def test_files_are_numbered_without_gaps_and_names_are_unique():
 
 
 @pytest.mark.parametrize("patch", patches.series(), ids=lambda patch: patch.name)
-def test_every_test_that_a_patch_names_exists(patch):
+def test_fields_are_complete_and_the_named_tests_exist(patch):
     assert patch.description
     assert patch.origin
     assert patch.test
@@ -111,6 +111,7 @@ def test_a_diff_that_does_not_fit(text, message):
         (diff().replace("index", "new file mode 100644\nindex"), "expected one file"),
         (diff(hunks=HUNKS.replace("-1,3", "-1,4")), "malformed hunk"),
         (diff(hunks=HUNKS + "\\ No newline at end of file\n"), "malformed hunk"),
+        ("diff --git a/a.cc b/a.cc\n", "expected one file"),
     ],
 )
 def test_a_malformed_diff(text, message):
@@ -118,12 +119,17 @@ def test_a_malformed_diff(text, message):
         parse(text)
 
 
+def test_a_malformed_patch_is_named():
+    with pytest.raises(PatchFailed, match="the patch `broken` is malformed: .*Install hvdkit"):
+        patches._read("broken", "Description: none\n---\nno diff\n")
+
+
 def dropped_imports(tree):
-    """Imports of modules that Python 3.12 or 3.13 dropped, in what an engine runs."""
+    """Return the engine's imports of modules that Python 3.12 or 3.13 removed."""
     gone = {"distutils", "imp", "asyncore", "asynchat", "smtpd", "pipes", "cgi", "telnetlib"}
     found = []
-    for room in ("common", "runner", "torch", "tensorflow", "_keras", "keras", "data"):
-        for path in (tree / "horovod" / room).rglob("*.py"):
+    for folder in ("common", "runner", "torch", "tensorflow", "_keras", "keras", "data"):
+        for path in (tree / "horovod" / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 names = []
                 if isinstance(node, ast.Import):
@@ -157,7 +163,7 @@ def nvcc_flags(tree, bin_folder, architectures):
 
 
 def test_cuda_architectures_may_have_a_suffix(pristine, patched, tmp_path):
-    fake = tmp_path / "nvcc"  # no CUDA here: it is only asked which architectures it knows
+    fake = tmp_path / "nvcc"  # Called only for the list of its architectures.
     fake.write_text("#!/bin/sh\necho\n")
     fake.chmod(0o755)
     answer = nvcc_flags(patched, tmp_path, "90a,80")
@@ -168,7 +174,7 @@ def test_cuda_architectures_may_have_a_suffix(pristine, patched, tmp_path):
 
 
 def setup_arguments(tree):
-    """What Horovod's setup.py hands to setuptools for a build."""
+    """Return the arguments of setup() in Horovod's setup.py."""
     code = (
         "import setuptools, sys, json\n"
         "seen = {}\n"
@@ -196,7 +202,7 @@ def test_patched_setup_fetches_nothing(pristine, patched):
 
 
 def test_gloo_float16_assignment(pristine, patched, tmp_path):
-    """5.96e-8 has the bits 1, and 1.0 is what the number 1 is as a float16."""
+    """The bits of 5.96e-8 are the integer 1, which Gloo compares with the new value 1.0."""
     program = tmp_path / "assign.cc"
     program.write_text(
         '#include "gloo/types.h"\n'

@@ -46,7 +46,7 @@ def made(monkeypatch):
         ({"jobs": 0}, "--jobs is 0; expected at least 1"),
     ],
 )
-def test_bad_requests_are_refused_before_anything_is_looked_at(wrong, message):
+def test_bad_requests_are_rejected_by_the_constructor(wrong, message):
     with pytest.raises(UsageError, match=message):
         plan.Request(**wrong)
 
@@ -65,7 +65,7 @@ def test_bad_requests_are_refused_before_anything_is_looked_at(wrong, message):
     ],
     ids=lambda change: "+".join(change),
 )
-def test_whatever_changes_the_wheel_changes_the_key(made, change):
+def test_each_ingredient_changes_the_key(made, change):
     assert dataclasses.replace(made, **change).key != made.key
 
 
@@ -78,10 +78,28 @@ def test_another_mpi_or_architecture_changes_the_key(made):
     assert dataclasses.replace(made, gpu=cuda.Gpu(fewer, NCCL)).key != with_cuda.key
 
 
-@pytest.mark.parametrize("change", [{"text": "another"}, {"adds": {"a.h": "another"}}])
-def test_the_text_of_a_patch_changes_the_key(made, change):
-    changed = dataclasses.replace(made.patches[0], **change)
-    assert dataclasses.replace(made, patches=(changed, *made.patches[1:])).key != made.key
+def with_first_patch(made, **change):
+    first, *others = made.patches
+    return dataclasses.replace(made, patches=(dataclasses.replace(first, **change), *others))
+
+
+@pytest.mark.parametrize("path", ["CMakeLists.txt", "horovod/torch/CMakeLists.txt"])
+def test_the_result_of_a_patch_changes_the_key(made, path):
+    diff = tuple(
+        dataclasses.replace(change, after="0" * 40) if change.path == path else change
+        for change in made.patches[0].diff
+    )
+    assert with_first_patch(made, diff=diff).key != made.key
+
+
+def test_an_added_file_changes_the_key(made):
+    one, another = ({"a.h": text} for text in ("one", "another"))
+    assert len({made.key, *(with_first_patch(made, adds=a).key for a in (one, another))}) == 3
+
+
+@pytest.mark.parametrize("field", ["description", "origin", "test"])
+def test_the_words_of_a_patch_do_not_change_the_key(made, field):
+    assert with_first_patch(made, **{field: "other words"}).key == made.key
 
 
 def test_the_users_compiler_flags_change_the_key(made, monkeypatch):
@@ -100,14 +118,14 @@ def test_our_versions_cannot_be_mistaken(made):
     assert minimal.version == f"0.28.1+hvdkit.{patches.REVISION}.minimal"
 
 
-def test_what_is_not_asked_for_is_switched_off(made):
+def test_what_is_not_requested_is_switched_off(made):
     settings = made.settings()
     assert settings["HOROVOD_WITH_PYTORCH"] == settings["HOROVOD_WITH_GLOO"] == "1"
     assert settings["HOROVOD_WITHOUT_TENSORFLOW"] == settings["HOROVOD_WITHOUT_MPI"] == "1"
     assert "HOROVOD_GPU_OPERATIONS" not in settings
 
 
-def test_a_cuda_build_is_told_where_everything_is(made):
+def test_a_cuda_build_gets_all_paths(made):
     settings = dataclasses.replace(made, gpu=cuda.Gpu(TOOLKIT, NCCL)).settings()
     assert settings["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert settings["HOROVOD_NCCL_LIB"] == "/l"
@@ -115,14 +133,14 @@ def test_a_cuda_build_is_told_where_everything_is(made):
     assert "HVDKIT_WITHOUT_CUDA" not in settings
 
 
-def test_without_nccl_tensors_may_still_be_staged_and_without_a_toolkit_not(made):
+def test_without_nccl_tensors_are_staged_only_if_there_is_a_toolkit(made):
     staged = dataclasses.replace(made, gpu=cuda.Gpu(TOOLKIT)).settings()
     assert staged["HOROVOD_CUDA_HOME"] == "/opt/cuda"
     assert "HOROVOD_GPU_OPERATIONS" not in staged
     assert made.settings()["HVDKIT_WITHOUT_CUDA"] == "1"
 
 
-def test_a_stray_horovod_variable_does_not_steer_the_build(made, monkeypatch, tmp_path):
+def test_other_horovod_variables_do_not_affect_the_build(made, monkeypatch, tmp_path):
     monkeypatch.setenv("HOROVOD_WITHOUT_GLOO", "1")
     monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "MPI")
     environment = made.environment(tmp_path, tmp_path)
@@ -143,7 +161,7 @@ def test_mpi_without_mpicxx_says_how_to_get_one(monkeypatch):
         plan.make_plan(plan.Request(frameworks=["torch"], controllers=["mpi"]))
 
 
-def test_an_mpi4py_of_another_mpi_is_an_error_only_where_mpi_was_asked_for(monkeypatch):
+def test_an_mpi4py_of_another_mpi_is_an_error_only_if_mpi_was_requested(monkeypatch):
     monkeypatch.setattr(mpi, "find", lambda: MPI)
     monkeypatch.setattr(mpi, "mpi4py_mismatch", lambda found: "two MPI libraries")
     with pytest.raises(HvdkitError, match="two MPI libraries; or omit mpi"):
@@ -153,7 +171,7 @@ def test_an_mpi4py_of_another_mpi_is_an_error_only_where_mpi_was_asked_for(monke
     assert made.warnings == ("two MPI libraries.",)
 
 
-def test_dry_run_touches_nothing(tmp_path):
+def test_dry_run_changes_nothing(tmp_path):
     before = set(tmp_path.iterdir())
     answer = subprocess.run(
         [sys.executable, "-m", "hvdkit", "build", "--dry-run"],
@@ -164,6 +182,6 @@ def test_dry_run_touches_nothing(tmp_path):
         timeout=120,
         check=True,
     )
-    assert "nothing was touched" in answer.stdout
+    assert "nothing was changed" in answer.stdout
     assert f"HOROVOD_LOCAL_VERSION=hvdkit.{patches.REVISION}" in answer.stdout
     assert set(tmp_path.iterdir()) == before

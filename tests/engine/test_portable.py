@@ -15,13 +15,13 @@ from hvdkit.engine.toolchain import which
 from hvdkit.ranks import start_gloo, start_mpi
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 
-pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="about x86-64 alone")
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="only for x86-64")
 
-# The functions that ask the CPU first.
+# The functions that are called only after a check of the CPU.
 MARKED = re.compile(r"hvdkit\d+(half|bfloat16)_(combine|scale)_vector")
 
-# AVX and all that came after it (FMA, F16C, AVX2, AVX-512) is encoded as VEX or EVEX, and written
-# with a v; so are two old instructions about segments.
+# AVX and its successors (FMA, F16C, AVX2, AVX-512) have the VEX or EVEX encoding and names that
+# begin with v. Two older instructions about segments, verr and verw, also begin with v.
 FUNCTION = re.compile(r"^[0-9a-f]+ <(.+)>:$")
 AVX = re.compile(r"^\s*[0-9a-f]+:\s+v(?!err\b|erw\b)[a-z0-9]+\s")
 
@@ -50,11 +50,11 @@ hvd.shutdown()
 def extensions():
     engine = installed()
     if engine is None:
-        pytest.skip("no Horovod here: run `hvdkit build`")
+        pytest.skip("no Horovod is installed: run `hvdkit build`")
     return sorted(engine.path.glob("*/mpi_lib*.so"))
 
 
-def test_only_functions_that_ask_the_cpu_first_use_avx():
+def test_only_functions_behind_a_check_of_the_cpu_use_avx():
     if shutil.which("objdump") is None:
         pytest.skip("no objdump here: apt-get install binutils")
     for library in extensions():
@@ -72,22 +72,22 @@ def test_only_functions_that_ask_the_cpu_first_use_avx():
                 function = start[1]
             elif AVX.match(line):
                 using[function] += 1
-        unasked = {name: count for name, count in using.items() if not MARKED.search(name)}
-        assert not unasked, f"{library}: {dict(Counter(unasked).most_common(5))}, {len(unasked)}"
+        wrong = {name: count for name, count in using.items() if not MARKED.search(name)}
+        assert not wrong, f"{library}: {dict(Counter(wrong).most_common(5))}, {len(wrong)}"
         assert any(MARKED.search(name) for name in using), f"{library} has no vector path"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("controller", ["gloo", "mpi"])
 def test_reduces_on_a_cpu_without_avx(controller, tmp_path):
-    """Two ranks on an emulated CPU; an instruction that it does not have is a SIGILL."""
+    """Two ranks run on an emulated CPU, which raises SIGILL for a missing instruction."""
     emulator = shutil.which("qemu-x86_64")
     if emulator is None:
         pytest.skip("no qemu-x86_64 here: apt-get install qemu-user")
     skip_where_unsupported(Configuration("torch", controller, 2))
     command = [emulator, "-cpu", EMULATED, sys.executable, "-c", REDUCE]
-    # Left to itself, numpy's OpenBLAS does as the (emulated) CPU can. A core file of the emulator
-    # is for the test's folder.
+    # Without the variable, numpy's OpenBLAS chooses its kernels for the emulated CPU. The emulator
+    # writes core files to the test's folder.
     env = {k: v for k, v in os.environ.items() if k != "OPENBLAS_CORETYPE"}
     env["OMP_NUM_THREADS"] = "1"
     if controller == "gloo":

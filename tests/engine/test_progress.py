@@ -16,7 +16,7 @@ from hvdkit.engine import progress
         ("running bdist_wheel\n", None),
     ],
 )
-def test_percent_is_read_from_what_make_and_ninja_print(line, expected):
+def test_percent_is_read_from_the_output_of_make_and_ninja(line, expected):
     assert progress.percent(line) == expected
 
 
@@ -24,7 +24,7 @@ def test_without_a_terminal_there_are_few_plain_lines():
     out = io.StringIO()
     with progress.BuildProgress(Console(file=out), "compiling") as shown:
         for number in [*range(60), 30, *range(31, 101)]:
-            shown.see(f"[{number:3}%] Building\n")
+            shown.update(f"[{number:3}%] Building\n")
     lines = out.getvalue().splitlines()
     assert [line.split(",")[0] for line in lines] == [
         f"compiling: {number} %" for number in range(10, 101, 10)
@@ -36,6 +36,6 @@ def test_on_a_terminal_there_is_a_bar_with_percent_and_time():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80)
     with progress.BuildProgress(console, "compiling") as shown:
-        shown.see("[ 42%] Building\n")
+        shown.update("[ 42%] Building\n")
     assert "42 %" in out.getvalue()
     assert "0:00:00" in out.getvalue()

@@ -6,7 +6,7 @@ from hvdkit.engine import cache, sdist
 from hvdkit.errors import HvdkitError, UsageError
 
 
-def test_a_file_with_another_hash_is_refused(tmp_path):
+def test_a_file_with_another_hash_is_rejected(tmp_path):
     wrong = tmp_path / sdist.NAME
     wrong.write_bytes(b"something else")
     with pytest.raises(UsageError, match=f"has sha256 .*; expected .*{sdist.SHA256}"):

@@ -39,14 +39,14 @@ def test_ranks_share_a_gpu_except_with_nccl(operations, gpus, local_rank, expect
     assert smoke_test.choose_gpu(operations, gpus, local_rank, local_size=2) == expected
 
 
-def test_an_engine_that_computes_something_wrong_is_refused(copy_of_engine):
+def test_an_engine_with_wrong_results_is_rejected(copy_of_engine):
     with (copy_of_engine / "horovod/torch/__init__.py").open("a") as source:
         source.write("\n_right = allreduce\ndef allreduce(*a, **k): return _right(*a, **k) + 1\n")
     with pytest.raises(HvdkitError, match=r"(?s)does not work with torch over gloo.*expected"):
         smoke_test.run(copy_of_engine, ["torch"], ["gloo"], None, lambda line: None)
 
 
-def test_an_engine_that_does_not_load_is_refused(copy_of_engine):
+def test_an_engine_that_does_not_load_is_rejected(copy_of_engine):
     (library,) = (copy_of_engine / "horovod/torch").glob("mpi_lib_v2*.so")
     library.write_bytes(b"not a library")
     with pytest.raises(HvdkitError, match="nothing was installed"):

@@ -25,19 +25,19 @@ def test_no_compiler_says_how_to_get_one(tmp_path, monkeypatch):
         toolchain.find_compiler()
 
 
-def test_a_compiler_named_by_cxx_that_is_not_there_is_named(monkeypatch):
+def test_a_missing_compiler_in_cxx_is_named(monkeypatch):
     monkeypatch.setenv("CXX", "g++-99")
     with pytest.raises(HvdkitError, match=r"CXX=g\+\+-99"):
         toolchain.find_compiler()
 
 
-def test_an_old_gcc_is_refused(tmp_path, monkeypatch):
+def test_an_old_gcc_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(program(tmp_path, "g++", "8.5.0")))
     with pytest.raises(HvdkitError, match=r"is gcc 8.5.0.*needs gcc >= 9"):
         toolchain.find_compiler()
 
 
-def test_a_compiler_that_does_not_run_is_refused(tmp_path, monkeypatch):
+def test_a_compiler_that_does_not_run_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(program(tmp_path, "g++", "boom", status=1)))
     with pytest.raises(HvdkitError, match="--version fails"):
         toolchain.find_compiler()
@@ -65,7 +65,7 @@ def test_without_make_ninja_comes_from_the_index(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("version", [(3, 10, 9), (3, 14, 0)])
-def test_an_unsupported_python_is_refused(monkeypatch, version):
+def test_an_unsupported_python_is_rejected(monkeypatch, version):
     monkeypatch.setattr(sys, "version_info", version)
     with pytest.raises(HvdkitError, match=r"is not supported; expected 3\.11 to 3\.13"):
         toolchain.check_python()
@@ -88,14 +88,14 @@ def test_jobs_are_bounded_by_memory(monkeypatch):
     assert toolchain.jobs() == 1
 
 
-def test_a_full_disk_is_said_before_the_build(tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_before_the_build(tmp_path, monkeypatch):
     Usage = collections.namedtuple("Usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**10, 10**10, 10**8))
     with pytest.raises(HvdkitError, match=r"has 0\.1 GB free; a build needs 2 GB.*TMPDIR"):
         toolchain.check_disk(tmp_path / "not" / "there" / "yet")
 
 
-def test_modules_that_pythonpath_makes_known_are_found_in_builds(monkeypatch):
+def test_builds_keep_pythonpath(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/modules/torch")
     assert toolchain.python_path(Path("/tools")) == "/tools:/modules/torch"
     monkeypatch.delenv("PYTHONPATH")

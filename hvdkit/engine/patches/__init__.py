@@ -23,7 +23,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from hvdkit.engine.patches.diff import Diff, DiffError, parse
+from hvdkit.engine.patches.diff import Diff, DiffError, blob_hash, parse
 from hvdkit.errors import HvdkitError
 
 #: The version of Horovod that the patches fit.
@@ -36,7 +36,7 @@ _FILE = re.compile(r"(\d+)-(.+)\.patch")
 
 
 class PatchFailed(HvdkitError):
-    """A patch does not fit the source tree."""
+    """A patch is malformed, or does not fit the source tree."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class Patch:
     Attributes:
         adds: path of a new file in Horovod's tree -> its content.
         diff: the changes to existing files.
-        text: the content of the patch file.
     """
 
     name: str
@@ -56,7 +55,12 @@ class Patch:
     minimal: bool
     adds: Mapping[str, str]
     diff: Diff
-    text: str
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Path -> git's hash of each file that the patch adds or changes, after the patch."""
+        added = {path: blob_hash(content) for path, content in self.adds.items()}
+        return added | {change.path: change.after for change in self.diff}
 
 
 @cache
@@ -91,17 +95,23 @@ def apply(patches: Iterable[Patch], tree: Path) -> None:
                 changed[change.path] = change.apply(before)
             except (OSError, DiffError) as error:
                 raise PatchFailed(
-                    f"the patch `{patch.name}` does not fit {change.path}: {error}. Expected the "
-                    f"unchanged sdist of Horovod {HOROVOD_VERSION} from the package index. Nothing "
-                    f"was changed."
+                    f"the patch `{patch.name}` does not fit {change.path}: {error}. Nothing was "
+                    f"changed. Expected the unchanged sdist of Horovod {HOROVOD_VERSION} from the "
+                    f"package index. If it is unchanged, install hvdkit again."
                 ) from error
     for path, content in changed.items():
         (tree / path).write_text(content, encoding="utf-8")
 
 
 def _read(name: str, text: str) -> Patch:
-    header, _, diff = text.partition("\n---\n")
+    header, _, body = text.partition("\n---\n")
     fields = HeaderParser().parsestr(header)
+    try:
+        diff = parse(body)
+    except DiffError as error:
+        raise PatchFailed(
+            f"the patch `{name}` is malformed: {error}. Install hvdkit again."
+        ) from error
 
     def field(key: str) -> str:
         return " ".join(fields[key].split())
@@ -115,6 +125,5 @@ def _read(name: str, text: str) -> Patch:
         test=field("Test"),
         minimal=fields["Minimal"] == "yes",
         adds={path: sources.joinpath(file).read_text(encoding="utf-8") for path, file in adds},
-        diff=parse(diff),
-        text=text,
+        diff=diff,
     )

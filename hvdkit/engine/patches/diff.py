@@ -98,7 +98,7 @@ def blob_hash(text: str) -> str:
 
 
 def _change(lines: Sequence[str]) -> Change:
-    file, index = _FILE.fullmatch(lines[0]), _INDEX.fullmatch(lines[1])
+    file, index = _FILE.fullmatch(lines[0]), _INDEX.fullmatch("".join(lines[1:2]))
     if file is None or index is None or file[1] != file[2]:
         raise DiffError(f"{lines[0].strip()}: expected one file and an index line with full hashes")
     if lines[2:4] != [f"--- a/{file[1]}\n", f"+++ b/{file[1]}\n"]:

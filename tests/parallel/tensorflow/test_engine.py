@@ -1,4 +1,4 @@
-"""The engine under TensorFlow: values, and what its fixes change.
+"""The engine under TensorFlow: values, and what its patches change.
 
 TensorFlow is imported by the ranks, not by the process that collects these tests.
 """

@@ -358,7 +358,7 @@ def test_tensors_of_a_compressor_of_the_users_are_fused(tmp_path):
     assert len({name for name in copied if "hvdkit_tensors" in name}) == 8
 
 
-# 4 s of 100 and of 20 ms each; without the fix of 20 and of 1 ms.
+# 4 s of cycles of 100 and of 20 ms; without the patch, of 20 and of 1 ms.
 @pytest.mark.parametrize(("cycle_time", "most"), [("20", 80), ("1", 500)])
 def test_an_idle_rank_wakes_up_seldom(tmp_path, cycle_time, most):
     timeline = tmp_path / "timeline.json"
