@@ -137,12 +137,12 @@ def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         UsageError: `optimizer` is not a `DistributedOptimizer`.
     """
     own = wrapped(optimizer)
-    own.rounds.may_add = True
-    previous, own._muted = own._muted, True
+    own.rounds.no_sync_used = True
+    previous, own._no_sync = own._no_sync, True
     try:
         yield
     finally:
-        own._muted = previous
+        own._no_sync = previous
 
 
 def _op_name(op: int) -> str:

@@ -195,10 +195,10 @@ def test_an_engine_that_has_ended_voids_the_gradients(begun):
         collectives.start_sum = start_sum
         for call in (lambda: script.backward({0}, 1.0), script.optimizers[0].synchronize):
             script.zero()
-            script.optimizers[0].gradients.void = ""
+            script.optimizers[0].gradients.invalid_reason = ""
             with pytest.raises(RuntimeError):
                 call()
-            assert script.optimizers[0].gradients.void == "a rank has died"
+            assert script.optimizers[0].gradients.invalid_reason == "a rank has died"
 
     on_ranks(1 + 1, run)
 

@@ -120,13 +120,13 @@ def steps(draw, setting):
         "idle": st.sampled_from([least, usual]),
         "any": st.integers(least, most),
     }[kind]
-    muted = st.just(0) if flush else some(st.integers(0, 2), 0)
-    after = draw(muted)
+    no_syncs = st.just(0) if flush else some(st.integers(0, 2), 0)
+    after = draw(no_syncs)
     ranks = tuple(
         Actions(
-            before=draw(muted),
+            before=draw(no_syncs),
             passes=draw(passes),
-            after=draw(some(muted, after)),
+            after=draw(some(no_syncs, after)),
             fails=draw(some(st.booleans(), False, 12)),
             synchronizes=draw(st.booleans()),
             unused=draw(some(st.integers(0, PARAMETERS), PARAMETERS)),
@@ -172,12 +172,12 @@ def play(optimizer, step, at):
             optimizer.backward(100.0)
         optimizer.zero()
     for number in range(actions.before):
-        optimizer.backward(gradients(step, at, rank, number), muted=True)
+        optimizer.backward(gradients(step, at, rank, number), no_sync=True)
     for number in range(actions.passes):
         last = number + 1 == actions.passes and window in (1, actions.passes)
         optimizer.backward(gradients(step, at, rank, 10 + number), fails=actions.fails and last)
     for number in range(actions.after):
-        optimizer.backward(gradients(step, at, rank, 20 + number), muted=True)
+        optimizer.backward(gradients(step, at, rank, 20 + number), no_sync=True)
     if step.flush:
         optimizer.flush()
         return

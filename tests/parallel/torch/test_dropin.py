@@ -743,7 +743,7 @@ def test_a_model_wrapped_again_listens_to_the_new_optimizer_only(hvd, first_step
     plain = adamw(reference.parameters())
     for step in range(1, 4):
         step_with_own_data(hvd, model, second, step)
-        assert first.between_steps
+        assert first.is_between_steps()
         step_with_everyones_data(hvd, reference, plain, step)
     assert_close(model, reference)
 

@@ -204,7 +204,7 @@ def test_join_inside_a_window_leaks_nothing_into_the_next_epoch(hvd):
     with recorded("hvdkit.torch") as records:
         hvd.join()
     warnings = [record.getMessage() for record in records]
-    assert any("hvd.join() drops gradients" in text for text in warnings) == last
+    assert any("hvd.join() dropped gradients" in text for text in warnings) == last
     nn.init.constant_(model.weight, 0.0)
     for k in range(2):
         loss(1.0).backward()
@@ -411,7 +411,7 @@ def test_an_optimizer_of_a_third_party(hvd, passes):
     optimizer = hvd.DistributedOptimizer(Plain(model.parameters()), accumulation_steps=passes)
     loss_of(model, batch_of(hvd.rank(), 7)).backward()
     hvd.join()
-    assert optimizer.between_steps
+    assert optimizer.is_between_steps()
 
 
 # Loss scaling
