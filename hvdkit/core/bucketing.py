@@ -137,7 +137,7 @@ def check(specs: Sequence[ParameterSpec], bucket_bytes: int) -> None:
         seen.add(spec.name)
 
 
-def uncounted(path: str) -> str:
+def without_layer_numbers(path: str) -> str:
     """Return a variable's path without the numbers that Keras appends to names of layers.
 
     Keras counts layers over all models of a process, and ranks may have built different numbers of

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -42,6 +42,11 @@ class Engine(Protocol):
     @property
     def frameworks(self) -> Mapping[str, str]:
         """Framework -> the version that its extension was compiled against."""
+        ...
+
+    @property
+    def patches(self) -> Collection[str]:
+        """The names of hvdkit's patches that it was built with."""
         ...
 
     @property

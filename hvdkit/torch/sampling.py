@@ -45,27 +45,27 @@ class DistributedSampler(torch_distributed.DistributedSampler):
 
 
 class ResumableSampler(Epochs, Sampler[int]):
-    """Gives each rank its share of every epoch. Resumable at any batch.
+    """Give each rank its share of every epoch; resumable at any batch.
 
-    In an epoch every sample goes to one rank, once; which, follows from the seed and the epoch.
-    All ranks get equally many batches: without `drop_last` the last ones may be smaller, and where
-    some rank would have none, it gets one sample from the epoch's beginning.
+    In an epoch every sample goes to exactly one rank. The seed and the epoch determine the rank.
+    All ranks get the same number of batches. Without `drop_last` the last batches may be smaller,
+    and a rank that would have no last batch gets one sample from the beginning of the epoch.
 
     Args:
-        data: the data set, or how many samples it has.
-        batch_size: samples per batch on each rank; the `DataLoader`'s, or that of its
-            `BatchSampler`, must be the same.
+        data: the data set, or its number of samples.
+        batch_size: samples per batch on each rank, the same as in the `DataLoader` or in its
+            `BatchSampler`.
         shuffle: draw a new order for every epoch.
-        seed: of these orders; the same on every rank.
+        seed: the seed of the orders, the same on every rank.
         drop_last: leave out the samples that do not fill a batch on every rank.
         process_set: the ranks that share the data.
-        order: puts the samples of an epoch into another order, such as by length. It is called
-            with their numbers in the drawn order (int64) and the epoch, and returns the same
-            numbers. The result must be the same on all ranks and after a resume. All ranks
-            together take the next samples of this order for each batch.
+        order: reorders the samples of an epoch, for example by length. It gets their numbers in the
+            drawn order (int64) and the epoch, and returns the same numbers. The result must be the
+            same on all ranks and after a resume. For each batch, all ranks together take the next
+            samples of this order.
 
     Raises:
-        UsageError: the arguments make no sense, or Horovod is not initialised.
+        UsageError: an argument is invalid, or Horovod is not initialised.
 
     Example:
         sampler = hvd.ResumableSampler(data, batch_size=32)
@@ -112,7 +112,7 @@ class ResumableSampler(Epochs, Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Yield the numbers of the remaining samples."""
-        # Without `batches` nobody knows how many of them the loop has had.
+        # Without `batches` the samples that the loop has used are not counted.
         self.uncounted = self.uncounted or not self._awaited
         self._awaited = False
         epoch, mine = self.left()
@@ -122,20 +122,20 @@ class ResumableSampler(Epochs, Sampler[int]):
     def batches(self, loader: Any = None) -> Iterator[Any]:
         """Yield the remaining batches of this epoch, and count them.
 
-        Worker processes may have read ahead: what they have and the loop has not, is read once
-        more after a resume.
+        Batches that worker processes have read ahead, but the loop has not used, are read again
+        after a resume.
 
         Args:
-            loader: a `DataLoader` with this sampler, or something that iterates one. None: give
+            loader: a `DataLoader` with this sampler, or an object that iterates one. None: yield
                 the numbers of the samples, an int64 tensor for each batch.
 
         Returns:
-            An iterator. Once it has ended, `epoch` is the next one. After a loop that has left it
-            before its end, the next call begins the next epoch. Call `end_epoch()` before such a
-            `break`, so that a checkpoint that is saved after it has the next epoch, too.
+            An iterator. At its end, `epoch` is the next epoch. If a loop ends early by `break`, the
+            next call begins the next epoch. Call `end_epoch()` before such a `break` if a
+            checkpoint is saved between the two loops.
 
         Raises:
-            UsageError: the loader does not fit this sampler, or has fewer batches.
+            UsageError: the loader has another sampler or batch size, or fewer batches.
         """
         _check_loader(loader, self)
         if not self.begin_iteration():
