@@ -20,7 +20,7 @@ from tests.core.simulated_ranks import SimulatedCollectives
 
 @dataclass(eq=False)
 class Parameter:
-    """A parameter, as far as its gradient is concerned."""
+    """A parameter without a value: only its gradient."""
 
     name: str
     shape: tuple[int, ...] = (2,)
@@ -48,7 +48,7 @@ class _GradientsOf:
 
 
 class _Backend(NumpyBackend):
-    """A backend that remembers which gradients have been sparse."""
+    """A backend that records which gradients have been sparse."""
 
     def __init__(self, collectives: SimulatedCollectives, parameters: Sequence[Parameter]) -> None:
         super().__init__(collectives, [p.spec for p in parameters])
@@ -87,7 +87,7 @@ class SimulatedGradients:
 
     Attributes:
         synchronizers: one for the parameters at the start, and one for each set of later ones.
-        void: why the gradients cannot be used.
+        invalid_reason: why the gradients cannot be used.
     """
 
     invalid_reason = ""
@@ -146,7 +146,7 @@ class SimulatedGradients:
             self._plan(part)
 
     def before(self, number: int, assigned: bool) -> None:
-        """Prepare for a gradient that is about to be added to."""
+        """Store a reduced gradient as base before a pass adds to it."""
         p = self._planned[number]
         if p.gradient is None:
             self._aside.pop(number, None)
@@ -295,7 +295,7 @@ class SimulatedGradients:
         self.discard()
 
     def discard(self) -> None:
-        """Forget what has been kept apart and added."""
+        """Drop the bases and unreduced parts."""
         self._aside.clear()
         self._new.clear()
         self._in_round = False
@@ -316,18 +316,18 @@ class SimulatedGradients:
 
 
 class SimulatedOptimizer:
-    """Passes and steps of one simulated rank.
+    """Make backward passes and steps on one simulated rank.
 
     Args:
-        collectives: of the rank.
-        count: how many parameters there are, `p0` and so on; two fill a bucket.
+        collectives: the rank's collectives.
+        count: the number of parameters, named `p0` and so on; two fill a bucket.
         window: the accumulation window.
         compare: see `Rounds`.
-        coordinator: of all optimizers of the rank; None: of this one alone.
+        coordinator: the coordinator of all optimizers of the rank; None for a new one.
         how: settings of `Reduction`.
 
     Attributes:
-        parameters: may be changed.
+        parameters: the parameters, which tests may change.
         stepped: the dense gradients of each step.
     """
 
@@ -361,8 +361,8 @@ class SimulatedOptimizer:
 
         Args:
             values: the gradient, or parameter -> its gradient.
-            no_sync: as under `hvd.no_sync`.
-            fails: the pass raises after half of its gradients.
+            no_sync: whether the pass is under `hvd.no_sync`.
+            fails: whether the pass raises after half of its gradients.
         """
         if self.accumulate(values, no_sync, fails):
             entry = self.coordinator.send([self.rounds], [self.rounds] if fails else ())
@@ -371,7 +371,7 @@ class SimulatedOptimizer:
     def accumulate(
         self, values: float | Mapping[int, Any], no_sync: bool = False, fails: bool = False
     ) -> bool:
-        """Add the gradients of a backward pass; return whether it is to be reduced.
+        """Add the gradients of a backward pass; return whether to reduce them now.
 
         Takes the arguments of `backward`.
         """
@@ -404,11 +404,11 @@ class SimulatedOptimizer:
                 self.gradients.mark_ready(number)
 
     def synchronize(self) -> None:
-        """Make all gradients final."""
+        """Reduce all gradients."""
         self.coordinator.reduce_at_step(self.rounds)
 
     def step(self) -> None:
-        """Make all gradients final and use them, unless more passes must come."""
+        """Reduce all gradients and record them as a step, unless more passes must come."""
         if self.window.open:
             return
         self.synchronize()
@@ -417,7 +417,7 @@ class SimulatedOptimizer:
         self.window.close()
 
     def flush(self) -> bool:
-        """End a window before it is full; return whether that made a step."""
+        """End a window early; return whether that made a step."""
         self.coordinator.enter_rounds_of_others(self.rounds)
         ended = self.window.end_early()
         if ended:

@@ -1,4 +1,4 @@
-"""Reduction rounds against one process: drawn sequences of what the ranks do in each step."""
+"""Drawn sequences of actions of simulated ranks, compared with one process."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ PARAMETERS = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same in all steps.
+    """The settings of all steps.
 
     Attributes:
         window: passes of the accumulation window.
@@ -38,10 +38,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Actions:
-    """What one rank does in one step, in this order.
+    """The actions of one rank in one step, in this order.
 
     Attributes:
-        before: passes without communication.
+        before: the number of passes under `no_sync`.
         passes: passes with it, or of the window.
         after: passes without communication.
         fails: the last of `passes` raises, if it communicates.
@@ -61,10 +61,10 @@ class Actions:
 
 @dataclass(frozen=True)
 class Step:
-    """What the ranks do in one step.
+    """The actions of all ranks in one step.
 
     Attributes:
-        ranks: what each rank does.
+        ranks: the actions of each rank.
         discarded: all make a pass, or a window of them, and remove the gradients.
         zero: all remove their gradients at the start.
         halved: all synchronize, and halve their gradients.
@@ -162,7 +162,7 @@ def gradients(step, at, rank, number):
 
 
 def play(optimizer, step, at):
-    """Do what the rank does in a step."""
+    """Perform the actions of the rank in a step."""
     rank = optimizer.collectives.rank
     actions, window = step.ranks[rank], optimizer.window.size
     if step.zero or actions.stray_zero:
@@ -297,7 +297,7 @@ def check(setting, drawn):
 
 
 def run_examples(count, monkeypatch):
-    """Check so many drawn scenarios; return how many ended with each error."""
+    """Check `count` drawn scenarios; return the number of scenarios with each error."""
     monkeypatch.setattr(simulated_ranks, "_PATIENCE", 3.0)
     ends: dict[str | None, int] = {}
 

@@ -1,4 +1,4 @@
-"""Reduction rounds on simulated ranks, with gradients that are numpy arrays."""
+"""Reduction rounds on simulated ranks whose gradients are NumPy arrays."""
 
 import numpy as np
 import pytest
@@ -14,9 +14,9 @@ from tests.core.simulated_ranks import SimulatedGroup, on_every_rank
 
 
 def on_ranks(size, function, joined=()):
-    """Return what `function` returns on every rank that has not joined.
+    """Return the result of `function` on every rank that has not joined.
 
-    Raises what a rank raises, and AssertionError when a collective is left in flight.
+    Raises the error of a rank, or AssertionError if a collective is left in flight.
     """
     group = SimulatedGroup(size)
     group.joined = set(joined)
@@ -40,7 +40,7 @@ def names_of(collectives, call):
 
 
 def train(optimizer, value):
-    """Make one ordinary step; return the value that all gradients have in it."""
+    """Make one ordinary step; return the value of all gradients."""
     optimizer.zero()
     optimizer.backward(value)
     optimizer.step()
@@ -49,7 +49,7 @@ def train(optimizer, value):
 
 
 def works(optimizer):
-    """Return whether two ordinary steps in a row give the mean, at one header for each."""
+    """Return whether two ordinary steps give the mean, with one header each."""
     collectives = optimizer.collectives
     size = len(collectives.ranks) - len(collectives.group.joined)
     values = [train(optimizer, 1.0) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Starting Horovod, as far as no framework takes part; tests/torch and others start a real one."""
+"""Starting a simulated Horovod. tests/torch and other tests start a real one."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ STOCK = SimpleNamespace(version="0.28.1", frameworks={"torch": "2.13.0"}, ours=F
 
 
 class SimulatedHorovod:
-    """Stands for a framework's mpi_ops; remembers what it was asked, and under which settings."""
+    """A simulated mpi_ops that records its calls and the environment variables at each call."""
 
     def __init__(self, size=1, rank=0, mpi=True, gloo=True, local=(0, 1)):
         self._local = local
@@ -62,7 +62,7 @@ def runtime_of(horovod, version="2.13.0", engine=OURS, use_own_gpu=lambda local_
 
 @pytest.fixture
 def no_launcher(monkeypatch):
-    """An environment in which no launcher has left anything."""
+    """An environment without variables of launchers."""
     for name in list(os.environ):
         if name.startswith(("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "MV2_")):
             monkeypatch.delenv(name)

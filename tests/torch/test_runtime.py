@@ -1,4 +1,4 @@
-"""Starting Horovod. What needs a fresh process, or another launcher, starts it itself."""
+"""Start Horovod, in new processes and with other launchers."""
 
 import sys
 

@@ -225,7 +225,7 @@ def test_flush_without_passes_does_nothing(hvd):
 
 
 def constant(value):
-    """The input of a linear layer whose gradient is `value` in each of its three elements."""
+    """Return the input of a linear layer whose gradient has the three elements `value`."""
     return torch.full((1, 3), float(value), device=DEVICE)
 
 

@@ -1,4 +1,4 @@
-"""The oracle of these tests: n ranks with a part of the batch each equal one process with all."""
+"""`DistributedOptimizer` on n ranks with a part of the batch each, compared with one process."""
 
 import copy
 
