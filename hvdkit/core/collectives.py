@@ -14,7 +14,7 @@ SINGLE_RANK_COLLECTIVES = "HVDKIT_SINGLE_RANK_COLLECTIVES"
 
 
 class Membership(Protocol):
-    """The part of Horovod's `ProcessSet` that `is_alone` needs."""
+    """The part of Horovod's `ProcessSet` that `is_single_rank` needs."""
 
     def included(self) -> bool:
         """Whether this rank belongs to the set."""
@@ -25,7 +25,7 @@ class Membership(Protocol):
         ...
 
 
-def is_alone(process_set: Membership) -> bool:
+def is_single_rank(process_set: Membership) -> bool:
     """Return whether this rank skips collectives: it is the set's only rank, or not in the set."""
     if not process_set.included():
         return True
@@ -80,8 +80,8 @@ class Collectives(Protocol):
     """
 
     @property
-    def alone(self) -> bool:
-        """Whether this rank skips collectives, see `is_alone`."""
+    def single_rank(self) -> bool:
+        """Whether this rank skips collectives, see `is_single_rank`."""
         ...
 
     @property

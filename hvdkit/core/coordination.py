@@ -187,7 +187,7 @@ class Coordinator:
         Returns:
             The entry, for `wait`.
         """
-        if self._collectives.alone:
+        if self._collectives.single_rank:
             return Entry(passed)
         with _invalidating(passed):
             return self._send_header(passed, failed, None)
@@ -201,7 +201,7 @@ class Coordinator:
             RankMismatchError: on every rank, when their parameters or settings differ.
             GradientsChanged: on every rank, when reduced gradients were changed too early.
         """
-        if self._collectives.alone:
+        if self._collectives.single_rank:
             for rounds in entry.passed:
                 rounds.reduce_locally()
             return
@@ -219,7 +219,7 @@ class Coordinator:
         Raises:
             PassesDiffer, BackwardFailed, RankMismatchError, GradientsChanged: see `wait`.
         """
-        if self._collectives.alone:
+        if self._collectives.single_rank:
             # Without a window there is nothing to divide by.
             if rounds.has_window and rounds.gradients.has_unreduced(assigned=False):
                 rounds.reduce_locally()
@@ -244,7 +244,7 @@ class Coordinator:
         Raises:
             PassesDiffer, BackwardFailed, RankMismatchError, GradientsChanged: see `wait`.
         """
-        if not self._collectives.alone:
+        if not self._collectives.single_rank:
             rounds.check_generation()
             with _invalidating([rounds]):
                 self._enter_at_step(rounds, only_rounds_of_others=True)

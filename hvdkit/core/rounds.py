@@ -32,7 +32,7 @@ class LocalGradients(Protocol):
         ...
 
     def signature(self, assigned: bool) -> Sequence[object]:
-        """Return what must be equal on all ranks in a round, such as `requires_grad`.
+        """Return values that must be equal on all ranks in a round, such as `requires_grad`.
 
         Args:
             assigned: see `begin_round`.
@@ -178,7 +178,7 @@ class Rounds:
     @property
     def plan_outdated(self) -> bool:
         """Whether parameters have another dtype or device than the agreed buckets."""
-        return self.agreed and not self._collectives.alone and self.gradients.plan_outdated()
+        return self.agreed and not self._collectives.single_rank and self.gradients.plan_outdated()
 
     @property
     def has_window(self) -> bool:
@@ -206,7 +206,7 @@ class Rounds:
         return zlib.crc32(repr((*position, *signature)).encode()) & 0xFFFFFF
 
     def describe(self, where: str) -> str:
-        """Describe for an error what `digest` stands for.
+        """Describe the values in `digest`, for an error.
 
         Args:
             where: this rank's activity, such as "in a backward pass".
@@ -220,7 +220,7 @@ class Rounds:
 
     def end_step(self) -> None:
         """Record that the optimizer has made a step."""
-        if not self._collectives.alone:
+        if not self._collectives.single_rank:
             self.gradients.end_step()
         self._step += 1
         self._number = 0

@@ -116,7 +116,7 @@ def sum_arrays(
     doubles = [np.asarray(array, dtype=np.float64) for array in arrays]
     group = collectives(process_set)
     total = sum(array.size for array in doubles)
-    if group.alone or not total:
+    if group.single_rank or not total:
         return [array.copy() for array in doubles]
     packed = np.concatenate([array.ravel() for array in doubles])
     reduced = hvd.allreduce(to_tensor(packed), op=hvd.Sum, name=name, process_set=group.process_set)
@@ -141,7 +141,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: A
     """
     variables = list(variables)
     group = collectives(process_set)
-    if group.alone:
+    if group.single_rank:
         return
     if root_rank not in group.ranks:
         raise UsageError(

@@ -544,7 +544,7 @@ def _coordinate(callback_list: Any, model: Any) -> None:
         return
     asked = [c for c in callback_list.callbacks if isinstance(c, ReducesMetrics)]
     coordination = _Coordination(model, bool(asked))
-    if coordination.group.alone and not coordination.has_windows:
+    if coordination.group.single_rank and not coordination.has_windows:
         return
     for callback in asked:
         callback.coordinated = True

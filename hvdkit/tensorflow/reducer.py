@@ -111,7 +111,7 @@ class GradientReducer:
                 "Horovod's operations: use tf.function without jit_compile"
             )
         retrace_after_init()
-        if self._collectives.alone:
+        if self._collectives.single_rank:
             return [multiply(gradient, 1.0 / self._passes) for gradient in gradients]
         indices = [
             k

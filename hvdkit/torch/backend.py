@@ -308,7 +308,7 @@ class TorchBackend:
 
     def sum(self, buffer: torch.Tensor, name: str) -> Any:
         """See `Backend`: an in-place allreduce."""
-        if self._collectives.alone or not buffer.numel():
+        if self._collectives.single_rank or not buffer.numel():
             return buffer
         _refuse_capture(buffer)
         return mpi_ops.allreduce_async_(
@@ -317,7 +317,7 @@ class TorchBackend:
 
     def gather(self, rows: tuple[torch.Tensor, torch.Tensor], name: str) -> Any:
         """See `Backend`: one allgather for the indices and one for the values."""
-        if self._collectives.alone:
+        if self._collectives.single_rank:
             return rows
         indices, values = rows
         _refuse_capture(values)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
-from hvdkit.core.collectives import alltoall_in_rounds, is_alone
+from hvdkit.core.collectives import alltoall_in_rounds, is_single_rank
 from hvdkit.torch import runtime
 
 
@@ -17,9 +17,9 @@ class TorchCollectives:
         self.process_set = process_set
 
     @property
-    def alone(self) -> bool:
-        """Whether this rank skips collectives, see `is_alone`."""
-        return is_alone(self.process_set)
+    def single_rank(self) -> bool:
+        """Whether this rank skips collectives, see `is_single_rank`."""
+        return is_single_rank(self.process_set)
 
     @property
     def rank(self) -> int:
@@ -29,7 +29,7 @@ class TorchCollectives:
     @property
     def ranks(self) -> Sequence[int]:
         """The global ranks that take part."""
-        return [mpi_ops.rank()] if self.alone else list(self.process_set.ranks)
+        return [mpi_ops.rank()] if self.single_rank else list(self.process_set.ranks)
 
     @property
     def generation(self) -> int:
@@ -54,7 +54,7 @@ class TorchCollectives:
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:
         """Return every rank's bytes."""
-        if self.alone:
+        if self.single_rank:
             return [data]
         size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
         sizes = mpi_ops.allgather(size, name=f"{name}.sizes", process_set=self.process_set)
@@ -64,7 +64,7 @@ class TorchCollectives:
 
     def alltoall(self, parts: Sequence[bytes], name: str) -> list[bytes]:
         """Send each rank its bytes. Return the bytes that each rank sent to this one."""
-        if self.alone:
+        if self.single_rank:
             return list(parts)
 
         def send(pieces: list[memoryview]) -> list[bytes]:
@@ -79,7 +79,7 @@ class TorchCollectives:
 
     def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
         """Return the bytes of rank `root_rank`. The `data` of other ranks is ignored."""
-        if self.alone:
+        if self.single_rank:
             return data
         size = np.array([len(data)], np.int64)
         self.broadcast_into(size.view(np.uint8), root_rank, f"{name}.size")
@@ -92,12 +92,12 @@ class TorchCollectives:
 
     def broadcast_into(self, buffer: np.ndarray, root_rank: int, name: str) -> None:
         """Copy the buffer of rank `root_rank` into `buffer`."""
-        if not self.alone:
+        if not self.single_rank:
             tensor = torch.from_numpy(buffer)
             mpi_ops.broadcast_(tensor, root_rank, name=name, process_set=self.process_set)
 
     def _start(self, values: Sequence[int], name: str, op: int) -> Callable[[], list[int]]:
-        if self.alone:
+        if self.single_rank:
             return lambda: list(values)
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         handle = mpi_ops.allreduce_async_(tensor, name=name, op=op, process_set=self.process_set)

@@ -1,4 +1,4 @@
-"""The gradients of one optimizer on this rank, and what of them is not reduced.
+"""The gradients of one optimizer on this rank: the reduced base and the unreduced part of each.
 
 After a round a gradient is reduced: the same on every rank. If a later backward pass adds to it,
 only the added part must be reduced. So before PyTorch accumulates into a reduced gradient, that

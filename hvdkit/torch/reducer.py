@@ -158,7 +158,7 @@ class GradientReducer:
             BackwardFailed: see `end_interrupted`.
         """
         self.end_interrupted()
-        if self._collectives.alone:
+        if self._collectives.single_rank:
             return
         known = self._parameters(parameters, names)
         if known.overlaps:

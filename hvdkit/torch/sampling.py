@@ -149,14 +149,14 @@ class ResumableSampler(Epochs, Sampler[int]):
     def _begin(self, loader: Any) -> Iterator[Any]:
         """Return an iterator over `loader` that does not change the random state.
 
-        A new one draws its workers' seed from them. In the middle of an epoch that would be one
-        draw more than in a job that was never stopped.
+        A new iterator draws the seed of its workers. In a job resumed in the middle of an epoch
+        this would be one draw more than in an uninterrupted job.
         """
         generator = getattr(loader, "generator", None) or torch.default_generator
         before = generator.get_state()
         drawn = [self._seed, self.epoch, self.position.consumed, self._rank]
         generator.manual_seed(_seed_from(drawn))
-        # Now, or when the loader wants its first batch.
+        # The sampler is iterated now, or when the loader needs its first batch.
         self._awaited = True
         try:
             return iter(loader)
@@ -164,14 +164,15 @@ class ResumableSampler(Epochs, Sampler[int]):
             generator.set_state(before)
 
     def seeded(self, dataset: Any) -> "SeededDataset":
-        """`dataset` for a `DataLoader`, with random numbers that follow from epoch and sample.
+        """Return `dataset` with random numbers that depend only on seed, epoch and sample.
 
-        For random augmentation in worker processes: their random numbers no checkpoint can keep,
-        because they have read ahead. Python's, NumPy's and torch's are seeded for each sample. In
-        a worker process they go on after it, for a `collate_fn` that draws some.
+        For random augmentation in worker processes. A checkpoint cannot contain their random state,
+        because workers read ahead. The generators of Python, NumPy and torch are seeded for each
+        sample. In a worker process they keep that state after the sample, for a `collate_fn` that
+        draws random numbers.
 
         Args:
-            dataset: one with `__getitem__`.
+            dataset: a data set with `__getitem__`.
         """
         self._seeded = True
         return SeededDataset(dataset, self._seed)
@@ -190,10 +191,10 @@ class SeededDataset(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if not isinstance(index, _Index):
             raise UsageError(
-                "a seeded data set was asked for a sample by a plain number: give its DataLoader "
-                "the ResumableSampler that it came from"
+                "a seeded data set got a plain number as index: use its DataLoader with the "
+                "ResumableSampler whose `seeded` returned it"
             )
-        # Another sequence than that of the order, which has no third number.
+        # The 2 makes these sequences different from that of the epoch's order.
         with _random_numbers([self._seed, index.epoch, 2, int(index)]):
             return self._dataset[int(index)]
 
@@ -215,8 +216,8 @@ class _Index(int):
 
 @contextmanager
 def _random_numbers(seed: list[int]) -> Iterator[None]:
-    python, numpys = random.getstate(), np.random.get_state()
-    torchs = torch.default_generator.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    torch_state = torch.default_generator.get_state()
     number = _seed_from(seed)
     random.seed(number)
     np.random.seed(number % 2**32)
@@ -224,12 +225,12 @@ def _random_numbers(seed: list[int]) -> Iterator[None]:
     try:
         yield
     finally:
-        # In a worker, nobody draws from those but a `collate_fn`, which must not draw others when
-        # another batch was the worker's first.
+        # Not in a worker: a `collate_fn` there must draw numbers that do not depend on the batches
+        # that the worker has read before.
         if get_worker_info() is None:
-            random.setstate(python)
-            np.random.set_state(numpys)
-            torch.default_generator.set_state(torchs)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            torch.default_generator.set_state(torch_state)
 
 
 def _seed_from(numbers: list[int]) -> int:
@@ -257,32 +258,32 @@ def _check_loader(loader: Any, sampler: ResumableSampler) -> None:
     if isinstance(loader.dataset, IterableDataset):
         raise UsageError(
             "the DataLoader has an IterableDataset, whose samples have no numbers: use "
-            "torchdata.stateful_dataloader.StatefulDataLoader, and give hvd.Checkpointer "
-            "data=loader"
+            "torchdata.stateful_dataloader.StatefulDataLoader, and pass data=loader to "
+            "hvd.Checkpointer"
         )
     by: Any = loader
     if _has_own_batches(loader):
         by = loader.batch_sampler
-        # Others may take samples in another order: then the samples that are done have no number.
+        # Another class may change the order of samples, so that their number is no position.
         if type(by) is not BatchSampler:
             raise UsageError(
                 f"the DataLoader has a batch_sampler of type {type(by).__name__}: expected "
                 f"torch.utils.data.BatchSampler(sampler, batch_size, drop_last). To batch samples "
-                f"of similar lengths, give the ResumableSampler order="
+                f"of similar lengths, pass order= to the ResumableSampler"
             )
     if sampler_of(loader) is not sampler:
         raise UsageError(
-            "the DataLoader has another sampler: make it with sampler= this ResumableSampler"
+            "the DataLoader has another sampler: create it with sampler= this ResumableSampler"
         )
-    # With batch_size=None every sample is a batch that the data set has made.
+    # With batch_size=None every sample is a batch made by the data set.
     made_by_dataset = by is loader and loader.batch_size is None and sampler.batch_size == 1
     if by.batch_size != sampler.batch_size and not made_by_dataset:
         raise UsageError(
-            f"the DataLoader has batch_size {by.batch_size}, and its ResumableSampler "
+            f"the DataLoader has batch_size {by.batch_size}, but its ResumableSampler has "
             f"{sampler.batch_size}: expected the same"
         )
     if by.drop_last and not sampler.drop_last:
         raise UsageError(
-            "the DataLoader has drop_last=True, and its ResumableSampler has not: give it to the "
-            "sampler, which drops the same on all ranks"
+            "the DataLoader has drop_last=True, but its ResumableSampler has not: pass drop_last "
+            "to the sampler, which drops the same samples on all ranks"
         )

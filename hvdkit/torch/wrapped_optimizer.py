@@ -190,7 +190,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 f"{window.size}. Call optimizer.step() after every {window.size} passes, or make "
                 f"additional passes inside hvd.no_sync(optimizer)."
             )
-        self._nothing_to_reduce = window.size == 1 and self._collectives.alone
+        self._nothing_to_reduce = window.size == 1 and self._collectives.single_rank
         self._local_pass = self._no_sync or (window.size > 1 and window.passes < window.size - 1)
         self._plan_outdated = not self._local_pass and self.rounds.plan_outdated
         self._generation = self._collectives.generation
@@ -254,7 +254,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._task_id = self.graph_task = None
         if not self._gradients.end_pass():
             return False  # torch.autograd.grad, which has accumulated nothing
-        if self._nothing_to_reduce or self._local_pass or self._collectives.alone:
+        if self._nothing_to_reduce or self._local_pass or self._collectives.single_rank:
             self._gradients.invalidate(
                 "an earlier loss.backward() raised, so some gradients are missing"
             )

@@ -120,7 +120,7 @@ class SimulatedCollectives:
         return self.group.exchange(self.rank, name, self._turns[name], value)
 
     @property
-    def alone(self) -> bool:
+    def single_rank(self) -> bool:
         return self.group.size == 1
 
     def sum(self, values: Sequence[int], name: str) -> list[int]:
