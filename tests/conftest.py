@@ -1,4 +1,4 @@
-"""What holds for every test: nothing leaks, and slow forms run only when asked for."""
+"""Hooks and fixtures of all tests: fail a test that leaks, and skip slow tests without --long."""
 
 import os
 import signal
@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 _GRACE_SECONDS = 5.0
-# In the environment of processes that stay for the session: ranks of a pool, servers.
+# Environment variables of processes that live for the whole session: ranks of a pool, servers.
 _KEPT_MARKS = {"HVDKIT_RANK_GROUP", "HVDKIT_TEST_SERVER"}
-# Of fsspec: one thread for all its requests, and its helpers.
+# Prefixes of threads that live for the whole session: the rendezvous server's, and fsspec's.
 _KEPT_THREADS = ("hvdkit-rend", "fsspecIO", "asyncio_")
 
 
@@ -20,8 +20,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure():
-    # A shell that starts this in its background makes it ignore Ctrl-C, and so would all that the
-    # tests start, among them those that are about Ctrl-C.
+    # A background job of a shell ignores Ctrl-C, and so would the processes that tests start,
+    # including those that test Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -35,14 +35,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _unmarked_children():
-    """Our child processes, apart from those that stay for the session."""
+    """Return the child processes, except those that live for the whole session."""
     children = set()
     for child in psutil.Process().children(recursive=True):
         try:
             if child.status() != psutil.STATUS_ZOMBIE and not _KEPT_MARKS & child.environ().keys():
                 children.add(child)
         except psutil.Error:
-            continue  # it ended between the two looks
+            continue  # the process has ended meanwhile
     return children
 
 
@@ -51,7 +51,7 @@ def _threads():
 
 
 def _new(look, before):
-    """What `look` finds beyond `before`, once it has had a while to go away."""
+    """Return the results of `look` that are not in `before`, after a grace period."""
     deadline = time.monotonic() + _GRACE_SECONDS
     while (new := look() - before) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -60,7 +60,7 @@ def _new(look, before):
 
 @pytest.fixture(autouse=True)
 def nothing_leaks():
-    """Fail a test that leaves an environment variable, a thread or a process behind."""
+    """Fail a test that changes the environment, or leaves a thread or a process running."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
     threads, children, folder = _threads(), _unmarked_children(), os.getcwd()
     yield
@@ -74,7 +74,7 @@ def nothing_leaks():
 
 @pytest.fixture(scope="session", autouse=True)
 def no_ranks_are_left():
-    """Fail the session that leaves a rank of a pool behind."""
+    """Fail a session that leaves a rank of a pool running."""
     yield
     left = _new(lambda: set(psutil.Process().children(recursive=True)), set())
     assert not left, f"processes were left running: {left}"

@@ -1,4 +1,4 @@
-"""What is logged, where pytest's `caplog` does not reach: on a rank."""
+"""Record log messages on a rank, where pytest's `caplog` is not available."""
 
 import logging
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def recorded(name: str) -> Iterator[list[logging.LogRecord]]:
-    """Gives the list of what the logger of that name says within."""
+    """Yield a list to which the records of the logger `name` are appended."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append

@@ -1,4 +1,4 @@
-"""The code that all adapters share: bucketing, agreement, the gradient synchronizer, schedules.
+"""The framework-free part of all adapters: bucketing, synchronizer, wire formats, schedules.
 
-Framework-free: nothing here imports torch, tensorflow, keras or horovod.
+No module of this package imports torch, tensorflow, keras or horovod.
 """

@@ -1,8 +1,8 @@
 """Accumulation windows: several backward passes for one step of the optimizer.
 
-A pass is one outermost backward pass. Only the last pass of a window communicates; each rank adds
-up the gradients of the passes before it. The numbers of passes are equal if every rank runs the
-same loop. Each reduction compares them.
+A pass is one outermost backward pass. Only the last pass of a window communicates. The passes
+before it add to the gradients on each rank. All ranks must make the same number of passes; every
+reduction compares these numbers.
 """
 
 from hvdkit.core.collectives import Collectives
@@ -15,18 +15,19 @@ class PassesDiffer(HvdkitError):
 
 
 class Window:
-    """Counts the passes of accumulation windows.
+    """Count the passes of one accumulation window after another.
 
     Args:
         size: passes per step, at least 1.
         mean: whether the step's gradient is the mean over the passes; otherwise it is their sum.
 
     Attributes:
-        size: as given.
-        passes: the number of passes since the last step. The adapter counts them.
+        size: passes per step.
+        mean: whether the step's gradient is the mean.
+        passes: the number of passes that have ended since the last step. The adapter counts them.
 
     Raises:
-        UsageError: the size is not a whole number from 1 on.
+        UsageError: the size is not a whole number >= 1.
     """
 
     def __init__(self, size: int, mean: bool = True) -> None:
@@ -36,36 +37,36 @@ class Window:
         self.size = size
         self.mean = mean
         self.passes = 0
-        self._cut = False
+        self._ended_early = False
 
     @property
     def open(self) -> bool:
-        """Whether a step needs more passes."""
-        return self.size > 1 and self.passes < self.size and not self._cut
+        """Whether `step()` must do nothing, because the mean needs more passes."""
+        return self.mean and self.passes < self.size and self.size > 1 and not self._ended_early
 
     @property
     def divisor(self) -> int:
-        """The divisor of the sum of the passes' gradients."""
+        """The divisor of the sum over the passes."""
         if not self.mean:
             return 1
-        return self.passes if self._cut else self.size
+        return self.passes if self._ended_early else self.size
 
     def end_early(self) -> bool:
-        """End the window before it is full; return whether it has a pass."""
-        self._cut = self.passes > 0
-        return self._cut
+        """End the window before it is full; return whether it has any pass."""
+        self._ended_early = self.passes > 0
+        return self._ended_early
 
     def close(self) -> None:
         """Begin the next window, after a step or a skipped step."""
         self.passes = 0
-        self._cut = False
+        self._ended_early = False
 
 
 def check_passes(collectives: Collectives, passes: int) -> None:
-    """Check that all ranks have accumulated the same number of passes. A collective.
+    """Compare the numbers of passes that the ranks have accumulated. A collective.
 
     Raises:
-        PassesDiffer: on every rank, when they differ.
+        PassesDiffer: on every rank, when the numbers differ.
     """
     count, total, squares = collectives.sum([1, passes, passes * passes], "hvdkit.passes")
     if count * squares == total * total:
@@ -75,5 +76,5 @@ def check_passes(collectives: Collectives, passes: int) -> None:
         each = ", ".join(texts_by_rank(collectives, str(passes), "hvdkit.passes.all"))
     raise PassesDiffer(
         f"ranks have accumulated different numbers of backward passes ({each}). Give all ranks the "
-        f"same number of batches: drop the others, or call hvd.join() at the end of the epoch."
+        f"same number of batches, or call hvd.join() at the end of an uneven epoch."
     )

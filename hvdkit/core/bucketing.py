@@ -1,11 +1,10 @@
-"""Plan which gradients share a contiguous bucket.
+"""Bucketing: divide the gradients into contiguous buckets, each reduced by one collective.
 
-Each collective costs a negotiation, and one large collective cannot start before the end of the
-backward pass. Buckets of some tens of MB, in the order in which gradients become ready, are the
-compromise (Li et al., PyTorch Distributed, VLDB 2020, section 3.2).
+Each collective costs a negotiation, so many small ones are slow. One large collective cannot start
+before the backward pass has ended. Buckets of some tens of MB, in the order in which gradients
+become ready, avoid both (Li et al., PyTorch Distributed, VLDB 2020, section 3.2).
 """
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,24 +16,24 @@ from hvdkit.errors import UsageError
 
 MB = 1_000_000
 
-#: Bytes of gradients per bucket. The first bucket is smaller, so that communication starts soon
-#: after the beginning of the backward pass.
+#: Bytes of gradients per bucket, and of the first bucket to become ready. The first bucket is
+#: smaller, so that communication starts soon after the backward pass has begun.
 BUCKET_BYTES = 25 * MB
 FIRST_BUCKET_BYTES = 1 * MB
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter whose gradient is to be reduced.
+    """A parameter whose gradient is reduced.
 
     Attributes:
-        name: unique among the parameters of one plan.
-        shape: of the gradient.
+        name: the name, unique within a plan.
+        shape: the gradient's shape.
         dtype: the framework's name for the element type, such as `float32`.
         itemsize: bytes per element.
-        device: the device of the gradient. Parameters with different devices never share a bucket.
-            The name is not part of the digest.
-        layout: the order of its elements in memory, which a bucket keeps; "" for row-major.
+        device: the gradient's device. Parameters with different devices never share a bucket. The
+            device's name is not part of the plan's digest.
+        layout: the order of the elements in memory; empty for row-major. A bucket keeps it.
     """
 
     name: str
@@ -60,14 +59,14 @@ class Bucket:
     """Gradients that are reduced by one collective.
 
     Attributes:
-        index: its place in the plan; 0 is expected to be ready first.
-        parameters: the indices of its parameters in the plan's `specs`.
-        offsets: the offset of each gradient in the bucket, in elements.
-        elements: length of the bucket, in elements.
-        dtype: of all its gradients.
-        device: of all its gradients.
-        sparse_dims: for a bucket of one sparse gradient, which is gathered instead of summed, the
-            number of its sparse dimensions; otherwise 0.
+        index: the place in the plan; bucket 0 is expected to be ready first.
+        parameters: the indices of the parameters in the plan's `specs`.
+        offsets: the offset of each parameter in the bucket, in elements.
+        elements: the length of the bucket, in elements.
+        dtype: the element type of all gradients.
+        device: the device of all gradients.
+        sparse_dims: 0 for a dense bucket. Otherwise the bucket has one sparse gradient, which is
+            gathered instead of summed, and this is the number of its sparse dimensions.
     """
 
     index: int
@@ -81,20 +80,20 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The layout of the gradients of `specs` in `buckets`; see `plan`."""
+    """The layout of the gradients of `specs` in `buckets`. `plan` returns one."""
 
     specs: tuple[ParameterSpec, ...]
     buckets: tuple[Bucket, ...]
 
     @cached_property
     def bucket_of(self) -> tuple[int, ...]:
-        """Parameter index -> index of the bucket that it is in."""
-        index_of = {i: bucket.index for bucket in self.buckets for i in bucket.parameters}
-        return tuple(index_of[i] for i in range(len(self.specs)))
+        """Parameter index -> index of its bucket."""
+        bucket_of = {i: bucket.index for bucket in self.buckets for i in bucket.parameters}
+        return tuple(bucket_of[i] for i in range(len(self.specs)))
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the plan, hexadecimal."""
+        """The SHA-256 of the plan, hexadecimal; equal plans have equal digests."""
         buckets = [
             f"bucket {b.index}: {b.parameters}, sparse {b.sparse_dims}" for b in self.buckets
         ]
@@ -111,9 +110,9 @@ def describe(specs: Sequence[ParameterSpec]) -> list[str]:
 
 
 def describe_devices(specs: Sequence[ParameterSpec]) -> list[str]:
-    """Return one line with the device of each parameter, for ranks to compare.
+    """Return one line per parameter with its device, for ranks to compare.
 
-    Devices are numbered by their first use, because ranks use different ones.
+    Devices are numbered in the order of their first use, because ranks use different GPUs.
     """
     numbers: dict[str, int] = {}
     return [
@@ -127,7 +126,7 @@ def check(specs: Sequence[ParameterSpec], bucket_bytes: int) -> None:
     """Check the arguments of `plan`.
 
     Raises:
-        UsageError: a name appears twice, or the limit is below 1.
+        UsageError: a name appears twice, or `bucket_bytes` is below 1.
     """
     if bucket_bytes < 1:
         raise UsageError(f"bucket size is {bucket_bytes} bytes: expected at least 1")
@@ -138,16 +137,17 @@ def check(specs: Sequence[ParameterSpec], bucket_bytes: int) -> None:
         seen.add(spec.name)
 
 
-def uncounted(path: str) -> str:
-    """Return the path of a variable without the numbers that Keras appends to layer names.
+def without_layer_numbers(path: str) -> str:
+    """Return a variable's path without the numbers that Keras appends to names of layers.
 
-    Keras counts layers over all models, and a rank may have built one model more than others.
+    Keras counts layers over all models of a process, and ranks may have built different numbers of
+    models.
     """
     return re.sub(r"_\d+(?=/|$)", "", path)
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
-    """Return `names`, with the index appended to each duplicate."""
+    """Return `names`, and append its index to each name that has occurred before."""
     seen: set[str] = set()
     result = []
     for i, name in enumerate(names):
@@ -157,16 +157,15 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def even_groups(count: int, groups: int) -> list[list[int]]:
-    """Divide the numbers below `count` into consecutive groups of about equal length.
+    """Divide the numbers below `count` into `groups` ranges of about equal length.
 
     Raises:
         UsageError: `groups` is negative.
     """
     if groups < 0:
         raise UsageError(f"groups is {groups}: expected 0 or more")
-    number = min(groups, count)
-    bounds = [count * k // number for k in range(number + 1)] if number else []
-    return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
+    groups = min(groups, count)
+    return [list(range(count * k // groups, count * (k + 1) // groups)) for k in range(groups)]
 
 
 def plan(
@@ -177,19 +176,19 @@ def plan(
     groups: Sequence[Sequence[int]] = (),
     sparse_dims: Mapping[int, int] | None = None,
 ) -> BucketPlan:
-    """Lay out the gradients of `specs` in buckets.
+    """Assign the gradients of `specs` to buckets.
 
-    All gradients of a bucket have one dtype and one device. A parameter larger than the limit, and
-    each sparse parameter, has its own bucket. The first bucket is smaller: `FIRST_BUCKET_BYTES`.
+    A bucket has one dtype and one device. A parameter larger than `bucket_bytes` has its own
+    bucket, and so has each sparse parameter. The first bucket is smaller (`FIRST_BUCKET_BYTES`).
 
     Args:
-        specs: in the order of the forward pass, the same on every rank.
-        bucket_bytes: the largest bucket of several parameters.
-        order: the indices of the parameters in the order in which their gradients become ready;
-            parameters that are missing here are in no bucket. Default: all, reversed, because a
-            backward pass reaches the last layer first.
-        groups: for each group, the parameters that share one bucket of any size.
-        sparse_dims: index of a parameter with sparse gradients -> number of sparse dimensions.
+        specs: the parameters in the order of the forward pass, the same on every rank.
+        bucket_bytes: the largest size of a bucket of several parameters.
+        order: the parameters in the order in which their gradients become ready. Others are in no
+            bucket. Default: all parameters, reversed, because a backward pass begins with the last
+            layer.
+        groups: sets of parameters; each set has its own bucket of any size.
+        sparse_dims: parameters with sparse gradients -> the number of sparse dimensions.
 
     Raises:
         UsageError: see `check`.

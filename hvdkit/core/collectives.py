@@ -1,4 +1,4 @@
-"""The collectives for code without a framework. Each adapter implements them with its Horovod."""
+"""The interface of small host-side collectives, which each adapter implements over its Horovod."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -8,13 +8,13 @@ import numpy as np
 
 from hvdkit.errors import UsageError
 
-#: Internal: if set, a process set of one rank does not skip its collectives. So one GPU suffices to
-#: run the code that several ranks run (scripts/check_gpu).
+#: Internal: if set, a process set of one rank does not skip its collectives. So scripts/check_gpu
+#: can run the code of several ranks with one GPU.
 SINGLE_RANK_COLLECTIVES = "HVDKIT_SINGLE_RANK_COLLECTIVES"
 
 
 class Membership(Protocol):
-    """The part of Horovod's `ProcessSet` that this module needs."""
+    """The part of Horovod's `ProcessSet` that `is_single_rank` needs."""
 
     def included(self) -> bool:
         """Whether this rank belongs to the set."""
@@ -25,15 +25,15 @@ class Membership(Protocol):
         ...
 
 
-def is_alone(process_set: Membership) -> bool:
-    """Return whether this rank skips the set's collectives: it is not a member, or the only one."""
+def is_single_rank(process_set: Membership) -> bool:
+    """Return whether this rank skips collectives: it is the set's only rank, or not in the set."""
     if not process_set.included():
         return True
     return process_set.size() == 1 and not os.environ.get(SINGLE_RANK_COLLECTIVES)
 
 
 def check_member(process_set: Membership) -> None:
-    """Check that this rank belongs to the process set.
+    """Check that this rank belongs to the set.
 
     Raises:
         UsageError: it does not.
@@ -49,24 +49,24 @@ def alltoall_in_rounds(
     parts: Sequence[bytes],
     name: str,
     alltoall: Callable[[list[memoryview]], Sequence[bytes]],
-    most: int = 1 << 30,
+    max_bytes: int = 1 << 30,
 ) -> list[bytes]:
-    """Implement `Collectives.alltoall` with calls of less than 2 GiB: MPI counts in 32 bits.
+    """Implement `Collectives.alltoall` in rounds of less than 2 GiB, because MPI counts in 32 bits.
 
     Args:
-        collectives: of the ranks.
+        collectives: the collectives of the ranks.
         parts: see `Collectives.alltoall`.
-        name: of the collective.
-        alltoall: sends one part to each rank, and returns the parts that it received.
-        most: the number of bytes that a rank sends or receives in one call.
+        name: the name of the collective.
+        alltoall: sends each rank its part, and returns the parts that each rank sent to this one.
+        max_bytes: bytes that a rank sends or receives in one round.
     """
-    step = max(most // len(parts), 1)
+    step = max(max_bytes // len(parts), 1)
     longest = max(len(part) for part in parts)
     (rounds,) = collectives.max([-(-longest // step)], f"{name}.rounds")
     received = [bytearray() for _ in parts]
     for number in range(rounds):
-        place = slice(number * step, (number + 1) * step)
-        pieces = alltoall([memoryview(part)[place] for part in parts])
+        chunk = slice(number * step, (number + 1) * step)
+        pieces = alltoall([memoryview(part)[chunk] for part in parts])
         for whole, piece in zip(received, pieces, strict=True):
             whole += piece
     return [bytes(whole) for whole in received]
@@ -75,13 +75,13 @@ def alltoall_in_rounds(
 class Collectives(Protocol):
     """Small collectives of one process set, on host data.
 
-    Every rank of the set calls the same methods with the same `name` in the same order. A call
-    returns the same value on all ranks, except `alltoall`. All methods block, except `start_…`.
+    Every rank of the set calls the same method with the same `name` in the same order; a call
+    returns the same value on all of them. All methods block, except those that begin with `start`.
     """
 
     @property
-    def alone(self) -> bool:
-        """Whether collectives are skipped, because no other rank takes part."""
+    def single_rank(self) -> bool:
+        """Whether this rank skips collectives, see `is_single_rank`."""
         ...
 
     @property
@@ -91,23 +91,23 @@ class Collectives(Protocol):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The global ranks of the set, in the order of the result of `allgather`."""
+        """The global ranks that take part, in the order of `allgather`'s result."""
         ...
 
     @property
     def generation(self) -> int:
-        """A number that changes on all ranks after `init` and after `join`.
+        """A number that `init` and the return from `join` increase, on all ranks.
 
-        Agreements of an earlier generation are void.
+        Earlier agreements between the ranks are invalid in a new generation.
         """
         ...
 
     def sum(self, values: Sequence[int], name: str) -> list[int]:
-        """Return the element-wise sum over the ranks. A rank that has joined adds zeros."""
+        """Return the element-wise sum over the ranks. A rank in `join` contributes zeros."""
         ...
 
     def max(self, values: Sequence[int], name: str) -> list[int]:
-        """Return the element-wise maximum of non-negative values; a rank that has joined adds 0."""
+        """Return the element-wise maximum of values >= 0. A rank in `join` contributes zeros."""
         ...
 
     def start_sum(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
@@ -119,7 +119,7 @@ class Collectives(Protocol):
         ...
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:
-        """Return the `data` of every rank, of any length."""
+        """Return every rank's `data`, of any length."""
         ...
 
     def alltoall(self, parts: Sequence[bytes], name: str) -> list[bytes]:
@@ -127,12 +127,12 @@ class Collectives(Protocol):
         ...
 
     def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
-        """Return the `data` of rank `root_rank`, of any length. Other ranks pass any value."""
+        """Return the `data` of `root_rank`, of any length. The `data` of other ranks is ignored."""
         ...
 
     def broadcast_into(self, buffer: np.ndarray, root_rank: int, name: str) -> None:
-        """Copy the content of `buffer` on rank `root_rank` into `buffer` on all ranks.
+        """Copy the buffer of `root_rank` into `buffer`.
 
-        `buffer` is uint8 of the same length on all ranks, below 2 GiB.
+        The buffer is uint8, has the same length on all ranks, and is smaller than 2 GiB.
         """
         ...

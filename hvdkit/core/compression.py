@@ -1,10 +1,13 @@
 """The wire formats that `compression=` names: none, fp16 and bf16."""
 
+import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdkit.core.backend import BucketMemory
 from hvdkit.core.float16 import Float16
+from hvdkit.core.runtime import Engine
 from hvdkit.core.wire_format import NARROW, BucketReduction, Scaling, Sum, WireFormat
 from hvdkit.errors import UsageError
 
@@ -70,20 +73,39 @@ def by_name(name: str) -> WireFormat:
     return formats[name]()
 
 
+class TensorByTensor(WireFormat):
+    """Base class of the format for a compressor like Horovod's, which gets one gradient at a time.
+
+    Args:
+        compressor: an object with `compress(tensor)` and `decompress(tensor, ctx)`.
+    """
+
+    tensor_by_tensor = True
+
+    def __init__(self, compressor: Any) -> None:
+        self._compressor = compressor
+        kind = compressor if isinstance(compressor, type) else type(compressor)
+        self.name = f"{kind.__module__}.{kind.__qualname__}"
+
+
 def resolve(
     compression: Any,
     compressors: Mapping[type, str],
     tensor_by_tensor: Callable[[Any], WireFormat],
-    bfloat16: bool = True,
+    engine: Engine,
+    rank: Callable[[], int],
 ) -> WireFormat:
     """Return the wire format for a user's `compression` argument.
+
+    An engine without bfloat16 sends float32 instead of bfloat16, and rank 0 logs a warning.
 
     Args:
         compression: the name of a format, one of `compressors`, a `WireFormat`, or an object with
             `compress` and `decompress` like Horovod's compressors.
         compressors: Horovod's compressor classes -> the name of the format for each.
         tensor_by_tensor: returns the format for a compressor.
-        bfloat16: whether the installed Horovod has bfloat16; if not, float32 replaces it.
+        engine: the installed Horovod.
+        rank: returns this process's rank.
 
     Raises:
         UsageError: `compression` is none of these.
@@ -93,16 +115,25 @@ def resolve(
     kind = compression if isinstance(compression, type) else type(compression)
     name = compressors.get(kind, compression)
     if isinstance(name, str):
-        if bfloat16:
+        if "bfloat16" in engine.patches:
             return by_name(name)
-        instead: Mapping[str, WireFormat] = {
-            BFloat16.name: BFloat16(wire="float32"),
-            NoCompression.name: NoCompression(instead={"bfloat16": "float32"}),
-        }
-        return instead.get(name) or by_name(name)
+        if name == BFloat16.name:
+            if rank() == 0:
+                _warn_without_bfloat16(engine.version)
+            return BFloat16(wire="float32")
+        return NoCompression({"bfloat16": "float32"}) if name == "none" else by_name(name)
     if all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
         return tensor_by_tensor(compression)
     raise UsageError(
         f"compression is {compression!r}: expected 'none', 'fp16', 'bf16', one of hvd.Compression, "
         f"or a class with compress(tensor) and decompress(tensor, ctx)"
+    )
+
+
+@functools.cache
+def _warn_without_bfloat16(version: str) -> None:
+    logging.getLogger("hvdkit").warning(
+        "Horovod %s has no bfloat16: gradients are sent as float32. Run `hvdkit build` for a "
+        "Horovod with bfloat16.",
+        version,
     )

@@ -1,14 +1,14 @@
 """Check that all ranks agree before starting a collective that could hang."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hvdkit.core.collectives import Collectives
 from hvdkit.errors import HvdkitError
 
 
 class RankMismatchError(HvdkitError):
-    """Ranks of one job have different settings, parameters or states."""
+    """Ranks of one job differ in something that must be the same on all of them."""
 
 
 def digest(lines: Sequence[str]) -> bytes:
@@ -20,14 +20,36 @@ def texts_by_rank(collectives: Collectives, text: str, name: str) -> list[str]:
     """Return "rank R: TEXT" for every rank, for an error. A collective.
 
     Args:
-        collectives: of the ranks.
-        text: of this rank.
-        name: of the collective.
+        collectives: the collectives of the ranks.
+        text: this rank's text.
+        name: the name of the collective.
     """
-    everyones = collectives.allgather(text.encode(), name)
+    gathered = collectives.allgather(text.encode(), name)
     return [
         f"rank {rank}: {data.decode()}"
-        for rank, data in zip(collectives.ranks, everyones, strict=True)
+        for rank, data in zip(collectives.ranks, gathered, strict=True)
+    ]
+
+
+def group_by_text(collectives: Collectives, text: str, name: str) -> list[str]:
+    """Return "ranks R, S: TEXT" for each different text, for an error. A collective.
+
+    Args:
+        collectives: the collectives of the ranks.
+        text: this rank's text.
+        name: the name of the collective.
+    """
+    gathered = collectives.allgather(text.encode(), name)
+    return _group(dict(zip(collectives.ranks, map(bytes.decode, gathered), strict=True)))
+
+
+def _group(text_of_rank: Mapping[int, str]) -> list[str]:
+    ranks_of_text: dict[str, list[int]] = {}
+    for rank, text in text_of_rank.items():
+        ranks_of_text.setdefault(text, []).append(rank)
+    return [
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in ranks_of_text.items()
     ]
 
 
@@ -35,10 +57,10 @@ def are_equal(collectives: Collectives, number: int, name: str) -> bool:
     """Return whether a number is the same on all ranks. A collective.
 
     Args:
-        collectives: of the ranks.
-        number: of this rank, at most 24 bits, so that the sum of squares of 30,000 ranks fits into
-            64 bits.
-        name: of the collective.
+        collectives: the collectives of the ranks.
+        number: this rank's number, of at most 24 bits, so that the sum of squares over 30,000 ranks
+            fits into 64 bits.
+        name: the name of the collective.
     """
     count, total, squares = collectives.sum([1, number, number * number], name)
     return count * squares == total * total
@@ -50,21 +72,22 @@ _ADVICE = "Every rank must build the same model and use the same settings."
 def check_consistency(
     collectives: Collectives, lines: Sequence[str], subject: str, advice: str = _ADVICE
 ) -> None:
-    """Check that `lines` are the same on all ranks. A collective.
+    """Compare `lines` between all ranks. A collective: every rank of the set calls it.
 
-    Costs one small allreduce if ranks agree. Works while other ranks have joined.
+    If the ranks agree, it costs one small allreduce. Ranks in `join` do not take part.
 
     Args:
-        collectives: of the process set whose ranks must agree.
-        lines: a description that must be the same on every rank, the most important lines first.
-        subject: what the lines describe, for the error, such as "the optimizer's parameters".
-        advice: how to mend a difference, for the error.
+        collectives: the collectives of the ranks to compare.
+        lines: a description that must be the same on every rank, the most useful lines first.
+        subject: the name of the thing described, for the error: "the optimizer's parameters".
+        advice: what to do about a difference, for the error.
 
     Raises:
-        RankMismatchError: on every rank, with the first line that differs, for each rank.
+        RankMismatchError: on every rank, naming the first line that differs and its value on each
+            rank.
     """
-    # n values are equal if and only if n * sum(x^2) == sum(x)^2. A rank that has joined adds zeros
-    # to all three sums, n included, so it does not count.
+    # n values are all equal if and only if n * sum(x^2) == sum(x)^2. A rank that has called `join`
+    # adds zeros to all three sums, including n, so it does not count.
     own = digest(lines)
     sums = collectives.sum([1, *own, *(byte * byte for byte in own)], "hvdkit.agreement")
     count, values, squares = sums[0], sums[1 : 1 + len(own)], sums[1 + len(own) :]
@@ -72,12 +95,12 @@ def check_consistency(
         return
     joined = len(collectives.ranks) - count
     if joined:
-        # Ranks that have joined take part in reductions only.
+        # Ranks in `join` take part in reductions only, so nothing can be gathered.
         raise RankMismatchError(
-            f"ranks disagree about {subject}. The differences are unknown, because {joined} of "
+            f"ranks disagree about {subject}. The difference is unknown, because {joined} of "
             f"{len(collectives.ranks)} ranks have called join() already. {advice}"
         )
-    # All ranks come here, because the sums are the same on all of them.
+    # All ranks have the same sums, so all of them enter this collective.
     gathered = collectives.allgather("\n".join(lines).encode(), "hvdkit.agreement.lines")
     by_rank = {
         rank: data.decode().split("\n")
@@ -89,14 +112,12 @@ def check_consistency(
 def _difference(by_rank: dict[int, list[str]], subject: str) -> str:
     longest = max(len(lines) for lines in by_rank.values())
     for number in range(longest):
-        holders: dict[str, list[int]] = {}
-        for rank, lines in by_rank.items():
-            line = lines[number] if number < len(lines) else "nothing more"
-            holders.setdefault(line, []).append(rank)
-        if len(holders) > 1:
-            who = "; ".join(
-                f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {line}"
-                for line, ranks in holders.items()
-            )
-            return f"ranks disagree about {subject}. First difference: {who}."
+        groups = _group(
+            {
+                rank: lines[number] if number < len(lines) else "nothing more"
+                for rank, lines in by_rank.items()
+            }
+        )
+        if len(groups) > 1:
+            return f"ranks disagree about {subject}. First difference: {'; '.join(groups)}."
     raise AssertionError("digests differ although all lines are equal")

@@ -1,17 +1,20 @@
-"""Coordinate the optimizers of a process set: decide on all ranks alike which of them reduce.
+"""Coordination of optimizers: keep the ranks in the same step and reduction round.
 
-At the end of each backward pass whose gradients are reduced, a rank sends a header: one small sum
-of integers for all optimizers of the process set. In an ordinary pass, the header shows that all
-ranks agree: their passes reached the same optimizers, in the same step, with the same parameters.
-The buckets of these optimizers have been started before.
+At the end of each reduced backward pass, a rank sends a header: one small sum of integers for all
+optimizers of a process set. Usually the header shows that all ranks are in the same place: the same
+optimizers have gradients, in the same step, and need the same gradients. Then the ranks complete
+the buckets, which are already in flight.
 
-Otherwise the ranks sum a slot of integers for each optimizer. From the sums all ranks know which
-optimizers have gradients on any rank, and whether a rank is late or its backward pass has raised.
-Then every rank takes part in the round of each optimizer that has gradients on any rank, with zeros
-if it has none. A rank that made no pass since its last step takes part in the rounds of the other
-ranks when it reaches its step (`catch_up`).
+Otherwise the ranks sum up a slot for each optimizer. From the slots all ranks learn the same facts:
+which optimizers have gradients on any rank, which ranks are late, and whose backward pass raised.
+Every rank then takes part in the round of each optimizer that has gradients on any rank, and
+contributes zeros for gradients that it does not have.
 
-A rank that is still in user code looks like a slow one; the stall limit applies to it.
+A late rank is one that made no backward pass since its last step. It enters the rounds of the other
+ranks when it reaches its step (`reduce_at_step`).
+
+A rank that is still in user code cannot be told from a slow rank. Horovod's stall limit ends a job
+that waits too long for it.
 """
 
 import functools
@@ -25,66 +28,67 @@ from typing import Any, NoReturn, Protocol
 
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.collectives import Collectives
+from hvdkit.core.consistency import group_by_text
 from hvdkit.core.rounds import Rounds
 from hvdkit.errors import HvdkitError
 
 
 class BackwardFailed(HvdkitError):
-    """The backward pass of a rank has raised, so the gradients of this round are void."""
+    """The backward pass of a rank raised, so no rank can use the gradients of this round."""
 
 
 class GradientsChanged(HvdkitError):
-    """Some ranks changed reduced gradients before other ranks took part in the reduction."""
+    """Some ranks changed reduced gradients before others had taken part in the reduction."""
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """The state of one optimizer in integers: of this rank, or the sums over the ranks.
+    """The state of one optimizer: flags of this rank (0 or 1), or their sums over the ranks.
 
     Attributes:
         present: the rank has the optimizer.
-        in_pass: its backward pass has reached the optimizer, whose buckets it sends.
+        in_pass: the rank's backward pass has reached the optimizer and sends its buckets.
         late: the rank is at the optimizer's step, and has missed a round or has more to reduce.
         busy: a backward pass in another thread is adding to the gradients.
-        new: the rank is late and has gradients that were not reduced.
-        changed: gradients have changed after a round of this step.
-        written: the rank is late, was in no round of this step, and its gradients have changed
-            since the last step.
-        failed: the backward pass has raised.
-        moved: parameters have another dtype or device than the buckets.
-        sparse: there is a sparse gradient in a dense bucket.
-        unagreed: the ranks have not agreed on the buckets yet.
-        digest: of the step, the round and the required gradients.
-        squares: of `digest`.
+        unreduced: the rank is late and has gradients that are not reduced.
+        changed: gradients were changed after a round of this step.
+        written: the rank is late, was in no round of this step, and its gradients differ from those
+            that the last step left.
+        failed: the backward pass raised.
+        outdated: parameters have another dtype or device than the buckets.
+        sparse: a gradient is sparse whose bucket is dense.
+        unagreed: the ranks have not agreed on the buckets.
+        digest: a number that is equal on ranks in the same round (`Rounds.digest`).
+        squares: `digest` squared.
     """
 
     present: int = 0
     in_pass: int = 0
     late: int = 0
     busy: int = 0
-    new: int = 0
+    unreduced: int = 0
     changed: int = 0
     written: int = 0
     failed: int = 0
-    moved: int = 0
+    outdated: int = 0
     sparse: int = 0
     unagreed: int = 0
     digest: int = 0
     squares: int = 0
 
     def is_void(self, count: int) -> bool:
-        """Return whether the round is void, for the sums over `count` ranks."""
+        """Return whether the round cannot be used, given the sums over `count` ranks."""
         return (
             self.present < count
             or count * self.squares != self.digest * self.digest
             or self.failed > 0
             or self.busy > 0
-            or 0 < self.moved < count
+            or 0 < self.outdated < count
             or 0 < self.unagreed < count
         )
 
     def needs_agreement(self, count: int) -> bool:
-        """Return whether the ranks must agree on the buckets, for the sums over `count` ranks."""
+        """Return whether the ranks must agree on the buckets, given the sums over `count` ranks."""
         return self.unagreed == count == self.present and self.failed == 0 and self.busy == 0
 
     @property
@@ -95,38 +99,38 @@ class _Slot:
 
 _FIELDS = [each.name for each in fields(_Slot)]
 
-# More than the synchronizers of any optimizer.
-_MANY = 1 << 30
+# Larger than the number of synchronizers of any optimizer.
+_MAX_SYNCHRONIZERS = 1 << 30
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The optimizers of a round that this rank has entered.
+    """The rounds that this rank has entered together.
 
     Attributes:
-        passed: optimizers that its backward pass has reached, in order of creation.
-        failed: optimizers of `passed` whose backward pass has raised.
-        late: the optimizer at whose step this rank is; None in a backward pass.
-        held: optimizers of `passed` whose parameters have another dtype or device than their
-            buckets; the buckets were not started.
-        header: waits for the header and returns it.
+        passed: the optimizers that the backward pass has reached, in the order of creation.
+        failed: those of `passed` whose backward pass raised.
+        late: the optimizer at whose step the rank is; None in a backward pass.
+        outdated: those of `passed` whose parameters have another dtype or device than the buckets.
+        header: waits for the header and returns its sums.
     """
 
     passed: Sequence[Rounds]
     failed: Sequence[Rounds] = ()
     late: Rounds | None = None
-    held: Sequence[Rounds] = ()
+    outdated: Sequence[Rounds] = ()
     header: Callable[[], list[int]] = list
 
 
 @dataclass(frozen=True)
-class _Known:
-    """The result of a header, the same on all ranks.
+class _HeaderResult:
+    """The sums over the ranks that a header, or the slots after it, have brought.
 
     Attributes:
         count: the number of ranks that have not joined.
-        slots: each optimizer for which a rank is in a pass or at a step, and the sums of its slot,
-            in order of creation; None for an optimizer that this rank does not have.
+        slots: pairs of rounds and summed slot for each optimizer that has a backward pass or a step
+            on any rank, in the order of creation. The rounds are None if this rank does not have
+            the optimizer.
     """
 
     count: int
@@ -134,18 +138,12 @@ class _Known:
 
     @property
     def in_pass(self) -> list[tuple[Rounds | None, _Slot]]:
-        """The optimizers that the backward pass of a rank has reached, and their slots."""
+        """The slots of optimizers that a backward pass has reached on any rank."""
         return [(rounds, slot) for rounds, slot in self.slots if slot.in_pass]
 
 
-_lock = threading.RLock()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let one thread at a time enter rounds, because headers of several threads are alike."""
-    with _lock:
-        yield
+#: To be held while entering rounds: headers of two threads would have the same name.
+entry_lock = threading.RLock()
 
 
 class Optimizer(Protocol):
@@ -153,15 +151,15 @@ class Optimizer(Protocol):
 
     @property
     def rounds(self) -> Rounds:
-        """Its rounds."""
+        """The optimizer's reduction rounds."""
         ...
 
 
 class Coordinator:
-    """Decides which optimizers of a process set have a round, on all ranks alike.
+    """Keep the optimizers of one process set in the same step on all ranks.
 
     Args:
-        collectives: of the process set.
+        collectives: the collectives of the process set.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -169,11 +167,11 @@ class Coordinator:
         self._optimizers: list[weakref.ref[Optimizer]] = []
 
     def add(self, optimizer: Optimizer) -> None:
-        """Add an optimizer. Only a weak reference is kept.
+        """Add an optimizer, and keep a weak reference to it.
 
-        Every rank adds the same optimizers in the same order. Ranks identify an optimizer by its
-        index from the end, because a rank that has joined an elastic job later does not have the
-        first ones.
+        Every rank adds the same optimizers in the same order. An optimizer is identified by its
+        place from the end of that order, because a rank that started later in an elastic job does
+        not have the first ones.
         """
         while self._optimizers and self._optimizers[0]() is None:
             del self._optimizers[0]
@@ -183,117 +181,118 @@ class Coordinator:
         """Enter the rounds of a backward pass: start the header and the buckets.
 
         Args:
-            passed: the optimizers that the pass has reached, in order of creation.
-            failed: optimizers of `passed` whose pass has raised; their gradients are not used.
+            passed: the optimizers that the pass has reached, in the order of creation.
+            failed: those of `passed` whose pass raised; their gradients are not used.
 
         Returns:
-            The argument of `wait`.
+            The entry, for `wait`.
         """
-        if self._collectives.alone:
+        if self._collectives.single_rank:
             return Entry(passed)
         with _invalidating(passed):
-            return self._start(passed, failed, None)
+            return self._send_header(passed, failed, None)
 
     def wait(self, entry: Entry) -> None:
-        """Complete the rounds that `send` has entered. Afterwards all gradients are final.
+        """Complete the rounds that `send` has entered; afterwards all gradients are reduced.
 
         Raises:
-            PassesDiffer: on every rank, if ranks are in different steps or rounds.
-            BackwardFailed: on every rank, if the backward pass of a rank has raised.
-            RankMismatchError: on every rank, if parameters or settings differ.
-            GradientsChanged: on every rank; see the class.
+            PassesDiffer: on every rank, when ranks are in different steps or rounds.
+            BackwardFailed: on every rank, when the backward pass of a rank raised.
+            RankMismatchError: on every rank, when their parameters or settings differ.
+            GradientsChanged: on every rank, when reduced gradients were changed too early.
         """
-        if self._collectives.alone:
+        if self._collectives.single_rank:
             for rounds in entry.passed:
-                rounds.reduce_alone()
+                rounds.reduce_locally()
             return
         with _invalidating(entry.passed):
-            known = self._finish(entry)
-        self._run(entry, known)
+            result = self._wait_for_header(entry)
+        self._complete_rounds(entry, result)
 
-    def catch_up(self, rounds: Rounds) -> None:
-        """Make all gradients of an optimizer final before its step.
+    def reduce_at_step(self, rounds: Rounds) -> None:
+        """Reduce all gradients of an optimizer before its step.
 
-        A collective if this rank has taken part in no round since the last step, or another rank
-        was late in a round of this step, or gradients have been added since the last round.
-        Otherwise nothing is done.
+        A collective in three cases: this rank has taken part in no round since the last step, a
+        rank was late in a round of this step, or gradients have been added since the last round.
+        Otherwise the gradients are reduced already, and nothing happens.
 
         Raises:
             PassesDiffer, BackwardFailed, RankMismatchError, GradientsChanged: see `wait`.
         """
-        if self._collectives.alone:
-            # Without a window, the gradients of a single rank need no change.
-            if rounds.in_windows and rounds.gradients.has_new(assigned=False):
-                rounds.reduce_alone()
+        if self._collectives.single_rank:
+            # Without a window there is nothing to divide by.
+            if rounds.has_window and rounds.gradients.has_unreduced(assigned=False):
+                rounds.reduce_locally()
             return
-        rounds.begin_generation()
-        if rounds.gradients.removed():
-            # The last round was for gradients that the script has removed.
-            rounds.caught_up = False
-        complete = rounds.caught_up and not rounds.has_late_ranks and not rounds.may_add
-        if complete and not rounds.new:
+        rounds.check_generation()
+        if rounds.gradients.all_removed():
+            # The script has dropped the result of the last round, so that was not for this step.
+            rounds.participated = False
+        reduced = rounds.participated and not rounds.has_late_ranks and not rounds.no_sync_used
+        if reduced and not rounds.has_unreduced:
             return
         with _invalidating([rounds]):
-            self._enter_late(rounds)
+            self._enter_at_step(rounds)
         rounds.has_late_ranks = False
-        rounds.caught_up = True
+        rounds.participated = True
 
     def enter_rounds_of_others(self, rounds: Rounds) -> None:
-        """Take part in the rounds of other ranks until no rank is in a backward pass.
+        """Take part in rounds until no rank is in a backward pass.
 
         A collective: every rank calls it for the same optimizer.
 
         Raises:
             PassesDiffer, BackwardFailed, RankMismatchError, GradientsChanged: see `wait`.
         """
-        if not self._collectives.alone:
-            rounds.begin_generation()
+        if not self._collectives.single_rank:
+            rounds.check_generation()
             with _invalidating([rounds]):
-                self._enter_late(rounds, only_rounds_of_others=True)
+                self._enter_at_step(rounds, only_rounds_of_others=True)
 
     # --- rounds ---------------------------------------------------------------------------------
 
-    def _enter_late(self, rounds: Rounds, only_rounds_of_others: bool = False) -> None:
-        """Enter rounds at a step, until no rank is in a backward pass.
+    def _enter_at_step(self, rounds: Rounds, only_rounds_of_others: bool = False) -> None:
+        """Enter rounds at a step, until all ranks are at a step.
 
         Args:
-            rounds: of the optimizer at whose step this rank is.
-            only_rounds_of_others: do not begin a round if no rank is in a backward pass.
+            rounds: the rounds of the optimizer at whose step this rank is.
+            only_rounds_of_others: do not begin a round when no rank is in a backward pass.
         """
         while True:
-            entry = self._start((), (), rounds)
-            known = self._finish(entry)
-            if known.in_pass:
-                # Other ranks may make another pass before they come here.
-                self._run(entry, known)
+            entry = self._send_header((), (), rounds)
+            result = self._wait_for_header(entry)
+            if result.in_pass:
+                # Ranks in a backward pass may make another one before they reach their step.
+                self._complete_rounds(entry, result)
                 continue
-            own, slot = known.slots[0] if len(known.slots) == 1 else (None, _Slot())
-            if own is rounds and slot.new and slot.needs_agreement(known.count):
-                # Raises an error that names the first difference, if there is one.
+            own, slot = result.slots[0] if len(result.slots) == 1 else (None, _Slot())
+            if own is rounds and slot.unreduced and slot.needs_agreement(result.count):
+                # The error of `agree` names the first difference between ranks.
                 rounds.agree()
-            if own is not rounds or slot.is_void(known.count):
-                raise self._failure(entry, known)
-            # No rank has made a pass since its last step, but gradients have changed.
-            written = bool(slot.written) and not slot.new and not rounds.gradients.are_equal()
-            if written and slot.written < known.count:
-                self._raise_changed([rounds], slot.written, known.count)
+            if own is not rounds or slot.is_void(result.count):
+                raise self._make_error(entry, result)
+            # No rank made a pass since its last step, but the script has written gradients.
+            written = bool(slot.written) and not slot.unreduced and not rounds.gradients.are_equal()
+            if written and slot.written < result.count:
+                self._raise_changed([rounds], slot.written, result.count)
             if written:
-                rounds.gradients.count_changed_as_new()
-            if (slot.new or written) and not only_rounds_of_others:
+                rounds.gradients.mark_changed_unreduced()
+            if (slot.unreduced or written) and not only_rounds_of_others:
                 rounds.begin()
                 if not rounds.agreed:
                     rounds.agree()
-                if not slot.moved:
+                if not slot.outdated:
                     rounds.send()
-                rounds.complete(bool(slot.moved), bool(slot.sparse))
+                rounds.complete(bool(slot.outdated), bool(slot.sparse))
             if rounds.has_late_ranks and slot.changed:
-                self._raise_changed([rounds], slot.changed, known.count)
+                self._raise_changed([rounds], slot.changed, result.count)
             return
 
-    def _run(self, entry: Entry, known: _Known) -> None:
-        """Complete the rounds of all optimizers that the pass of a rank has reached.
+    def _complete_rounds(self, entry: Entry, result: _HeaderResult) -> None:
+        """Complete the rounds of all optimizers that a backward pass has reached on any rank.
 
-        After an error in one round, complete the others, because other ranks wait for them.
+        After an error in one round, complete the other rounds before raising it, because other
+        ranks wait in them.
         """
         errors: dict[Rounds | None, Exception] = {}
 
@@ -304,107 +303,106 @@ class Coordinator:
                 rounds.gradients.invalidate(str(error))
                 errors[rounds] = error
 
-        for rounds, slot in known.in_pass:
-            if rounds and slot.needs_agreement(known.count):
+        for rounds, slot in result.in_pass:
+            if rounds and slot.needs_agreement(result.count):
                 attempt(rounds, rounds.agree)
-        left = [(rounds, slot) for rounds, slot in known.in_pass if rounds not in errors]
-        if any(slot.is_void(known.count) for _, slot in left):
-            failure = self._failure(entry, known)
+        left = [(rounds, slot) for rounds, slot in result.in_pass if rounds not in errors]
+        if any(slot.is_void(result.count) for _, slot in left):
+            failure = self._make_error(entry, result)
             _raise_first({**errors, None: failure})
         running = [(rounds, slot) for rounds, slot in left if rounds]
         changed = 0
-        # A rank at its step does not know whether more passes follow.
-        late = any(slot.late for _, slot in known.slots)
+        # A late rank takes part without knowing whether other ranks make more passes.
+        any_late = any(slot.late for _, slot in result.slots)
         for rounds, slot in running:
             if rounds not in entry.passed:
                 rounds.begin()
-            # Ranks that are neither in a pass nor at a step did not expect this round.
-            unexpected = slot.in_pass + slot.late < known.count
+            # Ranks that are neither in a pass nor late did not expect this round.
+            unexpected = slot.in_pass + slot.late < result.count
             if slot.changed and (rounds.has_late_ranks or unexpected):
-                comparable = slot.changed == known.count or not rounds.has_late_ranks
+                comparable = slot.changed == result.count or not rounds.has_late_ranks
                 equal = comparable and rounds.gradients.are_equal()
                 changed = max(changed, 0 if equal else slot.changed)
-            if not slot.moved:
+            if not slot.outdated:
                 attempt(rounds, rounds.send)
         for rounds, slot in running:
             if rounds not in errors:
                 complete = functools.partial(
-                    rounds.complete, moved=bool(slot.moved), sparse=bool(slot.sparse)
+                    rounds.complete, outdated=bool(slot.outdated), sparse=bool(slot.sparse)
                 )
                 attempt(rounds, complete)
-        for rounds, _ in known.slots:
-            if rounds and late:
+        for rounds, _ in result.slots:
+            if rounds and any_late:
                 rounds.has_late_ranks = True
         if errors:
             _raise_first(errors)
         if changed:
-            self._raise_changed([each for each, _ in running], changed, known.count)
+            self._raise_changed([each for each, _ in running], changed, result.count)
 
     # --- headers and slots ----------------------------------------------------------------------
 
-    def _live_optimizers(self) -> list[Optimizer | None]:
-        """Return the optimizers, newest first; None for one that was freed."""
-        return [reference() for reference in reversed(self._optimizers)]
+    def _newest_first(self) -> list[Rounds | None]:
+        """Return the optimizers' rounds, the newest first; None for an optimizer that was freed."""
+        optimizers = [reference() for reference in reversed(self._optimizers)]
+        return [None if optimizer is None else optimizer.rounds for optimizer in optimizers]
 
-    def _start(
+    def _send_header(
         self, passed: Sequence[Rounds], failed: Sequence[Rounds], late: Rounds | None
     ) -> Entry:
         """Start the header, and the buckets of the optimizers that the pass has reached."""
         for rounds in passed:
-            rounds.begin_generation()
-        held = [rounds for rounds in passed if rounds.moved]
-        ordinary = late is None and not failed and not held
+            rounds.check_generation()
+        outdated = [rounds for rounds in passed if rounds.plan_outdated]
+        ordinary = late is None and not failed and not outdated
         for rounds in passed:
             rounds.begin()
-            ordinary = ordinary and rounds.agreed and not rounds.gradients.is_sparse()
-            ordinary = ordinary and not (rounds.has_late_ranks and rounds.gradients.changed())
-        newest_first = [each and each.rounds for each in self._live_optimizers()]
+            ordinary = ordinary and rounds.agreed and not rounds.gradients.needs_sparse_bucket()
+            changed = rounds.has_late_ranks and rounds.gradients.changed_since_round()
+            ordinary = ordinary and not changed
+        newest_first = self._newest_first()
         digests = [(newest_first.index(rounds), rounds.digest()) for rounds in passed]
         digest = zlib.crc32(repr(digests).encode()) & 0xFFFFFF
         length = len(newest_first)
         values = [1, int(not ordinary), digest, digest * digest, length, length * length]
         header = self._collectives.start_sum(values, "hvdkit.rounds.header")
         for rounds in passed:
-            if rounds.agreed and rounds not in held:
+            if rounds.agreed and rounds not in outdated:
                 rounds.send()
-        return Entry(passed, failed, late, held, header)
+        return Entry(passed, failed, late, outdated, header)
 
-    def _finish(self, entry: Entry) -> _Known:
-        """Wait for the header; sum the slots unless all ranks are in the same ordinary pass."""
+    def _wait_for_header(self, entry: Entry) -> _HeaderResult:
+        """Wait for the header; sum up slots unless it is an ordinary pass on all ranks."""
         try:
             count, special, digest, squares, lengths, length_squares = entry.header()
         except RuntimeError as error:
             error.add_note(
-                f"This rank waited for the other ranks to end a backward pass or to make a step. "
-                f"It is in {self._describe_location(entry, self._entered(entry))}. If ranks have "
-                f"different numbers of batches, call hvd.join() at the end of the epoch."
+                f"This rank waited for all other ranks to end a backward pass or to make a step. "
+                f"It is in {self._describe_rank(entry, self._rounds_of(entry))}. Give all ranks "
+                f"the same number of batches, or call hvd.join() at the end of an uneven epoch."
             )
             raise
         if not special and count * squares == digest * digest:
             everyone = _Slot(present=count, in_pass=count)
-            return _Known(count, [(each, everyone) for each in entry.passed])
-        newest_first = self._live_optimizers()
+            return _HeaderResult(count, [(each, everyone) for each in entry.passed])
+        newest_first = self._newest_first()
         if count * length_squares != lengths * lengths:
             length = len(newest_first)
             (longest,) = self._collectives.max([length], "hvdkit.rounds.optimizers")
             newest_first += [None] * (longest - length)
-        own = [self._slot(entry, each.rounds if each else None).numbers for each in newest_first]
+        own = [self._slot(entry, rounds).numbers for rounds in newest_first]
         summed = self._collectives.sum([n for slot in own for n in slot], "hvdkit.rounds.slots")
         slots = [
-            (
-                each.rounds if each else None,
-                _Slot(*summed[k * len(_FIELDS) : (k + 1) * len(_FIELDS)]),
-            )
-            for k, each in enumerate(newest_first)
+            (rounds, _Slot(*summed[k * len(_FIELDS) : (k + 1) * len(_FIELDS)]))
+            for k, rounds in enumerate(newest_first)
         ]
         in_use = [(rounds, slot) for rounds, slot in slots if slot.in_pass or slot.late]
-        return _Known(count, in_use[::-1])
+        return _HeaderResult(count, in_use[::-1])
 
     def _slot(self, entry: Entry, rounds: Rounds | None) -> _Slot:
-        """Return this rank's slot for an optimizer."""
+        """Return this rank's flags for an optimizer; all 0 if the rank does not have it."""
         if rounds is None:
             return _Slot()
-        rounds.begin_generation()
+        rounds.check_generation()
         gradients = rounds.gradients
         passed, late = rounds in entry.passed, rounds is entry.late
         digest = rounds.digest()
@@ -413,12 +411,12 @@ class Coordinator:
             in_pass=int(passed),
             late=int(late),
             busy=int(not (passed or late) and gradients.is_busy()),
-            new=int(late and rounds.new),
-            changed=int(rounds.caught_up and gradients.changed()),
-            written=int(late and not rounds.caught_up and gradients.changed()),
+            unreduced=int(late and rounds.has_unreduced),
+            changed=int(rounds.participated and gradients.changed_since_round()),
+            written=int(late and not rounds.participated and gradients.changed_since_round()),
             failed=int(rounds in entry.failed),
-            moved=int(rounds in entry.held or (not passed and rounds.moved)),
-            sparse=int(gradients.is_sparse()),
+            outdated=int(rounds in entry.outdated or (not passed and rounds.plan_outdated)),
+            sparse=int(gradients.needs_sparse_bucket()),
             unagreed=int(not rounds.agreed),
             digest=digest,
             squares=digest * digest,
@@ -426,13 +424,13 @@ class Coordinator:
 
     # --- errors ---------------------------------------------------------------------------------
 
-    def _entered(self, entry: Entry) -> list[Rounds | None]:
-        """Return the optimizers that this rank has entered the round with."""
+    def _rounds_of(self, entry: Entry) -> list[Rounds | None]:
+        """Return the rounds that this rank has entered."""
         return [*entry.passed, *([entry.late] if entry.late else [])]
 
-    def _describe_location(self, entry: Entry, optimizers: Sequence[Rounds | None]) -> str:
-        """Describe the position of this rank for each optimizer, for an error."""
-        living = [each and each.rounds for each in self._live_optimizers()[::-1]]
+    def _describe_rank(self, entry: Entry, optimizers: Sequence[Rounds | None]) -> str:
+        """Describe the step and round of this rank for each of the optimizers."""
+        oldest_first = self._newest_first()[::-1]
         texts = []
         for rounds in optimizers:
             if rounds is None:
@@ -446,70 +444,66 @@ class Coordinator:
                 where = "at its step"
             else:
                 where = f"while in {'a pass' if entry.passed else 'the step'} of another optimizer"
-            label = f"optimizer {living.index(rounds)}: " if len(optimizers) > 1 else ""
-            texts.append(label + rounds.explain(where))
+            label = f"optimizer {oldest_first.index(rounds)}: " if len(optimizers) > 1 else ""
+            texts.append(label + rounds.describe(where))
         return "; ".join(texts)
 
-    def _failure(self, entry: Entry, known: _Known) -> HvdkitError:
-        """Return the error of a void round, the same on every rank. A collective."""
-        # Complete the buckets that ranks have started.
-        sent = [(r, slot) for r, slot in known.in_pass if r and slot.present == known.count]
+    def _make_error(self, entry: Entry, result: _HeaderResult) -> HvdkitError:
+        """Return the error of rounds that cannot be used, the same on every rank. A collective."""
+        # Ranks have sent buckets, which must not stay in flight.
+        sent = [(r, slot) for r, slot in result.in_pass if r and slot.present == result.count]
         plans = [rounds.plans_agreed for rounds, _ in sent]
         if any(slot.unagreed for _, slot in sent):
-            fewest = self._collectives.max([_MANY - n for n in plans], "hvdkit.rounds.plans")
-            plans = [_MANY - n for n in fewest]
+            fewest = self._collectives.max(
+                [_MAX_SYNCHRONIZERS - n for n in plans], "hvdkit.rounds.plans"
+            )
+            plans = [_MAX_SYNCHRONIZERS - n for n in fewest]
         for (rounds, slot), agreed in zip(sent, plans, strict=True):
             if rounds not in entry.passed and not slot.busy:
                 rounds.begin()
             rounds.abandon(agreed)
-        joined = len(self._collectives.ranks) - known.count
-        texts: list[str] = []
-        if not joined:
-            own = self._describe_location(entry, [rounds for rounds, _ in known.slots])
-            everyone = self._collectives.allgather(own.encode(), "hvdkit.rounds.who")
-            holders: dict[str, list[int]] = {}
-            for rank, said in zip(self._collectives.ranks, everyone, strict=True):
-                holders.setdefault(said.decode(), []).append(rank)
-            texts = [
-                f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {said}"
-                for said, ranks in holders.items()
-            ]
-        who = ". ".join(texts) or f"{joined} ranks have called join(), so details are unknown"
-        failed = max(slot.failed for _, slot in known.slots)
+        joined = len(self._collectives.ranks) - result.count
+        if joined:
+            # Ranks in `join` take part in sums only.
+            details = f"{joined} ranks have called join(), so details of each rank are unknown"
+        else:
+            own = self._describe_rank(entry, [rounds for rounds, _ in result.slots])
+            details = ". ".join(group_by_text(self._collectives, own, "hvdkit.rounds.who"))
+        failed = max(slot.failed for _, slot in result.slots)
         if failed:
             error: HvdkitError = BackwardFailed(
-                f"the backward pass raised on {failed} of {known.count} ranks, so no rank can use "
-                f"its gradients. {who}. Call optimizer.zero_grad() on every rank to continue."
+                f"the backward pass raised on {failed} of {result.count} ranks, so no rank can use "
+                f"its gradients. {details}. Call optimizer.zero_grad() on every rank to continue."
             )
-        elif any(slot.present < known.count for _, slot in known.slots):
+        elif any(slot.present < result.count for _, slot in result.slots):
             error = PassesDiffer(
-                f"ranks have wrapped different numbers of optimizers. {who}. Call "
-                f"hvd.DistributedOptimizer on all ranks alike, then optimizer.zero_grad() to "
-                f"continue."
+                f"ranks have wrapped different numbers of optimizers. {details}. Call "
+                f"hvd.DistributedOptimizer equally often on all ranks, then optimizer.zero_grad() "
+                f"to continue."
             )
-        elif any(slot.busy for _, slot in known.slots):
+        elif any(slot.busy for _, slot in result.slots):
             error = PassesDiffer(
                 f"an optimizer has a round while a backward pass in another thread adds to its "
-                f"gradients. {who}. Train in one thread of each process."
+                f"gradients. {details}. Train in one thread of each process."
             )
         else:
             error = PassesDiffer(
                 f"ranks are not in the same step, or differ in the gradients that they need. "
-                f"{who}. Give all ranks the same number of batches (or call hvd.join() at the end "
-                f"of the epoch), call step(), zero_grad() and requires_grad_() on all ranks alike. "
-                f"Call optimizer.zero_grad() to continue."
+                f"{details}. Give all ranks the same number of batches (hvd.join() ends an uneven "
+                f"epoch). Call step(), zero_grad() and requires_grad_() on all ranks alike. Then "
+                f"call optimizer.zero_grad() to continue."
             )
         # Ranks that are in different steps may have different parameters.
-        self._reset([rounds for rounds, _ in known.slots], bool(failed), error)
+        self._reset([rounds for rounds, _ in result.slots], bool(failed), error)
         return error
 
     def _raise_changed(self, optimizers: Sequence[Rounds], changed: int, count: int) -> NoReturn:
         error = GradientsChanged(
-            f"on {changed} of {count} ranks gradients were changed after loss.backward(), and "
-            f"another rank made no backward pass, so its gradients were added after that change. "
-            f"If a rank may skip the backward pass, call "
-            f"hvd.clip_grad_norm_(optimizer, ...) or optimizer.synchronize() on every rank before "
-            f"changing gradients. Call optimizer.zero_grad() to continue."
+            f"on {changed} of {count} ranks gradients were changed after loss.backward(), but "
+            f"another rank had made no backward pass, so these gradients were not final. If a rank "
+            f"may skip the backward pass, call hvd.clip_grad_norm_(optimizer, ...) or "
+            f"optimizer.synchronize() on every rank before changing gradients. Call "
+            f"optimizer.zero_grad() to continue."
         )
         self._reset(optimizers, False, error)
         raise error
@@ -524,7 +518,7 @@ class Coordinator:
 
 @contextmanager
 def _invalidating(optimizers: Iterable[Rounds]) -> Iterator[None]:
-    """Invalidate the gradients of these optimizers if an exception ends the block."""
+    """Invalidate the gradients of these optimizers if the block raises."""
     try:
         yield
     except BaseException as error:
@@ -534,7 +528,7 @@ def _invalidating(optimizers: Iterable[Rounds]) -> Iterator[None]:
 
 
 def _raise_first(errors: dict[Any, Exception]) -> NoReturn:
-    """Raise the first error, without a cycle that keeps this frame and its optimizers alive."""
+    """Raise the first error, without a reference cycle that keeps this frame alive."""
     try:
         raise next(iter(errors.values()))
     finally:

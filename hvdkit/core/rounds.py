@@ -1,8 +1,13 @@
 """Reduction rounds of one optimizer.
 
-In a round every rank reduces every bucket of the optimizer once. `hvdkit.core.coordination`
-decides, on all ranks alike, which optimizers have a round; this module performs it. The names of
-collectives are the same in every round, so Horovod's response cache has them.
+In a round every rank reduces every bucket of the optimizer once. `hvdkit.core.coordination` decides
+which optimizers have a round, the same ones on all ranks, and calls this module:
+
+    begin()      leave in each gradient only the part that is not reduced
+    send()       start the buckets
+    complete()   wait for the buckets; afterwards every gradient is the reduced gradient
+
+The names of collectives are the same in every round, so Horovod's response cache serves all rounds.
 """
 
 import zlib
@@ -13,11 +18,18 @@ from hvdkit.core.accumulation import Window
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.synchronizer import Synchronizer
 
-Synchronizers = Sequence[Synchronizer[Any, Any]]
-
 
 class LocalGradients(Protocol):
-    """The gradients of this rank. An adapter implements this protocol."""
+    """The gradients of one optimizer on this rank. Each adapter implements it.
+
+    A gradient consists of a base, which earlier rounds have reduced, and of an unreduced part,
+    which backward passes have added since.
+    """
+
+    @property
+    def synchronizers(self) -> Sequence[Synchronizer[Any, Any]]:
+        """A synchronizer for the parameters at the start, and one for each set of later ones."""
+        ...
 
     def signature(self, assigned: bool) -> Sequence[object]:
         """Return values that must be equal on all ranks in a round, such as `requires_grad`.
@@ -27,129 +39,126 @@ class LocalGradients(Protocol):
         """
         ...
 
-    def explain(self) -> str:
-        """Describe the signature, for an error."""
+    def describe(self) -> str:
+        """Describe the signature for an error."""
         ...
 
-    def removed(self) -> bool:
-        """Return whether the script has removed all gradients that the last round left."""
+    def all_removed(self) -> bool:
+        """Return whether the last round left gradients and the script has removed all of them."""
         ...
 
-    def has_new(self, assigned: bool) -> bool:
-        """Return whether a gradient has changed since its last reduction by a backward pass.
+    def has_unreduced(self, assigned: bool) -> bool:
+        """Return whether a gradient has an unreduced part.
 
         Args:
-            assigned: whether a gradient that the script has assigned counts as well.
+            assigned: count a gradient that the user has assigned as unreduced.
         """
         ...
 
-    def changed(self) -> bool:
-        """Return whether a gradient differs from the result of the last round."""
+    def changed_since_round(self) -> bool:
+        """Return whether a reduced gradient was changed or replaced since the last round."""
         ...
 
-    def moved(self) -> bool:
+    def plan_outdated(self) -> bool:
         """Return whether parameters have another dtype or device than the buckets."""
         ...
 
     def replan(self) -> None:
-        """Create new synchronizers for the current parameters. Not a collective."""
+        """Make new synchronizers for the parameters as they are now. Not a collective."""
         ...
 
-    def add_trainable(self) -> bool:
-        """Create a synchronizer for newly trainable parameters; return whether there are any."""
+    def plan_new_parameters(self) -> bool:
+        """Make a synchronizer for the parameters without one; return whether there are any."""
         ...
 
     def are_equal(self) -> bool:
-        """Return whether reduced gradients are bit-identical on all ranks. A collective."""
+        """Return whether the reduced gradients have the same bits on all ranks. A collective."""
         ...
 
-    def count_changed_as_new(self) -> None:
-        """Count gradients that the script has written in place as new ones."""
+    def mark_changed_unreduced(self) -> None:
+        """Count gradients that the script has written in place as unreduced."""
         ...
 
     def begin_round(self, assigned: bool) -> None:
-        """Keep the reduced part of each gradient apart, and leave the new part for the round.
+        """Split off the bases: leave in each gradient only its unreduced part.
 
-        Until `end_round`, the other methods ignore the zeros that packing assigns to parameters
-        without a gradient.
+        Until `end_round`, zeros that packing writes for a missing gradient do not count as a
+        gradient.
 
         Args:
-            assigned: whether a gradient that the script has assigned is new; otherwise it counts
+            assigned: count a gradient that the user has assigned as unreduced; otherwise it counts
                 as reduced.
         """
         ...
 
     def end_round(self) -> None:
-        """Add the gradients that `begin_round` kept apart to the reduced ones."""
+        """Add the bases to the reduced gradients."""
         ...
 
     def end_step(self) -> None:
-        """Count the current gradients, which a step has used, as reduced ones."""
+        """Count the gradients as they are now as reduced, because a step has used them."""
         ...
 
     def is_busy(self) -> bool:
         """Return whether a backward pass is adding to the gradients."""
         ...
 
-    def is_sparse(self) -> bool:
-        """Return whether there is a sparse gradient in a dense bucket."""
+    def needs_sparse_bucket(self) -> bool:
+        """Return whether a gradient is sparse whose bucket is dense."""
         ...
 
     def make_sparse(self) -> None:
-        """Make these gradients sparse on every rank, and plan new buckets. A collective."""
+        """Make such gradients and their buckets sparse on every rank. A collective."""
         ...
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients by `factor`: the reduction of a single rank."""
+        """Multiply the unreduced gradients by `factor`: the reduction of a single rank."""
         ...
 
     def invalidate(self, reason: str) -> None:
-        """Record why the gradients cannot be used, and drop the part that is kept apart."""
+        """Record why the gradients cannot be used, and drop the bases."""
         ...
 
-    def used(self) -> Sequence[int]:
+    def used_parameters(self) -> Sequence[int]:
         """Return 1 for each parameter with a gradient, else 0; empty without `find_unused`."""
         ...
 
     def drop_unused(self, used: Sequence[int]) -> None:
-        """Remove the gradients of parameters whose entry in `used` is 0."""
+        """Remove the gradients whose entry is 0."""
         ...
 
 
 class Rounds:
-    """The rounds of one optimizer, and the position of this rank in them.
+    """The rounds of one optimizer, and this rank's position in them.
 
     Args:
-        collectives: of the ranks to reduce over.
-        gradients: of this rank.
-        synchronizers: of the optimizer; `gradients` extends this list.
+        collectives: the collectives of the ranks to reduce over.
+        gradients: this rank's gradients.
         window: the accumulation window.
-        compare: called once, after the ranks have agreed for the first time, to compare more. It
-            may raise on every rank. All ranks pass it, or none.
+        compare: an additional consistency check, called once after the ranks have agreed for the
+            first time. It raises on every rank or on none. All ranks pass one, or none does.
 
     Attributes:
-        gradients: as given.
-        caught_up: whether this rank has taken part in a round since its last step.
-        may_add: whether the script may have added gradients since the last round without a
-            reduction, for example in `no_sync`. The same on all ranks.
-        has_late_ranks: whether a rank has entered a round of this step at a step, without a pass.
-            All ranks then send a header at the step of this optimizer.
+        gradients: this rank's gradients.
+        participated: whether this rank has taken part in a round since its last step.
+        no_sync_used: whether the script may have added gradients under `no_sync` since the last
+            round, which only a step reduces. The same on all ranks.
+        has_late_ranks: whether a rank was late in a round of this step: it took part at a step of
+            this or another optimizer. If so, all ranks send a header at this optimizer's step.
     """
 
     def __init__(
         self,
         collectives: Collectives,
         gradients: LocalGradients,
-        synchronizers: Synchronizers,
         window: Window,
         compare: Callable[[], None] | None = None,
     ) -> None:
         self.gradients = gradients
-        self.caught_up = False
+        self.participated = False
         self.has_late_ranks = False
-        self.may_add = False
+        self.no_sync_used = False
         self._collectives = collectives
-        self._synchronizers = synchronizers
         self._window = window
         self._compare = compare
         self._compared = False
@@ -164,119 +173,119 @@ class Rounds:
     @property
     def agreed(self) -> bool:
         """Whether the ranks have agreed on the buckets."""
-        return all(synchronizer.agreed for synchronizer in self._synchronizers)
+        return all(synchronizer.agreed for synchronizer in self.gradients.synchronizers)
 
     @property
-    def moved(self) -> bool:
-        """Whether parameters have another dtype or device than the buckets agreed on."""
-        return self.agreed and not self._collectives.alone and self.gradients.moved()
+    def plan_outdated(self) -> bool:
+        """Whether parameters have another dtype or device than the agreed buckets."""
+        return self.agreed and not self._collectives.single_rank and self.gradients.plan_outdated()
 
     @property
-    def in_windows(self) -> bool:
-        """Whether gradients are divided by the passes of a window, also on a single rank."""
+    def has_window(self) -> bool:
+        """Whether gradients are divided by the passes of a window."""
         return self._window.size > 1
 
     @property
-    def new(self) -> bool:
-        """Whether there are gradients that were not reduced."""
-        return self.gradients.has_new(assigned=not self.caught_up)
+    def has_unreduced(self) -> bool:
+        """Whether a gradient has an unreduced part."""
+        return self.gradients.has_unreduced(assigned=not self.participated)
 
-    def begin_generation(self) -> None:
-        """Reset the position after another `init`, or after `join`."""
+    def check_generation(self) -> None:
+        """Reset the counters if Horovod was initialised again or ranks returned from `join`."""
         if self._generation != self._collectives.generation:
-            # Some ranks may be new, so all of them begin at 0.
+            # Ranks may have counted differently, and some may be new.
             self._generation = self._collectives.generation
             self._compared = False
-            self._reset_place()
+            self._reset_counters()
 
     def digest(self) -> int:
-        """Return a 24-bit digest of the step, the round and the required gradients."""
-        # With 24 bits, the sum of squares of 30,000 ranks fits into 64 bits.
-        place = (self._step, self._number, self._window.passes, self.has_late_ranks)
-        signature = self.gradients.signature(not self.caught_up)
-        return zlib.crc32(repr((*place, *signature)).encode()) & 0xFFFFFF
+        """Return 24 bits that are equal on ranks with equal step, round and gradients needed."""
+        # With 24 bits the sum of squares over 30,000 ranks fits into 64 bits.
+        position = (self._step, self._number, self._window.passes, self.has_late_ranks)
+        signature = self.gradients.signature(not self.participated)
+        return zlib.crc32(repr((*position, *signature)).encode()) & 0xFFFFFF
 
-    def explain(self, where: str) -> str:
-        """Describe the values of `digest`, for an error.
+    def describe(self, where: str) -> str:
+        """Describe the values in `digest`, for an error.
 
         Args:
-            where: where this rank is, such as "in a backward pass".
+            where: this rank's activity, such as "in a backward pass".
         """
         passes = self._window.passes
         return (
             f"step {self._step + 1}, reduction {self._number + 1}, {where}"
             + (f", pass {passes} of its window" if passes else "")
-            + f"; {self.gradients.explain()}"
+            + f"; {self.gradients.describe()}"
         )
 
     def end_step(self) -> None:
-        """Record a step of the optimizer."""
-        if not self._collectives.alone:
+        """Record that the optimizer has made a step."""
+        if not self._collectives.single_rank:
             self.gradients.end_step()
         self._step += 1
         self._number = 0
-        self.caught_up = self.has_late_ranks = self.may_add = False
+        self.participated = self.has_late_ranks = self.no_sync_used = False
 
-    def _reset_place(self) -> None:
+    def _reset_counters(self) -> None:
         self._used = []
         self._step = self._number = 0
-        self.caught_up = self.has_late_ranks = self.may_add = False
+        self.participated = self.has_late_ranks = self.no_sync_used = False
 
     # --- a round --------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Keep the reduced part of the gradients apart."""
-        self.gradients.begin_round(not self.caught_up)
+        """Leave in each gradient only its unreduced part."""
+        self.gradients.begin_round(not self.participated)
 
     def agree(self) -> None:
-        """Agree with the other ranks on the buckets. A collective.
+        """Compare parameters and settings with the other ranks and plan buckets. A collective.
 
         Raises:
-            RankMismatchError: on every rank, if parameters or settings differ.
+            RankMismatchError: on every rank, when their parameters or settings differ.
         """
-        if self.gradients.moved():
+        if self.gradients.plan_outdated():
             self.gradients.replan()
-        for synchronizer in self._synchronizers:
+        for synchronizer in self.gradients.synchronizers:
             if not synchronizer.agreed:
                 synchronizer.agree()
         if self._compare is None:
             return
-        # A rank that had joined before its first step has not compared yet.
+        # A rank that called `join` before its first step did not take part in the comparison.
         (compared,) = self._collectives.max([int(self._compared)], "hvdkit.rounds.compared")
         try:
             if not compared:
                 self._compare()
         except BaseException:
-            self.agree_again()
+            self.forget_agreement()
             raise
         self._compared = True
 
-    def agree_again(self) -> None:
-        """Let the next round begin with `agree`, including the comparison of values."""
+    def forget_agreement(self) -> None:
+        """Begin the next round with `agree`, including the additional consistency check."""
         self._compared = False
-        for synchronizer in self._synchronizers:
+        for synchronizer in self.gradients.synchronizers:
             synchronizer.forget()
 
     def send(self) -> None:
-        """Start the buckets that have not started. Call `agree` before."""
-        self._send(len(self._synchronizers))
+        """Start the buckets that have not started. `agree` comes first."""
+        self._send(len(self.gradients.synchronizers))
 
-    def complete(self, moved: bool, sparse: bool) -> None:
-        """Wait for all buckets. Afterwards every gradient is final. A collective.
+    def complete(self, outdated: bool, sparse: bool) -> None:
+        """Wait for all buckets; afterwards every gradient is reduced. A collective.
 
         Args:
-            moved: the parameters of all ranks have another dtype or device than the buckets.
-            sparse: a rank has a sparse gradient in a dense bucket.
+            outdated: on all ranks, parameters have another dtype or device than the buckets.
+            sparse: some rank has a sparse gradient whose bucket is dense.
         """
-        if moved:
+        if outdated:
             self.gradients.replan()
-            for synchronizer in self._synchronizers:
+            for synchronizer in self.gradients.synchronizers:
                 synchronizer.agree()
             self.send()
-        used = self._wait(len(self._synchronizers))
-        known = len(self._synchronizers)
-        if self.gradients.add_trainable():
-            for synchronizer in self._synchronizers[known:]:
+        used = self._wait(len(self.gradients.synchronizers))
+        known = len(self.gradients.synchronizers)
+        if self.gradients.plan_new_parameters():
+            for synchronizer in self.gradients.synchronizers[known:]:
                 synchronizer.synchronize()
         if sparse:
             self.gradients.make_sparse()
@@ -284,54 +293,54 @@ class Rounds:
             self.gradients.drop_unused(used)
         self.gradients.end_round()
         self._number += 1
-        self.caught_up = True
-        self.may_add = False
+        self.participated = True
+        self.no_sync_used = False
 
     @property
     def plans_agreed(self) -> int:
-        """The number of synchronizers, from the first one on, that the ranks have agreed on."""
-        agreed = [synchronizer.agreed for synchronizer in self._synchronizers]
+        """The number of synchronizers before the first without agreed buckets."""
+        agreed = [synchronizer.agreed for synchronizer in self.gradients.synchronizers]
         return agreed.index(False) if False in agreed else len(agreed)
 
     def abandon(self, plans: int) -> None:
-        """Wait for the buckets of a void round. A collective.
+        """Wait for the buckets of a round that cannot be used. A collective.
 
         Args:
-            plans: the number of synchronizers that all ranks have agreed on.
+            plans: the smallest `plans_agreed` of all ranks.
         """
         self._send(plans)
         self._wait(plans)
 
     def reset(self, same_parameters: bool, reason: str) -> None:
-        """Reset the position after an error on all ranks.
+        """Return to the initial state after an error that all ranks have raised.
 
         Args:
-            same_parameters: whether ranks certainly have equal parameters.
+            same_parameters: whether the ranks certainly have equal parameters.
             reason: why the gradients cannot be used.
         """
-        self._reset_place()
+        self._reset_counters()
         self.gradients.invalidate(reason)
         if not same_parameters:
-            self.agree_again()
+            self.forget_agreement()
 
-    def reduce_alone(self) -> None:
+    def reduce_locally(self) -> None:
         """Reduce the gradients of a single rank: divide them by the passes of the window."""
         self.begin()
         if self._window.divisor != 1:
             self.gradients.scale(1.0 / self._window.divisor)
         self.gradients.end_round()
-        self.caught_up = True
+        self.participated = True
 
     def complete_deferred(self) -> None:
-        """Complete requests that wire formats have deferred to the next round."""
-        for synchronizer in self._synchronizers:
+        """Complete the deferred requests of the last round. Every rank has started them."""
+        for synchronizer in self.gradients.synchronizers:
             synchronizer.complete_deferred()
 
     def _send(self, plans: int) -> None:
-        """Start the buckets of the first `plans` synchronizers that have not started."""
-        used = self.gradients.used()
+        """Start the buckets of the first `plans` synchronizers."""
+        used = self.gradients.used_parameters()
         start = 0
-        for k, synchronizer in enumerate(self._synchronizers[:plans]):
+        for k, synchronizer in enumerate(self.gradients.synchronizers[:plans]):
             end = start + len(synchronizer.specs)
             if used and k == len(self._used):
                 name = f"{synchronizer.name}.used"
@@ -340,8 +349,12 @@ class Rounds:
             start = end
 
     def _wait(self, plans: int) -> list[int]:
-        """Wait for the first `plans` synchronizers; return how many ranks use each parameter."""
+        """Wait for the buckets of the first `plans` synchronizers.
+
+        Returns:
+            The number of ranks that use each parameter; empty without `find_unused`.
+        """
         used, self._used = self._used, []
-        for synchronizer in self._synchronizers[:plans]:
+        for synchronizer in self.gradients.synchronizers[:plans]:
             synchronizer.wait()
         return [count for result in used[:plans] for count in result()]

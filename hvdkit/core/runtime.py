@@ -1,21 +1,20 @@
-"""Start and end Horovod in a process. Each adapter has one `Runtime`."""
+"""Start and shut down Horovod in a process. Each adapter makes one `Runtime` for its Horovod."""
 
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 from hvdkit.errors import HvdkitError, UsageError
 
-#: Seconds after which a collective that some ranks have not entered ends the job.
-#: torch.distributed has the same timeout for Gloo. Half an hour is longer than rank 0 needs to
-#: write a checkpoint or to evaluate, and shorter than a night of reserved machines.
+#: Seconds after which a collective that some ranks never entered ends the job. The value is the
+#: timeout of torch.distributed for Gloo: longer than rank 0 needs for a checkpoint or a validation.
 STALL_SHUTDOWN_SECONDS = 1800
 
-# The number of processes, from launchers other than Horovod's.
+# Variables of MPI and Slurm with the number of processes that they started.
 _SIZE_VARIABLES = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
@@ -23,21 +22,21 @@ _SIZE_VARIABLES = (
     "SLURM_STEP_NUM_TASKS",
 )
 
-# Only processes of torchrun have all of these variables.
+# Only processes started by torchrun have all of these variables.
 _TORCHRUN = frozenset(
     {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 )
 
-# The module of each framework that loads Horovod's extension for it.
-_EXTENSIONS = {"torch": "horovod.torch.mpi_ops", "tensorflow": "horovod.tensorflow.mpi_ops"}
+# A framework's Horovod extension is loaded by the module horovod.FRAMEWORK.mpi_ops.
+_FRAMEWORKS = ("torch", "tensorflow")
 
 
 class Engine(Protocol):
-    """The installed Horovod; see `hvdkit.engine.describe.Engine`."""
+    """The properties of the installed Horovod, as in `hvdkit.engine.describe.Engine`."""
 
     @property
     def version(self) -> str:
-        """The version of the package."""
+        """The version of the distribution."""
         ...
 
     @property
@@ -46,20 +45,25 @@ class Engine(Protocol):
         ...
 
     @property
+    def patches(self) -> Collection[str]:
+        """The names of hvdkit's patches that it was built with."""
+        ...
+
+    @property
     def ours(self) -> bool:
-        """Whether it was built by `hvdkit build`."""
+        """Whether `hvdkit build` built it."""
         ...
 
 
 class Horovod(Protocol):
-    """The functions of a framework's `horovod.*.mpi_ops` that this module calls."""
+    """The functions of a framework's `horovod.*.mpi_ops` that this module uses."""
 
     def init(self, *args: Any, **kwargs: Any) -> None:
         """Initialise Horovod."""
         ...
 
     def shutdown(self) -> None:
-        """End it."""
+        """Shut down Horovod."""
         ...
 
     def rank(self) -> int:
@@ -71,11 +75,11 @@ class Horovod(Protocol):
         ...
 
     def local_rank(self) -> int:
-        """The local rank of this process."""
+        """This process's rank among those of its host."""
         ...
 
     def local_size(self) -> int:
-        """The number of ranks on this host."""
+        """The number of ranks on its host."""
         ...
 
     def mpi_built(self) -> bool:
@@ -94,27 +98,27 @@ def loading(
     engine: Engine,
     errors: tuple[type[Exception], ...] = (ImportError,),
 ) -> Iterator[None]:
-    """Let an adapter import its Horovod in the block, and convert errors.
+    """Context in which an adapter imports its Horovod.
 
     Args:
         framework: `torch` or `tensorflow`.
         version: the imported version of the framework.
         engine: the installed Horovod.
-        errors: exceptions of importing an extension for another version.
+        errors: the errors of importing an extension that was built for another version.
 
     Raises:
-        ImportError: Horovod does not load with this version of the framework, or the extension of
-            another framework is already loaded: two in one process crash or hang.
+        ImportError: the extension does not load with this version of the framework, or another
+            framework's extension is loaded already. Two in one process crash or hang.
     """
-    for other, extension in _EXTENSIONS.items():
-        if other != framework and extension in sys.modules:
+    for other in _FRAMEWORKS:
+        if other != framework and f"horovod.{other}.mpi_ops" in sys.modules:
             raise ImportError(
                 f"horovod.{other} is loaded already, and Horovod works with one framework per "
                 f"process: import either hvdkit.{framework} or hvdkit.{other}"
             )
     with warnings.catch_warnings():
-        # For another version of the framework, Horovod advises a pip command that cannot work.
-        # `init` logs a better one.
+        # Horovod warns about another version of the framework, with a pip command that does not
+        # work. `init` warns with a command that does.
         warnings.filterwarnings("ignore", message=r"Framework \w+ installed with version")
         try:
             yield
@@ -127,17 +131,17 @@ def loading(
 
 
 class Runtime:
-    """Starts and ends Horovod in this process.
+    """Start and shut down Horovod in this process.
 
     Args:
         framework: `torch` or `tensorflow`.
         version: the imported version of the framework.
         engine: the installed Horovod.
         horovod: the framework's `mpi_ops`.
-        use_own_gpu: selects the GPU with the index of the local rank; called if several ranks share
-            a host.
-        connect_under_torchrun: returns Horovod's variables for this rank; called if torchrun
-            started several ranks.
+        use_own_gpu: makes the GPU with the number of the given local rank the default one. Called
+            only if several ranks share a host.
+        torchrun_variables: returns Horovod's environment variables for this rank. Called only if
+            torchrun started several ranks.
     """
 
     def __init__(
@@ -147,104 +151,103 @@ class Runtime:
         engine: Engine,
         horovod: Horovod,
         use_own_gpu: Callable[[int], None],
-        connect_under_torchrun: Callable[[], Mapping[str, str]],
+        torchrun_variables: Callable[[], Mapping[str, str]],
     ) -> None:
         self._framework = framework
         self._version = version
         self._engine = engine
         self._horovod = horovod
         self._use_own_gpu = use_own_gpu
-        self._connect_under_torchrun = connect_under_torchrun
+        self._torchrun_variables = torchrun_variables
         self._generation = 0
-        self._announced = False
+        self._warned = False
 
     @property
     def generation(self) -> int:
-        """A number that changes on all ranks when earlier agreements are void."""
+        """A number that `init` and the return from `join` increase, on all ranks."""
         return self._generation
 
     def begin_generation(self) -> None:
-        """Make earlier agreements of the ranks void, for example after `join`."""
+        """Increase `generation`, to invalidate earlier agreements between the ranks."""
         self._generation += 1
 
     def init(self, *args: Any, **kwargs: Any) -> None:
-        """Initialise Horovod, with the arguments of Horovod's `init` (`comm`, `process_sets`).
+        """Initialise Horovod. Takes the arguments of Horovod's `init`: `comm`, `process_sets`.
 
-        In addition:
-        - A collective that not all ranks enter ends the job after half an hour. Horovod's variables
-          (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS and others) take precedence.
-        - `python script.py` is a job of one rank, without MPI and network.
-        - Ranks that torchrun started connect through its store.
-        - If several ranks share a host, each uses the GPU of its local rank, unless the script
-          selects one.
+        Differences from Horovod:
+        - A collective that not all ranks enter ends the job after half an hour, not never, unless
+          HOROVOD_STALL_SHUTDOWN_TIME_SECONDS or a related variable is set.
+        - `python script.py` is a job of one rank, without MPI and without a network.
+        - Ranks that torchrun started find each other through its store.
+        - If several ranks share a host, the default GPU is the one of the local rank, unless the
+          script chooses another.
 
         Raises:
-            HvdkitError: a launcher started several processes, and they did not become one job.
+            HvdkitError: a launcher started several processes, but they did not form one job.
         """
         horovod = self._horovod
         limit_stalls(os.environ)
-        # The user may select some of the started ranks with `comm`.
+        # Ranks given as `comm` may be a part of the started ones.
         whole_world = not (args or kwargs.get("comm"))
         by_torchrun = ranks_started_by_torchrun(os.environ)
         if by_torchrun > 1:
             if not horovod.gloo_built():
                 raise HvdkitError(
-                    f"{by_torchrun} ranks were started by torchrun, and Horovod "
-                    f"{self._engine.version} here has no Gloo to connect them. Run `hvdkit build "
+                    f"torchrun started {by_torchrun} ranks, but the installed Horovod "
+                    f"{self._engine.version} has no Gloo to connect them. Run `hvdkit build "
                     f"--controllers gloo,mpi`, or start the script with mpirun."
                 )
-            # Keep the variables for `init` after `shutdown`.
-            os.environ.update(self._connect_under_torchrun())
+            # They stay set, for `init` after `shutdown`.
+            os.environ.update(self._torchrun_variables())
         processes = 1 if by_torchrun == 1 else processes_started_for_mpi(os.environ)
         if processes > 1 and not horovod.mpi_built():
             raise HvdkitError(
-                f"{processes} processes were started by mpirun or srun, and Horovod "
-                f"{self._engine.version} here has no MPI to connect them. Run `hvdkit build "
+                f"mpirun or srun started {processes} processes, but the installed Horovod "
+                f"{self._engine.version} has no MPI to connect them. Run `hvdkit build "
                 f"--controllers gloo,mpi`, or start the script with horovodrun."
             )
         if processes > 1 and os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
             raise HvdkitError(
-                f"{processes} processes were started by mpirun or srun, and HOROVOD_CONTROLLER is "
-                f"gloo, which cannot connect them: unset it, or start the script with horovodrun"
+                f"mpirun or srun started {processes} processes, but HOROVOD_CONTROLLER is gloo, "
+                f"which cannot connect them. Unset it, or start the script with horovodrun."
             )
-        alone = whole_world and processes == 1 and horovod.gloo_built()
-        with one_rank_over_gloo(os.environ) if alone else nullcontext():
+        single = whole_world and processes == 1 and horovod.gloo_built()
+        with one_rank_over_gloo(os.environ) if single else nullcontext():
             horovod.init(*args, **kwargs)
         if whole_world and processes > 1 and horovod.size() == 1:
             horovod.shutdown()
             raise HvdkitError(
-                f"{processes} processes were started by mpirun or srun, but each became a separate "
-                f"job. Use the launcher of the MPI that Horovod was built with (see "
-                f"`hvdkit doctor`); srun may need --mpi=pmix."
+                f"mpirun or srun started {processes} processes, but each formed its own job. Use "
+                f"the launcher of the MPI that Horovod was built with (see `hvdkit doctor`). srun "
+                f"may need --mpi=pmix."
             )
         if horovod.local_size() > 1:
             self._use_own_gpu(horovod.local_rank())
         self.begin_generation()
-        self._announce()
+        self._warn_once()
 
     def shutdown(self) -> None:
-        """End Horovod in this process. Ranks that wait for this one get an error."""
+        """Shut down Horovod in this process. Ranks that wait for this one get an error."""
         self._horovod.shutdown()
 
-    def _announce(self) -> None:
-        """Log on rank 0, once, the limits of this Horovod."""
-        if self._announced or self._horovod.rank() != 0:
+    def _warn_once(self) -> None:
+        """Warn on rank 0 about an engine without hvdkit's patches or for another version."""
+        if self._warned or self._horovod.rank() != 0:
             return
-        self._announced = True
+        self._warned = True
         engine = self._engine
         log = logging.getLogger(f"hvdkit.{self._framework}")
         if not engine.ours:
             log.warning(
-                "Horovod %s was not built by `hvdkit build`: over Gloo, ranks wait without a "
-                "timeout for a missing rank, jobs on several hosts may bind to the wrong "
-                "interface, and float16 is slow; gradients are copied more often than needed. "
-                "Results are the same.",
+                "Horovod %s was not built by `hvdkit build`. Over Gloo the start may hang if a "
+                "rank is missing, jobs on several hosts may use the wrong interface, float16 is "
+                "slow, and gradients are copied more often. Results are the same.",
                 engine.version,
             )
         built_for = engine.frameworks[self._framework]
         if built_for not in ("unknown", self._version):
             log.warning(
-                "Horovod %s was built for %s %s, and this is %s %s: run `hvdkit build`.",
+                "Horovod %s was built for %s %s, but %s %s is installed: run `hvdkit build`.",
                 engine.version,
                 self._framework,
                 built_for,
@@ -254,21 +257,21 @@ class Runtime:
 
 
 def limit_stalls(environ: MutableMapping[str, str]) -> None:
-    """Set a stall timeout in `environ`, unless the user has set one.
+    """Let a collective that not all ranks enter end the job, unless variables say otherwise.
 
     Raises:
-        UsageError: a variable is not a whole number.
+        UsageError: one of Horovod's variables for the stall check is not a whole number.
     """
     if _integer(environ, "HOROVOD_STALL_CHECK_DISABLE"):
         return
-    # Horovod ignores a shutdown time below its check time (default: 60 s), so set both.
+    # Horovod ignores a shutdown time below its check time (default 60 s), so keep it above.
     check = _integer(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS")
-    ends = _integer(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
-    if ends is None:
-        ends = max(STALL_SHUTDOWN_SECONDS, 2 * (check or 0))
-        environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(ends)
-    elif check is None and 0 < ends < 60:
-        environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(max(1, ends // 2))
+    shutdown = _integer(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
+    if shutdown is None:
+        shutdown = max(STALL_SHUTDOWN_SECONDS, 2 * (check or 0))
+        environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(shutdown)
+    elif check is None and 0 < shutdown < 60:
+        environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(max(1, shutdown // 2))
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int | None:
@@ -282,14 +285,14 @@ def _integer(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def ranks_started_by_torchrun(environ: Mapping[str, str]) -> int:
-    """Return how many ranks torchrun started, this one included; 0 if it did not.
+    """Return the number of ranks that torchrun started, including this one; 0 without torchrun.
 
-    Horovod's variables take precedence, because `hvdkit run` sets those of torchrun as well.
-    torchrun's take precedence over those of MPI and Slurm, because `srun torchrun` starts one
-    torchrun per node.
+    Horovod's variables take precedence, because `hvdkit run` also sets torchrun's variables.
+    torchrun's variables take precedence over MPI's and Slurm's, because `srun torchrun` starts one
+    torchrun on each node.
 
     Raises:
-        HvdkitError: torchrun was started by a rank of another job.
+        HvdkitError: a rank of another job started torchrun.
     """
     started = (_integer(environ, "WORLD_SIZE") or 0) if environ.keys() >= _TORCHRUN else 0
     if "HOROVOD_SIZE" not in environ and "HOROVOD_RANK" not in environ:
@@ -297,16 +300,16 @@ def ranks_started_by_torchrun(environ: Mapping[str, str]) -> int:
     outer = _integer(environ, "HOROVOD_SIZE")
     if started and outer is not None and started != outer:
         raise HvdkitError(
-            f"torchrun has started {started} ranks inside a rank of a job of {outer} "
-            f"(HOROVOD_SIZE): start the script with torchrun alone, or without it"
+            f"torchrun started {started} ranks inside a rank of a job of {outer} ranks "
+            f"(HOROVOD_SIZE). Start the script with one launcher only."
         )
     return 0
 
 
 def processes_started_for_mpi(environ: Mapping[str, str]) -> int:
-    """Return how many processes mpirun or srun started, this one included; 0 if unknown.
+    """Return the number of processes that mpirun or srun started, including this one.
 
-    It is unknown under Horovod's launchers, which set Horovod's variables only.
+    1 without mpirun and srun; 0 if unknown, which includes Horovod's own launchers.
     """
     if "HOROVOD_SIZE" in environ or "HOROVOD_RANK" in environ:
         return 0
@@ -318,15 +321,15 @@ def processes_started_for_mpi(environ: Mapping[str, str]) -> int:
 
 @contextmanager
 def one_rank_over_gloo(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Let Horovod create a job of one rank over Gloo; MPI, its default, would start a daemon.
+    """Context that selects Gloo for a job of one rank, because MPI would start a daemon.
 
-    The settings are removed after the block, so that a launcher which the script starts does not
-    inherit them. A controller that the user has chosen is kept.
+    The variables are removed at the end, so that a launcher started by the script does not inherit
+    them. A controller that the user has chosen is kept.
     """
     settings = {
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
-        # Otherwise Gloo resolves the hostname, which may fail.
+        # Without this Gloo resolves the hostname, which may fail.
         "HOROVOD_GLOO_IFACE": "lo",
     }
     added = []

@@ -10,16 +10,15 @@ from hvdkit.errors import UsageError
 class WarmupCosine:
     """Linear warm-up to a scaled peak, then half a cosine down to zero.
 
-    With n ranks, a step uses n times the data of one rank. So there are n times fewer steps, with
-    an n times larger learning rate: the linear scaling rule, which needs a warm-up (Goyal et al.,
-    arXiv:1706.02677). The cosine is from Loshchilov and Hutter (arXiv:1608.03983), without
-    restarts.
+    With n ranks a step uses n times the data of one rank, so there are n times fewer steps. The
+    linear scaling rule makes the rate n times as large, and needs a warm-up (Goyal et al.,
+    arXiv:1706.02677). The cosine is Loshchilov and Hutter's, without restarts (arXiv:1608.03983).
 
     Attributes:
-        base_lr: the learning rate for one rank.
-        total_steps: the number of steps of the whole training, on each rank.
-        warmup_steps: the number of steps of the warm-up.
-        scale: peak learning rate / `base_lr`, usually the number of ranks.
+        base_lr: the rate for one rank.
+        total_steps: steps of the whole training, on each rank.
+        warmup_steps: steps until the peak is reached.
+        scale: peak rate / `base_lr`, usually the number of ranks.
 
     Raises:
         UsageError: a value is out of range.
@@ -51,11 +50,11 @@ class WarmupCosine:
 
     @property
     def peak_lr(self) -> float:
-        """The learning rate at the end of the warm-up."""
+        """The rate at the end of the warm-up."""
         return self.base_lr * self.scale
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0; zero from `total_steps` on."""
+        """Return the learning rate of step `step`, counted from 0; zero from `total_steps` on."""
         if step < 0:
             raise UsageError(f"step is {step}: expected 0 or more")
         if step < self.warmup_steps:

@@ -1,4 +1,4 @@
-"""Divide the elements of a dataset equally among the ranks."""
+"""Divide the elements of a dataset into equal numbers for all ranks."""
 
 import logging
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ _log = logging.getLogger("hvdkit.data")
 
 @dataclass(frozen=True)
 class Division:
-    """The division of `count` elements among `size` ranks.
+    """The numbers of elements of each rank.
 
     Attributes:
-        count: of all elements.
+        count: number of all elements.
         size: number of ranks.
-        padded: use all elements, and repeat one on some ranks; otherwise leave out up to `size` - 1
-            elements.
+        padded: use all elements, so that some ranks repeat one. Otherwise up to `size` - 1 elements
+            are left out.
     """
 
     count: int
@@ -23,12 +23,12 @@ class Division:
 
     @property
     def per_rank(self) -> int:
-        """The number of elements of every rank, repeated ones included."""
+        """Number of elements of every rank, including repeated ones."""
         return -(-self.count // self.size) if self.padded else self.count // self.size
 
     @property
     def used(self) -> int:
-        """The number of elements that are not left out."""
+        """Number of elements that are not left out."""
         return self.count if self.padded else self.per_rank * self.size
 
     def of_rank(self, rank: int) -> int:
@@ -36,18 +36,18 @@ class Division:
         return self.used // self.size + (rank < self.used % self.size)
 
     def before_rank(self, rank: int) -> int:
-        """Return the number of elements that the ranks before `rank` have."""
+        """Return the number of elements of all ranks before `rank`."""
         return self.used // self.size * rank + min(rank, self.used % self.size)
 
     def log_tail(self, elements: str = "elements") -> None:
-        """Log how many elements are left out or repeated.
+        """Log the number of elements that are left out or repeated.
 
         Args:
-            elements: the noun for elements, in the message.
+            elements: the word for the elements.
         """
         if self.used < self.count:
             _log.warning(
-                "hvd.shard leaves out %d of %d %s, which %d ranks cannot share evenly; "
+                "hvd.shard leaves out %d of %d %s, because %d ranks cannot share them evenly; "
                 "tail='pad' keeps them",
                 self.count - self.used,
                 self.count,
@@ -56,7 +56,7 @@ class Division:
             )
         elif self.per_rank * self.size > self.count:
             _log.info(
-                "hvd.shard repeats %d of %d %s, with sample weight 0, so that all %d ranks have "
+                "hvd.shard repeats %d of %d %s with sample weight 0, so that each of %d ranks has "
                 "the same number",
                 self.per_rank * self.size - self.count,
                 self.count,

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from packaging.version import Version
 
-from hvdkit.core.bucketing import uncounted
+from hvdkit.core.bucketing import without_layer_numbers
 from hvdkit.core.consistency import check_consistency
 from hvdkit.engine.describe import EngineMissing
 from hvdkit.errors import HvdkitError, UsageError
@@ -116,7 +116,7 @@ def sum_arrays(
     doubles = [np.asarray(array, dtype=np.float64) for array in arrays]
     group = collectives(process_set)
     total = sum(array.size for array in doubles)
-    if group.alone or not total:
+    if group.single_rank or not total:
         return [array.copy() for array in doubles]
     packed = np.concatenate([array.ravel() for array in doubles])
     reduced = hvd.allreduce(to_tensor(packed), op=hvd.Sum, name=name, process_set=group.process_set)
@@ -141,7 +141,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: A
     """
     variables = list(variables)
     group = collectives(process_set)
-    if group.alone:
+    if group.single_rank:
         return
     if root_rank not in group.ranks:
         raise UsageError(
@@ -228,14 +228,16 @@ def reduce(reducer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> 
     """Reduce gradients of `keras.Variable`s with the backend's `GradientReducer`."""
     if NAME == "tensorflow":
         return list(reducer(gradients, variables))
-    names = [uncounted(v.path) for v in variables]
+    names = [without_layer_numbers(v.path) for v in variables]
     return list(reducer(gradients, [v.value for v in variables], names))
 
 
 def expect(reducer: Any, variables: Sequence[Any]) -> None:
     """Send buckets during the next backward pass. Does nothing on TensorFlow."""
     if NAME == "torch":
-        reducer.expect([v.value for v in variables], [uncounted(v.path) for v in variables])
+        reducer.expect(
+            [v.value for v in variables], [without_layer_numbers(v.path) for v in variables]
+        )
 
 
 def end_interrupted(reducer: Any) -> None:

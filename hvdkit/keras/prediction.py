@@ -49,7 +49,7 @@ def predict(
         problem = f"the arrays of x have {counts} rows: expected one number, at least 1"
     rows = counts[0] if counts else 0
     group = backend.collectives(process_set)
-    if not group.alone:
+    if not group.single_rank:
         check_consistency(
             group,
             [problem or "no problem", f"{rows} rows", f"{len(arrays)} arrays"],
@@ -58,7 +58,7 @@ def predict(
         )
     if problem:
         raise UsageError(problem)
-    if group.alone:
+    if group.single_rank:
         return model.predict(x, batch_size=batch_size, **options)
     ranks = list(group.ranks)
     index = ranks.index(group.rank)

@@ -43,7 +43,7 @@ from typing import Any
 import keras
 from keras.callbacks import CallbackList, ProgbarLogger
 
-from hvdkit.core.bucketing import uncounted
+from hvdkit.core.bucketing import without_layer_numbers
 from hvdkit.core.consistency import check_consistency, texts_by_rank
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
@@ -289,7 +289,7 @@ class _Coordination:
             variables = [*shared, *others]
             check_consistency(
                 self.group,
-                [f"{uncounted(v.path)}, {v.dtype} {list(v.shape)}" for v in variables],
+                [f"{without_layer_numbers(v.path)}, {v.dtype} {list(v.shape)}" for v in variables],
                 "the variables of the model",
             )
             leaving = [c for c in callbacks if isinstance(c, LeavesVariables)]
@@ -544,7 +544,7 @@ def _coordinate(callback_list: Any, model: Any) -> None:
         return
     asked = [c for c in callback_list.callbacks if isinstance(c, ReducesMetrics)]
     coordination = _Coordination(model, bool(asked))
-    if coordination.group.alone and not coordination.has_windows:
+    if coordination.group.single_rank and not coordination.has_windows:
         return
     for callback in asked:
         callback.coordinated = True

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.collectives import alltoall_in_rounds, is_alone
+from hvdkit.core.collectives import alltoall_in_rounds, is_single_rank
 from hvdkit.tensorflow import runtime
 
 
@@ -25,9 +25,9 @@ class TensorFlowCollectives:
         self.process_set = process_set
 
     @property
-    def alone(self) -> bool:
+    def single_rank(self) -> bool:
         """Whether collectives are skipped, because no other rank takes part."""
-        return is_alone(self.process_set)
+        return is_single_rank(self.process_set)
 
     @property
     def rank(self) -> int:
@@ -37,7 +37,7 @@ class TensorFlowCollectives:
     @property
     def ranks(self) -> Sequence[int]:
         """The global ranks of the process set."""
-        return [mpi_ops.rank()] if self.alone else list(self.process_set.ranks)
+        return [mpi_ops.rank()] if self.single_rank else list(self.process_set.ranks)
 
     @property
     def generation(self) -> int:
@@ -64,7 +64,7 @@ class TensorFlowCollectives:
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:
         """Return every rank's bytes."""
-        if self.alone:
+        if self.single_rank:
             return [data]
         with _eagerly_on_cpu():
             size = tf.constant([len(data)], tf.int64)
@@ -76,7 +76,7 @@ class TensorFlowCollectives:
 
     def alltoall(self, parts: Sequence[bytes], name: str) -> list[bytes]:
         """Send `parts[i]` to rank i and return the bytes that each rank sent to this rank."""
-        if self.alone:
+        if self.single_rank:
             return list(parts)
 
         def send(pieces: list[memoryview]) -> list[bytes]:
@@ -93,7 +93,7 @@ class TensorFlowCollectives:
 
     def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
         """Return rank `root_rank`'s bytes; the `data` of other ranks is ignored."""
-        if self.alone:
+        if self.single_rank:
             return data
         with _eagerly_on_cpu():
             size = self._broadcast(np.array([len(data)]), root_rank, f"{name}.size")
@@ -109,7 +109,7 @@ class TensorFlowCollectives:
 
     def broadcast_into(self, buffer: np.ndarray, root_rank: int, name: str) -> None:
         """Copy rank `root_rank`'s `buffer` into the `buffer` of every rank."""
-        if not self.alone:
+        if not self.single_rank:
             with _eagerly_on_cpu():
                 buffer[:] = self._broadcast(buffer, root_rank, name)
 
@@ -118,7 +118,7 @@ class TensorFlowCollectives:
         return mpi_ops.broadcast(tensor, root_rank, name, process_set=self.process_set).numpy()
 
     def _reduce(self, values: Sequence[int], name: str, op: int) -> list[int]:
-        if self.alone:
+        if self.single_rank:
             return list(values)
         with _eagerly_on_cpu():
             reduced = mpi_ops._allreduce(

@@ -1,21 +1,17 @@
 """TensorFlow's values for `compression=`: wire formats, and Horovod's compressors."""
 
-import functools
-import logging
 from typing import Any
 
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.compression import Compressor, FP16Compressor, NoneCompressor
 
-from hvdkit.core import compression as formats
+from hvdkit.core.compression import TensorByTensor, resolve
 from hvdkit.core.wire_format import BucketReduction, Scaling, Sum, WireFormat
 from hvdkit.tensorflow import runtime
 from hvdkit.tensorflow.backend import GraphMemory, Wire
 
 __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
-
-log = logging.getLogger("hvdkit.tensorflow")
 
 
 class BF16Compressor(Compressor):
@@ -51,33 +47,10 @@ _BY_COMPRESSOR = {NoneCompressor: "none", FP16Compressor: "fp16", BF16Compressor
 
 def wire_format(compression: Any) -> WireFormat:
     """Return the wire format for a `compression` argument, see `resolve`."""
-    bfloat16 = "bfloat16" in runtime.engine.patches
-    resolved = formats.resolve(compression, _BY_COMPRESSOR, _TensorByTensor, bfloat16)
-    if isinstance(resolved, formats.BFloat16) and not bfloat16:
-        _warn_without_bfloat16()
-    return resolved
+    return resolve(compression, _BY_COMPRESSOR, _TensorByTensor, runtime.engine, mpi_ops.rank)
 
 
-@functools.cache
-def _warn_without_bfloat16() -> None:
-    if mpi_ops.rank() == 0:
-        log.warning(
-            "Horovod %s has no bfloat16: gradients are sent as float32. Run `hvdkit build` for a "
-            "Horovod with bfloat16.",
-            runtime.engine.version,
-        )
-
-
-class _TensorByTensor(WireFormat):
-    """A compressor with Horovod's interface, which sees one gradient at a time."""
-
-    tensor_by_tensor = True
-
-    def __init__(self, compressor: Any) -> None:
-        self._compressor = compressor
-        kind = compressor if isinstance(compressor, type) else type(compressor)
-        self.name = f"{kind.__module__}.{kind.__qualname__}"
-
+class _TensorByTensor(TensorByTensor):
     def reduce(  # type: ignore[override]
         self, memory: GraphMemory, scaling: Scaling
     ) -> BucketReduction:

@@ -66,7 +66,7 @@ def broadcast_variables(
     own = [variable for variable in given if _plain_name(variable).split("/")[-1] != _SEED]
     collectives = TensorFlowCollectives(process_set)
     _check_root(root_rank, process_set)
-    if collectives.alone:
+    if collectives.single_rank:
         return
     if tf.executing_eagerly():
         # Not while tracing, because one rank alone may trace again.
@@ -213,7 +213,7 @@ def broadcast_object(
     _no_session(session, "broadcast_object")
     _check_root(root_rank, process_set)
     collectives = TensorFlowCollectives(process_set)
-    if collectives.alone:
+    if collectives.single_rank:
         return obj
     name = name or "hvdkit.broadcast_object"
     is_root = mpi_ops.rank() == root_rank
@@ -251,7 +251,7 @@ def allgather_object(
     _no_session(session, "allgather_object")
     name = name or "hvdkit.allgather_object"
     collectives = TensorFlowCollectives(process_set)
-    if collectives.alone:
+    if collectives.single_rank:
         return [obj]
     data, error = _pickled(obj)
     gathered = collectives.allgather(data, name)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from tensorflow.python.ops import control_flow_util
 
-from hvdkit.core.bucketing import ParameterSpec, uncounted, unique_names
+from hvdkit.core.bucketing import ParameterSpec, unique_names, without_layer_numbers
 from hvdkit.core.reduction import ABSENT, AgreedBuckets, Reduction, agree_on_buckets
 from hvdkit.core.wire_format import Scaling
 from hvdkit.errors import HvdkitError, UsageError
@@ -111,7 +111,7 @@ class GradientReducer:
                 "Horovod's operations: use tf.function without jit_compile"
             )
         retrace_after_init()
-        if self._collectives.alone:
+        if self._collectives.single_rank:
             return [multiply(gradient, 1.0 / self._passes) for gradient in gradients]
         indices = [
             k
@@ -200,4 +200,4 @@ def _can_have_gradient(variable: Any) -> bool:
 def _name_of(variable: Any) -> str:
     """Return the name of a variable in errors and comparisons."""
     name: str = getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor"
-    return uncounted(name)
+    return without_layer_numbers(name)

@@ -69,8 +69,8 @@ class ResumableSampler(Epochs):
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
-            rank=0 if collectives.alone else process_set.rank(),
-            ranks=1 if collectives.alone else process_set.size(),
+            rank=0 if collectives.single_rank else process_set.rank(),
+            ranks=1 if collectives.single_rank else process_set.size(),
             how_to_count="iterate them with `for batch in sampler.batches(dataset)`, or give fit's "
             "hvd.callbacks.Checkpoint data=sampler",
         )

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.collectives import is_alone
+from hvdkit.core.collectives import is_single_rank
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.graphs import retrace_after_init, trace_position
 
@@ -45,7 +45,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     @tf.autograph.experimental.do_not_convert
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         retrace_after_init()
-        if is_alone(mpi_ops.global_process_set):
+        if is_single_rank(mpi_ops.global_process_set):
             return super()._moments(inputs, mask)
         if mask is not None:
             mask = tf.cast(tf.expand_dims(mask, -1), tf.bool)

@@ -1,8 +1,8 @@
-"""Horovod for PyTorch: `import hvdkit.torch as hvd`, where it was `import horovod.torch as hvd`.
+"""Horovod for PyTorch: `import hvdkit.torch as hvd` replaces `import horovod.torch as hvd`.
 
-All public names of horovod.torch are here, with the same meaning; where this package defines one
-itself, its docstring says what is better. Importing it loads torch and Horovod, and raises
-ImportError where no Horovod for PyTorch is installed.
+The module has all public names of horovod.torch, with the same meaning. If hvdkit implements one,
+its docstring describes the difference. The import loads torch and Horovod, and raises ImportError
+if no Horovod for PyTorch is installed.
 
 Example:
     hvd.init()
@@ -12,7 +12,7 @@ Example:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 """
 
-# First, because it says what to do when there is no Horovod, or one that does not load.
+# First, because its errors say what to do if Horovod is missing or does not load.
 from hvdkit.torch.runtime import init, shutdown  # isort: skip
 
 from horovod.torch import (

@@ -1,8 +1,8 @@
 """Loss scaling: all ranks take a step, or all skip it.
 
-A GradScaler skips a step whose gradients are not finite. Reduced gradients are not finite on all
-ranks if they are not on one, so all ranks skip alike. They are reduced when `backward()` returns;
-what is left to do here is to let a rank that made no backward pass take part before it looks.
+A GradScaler skips a step if gradients are not finite. If a gradient is not finite on one rank, its
+sum is not finite on all ranks, so all ranks skip the step. Gradients are reduced when `backward()`
+returns. A rank that made no backward pass takes part in the reduction before the check.
 """
 
 import functools
@@ -14,15 +14,15 @@ import torch
 from hvdkit.errors import UsageError
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
-# torch.amp's came with torch 2.3, for any device.
+# torch.amp.GradScaler, for any device, exists since torch 2.3.
 _TorchGradScaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
 
 
 class GradScaler(_TorchGradScaler):
     """`torch.amp.GradScaler` for a `DistributedOptimizer`: reduce, unscale, check, clip, step.
 
-    All ranks see the same gradients, so all take or skip the same step and hold the same scale.
-    With `accumulation_steps`, all of its methods may be called after every pass.
+    All ranks have the same gradients, so they make or skip the same steps and have the same scale.
+    With `accumulation_steps`, all methods may be called after every pass.
 
     Example:
         scaler = hvd.GradScaler("cuda")
@@ -63,16 +63,16 @@ class GradScaler(_TorchGradScaler):
         """Adapt the scale after a step. Does nothing inside an accumulation window.
 
         Raises:
-            UsageError: one optimizer has stepped, and another is inside a window, whose gradients
-                would have different scales.
+            UsageError: one optimizer has made a step, and another is inside its accumulation
+                window, so that its gradients would have different scales.
         """
         in_window, stepped = self._in_window, self._stepped
         self._in_window = self._stepped = False
         if in_window and stepped:
             raise UsageError(
-                "one GradScaler serves an optimizer that has stepped and one inside its "
+                "a GradScaler is used for an optimizer that has made a step and for one inside its "
                 "accumulation window, in which the scale must not change: use a GradScaler for "
-                "each of them"
+                "each optimizer"
             )
         if not in_window:
             super().update(new_scale)
@@ -84,10 +84,10 @@ def _reduce_before_unscaling(unscale: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(optimizer, WrappedOptimizer):
             if not optimizer.reduce():
                 raise UsageError(
-                    "torch's GradScaler counts every backward pass as a step, which does not go "
-                    "with accumulation_steps: use hvd.GradScaler"
+                    "torch's GradScaler does not support accumulation_steps, because it counts "
+                    "every backward pass as a step: use hvd.GradScaler"
                 )
-            # The scaler may skip the step without telling the optimizer.
+            # The scaler may skip the step without calling the optimizer.
             optimizer.reset_stepped()
         return unscale(self, optimizer, *args, **kwargs)
 
@@ -97,8 +97,8 @@ def _reduce_before_unscaling(unscale: Callable[..., Any]) -> Callable[..., Any]:
 def teach_torchs_grad_scaler() -> None:
     """Patch PyTorch's GradScaler to reduce the gradients of a `DistributedOptimizer`.
 
-    It reads them in one method, before it asks anything of the optimizer; there is no other
-    place to step in.
+    It reads gradients in one private method before it calls the optimizer, so that method is
+    replaced.
     """
     original = _TorchGradScaler._unscale_grads_
     if not hasattr(original, "__wrapped__"):

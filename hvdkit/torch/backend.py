@@ -10,8 +10,8 @@ from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
 from hvdkit.errors import UsageError
 from hvdkit.torch.collectives import TorchCollectives
 
-# A CPU has no operation that multiplies and casts at once, so it is done piece by piece, of a
-# size that stays in the cache between the two: elements.
+# Elements. PyTorch has no CPU operation that multiplies and casts in one pass, so do both for
+# pieces that fit into the cache.
 _PIECE = 1 << 17
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -23,7 +23,7 @@ def dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:
 
 
 def spec(name: str, parameter: torch.Tensor) -> ParameterSpec:
-    """Describe `parameter` to the bucket plan."""
+    """Return the `ParameterSpec` of a parameter."""
     strides = _dense_strides(parameter)
     dtype = dtype_of_gradient(parameter)
     return ParameterSpec(
@@ -37,7 +37,7 @@ def spec(name: str, parameter: torch.Tensor) -> ParameterSpec:
 
 
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides, if the elements lie side by side in whatever order."""
+    """Return the strides if the elements are contiguous in some order, otherwise None."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -49,16 +49,17 @@ def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 class TorchMemory:
-    """`hvdkit.core.backend.BucketMemory`: a bucket's gradients, and the buffers that it needs.
+    """`hvdkit.core.backend.BucketMemory`: a bucket's gradients and buffers.
 
-    Buffers are one-dimensional tensors. Views into them have their parameter's shape and, where
-    its elements lie side by side, its strides, so that copies are straight.
+    Buffers are one-dimensional tensors. Views of them have the parameter's shape. If the elements
+    of the parameter are contiguous in some order, the view has its strides, which makes copies
+    fast.
 
     Args:
         bucket: the bucket.
-        parameters: its parameters.
-        on_sparse: called with a parameter's index in the plan whose gradient is sparse, and with
-            the number of its sparse dimensions, when the gradient is packed as a dense one.
+        parameters: the bucket's parameters.
+        on_sparse: called when a sparse gradient is packed as a dense one, with the parameter's
+            index in the plan and the number of sparse dimensions.
     """
 
     def __init__(
@@ -72,12 +73,12 @@ class TorchMemory:
         self._on_sparse = on_sparse
         self._strides = [_dense_strides(p) for p in parameters]
         self._kept: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        # The views of the buffer that was packed last.
+        # The views of the last packed buffer.
         self._views: list[torch.Tensor] = []
 
     @property
     def dtype(self) -> str:
-        """Without `torch.` before it."""
+        """The name of the gradients' dtype, without `torch.`."""
         return self._bucket.dtype
 
     def _buffer(self, dtype: torch.dtype, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -91,10 +92,10 @@ class TorchMemory:
         return flat, views
 
     def _view(self, flat: torch.Tensor, k: int) -> torch.Tensor:
-        """The part of a buffer that belongs to parameter `k` of the bucket."""
+        """Return the part of a buffer that belongs to parameter `k` of the bucket."""
         p, offset, strides = self._parameters[k], self._bucket.offsets[k], self._strides[k]
         part = flat[offset : offset + p.numel()]
-        # A tensor of the same memory and not a view, which `p.grad.detach_()` would refuse.
+        # `.data`, because `p.grad.detach_()` raises for a view.
         return (part.as_strided(p.shape, strides) if strides else part.view(p.shape)).data
 
     def _dense(self, k: int, gradient: torch.Tensor) -> torch.Tensor:
@@ -105,14 +106,13 @@ class TorchMemory:
 
     @torch.no_grad()
     def in_place(self, factor: float) -> torch.Tensor:
-        """One pass, and none for gradients that are there already when the factor is 1."""
+        """See `BucketMemory`. One pass; none for gradients in the buffer if the factor is 1."""
         flat, views = self._buffer(getattr(torch, self._bucket.dtype), keep=True)
         start, itemsize = flat.data_ptr(), flat.element_size()
         inside = []
         for k, (p, offset) in enumerate(zip(self._parameters, self._bucket.offsets, strict=True)):
             view = views[k]
-            # `Module._apply` and `p.grad.data = ...` give the view, which is the gradient, other
-            # memory.
+            # `Module._apply` and `p.grad.data = ...` change the memory of the view.
             if view.data_ptr() != start + offset * itemsize or view.dtype != flat.dtype:
                 view = views[k] = self._view(flat, k)
             gradient = p.grad
@@ -127,8 +127,8 @@ class TorchMemory:
                     view.copy_(gradient)
                 else:
                     torch.mul(gradient, factor, out=view)
-            # A parameter that is frozen now keeps no gradient, so that its optimizer leaves it
-            # alone. One that has moved belongs to a round whose result nobody uses.
+            # A frozen parameter gets no gradient, so that the optimizer skips it. A parameter of
+            # another dtype or device belongs to a round whose result is not used.
             if (gradient is not None or p.requires_grad) and _fits(p, view):
                 p.grad = view
         if factor != 1.0 and inside:
@@ -140,7 +140,7 @@ class TorchMemory:
 
     @torch.no_grad()
     def pack(self, dtype: str, factor: float, keep: bool = True) -> torch.Tensor:
-        """One pass over memory."""
+        """See `BucketMemory`. One pass."""
         flat, self._views = self._buffer(getattr(torch, dtype), keep)
         scale = _Scale(factor)
         for k, (p, view) in enumerate(zip(self._parameters, self._views, strict=True)):
@@ -152,12 +152,12 @@ class TorchMemory:
 
     @torch.no_grad()
     def scale(self, buffer: torch.Tensor, factor: float) -> None:
-        """In place."""
+        """See `BucketMemory`."""
         buffer.mul_(factor)
 
     @torch.no_grad()
     def unpack(self, buffer: torch.Tensor, factor: float) -> None:  # noqa: ARG002
-        """Into the gradients that exist, in place; those that do not are made."""
+        """See `BucketMemory`. Writes in place, and creates gradients that do not exist."""
         scale = _Scale(factor)
         for p, view in zip(self._parameters, self._views, strict=True):
             if p.grad is None or p.grad.is_sparse:
@@ -169,20 +169,20 @@ class TorchMemory:
 
     @torch.no_grad()
     def rows(self, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Indices, one row of int64 each, and values."""
+        """Return indices, int64 of shape [rows, sparse dimensions], and values."""
         (p,) = self._parameters
         dims = self._bucket.sparse_dims
         if p.grad is None:
             indices = torch.empty((0, dims), dtype=torch.int64, device=p.device)
             return indices, torch.empty((0, *p.shape[dims:]), dtype=p.dtype, device=p.device)
         gradient = p.grad if p.grad.is_sparse else p.grad.to_sparse(dims)
-        # Fewer rows to send where one occurs several times.
+        # This adds up rows with equal indices, so that fewer rows are sent.
         gradient = gradient.coalesce()
         return gradient.indices().t().contiguous(), gradient.values() * factor
 
     @torch.no_grad()
     def set_rows(self, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Coalesced, so that all ranks hold the same."""
+        """See `BucketMemory`. Coalesces the rows, so that all ranks have the same gradient."""
         (p,) = self._parameters
         indices, values = rows
         if p.grad is not None or p.requires_grad:
@@ -191,21 +191,21 @@ class TorchMemory:
 
     @torch.no_grad()
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients themselves, dense; zeros where there is none."""
+        """Return the gradients, dense; zeros for a missing gradient."""
         return [
             torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in self._parameters
         ]
 
     @torch.no_grad()
     def put_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Make these the gradients."""
+        """Set the gradients."""
         for p, gradient in zip(self._parameters, gradients, strict=True):
             if p.grad is not None or p.requires_grad:
                 p.grad = gradient.to(p.dtype).view(p.shape)
 
 
 def _fits(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether PyTorch accepts `gradient` as that of `parameter`."""
+    """Return whether PyTorch accepts `gradient` as the parameter's `grad`."""
     return gradient.dtype == dtype_of_gradient(parameter) and gradient.device == parameter.device
 
 
@@ -228,7 +228,7 @@ class _Scale:
 
 
 def _cast_scaled(source: torch.Tensor, target: torch.Tensor, scale: _Scale) -> None:
-    """target = source x scale, rounded once, to the target's dtype."""
+    """Compute target = source x scale, rounded once to the target's dtype."""
     factor = scale.factor
     if factor == 1.0:
         target.copy_(source)
@@ -237,7 +237,7 @@ def _cast_scaled(source: torch.Tensor, target: torch.Tensor, scale: _Scale) -> N
     ):
         torch.mul(source, factor, out=target)
     elif not (target.dtype.is_floating_point or target.dtype.is_complex):
-        # Towards zero, as PyTorch casts.
+        # Round towards zero, as PyTorch casts.
         target.copy_(source.to(torch.promote_types(source.dtype, torch.float32)) * factor)
     elif source.device.type != "cpu":
         _cast_scaled_at_once(source, target, scale)
@@ -251,8 +251,8 @@ def _cast_scaled(source: torch.Tensor, target: torch.Tensor, scale: _Scale) -> N
 
 def _cast_scaled_at_once(source: torch.Tensor, target: torch.Tensor, scale: _Scale) -> None:
     """Cast and scale in one kernel, which computes in the wider of the two dtypes."""
-    # PyTorch computes in the dtype that the operands promote to. A tensor of shape [1] takes part
-    # in that; a number, or a tensor without dimensions, does not.
+    # PyTorch computes in the promoted dtype of the operands. A tensor of shape [1] takes part in
+    # the promotion; a number, or a tensor without dimensions, does not.
     wide = torch.promote_types(source.dtype, target.dtype)
     if not source.dim():
         # The result has the scale's dimension; `out=` would be resized to it.
@@ -274,15 +274,15 @@ def _pieces(
 def _refuse_capture(tensor: torch.Tensor) -> None:
     """Raise UsageError while a CUDA graph is captured on the current stream.
 
-    Horovod waits in a thread of its own for an event that it records on this stream. During a
-    capture that event never happens, and waiting for it ends the process.
+    Horovod waits in its own thread for an event that it records on this stream. During a capture
+    the event does not happen, and waiting for it ends the process.
     """
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UsageError(
-            "a gradient is to be reduced while a CUDA graph is captured, and Horovod's collectives "
-            "cannot be part of a graph: call backward() and optimizer.step() outside the capture. "
-            "To run the model itself as graphs, use torch.cuda.make_graphed_callables or "
-            "torch.compile(mode='reduce-overhead')"
+            "a reduction began while a CUDA graph is captured, but Horovod's collectives cannot be "
+            "part of a graph. Call backward() and optimizer.step() outside the capture. To run the "
+            "model itself as graphs, use torch.cuda.make_graphed_callables or "
+            "torch.compile(mode='reduce-overhead')."
         )
 
 
@@ -290,25 +290,25 @@ class TorchBackend:
     """`hvdkit.core.backend.Backend` for a sequence of parameters.
 
     Args:
-        parameters: in the order of the synchronizer's specs.
-        collectives: of the ranks to reduce over.
+        parameters: the parameters, in the order of the synchronizer's specs.
+        collectives: the collectives of the ranks to reduce over.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], collectives: TorchCollectives) -> None:
         self._parameters = parameters
         self._collectives = collectives
         self._on_accelerator = any(p.device.type != "cpu" for p in parameters)
-        #: For each parameter the sparse dimensions that its gradients have had, or 0.
+        #: For each parameter, the largest number of sparse dimensions of its gradients until now.
         self.sparse_seen = [0] * len(parameters)
 
     def memory(self, bucket: Bucket) -> TorchMemory:
-        """Nothing is allocated until it is used."""
+        """See `Backend`. Buffers are allocated on first use."""
         parameters = [self._parameters[i] for i in bucket.parameters]
         return TorchMemory(bucket, parameters, self._see_sparse)
 
     def sum(self, buffer: torch.Tensor, name: str) -> Any:
-        """An in-place allreduce."""
-        if self._collectives.alone or not buffer.numel():
+        """See `Backend`: an in-place allreduce."""
+        if self._collectives.single_rank or not buffer.numel():
             return buffer
         _refuse_capture(buffer)
         return mpi_ops.allreduce_async_(
@@ -316,12 +316,12 @@ class TorchBackend:
         )
 
     def gather(self, rows: tuple[torch.Tensor, torch.Tensor], name: str) -> Any:
-        """Two allgathers, of as many rows as each rank has."""
-        if self._collectives.alone:
+        """See `Backend`: one allgather for the indices and one for the values."""
+        if self._collectives.single_rank:
             return rows
         indices, values = rows
         _refuse_capture(values)
-        # As integers, which every Horovod knows.
+        # As integers, because stock Horovod has no bfloat16.
         content = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
         return (
             mpi_ops.allgather_async(indices, f"{name}.indices", self._collectives.process_set),
@@ -330,7 +330,7 @@ class TorchBackend:
         )
 
     def wait(self, handle: Any) -> Any:
-        """Wait for `sum` or `gather`; HorovodInternalError when it failed."""
+        """Wait for `sum` or `gather`. Raises HorovodInternalError if it failed."""
         if isinstance(handle, int):
             return mpi_ops.synchronize(handle)
         if isinstance(handle, tuple) and len(handle) == 3:
@@ -340,27 +340,27 @@ class TorchBackend:
 
     @torch.no_grad()
     def abs_max(self, buffers: Sequence[torch.Tensor]) -> list[float]:
-        """One pass over each, and one transfer from each accelerator."""
+        """See `Backend`. One pass over each buffer, and one copy to the host per device."""
         by_device: dict[torch.device, list[int]] = {}
         for k, buffer in enumerate(buffers):
             by_device.setdefault(buffer.device, []).append(k)
         found = [0.0] * len(buffers)
         for members in by_device.values():
-            held = [k for k in members if buffers[k].numel()]
-            if not held:
+            nonempty = [k for k in members if buffers[k].numel()]
+            if not nonempty:
                 continue
-            bounds = [torch.stack(torch.aminmax(buffers[k])).double() for k in held]
-            for k, (low, high) in zip(held, torch.stack(bounds).tolist(), strict=True):
+            bounds = [torch.stack(torch.aminmax(buffers[k])).double() for k in nonempty]
+            for k, (low, high) in zip(nonempty, torch.stack(bounds).tolist(), strict=True):
                 found[k] = max(-low, high)
         return found
 
     @property
     def batches_abs_max(self) -> bool:
-        """With any parameter on an accelerator."""
+        """True if a parameter is on an accelerator."""
         return self._on_accelerator
 
     def sparse_dims(self, i: int) -> int:
-        """Of `torch.sparse_coo` gradients, this one or an earlier one."""
+        """See `Backend`. Counts the current gradient and earlier ones."""
         gradient = self._parameters[i].grad
         if gradient is not None and gradient.is_sparse:
             self._see_sparse(i, gradient.sparse_dim())
@@ -370,16 +370,20 @@ class TorchBackend:
         self.sparse_seen[i] = max(self.sparse_seen[i], dims)
 
     def has_sparse_in(self, plan: BucketPlan) -> bool:
-        """Return whether a gradient has been sparse whose bucket in `plan` is dense."""
+        """Return whether a gradient is or was sparse whose bucket in `plan` is dense."""
         planned = {i for bucket in plan.buckets if bucket.sparse_dims for i in bucket.parameters}
         return any(self.sparse_dims(i) and i not in planned for i in range(len(self._parameters)))
 
     @torch.no_grad()
     def make_sparse(self, dims: Sequence[int], plan: BucketPlan) -> bool:
-        """Make dense gradients sparse that have `dims` sparse dimensions on some rank.
+        """Make gradients sparse that are sparse on some rank.
+
+        Args:
+            dims: for each parameter, its largest number of sparse dimensions on any rank, or 0.
+            plan: the buckets.
 
         Returns:
-            Whether there are any in `plan`'s dense buckets.
+            Whether such a gradient has a dense bucket in `plan`.
         """
         self.sparse_seen = list(dims)
         for p, sparse_dims in zip(self._parameters, dims, strict=True):

@@ -1,4 +1,4 @@
-"""Checkpoints of a PyTorch training: `hvd.Checkpointer`."""
+"""`hvd.Checkpointer`: checkpoints of a PyTorch training."""
 
 import os
 import tempfile
@@ -39,48 +39,48 @@ from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 
 class Checkpointer(Manager):
-    """Saves a training's state, and goes on with it. Every rank makes one, and calls it alike.
+    """Save the state of a training, and restore it. Every rank creates one and makes equal calls.
 
-    What is kept: the model, optimizers with their learning rates, LR schedulers and loss scalers,
-    how gradients are bucketed and scaled on their way, where the job is in the data, and each
-    rank's random numbers (Python, NumPy, torch, its GPU). A run that is killed and goes on ends
-    with the same bytes as one that was not, if the rest of its program is reproducible.
+    A checkpoint contains the model, optimizers with their learning rates, LR schedulers, loss
+    scalers, the layout and scales of gradient buckets, the position in the data, and each rank's
+    random state (Python, NumPy, torch, its GPU). A run that is killed and resumed ends with the
+    same bytes as an uninterrupted run, if the rest of the program is reproducible.
 
     Only the first rank reads and writes the folder. See `Manager` for the methods: `restore`,
     `maybe_save`, `save`, `save_and_stop`, `wait` and `close`.
 
     Args:
-        folder: local, or shared between the hosts that the first rank may be on; or a URL of an
-            object store that fsspec knows, such as `s3://bucket/run`.
+        folder: a local folder, or one shared between the hosts that the first rank may be on; or
+            the URL of an object store that fsspec supports, such as `s3://bucket/run`.
         model: a module, or several in a dict.
-        optimizer: any of torch's, wrapped by `DistributedOptimizer` or not, or several in a dict.
-        lr_scheduler: anything with `state_dict` and `load_state_dict`, or several in a dict.
-        scaler: a `GradScaler`, or anything else of that kind.
-        data: a `ResumableSampler`; or anything with `state_dict` and `load_state_dict` that has
+        optimizer: a torch optimizer, wrapped by `DistributedOptimizer` or not, or several in a
+            dict.
+        lr_scheduler: an object with `state_dict` and `load_state_dict`, or several in a dict.
+        scaler: a `GradScaler`, or another object with these methods, or several in a dict.
+        data: a `ResumableSampler`; or an object with `state_dict` and `load_state_dict` that has
             this rank's position in its data, such as torchdata's `StatefulDataLoader`; or several
-            in a dict. A position of each rank is restored in a job of as many ranks.
-        sharded: by name, this rank's rows of tensors that are divided between the ranks, such as
-            `hvd.Shard(embedding.weight, first, total)`. Any number of ranks restores them, divided
-            in any way.
-        metadata: a dict of your own with plain values and NumPy arrays (see
-            `hvdkit.checkpoint.state`), such as counters. It is read at every save, and `restore`
-            puts what was saved into it.
-        generators: your own `torch.Generator`s, `numpy.random.Generator`s and `random.Random`s by
-            name; each rank has its own.
-        every_steps: `maybe_save` saves after so many steps.
-        every_minutes: `maybe_save` saves after so many minutes.
-        keep_last: how many checkpoints stay; None: all.
-        keep_best: which stay besides, such as `hvd.KeepBest("loss", "min")`.
-        keep_every: those whose step is a multiple of this stay, too.
-        asynchronous: write while training goes on.
-        overwrite: where `folder` has steps and none was restored, begin a new run beside them.
-            Otherwise saving is an error there.
-        storage_options: for fsspec's file system, such as `{"endpoint_url": …}`; for URLs only.
+            in a dict. Positions of each rank can be restored with the same number of ranks only.
+        sharded: name -> this rank's rows of a tensor that is divided between the ranks, such as
+            `hvd.Shard(embedding.weight, first, total)`. It can be restored with any number of
+            ranks and any division.
+        metadata: a dict with plain values and NumPy arrays (see `hvdkit.checkpoint.state`), such as
+            counters. It is read at every save, and `restore` updates it.
+        generators: name -> `torch.Generator`, `numpy.random.Generator` or `random.Random` to save
+            and restore on each rank.
+        every_steps: `maybe_save` saves after this many steps.
+        every_minutes: `maybe_save` saves after this many minutes.
+        keep_last: the number of newest checkpoints to keep; None for all.
+        keep_best: additional checkpoints to keep, such as `hvd.KeepBest("loss", "min")`.
+        keep_every: also keep checkpoints whose step is a multiple of this.
+        asynchronous: write in the background while training continues.
+        overwrite: if `folder` has steps and none was restored, begin a new run beside them.
+            Otherwise saving raises an error then.
+        storage_options: options of fsspec's file system, such as `{"endpoint_url": …}`; for URLs.
         stop_signals: signals at which `maybe_save` saves and ends the job with status 75.
         process_set: the ranks of the job.
 
     Raises:
-        UsageError: the arguments make no sense.
+        UsageError: an argument is invalid.
 
     Example:
         with hvd.Checkpointer(
@@ -170,22 +170,22 @@ class Checkpointer(Manager):
             asynchronous=asynchronous,
             overwrite=overwrite,
             stop_signals=stop_signals,
-            window_open=lambda: not all(each.between_steps for each in wrapped),
+            window_open=lambda: not all(each.is_between_steps() for each in wrapped),
             allocate=host_memory,
         )
 
 
 def export(checkpoint: OpenCheckpoint, target: str | os.PathLike[str]) -> None:
-    """Write a checkpoint's weights as PyTorch does: `model.load_state_dict(torch.load(target))`.
+    """Write a checkpoint's weights with `torch.save`, for `load_state_dict(torch.load(target))`.
 
-    Of several models, a dict of their state dicts is written.
+    For several models, write a dict of their state dicts.
 
     Args:
-        checkpoint: any of PyTorch's.
-        target: the file, which appears when it is whole.
+        checkpoint: a checkpoint of a PyTorch training.
+        target: the file to write, which is visible only once it is complete.
 
     Raises:
-        UsageError: the checkpoint has no model of PyTorch's.
+        UsageError: the checkpoint has no PyTorch model.
         HvdkitError: the file cannot be written.
     """
     outline = checkpoint.outline

@@ -1,4 +1,4 @@
-"""Clipping by the norm of the reduced gradients."""
+"""Clip gradients by the norm of the reduced gradients."""
 
 from collections.abc import Iterable
 
@@ -14,25 +14,25 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor | None:
-    """Clip a `DistributedOptimizer`'s reduced gradients as `torch.nn.utils` does.
+    """Clip a `DistributedOptimizer`'s reduced gradients like `torch.nn.utils.clip_grad_norm_`.
 
-    The norm is that of the mean gradient over all ranks, the same on each of them. PyTorch's own
-    function does the same where every rank makes a backward pass in every step; this one also
-    serves ranks that skip one. All ranks call it alike.
+    The norm is that of the mean gradient over all ranks, so it is the same on each of them.
+    PyTorch's function is sufficient if every rank makes a backward pass in every step. This
+    function also supports ranks that skip a pass. Every rank calls it.
 
     Args:
-        optimizer: a `DistributedOptimizer`, or several, whose parameters have one norm together.
-        max_norm: the largest norm to leave alone.
+        optimizer: a `DistributedOptimizer`, or several; the norm is that of all their parameters.
+        max_norm: the largest norm that is not clipped.
         norm_type: 2, infinity, or another p of the p-norm.
         error_if_nonfinite: raise RuntimeError, on every rank, if the norm is not finite.
         foreach: see `torch.nn.utils.clip_grad_norm_`.
 
     Returns:
-        The norm before clipping, a tensor without dimensions; None inside a window of
-        accumulation, where nothing is done.
+        The norm before clipping, a tensor without dimensions. None inside an accumulation window,
+        where the function does nothing.
     """
     several = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    # All of them first, because each may be a collective.
+    # Reduce the gradients of all optimizers on every rank, because each may be a collective.
     reduced = [wrapped(each).reduce() for each in several]
     if not all(reduced):
         return None

@@ -1,4 +1,4 @@
-"""core's small host-side collectives, over horovod.torch."""
+"""`hvdkit.core.collectives.Collectives` over horovod.torch."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,23 +6,20 @@ import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
-from hvdkit.core.collectives import alltoall_in_rounds, is_alone
+from hvdkit.core.collectives import alltoall_in_rounds, is_single_rank
 from hvdkit.torch import runtime
 
 
 class TorchCollectives:
-    """`hvdkit.core.collectives.Collectives` for the ranks of a Horovod process set.
-
-    On a rank that does not belong to the set, and in a set of one rank, the rank is alone.
-    """
+    """`hvdkit.core.collectives.Collectives` for the ranks of a Horovod process set."""
 
     def __init__(self, process_set: mpi_ops.ProcessSet) -> None:
         self.process_set = process_set
 
     @property
-    def alone(self) -> bool:
-        """Whether collectives are skipped: no other rank takes part."""
-        return is_alone(self.process_set)
+    def single_rank(self) -> bool:
+        """Whether this rank skips collectives, see `is_single_rank`."""
+        return is_single_rank(self.process_set)
 
     @property
     def rank(self) -> int:
@@ -31,33 +28,33 @@ class TorchCollectives:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The global ranks of the process set."""
-        return [mpi_ops.rank()] if self.alone else list(self.process_set.ranks)
+        """The global ranks that take part."""
+        return [mpi_ops.rank()] if self.single_rank else list(self.process_set.ranks)
 
     @property
     def generation(self) -> int:
-        """Changes with `init` and `join`."""
+        """A number that `init` and the return from `join` increase."""
         return runtime.generation()
 
     def sum(self, values: Sequence[int], name: str) -> list[int]:
-        """Element-wise sum of 64-bit integers."""
+        """Return the element-wise sum of 64-bit integers."""
         return self.start_sum(values, name)()
 
     def max(self, values: Sequence[int], name: str) -> list[int]:
-        """Element-wise maximum of 64-bit integers."""
+        """Return the element-wise maximum of 64-bit integers."""
         return self.start_max(values, name)()
 
     def start_sum(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
-        """Start an element-wise sum of 64-bit integers; the result waits for it."""
+        """Start `sum` and return a function that waits for it and returns its result."""
         return self._start(values, name, mpi_ops.Sum)
 
     def start_max(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
-        """Start an element-wise maximum of 64-bit integers; the result waits for it."""
+        """Start `max` and return a function that waits for it and returns its result."""
         return self._start(values, name, mpi_ops.Max)
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:
-        """Every rank's bytes."""
-        if self.alone:
+        """Return every rank's bytes."""
+        if self.single_rank:
             return [data]
         size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
         sizes = mpi_ops.allgather(size, name=f"{name}.sizes", process_set=self.process_set)
@@ -66,8 +63,8 @@ class TorchCollectives:
         return [part.numpy().tobytes() for part in joined.split(sizes.tolist())]
 
     def alltoall(self, parts: Sequence[bytes], name: str) -> list[bytes]:
-        """Send each rank its bytes, and return what each has sent to this one."""
-        if self.alone:
+        """Send each rank its bytes. Return the bytes that each rank sent to this one."""
+        if self.single_rank:
             return list(parts)
 
         def send(pieces: list[memoryview]) -> list[bytes]:
@@ -81,8 +78,8 @@ class TorchCollectives:
         return alltoall_in_rounds(self, parts, name, send)
 
     def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
-        """Rank `root_rank`'s bytes; what the other ranks pass does not matter."""
-        if self.alone:
+        """Return the bytes of rank `root_rank`. The `data` of other ranks is ignored."""
+        if self.single_rank:
             return data
         size = np.array([len(data)], np.int64)
         self.broadcast_into(size.view(np.uint8), root_rank, f"{name}.size")
@@ -94,13 +91,13 @@ class TorchCollectives:
         return content.tobytes()
 
     def broadcast_into(self, buffer: np.ndarray, root_rank: int, name: str) -> None:
-        """Rank `root_rank`'s bytes in everyone's `buffer`."""
-        if not self.alone:
+        """Copy the buffer of rank `root_rank` into `buffer`."""
+        if not self.single_rank:
             tensor = torch.from_numpy(buffer)
             mpi_ops.broadcast_(tensor, root_rank, name=name, process_set=self.process_set)
 
     def _start(self, values: Sequence[int], name: str, op: int) -> Callable[[], list[int]]:
-        if self.alone:
+        if self.single_rank:
             return lambda: list(values)
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         handle = mpi_ops.allreduce_async_(tensor, name=name, op=op, process_set=self.process_set)

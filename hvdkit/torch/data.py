@@ -1,4 +1,4 @@
-"""Positions in data, for a checkpoint: `data=` of `hvd.Checkpointer`.
+"""Positions in data for a checkpoint: the argument `data` of `hvd.Checkpointer`.
 
 A `ResumableSampler` has one position for all ranks. A `StatefulDataLoader`, or anything else with
 `state_dict` and `load_state_dict`, has a position on each rank.
@@ -17,19 +17,19 @@ from hvdkit.errors import UsageError
 from hvdkit.torch.items import Randomness, with_small_tensors, without_small_tensors
 from hvdkit.torch.sampling import ResumableSampler, sampler_of
 
-# Bytes of JSON. The first rank holds the states of all ranks in memory.
+# Bytes of JSON. The first rank has the states of all ranks in memory.
 _LARGEST_STATE = 16_000_000
 _STATEFUL = "torchdata.stateful_dataloader.StatefulDataLoader"
 
 
 def data_parts(data: Any) -> tuple[dict[str, StatefulItem], dict[str, RankItem]]:
-    """Return the parts of `data=` by name: those that all ranks share, and those of each rank.
+    """Return the stateful items of `data` by name: those of all ranks, and those of each rank.
 
     Args:
-        data: as `Checkpointer` takes it; None for nothing.
+        data: see `Checkpointer`; None for no items.
 
     Raises:
-        UsageError: something in it has no position that can be kept.
+        UsageError: an object has no position that can be saved.
     """
     given = several("data", data)
     shared = {name: each for name, each in given.items() if is_item(each)}
@@ -42,14 +42,14 @@ def data_parts(data: Any) -> tuple[dict[str, StatefulItem], dict[str, RankItem]]
 
 
 class DataState:
-    """A `RequiredRankItem`: the `state_dict` of something that has this rank's position.
+    """A `RequiredRankItem`: the `state_dict` of an object with this rank's position.
 
     Args:
-        stateful: has `state_dict` and `load_state_dict`.
+        stateful: an object with `state_dict` and `load_state_dict`.
         subject: its name, for errors.
 
     Raises:
-        UsageError: it has no such methods, or its position is that of a `ResumableSampler`.
+        UsageError: it has no such methods, or its sampler is a `ResumableSampler`.
     """
 
     required = True
@@ -60,10 +60,10 @@ class DataState:
         self._subject = subject
 
     def save(self) -> Tree:
-        """Return the state, and with how many workers it goes.
+        """Return the state and the number of workers.
 
         Raises:
-            UsageError: `state_dict()` has raised, or a checkpoint cannot hold what it returned.
+            UsageError: `state_dict()` raised, or a checkpoint cannot hold its result.
         """
         state = with_small_tensors(self._call("state_dict"), self._subject)
         encoded, _ = tree.encode(state, self._subject, inline=True)
@@ -71,34 +71,34 @@ class DataState:
         if size > _LARGEST_STATE:
             raise UsageError(
                 f"the state of {self._subject} takes {size} bytes on this rank: expected at most "
-                f"{_LARGEST_STATE}. Let state_dict() return positions, not data"
+                f"{_LARGEST_STATE}. state_dict() should return positions, not data"
             )
         if _lacks_position(state):
             raise UsageError(
                 f"{self._subject} is a {type(self._stateful).__name__} over an IterableDataset "
-                f"without a state: it would lose samples when it resumes twice. Give the data set, "
-                f"or the iterator that it returns, state_dict() and load_state_dict(state)"
+                f"without a state, which would lose samples when it resumes twice. Add the methods "
+                f"state_dict() and load_state_dict(state) to the data set or to its iterator"
             )
         return {"workers": self._workers, "state": state, "generator": self._generator_state()}
 
     def check(self, tree: Tree) -> None:
-        """Compare the number of workers, each of which has its own part of the state.
+        """Check the number of workers, because each worker has its own part of the state.
 
         Raises:
-            UsageError: it has changed.
+            UsageError: the number has changed.
         """
         if tree["workers"] != self._workers:
             raise UsageError(
                 f"{self._subject} was saved with num_workers {tree['workers']}, and has "
-                f"num_workers {self._workers} here: expected the same, or strict=False, which "
-                f"leaves {self._subject} as it is"
+                f"num_workers {self._workers} now: expected the same number, or strict=False, "
+                f"which does not restore {self._subject}"
             )
 
     def restore(self, tree: Tree) -> None:
         """Load a saved state.
 
         Raises:
-            UsageError: `load_state_dict()` has raised.
+            UsageError: `load_state_dict()` raised.
         """
         self._call("load_state_dict", without_small_tensors(tree["state"]))
         if isinstance(self._stateful, DataLoader):
@@ -127,9 +127,9 @@ class DataState:
 
 
 def _keep_random_numbers(loader: Any) -> None:
-    """Let the next iterator of a loader leave random numbers as they were before.
+    """Make the next iterator of a loader leave the random state unchanged.
 
-    It continues one of the run that has saved, where these numbers were drawn before the save.
+    This iterator continues one whose random numbers were drawn before the save.
     """
 
     def first() -> Any:
@@ -142,15 +142,15 @@ def _keep_random_numbers(loader: Any) -> None:
         finally:
             randomness.restore(before)
 
-    # Not now: a loop calls `sampler.set_epoch(epoch)` first.
+    # Not now, because a loop calls `sampler.set_epoch(epoch)` first.
     loader._get_iterator = first
 
 
 def _lacks_position(state: Any) -> bool:
-    """Return whether a state is one of torchdata's for an IterableDataset that has none.
+    """Return whether torchdata saved a state of an IterableDataset that has no state itself.
 
-    torchdata 0.11 then reads batches and drops them, and counts them twice: the second resume
-    leaves out samples.
+    With such a state, torchdata 0.11 reads batches, drops them and counts them twice, so the second
+    resume leaves out samples.
     """
     if not isinstance(state, dict):
         return False
@@ -165,23 +165,23 @@ def _check_stateful(given: Any, subject: str) -> None:
     loader = isinstance(given, DataLoader)
     if loader and isinstance(sampler_of(given), ResumableSampler):
         raise UsageError(
-            f"{subject} is a {kind} with a ResumableSampler, which has the position: give "
-            f"hvd.Checkpointer data=sampler, and iterate sampler.batches(loader)"
+            f"{subject} is a {kind} with a ResumableSampler, which has the position: pass "
+            f"data=sampler to hvd.Checkpointer, and iterate sampler.batches(loader)"
         )
     if all(hasattr(given, method) for method in ("state_dict", "load_state_dict")):
         return
     if loader and isinstance(given.dataset, IterableDataset):
         raise UsageError(
-            f"{subject} is a {kind} over an IterableDataset, which does not tell its position: use "
-            f"{_STATEFUL} in its place (pip install torchdata)"
+            f"{subject} is a {kind} over an IterableDataset, which has no position: use "
+            f"{_STATEFUL} instead (pip install torchdata)"
         )
     if loader:
         raise UsageError(
-            f"{subject} is a {kind}, which does not tell its position: give it a "
-            f"hvd.ResumableSampler and hvd.Checkpointer data=sampler, or use {_STATEFUL} in its "
-            f"place (pip install torchdata)"
+            f"{subject} is a {kind}, which has no position: use it with a hvd.ResumableSampler and "
+            f"pass data=sampler to hvd.Checkpointer, or use {_STATEFUL} instead (pip install "
+            f"torchdata)"
         )
     raise UsageError(
-        f"{subject} is a {kind}: expected a hvd.ResumableSampler, or something with state_dict() "
+        f"{subject} is a {kind}: expected a hvd.ResumableSampler, or an object with state_dict() "
         f"and load_state_dict(state), such as {_STATEFUL}"
     )

@@ -1,4 +1,4 @@
-"""This rank's GPU, and host memory for copies from it."""
+"""Select this rank's GPU, and allocate host memory for copies from it."""
 
 import logging
 import weakref
@@ -15,12 +15,12 @@ _PORTABLE = 1
 
 
 def use_own_gpu(local_rank: int) -> None:
-    """Make the GPU with the local rank's number the one that `cuda` means in this thread.
+    """Make the GPU with the local rank's number the current device of this thread.
 
-    Not where CUDA is in use already, because then the script may have chosen, and not where there
-    are fewer GPUs, because then a launcher has: `torch.cuda.set_device` is always the last word.
-    Nothing happens before the script uses CUDA, so that a script which never does, or which forks
-    first, is left alone.
+    Do nothing if CUDA is in use, because the script may have chosen a GPU. Do nothing if there are
+    fewer GPUs, because a launcher has chosen one. A later `torch.cuda.set_device` takes precedence.
+    The selection happens when the script first uses CUDA, so a script that does not use CUDA, or
+    forks before, is unaffected.
     """
     if torch.cuda.is_initialized():
         return
@@ -29,17 +29,16 @@ def use_own_gpu(local_rank: int) -> None:
         if local_rank < torch.cuda.device_count():
             torch.cuda.set_device(local_rank)
 
-    # Not public, and the only way to wait for a CUDA that nobody has asked for: what
-    # `torch.cuda.manual_seed` does.
+    # Private, but the only way to wait for the first use of CUDA. `torch.cuda.manual_seed` uses it.
     torch.cuda._lazy_call(choose)
 
 
 def host_memory(nbytes: int) -> np.ndarray:
     """Return new host memory: uint8, pinned if this process uses CUDA.
 
-    Copies from a GPU to pinned memory need no second copy inside the driver. Memory that the
-    system refuses to pin is ordinary memory. PyTorch's own pinned memory takes a power of two of
-    bytes, and is not given back to the system.
+    Copies from a GPU to pinned memory need no second copy inside the driver. If the memory cannot
+    be pinned, it stays ordinary memory. PyTorch's pinned memory is not used, because its size is a
+    power of two and it is never returned to the system.
     """
     memory = allocate(nbytes)
     if nbytes and torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -49,8 +48,8 @@ def host_memory(nbytes: int) -> np.ndarray:
         if status:
             _log.info("%d bytes of host memory cannot be pinned: CUDA error %d", nbytes, status)
         else:
-            # Before the memory is freed: all arrays in it refer to this one. At the process's end
-            # CUDA may be gone before.
+            # Unregister before the memory is freed: all arrays in it refer to this owner. Not at
+            # the end of the process, when CUDA may be shut down.
             owner = memory if memory.base is None else memory.base
             weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False
     return memory

@@ -1,7 +1,7 @@
-"""Compare tensors between ranks by digests, above all the parameters before the first reduction.
+"""Compare tensors between ranks by digests, such as the parameters before the first reduction.
 
-Mean gradients keep equal models equal, and different ones different: a forgotten
-`broadcast_parameters` trains one model per rank without any error.
+Mean gradients keep equal models equal, and different models different. Without this comparison, a
+forgotten `broadcast_parameters` would train a different model on each rank without any error.
 """
 
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ def check_values(collectives: TorchCollectives, parameters: Mapping[str, torch.T
         [f"{name!r} has a value with digest {d:016x}" for name, d in pairs],
         "the values of the parameters",
         "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first backward "
-        "pass, and with root_rank=last after last = hvd.join(). If ranks are to have different "
+        "pass, and with root_rank=last after last = hvd.join(). If ranks should have different "
         "values, pass check_parameters=False to hvd.DistributedOptimizer.",
     )
 
 
 @torch.no_grad()
 def digests(tensors: list[torch.Tensor]) -> list[int]:
-    """Return 64 bits for each tensor: one transfer to the host for all on accelerators."""
+    """Return a 64-bit digest of each tensor, with one copy to the host for all accelerators."""
     found: list[int | torch.Tensor] = []
     for tensor in tensors:
         dense = tensor.to_dense() if tensor.is_sparse else tensor

@@ -25,7 +25,7 @@ def broadcast_parameters(
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`; any
-            dtype and strides. Values in it that are no tensors are left alone.
+            dtype and strides. Values that are not tensors are ignored.
         root_rank: the rank to copy from.
         process_set: the ranks that take part.
 
@@ -42,11 +42,11 @@ def broadcast_parameters(
     for name, value in named:
         if not isinstance(value, torch.Tensor) and _holds_tensor(value):
             raise UsageError(
-                f"params[{name!r}] is a {type(value).__name__} with tensors in it: expected "
-                f"tensors, such as model.state_dict() holds. Call broadcast_parameters for each "
-                f"state dict, and broadcast_optimizer_state for an optimizer"
+                f"params[{name!r}] is a {type(value).__name__} that contains tensors: expected "
+                f"tensors, as in model.state_dict(). Call broadcast_parameters for each state "
+                f"dict, and broadcast_optimizer_state for an optimizer"
             )
-    # Their order is that of a dict, which ranks may have filled differently.
+    # Sorted, because ranks may have filled a dict in different orders.
     tensors = sorted(
         ((str(name), value) for name, value in named if isinstance(value, torch.Tensor)),
         key=lambda pair: pair[0],
@@ -82,7 +82,7 @@ def _broadcast_tensors(
         contiguous = tensor.detach().contiguous()
         if contiguous.data_ptr() != tensor.data_ptr():
             copies.append((tensor, contiguous))
-        # As bytes, because Horovod does not know every dtype, bfloat16 above all.
+        # As bytes, because Horovod lacks some dtypes, such as bfloat16.
         content = contiguous.view(-1).view(torch.uint8)
         for k, chunk in enumerate(content.split(_CHUNK_BYTES)):
             name = f"hvdkit.broadcast.{i}.{k}"
@@ -109,16 +109,16 @@ def broadcast_optimizer_state(
 ) -> None:
     """Broadcast the optimizer state and options of rank `root_rank`.
 
-    The ranks need not have any state, or the same: what they have is replaced, types, dtypes and
-    all. Rank `root_rank`'s optimizer and all parameters stay as they are.
+    The state of the other ranks is replaced, including types and dtypes; it may be empty or
+    different. The optimizer of rank `root_rank` and all parameters stay unchanged.
 
     Args:
-        optimizer: on every rank of the same class, over the same parameters.
+        optimizer: the optimizer, of the same class and with equal parameters on every rank.
         root_rank: the rank to copy from.
-        model: accepted because Horovod's function has it; not needed.
+        model: ignored; accepted for compatibility with Horovod.
 
     Raises:
-        RankMismatchError: on every rank, when their optimizers are over different parameters.
+        RankMismatchError: on every rank, when their optimizers have different parameters.
         UsageError: the optimizer is LBFGS, whose state belongs to no single parameter.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -158,7 +158,7 @@ def broadcast_optimizer_state(
         _broadcast_tensors(tensors, root_rank, process_set)
         return
 
-    # The keys of a state dict number the parameters in the order of the groups.
+    # Integer keys of a state dict are the parameters' numbers, in the order of the groups.
     state = {
         parameters[key] if isinstance(key, int) else key: _with_tensors(
             value, tensors, parameters[key].device if isinstance(key, int) else _CPU
@@ -172,7 +172,7 @@ def broadcast_optimizer_state(
         for group, sent in zip(optimizer.param_groups, structure["param_groups"], strict=True)
     ]
     _broadcast_tensors(tensors, root_rank, process_set)
-    # In place, because LR schedulers and wrappers hold on to these very containers. Not by
+    # In place, because LR schedulers and wrappers refer to these containers. Not by
     # load_state_dict, which casts state to the dtype of its parameter.
     optimizer.state.clear()
     optimizer.state.update(state)
@@ -217,11 +217,11 @@ def broadcast_object(
 ) -> Any:
     """Broadcast an object of rank `root_rank`, pickled.
 
-    As Horovod's, except that ranks may pass objects of different types (None on all but the
-    root): Horovod names the collective after the type, and then waits for ever.
+    Unlike with Horovod's function, ranks may pass objects of different types, such as None on all
+    but the root. Horovod names the collective after the type, so ranks with other types hang.
 
     Returns:
-        On `root_rank` the object itself, elsewhere a copy of it.
+        The object itself on `root_rank`, a copy of it on other ranks.
     """
     return horovod_functions.broadcast_object(
         obj, root_rank, name or "hvdkit.broadcast_object", process_set

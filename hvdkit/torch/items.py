@@ -563,7 +563,7 @@ class OptimizerItem:
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         if isinstance(optimizer, WrappedOptimizer):
-            optimizer.reset_step()
+            optimizer.discard_accumulated()
 
 
 _CPU = torch.device("cpu")

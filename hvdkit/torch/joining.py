@@ -1,4 +1,4 @@
-"""End an epoch in which ranks have different numbers of batches."""
+"""`hvd.join`: end an epoch in which ranks have different numbers of batches."""
 
 import logging
 
@@ -6,33 +6,33 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvdkit.torch import runtime
-from hvdkit.torch.wrapped_optimizer import living
+from hvdkit.torch.wrapped_optimizer import wrapped_optimizers
 
 log = logging.getLogger("hvdkit.torch")
 
 
 def join(device: int = -1) -> int:
-    """Wait until every rank has called this; until then, add zeros to the other ranks' reductions.
+    """Wait until every rank has called this; contribute zeros to their reductions until then.
 
     For ranks with fewer batches than others. Afterwards the ranks compare parameters and settings
-    again. Gradients of an incomplete accumulation window are dropped.
+    again. Gradients of an open accumulation window are dropped.
 
     Args:
-        device: the GPU for the zeros in collectives of GPU tensors; -1: the current one. The zeros
-            in collectives of CPU tensors are on the CPU.
+        device: the GPU on which zeros for reductions of GPU tensors are made; -1 for the current
+            GPU. Zeros for reductions of CPU tensors are made on the CPU.
 
     Returns:
         The last rank to join.
     """
-    for optimizer in living():
+    for optimizer in wrapped_optimizers():
         if optimizer.accumulated:
             log.warning(
-                "hvd.join() drops gradients that no step has used. If all ranks accumulate alike, "
-                "call optimizer.flush() before."
+                "hvd.join() dropped gradients that no step has used. To use them, call "
+                "optimizer.flush() before hvd.join(), if all ranks have as many passes."
             )
-            optimizer.reset_step()
+            optimizer.discard_accumulated()
             torch.optim.Optimizer.zero_grad(optimizer)
-        optimizer.leave_gradients()
+        optimizer.mark_gradients_used()
         optimizer.complete_deferred()
     if device == -1 and torch.cuda.is_available() and torch.cuda.is_initialized():
         device = torch.cuda.current_device()

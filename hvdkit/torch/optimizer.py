@@ -1,4 +1,4 @@
-"""The optimizer that steps with gradients reduced over all ranks."""
+"""`hvd.DistributedOptimizer`: an optimizer whose gradients are reduced over all ranks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,46 +33,43 @@ def DistributedOptimizer(
     bucket_bytes: int = bucketing.BUCKET_BYTES,
     check_parameters: bool = True,
 ) -> torch.optim.Optimizer:
-    """Wrap `optimizer` so that `loss.backward()` leaves the gradients of all ranks.
+    """Wrap `optimizer` so that `loss.backward()` reduces the gradients over all ranks.
 
-    The result is an instance of the optimizer's own class; it shares state, options and hooks
-    with `optimizer`, so LR schedulers may hold either. During the backward pass gradients are
-    packed into buckets, and each bucket is reduced as soon as it is full. When `backward()`
-    returns, `p.grad` is the reduced gradient. With `compression="none"` it is a view of a bucket.
-    A further pass before `step()` adds its reduced gradients to the first one's.
+    The result is an instance of the optimizer's class. It shares state, options and hooks with
+    `optimizer`, so LR schedulers may hold either. During the backward pass gradients are packed
+    into buckets, and each bucket is reduced as soon as it is full. When `backward()` returns,
+    `p.grad` is the reduced gradient. With `compression="none"` it is a view of a bucket. Another
+    pass before `step()` adds its reduced gradients to those of the first pass.
 
     Args:
-        optimizer: any of torch.optim's but LBFGS.
-        named_parameters: usually `model.named_parameters()`; the names appear in errors. All or
-            none of the optimizer's parameters.
-        compression: what gradients travel as: `"none"`, `"fp16"`, `"bf16"`, the same of
-            `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat`, or a class like Horovod's
-            compressors, which sees gradients one by one.
-        backward_passes_per_step: how many backward passes there are before each `step()`. Their
-            gradients are summed.
-        op: `Average` or `Sum` over the ranks, or `Adasum`, for which Horovod's own optimizer is
-            returned.
+        optimizer: any optimizer of torch.optim except LBFGS.
+        named_parameters: usually `model.named_parameters()`; the names appear in errors. Must
+            contain all of the optimizer's parameters.
+        compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, the same of `hvd.Compression`, a
+            `hvdkit.core.wire_format.WireFormat`, or a class with the interface of Horovod's
+            compressors, which is called for each gradient.
+        backward_passes_per_step: backward passes before each `step()`, whose gradients are summed.
+        op: `Average` or `Sum` over the ranks; or `Adasum`, which returns Horovod's optimizer.
         gradient_predivide_factor: with `Average`, gradients are divided by this before the sum
             and by size / this after it. Default: the wire format decides.
-        num_groups: older name of an integer `groups`.
-        groups: reduce parameters in this many buckets, or in these lists of parameters.
+        num_groups: an older name of an integer `groups`.
+        groups: the number of buckets, or a list of parameters for each bucket.
         sparse_as_dense: reduce sparse gradients as dense ones. Otherwise their rows are gathered.
-        process_set: the ranks to reduce over; on other ranks `step()` is a local one.
+        process_set: the ranks to reduce over; other ranks step with their own gradients.
         accumulation_steps: backward passes per step, whose gradients are averaged. `step()`,
             `zero_grad()`, `hvd.clip_grad_norm_` and `hvd.GradScaler` may be called after every
-            pass: they do nothing until the last. `optimizer.stepped` tells, and
-            `optimizer.flush()` ends a window that has been cut short.
-        find_unused_parameters: leave `.grad` None for parameters that no rank has used in a
-            step, as one process would, at the price of a longer header. Otherwise they get
-            zeros.
+            pass; they do nothing before the last pass. `optimizer.stepped` is whether the last
+            `step()` changed the parameters. `optimizer.flush()` ends a window early.
+        find_unused_parameters: leave `.grad` None for parameters that no rank has used in a step,
+            as in one process. Costs a longer header. Otherwise these parameters get zeros.
         bucket_bytes: the largest bucket of several gradients.
         check_parameters: compare the parameters' values before the first reduction, and raise on
-            every rank if they differ: a forgotten `hvd.broadcast_parameters`. Those of
-            `named_parameters` that are frozen are compared, too, whether the optimizer has them or
-            not.
+            every rank if they differ, for example because `hvd.broadcast_parameters` was forgotten.
+            Frozen parameters in `named_parameters` are compared even if the optimizer does not have
+            them.
 
     Raises:
-        UsageError: the arguments do not fit together; nothing has been communicated.
+        UsageError: an argument is invalid; nothing has been communicated.
 
     Example:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size())
@@ -85,8 +82,9 @@ def DistributedOptimizer(
     if accumulation_steps > 1 and (backward_passes_per_step > 1 or op == mpi_ops.Adasum):
         raise UsageError(
             f"accumulation_steps is {accumulation_steps}, with backward_passes_per_step "
-            f"{backward_passes_per_step} and op {_op_name(op)}: the one averages over passes, the "
-            f"other sums, and Adasum knows only the latter; use one of the two"
+            f"{backward_passes_per_step} and op {_op_name(op)}: accumulation_steps averages over "
+            f"passes, backward_passes_per_step sums, and Adasum supports only sums; use one of the "
+            f"two"
         )
     if not mpi_ops.is_initialized():
         raise UsageError("Horovod is not initialised: call hvd.init() before this")
@@ -128,21 +126,21 @@ def DistributedOptimizer(
 
 @contextmanager
 def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within it, backward passes add to the gradients on this rank, and nothing is reduced.
+    """Context in which backward passes add to this rank's gradients without a reduction.
 
-    For all but the last of several backward passes that belong together, such as two losses. The
-    next pass outside reduces the sum. Until then `p.grad` holds only what this rank has added.
+    For all but the last of several backward passes in one step, such as two losses. The next pass
+    outside of the context reduces the sum. Until then `p.grad` has only this rank's gradients.
 
     Raises:
         UsageError: `optimizer` is not a `DistributedOptimizer`.
     """
     own = wrapped(optimizer)
-    own.rounds.may_add = True
-    previous, own._muted = own._muted, True
+    own.rounds.no_sync_used = True
+    previous, own._no_sync = own._no_sync, True
     try:
         yield
     finally:
-        own._muted = previous
+        own._no_sync = previous
 
 
 def _op_name(op: int) -> str:
@@ -170,10 +168,10 @@ def _horovods_adasum(
 def _group_lists(
     groups: int | Sequence[Sequence[torch.Tensor]], names: dict[torch.nn.Parameter, str]
 ) -> list[list[torch.nn.Parameter]]:
-    """The parameters of each group.
+    """Return the parameters of each group.
 
     Raises:
-        UsageError: they are no groups of the optimizer's parameters.
+        UsageError: `groups` is not a number or a list of lists of the optimizer's parameters.
     """
     if isinstance(groups, int):
         parameters = [p for p in names if p.requires_grad]
@@ -187,7 +185,7 @@ def _group_lists(
         for p in group:
             if id(p) not in own:
                 raise UsageError(
-                    f"groups[{number}] holds something that is not one of the optimizer's "
+                    f"groups[{number}] contains an object that is not one of the optimizer's "
                     f"parameters"
                 )
             if id(p) in seen:
@@ -203,12 +201,12 @@ def _check_arguments(
         raise UsageError(f"optimizer is a {type(optimizer).__name__}: expected a torch optimizer")
     if isinstance(optimizer, WrappedOptimizer) or hasattr(optimizer, "_allreduce_delay"):
         raise UsageError(
-            "the optimizer is a DistributedOptimizer already: wrap the plain one, once"
+            "the optimizer is a DistributedOptimizer already: wrap a plain optimizer, once"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
-            "LBFGS decides by the loss how often to call its closure, and each rank has a loss of "
-            "its own: use another optimizer"
+            "LBFGS calls its closure as often as the loss requires, and each rank has its own "
+            "loss, so the ranks would not stay in step: use another optimizer"
         )
     if not isinstance(passes, int) or passes < 1:
         raise UsageError(f"backward_passes_per_step is {passes!r}: expected an integer >= 1")
@@ -219,7 +217,7 @@ def _check_arguments(
     if predivide != 1.0 and op != mpi_ops.Average:
         raise UsageError(
             f"gradient_predivide_factor is {predivide}, which splits the division of an average: "
-            f"expected op=hvd.Average with it"
+            f"expected op=hvd.Average"
         )
 
 
@@ -237,8 +235,8 @@ def _parameter_names(
     for pair in named_parameters:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise UsageError(
-                f"named_parameters has a {type(pair).__name__} in it: expected pairs (name, "
-                f"parameter), such as model.named_parameters() gives"
+                f"named_parameters contains a {type(pair).__name__}: expected pairs (name, "
+                f"parameter), such as model.named_parameters()"
             )
     holders: dict[str, torch.nn.Parameter] = {}
     names: dict[torch.nn.Parameter, str] = {}
@@ -253,6 +251,6 @@ def _parameter_names(
         raise UsageError(
             f"named_parameters lacks {len(unnamed)} of the optimizer's {len(own)} parameters, of "
             f"shapes {shapes}{', ...' if len(unnamed) > 5 else ''}: pass the named_parameters() "
-            f"of every model that the optimizer trains, or none"
+            f"of every model that the optimizer trains, or omit named_parameters"
         )
     return {p: names[p] for p in own}

@@ -1,8 +1,8 @@
 """Detect the end of a backward pass, and reduce the gradients of all optimizers in it.
 
-A backward pass is a graph task of PyTorch. At its end, PyTorch calls the functions that were queued
-during the task. Each re-entrant checkpoint in the pass is a graph task, too; the gradients are
-complete at the end of the outermost task.
+PyTorch calls a function that was queued during a graph task when the task ends. A backward pass is
+a graph task, and so is each re-entrant checkpoint inside it. The gradients are complete at the end
+of the outermost task.
 """
 
 import threading
@@ -13,17 +13,17 @@ from typing import Any, Protocol
 import torch
 from horovod.torch.mpi_ops import ProcessSet
 
-from hvdkit.core.coordination import Coordinator, Entry, one_thread
+from hvdkit.core.coordination import Coordinator, Entry, entry_lock
 from hvdkit.core.rounds import Rounds
 
 
 class Listener(Protocol):
-    """An optimizer whose parameters receive gradients."""
+    """An optimizer whose parameters get gradients."""
 
-    #: The number of the optimizer in the order of creation, the same on every rank.
+    #: The place in the order of creation, the same on every rank.
     number: int
-    #: Refers to an object that exists until the pass has ended or raised; None between passes.
-    running: "weakref.ref[Any] | None"
+    #: Refers to an object that is freed when the pass ends or raises; None between passes.
+    graph_task: "weakref.ref[Any] | None"
 
     @property
     def process_set(self) -> ProcessSet:
@@ -37,19 +37,19 @@ class Listener(Protocol):
 
     @property
     def rounds(self) -> Rounds:
-        """The optimizer's rounds."""
+        """The optimizer's reduction rounds."""
         ...
 
     def end_pass(self) -> bool:
-        """Record the end of a pass; return whether its gradients must be reduced now."""
+        """Record that the pass has ended; return whether to reduce its gradients now."""
         ...
 
 
 class GraphTask:
-    """A graph task in which gradients of listeners have been accumulated.
+    """A graph task in which gradients of listeners were accumulated.
 
-    After `watch`, PyTorch has the only reference to it, and drops the reference if the task raises.
-    So a dead weak reference to a task that has not ended means that the pass has raised.
+    After `watch` PyTorch has the only reference, and drops it when the task raises. So a dead weak
+    reference to a task that did not call its listeners means that the pass raised.
     """
 
     def __init__(self, number: int) -> None:
@@ -57,11 +57,11 @@ class GraphTask:
         self.listeners: dict[Listener, None] = {}
 
     def __call__(self) -> None:
-        """End the task."""
+        """Handle the end of the task."""
         _tasks.pop(self.number, None)
         node = torch._C._current_autograd_node()
         if node is None:
-            end(self.listeners)
+            end_pass(self.listeners)
         else:
             _watch_outer_task(node, self)
 
@@ -79,7 +79,7 @@ def watch(listener: Listener) -> None:
             task = _tasks[number] = GraphTask(number)
             torch.autograd.Variable._execution_engine.queue_callback(task)
         task.listeners[listener] = None
-        listener.running = weakref.ref(task)
+        listener.graph_task = weakref.ref(task)
 
 
 def in_backward() -> bool:
@@ -87,8 +87,8 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def end(listeners: Iterable[Listener]) -> None:
-    """End the pass that has reached these optimizers: reduce their gradients."""
+def end_pass(listeners: Iterable[Listener]) -> None:
+    """Reduce the gradients of the optimizers that a backward pass has reached."""
     errors: list[Exception] = []
     passed = []
     for listener in listeners:
@@ -103,15 +103,15 @@ def end(listeners: Iterable[Listener]) -> None:
 def reduce(
     passed: Iterable[Listener], failed: Iterable[Listener], errors: Iterable[Exception] = ()
 ) -> None:
-    """Enter the rounds of optimizers whose pass has ended or raised.
+    """Enter and complete the rounds of optimizers whose pass has ended.
 
-    Starts the rounds of all process sets and then waits for them, in the same order on all ranks.
-    After an error in one process set, the others are completed, because other ranks wait for them.
+    Send the buckets of all process sets, then wait for them, in the same order on all ranks. After
+    an error in one process set, complete the others, because other ranks wait in them.
 
     Args:
         passed: optimizers whose pass has ended.
-        failed: optimizers whose pass has raised.
-        errors: earlier errors; the first error of all is raised at the end.
+        failed: optimizers whose pass raised.
+        errors: earlier errors; the first error is raised at the end.
     """
     raised = list(errors)
     failed_rounds = [listener.rounds for listener in failed]
@@ -119,11 +119,11 @@ def reduce(
     for listener in sorted([*passed, *failed], key=_order):
         entered.setdefault(listener.coordinator, []).append(listener.rounds)
     sent: list[tuple[Coordinator, Entry]] = []
-    with one_thread():
+    with entry_lock:
         for coordinator, rounds in entered.items():
             try:
-                of_these = [each for each in rounds if each in failed_rounds]
-                sent.append((coordinator, coordinator.send(rounds, of_these)))
+                failed_here = [each for each in rounds if each in failed_rounds]
+                sent.append((coordinator, coordinator.send(rounds, failed_here)))
             except Exception as error:
                 raised.append(error)
         for coordinator, entry in sent:
@@ -135,7 +135,7 @@ def reduce(
         if raised:
             raise raised[0]
     finally:
-        raised.clear()  # Otherwise an error keeps this frame and its optimizers alive.
+        raised.clear()  # an error would keep this frame alive, and its optimizers
 
 
 def _order(listener: Listener) -> tuple[int, int]:
@@ -143,10 +143,10 @@ def _order(listener: Listener) -> tuple[int, int]:
 
 
 def _watch_outer_task(node: Any, task: GraphTask) -> None:
-    """Watch the outer task, after a re-entrant task has ended in `node`.
+    """Watch the outer task after a re-entrant task, which has just ended inside `node`.
 
     A function that is queued here would belong to the inner task. The nodes after `node` run in the
-    outer task.
+    outer task, so queue it there.
     """
 
     def watch_again(_: Any) -> None:
@@ -158,5 +158,5 @@ def _watch_outer_task(node: Any, task: GraphTask) -> None:
         if following is not None:
             handle = following.register_prehook(watch_again)
             for listener in task.listeners:
-                listener.running = weakref.ref(watch_again)
+                listener.graph_task = weakref.ref(watch_again)
             return

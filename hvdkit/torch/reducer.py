@@ -1,7 +1,7 @@
 """Reduce gradients that a training loop passes explicitly, as Keras does.
 
-`DistributedOptimizer` gets gradients from hooks alone. Here the loop hands over those that it
-applies. Where it announces them before its backward pass, buckets are sent during that pass.
+`DistributedOptimizer` gets gradients from hooks. Here the loop passes the gradients that it
+applies. If it calls `expect` before its backward pass, buckets are sent during that pass.
 """
 
 import functools
@@ -28,12 +28,12 @@ class _Parameters:
 
     Args:
         parameters: leaf tensors that need gradients.
-        synchronizer: of these parameters.
+        synchronizer: the synchronizer of these parameters.
 
     Attributes:
         overlaps: whether buckets can be sent during backward passes.
-        expected_in: the generation of the collectives in which the gradients of a backward pass
-            were expected that have not been applied; None where none are.
+        expected_in: the generation of the collectives at the last `expect`; None after the
+            gradients have been passed.
     """
 
     def __init__(
@@ -47,43 +47,43 @@ class _Parameters:
         self._arrived: set[int] = set()
 
     def expect(self, generation: int) -> None:
-        """Take gradients as the next backward pass accumulates them. Not a collective."""
+        """Send buckets while the next backward pass accumulates gradients. Not a collective."""
         self.expected_in = generation
         self._arrived.clear()
         if self._hooked:
             return
         self._hooked = True
-        # Not a strong reference: what a tensor's hook refers to cannot be collected with it.
+        # A weak reference, because the garbage collector does not see references of hooks.
         me = weakref.ref(self)
         for i, parameter in enumerate(self.parameters):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(functools.partial(_accumulated, me, i))
 
     def accumulated(self, i: int) -> None:
-        """Record that parameter `i` has got a gradient in a backward pass."""
+        """Record that a backward pass has accumulated the gradient of parameter `i`."""
         if self.expected_in is None:
             return
         if i in self._arrived:
-            # In several re-entrant checkpoints, each of which adds to it.
+            # It is in several re-entrant checkpoints, each of which adds to its gradient.
             self.overlaps = False
         self._arrived.add(i)
         self.synchronizer.mark_ready(i)
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients that are to be reduced now, as far as they have not been sent.
+        """Set the gradients to reduce, and mark those ready that have not been sent.
 
         Raises:
-            HvdkitError: a gradient is not the one that the backward pass has left.
+            HvdkitError: a gradient was replaced after it had been sent.
         """
         for i, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
             if i in self._arrived and gradient is not parameter.grad:
                 raise HvdkitError(
                     f"the gradient of {self.synchronizer.specs[i].name!r} was replaced between "
                     f"backward() and the optimizer's apply(), after it had been sent to the other "
-                    f"ranks. Change gradients in a train_step of your own"
+                    f"ranks. Change gradients in a custom train_step instead"
                 )
             parameter.grad = gradient
-        # As a backward pass would deliver them.
+        # In the order of a backward pass.
         for i in reversed(range(len(gradients))):
             if gradients[i] is not None and i not in self._arrived:
                 self.synchronizer.mark_ready(i)
@@ -98,16 +98,16 @@ def _accumulated(reference: "weakref.ref[_Parameters]", i: int, _: torch.Tensor)
 
 
 class GradientReducer:
-    """Reduces gradients over the ranks of a process set.
+    """Reduce gradients over the ranks of a process set.
 
-    Ranks may have gradients of different parameters. A rank contributes zeros for those that it
-    does not have.
+    Ranks may have gradients of different parameters. A rank contributes zeros for a missing
+    gradient.
 
     Args:
-        reduction: what to do with the gradients.
-        process_set: the ranks to reduce over; on others gradients stay as they are.
-        context: further lines that must be the same on every rank, for the errors' sake first.
-        passes: backward passes that the gradients are the sum of; the result is their mean.
+        reduction: the settings of the reduction.
+        process_set: the ranks to reduce over; other ranks keep their gradients.
+        context: further lines that must be the same on every rank; errors show them first.
+        passes: the number of backward passes in each gradient; the result is their mean.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class GradientReducer:
         self._window = Window(passes)
         self._context = tuple(context)
         self._collectives = TorchCollectives(process_set)
-        # The ids of parameters -> these, which it keeps alive.
+        # Ids of parameters -> the parameters, which this reference keeps alive.
         self._known: dict[tuple[int, ...], _Parameters] = {}
         self._expecting: _Parameters | None = None
         self._resumed: list[ReductionState] = []
@@ -144,20 +144,21 @@ class GradientReducer:
             known.synchronizer.resume(self._resumed.pop(0) if self._resumed else None)
 
     def expect(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-        """Send full buckets during the backward pass that follows.
+        """Send full buckets during the next backward pass.
 
-        Between that pass and the next call, which must be about the same parameters, nothing may
-        change their gradients. Has no effect on what is reduced, so ranks need not call it alike.
+        The next call must pass the same parameters, and their gradients must not change between the
+        backward pass and that call. The results are the same without `expect`, so some ranks may
+        omit it.
 
         Args:
-            parameters: as in that call.
-            names: as in that call.
+            parameters: the parameters of the next call.
+            names: their names.
 
         Raises:
             BackwardFailed: see `end_interrupted`.
         """
         self.end_interrupted()
-        if self._collectives.alone:
+        if self._collectives.single_rank:
             return
         known = self._parameters(parameters, names)
         if known.overlaps:
@@ -165,12 +166,12 @@ class GradientReducer:
             known.expect(self._collectives.generation)
 
     def end_interrupted(self) -> None:
-        """Complete the reduction of a backward pass that has raised. A collective in that case.
+        """Complete the reduction of a backward pass that raised. A collective in that case.
 
-        Ranks whose pass has not raised wait for it in their call.
+        Ranks whose pass did not raise wait in their call.
 
         Raises:
-            BackwardFailed: on every rank, where the pass of others has not raised.
+            BackwardFailed: on every rank, when the backward pass raised on some only.
         """
         interrupted, self._expecting = self._expecting, None
         if interrupted is None:
@@ -179,7 +180,7 @@ class GradientReducer:
         if generation == self._collectives.generation:
             self._reduce(interrupted, None)
 
-    # A compiled step leaves its graph here: collectives are no part of it.
+    # Collectives cannot be part of a compiled graph.
     @torch.compiler.disable
     def __call__(
         self,
@@ -190,17 +191,17 @@ class GradientReducer:
         """Return the reduced gradients. A collective: every rank passes the same parameters.
 
         Args:
-            gradients: of the parameters; None where there is none.
-            parameters: leaf tensors that need gradients. Afterwards a reduced gradient is its
-                parameter's `grad`.
-            names: of the parameters, for errors.
+            gradients: the gradients of the parameters; None for a missing one.
+            parameters: leaf tensors that need gradients. Their `grad` is set to the reduced
+                gradient.
+            names: the parameters' names, for errors.
 
         Returns:
-            As many, in the same order; None where no rank has a gradient.
+            The reduced gradients, in the same order; None if no rank has the gradient.
 
         Raises:
-            RankMismatchError: on every rank, when they are to reduce different things.
-            BackwardFailed: on every rank, when the backward pass has raised on some only.
+            RankMismatchError: on every rank, when their parameters or settings differ.
+            BackwardFailed: on every rank, when the backward pass raised on some only.
         """
         known = self._parameters(parameters, names)
         if self._expecting is not known:
@@ -211,14 +212,14 @@ class GradientReducer:
         return [parameter.grad for parameter in known.parameters]
 
     def _reduce(self, known: _Parameters, gradients: Sequence[torch.Tensor | None] | None) -> None:
-        """Reduce, and leave the results in the parameters' `grad`. A collective.
+        """Reduce the gradients into the parameters' `grad`. A collective.
 
         Args:
             known: the parameters.
-            gradients: None where the backward pass has raised.
+            gradients: their gradients; None if the backward pass raised.
 
         Raises:
-            BackwardFailed: on every rank, when the backward pass has raised on some only.
+            BackwardFailed: on every rank, when the backward pass raised on some only.
         """
         synchronizer = known.synchronizer
         if not synchronizer.agreed:
@@ -234,8 +235,8 @@ class GradientReducer:
         if 0 < failures < count:
             raise BackwardFailed(
                 f"the backward pass raised on {failures} of {count} ranks"
-                + (", this rank among them" if failed else "")
-                + ", so no rank can use its gradients, and none of them has made this step"
+                + (", including this rank" if failed else "")
+                + ", so no rank can use its gradients, and no rank has made this step"
             )
         for parameter, ranks in zip(known.parameters, used, strict=True):
             if not ranks:
@@ -256,7 +257,7 @@ class GradientReducer:
                 self._context,
             )
             if self._resumed:
-                # In the order in which they came up before; where it is of others, it is dropped.
+                # In the order of the first calls. A state of other gradients is ignored.
                 synchronizer.resume(self._resumed.pop(0))
             self._known[key] = _Parameters(own, synchronizer)
         return self._known[key]

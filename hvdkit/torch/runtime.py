@@ -1,4 +1,4 @@
-"""Start and end Horovod in a PyTorch process."""
+"""Start and shut down Horovod in a PyTorch process."""
 
 from collections.abc import Mapping
 
@@ -9,8 +9,8 @@ from hvdkit.engine.describe import require
 from hvdkit.torch.devices import use_own_gpu
 
 
-def _connect_under_torchrun() -> Mapping[str, str]:
-    # Imports what other launches have no need of.
+def _torchrun_variables() -> Mapping[str, str]:
+    # Imported on use, because only torchrun needs it.
     from hvdkit.torch import torchrun
 
     return torchrun.horovod_variables()
@@ -21,19 +21,17 @@ engine = require("torch")
 with loading("torch", torch.__version__, engine):
     from horovod.torch import mpi_ops
 
-_runtime = Runtime(
-    "torch", torch.__version__, engine, mpi_ops, use_own_gpu, _connect_under_torchrun
-)
+_runtime = Runtime("torch", torch.__version__, engine, mpi_ops, use_own_gpu, _torchrun_variables)
 
 init = _runtime.init
 shutdown = _runtime.shutdown
 
 
 def generation() -> int:
-    """Return a number that changes on all ranks when earlier agreements are void."""
+    """Return a number that `init` and the return from `join` increase, on all ranks."""
     return _runtime.generation
 
 
 def begin_generation() -> None:
-    """Make earlier agreements of the ranks void, on all ranks after `join`."""
+    """Increase `generation`, after the return from `join`."""
     _runtime.begin_generation()

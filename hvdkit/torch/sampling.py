@@ -45,27 +45,27 @@ class DistributedSampler(torch_distributed.DistributedSampler):
 
 
 class ResumableSampler(Epochs, Sampler[int]):
-    """Gives each rank its share of every epoch. Resumable at any batch.
+    """Give each rank its share of every epoch; resumable at any batch.
 
-    In an epoch every sample goes to one rank, once; which, follows from the seed and the epoch.
-    All ranks get equally many batches: without `drop_last` the last ones may be smaller, and where
-    some rank would have none, it gets one sample from the epoch's beginning.
+    In an epoch every sample goes to exactly one rank. The seed and the epoch determine the rank.
+    All ranks get the same number of batches. Without `drop_last` the last batches may be smaller,
+    and a rank that would have no last batch gets one sample from the beginning of the epoch.
 
     Args:
-        data: the data set, or how many samples it has.
-        batch_size: samples per batch on each rank; the `DataLoader`'s, or that of its
-            `BatchSampler`, must be the same.
+        data: the data set, or its number of samples.
+        batch_size: samples per batch on each rank, the same as in the `DataLoader` or in its
+            `BatchSampler`.
         shuffle: draw a new order for every epoch.
-        seed: of these orders; the same on every rank.
+        seed: the seed of the orders, the same on every rank.
         drop_last: leave out the samples that do not fill a batch on every rank.
         process_set: the ranks that share the data.
-        order: puts the samples of an epoch into another order, such as by length. It is called
-            with their numbers in the drawn order (int64) and the epoch, and returns the same
-            numbers. The result must be the same on all ranks and after a resume. All ranks
-            together take the next samples of this order for each batch.
+        order: reorders the samples of an epoch, for example by length. It gets their numbers in the
+            drawn order (int64) and the epoch, and returns the same numbers. The result must be the
+            same on all ranks and after a resume. For each batch, all ranks together take the next
+            samples of this order.
 
     Raises:
-        UsageError: the arguments make no sense, or Horovod is not initialised.
+        UsageError: an argument is invalid, or Horovod is not initialised.
 
     Example:
         sampler = hvd.ResumableSampler(data, batch_size=32)
@@ -112,7 +112,7 @@ class ResumableSampler(Epochs, Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Yield the numbers of the remaining samples."""
-        # Without `batches` nobody knows how many of them the loop has had.
+        # Without `batches` the samples that the loop has used are not counted.
         self.uncounted = self.uncounted or not self._awaited
         self._awaited = False
         epoch, mine = self.left()
@@ -122,20 +122,20 @@ class ResumableSampler(Epochs, Sampler[int]):
     def batches(self, loader: Any = None) -> Iterator[Any]:
         """Yield the remaining batches of this epoch, and count them.
 
-        Worker processes may have read ahead: what they have and the loop has not, is read once
-        more after a resume.
+        Batches that worker processes have read ahead, but the loop has not used, are read again
+        after a resume.
 
         Args:
-            loader: a `DataLoader` with this sampler, or something that iterates one. None: give
+            loader: a `DataLoader` with this sampler, or an object that iterates one. None: yield
                 the numbers of the samples, an int64 tensor for each batch.
 
         Returns:
-            An iterator. Once it has ended, `epoch` is the next one. After a loop that has left it
-            before its end, the next call begins the next epoch. Call `end_epoch()` before such a
-            `break`, so that a checkpoint that is saved after it has the next epoch, too.
+            An iterator. At its end, `epoch` is the next epoch. If a loop ends early by `break`, the
+            next call begins the next epoch. Call `end_epoch()` before such a `break` if a
+            checkpoint is saved between the two loops.
 
         Raises:
-            UsageError: the loader does not fit this sampler, or has fewer batches.
+            UsageError: the loader has another sampler or batch size, or fewer batches.
         """
         _check_loader(loader, self)
         if not self.begin_iteration():
@@ -149,14 +149,14 @@ class ResumableSampler(Epochs, Sampler[int]):
     def _begin(self, loader: Any) -> Iterator[Any]:
         """Return an iterator over `loader` that does not change the random state.
 
-        A new one draws its workers' seed from them. In the middle of an epoch that would be one
-        draw more than in a job that was never stopped.
+        A new iterator draws the seed of its workers. In a job resumed in the middle of an epoch
+        this would be one draw more than in an uninterrupted job.
         """
         generator = getattr(loader, "generator", None) or torch.default_generator
         before = generator.get_state()
         drawn = [self._seed, self.epoch, self.position.consumed, self._rank]
         generator.manual_seed(_seed_from(drawn))
-        # Now, or when the loader wants its first batch.
+        # The sampler is iterated now, or when the loader needs its first batch.
         self._awaited = True
         try:
             return iter(loader)
@@ -164,14 +164,15 @@ class ResumableSampler(Epochs, Sampler[int]):
             generator.set_state(before)
 
     def seeded(self, dataset: Any) -> "SeededDataset":
-        """`dataset` for a `DataLoader`, with random numbers that follow from epoch and sample.
+        """Return `dataset` with random numbers that depend only on seed, epoch and sample.
 
-        For random augmentation in worker processes: their random numbers no checkpoint can keep,
-        because they have read ahead. Python's, NumPy's and torch's are seeded for each sample. In
-        a worker process they go on after it, for a `collate_fn` that draws some.
+        For random augmentation in worker processes. A checkpoint cannot contain their random state,
+        because workers read ahead. The generators of Python, NumPy and torch are seeded for each
+        sample. In a worker process they keep that state after the sample, for a `collate_fn` that
+        draws random numbers.
 
         Args:
-            dataset: one with `__getitem__`.
+            dataset: a data set with `__getitem__`.
         """
         self._seeded = True
         return SeededDataset(dataset, self._seed)
@@ -190,10 +191,10 @@ class SeededDataset(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if not isinstance(index, _Index):
             raise UsageError(
-                "a seeded data set was asked for a sample by a plain number: give its DataLoader "
-                "the ResumableSampler that it came from"
+                "a seeded data set got a plain number as index: use its DataLoader with the "
+                "ResumableSampler whose `seeded` returned it"
             )
-        # Another sequence than that of the order, which has no third number.
+        # The 2 makes these sequences different from that of the epoch's order.
         with _random_numbers([self._seed, index.epoch, 2, int(index)]):
             return self._dataset[int(index)]
 
@@ -215,8 +216,8 @@ class _Index(int):
 
 @contextmanager
 def _random_numbers(seed: list[int]) -> Iterator[None]:
-    python, numpys = random.getstate(), np.random.get_state()
-    torchs = torch.default_generator.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    torch_state = torch.default_generator.get_state()
     number = _seed_from(seed)
     random.seed(number)
     np.random.seed(number % 2**32)
@@ -224,12 +225,12 @@ def _random_numbers(seed: list[int]) -> Iterator[None]:
     try:
         yield
     finally:
-        # In a worker, nobody draws from those but a `collate_fn`, which must not draw others when
-        # another batch was the worker's first.
+        # Not in a worker: a `collate_fn` there must draw numbers that do not depend on the batches
+        # that the worker has read before.
         if get_worker_info() is None:
-            random.setstate(python)
-            np.random.set_state(numpys)
-            torch.default_generator.set_state(torchs)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            torch.default_generator.set_state(torch_state)
 
 
 def _seed_from(numbers: list[int]) -> int:
@@ -257,32 +258,32 @@ def _check_loader(loader: Any, sampler: ResumableSampler) -> None:
     if isinstance(loader.dataset, IterableDataset):
         raise UsageError(
             "the DataLoader has an IterableDataset, whose samples have no numbers: use "
-            "torchdata.stateful_dataloader.StatefulDataLoader, and give hvd.Checkpointer "
-            "data=loader"
+            "torchdata.stateful_dataloader.StatefulDataLoader, and pass data=loader to "
+            "hvd.Checkpointer"
         )
     by: Any = loader
     if _has_own_batches(loader):
         by = loader.batch_sampler
-        # Others may take samples in another order: then the samples that are done have no number.
+        # Another class may change the order of samples, so that their number is no position.
         if type(by) is not BatchSampler:
             raise UsageError(
                 f"the DataLoader has a batch_sampler of type {type(by).__name__}: expected "
                 f"torch.utils.data.BatchSampler(sampler, batch_size, drop_last). To batch samples "
-                f"of similar lengths, give the ResumableSampler order="
+                f"of similar lengths, pass order= to the ResumableSampler"
             )
     if sampler_of(loader) is not sampler:
         raise UsageError(
-            "the DataLoader has another sampler: make it with sampler= this ResumableSampler"
+            "the DataLoader has another sampler: create it with sampler= this ResumableSampler"
         )
-    # With batch_size=None every sample is a batch that the data set has made.
+    # With batch_size=None every sample is a batch made by the data set.
     made_by_dataset = by is loader and loader.batch_size is None and sampler.batch_size == 1
     if by.batch_size != sampler.batch_size and not made_by_dataset:
         raise UsageError(
-            f"the DataLoader has batch_size {by.batch_size}, and its ResumableSampler "
+            f"the DataLoader has batch_size {by.batch_size}, but its ResumableSampler has "
             f"{sampler.batch_size}: expected the same"
         )
     if by.drop_last and not sampler.drop_last:
         raise UsageError(
-            "the DataLoader has drop_last=True, and its ResumableSampler has not: give it to the "
-            "sampler, which drops the same on all ranks"
+            "the DataLoader has drop_last=True, but its ResumableSampler has not: pass drop_last "
+            "to the sampler, which drops the same samples on all ranks"
         )

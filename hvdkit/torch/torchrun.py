@@ -1,7 +1,8 @@
 """Connect ranks that `torchrun` has started, through its store.
 
-torchrun tells each process its rank and where its store is. Through the store the ranks tell each
-other what networks their hosts have. Rank 0 chooses one, and runs Horovod's rendezvous.
+torchrun passes each process its rank and the address of a store. Each rank writes the network
+interfaces of its host to the store. Rank 0 chooses a network, starts the rendezvous server, and
+writes the environment variables of all ranks to the store.
 """
 
 import atexit
@@ -27,20 +28,20 @@ from hvdkit.launch.network import (
 )
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
-#: For ranks to call `hvd.init()`, and not just to be started: they may prepare data before.
+#: The time until all ranks call `hvd.init()`. They may prepare data before.
 TIMEOUT = timedelta(minutes=30)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def horovod_variables(timeout: timedelta = TIMEOUT) -> dict[str, str]:
-    """Return Horovod's variables for the place of this rank. Every rank calls it.
+    """Return Horovod's environment variables for this rank. Every rank calls it.
 
     Args:
-        timeout: how long to wait for the other ranks.
+        timeout: the time to wait for the other ranks.
 
     Raises:
-        HvdkitError: ranks do not come, or no network connects their hosts.
+        HvdkitError: a rank does not call it in time, or no network connects the hosts.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     open_files.raise_limit(open_files.needed_by_rank(size))
@@ -48,12 +49,12 @@ def horovod_variables(timeout: timedelta = TIMEOUT) -> dict[str, str]:
     store.set(f"host.{rank}", json.dumps(_own_host()))
     if rank == 0:
         hosts = [json.loads(_get(store, f"host.{each}", each, timeout)) for each in range(size)]
-        store.set("places", json.dumps(_places(hosts)))
-    return dict(json.loads(_get(store, "places", 0, timeout))[rank])
+        store.set("variables", json.dumps(_variables(hosts)))
+    return dict(json.loads(_get(store, "variables", 0, timeout))[rank])
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> Store:
-    """Connect to the store at MASTER_ADDR, which torchrun's agent may have; else rank 0 has it."""
+    """Connect to the store at MASTER_ADDR. It belongs to torchrun's agent or to rank 0."""
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
@@ -64,21 +65,21 @@ def _store(rank: int, size: int, timeout: timedelta) -> Store:
             is_master=rank == 0 and not of_agent,
             timeout=timeout,
             wait_for_workers=False,
-            # The script's own init_process_group() may make one there, too.
+            # The script's init_process_group() may use the same port.
             multi_tenant=True,
         )
     except RuntimeError as error:
         raise HvdkitError(
-            f"torchrun's store at {address}:{port} cannot be reached (MASTER_ADDR, MASTER_PORT): "
+            f"cannot connect to torchrun's store at {address}:{port} (MASTER_ADDR, MASTER_PORT): "
             f"{error}"
         ) from error
-    _kept.append(store)
+    _kept_alive.append(store)
     run, restart = os.environ["TORCHELASTIC_RUN_ID"], os.environ.get("TORCHELASTIC_RESTART_COUNT")
     return PrefixStore(f"hvdkit/{run}/{restart or 0}", store)
 
 
-# What must live as long as the process: rank 0's store and rendezvous.
-_kept: list[Any] = []
+# Objects needed until the end of the process: the store and rank 0's rendezvous server.
+_kept_alive: list[Any] = []
 
 
 def _get(store: Store, key: str, rank: int, timeout: timedelta) -> bytes:
@@ -86,14 +87,14 @@ def _get(store: Store, key: str, rank: int, timeout: timedelta) -> bytes:
         store.wait([key], timeout)
     except RuntimeError as error:
         raise HvdkitError(
-            f"rank {rank} did not come to hvd.init() within {timeout.total_seconds():g} s: every "
-            f"rank that torchrun starts must call it"
+            f"rank {rank} did not call hvd.init() within {timeout.total_seconds():g} s: every rank "
+            f"that torchrun starts must call it"
         ) from error
     return bytes(store.get(key))
 
 
 def _own_host() -> dict[str, Any]:
-    """Return what rank 0 has to know of this rank and its host."""
+    """Return the facts about this rank and its host that rank 0 needs."""
     return {
         "machine": f"{socket.gethostname()} {_BOOT_ID.read_text().strip()}",
         "node": int(os.environ.get("GROUP_RANK", 0)),
@@ -103,8 +104,8 @@ def _own_host() -> dict[str, Any]:
     }
 
 
-def _places(hosts: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Start the rendezvous; return each rank's variables."""
+def _variables(hosts: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Start the rendezvous server; return each rank's environment variables."""
     nodes: dict[int, list[dict[str, Any]]] = {}
     for host in hosts:
         nodes.setdefault(host["node"], []).append(host)
@@ -114,22 +115,22 @@ def _places(hosts: list[dict[str, Any]]) -> list[dict[str, str]]:
     )
     server = RendezvousServer(interfaces[hosts[0]["node"]].address, size=len(hosts))
     atexit.register(server.close)
-    _kept.append(server)
+    _kept_alive.append(server)
     sizes = {node: len(ranks) for node, ranks in nodes.items()}
-    places = []
+    variables = []
     for rank, host in enumerate(hosts):
         node, local_rank = host["node"], host["local_rank"]
         interface = interfaces[node]
-        # Ranks with the same local rank, one of each node that has as many.
+        # The nodes that have a rank with this local rank.
         across = sorted(other for other, size in sizes.items() if size > local_rank)
-        places.append(
+        variables.append(
             gloo_environment(
                 rank,
                 len(hosts),
                 server.address,
                 server.port,
                 interface.name,
-                # Tells nodes apart, several of which may be on one machine.
+                # Several nodes may be on one machine.
                 f"node{node}",
                 local_rank,
                 sizes[node],
@@ -138,11 +139,11 @@ def _places(hosts: list[dict[str, Any]]) -> list[dict[str, str]]:
                 server.key,
             )
         )
-    return places
+    return variables
 
 
 def _interfaces(nodes: dict[int, list[dict[str, Any]]]) -> dict[int, Interface]:
-    """Return what the ranks of each node talk over."""
+    """Return the network interface for the ranks of each node."""
     first = {node: ranks[0] for node, ranks in nodes.items()}
     if len({host["machine"] for host in first.values()}) == 1:
         return dict.fromkeys(nodes, LOOPBACK)

@@ -1,4 +1,4 @@
-"""A framework for core code to work with: gradients are numpy arrays."""
+"""A simulated framework whose gradients are NumPy arrays."""
 
 import weakref
 from collections import deque
@@ -14,7 +14,7 @@ from tests.core.simulated_ranks import InFlight, SimulatedCollectives
 
 @dataclass
 class Rows:
-    """A gradient of which only some rows are not zero; a row may occur twice."""
+    """A sparse gradient: rows and their indices. An index may occur twice."""
 
     indices: np.ndarray
     values: np.ndarray
@@ -26,7 +26,7 @@ class Rows:
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """`values` rounded to `dtype`, ties to even; bfloat16 is kept in float32's upper half."""
+    """Return `values` rounded to `dtype`, ties to even; bfloat16 values have dtype float32."""
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype != "bfloat16":
             kind = np.dtype(dtype)
@@ -37,7 +37,7 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def ring_sum(buffers: Sequence[np.ndarray]) -> np.ndarray:
-    """The sum as a ring makes it: part k sets out from rank k, and every hop rounds."""
+    """Return the sum as in a ring: part k starts at rank k, and every hop rounds."""
     stack = np.stack(buffers)
     count, elements = stack.shape
     columns = np.arange(elements)
@@ -50,7 +50,7 @@ def ring_sum(buffers: Sequence[np.ndarray]) -> np.ndarray:
 
 
 class Temporaries:
-    """Counts the buffers that were packed with keep=False and are still referred to."""
+    """Count the buffers that were packed with keep=False and are still referenced."""
 
     def __init__(self) -> None:
         self._seen: list[weakref.ref[np.ndarray]] = []
@@ -150,10 +150,10 @@ class NumpyBackend:
 
     Attributes:
         gradients: one per spec: an array, `Rows` or None.
-        diary: the name of every collective that was begun.
-        sent: what it set out with, by name, of the last time.
-        memories: how many buckets' memory was asked for.
-        fail_on_wait: pretend that the network is down.
+        diary: the name of every collective that was started, in order.
+        sent: name -> the rank's contribution to the last collective of that name.
+        memories: the number of calls of `memory`.
+        fail_on_wait: let `wait` raise, as after a network failure.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from tests.core.simulated_ranks import SimulatedCollectives
 
 @dataclass(eq=False)
 class Parameter:
-    """A parameter, as far as its gradient is concerned."""
+    """A parameter without a value: only its gradient."""
 
     name: str
     shape: tuple[int, ...] = (2,)
@@ -48,7 +48,7 @@ class _GradientsOf:
 
 
 class _Backend(NumpyBackend):
-    """A backend that remembers which gradients have been sparse."""
+    """A backend that records which gradients have been sparse."""
 
     def __init__(self, collectives: SimulatedCollectives, parameters: Sequence[Parameter]) -> None:
         super().__init__(collectives, [p.spec for p in parameters])
@@ -87,10 +87,10 @@ class SimulatedGradients:
 
     Attributes:
         synchronizers: one for the parameters at the start, and one for each set of later ones.
-        void: why the gradients cannot be used.
+        invalid_reason: why the gradients cannot be used.
     """
 
-    void = ""
+    invalid_reason = ""
 
     def __init__(
         self,
@@ -113,9 +113,9 @@ class SimulatedGradients:
         self._new: set[int] = set()
         self._aside: dict[int, Any] = {}
         self._in_round = False
-        self.add_trainable()
+        self.plan_new_parameters()
 
-    def add_trainable(self) -> bool:
+    def plan_new_parameters(self) -> bool:
         new = [p for p in self._all if p.requires_grad and p not in self.numbers]
         if not new and self.synchronizers:
             return False
@@ -135,7 +135,7 @@ class SimulatedGradients:
             Synchronizer(backend.specs, backend, self._collectives, self._reduction, self._window)
         )
 
-    def moved(self) -> bool:
+    def plan_outdated(self) -> bool:
         return [[p.dtype for p in part] for part in self._parts] != self._dtypes
 
     def replan(self) -> None:
@@ -146,7 +146,7 @@ class SimulatedGradients:
             self._plan(part)
 
     def before(self, number: int, assigned: bool) -> None:
-        """Prepare for a gradient that is about to be added to."""
+        """Store a reduced gradient as base before a pass adds to it."""
         p = self._planned[number]
         if p.gradient is None:
             self._aside.pop(number, None)
@@ -185,13 +185,13 @@ class SimulatedGradients:
         ]
         return needs, reduced
 
-    def explain(self) -> str:
+    def describe(self) -> str:
         needing = sum(p.requires_grad for p in self._all)
         held = {p for p in self._all if p.gradient is not None}
         held.update(self._planned[number] for number in self._aside)
         return f"{needing} parameters need gradients, {len(held)} have one"
 
-    def removed(self) -> bool:
+    def all_removed(self) -> bool:
         left = [
             p
             for p, (gradient, _) in zip(self._planned, self._left, strict=True)
@@ -199,13 +199,13 @@ class SimulatedGradients:
         ]
         return bool(left) and all(p.gradient is None for p in left)
 
-    def has_new(self, assigned: bool) -> bool:
+    def has_unreduced(self, assigned: bool) -> bool:
         return bool(self._new) or any(
             p.gradient is not None and not self._is_reduced(number, assigned)
             for number, p in enumerate(self._planned)
         )
 
-    def changed(self) -> bool:
+    def changed_since_round(self) -> bool:
         for number, (gradient, values) in enumerate(self._left):
             if number in self._aside:
                 if not same(self._aside[number], values):
@@ -247,7 +247,7 @@ class SimulatedGradients:
         text = repr([None if each is None else each.tolist() for each in own])
         return len(set(self._collectives.allgather(text.encode(), "equal"))) == 1
 
-    def count_changed_as_new(self) -> None:
+    def mark_changed_unreduced(self) -> None:
         for number, p in enumerate(self._planned):
             if p.gradient is not None and number not in self._aside:
                 self._new.add(number)
@@ -257,7 +257,7 @@ class SimulatedGradients:
             if number not in self._new and number not in self._aside:
                 self._left[number] = p.gradient, copied(p.gradient)
 
-    def is_sparse(self) -> bool:
+    def needs_sparse_bucket(self) -> bool:
         for synchronizer, backend in zip(self.synchronizers, self.backends, strict=True):
             if synchronizer.plan is None or self._reduction.sparse_as_dense:
                 continue
@@ -290,18 +290,18 @@ class SimulatedGradients:
         return False
 
     def invalidate(self, reason: str) -> None:
-        self.void = reason
+        self.invalid_reason = reason
         self._window.close()
         self.discard()
 
     def discard(self) -> None:
-        """Forget what has been kept apart and added."""
+        """Drop the bases and unreduced parts."""
         self._aside.clear()
         self._new.clear()
         self._in_round = False
         self._left = [(None, None)] * len(self._planned)
 
-    def used(self) -> Sequence[int]:
+    def used_parameters(self) -> Sequence[int]:
         if not self._reduction.find_unused:
             return ()
         return [
@@ -316,18 +316,18 @@ class SimulatedGradients:
 
 
 class SimulatedOptimizer:
-    """Passes and steps of one simulated rank.
+    """Make backward passes and steps on one simulated rank.
 
     Args:
-        collectives: of the rank.
-        count: how many parameters there are, `p0` and so on; two fill a bucket.
+        collectives: the rank's collectives.
+        count: the number of parameters, named `p0` and so on; two fill a bucket.
         window: the accumulation window.
         compare: see `Rounds`.
-        coordinator: of all optimizers of the rank; None: of this one alone.
+        coordinator: the coordinator of all optimizers of the rank; None for a new one.
         how: settings of `Reduction`.
 
     Attributes:
-        parameters: may be changed.
+        parameters: the parameters, which tests may change.
         stepped: the dense gradients of each step.
     """
 
@@ -346,9 +346,7 @@ class SimulatedOptimizer:
         self.window = window or Window(1)
         reduction = replace(Reduction(NoCompression(), bucket_bytes=32), **how)
         self.gradients = SimulatedGradients(self.parameters, collectives, reduction, self.window)
-        self.rounds = Rounds(
-            collectives, self.gradients, self.gradients.synchronizers, self.window, compare
-        )
+        self.rounds = Rounds(collectives, self.gradients, self.window, compare)
         self.coordinator = coordinator or Coordinator(collectives)
         self.coordinator.add(self)
         self.stepped: list[list[Any]] = []
@@ -356,45 +354,45 @@ class SimulatedOptimizer:
     def backward(
         self,
         values: float | Mapping[int, Any],
-        muted: bool = False,
+        no_sync: bool = False,
         fails: bool = False,
     ) -> None:
         """Make a backward pass.
 
         Args:
             values: the gradient, or parameter -> its gradient.
-            muted: as under `hvd.no_sync`.
-            fails: the pass raises after half of its gradients.
+            no_sync: whether the pass is under `hvd.no_sync`.
+            fails: whether the pass raises after half of its gradients.
         """
-        if self.accumulate(values, muted, fails):
+        if self.accumulate(values, no_sync, fails):
             entry = self.coordinator.send([self.rounds], [self.rounds] if fails else ())
             self.coordinator.wait(entry)
 
     def accumulate(
-        self, values: float | Mapping[int, Any], muted: bool = False, fails: bool = False
+        self, values: float | Mapping[int, Any], no_sync: bool = False, fails: bool = False
     ) -> bool:
-        """Add the gradients of a backward pass; return whether it is to be reduced.
+        """Add the gradients of a backward pass; return whether to reduce them now.
 
         Takes the arguments of `backward`.
         """
         window = self.window
-        if not muted and window.size > 1 and window.passes >= window.size:
+        if not no_sync and window.size > 1 and window.passes >= window.size:
             raise HvdkitError("a pass too many")
-        local = muted or (window.size > 1 and window.passes < window.size - 1)
-        held_back = not local and self.rounds.moved
+        local = no_sync or (window.size > 1 and window.passes < window.size - 1)
+        plan_outdated = not local and self.rounds.plan_outdated
         if not isinstance(values, Mapping):
             values = dict.fromkeys(range(len(self.parameters)), values)
         arriving = sorted((i for i in values if self.parameters[i].requires_grad), reverse=True)
         for i in arriving[: len(arriving) // 2] if fails else arriving:
-            self._accumulate(self.parameters[i], values[i], ready=not local and not held_back)
-        if window.size > 1 and not muted and not fails:
+            self._accumulate(self.parameters[i], values[i], ready=not local and not plan_outdated)
+        if window.size > 1 and not no_sync and not fails:
             window.passes += 1
         return not local
 
     def _accumulate(self, p: Parameter, value: Any, ready: bool) -> None:
         number = self.gradients.numbers.get(p)
         if number is not None:
-            self.gradients.before(number, assigned=not self.rounds.caught_up)
+            self.gradients.before(number, assigned=not self.rounds.participated)
         value = value if isinstance(value, Rows) else np.full(p.shape, value, p.dtype)
         if p.gradient is None:
             p.gradient = copied(value)
@@ -406,12 +404,12 @@ class SimulatedOptimizer:
                 self.gradients.mark_ready(number)
 
     def synchronize(self) -> None:
-        """Make all gradients final."""
-        self.coordinator.catch_up(self.rounds)
+        """Reduce all gradients."""
+        self.coordinator.reduce_at_step(self.rounds)
 
     def step(self) -> None:
-        """Make all gradients final and use them, unless more passes must come."""
-        if self.window.open and self.window.mean:
+        """Reduce all gradients and record them as a step, unless more passes must come."""
+        if self.window.open:
             return
         self.synchronize()
         self.stepped.append(self.dense)
@@ -419,7 +417,7 @@ class SimulatedOptimizer:
         self.window.close()
 
     def flush(self) -> bool:
-        """End a window before it is full; return whether that made a step."""
+        """End a window early; return whether that made a step."""
         self.coordinator.enter_rounds_of_others(self.rounds)
         ended = self.window.end_early()
         if ended:
@@ -433,7 +431,7 @@ class SimulatedOptimizer:
         for p in self.parameters:
             p.gradient = None
         self.gradients.discard()
-        self.rounds.caught_up = False
+        self.rounds.participated = False
 
     @property
     def dense(self) -> list[Any]:

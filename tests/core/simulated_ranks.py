@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, for framework-free code: real concurrency, no Horovod."""
+"""Simulated ranks: threads of one process with collectives, without Horovod."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ _PATIENCE = 10.0
 
 
 class InFlight:
-    """One rank's part of a collective that has been begun."""
+    """One rank's part in a collective that has been started."""
 
     def __init__(self, name: str, value: Any) -> None:
         self.name = name
@@ -20,14 +20,14 @@ class InFlight:
 
 
 class SimulatedGroup:
-    """What the collectives of `size` simulated ranks share.
+    """The shared state of the collectives of `size` simulated ranks.
 
     Args:
-        size: how many there are.
-        first: the global rank of the first, in a process set that does not begin at rank 0.
+        size: the number of ranks.
+        first: the global rank of the first one, for a process set that does not begin at rank 0.
 
     Attributes:
-        held: while true, collectives that have been begun do not end.
+        held: while true, started collectives do not complete.
     """
 
     def __init__(self, size: int, first: int = 0) -> None:
@@ -41,7 +41,7 @@ class SimulatedGroup:
         self._begun: dict[str, tuple[Callable[..., Any], dict[int, InFlight]]] = {}
 
     def exchange(self, rank: int, name: str, turn: int, value: Any) -> list[Any]:
-        """Everyone's value, in the order of ranks, once all that have not joined are here."""
+        """Wait for all ranks that have not joined; return their values in the order of ranks."""
         key = (name, turn)
         with self.arrived:
             self.slots.setdefault(key, {})[rank] = value
@@ -54,10 +54,10 @@ class SimulatedGroup:
             return [self.slots[key][r] for r in sorted(self.slots[key])]
 
     def begin(self, rank: int, name: str, value: Any, finish: Callable[..., Any]) -> InFlight:
-        """Begin a collective and return at once.
+        """Start a collective and return at once.
 
-        It ends when the last rank has begun it: `finish(values)` gives each rank's result. As in
-        Horovod, a rank may not begin a second one under a name that is still in flight.
+        It completes when the last rank has started it; `finish(values)` returns each rank's result.
+        As in Horovod, a rank must not start a collective under a name that is in flight.
         """
         with self.arrived:
             _, waiting = self._begun.setdefault(name, (finish, {}))
@@ -69,17 +69,17 @@ class SimulatedGroup:
 
     @property
     def in_flight(self) -> list[str]:
-        """The names of collectives that some ranks have begun and others have not."""
+        """Return the names of collectives that some ranks have started and others have not."""
         return sorted(self._begun)
 
     def release(self) -> None:
-        """Let what is held end."""
+        """Let held collectives complete."""
         with self.arrived:
             self.held = False
             self._end_what_is_full()
 
     def wait(self, handle: InFlight) -> Any:
-        """The result of what `begin` has begun; its memory is then no more referred to."""
+        """Wait for a started collective and return its result; drop references to its memory."""
         with self.arrived:
             if not self.arrived.wait_for(lambda: handle.done, timeout=_PATIENCE):
                 raise TimeoutError(f"{handle.name}: not all ranks came")
@@ -120,7 +120,7 @@ class SimulatedCollectives:
         return self.group.exchange(self.rank, name, self._turns[name], value)
 
     @property
-    def alone(self) -> bool:
+    def single_rank(self) -> bool:
         return self.group.size == 1
 
     def sum(self, values: Sequence[int], name: str) -> list[int]:
@@ -165,7 +165,7 @@ def on_every_rank(
     function: Callable[[SimulatedCollectives], Any],
     group: SimulatedGroup | None = None,
 ) -> list[Any]:
-    """Call `function` on `size` simulated ranks; their results or exceptions, by rank."""
+    """Call `function` on `size` simulated ranks; return the results or exceptions, by rank."""
     group = group or SimulatedGroup(size)
     results: list[Any] = [None] * size
 

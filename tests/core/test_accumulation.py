@@ -65,7 +65,7 @@ def test_comparing_equal_counts_costs_one_collective():
 
 def test_ranks_that_have_joined_are_not_compared():
     class WithJoinedRanks:
-        """Two ranks have made 5 passes; Horovod adds the zeros of others that sit in `join`."""
+        """Two ranks have made 5 passes; the other ranks are in `join` and contribute zeros."""
 
         ranks = (0, 1, 2, 3)
 
@@ -77,7 +77,7 @@ def test_ranks_that_have_joined_are_not_compared():
 
 def test_unequal_counts_beside_ranks_that_have_joined_are_an_error_without_asking_them():
     class WithJoinedRanks:
-        """Ranks with 5 and 4 passes, and one that sits in `join`."""
+        """One rank has made 5 passes, one has made 4, and one is in `join`."""
 
         ranks = (0, 1, 2)
 

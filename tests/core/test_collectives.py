@@ -1,4 +1,4 @@
-"""What adapters share to implement `Collectives`."""
+"""The functions that all adapters use to implement `Collectives`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Wire formats on simulated ranks that move in lockstep, against sums in float64."""
+"""Wire formats on simulated ranks in lockstep, compared with sums in float64."""
 
 import math
 
@@ -18,17 +18,17 @@ ELEMENTS = 96
 
 
 def nudged(buffer, direction):
-    """Every finite value that stays finite, moved to its neighbour."""
+    """Return each value moved to the next float, if both are finite."""
     with np.errstate(over="ignore"):
         neighbour = np.nextafter(buffer, buffer.dtype.type(direction))
     return np.where(np.isfinite(buffer) & np.isfinite(neighbour), neighbour, buffer)
 
 
 class Ranks:
-    """One bucket on `count` ranks, whose codecs take their turns side by side.
+    """One bucket on `count` ranks, whose codecs run in lockstep.
 
     Attributes:
-        turns: of the last step, what all ranks asked for, such as `Sum float16`.
+        turns: the requests of the last step, the same on all ranks, such as `Sum float16`.
         codes: the values of every `GlobalMax`, by rank.
     """
 
@@ -46,7 +46,7 @@ class Ranks:
         self.differ = lambda rank, reduced: reduced
 
     def step(self, gradients):
-        """Every rank's result."""
+        """Return every rank's result."""
         for memory, gradient in zip(self.memories, gradients, strict=True):
             memory.gradients[0] = None if gradient is None else np.array(gradient, self.dtype)
             memory.packed.clear()
@@ -92,7 +92,7 @@ class Ranks:
 
     @property
     def scale(self):
-        """What the float16 wire was multiplied by in the last step; None where there was none."""
+        """The float16 scale of the last step; None if it was sent in float32."""
         scales = {
             tuple(factor for dtype, factor, _ in memory.packed if dtype == "float16")
             for memory in self.memories
@@ -130,7 +130,7 @@ def test_float16_gradients_are_final_before_the_largest_sum_of_the_ranks_is_know
 
 
 def check_bound(ranks, gradients, results):
-    """The promise of `Float16`, for every element on every rank."""
+    """Check the error bound of `Float16` for every element on every rank."""
     exact = np.array(gradients, ranks.dtype).astype("float64")
     mean = exact.mean(axis=0)
     limit = (ranks.count + 1) * 2.0**-11 * np.abs(exact).mean(axis=0)
@@ -359,7 +359,7 @@ def test_an_infinity_while_the_magnitude_is_learned_leaves_it_to_the_next_step(p
 
 
 def opposite(magnitude):
-    """Each rank's is too large for float16 at the sum's scale; the sum is 2."""
+    """The ranks' values are too large for float16 at the scale of their sum, which is 2."""
     return np.stack([np.full(ELEMENTS, magnitude), np.full(ELEMENTS, 2 - magnitude)])
 
 
@@ -529,11 +529,15 @@ def test_a_bucket_without_elements_travels():
 
 
 def course(magnitudes, steps=300):
-    """What became of 1 beside `magnitudes`, a step -> magnitude other than 1, or a function.
+    """Reduce a bucket whose elements have a magnitude that changes from step to step.
+
+    Args:
+        magnitudes: step -> magnitude, 1 for other steps; or a function of the step.
+        steps: the number of steps.
 
     Returns:
-        The steps that were repeated, those in float32 from the start, and those of which nothing
-        was left.
+        The steps that were repeated in float32, the steps that began in float32, and the steps
+        whose result was all zeros.
     """
     ranks = Ranks(2)
     repeated, wide, lost = [], [], []
@@ -549,7 +553,7 @@ def course(magnitudes, steps=300):
         if not result.any():
             lost.append(step)
         else:
-            # 2^-6 where so much has been left of it that float16's subnormal numbers carry it.
+            # 2^-6, because the values may be subnormal in float16.
             assert result == pytest.approx(magnitude, rel=2.0**-6)
     return repeated, wide, lost
 

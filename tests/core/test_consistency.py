@@ -44,7 +44,7 @@ def test_three_different_descriptions_are_all_listed():
 
 def test_ranks_that_have_joined_do_not_count():
     class WithJoinedRanks:
-        """Two ranks agree; Horovod adds the zeros of two more that sit in `join`."""
+        """Two ranks agree; two other ranks are in `join` and contribute zeros."""
 
         ranks = (0, 1, 2, 3)
         generation = 1
@@ -58,7 +58,7 @@ def test_ranks_that_have_joined_do_not_count():
 
 def test_ranks_that_have_joined_are_not_asked_what_they_hold():
     class WithJoinedRanks:
-        """Two ranks disagree; Horovod adds the zeros of two more that sit in `join`."""
+        """Two ranks differ; two other ranks are in `join` and contribute zeros."""
 
         ranks = (0, 1, 2, 3)
         generation = 1

@@ -1,4 +1,4 @@
-"""Several optimizers on simulated ranks: passes that reach different ones on different ranks."""
+"""Several optimizers on simulated ranks, whose passes reach different optimizers."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ class Script:
         return SimulatedOptimizer(self.collectives, PARAMETERS, coordinator=self.coordinator, **how)
 
     def backward(self, reached, value, fails=False):
-        """Make a pass that reaches the optimizers with these numbers, if there are any."""
+        """Make a pass that reaches the optimizers with these numbers; no pass without numbers."""
         passed = [self.optimizers[number] for number in sorted(reached)]
         passed = [each for each in passed if each.accumulate(value, fails=fails)]
         if passed:
@@ -44,7 +44,7 @@ class Script:
             optimizer.zero()
 
     def remove(self):
-        """Remove gradients as a model does, of which its optimizers are not told."""
+        """Remove gradients like `model.zero_grad()`, without a call of the optimizers."""
         for optimizer in self.optimizers:
             for p in optimizer.parameters:
                 p.gradient = None
@@ -55,7 +55,7 @@ class Script:
 
     @property
     def values(self):
-        """The first parameter's gradient of each optimizer."""
+        """Return the gradient of the first parameter of each optimizer."""
         return [optimizer.values[0] for optimizer in self.optimizers]
 
 
@@ -195,10 +195,10 @@ def test_an_engine_that_has_ended_voids_the_gradients(begun):
         collectives.start_sum = start_sum
         for call in (lambda: script.backward({0}, 1.0), script.optimizers[0].synchronize):
             script.zero()
-            script.optimizers[0].gradients.void = ""
+            script.optimizers[0].gradients.invalid_reason = ""
             with pytest.raises(RuntimeError):
                 call()
-            assert script.optimizers[0].gradients.void == "a rank has died"
+            assert script.optimizers[0].gradients.invalid_reason == "a rank has died"
 
     on_ranks(1 + 1, run)
 
@@ -282,7 +282,7 @@ class Iteration:
         program: of each rank: "pass", or the number of an optimizer to step, in order.
         reached: for each pass, the optimizers that each rank's reaches.
         idle: ranks that make no pass.
-        zero: all gradients are removed at its start.
+        zero: whether all gradients are removed at the start.
     """
 
     program: tuple[object, ...]

@@ -1,4 +1,4 @@
-"""Reduction rounds against one process: drawn sequences of what the ranks do in each step."""
+"""Drawn sequences of actions of simulated ranks, compared with one process."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ PARAMETERS = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same in all steps.
+    """The settings of all steps.
 
     Attributes:
         window: passes of the accumulation window.
@@ -38,10 +38,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Actions:
-    """What one rank does in one step, in this order.
+    """The actions of one rank in one step, in this order.
 
     Attributes:
-        before: passes without communication.
+        before: the number of passes under `no_sync`.
         passes: passes with it, or of the window.
         after: passes without communication.
         fails: the last of `passes` raises, if it communicates.
@@ -61,10 +61,10 @@ class Actions:
 
 @dataclass(frozen=True)
 class Step:
-    """What the ranks do in one step.
+    """The actions of all ranks in one step.
 
     Attributes:
-        ranks: what each rank does.
+        ranks: the actions of each rank.
         discarded: all make a pass, or a window of them, and remove the gradients.
         zero: all remove their gradients at the start.
         halved: all synchronize, and halve their gradients.
@@ -120,13 +120,13 @@ def steps(draw, setting):
         "idle": st.sampled_from([least, usual]),
         "any": st.integers(least, most),
     }[kind]
-    muted = st.just(0) if flush else some(st.integers(0, 2), 0)
-    after = draw(muted)
+    no_syncs = st.just(0) if flush else some(st.integers(0, 2), 0)
+    after = draw(no_syncs)
     ranks = tuple(
         Actions(
-            before=draw(muted),
+            before=draw(no_syncs),
             passes=draw(passes),
-            after=draw(some(muted, after)),
+            after=draw(some(no_syncs, after)),
             fails=draw(some(st.booleans(), False, 12)),
             synchronizes=draw(st.booleans()),
             unused=draw(some(st.integers(0, PARAMETERS), PARAMETERS)),
@@ -162,7 +162,7 @@ def gradients(step, at, rank, number):
 
 
 def play(optimizer, step, at):
-    """Do what the rank does in a step."""
+    """Perform the actions of the rank in a step."""
     rank = optimizer.collectives.rank
     actions, window = step.ranks[rank], optimizer.window.size
     if step.zero or actions.stray_zero:
@@ -172,12 +172,12 @@ def play(optimizer, step, at):
             optimizer.backward(100.0)
         optimizer.zero()
     for number in range(actions.before):
-        optimizer.backward(gradients(step, at, rank, number), muted=True)
+        optimizer.backward(gradients(step, at, rank, number), no_sync=True)
     for number in range(actions.passes):
         last = number + 1 == actions.passes and window in (1, actions.passes)
         optimizer.backward(gradients(step, at, rank, 10 + number), fails=actions.fails and last)
     for number in range(actions.after):
-        optimizer.backward(gradients(step, at, rank, 20 + number), muted=True)
+        optimizer.backward(gradients(step, at, rank, 20 + number), no_sync=True)
     if step.flush:
         optimizer.flush()
         return
@@ -297,7 +297,7 @@ def check(setting, drawn):
 
 
 def run_examples(count, monkeypatch):
-    """Check so many drawn scenarios; return how many ended with each error."""
+    """Check `count` drawn scenarios; return the number of scenarios with each error."""
     monkeypatch.setattr(simulated_ranks, "_PATIENCE", 3.0)
     ends: dict[str | None, int] = {}
 

@@ -1,4 +1,4 @@
-"""Reduction rounds on simulated ranks, with gradients that are numpy arrays."""
+"""Reduction rounds on simulated ranks whose gradients are NumPy arrays."""
 
 import numpy as np
 import pytest
@@ -14,9 +14,9 @@ from tests.core.simulated_ranks import SimulatedGroup, on_every_rank
 
 
 def on_ranks(size, function, joined=()):
-    """Return what `function` returns on every rank that has not joined.
+    """Return the result of `function` on every rank that has not joined.
 
-    Raises what a rank raises, and AssertionError when a collective is left in flight.
+    Raises the error of a rank, or AssertionError if a collective is left in flight.
     """
     group = SimulatedGroup(size)
     group.joined = set(joined)
@@ -40,7 +40,7 @@ def names_of(collectives, call):
 
 
 def train(optimizer, value):
-    """Make one ordinary step; return the value that all gradients have in it."""
+    """Make one ordinary step; return the value of all gradients."""
     optimizer.zero()
     optimizer.backward(value)
     optimizer.step()
@@ -49,7 +49,7 @@ def train(optimizer, value):
 
 
 def works(optimizer):
-    """Return whether two ordinary steps in a row give the mean, at one header for each."""
+    """Return whether two ordinary steps give the mean, with one header each."""
     collectives = optimizer.collectives
     size = len(collectives.ranks) - len(collectives.group.joined)
     values = [train(optimizer, 1.0) for _ in range(2)]
@@ -228,7 +228,7 @@ def test_gradients_accumulated_without_communication_are_reduced_by_the_next_pas
         for _ in range(2):
             optimizer.zero()
             if collectives.rank in local:
-                assert names_of(collectives, lambda: optimizer.backward(100.0, muted=True)) == []
+                assert names_of(collectives, lambda: optimizer.backward(100.0, no_sync=True)) == []
             optimizer.backward(1.0)
             optimizer.step()
         return optimizer.values
@@ -244,7 +244,7 @@ def test_gradients_accumulated_without_communication_are_reduced_at_the_step(pas
             optimizer.zero()
             for _ in range(passes):
                 optimizer.backward(1.0)
-            optimizer.backward(100.0, muted=True)
+            optimizer.backward(100.0, no_sync=True)
             optimizer.step()
         return optimizer.values
 
@@ -257,7 +257,7 @@ def test_ranks_without_a_pass_are_equal_whether_they_have_accumulated():
         for _ in range(2):
             optimizer.zero()
             if collectives.rank == 1:
-                optimizer.backward(100.0, muted=True)
+                optimizer.backward(100.0, no_sync=True)
             optimizer.step()
         return optimizer.values
 
@@ -514,7 +514,7 @@ def test_a_late_rank_is_no_error_where_others_have_accumulated_after_their_pass(
             optimizer.zero()
             if collectives.rank:
                 optimizer.backward(1.0)
-                optimizer.backward(10.0, muted=True)
+                optimizer.backward(10.0, no_sync=True)
             optimizer.step()
         return optimizer.values
 
@@ -641,13 +641,13 @@ def test_parameters_that_have_another_dtype_on_all_ranks_get_new_buckets(idle):
         optimizer.zero()
         for p in optimizer.parameters:
             p.dtype = "float32"
-        assert optimizer.rounds.moved
+        assert optimizer.rounds.plan_outdated
         if collectives.rank not in idle:
             optimizer.backward(1.0)
         optimizer.step()
         values, left = optimizer.values, train(optimizer, 1.0)
         assert {p.gradient.dtype.name for p in optimizer.parameters} == {"float32"}
-        assert not optimizer.rounds.moved
+        assert not optimizer.rounds.plan_outdated
         return values, left, names_of(collectives, lambda: train(optimizer, 1.0))
 
     value = [2.0, 1.0, None][len(idle)]

@@ -1,4 +1,4 @@
-"""Starting Horovod, as far as no framework takes part; tests/torch and others start a real one."""
+"""Starting a simulated Horovod. tests/torch and other tests start a real one."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ STOCK = SimpleNamespace(version="0.28.1", frameworks={"torch": "2.13.0"}, ours=F
 
 
 class SimulatedHorovod:
-    """Stands for a framework's mpi_ops; remembers what it was asked, and under which settings."""
+    """A simulated mpi_ops that records its calls and the environment variables at each call."""
 
     def __init__(self, size=1, rank=0, mpi=True, gloo=True, local=(0, 1)):
         self._local = local
@@ -54,15 +54,15 @@ class SimulatedHorovod:
 
 
 def runtime_of(horovod, version="2.13.0", engine=OURS, use_own_gpu=lambda local_rank: None):
-    def connect_under_torchrun():
+    def torchrun_variables():
         return {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
 
-    return Runtime("torch", version, engine, horovod, use_own_gpu, connect_under_torchrun)
+    return Runtime("torch", version, engine, horovod, use_own_gpu, torchrun_variables)
 
 
 @pytest.fixture
 def no_launcher(monkeypatch):
-    """An environment in which no launcher has left anything."""
+    """An environment without variables of launchers."""
     for name in list(os.environ):
         if name.startswith(("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "MV2_")):
             monkeypatch.delenv(name)
@@ -151,7 +151,7 @@ def test_who_starts_over_gloo(no_launcher, arguments, gloo, controller):
     [
         (SimulatedHorovod(size=3, mpi=False), "", "has no MPI to connect them"),
         (SimulatedHorovod(size=3), "gloo", "HOROVOD_CONTROLLER is gloo"),
-        (SimulatedHorovod(size=1), "", "but each became a separate job"),
+        (SimulatedHorovod(size=1), "", "but each formed its own job"),
     ],
 )
 def test_processes_that_cannot_become_one_job(no_launcher, horovod, controller, message):
@@ -182,13 +182,8 @@ def test_ranks_that_share_a_host_share_out_its_gpus(no_launcher, local, told):
 def test_what_was_agreed_is_void_after_init_and_join(no_launcher):
     runtime = runtime_of(SimulatedHorovod())
     seen = [runtime.generation]
-    for begin_generation in (
-        runtime.init,
-        runtime.shutdown,
-        runtime.init,
-        runtime.begin_generation,
-    ):
-        begin_generation()
+    for start in (runtime.init, runtime.shutdown, runtime.init, runtime.begin_generation):
+        start()
         seen.append(runtime.generation)
     assert seen == [0, 1, 1, 2, 3]
 
@@ -198,7 +193,7 @@ def test_what_was_agreed_is_void_after_init_and_join(no_launcher):
     [
         (OURS, "2.13.0", 0, []),
         (STOCK, "2.13.0", 0, ["was not built by `hvdkit build`"]),
-        (OURS, "2.14.0", 0, ["was built for torch 2.13.0, and this is torch 2.14.0"]),
+        (OURS, "2.14.0", 0, ["was built for torch 2.13.0, but torch 2.14.0 is installed"]),
         (STOCK, "2.14.0", 1, []),
     ],
 )
@@ -256,7 +251,7 @@ def test_torchrun_needs_gloo(no_launcher, monkeypatch):
     for name, value in {**TORCHRUN, "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(
-        HvdkitError, match="2 ranks were started by torchrun, and Horovod .* no Gloo"
+        HvdkitError, match="torchrun started 2 ranks, but the installed Horovod .* no Gloo"
     ):
         runtime_of(SimulatedHorovod(size=2, gloo=False)).init()
 

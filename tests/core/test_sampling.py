@@ -1,4 +1,4 @@
-"""Which sample goes to which rank: every one once, wherever the epoch was gone on with."""
+"""Each sample goes to exactly one rank, wherever an epoch was resumed."""
 
 import itertools
 
@@ -123,7 +123,7 @@ actions = st.one_of(
 
 @given(st.lists(actions, max_size=12), st.integers(1, 2))
 def test_loops_that_leave_epochs_and_jobs_that_resume(sequence, ranks):
-    """Each loop has the batches of the epoch that a reader of the guide expects."""
+    """Each loop has the batches of its epoch, as documented in the guide."""
     count, size = 18, 4
 
     def epochs():

@@ -1,4 +1,4 @@
-"""The synchronizer on simulated ranks, with gradients that are numpy arrays."""
+"""The synchronizer on simulated ranks whose gradients are NumPy arrays."""
 
 import gc
 import threading
@@ -32,7 +32,7 @@ NONE = NoCompression()
 
 
 def on_ranks(size, function):
-    """What `function` returns on every rank; what one of them raises that it did not expect."""
+    """Return the result of `function` on every rank; raise the error of a rank."""
     results = on_every_rank(size, function)
     for result in results:
         if isinstance(result, BaseException):
@@ -48,12 +48,12 @@ def make(collectives, specs=SPECS, wire_format=NONE, window=None, context=(), ba
 
 
 def give(backend, value):
-    """Gradients that are `value` everywhere, in new memory."""
+    """Return gradients with all elements equal to `value`, in new memory."""
     backend.gradients[:] = [np.full(s.shape, value, s.dtype) for s in backend.specs]
 
 
 def arrive(synchronizer, backend, order=None):
-    """The gradients arrive; how many collectives were in flight after each."""
+    """Mark all gradients ready; return the number of collectives in flight after each."""
     order = reversed(range(len(backend.specs))) if order is None else order
     before = len(backend.diary)
     seen = []
@@ -65,7 +65,7 @@ def arrive(synchronizer, backend, order=None):
 
 
 def step(synchronizer, backend, value, order=None):
-    """One step; the value that all gradients then have."""
+    """Make one step; return the value of all gradients."""
     give(backend, value)
     arrive(synchronizer, backend, order)
     synchronizer.synchronize()
@@ -502,7 +502,7 @@ def test_after_a_failed_collective_the_ranks_agree_anew_in_new_memory():
 
 
 def table_rows(rank):
-    """Rows 0 and the rank's own, and its own twice, of a table of 5 by 2."""
+    """Return rows of a 5 x 2 table: row 0 once, and the row of the rank's number twice."""
     return Rows(np.array([0, rank + 1, rank + 1]), np.full((3, 2), rank + 1.0))
 
 
@@ -632,7 +632,7 @@ def test_no_rank_waits_in_a_step_for_the_scales_of_the_next_one(batches):
 
 
 def watch_scales(collectives, backend):
-    """A list that gets an entry for each start of and wait for scales, and for each pack."""
+    """Return a list that records each start of and wait for scales, and each pack."""
     events = []
     start_max, memory = collectives.start_max, backend.memory
 

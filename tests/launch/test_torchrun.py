@@ -121,7 +121,7 @@ def test_ranks_that_torchrun_starts_again_find_each_other(engine, tmp_path):
 
 def test_a_missing_rank_is_named(engine, tmp_path):
     (line,) = run(ABSENT, tmp_path, "--standalone", "--nproc-per-node", 2)
-    assert line.startswith("rank 1 did not come to hvd.init() within 2 s")
+    assert line.startswith("rank 1 did not call hvd.init() within 2 s")
 
 
 def test_a_single_rank_of_torchrun(engine, tmp_path):
@@ -167,9 +167,7 @@ def test_precedence_of_variables(more, ranks):
 
 
 def test_torchrun_inside_a_rank_of_another_job():
-    with pytest.raises(
-        HvdkitError, match="torchrun has started 4 ranks inside a rank of a job of 2"
-    ):
+    with pytest.raises(HvdkitError, match="torchrun started 4 ranks inside a rank of a job of 2"):
         ranks_started_by_torchrun(TORCHRUN | {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"})
 
 

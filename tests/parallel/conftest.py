@@ -1,4 +1,4 @@
-"""Tests under real ranks; see rank_pool.py."""
+"""Fixtures of tests that run on real ranks; see rank_pool.py."""
 
 from tests.parallel.rank_pool import (  # noqa: F401
     hvd,

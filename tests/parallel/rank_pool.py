@@ -1,17 +1,17 @@
 """Tests that run on every rank of a real job.
 
-A test function with an argument `hvd` is not called in the pytest process. The ranks of a job,
-started once per configuration and not once per test, each import the test's module and call it
-with their own adapter as `hvd`; it passes when it passes on all of them.
+A test function with an argument `hvd` is not called in the pytest process. Instead each rank of a
+job imports the test's module and calls the function with its adapter as `hvd`. The test passes if
+it passes on all ranks. The ranks are started once per configuration, not once per test.
 
-A conftest takes part by importing `pytest_generate_tests`, `pytest_pyfunc_call`, `rank_pool` and
+A conftest enables this by importing `pytest_generate_tests`, `pytest_pyfunc_call`, `rank_pool` and
 `hvd` from here.
 
 Two environment variables change the configurations:
 
 - HVDKIT_TEST_JOBS, such as `gloo-2,mpi-2`: run in these jobs (controller and number of ranks)
-  instead of the folder's own.
-- HVDKIT_TEST_DEVICE, such as `cuda`: run PyTorch's tests on this device. The tests that hold on
+  instead of the folder's default.
+- HVDKIT_TEST_DEVICE, such as `cuda`: run PyTorch's tests on this device. Tests that are valid on
   any device have the marker `device`: `pytest -m device`.
 """
 
@@ -35,7 +35,7 @@ from hvdkit.ranks import RankGroup, start_gloo, start_mpi
 
 REPOSITORY = Path(__file__).parents[2]
 
-#: Tests of what a script does, whatever the controller: two ranks show it, and time is short.
+#: Tests that do not depend on the controller and run on two ranks only, to save time.
 _ONE_JOB = (
     "test_custom_format",
     "test_data",
@@ -45,13 +45,12 @@ _ONE_JOB = (
     "test_uses",
 )
 
-#: Tests of what the engine does, for each controller. The others run so in their long form.
+#: Tests of the engine, which run with each controller. Other tests do so only with --long.
 _ENGINE = ("test_collectives", "test_engine", "test_exactness", "test_functions")
 
 START_SECONDS = 60.0
 TEST_SECONDS = 120.0
-# What the other ranks get once one has failed: they may well be in a collective that the failed
-# one will never enter.
+# For the other ranks after one has failed: they may hang in a collective that it does not enter.
 FAILURE_GRACE_SECONDS = 5.0
 
 
@@ -60,8 +59,8 @@ class Configuration:
     """A job to run tests in.
 
     Attributes:
-        framework: the adapter that the tests are about; "keras-torch" and "keras-tensorflow" are
-            hvdkit.keras on that backend.
+        framework: the adapter to test; "keras-torch" and "keras-tensorflow" are hvdkit.keras on
+            that backend.
         controller: "gloo" or "mpi".
         size: the number of ranks.
     """
@@ -80,18 +79,18 @@ class Configuration:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables that its ranks need."""
+        """Environment variables of the ranks."""
         return {"KERAS_BACKEND": self.engine} if self.framework != self.engine else {}
 
 
 def configurations(path: Path, long: bool) -> list[Configuration]:
-    """Return the jobs that the tests in `path` run in.
+    """Return the jobs for the tests of a module.
 
-    Most have four ranks: with two, addition commutes and hides mistakes of order.
+    Most have four ranks: with two ranks, addition commutes and hides errors of order.
 
     Args:
-        path: of the module of tests.
-        long: whether slow forms run, too.
+        path: the test module.
+        long: whether slow tests run too.
     """
     own = _configurations_of_folder(path, long)
     jobs = os.environ.get("HVDKIT_TEST_JOBS")
@@ -105,8 +104,8 @@ def _parse_job(framework: str, job: str) -> Configuration:
     controller, _, size = job.strip().partition("-")
     if controller not in ("gloo", "mpi") or not size.isdecimal() or size == "0":
         raise pytest.UsageError(
-            f"HVDKIT_TEST_JOBS names the job {job!r}: expected CONTROLLER-RANKS, such as gloo-2 or "
-            f"mpi-4, several of them separated by commas"
+            f"HVDKIT_TEST_JOBS contains {job!r}: expected CONTROLLER-RANKS, such as gloo-2 or "
+            f"mpi-4, separated by commas"
         )
     return Configuration(framework, controller, int(size))
 
@@ -119,7 +118,7 @@ def _configurations_of_folder(path: Path, long: bool) -> list[Configuration]:
     framework = parts[1]
     if framework == "keras":
         if not long:
-            # Tracing a model takes the time of these tests, on each rank.
+            # Two ranks, because each rank traces the models, which takes most of the time.
             return [
                 Configuration("keras-tensorflow", "gloo", 2),
                 Configuration("keras-torch", "gloo", 2),
@@ -139,7 +138,7 @@ def _configurations_of_folder(path: Path, long: bool) -> list[Configuration]:
 
 
 def skip_where_unsupported(configuration: Configuration) -> None:
-    """Skip a test that needs what the installed engine does not have."""
+    """Skip a test if the installed engine lacks the framework or the controller."""
     engine = installed()
     if engine is None or configuration.engine not in engine.frameworks:
         pytest.skip(f"no Horovod for {configuration.engine} here: run `hvdkit build`")
@@ -150,7 +149,7 @@ def skip_where_unsupported(configuration: Configuration) -> None:
 def start_ranks_of(
     configuration: Configuration, command: list[str], env: Mapping[str, str] | None = None
 ) -> RankGroup:
-    """Start `command` as the ranks of a job, one thread each; skip where this machine cannot."""
+    """Start `command` as the ranks of a job, each with one thread; skip the test if impossible."""
     skip_where_unsupported(configuration)
     environment = {
         **os.environ,
@@ -179,7 +178,7 @@ class RankPool:
 
     @property
     def folder(self) -> str:
-        """Where the ranks' temporary files go while they run."""
+        """The folder of the ranks' temporary files."""
         assert self._temporary is not None, "the pool is not running"
         return self._temporary.name
 
@@ -196,8 +195,8 @@ class RankPool:
                 self.configuration.framework,
                 str(port),
             ]
-            # TensorFlow writes a file for each function that it traces and removes them at its
-            # exit, which a rank that is ended from outside never comes to.
+            # TensorFlow writes a file for each traced function and removes it at exit, but not in a
+            # rank that is killed.
             self._temporary = tempfile.TemporaryDirectory(prefix="hvdkit-pool-")
             try:
                 environment = {"TMPDIR": self.folder}
@@ -225,7 +224,7 @@ class RankPool:
         self._pids[rank] = pid
 
     def run(self, module: str, function: str, parameters: dict[str, Any]) -> None:
-        """Call a test on every rank; fail with the tracebacks of those on which it failed."""
+        """Call a test on every rank; fail with the tracebacks of the ranks on which it failed."""
         assert self._group is not None, "the pool has been stopped"
         for connection in self._connections:
             connection.send((module, function, parameters))
@@ -249,7 +248,7 @@ class RankPool:
             pytest.skip(answers[0][1])
         report = self._report(answers, sorted(waiting.values()))
         report = f"{report}\n{module}.{function}(hvd, **{parameters})"
-        # A collective may be half done: the next test gets fresh ranks.
+        # A collective may be incomplete, so the next test gets new ranks.
         self.stop()
         pytest.fail(report, pytrace=False)
 
@@ -259,14 +258,14 @@ class RankPool:
             lines.append(f"=== rank {rank} {kind} ===")
             lines += [text] if text else []
         if silent:
-            lines.append(f"=== ranks {silent} were still running; where, their output says ===")
+            lines.append(f"=== ranks {silent} were still running; their output has the stacks ===")
             self._dump_stacks(silent)
         return "\n".join([*lines, self._outputs()])
 
     def _dump_stacks(self, ranks: list[int]) -> None:
         for rank in ranks:
             os.kill(self._pids[rank], signal.SIGUSR1)
-        time.sleep(0.5)  # they write their stacks into their output
+        time.sleep(0.5)  # until they have written their stacks to their output
 
     def _outputs(self) -> str:
         assert self._group is not None
@@ -304,7 +303,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def rank_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """The pool of a configuration. pytest sorts tests by it: one pool is alive at a time."""
+    """The pool of a configuration. pytest sorts tests by it, so only one pool runs at a time."""
     pool = RankPool(request.param)
     pool.start()
     yield pool
@@ -313,7 +312,7 @@ def rank_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
 @pytest.fixture
 def hvd(rank_pool: RankPool) -> RankPool:
-    """In the pytest process, the ranks; on a rank, the adapter."""
+    """The ranks, in the pytest process. On a rank, the argument is the adapter."""
     rank_pool.start()
     return rank_pool
 
@@ -329,7 +328,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     ranks = marker.kwargs.get("ranks", 1) if marker else 1
     if pool.configuration.size < ranks:
         pytest.skip(f"needs {ranks} ranks, {pool.configuration} has {pool.configuration.size}")
-    # What a rank gets is a copy, and nobody would undo what that changes.
+    # A rank gets a copy, whose changes would not be undone.
     assert "monkeypatch" not in names, "on ranks: `with pytest.MonkeyPatch.context() as patch`"
     pool.run(pyfuncitem.module.__name__, pyfuncitem.originalname, parameters)
     return True

@@ -16,8 +16,8 @@ import pytest
 
 
 def main(framework: str, port: int) -> None:
-    """Serve tests until the pytest process hangs up."""
-    # The pytest process asks a rank that hangs where it does.
+    """Run tests until the pytest process closes the connection."""
+    # The pytest process sends SIGUSR1 to a rank that hangs, to get its stack.
     faulthandler.register(signal.SIGUSR1)
     if framework == "torch":
         _prepare_device(os.environ.get("HVDKIT_TEST_DEVICE", "cpu"))
@@ -32,30 +32,30 @@ def main(framework: str, port: int) -> None:
             break
         connection.send(_answer(hvd, module, function, parameters))
         if framework.startswith("keras"):
-            # A model and its graphs hold on to each other. Where dozens are freed at once, in the
-            # middle of some test, TensorFlow takes half a minute for it.
+            # A model and its graphs form reference cycles. Without this, dozens are freed at once
+            # during some test, which takes TensorFlow half a minute.
             gc.collect()
     hvd.shutdown()
 
 
 def _prepare_device(device: str) -> None:
-    """Make the device compute as precisely as the CPU, and the same in each run on request."""
+    """Make a GPU as precise as the CPU, and allow deterministic algorithms."""
     if not device.startswith("cuda"):
         return
     # Must be set before cuBLAS starts; torch.use_deterministic_algorithms needs it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
-    # TF32 has a mantissa of 10 bits; the tests' bounds are those of float32.
+    # TF32 has a mantissa of 10 bits, but the tests' error bounds are for float32.
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
 
 
 def _adapter(framework: str) -> Any:
-    # "keras-torch" is hvdkit.keras, the rest is in KERAS_BACKEND.
+    # "keras-torch" is hvdkit.keras with KERAS_BACKEND=torch.
     framework = framework.split("-")[0]
     ours = f"hvdkit.{framework}"
-    # A framework without an adapter has tests of the engine alone.
+    # For a framework without an adapter only Horovod itself is tested.
     return importlib.import_module(
         ours if importlib.util.find_spec(ours) else f"horovod.{framework}"
     )
@@ -64,7 +64,7 @@ def _adapter(framework: str) -> Any:
 def _answer(hvd: Any, module: str, function: str, parameters: dict[str, Any]) -> tuple[str, str]:
     torch = sys.modules.get("torch")
     if torch is not None:
-        # Ranks make equal models, whatever the tests before have drawn.
+        # So that ranks create equal models after any earlier tests.
         torch.manual_seed(0)
     try:
         getattr(importlib.import_module(module), function)(hvd=hvd, **parameters)

@@ -67,7 +67,7 @@ def readable(answers):
 
 
 def parameters_of(dtype):
-    """Every shape and memory order, with room for two buckets of 1 KB."""
+    """Return parameters of every shape and memory order, which need two buckets of 1 KB."""
     shapes = {
         "no dimension": torch.empty((), device="cuda"),
         "no element": torch.empty(0, 4, device="cuda"),
@@ -167,7 +167,7 @@ def test_a_scale_is_one_tensor_for_a_bucket(hvd):
 
 @pytest.mark.parametrize("shape", [(), (0, 4), (50, 30), (2, 3, 4, 4)], ids=str)
 def test_the_accelerators_kernel_rounds_once(hvd, shape):
-    """On the CPU, which has the same operation but takes another path in use."""
+    """Test on the CPU, which has the same operation but normally uses another one."""
     from hvdkit.torch.backend import _cast_scaled_at_once, _Scale
 
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

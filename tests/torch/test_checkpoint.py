@@ -8,14 +8,14 @@ import pytest
 
 
 def saved_and_restored(hvd, folder, make, fill, **options):
-    """Save what `fill(make())` gives, and restore it into what `make()` gives.
+    """Save the result of `fill(make())`, and restore it into the result of `make()`.
 
     Args:
         hvd: `hvdkit.torch`.
-        folder: of the checkpoints.
+        folder: the folder of the checkpoints.
         make: returns a module.
         fill: changes the module that is saved.
-        options: of the checkpointer that restores.
+        options: options of the checkpointer that restores.
     """
     saved, restored = make(), make()
     fill(saved)
@@ -326,7 +326,7 @@ def test_what_is_no_generator(hvd, tmp_path, wrong):
 
 
 class Block:
-    """Makes models with a submodule that is compiled, or not."""
+    """Return a function that creates models with a compiled or a plain submodule."""
 
     @staticmethod
     def model(compiled):
@@ -444,7 +444,7 @@ def dtypes_of_torch():
 
 
 def random_tensor(dtype, shape):
-    """A tensor of random bytes, which stand for numbers of any dtype."""
+    """Return a tensor of random bytes, reinterpreted as the dtype."""
     import torch
 
     random_bytes = np.random.default_rng(3).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
@@ -460,7 +460,7 @@ def as_bytes(tensor):
 
 
 def test_every_dtype_of_torch(hvd, tmp_path):
-    """Each one is restored exactly, or refused with its name."""
+    """Each dtype is restored exactly, or its name is in the error."""
     import torch
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""A job of one rank that takes the path of several; see hvdkit.core.collectives."""
+"""A job of one rank that does not skip collectives; see hvdkit.core.collectives."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Which GPU a rank works on. CUDA is simulated where there is none."""
+"""Selection of a rank's GPU, with a simulated CUDA."""
 
 import pytest
 

@@ -5,7 +5,7 @@ import pytest
 
 
 def take_over(saved, restored):
-    """Restore what fits of one model in another. Returns what did not."""
+    """Restore the matching tensors of one model in another; return the differences."""
     from hvdkit.checkpoint import tree
     from hvdkit.checkpoint.tensors import nbytes
     from hvdkit.torch.items import ModelItem

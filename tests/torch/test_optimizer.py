@@ -1,4 +1,4 @@
-"""Arguments of DistributedOptimizer, and what it does in a job of one rank."""
+"""Arguments of DistributedOptimizer, and its behaviour in a job of one rank."""
 
 import copy
 from types import SimpleNamespace
@@ -117,7 +117,7 @@ def test_one_norm_of_several_optimizers_waits_for_the_window_of_each(hvd):
 
 
 def test_process_sets_are_entered_in_one_order(hvd):
-    """The order in which gradients arrive differs between ranks, which then wait for each other."""
+    """Gradients arrive in different orders on the ranks, which would wait for each other."""
     from hvdkit.torch import passes
 
     entered = []

@@ -1,11 +1,11 @@
-"""An optimizer's state in a checkpoint: what it may contain, and where it goes."""
+"""An optimizer's state in a checkpoint: its contents and devices."""
 
 import numpy as np
 import pytest
 
 
 def there_and_back(saved, restored):
-    """Take the state of one optimizer over into another."""
+    """Save one optimizer's state, and restore it into another."""
     from hvdkit.checkpoint import tree
     from hvdkit.checkpoint.tensors import nbytes
     from hvdkit.torch.items import OptimizerItem
@@ -35,7 +35,7 @@ def stepped(name, device="cpu", **options):
 
 
 def test_state_of_no_parameter(hvd):
-    """Optimizers of users keep such as `state["global"]`."""
+    """Custom optimizers have entries such as `state["global"]`."""
     import torch
 
     saved, restored = stepped("Adam"), stepped("Adam")

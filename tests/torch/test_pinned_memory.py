@@ -4,7 +4,7 @@ import pytest
 
 
 class Runtime:
-    """Pins nothing, and notes what it was asked for."""
+    """A simulated CUDA runtime that records calls and pins nothing."""
 
     def __init__(self, status):
         self.pinned = {}

@@ -1,4 +1,4 @@
-"""Every public name of horovod.torch 0.28.1 is here, and takes what Horovod's takes."""
+"""hvdkit.torch has all public names of horovod.torch 0.28.1, with compatible arguments."""
 
 import importlib
 import inspect
@@ -59,7 +59,7 @@ def both(module):
 
 
 def own_names(module):
-    """The public functions and classes that a module of Horovod defines itself."""
+    """Return the public functions and classes that a module of Horovod defines."""
     return {
         name
         for name, value in vars(module).items()
@@ -86,7 +86,7 @@ def test_every_public_name_is_there(hvd, module):
 
 
 def accepts(ours, horovods):
-    """Whether what can be passed to `horovods`, by place or by name, can be passed to `ours`."""
+    """Return whether `ours` accepts all positional and keyword arguments of `horovods`."""
     theirs = list(inspect.signature(horovods).parameters.values())
     mine = inspect.signature(ours).parameters
     variadic = {p.kind for p in mine.values()}

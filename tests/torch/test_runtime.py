@@ -1,4 +1,4 @@
-"""Starting Horovod. What needs a fresh process, or another launcher, starts it itself."""
+"""Start Horovod, in new processes and with other launchers."""
 
 import sys
 
@@ -82,7 +82,7 @@ def test_gloo_cannot_connect_what_mpirun_started():
         start_mpi([sys.executable, "-c", code], 2, mpirun=mpirun, cwd=REPOSITORY).wait(60)
     # mpirun may end the second before it has said the same.
     first = caught.value.results[caught.value.failed[0]]
-    assert "2 processes were started by mpirun or srun, and HOROVOD_CONTROLLER" in first.output
+    assert "mpirun or srun started 2 processes, but HOROVOD_CONTROLLER" in first.output
 
 
 def test_processes_that_do_not_become_one_job_are_an_error():
@@ -97,4 +97,4 @@ def test_processes_that_do_not_become_one_job_are_an_error():
     if "no MPI" in output:
         assert "has no MPI to connect them" in output
     else:
-        assert "3 processes were started by mpirun or srun, but each became" in output
+        assert "mpirun or srun started 3 processes, but each formed" in output

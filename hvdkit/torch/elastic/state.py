@@ -46,7 +46,7 @@ class _OptimizerHandler(horovod_state.OptimizerStateHandler):
 
 def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, WrappedOptimizer):
-        optimizer.reset_step()
+        optimizer.discard_accumulated()
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = None

@@ -126,7 +126,7 @@ def test_a_backward_pass_that_raises(hvd, who):
     if who == "one rank" and trap.set:
         # The others have got their error once this rank has come to its next fit.
         trap.set = False
-        with pytest.raises(BackwardFailed, match="this rank among them"):
+        with pytest.raises(BackwardFailed, match="including this rank"):
             fit(hvd, model)
     trap.set = False
     of_every_rank("all have failed")

@@ -89,7 +89,7 @@ def test_a_process_set_of_some(hvd):
     try:
         collectives = TensorFlowCollectives(process_set)
         inside = hvd.rank() in members
-        assert collectives.alone == (not inside or len(members) == 1)
+        assert collectives.single_rank == (not inside or len(members) == 1)
         assert list(collectives.ranks) == (members if inside else [hvd.rank()])
         expected = sum(members) if inside else hvd.rank()
         assert collectives.sum([hvd.rank()], "sum") == [expected]

@@ -1,6 +1,6 @@
-"""Models, data and the reference: n ranks with a batch each equal one process with all of it.
+"""Models, data and a reference: n ranks with one batch each, and one process with all batches.
 
-Everything lies on `DEVICE`. Random numbers always come from the CPU's generator and are moved
+All tensors are on `DEVICE`. Random numbers always come from the CPU's generator and are moved
 afterwards, so that a test computes with the same values on every device.
 """
 
@@ -50,7 +50,7 @@ OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 
 def trained(hvd, make, *, model=None, steps=20, passes=1, clip=None, **options):
-    """A model that the ranks train together, and its copy that one process trains.
+    """A model that all ranks train, and a copy that one process trains.
 
     Args:
         make: parameters -> plain optimizer.
@@ -85,7 +85,7 @@ def trained(hvd, make, *, model=None, steps=20, passes=1, clip=None, **options):
 
 
 def step_with_everyones_data(hvd, model, optimizer, step):
-    """One step of a single process with the batches of all ranks."""
+    """Make one step of a single process with the batches of all ranks."""
     optimizer.zero_grad()
     loss_of(model, whole_batch(hvd, step)).backward()
     optimizer.step()
@@ -105,24 +105,24 @@ def assert_close(model, reference, tolerance=1e-12):
 
 
 def relative_distance(model, reference):
-    """|model - reference| / |reference|, as Euclidean norms over all parameters."""
+    """Return |model - reference| / |reference|, as Euclidean norms over all parameters."""
     ours = torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])
     theirs = torch.cat([p.detach().double().reshape(-1) for p in reference.parameters()])
     return float((ours - theirs).norm() / theirs.norm())
 
 
 def on_all_ranks(hvd, value):
-    """What every rank has for `value`."""
+    """Return every rank's `value`."""
     return hvd.allgather_object(value, name="on all ranks")
 
 
 def assert_raised_on_all_ranks(hvd, caught):
-    """The error's message, which is the same on every rank."""
+    """Return the error's message after checking that it is the same on every rank."""
     message = str(caught.value)
     assert on_all_ranks(hvd, message) == [message] * hvd.size()
     return message
 
 
 def gradient_maker(parameters, gradients):
-    """A loss whose gradients are the given tensors, to the bit."""
+    """Return a loss whose gradients are exactly the given tensors."""
     return sum((p * g.detach()).sum() for p, g in zip(parameters, gradients, strict=True))

@@ -1,4 +1,4 @@
-"""Sequences of user actions on a wrapped optimizer, against one process that sees all data.
+"""Sequences of user actions on a wrapped optimizer, compared with one process with all data.
 
 A sequence is a list of pairs (name of an action, number). All ranks get the same list; an action
 derives everything random from the number, so ranks agree on which of them does what. The reference
@@ -29,7 +29,7 @@ ROUNDING = {"none": 1e-14, "fp16": 2**-11, "bf16": 2**-8}
 
 
 class Model(nn.Module):
-    """Layers that a pass may leave out, a parameter without dimensions, and dropped branches."""
+    """A model with layers that a pass may skip and a parameter without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Setting:
         unused: find_unused_parameters.
         window: "mean" for accumulation_steps=3, "sum" for backward_passes_per_step=3. Sequences
             then consist of `WINDOW_ACTIONS`.
-        members: leave out rank 1: a process set of the others reduces. Sequences are then
+        members: reduce over a process set without rank 1. Sequences are then
             without `GLOBAL_ACTIONS`.
         several: an optimizer for each part of the model. Sequences then consist of
             `SEVERAL_ACTIONS`.
@@ -85,7 +85,7 @@ class Setting:
 
 
 class Several:
-    """An optimizer for each child of the model, in the place of one. A pass may skip some."""
+    """An optimizer for each child of the model instead of one. A pass may skip some."""
 
     def __init__(self, optimizers: list[Any]) -> None:
         self.optimizers = optimizers
@@ -164,7 +164,7 @@ class World:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that train together."""
+        """The ranks of the process set."""
         everyone = list(range(self.hvd.size()))
         some = self.setting.members and len(everyone) > 2
         return [rank for rank in everyone if rank != 1] if some else everyone
@@ -191,7 +191,7 @@ class World:
     def backward(
         self, number: int, differ: bool = True, only: Any = None, factor: float = 1.0
     ) -> None:
-        """A pass on the ranks in `only` (all), and the same of all of them in the reference."""
+        """Make a pass on the ranks in `only` (default: all), and the same in the reference."""
         parts = self.parts(number, differ)
         ranks = self.ranks if only is None else only
         if self.hvd.rank() in ranks:
@@ -315,7 +315,7 @@ def set_of(hvd: Any, ranks: list[int]) -> Any:
 
 
 def actions_for(setting: Setting) -> list[str]:
-    """The names of the actions that go with a setting."""
+    """Return the names of the actions that are possible with a setting."""
     if setting.window:
         return list(WINDOW_ACTIONS)
     if setting.several:
@@ -336,7 +336,7 @@ def run_sequence(hvd: Any, setting: Setting, actions: list[tuple[str, int]]) -> 
     Args:
         hvd: hvdkit.torch.
         setting: how the optimizer is wrapped.
-        actions: pairs of a name and a number. Where the name does not go with the setting,
+        actions: pairs of a name and a number. If the action is impossible with the setting,
             another action takes its place.
     """
     world = World(hvd, setting)
@@ -372,7 +372,7 @@ def backward(world: World, number: int) -> None:
 
 @action
 def step(world: World, number: int) -> None:
-    """Also where no pass was made, or for the second time."""
+    """Synchronize, also without a pass, or twice."""
     world.optimizer.synchronize()
     world.check_gradients()
     world.step()
@@ -380,7 +380,7 @@ def step(world: World, number: int) -> None:
 
 @action
 def step_with_some(world: World, number: int) -> None:
-    """Alternate as a GAN does: an optimizer steps before the pass that others step after."""
+    """Alternate like a GAN: one optimizer steps before the pass of the others."""
     world.zero()
     world.backward(number)
     early = number % len(world.optimizer.optimizers)
@@ -470,7 +470,7 @@ def accumulate_without_sync(world: World, number: int) -> None:
 
 @action
 def accumulate_and_step(world: World, number: int) -> None:
-    """Only passes under no_sync: the step reduces."""
+    """Make passes under no_sync only, so that the step reduces."""
     with world.hvd.no_sync(world.optimizer):
         world.backward(number)
         world.backward(number + 1)
@@ -508,7 +508,7 @@ def retain_graph(world: World, number: int) -> None:
 
 @action
 def grad_of_parameters(world: World, number: int) -> None:
-    """torch.autograd.grad, whose gradients are not accumulated, on one rank."""
+    """Call torch.autograd.grad on one rank, which accumulates no gradients."""
     if world.hvd.rank() == world.chosen_rank(number):
         loss = world.loss(world.model, number, 0, "all")
         used = [p for p in world.model.parameters() if p.requires_grad]
@@ -518,7 +518,7 @@ def grad_of_parameters(world: World, number: int) -> None:
 
 @action
 def idle_rank(world: World, number: int) -> None:
-    """One rank makes no backward pass in a step, and says so before gradients are used."""
+    """One rank makes no backward pass in a step; all synchronize before gradients are used."""
     step(world, number)
     world.zero()
     idle = world.chosen_rank(number)
@@ -556,7 +556,7 @@ def idle_rank_and_changed_gradients(world: World, number: int) -> None:
 
 @action
 def double_and_back(world: World, number: int) -> None:
-    """Module._apply on one rank gives parameters and gradients other memory."""
+    """Move parameters and gradients to other memory on one rank, with Module._apply."""
     if world.hvd.rank() == world.chosen_rank(number):
         world.model.float().double()
         with torch.no_grad():
@@ -576,7 +576,7 @@ def other_memory_for_gradients(world: World, number: int) -> None:
 
 @action
 def freeze(world: World, number: int) -> None:
-    """Or unfreeze, on all ranks; every pass still reaches the first layer."""
+    """Freeze or unfreeze layers on all ranks; every pass still reaches the first layer."""
     name = ["second", "branch"][number % 2]
     for model in (world.model, world.reference):
         for p in getattr(model, name).parameters():
@@ -599,7 +599,7 @@ def freeze_on_one_rank(world: World, number: int) -> None:
 
 @action
 def failing_backward(world: World, number: int) -> None:
-    """The pass of one rank raises in the middle, is caught there, and everybody goes on."""
+    """The pass of one rank raises, the rank catches the error, and all ranks continue."""
     if world.setting.compiled or not any(p.requires_grad for p in world.model.parameters()):
         return
     world.zero()
@@ -621,7 +621,7 @@ def failing_backward(world: World, number: int) -> None:
 
 @action
 def pass_too_few(world: World, number: int) -> None:
-    """A rank steps after one pass where the others make two: an error on all of them."""
+    """A rank steps after one pass, the others after two, which is an error on all ranks."""
     if len(world.ranks) < 2:
         return
     world.zero()
@@ -676,7 +676,7 @@ def reload(world: World, number: int) -> None:
 
 @action
 def load_on_one_rank(world: World, number: int) -> None:
-    """Rank 0 loads, the others get it by broadcast."""
+    """Rank 0 loads a state, and broadcasts it."""
     if world.hvd.rank() == 0:
         world.optimizer.load_state_dict(copy.deepcopy(world.optimizer.state_dict()))
     world.hvd.broadcast_parameters(world.model.state_dict(), root_rank=0)
@@ -686,7 +686,7 @@ def load_on_one_rank(world: World, number: int) -> None:
 
 @action
 def loss_scaling(world: World, number: int) -> None:
-    """PyTorch's own GradScaler; on one rank the loss may be infinite."""
+    """Use PyTorch's GradScaler; on one rank the loss may be infinite."""
     world.zero()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     rank = world.hvd.rank()
@@ -750,7 +750,7 @@ def add_parameters(world: World, number: int) -> None:
 
 @action
 def window_passes(world: World, number: int) -> None:
-    """A loop that calls step() and zero_grad() after every pass, as long as the number says."""
+    """Call step() and zero_grad() after every pass, for a number of passes."""
     share = PASSES if world.setting.window == "mean" else 1
     for k in range(1 + number % (2 * PASSES)):
         world.backward(number + k, factor=1 / share)
@@ -795,7 +795,7 @@ def flush(world: World, number: int) -> None:
 
 @action
 def zero_grad_in_window(world: World, number: int) -> None:
-    """Does nothing with accumulation_steps; otherwise the window begins again."""
+    """Call zero_grad() inside a window, which has no effect with accumulation_steps."""
     world.optimizer.zero_grad()
     if world.setting.window == "sum":
         world.plain.zero_grad()
@@ -804,7 +804,7 @@ def zero_grad_in_window(world: World, number: int) -> None:
 
 @action
 def read_in_window(world: World, number: int) -> None:
-    """Gradients of this rank, which no other rank has."""
+    """Add gradients of this rank only."""
     for p in world.model.parameters():
         if p.grad is not None:
             assert torch.isfinite(p.grad).all()
@@ -816,7 +816,7 @@ def read_in_window(world: World, number: int) -> None:
 
 
 class Deliberate(Exception):
-    """Raised by a backward pass on purpose."""
+    """The error that a backward pass raises on purpose."""
 
 
 class Fails(torch.autograd.Function):
@@ -832,7 +832,7 @@ class Fails(torch.autograd.Function):
 
 
 def expect_here(kind: type[Exception], call: Callable[[], Any]) -> None:
-    """Call what must raise on this rank."""
+    """Call a function that must raise on this rank."""
     try:
         call()
     except kind:
@@ -841,6 +841,6 @@ def expect_here(kind: type[Exception], call: Callable[[], Any]) -> None:
 
 
 def expect(world: World, kind: type[Exception], call: Callable[[], Any]) -> None:
-    """Call what must raise on every rank, and go on from zero_grad."""
+    """Call a function that must raise on every rank, then continue with zero_grad."""
     expect_here(kind, call)
     world.zero()

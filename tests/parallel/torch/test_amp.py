@@ -1,4 +1,4 @@
-"""Loss scaling under real ranks: all of them take or skip the same step."""
+"""Loss scaling on real ranks: all ranks make or skip the same step."""
 
 import copy
 import math
@@ -47,7 +47,7 @@ def overflowing(loss, number, passes=1):
 
 
 def reference_with(make, steps, clip=None, passes=1, size=1, scaler_settings=SETTINGS):
-    """One process, torch's own scaler; its model and the scale after each step."""
+    """Train one process with torch's scaler; return the model and the scale after each step."""
     model = small_model()
     optimizer = make(list(model.parameters()))
     scaler = torch.amp.GradScaler(DEVICE.type, **scaler_settings)
@@ -68,7 +68,7 @@ def reference_with(make, steps, clip=None, passes=1, size=1, scaler_settings=SET
 
 
 def own_loss(hvd, model, number, passes=1):
-    """Only the last rank's overflows."""
+    """Return a loss whose gradient overflows on the last rank only."""
     loss = loss_of(model, batch_of(hvd.rank(), number))
     return overflowing(loss, number, passes) if hvd.rank() == hvd.size() - 1 else loss
 
@@ -233,7 +233,7 @@ def test_an_overflow_in_one_bucket_only(hvd):
 
 
 def test_the_scale_may_be_beyond_float16(hvd):
-    """A loss scale of 2^40: what travels as float16 is scaled for the wire by itself."""
+    """A loss scale of 2^40: float16 buckets have their own scale."""
     model = small_model(torch.float32)
     reference = copy.deepcopy(model)
     start = copy.deepcopy(model)

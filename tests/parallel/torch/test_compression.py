@@ -1,4 +1,4 @@
-"""What gradients travel as: bounds for each wire format, and compressors of users' own."""
+"""Error bounds of each wire format, and users' own compressors."""
 
 import copy
 
@@ -38,7 +38,7 @@ def noise(rank, step, length=LENGTH):
 
 
 def mixed(rank, step, _size):
-    """From 1e-14 to 1e4 in one bucket."""
+    """Gradients from 1e-14 to 1e4 in one bucket."""
     return noise(rank, step) * torch.logspace(-14, 4, LENGTH, dtype=torch.float64)
 
 
@@ -51,14 +51,14 @@ def one_at_the_end_of_float16(rank, step, _size):
 
 
 def cancelling(rank, step, size):
-    """The ranks' sum is tiny beside what is added up."""
+    """The sum over the ranks is tiny compared with the terms."""
     big = 1000 * noise(99, step)
     sign = 0 if size % 2 and rank == size - 1 else (-1) ** rank
     return sign * big + 1e-3 * noise(rank, step)
 
 
 def jumping(rank, step, _size):
-    """A thousand times up and down, so that the scale is wrong now and then."""
+    """The magnitude changes by factors of a thousand, so the scale is sometimes wrong."""
     return noise(rank, step) * [1.0, 1e-4, 1e6, 1e6, 1e-7, 1.0][step % 6]
 
 
@@ -79,7 +79,7 @@ ADVERSARIES = {
 
 
 def scale_of(optimizer):
-    """What the only bucket is multiplied by in the next step; None while that is unknown."""
+    """Return the scale of the only bucket in the next step; None if it is sent in float32."""
     optimizer.complete_deferred()
     codecs = optimizer._gradients.synchronizers[0]._codecs
     known, exponent, *_ = codecs[0].state if codecs else (0, 0)
@@ -259,7 +259,7 @@ def test_a_single_allreduce_in_bfloat16(hvd):
 
 
 class Halving:
-    """As users write them for Horovod: static methods, a context of their own."""
+    """A compressor as users write it for Horovod: static methods and its own context."""
 
     seen: list = []  # noqa: RUF012
 
@@ -275,7 +275,7 @@ class Halving:
 
 
 class Flat:
-    """One that changes the shape, is an instance and inherits nothing."""
+    """A compressor that changes the shape, is an instance and has no base class."""
 
     def compress(self, tensor):
         return tensor.t().reshape(-1), tensor.shape
@@ -288,7 +288,7 @@ class Flat:
 @pytest.mark.parametrize("kind", ["class", "instance", "subclass"])
 def test_a_compressor_of_the_users(hvd, kind, passes):
     class Inheriting(hvd.Compression.fp16):
-        """What a user has changed is not taken for the original."""
+        """A subclass that a user has changed is not treated like Horovod's class."""
 
         compress = staticmethod(Halving.compress)
         decompress = staticmethod(Halving.decompress)

@@ -1,4 +1,4 @@
-"""The wire format in docs/synchronizer.md, as a reader would copy it."""
+"""The wire format in docs/synchronizer.md, run from the guide."""
 
 import re
 

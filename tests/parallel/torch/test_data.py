@@ -1,4 +1,4 @@
-"""Data that resume on real ranks: batch samplers, StatefulDataLoader, any object with a state."""
+"""Resumable data on real ranks: batch samplers, StatefulDataLoader, objects with a state."""
 
 import importlib.util
 import itertools
@@ -52,7 +52,7 @@ class Numbers(Dataset):
 
 
 class Seeds(Numbers):
-    """Tells the seed of the worker besides."""
+    """A data set that also returns the seed of the worker."""
 
     def __getitem__(self, i):
         return self.own[i], get_worker_info().seed
@@ -175,7 +175,7 @@ LOADERS |= {"lines": lambda hvd: lines(hvd, 0), "lines, workers": lambda hvd: li
 
 
 class Place:
-    """Something of the user's own that has a state."""
+    """A user's data source with a state."""
 
     def __init__(self, value=None):
         self.value = value
@@ -188,7 +188,7 @@ class Place:
 
 
 class Run:
-    """A loop as in the guide. Records each batch and a random number that is drawn after it."""
+    """Run a loop as in the guide; record each batch and a random number drawn after it."""
 
     def __init__(self, hvd, make):
         # Another process has other random numbers, until they are restored.
@@ -313,7 +313,7 @@ def test_several_data_keep_their_places(hvd):
 
 @contextmanager
 def warnings_of_checkpoints():
-    """A list of the texts that are logged."""
+    """Return the list of logged messages."""
     texts = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())
@@ -661,7 +661,7 @@ def test_ranks_with_different_orders_get_an_error(hvd):
 
 
 class Custom(BatchSampler):
-    """Turns each batch round, and may do anything else."""
+    """A user's `BatchSampler` that reverses each batch."""
 
     def __iter__(self):
         return (batch[::-1] for batch in super().__iter__())

@@ -1,4 +1,4 @@
-"""Details that a trial with deliberate mistakes showed to be untested: one test for each."""
+"""One test for each deliberate mistake that no other test had found."""
 
 import copy
 import random
@@ -193,7 +193,7 @@ def test_join_drops_the_gradients_of_an_open_window(hvd):
 
 
 def test_broadcast_optimizer_state_fills_the_state_in_place(hvd):
-    """The plain optimizer and the wrapped one share it, and so may the script."""
+    """The plain and the wrapped optimizer share it, and the script may refer to it."""
     model = small_model()
     plain = torch.optim.AdamW(model.parameters())
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())

@@ -40,7 +40,7 @@ BOUNDS = {"none": 1e-12, "fp16": 2e-3, "bf16": 2e-2}
 
 
 def delay(milliseconds):
-    """Make all later work late: on the current stream of a GPU, or of this thread on a CPU."""
+    """Delay all later work on the current stream of a GPU, or in this thread on a CPU."""
     if ON_GPU:
         # Clock cycles, at about 1.5 GHz.
         torch.cuda._sleep(int(1.5e6 * milliseconds))
@@ -256,7 +256,7 @@ def test_sync_batch_norm(hvd):
 
 
 def memory_in_use():
-    """Bytes of the GPU's tensors, or of this process on a CPU; and the number of Python objects."""
+    """Return the bytes of the GPU's tensors (or of this process) and the number of objects."""
     gc.collect()
     if not ON_GPU:
         return psutil.Process().memory_info().rss, len(gc.get_objects())

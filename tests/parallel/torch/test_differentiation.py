@@ -1,4 +1,4 @@
-"""Gradients through collectives: each test has ranks of its own, because Horovod counts calls."""
+"""Gradients through collectives. Each test has new ranks, because Horovod counts calls."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a script written for horovod.torch relies on, beyond the gradients' values."""
+"""Behaviour of horovod.torch that scripts rely on, besides the gradients' values."""
 
 import copy
 import gc
@@ -70,7 +70,7 @@ def test_groups_change_nothing_but_the_buckets(hvd, groups, predivide, compressi
 
 
 def buckets_of(optimizer):
-    """The shapes in each bucket, largest bucket first."""
+    """Return the shapes in each bucket, largest bucket first."""
     named = {name: list(p.shape) for p, name in optimizer._names.items()}
     plan = optimizer._gradients.synchronizers[0].plan
     buckets = [[named[plan.specs[i].name] for i in sorted(b.parameters)] for b in plan.buckets]
@@ -223,7 +223,7 @@ def test_join_ends_epochs_of_different_lengths(hvd, compression, find_unused):
 
 
 def test_who_has_joined_is_not_asked_what_it_means(hvd):
-    """The others must still mean the same."""
+    """A rank that has joined is not compared, but the other ranks still are."""
     if hvd.size() < 4:
         pytest.skip("needs two ranks that can disagree beside one that has joined")
     model = small_model()
@@ -661,7 +661,7 @@ def test_a_gradient_kept_by_the_user_may_be_overwritten_but_not_a_copy(hvd):
 
 @pytest.mark.device
 def test_gradients_given_by_hand(hvd):
-    """Without a backward pass, as some scripts make them."""
+    """Gradients are assigned without a backward pass, as in some scripts."""
     model = small_model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
     for _ in range(2):
@@ -743,7 +743,7 @@ def test_a_model_wrapped_again_listens_to_the_new_optimizer_only(hvd, first_step
     plain = adamw(reference.parameters())
     for step in range(1, 4):
         step_with_own_data(hvd, model, second, step)
-        assert first.between_steps
+        assert first.is_between_steps()
         step_with_everyones_data(hvd, reference, plain, step)
     assert_close(model, reference)
 
@@ -757,7 +757,7 @@ def test_wrapping_twice_is_an_error(hvd):
 @pytest.mark.device
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_state_goes_round(hvd, kind):
-    """Saved after three steps, loaded into a new job, two steps more: as if nothing happened."""
+    """Save after three steps, load in a new job, make two steps: equal to an uninterrupted run."""
     straight, reference = trained(hvd, OPTIMIZERS[kind], steps=5)
     assert_close(straight, reference)
     model = small_model()
@@ -819,7 +819,7 @@ def test_closures_that_accumulate(hvd):
 @pytest.mark.device
 @pytest.mark.parametrize("way", ["zero_grad", "synchronize", "step", "backward", "load"])
 def test_an_exception_in_the_backward_pass_can_be_survived(hvd, way):
-    """Out of memory, say, on every rank."""
+    """A pass raises on every rank, for example out of memory."""
     model, reference = small_model(), small_model()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), bucket_bytes=400)
     plain = sgd(reference.parameters())

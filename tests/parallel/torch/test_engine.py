@@ -307,7 +307,7 @@ hvd.shutdown()
 
 
 def tensors_copied_by(program, tmp_path, controller="gloo"):
-    """The names of the tensors that the ranks running `program` put into the fusion buffer."""
+    """Return the names of the tensors in the fusion buffer of ranks that run `program`."""
     timeline = tmp_path / "timeline.json"
     group = start_ranks_of(
         Configuration("torch", controller, 2),
@@ -457,7 +457,7 @@ def thread_states():
 
 
 def test_horovods_thread_keeps_its_python_state(hvd):
-    """With a new state for each collective, a fork now and then hangs: its child cannot begin."""
+    """With a new thread state for each collective, the child of a fork sometimes hangs."""
     hvd.allreduce(torch.zeros(3), op=hvd.Sum, name="freed by Horovod's thread")
     hvd.barrier()
     # Those that Python has not started itself, such as Horovod's, are not among threading's.

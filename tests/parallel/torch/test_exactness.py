@@ -1,4 +1,4 @@
-"""n ranks with a batch each against one process with the whole batch, after twenty steps."""
+"""Compare n ranks with one batch each and one process with all batches, after 20 steps."""
 
 import copy
 from functools import partial
@@ -113,7 +113,7 @@ EMBEDDING_OPTIMIZERS = {
 
 
 def words_of(rank, step):
-    """Some that are on one rank only, one that is on all of them, and one twice."""
+    """Return rows: some on one rank only, one on all ranks, and one twice."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     words = torch.randint(0, 12, (5,), generator=generator)
     return torch.cat([words, torch.tensor([11, 11, rank])]).to(DEVICE)
@@ -229,7 +229,7 @@ def test_wire_formats(hvd, compression, dtype, passes):
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("cut", [1, 2])
 def test_windows_that_are_cut_short(hvd, cut, clip):
-    """Every epoch has so many batches that its last window of three has `cut`."""
+    """The last accumulation window of each epoch has `cut` of three passes."""
     model = small_model()
     reference = copy.deepcopy(model)
     optimizer = hvd.DistributedOptimizer(

@@ -1,4 +1,4 @@
-"""What ends a job: each test has ranks of its own."""
+"""Errors that end a job. Each test has new ranks."""
 
 import sys
 import time
@@ -91,7 +91,7 @@ for attempt in range(10):
 
 
 def test_an_optimizer_of_before_horovod_started_again_does_not_disturb_join():
-    """Its wire format has a collective of its own that no step has waited for."""
+    """The fp16 format has a deferred collective that no step has waited for."""
     code = """
 model = torch.nn.Linear(2, 1, bias=False)
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -109,7 +109,7 @@ print("joined", hvd.join(), flush=True)
 
 
 def test_ranks_that_have_planned_different_numbers_of_optimizers():
-    """In a process set of some of them; the names of the next plan are the same on all."""
+    """Ranks of a process set have another plan; the names of the next plan are equal on all."""
     code = """
 some = hvd.add_process_set([0, 1])
 for process_set in (some, hvd.global_process_set):
@@ -160,7 +160,7 @@ print("trained", flush=True)
 
 @pytest.mark.parametrize("configuration", BOTH, ids=str)
 def test_a_gather_while_a_rank_has_joined(configuration):
-    """An error, as Horovod means it to be, also when ranks remember the gather."""
+    """It is an error, as Horovod specifies, also if the ranks have cached the gather."""
     code = """
 for _ in range(3):
     hvd.allgather(torch.ones(2), name="rows")
@@ -182,7 +182,7 @@ hvd.allreduce(torch.ones(3), name="all are back")
 
 @pytest.mark.parametrize("configuration", BOTH, ids=str)
 def test_the_last_rank_goes_on_alone(configuration):
-    """A sum whose only contributor has the highest rank: what it sends is indexed by rank."""
+    """A sum to which only the highest rank contributes, because buffers are indexed by rank."""
     code = """
 for step in range(50):
     if hvd.rank() == hvd.size() - 1:

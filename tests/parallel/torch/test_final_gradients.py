@@ -1,6 +1,6 @@
-"""Gradients are final when `loss.backward()` returns, whatever the script does afterwards.
+"""Gradients are reduced when `loss.backward()` returns, whatever the script does afterwards.
 
-Each test is one use on real ranks that sequences.py does not draw, against one process that sees
+Each test is a use on real ranks that sequences.py does not draw, compared with one process with
 all data.
 """
 
@@ -47,13 +47,13 @@ def ops(hvd):
 
 
 def mean_loss(hvd, model, step, op="average"):
-    """The loss of one process whose gradient is the ranks' mean, or their sum."""
+    """Return the loss of one process whose gradient is the ranks' mean or sum."""
     loss = loss_of(model, whole_batch(hvd, step))
     return loss * hvd.size() if op == "sum" else loss
 
 
 def assert_gradients_close(hvd, model, reference, compression="none"):
-    """The same bits on all ranks, and near those of one process."""
+    """Check that gradients are bit-identical on all ranks and close to those of one process."""
     held = [q.grad for q in reference.parameters() if q.grad is not None]
     largest = max(float(g.to_dense().abs().max()) for g in held)
     bound = 8 * hvd.size() * TOLERANCES[compression] * largest
@@ -69,7 +69,7 @@ def assert_gradients_close(hvd, model, reference, compression="none"):
 
 
 def train_on(hvd, model, reference, optimizer, plain, steps=2, first=90):
-    """Show that an optimizer still trains as one process does."""
+    """Check that an optimizer still trains like one process."""
     reference.load_state_dict(model.state_dict())
     plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for step in range(first, first + steps):
@@ -102,7 +102,7 @@ CHANGES = {f.__name__: f for f in (double_and_float, other_data)}
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("compression", WIRES)
 def test_other_memory_on_one_rank_changes_no_bit(hvd, compression, change, zeroing):
-    """A change of memory on one rank after a step, against the same training without it."""
+    """Change the memory on one rank after a step; compare with the same training without."""
     models = [small_model(torch.float32) for _ in range(2)]
     optimizers = [
         hvd.DistributedOptimizer(sgd(m.parameters()), compression=compression, bucket_bytes=200)
@@ -204,7 +204,7 @@ def test_join_inside_a_window_leaks_nothing_into_the_next_epoch(hvd):
     with recorded("hvdkit.torch") as records:
         hvd.join()
     warnings = [record.getMessage() for record in records]
-    assert any("hvd.join() drops gradients" in text for text in warnings) == last
+    assert any("hvd.join() dropped gradients" in text for text in warnings) == last
     nn.init.constant_(model.weight, 0.0)
     for k in range(2):
         loss(1.0).backward()
@@ -343,7 +343,7 @@ def test_a_sparse_embedding_used_late(hvd, compression, users, kind):
 
 @pytest.mark.parametrize("compression", WIRES)
 def test_sparse_adam_with_gradients_reduced_as_dense_ones(hvd, compression):
-    """It takes only sparse gradients, whatever form they are reduced in."""
+    """SparseAdam requires sparse gradients, even if they are reduced as dense ones."""
     torch.manual_seed(0)
     model = nn.Embedding(6, 2, sparse=True).to(DEVICE, torch.float64)
     reference = copy.deepcopy(model)
@@ -384,7 +384,7 @@ def test_broadcast_of_nested_state_dicts_is_refused(hvd):
 
 
 class Plain(torch.optim.Optimizer):
-    """An optimizer as third parties write them: `zero_grad` and `step` without arguments."""
+    """A third-party optimizer whose `zero_grad` and `step` have no arguments."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -411,7 +411,7 @@ def test_an_optimizer_of_a_third_party(hvd, passes):
     optimizer = hvd.DistributedOptimizer(Plain(model.parameters()), accumulation_steps=passes)
     loss_of(model, batch_of(hvd.rank(), 7)).backward()
     hvd.join()
-    assert optimizer.between_steps
+    assert optimizer.is_between_steps()
 
 
 # Loss scaling
@@ -622,7 +622,7 @@ def test_a_gan_in_the_usual_order(hvd, compression, op):
 @pytest.mark.parametrize("op", ["average", "sum"])
 @pytest.mark.parametrize("unused", ["none", "branch"])
 def test_several_optimizers_in_one_backward_pass(hvd, unused, op):
-    """They have one norm. One of them may be used by rank 0 alone."""
+    """The optimizers have one norm. One of them may be used on rank 0 only."""
     torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Linear(5, 2) for name in ("trunk", "branch", "head")})
     model.to(DEVICE, torch.float64)
@@ -1123,7 +1123,7 @@ def test_restored_elastic_state_has_no_gradients_of_an_interrupted_step(hvd):
 
 
 def test_a_pass_that_raises_after_a_reentrant_checkpoint(hvd):
-    """The graph lives on, and with it what was to tell that the outer pass has ended."""
+    """The graph stays alive, and with it the callback for the end of the outer pass."""
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3)).to(DEVICE, torch.float64)
     optimizer = hvd.DistributedOptimizer(sgd(layers.parameters()))

@@ -1,4 +1,4 @@
-"""Killed and gone on with, to the same bytes: see scripts/chaos_checkpoint."""
+"""Kill and resume a run, which must end with the same bytes; see scripts/chaos_checkpoint."""
 
 import subprocess
 import sys

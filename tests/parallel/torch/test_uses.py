@@ -1,7 +1,7 @@
-"""Ordinary uses of PyTorch around `loss.backward()`, on ranks and in one process.
+"""Common uses of PyTorch around `loss.backward()`, on ranks and in one process.
 
-Each use is a training step that knows nothing of ranks. A rank runs it with a wrapped optimizer and
-its own batch, one process runs it with a plain optimizer and everyone's batch.
+Each use is a training step without code for ranks. A rank runs it with a wrapped optimizer and
+its own batch; one process runs it with a plain optimizer and all batches.
 
 Add a use: write a function of a `Training` and decorate it with `use`.
 """
@@ -44,7 +44,7 @@ class Training:
         optimizer: wrapped or plain.
         step: the number of the step.
         x: the batch.
-        kept: what a use keeps from step to step.
+        kept: values that a use keeps between steps.
     """
 
     model: nn.Module
@@ -75,7 +75,7 @@ def use(function: Use) -> Use:
 
 @use
 def moving_average_of_weights(t: Training) -> None:
-    """Made after wrapping; parameters that nobody trains."""
+    """Parameters created after wrapping that no optimizer trains."""
     if "average" not in t.kept:
         t.kept["average"] = AveragedModel(t.model)
         t.kept["schedule"] = SWALR(t.optimizer, swa_lr=0.01, anneal_epochs=2)
@@ -162,7 +162,7 @@ def gradients_zeroed_by_hand(t: Training) -> None:
 
 @use
 def gradients_averaged_in_place(t: Training) -> None:
-    """Several passes, divided by hand; no window and no no_sync."""
+    """Several passes with a scaled loss, without a window and without no_sync."""
     t.optimizer.zero_grad()
     for factor in (1.0, 0.5, 2.0):
         t.loss(factor).backward()
@@ -174,7 +174,7 @@ def gradients_averaged_in_place(t: Training) -> None:
 
 @use
 def hooks(t: Training) -> None:
-    """On tensors and modules, registered after wrapping; some return None."""
+    """Hooks on tensors and modules, registered after wrapping; some return None."""
     if not t.kept:
         t.kept["seen"] = []
         for p in t.model.parameters():
@@ -261,7 +261,7 @@ def adversarial_examples(t: Training) -> None:
 
 @use
 def functional_call(t: Training) -> None:
-    """Other values than the parameters, made from them."""
+    """A pass with values computed from the parameters instead of the parameters."""
     t.optimizer.zero_grad()
     values = {name: p * 0.9 + 0.01 for name, p in t.model.named_parameters()}
     y = torch.func.functional_call(t.model, values, (t.x,))
@@ -271,7 +271,7 @@ def functional_call(t: Training) -> None:
 
 @use
 def gradients_of_torch_func(t: Training) -> None:
-    """Assigned, and no backward pass."""
+    """Gradients that are assigned, without a backward pass."""
 
     def loss(values):
         y = torch.func.functional_call(t.model, values, (t.x,))
@@ -356,7 +356,7 @@ def weights_from_a_vector(t: Training) -> None:
 
 @use
 def step_before_any_pass(t: Training) -> None:
-    """As some warm up a schedule."""
+    """A step before the first pass, and two steps after each pass."""
     if t.step == 0:
         t.optimizer.step()
     t.optimizer.zero_grad()
@@ -377,7 +377,7 @@ def phases_that_train_other_layers(t: Training) -> None:
 
 @use
 def gradients_written_in_place(t: Training) -> None:
-    """As a script does that computes them itself: no backward pass, and memory of its own."""
+    """Gradients computed by the script, in its own memory, without a backward pass."""
     own = list(t.model.parameters())
     for p, g in zip(own, torch.autograd.grad(t.loss(), own), strict=True):
         if p.grad is None:
@@ -389,7 +389,7 @@ def gradients_written_in_place(t: Training) -> None:
 
 @use
 def new_parameters_in_the_groups(t: Training) -> None:
-    """Every parameter is replaced, as where points are added to a scene."""
+    """Every parameter is replaced, for example when points are added to a scene."""
     if t.step == 1:
         t.optimizer.zero_grad()
         (group,) = t.optimizer.param_groups
@@ -526,7 +526,7 @@ def test_a_layer_that_grows(hvd, compression):
 
 
 def test_an_optimizer_with_methods_of_its_own(hvd):
-    """Schedule-free optimizers, for instance, are told whether the model trains."""
+    """An optimizer with `train()` and `eval()`, such as schedule-free optimizers."""
 
     class Switching(torch.optim.SGD):
         def __init__(self, params):
@@ -553,7 +553,7 @@ def test_an_optimizer_with_methods_of_its_own(hvd):
 
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_an_optimizer_for_each_parameter_that_steps_in_the_backward_pass(hvd, compression):
-    """Which saves the memory of gradients: each is freed before the next one is computed."""
+    """Steps in hooks, which free each gradient before the next one is computed."""
     model, reference = small_model(), small_model()
 
     def step_in_backward(m, wrap):
@@ -627,7 +627,7 @@ def test_a_caught_error_of_autograd_grad_disturbs_nobody(hvd):
 
 
 def test_a_step_more_on_one_rank_is_found_again_after_the_error(hvd):
-    """The models differ then, so training on would go on with different models."""
+    """Rank 0 leaves out a step. Then the steps differ, and after that error the models."""
     model = small_model()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
     errors = []
