@@ -1,10 +1,10 @@
 """The training of chaos_checkpoint's ranks, with Keras's `fit`.
 
-Into OUT each rank writes its pid, a line for each batch (batch, steps until then, loss so far in
-the epoch), and at the end the bytes of its weights and its optimizer's state. It uses whatever a
-resume could get wrong: dropout, statistics that each rank gathers for itself, random numbers,
-metrics, a schedule, several buckets, a learning rate that a callback lowers, and gradients whose
-size changes so much that the scales of a 16-bit wire format keep changing, too.
+Each rank writes to OUT its pid, a line for each batch (batch, number of steps, mean loss in the
+epoch), and at the end its weights and optimizer state. The training has all state that a resume
+could lose: dropout, statistics of each rank, random numbers, metrics, a schedule, several buckets,
+and a learning rate that a callback lowers. The magnitude of gradients changes so much that the
+scales of a 16-bit wire format change, too.
 """
 
 import argparse

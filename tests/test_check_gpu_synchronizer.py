@@ -1,4 +1,4 @@
-"""How scripts/check_gpu reads the results of a test run; see gpu_checks.synchronizer."""
+"""The results of a test run in scripts/check_gpu; see gpu_checks.synchronizer."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the scripts check before they download or build anything."""
+"""The checks of scripts before a download or a build."""
 
 import os
 import subprocess

@@ -53,21 +53,20 @@ class Checkpoint(FollowsFit):
             callbacks=[hvd.callbacks.Checkpoint(folder, every_steps=1000, data=sampler)],
         )
 
-    What is kept: weights, the optimizer's state with its counters and loss scale, the scales of
-    the wire formats, what metrics have counted in the epoch so far, what other callbacks remember
-    (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint, the history, and any callback with
-    `state_dict()` and `load_state_dict()`), where the job is in the data, and on each rank the
-    random numbers of Python, NumPy, the framework and Keras's layers. So a run that is killed and
-    goes on ends with the same bytes as one that was not.
+    A checkpoint has the weights, the optimizer state with its counters and loss scale, the scales
+    of the wire formats and the position in the data. It has the state of metrics in the current
+    epoch, and of other callbacks: EarlyStopping, ReduceLROnPlateau, ModelCheckpoint, the history,
+    and any callback with `state_dict()` and `load_state_dict()`. For each rank it has the random
+    states of Python, NumPy, the framework and Keras's layers. A run that was killed and resumed
+    ends with the same bytes as an undisturbed run.
 
-    When the job gets SIGTERM, SIGINT or SIGUSR1, all ranks save after the batch that they are in,
-    and end with exit status 75. In an accumulation window what is due waits for its end.
+    On SIGTERM, SIGINT or SIGUSR1, all ranks save after the current batch and end with status 75.
+    Within an accumulation window, a due checkpoint is saved at the end of the window.
 
-    With several ranks and an unchanged `fit`, metrics of a `fit` that goes on with another number
-    of ranks are those of the rest of the epoch.
+    If `fit` resumes with another number of ranks, metrics are those of the rest of the epoch.
 
     Attributes:
-        metadata: plain values of your own that are kept, too; as saved once `fit` goes on.
+        metadata: your own plain values in the checkpoint. A resume updates them.
     """
 
     def __init__(
@@ -90,30 +89,28 @@ class Checkpoint(FollowsFit):
     ) -> None:
         """
         Args:
-            folder: local or shared, or a URL of an object store that fsspec knows, such as
-                `s3://bucket/run`. Only the first rank reads and writes it.
-            every_steps: save after so many batches, in the middle of an epoch too.
-            every_minutes: save after so many minutes by the first rank's clock.
-            every_epochs: save at the end of every so many epochs. At the end of the last one it
-                saves in any case.
-            keep_last: how many checkpoints stay; None: all.
-            keep_best: which stay besides, by the logs at the end of an epoch: `hvd.KeepBest(
-                "val_loss")`.
-            keep_every: those whose number of batches is a multiple of this stay, too.
-            data: the `ResumableSampler` that the data of `fit` are made with. Without one, the
-                batches of an epoch that were trained are read again, and thrown away: exact where
-                the data come in the same order again.
-            metadata: what `hvdkit.checkpoint.state` calls plain. It is read at every save; what
-                was saved is put into it.
-            resume: go on with the newest good checkpoint in `folder`, if there is one. False: begin
-                a new run; what is in `folder` stays.
-            asynchronous: write while training goes on.
+            folder: a local or shared folder, or a URL that fsspec knows, such as `s3://bucket/run`.
+                Only the first rank reads and writes it.
+            every_steps: save after this many batches, also within an epoch.
+            every_minutes: save after this many minutes, by the first rank's clock.
+            every_epochs: save after this many epochs. The end of the last epoch is always saved.
+            keep_last: the number of newest checkpoints to keep; None: all.
+            keep_best: the best checkpoints to keep as well, by the logs at the end of an epoch, such
+                as `hvd.KeepBest("val_loss")`.
+            keep_every: keep checkpoints whose number of batches is a multiple of this as well.
+            data: the `ResumableSampler` of the data. Without one, a resumed epoch reads and skips
+                the batches that were trained: exact if the order is the same.
+            metadata: plain values; see `hvdkit.checkpoint.state`. Every save reads them, and a
+                resume updates them.
+            resume: resume at the newest good checkpoint in `folder`, if there is one. False: begin a
+                new run beside the existing steps.
+            asynchronous: write in the background while training continues.
             storage_options: for fsspec's file system, such as `{"endpoint_url": …}`; for URLs only.
             stop_signals: signals at which to save and end the job.
-            verbose: 1 to have the first rank print where it goes on.
+            verbose: 1: the first rank prints where it resumes.
 
         Raises:
-            UsageError: `every_epochs` makes no sense, or `data` is not a `ResumableSampler`.
+            UsageError: `every_epochs` is invalid, or `data` is not a `ResumableSampler`.
         """
         super().__init__()
         if every_epochs is not None and (not isinstance(every_epochs, int) or every_epochs < 1):

@@ -242,11 +242,10 @@ class GlobalSeed:
 
 
 def _local(model: Any) -> list[Any]:
-    """What differs between ranks by intention or by nature.
+    """Return the variables that differ between ranks.
 
-    Layers that are left out of the reduction with the optimizer's state of them; statistics that
-    layers gather themselves, as BatchNormalization does from this rank's batches, where they are
-    no larger than `LARGEST_STATISTICS` bytes.
+    These are local layers and their optimizer state, and statistics of layers such as
+    BatchNormalization, up to `LARGEST_STATISTICS` bytes.
     """
     statistics = {
         id(variable): variable
@@ -264,12 +263,12 @@ def _local(model: Any) -> list[Any]:
 
 
 def _slots(optimizer: Any, variable: Any) -> list[Any]:
-    """What an optimizer keeps for one variable."""
+    """Return the optimizer's variables for one model variable."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     trained = list(optimizer._trainable_variables)
     place = [id(each) for each in trained].index(id(variable))
-    # Lists with one for each variable; the list of these itself is not one.
+    # Lists with an entry for each variable, except the list of variables itself.
     return [
         each[place]
         for each in vars(optimizer).values()

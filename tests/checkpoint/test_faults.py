@@ -1,4 +1,4 @@
-"""What goes wrong while a step is written: no good one is lost, none that is listed is wrong."""
+"""Failures while a step is written: no good step is lost, and all listed steps are good."""
 
 import errno
 import os

@@ -142,7 +142,7 @@ def test_a_killed_writer_that_nobody_has_waited_for(tmp_path, holder):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a namespace of processes")
 def test_a_writer_in_another_container_of_this_host(tmp_path, holder):
-    """There, its process has a number that is somebody else's or nobody's here."""
+    """Its process ID there is that of another process here, or of none."""
     apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
     if subprocess.run([*apart, "true"], capture_output=True, timeout=30).returncode:
         pytest.skip("no namespaces of processes here")

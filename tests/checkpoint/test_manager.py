@@ -32,7 +32,7 @@ SIZE = 3
 
 
 def on_ranks(function, size=SIZE):
-    """What `function` returns on every rank; what one of them raises that it did not expect."""
+    """Return the results of `function` on every rank; raise an exception of a rank."""
     results = on_every_rank(size, function)
     for result in results:
         if isinstance(result, BaseException):

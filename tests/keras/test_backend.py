@@ -1,4 +1,4 @@
-"""What Keras may run on."""
+"""The supported backends of Keras."""
 
 import subprocess
 import sys

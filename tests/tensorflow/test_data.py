@@ -280,7 +280,7 @@ def test_what_is_left_out_is_said_once(hvd):
 
 
 def keras_numbers(x, y, w, metrics, weighted, reduction="sum_over_batch_size", batch=BATCH):
-    """What Keras shows for a linear model on these data, and the gradient of its last batch."""
+    """Return Keras's metrics of a linear model for these data, and the last batch's gradient."""
     import keras
     import tensorflow as tf
 

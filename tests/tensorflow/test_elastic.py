@@ -1,4 +1,4 @@
-"""What the decorator of an elastic training function does when a rank is lost."""
+"""The decorator of an elastic training function, when a rank is lost."""
 
 from tests.alone import run_alone
 
@@ -30,5 +30,5 @@ except tf.errors.UnknownError as error:
 def test_it_starts_again_from_what_was_saved_when_horovod_failed():
     lines = run_alone(CODE, framework="tensorflow").splitlines()
     said = [line for line in lines if line.startswith(("try", "ended"))]
-    # Each time with the variable as it was, and Horovod initialised anew.
+    # Each time with the initial variable, after another initialisation of Horovod.
     assert said == ["try 2.0 1", "try 2.0 2", "try 2.0 3", "ended with: out of something else"]

@@ -1,4 +1,4 @@
-"""What a gradient tape refuses before anything is communicated, and what it is for one rank."""
+"""Arguments that a gradient tape refuses, and the tape on one rank."""
 
 import pytest
 

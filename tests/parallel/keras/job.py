@@ -1,7 +1,6 @@
-"""What the tests of `fit` on several ranks have in common.
+"""Functions for tests of `fit` on several ranks.
 
-Keras is imported in functions only: the pytest process reads these modules too, and has no need of
-a framework.
+Only functions import Keras, because the pytest process imports these modules without a framework.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ BATCH = 4
 
 
 def of_every_rank(value):
-    """What each rank passes, on all ranks, in their order."""
+    """Return the argument of each rank, on all ranks, in order of ranks."""
     from hvdkit.keras import backend
 
     gathered = backend.collectives().allgather(json.dumps(value).encode(), "tests.of_every_rank")

@@ -1,4 +1,4 @@
-"""What training on n ranks has to equal: one process with the batches of all ranks together."""
+"""The oracle of training on n ranks: one process with the batches of all ranks."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

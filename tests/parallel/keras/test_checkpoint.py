@@ -61,7 +61,7 @@ def sampled(hvd, **options):
 
 
 class Broken(Exception):
-    """What a test breaks a fit off with."""
+    """Raised by a test to interrupt `fit`."""
 
 
 def breaking(batch):
@@ -217,8 +217,8 @@ def test_other_callbacks_go_on_counting(hvd):
     assert len(logs["loss"]) == 3
     waits = [[c.__dict__.get("wait") for c in each] for each in (resumed, whole, again)]
     assert waits[0] == waits[1] == waits[2]
-    # On the other ranks a callback goes on with what the first rank's knew: its sum, and its
-    # statistics among the best weights.
+    # The callback of the other ranks gets the state of the first rank: its sum, and its
+    # statistics in the best weights.
     if hvd.rank() == 0:
         assert same
         assert content == expected

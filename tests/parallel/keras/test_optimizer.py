@@ -1,4 +1,4 @@
-"""What a wrapped optimizer stays, and what is refused."""
+"""Properties that a wrapped optimizer keeps, and arguments that are refused."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What one process with everyone's data would compute, and whether all ranks hold the same."""
+"""The oracle: one process with the data of all ranks; and checks that ranks are equal."""
 
 import numpy as np
 

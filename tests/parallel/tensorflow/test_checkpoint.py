@@ -127,7 +127,7 @@ def test_a_loop_that_goes_on_ends_with_the_same_bytes(hvd, compression):
 
 
 def forget_what_wire_formats_learned():
-    """As a new process begins."""
+    """Reset the reducers to the state of a new process."""
     from hvdkit.tensorflow import tape
 
     tape._reducer.cache_clear()

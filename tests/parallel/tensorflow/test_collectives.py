@@ -16,7 +16,7 @@ def run(function, where, *arguments):
 
 
 def traced(function):
-    """What `function` returns when it is called while a graph is being traced."""
+    """Call `function` while a graph is traced, and return the result."""
     import tensorflow as tf
 
     results = []

@@ -41,7 +41,7 @@ def test_allreduce_in_a_graph_is_differentiable(hvd):
 
 
 def small_bfloat16s(hvd):
-    """What each rank has: whole numbers, of which four ranks' sum is exact in bfloat16."""
+    """Return each rank's whole numbers, whose sum over four ranks is exact in bfloat16."""
     import tensorflow as tf
 
     numbers = np.random.default_rng(1).integers(-60, 61, (hvd.size(), 103))

@@ -52,7 +52,7 @@ def expected_gradients(variables, ranks, op="mean"):
 
 
 def reduced_gradients(hvd, variables, where, x, wrap=None, **options):
-    """What the tape gives for this rank's data, twice, because the first time is special."""
+    """Return the tape's gradients for this rank's data, of the second call, too."""
     import tensorflow as tf
 
     wrap = wrap or hvd.DistributedGradientTape
@@ -206,7 +206,7 @@ def test_local_layers_of_a_keras_model(hvd, where):
     everyones = [
         np.mean(np.stack(each), axis=0) for each in zip(*hvd.allgather_object(own), strict=True)
     ]
-    # Keras's variables, and the tf.Variables in them, mean the same.
+    # Keras's variables and the tf.Variables in them are equivalent.
     for sources in (variables, [v.value for v in variables]):
         for layers in (model.layers[-1], [model.layers[-1]]):
             reduced = gradients_with(

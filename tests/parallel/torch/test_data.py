@@ -141,7 +141,7 @@ LOADERS = {
 
 
 class Lines(IterableDataset):
-    """As in the guide."""
+    """The stream of the guide."""
 
     def __init__(self, lines, rank, ranks):
         self.lines, self.rank, self.ranks = lines, rank, ranks
