@@ -95,15 +95,15 @@ class Checkpoint(FollowsFit):
             every_minutes: save after this many minutes, by the first rank's clock.
             every_epochs: save after this many epochs. The end of the last epoch is always saved.
             keep_last: the number of newest checkpoints to keep; None: all.
-            keep_best: the best checkpoints to keep as well, by the logs at the end of an epoch, such
+            keep_best: the best checkpoints to keep as well, by the logs of an epoch, such
                 as `hvd.KeepBest("val_loss")`.
             keep_every: keep checkpoints whose number of batches is a multiple of this as well.
             data: the `ResumableSampler` of the data. Without one, a resumed epoch reads and skips
                 the batches that were trained: exact if the order is the same.
             metadata: plain values; see `hvdkit.checkpoint.state`. Every save reads them, and a
                 resume updates them.
-            resume: resume at the newest good checkpoint in `folder`, if there is one. False: begin a
-                new run beside the existing steps.
+            resume: resume at the newest good checkpoint in `folder`, if there is one. False: begin
+                a new run beside the existing steps.
             asynchronous: write in the background while training continues.
             storage_options: for fsspec's file system, such as `{"endpoint_url": …}`; for URLs only.
             stop_signals: signals at which to save and end the job.
