@@ -113,7 +113,7 @@ def test_error_of_the_mean_is_bounded(hvd, compression, adversary):
         assert all(torch.equal(reduced[0], other) for other in reduced)
 
 
-# One rank's 1e-28 is below the range of scales: it travels in float32.
+# One rank's 1e-28 is below the range of scales: it is sent in float32.
 @pytest.mark.parametrize(
     "magnitude",
     [pytest.param(1e-28, marks=pytest.mark.device(ranks=2)), 1e-6, 1.0, 60000.0, 1e30],

@@ -141,7 +141,7 @@ LOADERS = {
 
 
 class Lines(IterableDataset):
-    """As in the guide."""
+    """A data set with a state, as in the guide."""
 
     def __init__(self, lines, rank, ranks):
         self.lines, self.rank, self.ranks = lines, rank, ranks
