@@ -341,10 +341,9 @@ class Coordinator:
 
     # --- headers and slots ----------------------------------------------------------------------
 
-    def _newest_first(self) -> list[Rounds | None]:
-        """Return the optimizers' rounds, the newest first; None for an optimizer that was freed."""
-        optimizers = [reference() for reference in reversed(self._optimizers)]
-        return [None if optimizer is None else optimizer.rounds for optimizer in optimizers]
+    def _newest_first(self) -> list[Optimizer | None]:
+        """Return the optimizers, the newest first; None for an optimizer that was freed."""
+        return [reference() for reference in reversed(self._optimizers)]
 
     def _send_header(
         self, passed: Sequence[Rounds], failed: Sequence[Rounds], late: Rounds | None
@@ -359,7 +358,7 @@ class Coordinator:
             ordinary = ordinary and rounds.agreed and not rounds.gradients.needs_sparse_bucket()
             changed = rounds.has_late_ranks and rounds.gradients.changed_since_round()
             ordinary = ordinary and not changed
-        newest_first = self._newest_first()
+        newest_first = [each and each.rounds for each in self._newest_first()]
         digests = [(newest_first.index(rounds), rounds.digest()) for rounds in passed]
         digest = zlib.crc32(repr(digests).encode()) & 0xFFFFFF
         length = len(newest_first)
@@ -389,11 +388,15 @@ class Coordinator:
             length = len(newest_first)
             (longest,) = self._collectives.max([length], "hvdkit.rounds.optimizers")
             newest_first += [None] * (longest - length)
-        own = [self._slot(entry, rounds).numbers for rounds in newest_first]
+        # Not a list of the rounds only: they need their optimizers, which only this list may hold.
+        own = [self._slot(entry, each.rounds if each else None).numbers for each in newest_first]
         summed = self._collectives.sum([n for slot in own for n in slot], "hvdkit.rounds.slots")
         slots = [
-            (rounds, _Slot(*summed[k * len(_FIELDS) : (k + 1) * len(_FIELDS)]))
-            for k, rounds in enumerate(newest_first)
+            (
+                each.rounds if each else None,
+                _Slot(*summed[k * len(_FIELDS) : (k + 1) * len(_FIELDS)]),
+            )
+            for k, each in enumerate(newest_first)
         ]
         in_use = [(rounds, slot) for rounds, slot in slots if slot.in_pass or slot.late]
         return _HeaderResult(count, in_use[::-1])
@@ -430,7 +433,7 @@ class Coordinator:
 
     def _describe_rank(self, entry: Entry, optimizers: Sequence[Rounds | None]) -> str:
         """Describe the step and round of this rank for each of the optimizers."""
-        oldest_first = self._newest_first()[::-1]
+        oldest_first = [each and each.rounds for each in self._newest_first()[::-1]]
         texts = []
         for rounds in optimizers:
             if rounds is None:

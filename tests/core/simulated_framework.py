@@ -95,7 +95,7 @@ class NumpyMemory:
         if dtype in self._kept:
             return self._kept[dtype]
         held = "float32" if dtype == "bfloat16" else dtype
-        buffer = np.full(self.bucket.elements, 77, held)  # never to be taken for a gradient
+        buffer = np.full(self.bucket.elements, 77, held)  # a value that no gradient has
         if keep:
             self._kept[dtype] = buffer
         else:

@@ -69,7 +69,7 @@ def test_a_parameter_above_the_limit_has_a_bucket_for_itself():
 def test_a_group_shares_one_bucket_of_any_size_with_no_one_else():
     specs = [spec(f"p{i}", 100) for i in range(8)]
     made = plan(specs, 800, groups=[[0, 3, 7], [5, 4]])
-    # Within it, the order stays; 6 and 2, 1 are not in a group.
+    # Groups keep their order; parameters 6, 2 and 1 are in no group.
     assert sorted(members(made)) == [(1,), (5, 4), (6, 2), (7, 3, 0)]
 
 
@@ -153,7 +153,7 @@ def test_equal_plans_have_equal_digests_however_they_came_about():
 
 
 def test_what_a_device_is_called_does_not_enter_the_digest():
-    # Each rank of a host has another GPU.
+    # Ranks of a host use different GPUs.
     first = plan([spec("a", 10, device="cuda:0"), spec("b", 10, device="cuda:1")])
     second = plan([spec("a", 10, device="cuda:2"), spec("b", 10, device="cuda:3")])
     assert first.digest == second.digest

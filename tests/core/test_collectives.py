@@ -26,5 +26,5 @@ def test_alltoall_in_rounds(size, most):
 
     for rank, (received, largest) in enumerate(on_every_rank(size, run)):
         assert received == [content(sender, rank) for sender in range(size)]
-        # No rank can send less than a byte to each.
+        # A rank sends at least one byte to each other rank.
         assert largest <= max(most, size)

@@ -102,7 +102,7 @@ class Ranks:
         return found[0] if found else None
 
 
-# What the turns of a step of `Float16` can be.
+# The possible requests of a step of `Float16`.
 NARROW = ["Sum float16", "AbsMax", "GlobalMax"]
 WIDE = ["Sum float32", "AbsMax", "GlobalMax"]
 REPEATED = ["Sum float16", "AbsMax", "Sum float32", "AbsMax", "GlobalMax"]
@@ -135,7 +135,7 @@ def check_bound(ranks, gradients, results):
     mean = exact.mean(axis=0)
     limit = (ranks.count + 1) * 2.0**-11 * np.abs(exact).mean(axis=0)
     limit += 0.0 if ranks.scale is None else 2.0**-25 / ranks.scale
-    # What the gradients' own type cannot tell apart.
+    # The rounding error of the gradients' dtype.
     limit += np.finfo(ranks.dtype).smallest_subnormal * ranks.count
     for result in results:
         assert np.isfinite(result).all()
@@ -219,12 +219,12 @@ def test_the_error_of_float16_is_bounded_while_magnitudes_change(name, count):
         gradients = normal(rng, count) * DRIFTING[name](step)
         results = ranks.step(gradients)
         check_bound(ranks, gradients, results)
-        # Nor is the bound an empty one: nothing of a usual size is lost.
+        # The bound is not trivial: no value of a usual magnitude becomes 0.
         mean = np.array(gradients, "float32").astype("float64").mean(axis=0)
         share = np.linalg.norm(results[0] - mean) / np.linalg.norm(mean)
         assert share < 0.05
         wide += "Sum float32" in ranks.turns
-    # The first, and the one that jumps up, and the one after that.
+    # The first step, the step whose magnitude jumps, and the step after it.
     assert wide <= 3
 
 
@@ -248,7 +248,7 @@ def test_the_largest_sum_is_brought_to_between_two_to_the_9_and_10():
 
 
 def test_a_sum_may_grow_64_times_before_it_is_repeated():
-    almost = 2.0 - 2.0**-9  # just below the power of two, the worst place
+    almost = 2.0 - 2.0**-9  # just below a power of two: the worst case
     for growth, turns in ((64, NARROW), (66, REPEATED)):
         ranks = Ranks(2)
         for factor in (1, 1, growth):
@@ -285,7 +285,7 @@ def test_what_alternates_by_more_than_two_to_the_20_is_repeated_less_and_less_of
             if turn in ranks.turns:
                 steps.append(step)
     both = sorted(set(found["Sum float16"]) & set(found["Sum float32"]))
-    # 1, 2, 4 ... 64 steps in float32, one in float16 where it is a small one's turn, and the next.
+    # 1, 2, 4 ... 64 steps in float32, then one in float16 if its magnitude is small, and so on.
     assert both == [2, 4, 8, 14, 24, 42, 76, 142, 208, 274]
     assert found["Sum float16"] == sorted([*both, *(step - 1 for step in both[2:])])
 
@@ -343,7 +343,7 @@ def test_an_infinity_while_the_magnitude_is_learned_leaves_it_to_the_next_step(p
     ranks = Ranks(2)
     gradients = np.ones((2, ELEMENTS))
     poisoned = np.where(np.arange(ELEMENTS) == 3, poison, gradients)
-    # In the first step, and in the one after an overflow.
+    # In the first step, and in the step after an overflow.
     for too_large in (None, 1e9 * gradients):
         if too_large is not None:
             ranks.step(too_large)
@@ -389,7 +389,7 @@ def test_what_overflows_time_and_again_is_right_every_time_and_repeated_less_and
         assert ranks.turns in (REPEATED, WIDE)
         if ranks.turns == REPEATED:
             repeated.append(step)
-    # 1, 2, 4 ... 64 steps in float32 between them, and no more.
+    # 1, 2, 4 ... at most 64 steps in float32 between them.
     assert repeated == [2, 4, 7, 12, 21, 38, 71, 136, 201, 266]
 
 
@@ -409,7 +409,7 @@ def test_after_8_steps_in_float16_an_overflow_is_the_first_again(calm, wide):
 
     ranks.step(ordinary)
     assert [wide_after_an_overflow() for _ in range(2)] == [1, 2]
-    for _ in range(calm - 1):  # one has been already
+    for _ in range(calm - 1):  # one step was made already
         ranks.step(ordinary)
         assert ranks.turns == NARROW
     assert wide_after_an_overflow() == wide
@@ -438,9 +438,9 @@ def test_ranks_whose_sums_differ_in_the_last_bit_take_the_same_turns(direction, 
         if step % 3:
             gradients = normal(rng, 3) * 10.0 ** rng.uniform(-8, 8)
         else:
-            # A power of two is the largest sum.
+            # The largest sum is a power of two.
             gradients = np.full((3, ELEMENTS), 2.0 ** rng.integers(-20, 20)) / [[2], [4], [4]]
-        ranks.step(gradients)  # fails where turns differ
+        ranks.step(gradients)  # fails if the ranks' requests differ
         assert ranks.scale is None or math.frexp(ranks.scale)[0] == 0.5
 
 
@@ -463,7 +463,7 @@ def test_ranks_take_the_same_turns_where_only_one_sees_more_than_zeros(magnitude
     rng = np.random.default_rng(3)
     ranks.differ = lambda rank, total: nudged(total, np.inf) if rank == 1 else total
     for _ in range(5):
-        for _ in range(12):  # enough for the next overflow to be the first again
+        for _ in range(12):  # enough successes to reset the number of steps in float32
             gradients = normal(rng, 3)
             assert ranks.step(gradients)[0] == pytest.approx(
                 gradients.mean(axis=0), rel=2.0**-8, abs=2.0**-8
@@ -482,7 +482,7 @@ def test_sums_in_another_order_on_each_rank_keep_the_ranks_in_step():
     stacks = []
 
     def step(gradients):
-        # Each rank adds in its own order; `total` is the ring's and only says what is asked for.
+        # Each rank adds in its own order. `total` is the sum in the order of the ring.
         def differ(rank, total):
             factor = ranks.scale if total.dtype == np.float16 else ranks.scaling.total
             stack = (np.array(gradients, "float32").astype("float64") * factor)[orders[rank]]
@@ -573,7 +573,7 @@ def test_spikes_are_repeated_one_by_one(spike):
 
 
 def test_of_spikes_in_a_row_fewer_and_fewer_are_repeated():
-    # Where the last one is looked at in float32, the step after it is lost.
+    # If the last one was sent in float32, the value of the next step becomes 0.
     repeated, wide, lost = course({100: 1e12, 101: 1e13})
     assert (repeated, lost) == ([100], [102])
     assert wide[:3] == [1, 101, 103]
@@ -652,7 +652,7 @@ def test_what_needs_a_scale_beyond_two_to_the_100_is_never_lost(dtype, magnitude
         result = ranks.step(np.full((2, ELEMENTS), magnitude))[0]
         assert result == pytest.approx(magnitude, rel=1e-6)
         assert ranks.turns == [f"Sum {dtype}", "AbsMax", "GlobalMax"]
-    # And what comes after it finds its scale.
+    # The steps after it have a correct scale.
     for turns in ([f"Sum {dtype}", "AbsMax", "GlobalMax"], NARROW):
         assert (ranks.step(np.ones((2, ELEMENTS)))[0] == 1.0).all()
         assert ranks.turns == turns
@@ -744,7 +744,7 @@ def test_formats_have_names():
         by_name("fp8")
 
 
-# A format of one's own: one byte per value.
+# A custom format: one byte per value.
 
 
 class Int8(WireFormat):
@@ -755,7 +755,7 @@ class Int8(WireFormat):
     def reduce(self, memory, scaling):
         own = yield AbsMax(memory.pack("float32", 1.0))
         finite = math.isfinite(own)
-        # What all ranks are to scale by, they have to ask for: a power of two above the largest.
+        # The ranks agree on the scale: a power of two above the absolute maximum.
         answer = yield GlobalMax(math.frexp(own)[1] + 1000 if finite else 2000)
         if answer == 2000:
             buffer = memory.in_place(scaling.total)

@@ -17,7 +17,7 @@ from tests.core.simulated_optimizer import SimulatedOptimizer
 from tests.core.simulated_ranks import SimulatedGroup, on_every_rank
 from tests.core.test_rounds import names_of, on_ranks
 
-PARAMETERS = 12  # of each optimizer, in 6 buckets: more than are started ahead
+PARAMETERS = 12  # of each optimizer, in 6 buckets: more than `send` starts
 
 
 class Script:
@@ -337,7 +337,7 @@ def play(collectives, count, wire_format, iterations):
                 continue
             rank = collectives.rank
             if rank not in iteration.idle:
-                # One value for all that a pass reaches would hide that two were mixed up.
+                # Different values for each optimizer, to detect gradients that are mixed up.
                 passed = [script.optimizers[k] for k in sorted(iteration.reached[number][rank])]
                 for each in passed:
                     k = script.optimizers.index(each)
@@ -392,7 +392,7 @@ def run_examples(examples, monkeypatch):
             (error,) = errors
             assert issubclass(error, HvdkitError), results
             assert all(isinstance(each, BaseException) for each in results), results
-            # A rank without a pass cannot tell gradients of the last step from those of this one.
+            # A rank without a pass cannot distinguish gradients of the last step from new ones.
             assert any(each.idle and not each.zero for each in iterations), drawn
             ends["error"] += 1
         else:

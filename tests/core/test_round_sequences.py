@@ -260,7 +260,7 @@ def must_succeed(setting, step):
         return False
     in_round = [a.passes > 0 and setting.window in (1, a.passes) for a in ranks]
     if not step.discarded and not all(in_round):
-        return True  # a rank has come late to the first round, so all others wait for it
+        return True  # a rank was late in the first round, so all ranks wait at the step
     new = {
         a.after > 0 or (a.before + a.passes > 0 and not reduced)
         for a, reduced in zip(ranks, in_round, strict=True)

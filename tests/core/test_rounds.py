@@ -162,7 +162,7 @@ def test_a_window_that_is_flushed_steps_with_the_mean_of_its_passes(size, passes
                 optimizer.backward(6.0 * (k + 1))
             assert optimizer.flush()
         optimizer.zero()
-        # Without any pass there is nothing to step with.
+        # Without a pass there are no gradients for a step.
         assert not optimizer.flush()
         return [step[0][0] for step in optimizer.stepped]
 
@@ -272,7 +272,7 @@ def test_an_assigned_gradient_is_reduced_if_no_round_has_come_before(idle):
         if not idle:
             optimizer.backward({3: 1.0})
         optimizer.step()
-        # From now on it stands for a reduced one.
+        # From now on it counts as reduced.
         optimizer.parameters[0].gradient = np.full(2, 30.0)
         optimizer.zero() if idle else None
         optimizer.backward({3: 1.0})
@@ -338,7 +338,7 @@ def test_a_step_without_a_pass_on_any_rank_costs_two_small_sums():
         seen = [names_of(collectives, optimizer.step) for _ in range(2)]
         optimizer.synchronize()
         seen.append(names_of(collectives, optimizer.step))
-        # Nothing that a plain optimizer would not find there.
+        # The same as with a plain optimizer.
         assert optimizer.values == [None] * 4
         return seen, works(optimizer)
 
@@ -626,7 +626,7 @@ def test_a_gradient_that_was_changed_and_kept_over_a_step_is_not_reduced_again(i
         optimizer.step()
         return optimizer.values
 
-    # 8 / 2, (4 + 8) / 2 and (6 + 8) / 2; what follows does not touch it.
+    # 8 / 2, (4 + 8) / 2 and (6 + 8) / 2.
     assert on_ranks(2, run) == [[7.0, 0.0, 0.0, 3.75]] * 2
 
 
@@ -814,7 +814,7 @@ def test_ranks_agree_anew_when_others_have_come_back_from_join():
             turns.update(collectives._turns)
             group.joined = set()
         collectives.exchange(None, "all are back")
-        # Horovod has counted these collectives on the rank that had joined as well.
+        # The rank in `join` takes part in these collectives too.
         collectives._turns = dict(turns)
         collectives.generation += 1
         optimizer.zero()

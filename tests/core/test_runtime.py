@@ -66,7 +66,7 @@ def no_launcher(monkeypatch):
     for name in list(os.environ):
         if name.startswith(("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "MV2_")):
             monkeypatch.delenv(name)
-    # So that what `init` sets is taken back.
+    # So that variables set by `init` are removed after the test.
     monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "600")
     return monkeypatch
 
@@ -110,7 +110,7 @@ def test_a_stall_time_that_is_no_number_is_refused():
         ({"OMPI_COMM_WORLD_SIZE": "4"}, 4),
         ({"PMI_SIZE": "3"}, 3),
         ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "2"}, 8),
-        # A batch script is not a step, however many tasks its job has.
+        # A batch script itself is not a step, for any number of tasks.
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, 1),
         ({"PMIX_RANK": "0"}, 0),
         ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}, 0),
@@ -161,7 +161,7 @@ def test_processes_that_cannot_become_one_job(no_launcher, horovod, controller, 
     with pytest.raises(HvdkitError, match=message):
         runtime.init()
     assert runtime.generation == 0
-    # Horovod is never left running.
+    # Horovod does not keep running after the error.
     assert [call[0] for call in horovod.calls] in ([], ["init", "shutdown"])
 
 
@@ -240,7 +240,7 @@ def test_ranks_of_torchrun_get_their_place_before_horovod_starts(no_launcher, mo
     for name, value in {**TORCHRUN, "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     for name in ("HOROVOD_RANK", "HOROVOD_SIZE"):
-        # So that they are removed again.
+        # So that they are removed after the test.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     runtime_of(SimulatedHorovod(size=2)).init()

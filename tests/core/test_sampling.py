@@ -36,7 +36,7 @@ def test_every_sample_goes_to_one_rank_in_as_many_batches_on_each(count, ranks, 
     assert all(0 < len(batch) <= batch_size for own in found for batch in own)
     samples = [sample for own in found for batch in own for sample in batch]
     assert set(samples) == set(range(count))
-    # What is given twice is one sample in the last batch of a rank that would have had none.
+    # The only repeated samples are in the last batches of ranks that would have none.
     repeated = len(samples) - count
     short = sum(
         -(-((count - r + ranks - 1) // ranks) // batch_size) < len(found[0]) for r in range(ranks)
@@ -85,7 +85,11 @@ def test_an_order_follows_from_seed_and_epoch():
     assert sorted(same) == list(range(100))
     for seed, epoch in ((1, 3), (2, 2), (0, 0)):
         assert not np.array_equal(same, epoch_order(100, seed, epoch))
+<<<<<<< HEAD
     # Must never change, so that a later version of NumPy can resume a run.
+=======
+    # These orders must never change, so that a run can be resumed with a later NumPy.
+>>>>>>> db6ded12a99161843de12e68756ec799ac465dad
     assert epoch_order(8, 0, 0).tolist() == FIRST_ORDER
     assert epoch_order(5, 0, 0, shuffle=False).tolist() == [0, 1, 2, 3, 4]
 
@@ -157,7 +161,7 @@ def test_loops_that_leave_epochs_and_jobs_that_resume(sequence, ranks):
         else:
             found = list(itertools.islice(loop(job), value))
             if value == 0:
-                # A loop that asks for no batch has not begun.
+                # A loop that takes no batch has not begun.
                 continue
             if was_left:
                 epoch, position = epoch + 1, 0

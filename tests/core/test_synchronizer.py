@@ -187,7 +187,7 @@ def test_a_full_bucket_is_reduced_during_the_backward_pass():
         synchronizer.synchronize()
         return seen, len(backend.diary), backend.memories
 
-    # The memory of the first step is used again.
+    # The memory of the first step is reused.
     assert on_ranks(2, run) == [([0, 0, 1, 1], 4, 2)] * 2
 
 
@@ -199,14 +199,14 @@ def test_a_full_bucket_starts_at_the_next_arrival_in_its_thread_and_not_before()
         step(synchronizer, backend, 1.0)
         give(backend, 1.0)
         seen = arrive(synchronizer, backend, order=[5, 4])
-        # Hooks of the user that run after the arrival may still change the gradient.
+        # The user's later hooks may still change the gradient.
         backend.gradients[4][:] = 7.0
         other = threading.Thread(target=arrive, args=(synchronizer, backend, [3, 2]))
         other.start()
         other.join()
         seen.append(len(backend.diary) - 3)
         backend.gradients[2][:] = 9.0
-        # The bucket that the other thread has filled does not start here.
+        # The bucket filled by the other thread does not start here.
         seen += arrive(synchronizer, backend, order=[1, 0])
         backend.gradients[3][:] = 8.0
         synchronizer.synchronize()
@@ -227,7 +227,7 @@ def test_a_gradient_that_arrives_again_before_its_bucket_starts_counts_once():
             seen = arrive(synchronizer, backend, order=[3, 3, 2])
             backend.gradients[3][:] = 5.0
             seen += arrive(synchronizer, backend, order=[3, 2, 1])
-            # Neither an arrival that is repeated nor one before the agreement starts a bucket.
+            # Neither a repeated arrival nor one before `agree` starts a bucket.
             assert seen[-3:] == [0, 0, int(agreed)]
             seen += arrive(synchronizer, backend, order=[1, 0])
             synchronizer.synchronize()
@@ -291,7 +291,7 @@ def test_buckets_follow_the_order_in_which_gradients_arrive():
 
 
 def test_ranks_whose_gradients_arrive_in_different_orders_share_the_mean_one():
-    orders = [[0, 1, 2, 3], [1, 0, 2, 3], [2, 0, 1, 3]]  # mean places: 2/3, 1, 4/3, 3
+    orders = [[0, 1, 2, 3], [1, 0, 2, 3], [2, 0, 1, 3]]  # mean positions: 2/3, 1, 4/3, 3
 
     def run(collectives):
         synchronizer, backend = make(collectives)
@@ -435,7 +435,7 @@ def test_names_are_the_same_in_every_round(wire_format):
 def test_names_are_the_same_on_all_ranks_and_different_between_synchronizers():
     def run(collectives):
         if collectives.rank == 0:
-            make(collectives)  # one more on this rank, never used
+            make(collectives)  # an additional synchronizer on this rank, never used
         names = []
         for _ in range(2):
             synchronizer, backend = make(collectives)
@@ -494,7 +494,7 @@ def test_after_a_failed_collective_the_ranks_agree_anew_in_new_memory():
         assert len(backend.diary) == 4, "begun before the ranks have agreed anew"
         synchronizer.synchronize()
         for gradient in left:
-            gradient[:] = -1.0  # as a collective that ends late would
+            gradient[:] = -1.0  # like a collective that completes late
         assert not set(backend.diary[:4]) & set(backend.diary[4:])
         return backend.gradients[0].tolist(), collectives.names.count("hvdkit.agreement")
 
@@ -598,7 +598,7 @@ def test_all_buckets_scales_are_agreed_on_by_one_small_collective_in_every_step(
             return whole(values, name)
 
         collectives.start_max = listen
-        # 1e9 is repeated, 0.0 has no magnitude.
+        # 1e9 is repeated in float32, 0.0 has no magnitude.
         for value in (1.0, 1.0, 1e9, 1.0, 1.0, 0.0, 0.0, 1.0):
             asked.append([])
             step(synchronizer, backend, value)
@@ -769,7 +769,7 @@ def test_few_buckets_are_in_flight_at_once_in_the_first_step(wire_format, batche
         assert not flying
         return max(most), backend.temporaries.most
 
-    # The one that is waited for, and four.
+    # The bucket that `wait` waits for, and four more.
     assert on_ranks(2, run) == [(5, 0 if wire_format is NONE else 5)] * 2
 
 
@@ -826,7 +826,7 @@ def test_many_steps_leave_nothing_behind(wire_format):
         synchronizer, backend = make(collectives, wire_format=wire_format, find_unused=True)
 
         def held():
-            # Which also empties Python's lists of free tuples and floats.
+            # This also empties Python's free lists of tuples and floats.
             gc.collect()
             snapshot = tracemalloc.take_snapshot()
             core = snapshot.filter_traces([tracemalloc.Filter(True, "*/hvdkit/core/*")])
@@ -835,7 +835,7 @@ def test_many_steps_leave_nothing_behind(wire_format):
         def steps(count):
             for k in range(count):
                 step(synchronizer, backend, 10.0 ** (k % 7))
-            # Names that are kept here are not what is looked for.
+            # The recorded names would count as leaked memory.
             for kept in (backend.diary, backend.sent, collectives.names):
                 kept.clear()
             collectives.group.slots.clear()

@@ -33,7 +33,7 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # The Python methods of these two need a device guard, which a CPU build has no CUDA one of.
+        # The Python methods of these two need a device guard for CUDA, which a CPU build lacks.
         if func is torch.Tensor.copy_:
             return torch.ops.aten.copy_.default(*args, **kwargs)
         if func is torch.Tensor.__getitem__ and isinstance(args[1], slice):
@@ -102,12 +102,12 @@ def test_gradients_keep_their_shapes_and_the_host_waits_once_a_step(
     from hvdkit.torch.collectives import TorchCollectives
     from hvdkit.torch.compression import wire_format
 
-    # The third step's first sum overflows in float16: everything is packed again, as float32.
+    # The third step's first sum overflows in float16, so it is packed again as float32.
     answers = {2: [math.inf]}
     with FakeTensorMode():
         with Calls():
             parameters = parameters_of(dtype)
-        # An optimizer of one rank reduces nothing; its synchronizer does all but the collectives.
+        # An optimizer of one rank skips the reduction; its synchronizer skips only collectives.
         collectives = TorchCollectives(hvd.global_process_set)
         synchronizer = Synchronizer(
             [spec(name, p) for name, p in parameters.items()],
@@ -132,13 +132,13 @@ def test_gradients_keep_their_shapes_and_the_host_waits_once_a_step(
                 assert p.grad.device == p.device, name
                 if name != "every second":
                     assert p.grad.stride() == p.stride(), name
-            # At most one on each side of the collective, and twice as many for what is repeated.
+            # At most one before and one after the collective, and twice as many if it is repeated.
             buckets = 8 if dtype == "mixed" else 2
             assert calls.filled <= 4 * buckets
     if compression != "fp16":
         assert reads == [0, 0, 0, 0]
     else:
-        # While a bucket's magnitude is unknown, it is read at once, bucket by bucket.
+        # While a bucket's magnitude is unknown, it is read immediately for each bucket.
         assert reads[1] == 1
         assert reads[0] > 1
         assert reads[2] > 1

@@ -68,7 +68,7 @@ def test_arrays_in_metadata(hvd, tmp_path):
     # A name that the checkpoint does not have keeps its value.
     assert metadata.pop("new") == 1
     same(values, metadata)
-    metadata["floats"][:] = 0  # the restored arrays are the user's own
+    metadata["floats"][:] = 0  # restored arrays are writable
     again = np.random.Generator(np.random.MT19937())
     again.bit_generator.state = metadata["generator"]
     assert again.random() == generator.random()
@@ -270,7 +270,7 @@ def test_a_loop_that_leaves_an_epoch_is_followed_by_the_next_epoch(hvd, leave):
             for batch in batches:
                 seen[-1].append(batch.tolist())
                 if len(seen[-1]) == count:
-                    # As a checkpoint that is saved now must have it.
+                    # The state that a checkpoint would contain now.
                     sampler.end_epoch()
                     break
         # A loop that has not called end_epoch() is still in the epoch.
@@ -745,7 +745,7 @@ def test_statistics_of_compiled_submodules(hvd, compiled):
     assert own.keys() == Statistics({"model": restored}).save().keys()
     Statistics({"model": restored}).restore(own)
     assert restored.block.norm.running_mean.tolist() == [3] * 4
-    # As earlier versions named them.
+    # The names in earlier versions.
     earlier = {f"model._orig_mod.{name.removeprefix('model.')}": own[name] for name in own}
     for model in (Block.model("no"), Block.model(compiled)):
         Statistics({"model": model}).restore(earlier)

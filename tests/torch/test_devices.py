@@ -18,7 +18,7 @@ def test_a_rank_gets_its_gpu_when_cuda_starts(hvd, local_rank, gpus, in_use, cho
         patch.setattr(torch.cuda, "is_initialized", lambda: in_use)
         patch.setattr(torch.cuda, "device_count", lambda: gpus)
         patch.setattr(torch.cuda, "set_device", seen.append)
-        # Where torch keeps what has to wait for CUDA, each with where it came from.
+        # torch's list of calls that wait for the first use of CUDA, with their tracebacks.
         patch.setattr(torch.cuda, "_queued_calls", waiting)
         use_own_gpu(local_rank)
         assert seen == []

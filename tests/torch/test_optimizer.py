@@ -168,7 +168,7 @@ def test_a_reducers_state_has_what_it_has_not_reduced_yet(hvd):
             parameters.append(p)
             reducer([torch.ones(3)], [p], [name])
 
-    parameters = []  # their ids tell sets apart
+    parameters = []  # kept, because ids of sets must differ
     reducer = GradientReducer(Reduction(Float16()))
     reduce(reducer, "a", "b")
     state = reducer.state()

@@ -17,7 +17,7 @@ MODULES = [
     ".sync_batch_norm",
 ]
 
-# What a user of each module writes, as horovod.torch 0.28.1 documents it.
+# Names that users of each module use, as documented by horovod.torch 0.28.1.
 DOCUMENTED = {
     "": {
         "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max",
@@ -79,7 +79,7 @@ def test_every_public_name_is_there(hvd, module):
         assert documented <= listed
         assert not {name for name in listed if not hasattr(ours, name)}
         return
-    # Horovod's modules have no __all__: what each defines itself is meant, apart from the classes
+    # Horovod's modules have no __all__: the names that each defines itself, except the classes
     # behind DistributedOptimizer and mpi_ops' autograd functions.
     wanted = {name for name in own_names(horovods) if not name.startswith("Horovod")}
     assert not {name for name in wanted if not hasattr(ours, name)}

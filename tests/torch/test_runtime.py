@@ -49,7 +49,7 @@ REPORT = (
 def test_a_plain_script_is_a_job_of_one_rank_without_mpi():
     lines = run_alone(REPORT + "hvd.shutdown()").splitlines()
     assert "0 1 1 False True" in lines
-    # Nothing is left in the environment that would mislead a launcher which the script starts.
+    # No variable stays in the environment that would affect a launcher started by the script.
     assert "('HOROVOD_STALL_SHUTDOWN_TIME_SECONDS', '1800')" in lines
 
 
@@ -80,13 +80,13 @@ def test_gloo_cannot_connect_what_mpirun_started():
     code = "import os; os.environ['HOROVOD_CONTROLLER'] = 'gloo'; " + REPORT
     with pytest.raises(RanksFailed) as caught:
         start_mpi([sys.executable, "-c", code], 2, mpirun=mpirun, cwd=REPOSITORY).wait(60)
-    # mpirun may end the second before it has said the same.
+    # mpirun may end the second rank before it has printed the same error.
     first = caught.value.results[caught.value.failed[0]]
     assert "mpirun or srun started 2 processes, but HOROVOD_CONTROLLER" in first.output
 
 
 def test_processes_that_do_not_become_one_job_are_an_error():
-    # As when mpirun is of another MPI than Horovod: its ranks do not know of each other.
+    # Like an mpirun of another MPI than Horovod's, whose ranks are not connected.
     code = (
         "import hvdkit.torch as hvd\n"
         "if not hvd.mpi_built(): print('no MPI')\n"

@@ -141,7 +141,7 @@ LOADERS = {
 
 
 class Lines(IterableDataset):
-    """The stream of the guide."""
+    """A data set with a state, as in the guide."""
 
     def __init__(self, lines, rank, ranks):
         self.lines, self.rank, self.ranks = lines, rank, ranks
@@ -672,7 +672,7 @@ def test_batch_samplers_that_do_not_fit_are_refused(hvd):
     sampler = hvd.ResumableSampler(data, 2)
     other = hvd.ResumableSampler(data, 2)
     for by, words in (
-        (BatchSampler(sampler, 3, False), "batch_size 3, and its ResumableSampler 2"),
+        (BatchSampler(sampler, 3, False), "batch_size 3, but its ResumableSampler has 2"),
         (BatchSampler(sampler, 2, True), "drop_last=True"),
         (BatchSampler(other, 2, False), "another sampler"),
         (BatchSampler(range(40), 2, False), "another sampler"),
