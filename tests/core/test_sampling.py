@@ -85,11 +85,7 @@ def test_an_order_follows_from_seed_and_epoch():
     assert sorted(same) == list(range(100))
     for seed, epoch in ((1, 3), (2, 2), (0, 0)):
         assert not np.array_equal(same, epoch_order(100, seed, epoch))
-<<<<<<< HEAD
-    # Must never change, so that a later version of NumPy can resume a run.
-=======
     # These orders must never change, so that a run can be resumed with a later NumPy.
->>>>>>> db6ded12a99161843de12e68756ec799ac465dad
     assert epoch_order(8, 0, 0).tolist() == FIRST_ORDER
     assert epoch_order(5, 0, 0, shuffle=False).tolist() == [0, 1, 2, 3, 4]
 
