@@ -681,7 +681,7 @@ def test_batch_samplers_that_do_not_fit_are_refused(hvd):
     ):
         with pytest.raises(UsageError, match=words):
             next(sampler.batches(DataLoader(data, batch_sampler=by)))
-    with pytest.raises(UsageError, match="batch_size None, and its ResumableSampler 2"):
+    with pytest.raises(UsageError, match="batch_size None, but its ResumableSampler has 2"):
         next(sampler.batches(DataLoader(data, batch_size=None, sampler=sampler)))
     with pytest.raises(UsageError, match="IterableDataset"):
         next(sampler.batches(DataLoader(Stream(hvd), batch_size=2)))
