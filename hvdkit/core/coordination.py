@@ -131,10 +131,13 @@ class _HeaderResult:
         slots: pairs of rounds and summed slot for each optimizer that has a backward pass or a step
             on any rank, in the order of creation. The rounds are None if this rank does not have
             the optimizer.
+        optimizers: those of this rank, which must exist until the rounds are complete: the rounds
+            only have weak references to them.
     """
 
     count: int
     slots: Sequence[tuple[Rounds | None, _Slot]]
+    optimizers: "Sequence[Optimizer | None]" = ()
 
     @property
     def in_pass(self) -> list[tuple[Rounds | None, _Slot]]:
@@ -399,7 +402,7 @@ class Coordinator:
             for k, each in enumerate(newest_first)
         ]
         in_use = [(rounds, slot) for rounds, slot in slots if slot.in_pass or slot.late]
-        return _HeaderResult(count, in_use[::-1])
+        return _HeaderResult(count, in_use[::-1], newest_first)
 
     def _slot(self, entry: Entry, rounds: Rounds | None) -> _Slot:
         """Return this rank's flags for an optimizer; all 0 if the rank does not have it."""

@@ -5,6 +5,7 @@ all data.
 """
 
 import copy
+import gc
 import math
 import sys
 
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.consistency import RankMismatchError
-from hvdkit.core.coordination import BackwardFailed
+from hvdkit.core.coordination import BackwardFailed, Coordinator
 from hvdkit.errors import HvdkitError, UsageError
 from tests.logs import recorded
 from tests.parallel.rank_pool import Configuration, start_ranks_of
@@ -1189,3 +1190,34 @@ def test_a_parameter_group_that_comes_one_step_later_on_one_rank(hvd):
     assert_same_on_all_ranks(hvd, nn.ModuleList([model, extra]))
     # Buckets that stay in flight would end the job at the stall limit.
     assert all(mpi_ops.poll(handle) for handle in list(mpi_ops._handle_map))
+
+
+def test_an_optimizer_is_not_freed_during_a_round(hvd):
+    """A rank takes part with zeros for an optimizer that only a garbage collection will free."""
+
+    def wrapped():
+        model = nn.Linear(2, 1).to(DEVICE)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, hvd.DistributedOptimizer(plain, check_parameters=False)
+
+    model, optimizer = wrapped()
+    other_model, other = wrapped()
+    first = hvd.rank() == 0
+    if not first:
+        other.cycle = other
+        del other_model, other
+    complete_rounds = Coordinator._complete_rounds
+
+    def collect_first(self, *arguments):
+        gc.collect()
+        complete_rounds(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Coordinator, "_complete_rounds", collect_first)
+        used = other_model if first else model
+        used(torch.ones(1, 2, device=DEVICE)).sum().backward()
+    optimizer.step()
+    if first:
+        share = 1 / hvd.size()
+        assert torch.equal(other_model.weight.grad, torch.full((1, 2), share, device=DEVICE))
+        other.step()
