@@ -1,4 +1,4 @@
-"""The command line of hvdkit. Each verb calls one package below."""
+"""The command line of hvdkit. Each verb (`build`, `run`, …) calls one package of hvdkit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb. Returns the exit status: 0, 1 (it failed) or 2 (the arguments are wrong)."""
+    """Run one verb, and return the exit status: 0, 1 (it failed) or 2 (wrong arguments).
+
+    `hvdkit run` returns the exit status of the job. After a signal it is 128 + its number.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: >&-
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -67,7 +70,7 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
 
 
 class _Ended(KeyboardInterrupt):
-    """A stop signal has ended the command. The argument is the signal."""
+    """Raised when a stop signal ends the command. The argument is the signal."""
 
 
 def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
@@ -81,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hvdkit",
         description="Horovod-based ring-allreduce training on today's PyTorch and TensorFlow.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"hvdkit {hvdkit.__version__}")
     parser.set_defaults(
@@ -105,6 +109,9 @@ def _add_verb(
         description=help[0].upper() + help[1:] + ".",
         epilog=f"example:\n{example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        # Python 3.11 also looks for abbreviations in the arguments of the user's script, and
+        # refuses those that several options begin with.
+        allow_abbrev=False,
     )
 
 
@@ -207,7 +214,7 @@ def _add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     verb = _add_verb(
         verbs,
         "doctor",
-        "check whether this machine, or several, are ready for training, and how to fix problems",
+        "check whether this machine, or several hosts, are ready for training, and show what to do",
         "  hvdkit doctor\n  hvdkit doctor --json\n  hvdkit doctor --hosts host1,host2 --bandwidth",
     )
     verb.add_argument("--json", action="store_true", help="machine-readable output")
@@ -256,15 +263,19 @@ def _add_generate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _export(opened: OpenCheckpoint, target: Path, format: str | None) -> None:
-    """Write a checkpoint's model to `target`, in `format`, or in the format of its file name."""
+    """Write a checkpoint's model to `target`.
+
+    If `format` is None, the end of the file's name decides.
+    """
     if format is None:
         format = next((f for end, f in _FORMATS.items() if target.name.endswith(end)), None)
     if format is None and not target.suffix:
         format = "huggingface"
     if format is None:
         raise UsageError(
-            f"the file to export to is {target}; expected *.pt or *.pth (PyTorch's state_dict), "
-            "*.safetensors, *.weights.h5 (Keras), or --format torch, safetensors or huggingface."
+            f"the name of the file to export to is {target}; expected *.pt or *.pth (PyTorch's "
+            "state_dict), *.safetensors or *.weights.h5 (Keras). For another name, give --format "
+            "torch, safetensors or huggingface."
         )
     writer, function = _WRITERS[format]
     getattr(importlib.import_module(writer), function)(opened, target)

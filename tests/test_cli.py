@@ -3,8 +3,11 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import hvdkit
+from hvdkit import cli
 from hvdkit.engine import patches
 
 
@@ -23,6 +26,24 @@ def test_every_verb_has_help_with_an_example(verb):
     answer = run(verb, "--help")
     assert answer.returncode == 0
     assert f"example:\n  hvdkit {verb}" in answer.stdout
+
+
+_OPTIONS = ["--num-proc", "--nodes", "--hosts", "--no-preflight", "--ssh-arg", "--python", "--help"]
+_OF_A_SCRIPT = st.one_of(
+    # A prefix of one or several of our options: Python 3.11 took them for abbreviations.
+    st.sampled_from(_OPTIONS).flatmap(
+        lambda option: st.integers(2, len(option)).map(lambda end: option[:end])
+    ),
+    st.sampled_from(["-n", "-np", "-p", "-H", "-s", "-x=1", "--", "-", "", "50", "--n=50"]),
+)
+
+
+@given(before=st.sampled_from([[], ["--"]]), arguments=st.lists(_OF_A_SCRIPT, max_size=5))
+def test_the_arguments_of_a_script_are_its_own(before, arguments):
+    command = ["python", "train.py", *arguments]
+    options = cli._parser().parse_args(["run", "-np", "2", *before, *command])
+    assert options.num_proc == 2
+    assert options.command in (command, [*before, *command])
 
 
 def test_version():

@@ -1,10 +1,10 @@
 """`hvdkit run`: start the ranks of a job on one or several hosts, and watch them.
 
-The path of `hvdkit run -np 2 python x.py`, downwards:
+The steps of `hvdkit run -np 2 python x.py`:
 
 1. `cli` parses the options (`arguments`, `config_file`) and calls `command.run`.
 2. `command` reads the `hosts` (or an `allocation`), and `plan` gives each rank its place on a host.
-3. `command` chooses a `launcher`: `gloo`, `mpi` or `slurm`. The next steps are those of `gloo`.
+3. `command` chooses a `launcher`: `gloo`, `mpi` or `slurm`. Steps 4 to 7 are those of `gloo`.
 4. `prepare` starts an `agent` on each host, through the `agent_pool`. A `connection` to an agent is
    a local process, or a process over `ssh`. `messages` is their protocol.
 5. Each agent answers with its `host_facts`. `prepare` chooses the `network` from them, and makes

@@ -1,4 +1,6 @@
-"""The agent of a host: `python -m hvdkit.launch.agent`, which starts and watches its ranks.
+"""The agent of a host: start the ranks of the host, and watch them.
+
+    python -m hvdkit.launch.agent
 
 The launcher starts an agent on each host, here or over ssh. The agent reads messages (`messages`)
 from its standard input, starts its ranks, and sends their output to the launcher. The agent ends
@@ -36,11 +38,12 @@ from hvdkit.signals import STOP_SIGNALS
 ORPHAN_GRACE = 10.0
 
 _READ_BYTES = 65536
-#: With more bytes than these to send, the agent leaves the ranks' output in their pipes.
+#: With more bytes than this to send, the agent stops reading the ranks' output.
 _UNSENT_BYTES = 1_000_000
 _ENDING_POLL_SECONDS = 0.05
 _STREAMS = ("stdout", "stderr")
-#: Variables with the rank: of Open MPI, Hydra and Slurm. Slurm is last, as it may start mpirun.
+#: The variables in which Open MPI, Hydra and Slurm store the rank. Slurm is last, because srun may
+#: have started mpirun.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
@@ -59,7 +62,7 @@ class _Rank:
 
 
 class Agent:
-    """Start and watch the ranks of this host, as the launcher asks for over two descriptors.
+    """Start and watch the ranks of this host, on request of the launcher.
 
     Args:
         receive_fd: the descriptor with the launcher's messages.
@@ -67,10 +70,11 @@ class Agent:
         keep_rank_variables: ranks inherit the rank variables of this process.
         terminal: the descriptors of the user's terminal (input, output, errors), for the rank that
             gets it.
-        overrides: fields that replace those of the launcher's `task` here. Given where a user
+        overrides: fields that replace those of the launcher's `task` message. Given if a user
             started this agent (`--nodes`). The agent then sends its signals to the launcher, and
             waits for the outcome.
-        make_echo: given the job's size, returns where the ranks' output is shown on this host too.
+        make_echo: given the number of ranks of the job, returns an output that also shows the
+            ranks' output on this host.
 
     Attributes:
         outcome: the launcher's `outcome` message; None if there was none.
@@ -113,7 +117,7 @@ class Agent:
         signal.set_wakeup_fd(self._wakeup)
         signal.signal(signal.SIGCHLD, _do_nothing)
         for number in STOP_SIGNALS:
-            # An agent that a user started obeys that user's `nohup`.
+            # If a user started this agent with `nohup`, SIGHUP stays ignored.
             if self._overrides is None or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
         self._selector.register(self._receive_fd, selectors.EVENT_READ)
@@ -124,7 +128,7 @@ class Agent:
             while self._overrides is not None and self.outcome is None and not self._launcher_lost:
                 self._step()
         finally:
-            # After an exception above, too, no process of the job may stay.
+            # Also after an exception, no process of the job may remain.
             for _ in self._group.terminate(ORPHAN_GRACE):
                 time.sleep(_ENDING_POLL_SECONDS)
         self._flush()
@@ -135,7 +139,7 @@ class Agent:
         ready = self._selector.select(poll)
         if any(key.fd == self._receive_fd for key, _ in ready):
             self._receive()
-        # Before output is shown, because a slow reader may block that.
+        # Check this before output is shown, because a slow reader may block the output.
         if time.monotonic() > self._last_received + messages.LOST_SECONDS:
             self._on_launcher_lost()
         for key, _ in ready:
@@ -172,12 +176,12 @@ class Agent:
         if self._overrides is not None:
             self._send("signal", number=number)
         elif self._task.get("forward_signals") and self._ranks and number != signal.SIGHUP:
-            # A batch system may signal the tasks that it started, and not the launcher.
+            # A batch system may send the signal only to the tasks that it started.
             self._signal_ranks(number)
         elif number in (signal.SIGTERM, signal.SIGHUP):
             self._end(ORPHAN_GRACE)
-        # The launcher forwards other signals. They have a handler here because ranks would inherit
-        # an ignored signal.
+        # Otherwise do nothing: the launcher forwards the signal. Ignoring the signal instead would
+        # not work, because ranks would inherit that.
 
     def _on_launcher_lost(self) -> None:
         self._last_received = float("inf")
@@ -207,8 +211,8 @@ class Agent:
                 found = facts(self._task)
                 if not _same_command(message["command"], self._task["command"]):
                     found["problems"].append(
-                        f"its command is `{shlex.join(self._task['command'])}`, that of node 0 is "
-                        f"`{shlex.join(message['command'])}`; give every node the same"
+                        f"its command is `{shlex.join(self._task['command'])}`, but that of node 0 "
+                        f"is `{shlex.join(message['command'])}`; give the same on every node"
                     )
                 self._send("hello", **found)
             case "ask":
@@ -226,7 +230,7 @@ class Agent:
             case "signal":
                 self._signal_ranks(message["number"])
             case "end":
-                # Also while the ranks are ending: the new grace may be shorter.
+                # Restart the ending even if it has begun: the new grace may be shorter.
                 self._ending = self._group.terminate(message["grace"])
             case "outcome":
                 self.outcome = self.outcome or message
@@ -244,7 +248,7 @@ class Agent:
         env = dict(os.environ) if self._keep_rank_variables else without_rank_variables(os.environ)
         pipes = (subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE)
         stdin, stdout, stderr = self._terminal if rank["terminal"] else pipes
-        # Hydra's ranks talk to Hydra over a descriptor that they inherit.
+        # Hydra's ranks communicate with Hydra over a descriptor that they inherit.
         hydra = self._keep_rank_variables and "PMI_FD" in os.environ
         process = self._group.start(
             self._task["command"],
@@ -260,7 +264,7 @@ class Agent:
         self._ranks.append(_Rank(rank["rank"], process))
 
     def _signal_ranks(self, number: int) -> None:
-        """Send a signal to the ranks' main processes. Their helpers must not end before them."""
+        """Send a signal to the main process of each rank. Its helpers must not end before it."""
         for rank in self._ranks:
             if rank.process.poll() is None:
                 rank.process.send_signal(number)
@@ -332,7 +336,7 @@ class Agent:
             del self._unsent[:sent]
 
     def _flush(self) -> None:
-        """Send the rest, for a few seconds at most."""
+        """Send the messages that are left, for a few seconds at most."""
         deadline = time.monotonic() + ORPHAN_GRACE
         while self._unsent and time.monotonic() < deadline:
             self._send_pending()
@@ -348,10 +352,11 @@ def _same_command(first: Sequence[str], second: Sequence[str]) -> bool:
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Handle a signal that only has to wake the selector."""
+    """Handle a signal that only wakes the selector."""
 
 
 def main() -> None:
+    """Run the agent of a host, or the agent of one rank of mpirun or srun."""
     address = os.environ.pop(messages.ADDRESS_VARIABLE, None)
     if address is not None:
         _connect_and_run(address, os.environ.pop(messages.TOKEN_VARIABLE))

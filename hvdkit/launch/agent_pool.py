@@ -1,4 +1,7 @@
-"""All agents of a job, on the launcher's side: start them, ask them, and queue their messages."""
+"""All agents of a job, on the launcher's side: start them, ask them, and queue their messages.
+
+A `Connection` is the launcher's end of the connection to one agent.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ from hvdkit.launch.hosts import Host
 from hvdkit.launch.messages import Message
 from hvdkit.launch.ssh import Ssh
 
-#: With more messages than these in the queue, the launcher stops reading from agents.
+#: With more messages than this in the queue, the launcher stops reading from agents.
 _QUEUED = 1000
-#: An agent that the launcher disconnects gives its ranks ten seconds.
+#: A disconnected agent gives its ranks ten seconds between SIGTERM and SIGKILL.
 _CLOSE_SECONDS = 15.0
 _EXPLAINING = 64
-#: The most ssh processes that may be connecting at the same time, each counted for so long.
+#: The most ssh processes that may connect at the same time. Each counts for the given seconds.
 _CONNECTING = 64
 _CONNECTING_SECONDS = 15.0
 #: The delays before the restarts of an agent whose host refused it transiently.
@@ -38,8 +41,8 @@ class AgentPool:
     """The agents of a job. A context manager that ends the agents and their ranks on exit.
 
     Attributes:
-        connections: the connections to them.
-        events: the queue of their messages.
+        connections: the connections to the agents.
+        events: the queue of the agents' messages.
     """
 
     def __init__(self) -> None:
@@ -67,7 +70,7 @@ class AgentPool:
         """Start an agent on each host.
 
         Args:
-            hosts: the hosts, and whether each is this machine.
+            hosts: host -> whether it is this machine.
             ssh: how to reach other hosts.
             python: the Python of agents on other hosts.
             terminal: the host whose agent gets this process's standard streams, for a rank.
@@ -88,9 +91,9 @@ class AgentPool:
             time.sleep(0.01)
 
     def next_event(self, timeout: float) -> Event | None:
-        """Return the next message of an agent; None if there is none for `timeout` seconds.
+        """Return the next message of an agent; None if none arrives within `timeout` seconds.
 
-        A signal that a user has sent to a node of `--nodes` is raised in this process.
+        If a user sent a signal to a node of `--nodes`, the signal is raised in this process.
         """
         try:
             event = self.events.get(timeout=timeout)
@@ -156,13 +159,15 @@ class AgentPool:
             for connection, why in zip(
                 silent, pool.map(methodcaller("explain"), silent), strict=True
             ):
-                problems[connection] = f"did not come up within {timeout:g} s: {why}"
+                problems[connection] = f"did not answer within {timeout:g} s: {why}"
         return facts, problems
 
     def ask(
         self, connection: Connection, question: str, arguments: Mapping[str, Any], timeout: float
     ) -> Any:
-        """Return one agent's answer to one of `inspection.QUESTIONS`. No other may be pending.
+        """Return one agent's answer to one of `inspection.QUESTIONS`.
+
+        No other question may be pending.
 
         Raises:
             HvdkitError: the agent does not answer.
@@ -227,13 +232,13 @@ def _problems(facts: Message) -> Sequence[str]:
     if python != [str(number) for number in sys.version_info[:2]]:
         here = ".".join(map(str, sys.version_info[:2]))
         return [
-            f"it has Python {facts['python']}, the launcher has {here}; install the same "
-            "environment there, or name its Python with --python"
+            f"it has Python {facts['python']}, but the launcher has {here}; install the same "
+            "environment there, or give the path of its Python with --python"
         ]
     if facts["hvdkit"] != hvdkit.__version__:
         return [
-            f"it has hvdkit {facts['hvdkit']}, the launcher has {hvdkit.__version__}; install the "
-            "same version there"
+            f"it has hvdkit {facts['hvdkit']}, but the launcher has {hvdkit.__version__}; install "
+            "the same version there"
         ]
     problems: Sequence[str] = facts["problems"]
     return problems

@@ -16,7 +16,7 @@ from pathlib import Path
 from hvdkit.errors import UsageError
 from hvdkit.launch.hosts import Host, total_slots
 
-# Slurm's first step number for salloc's shell, the batch script and the like.
+# Slurm's first step number for steps that srun did not start, such as the batch script.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
@@ -25,8 +25,8 @@ class Allocation:
     """An allocation of Slurm.
 
     Attributes:
-        hosts: its nodes; the slots are the tasks on each.
-        cpus: by node, the number of its CPUs.
+        hosts: the nodes. The slots of a node are its tasks.
+        cpus: node -> the number of its CPUs.
         cpus_per_task: the user's number; None for Slurm's default.
         pins_gpus: whether each task sees its own GPUs only.
         inside_step: whether srun has started this process (`srun --pty bash`), so that another step
@@ -54,8 +54,8 @@ def read(env: Mapping[str, str]) -> Allocation:
     """
     if not inside(env):
         raise UsageError(
-            "--launcher slurm: there is no allocation here (SLURM_JOB_ID is not set). Begin with "
-            "`salloc` or `sbatch`; `hvdkit generate slurm` writes a script for it"
+            "--launcher slurm: there is no allocation here (SLURM_JOB_ID is not set). Get one with "
+            "`salloc` or `sbatch`; `hvdkit generate slurm` writes a script for sbatch"
         )
     step = _is_step(env)
     if step and env.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "SLURM_PTY_PORT" not in env:
@@ -69,8 +69,8 @@ def read(env: Mapping[str, str]) -> Allocation:
     tasks = expand_counts(_needed(env, tasks_variable))
     if len(tasks) != len(names):
         raise UsageError(
-            f"{of}NODELIST has {len(names)} nodes, and {tasks_variable}={env[tasks_variable]} is "
-            f"about {len(tasks)}; is one of them set by hand?"
+            f"{of}NODELIST has {len(names)} nodes, but {tasks_variable}={env[tasks_variable]} is "
+            f"for {len(tasks)}; check whether one of the two variables was set by hand"
         )
     hosts = [Host(name, count) for name, count in zip(names, tasks, strict=True)]
     # This variable lists all nodes of the job, also within a step.
@@ -95,7 +95,10 @@ def _is_step(env: Mapping[str, str]) -> bool:
 
 def _needed(env: Mapping[str, str], name: str) -> str:
     if name not in env:
-        raise UsageError(f"SLURM_JOB_ID is set, and {name} is not; is this a Slurm allocation?")
+        raise UsageError(
+            f"SLURM_JOB_ID is set, but {name} is not: expected both in a Slurm allocation. Outside "
+            f"of one, unset SLURM_JOB_ID or use --launcher gloo"
+        )
     return env[name]
 
 
@@ -119,7 +122,7 @@ def _parts(text: str) -> list[str]:
 def _names(part: str, text: str) -> Iterator[str]:
     if not re.fullmatch(r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+", part):
         raise UsageError(
-            f"the node list is {text!r}, and {part!r} is not a node; expected e.g. node[01-04,7]"
+            f"the node list is {text!r}, but {part!r} is not a node; expected e.g. node[01-04,7]"
         )
     pieces = re.split(r"\[([^\]]*)\]", part)
     choices = [_numbers(piece) if number % 2 else [piece] for number, piece in enumerate(pieces)]
@@ -158,15 +161,15 @@ def check_size(allocation: Allocation, size: int) -> None:
         more = ", …" if len(allocation.hosts) > 8 else ""
         kind = "step" if allocation.inside_step else "allocation"
         raise UsageError(
-            f"-np is {size}, and the {kind} has {tasks} tasks ({shown}{more}). Lower -np, or ask "
-            f"Slurm for more: --ntasks={size}; on this node alone: --launcher gloo"
+            f"-np is {size}, but the {kind} has {tasks} tasks ({shown}{more}). Lower -np, or ask "
+            f"Slurm for more: --ntasks={size}. To use this node only: --launcher gloo"
         )
 
 
 def batch_hosts(env: Mapping[str, str]) -> tuple[str, list[Host]] | None:
-    """Return the hosts of a PBS, LSF or SGE job, and the name of the variable that has them.
+    """Return the name of the variable of a PBS, LSF or SGE job, and the hosts in it.
 
-    None outside of such a job.
+    Return None outside of such a job.
 
     Raises:
         UsageError: the variable or its file is malformed.
@@ -176,7 +179,7 @@ def batch_hosts(env: Mapping[str, str]) -> tuple[str, list[Host]] | None:
             try:
                 slots = parse(env[name])
             except (OSError, ValueError) as error:
-                raise UsageError(f"{name}={env[name]} is not understood: {error}") from error
+                raise UsageError(f"{name}={env[name]} cannot be read: {error}") from error
             if slots:
                 return name, [Host(host, count) for host, count in slots.items()]
     return None

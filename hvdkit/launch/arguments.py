@@ -153,7 +153,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="read arguments from FILE (TOML: num-proc = 8); the command line wins",
+        help="read arguments from FILE (TOML: num-proc = 8); the command line has precedence",
     )
     files.add_argument(
         "--write-config",
@@ -168,7 +168,9 @@ def add_doctor_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `hvdkit doctor` for several hosts."""
     _add_host_arguments(verb)
     verb.add_argument(
-        "--bandwidth", action="store_true", help="measure it between the first two hosts"
+        "--bandwidth",
+        action="store_true",
+        help="also measure the bandwidth between the first two hosts",
     )
 
 
@@ -176,7 +178,10 @@ def _add_host_arguments(verb: argparse.ArgumentParser) -> None:
     where = verb.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="H:N,…", help="hosts and their numbers of ranks")
     where.add_argument(
-        "--hostfile", type=Path, metavar="FILE", help="the same from a file: `host slots=4` lines"
+        "--hostfile",
+        type=Path,
+        metavar="FILE",
+        help="a file with the hosts: lines `host slots=4`",
     )
     network = verb.add_argument_group("other hosts")
     network.add_argument("-p", "--ssh-port", type=int, metavar="PORT")
@@ -185,7 +190,10 @@ def _add_host_arguments(verb: argparse.ArgumentParser) -> None:
         "--ssh-arg", action="append", default=[], metavar="ARG", help="e.g. --ssh-arg=-Jgateway"
     )
     network.add_argument(
-        "--python", default=sys.executable, metavar="FILE", help="their Python (default: this one)"
+        "--python",
+        default=sys.executable,
+        metavar="FILE",
+        help="the path of Python on the other hosts (default: that of this Python)",
     )
     network.add_argument(
         "--network",
@@ -197,7 +205,7 @@ def _add_host_arguments(verb: argparse.ArgumentParser) -> None:
         "--start-timeout",
         type=_seconds,
         metavar="S",
-        help="seconds for hosts to answer, and for ranks to register after the first one "
+        help="seconds for hosts to answer, and for ranks to call hvd.init() after the first one "
         f"(default: {Timeouts.start:g}; for --nodes to join: {START_SECONDS:g})",
     )
 
@@ -221,5 +229,5 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, above 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seconds above 0")
     return seconds

@@ -1,4 +1,4 @@
-"""The CPUs that each rank of a host is bound to (`--bind`): whole cores of one NUMA node.
+"""Choose the CPUs that each rank of a host is bound to (`--bind`): whole cores of one NUMA node.
 
 A CPU is a hardware thread, and a core is a group of CPUs. Ranks share a core only if there are
 fewer cores than ranks.
@@ -21,7 +21,7 @@ def topology(usable: set[int] | None = None, system: Path = _SYSTEM) -> Topology
     """Return this host's NUMA nodes, without CPUs that this process may not use.
 
     Args:
-        usable: the CPUs that it may use; None for its affinity.
+        usable: the CPUs that this process may use; None for its affinity.
         system: the kernel's folder that describes the CPUs.
     """
     usable = os.sched_getaffinity(0) if usable is None else usable

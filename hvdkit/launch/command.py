@@ -112,9 +112,13 @@ def _launcher(
 ) -> Launcher:
     in_slurm, over_mpi = slurm_allocation is not None, _over_mpi(options.launcher)
     if in_slurm and options.bind:
-        raise UsageError("--bind is not for Slurm, which binds tasks itself: SLURM_CPU_BIND=cores")
+        raise UsageError(
+            "--bind was given, but Slurm binds tasks itself. Set SLURM_CPU_BIND=cores instead"
+        )
     if options.debug_rank is not None and (in_slurm or over_mpi):
-        raise UsageError("--debug-rank is for ranks that `hvdkit run` starts: --launcher gloo")
+        raise UsageError(
+            "--debug-rank needs ranks that `hvdkit run` starts itself. Use --launcher gloo"
+        )
     if slurm_allocation is not None:
         return Slurm(plan, settings, slurm_allocation, options.mpi)
     if over_mpi:
@@ -195,8 +199,8 @@ def _node_settings(options: argparse.Namespace) -> NodeSettings:
     size = options.num_proc
     if size is not None and (size < 1 or size % count):
         raise UsageError(
-            f"-np is {size}; with --nodes {count} it is the number of all ranks, and each node has "
-            f"as many: expected a multiple of {count}"
+            f"-np is {size} with --nodes {count}: expected a multiple of {count}. -np is the "
+            f"number of ranks on all nodes together, and every node has the same number of ranks"
         )
     return NodeSettings(
         nodes=count,
@@ -233,7 +237,7 @@ def _check_debug_rank(plan: Plan, settings: Settings) -> None:
     host = plan.places[rank].host
     if not prepare.local_hosts(plan)[host]:
         raise UsageError(
-            f"--debug-rank {rank} runs on {host.name}, and this terminal is on another host; start "
+            f"--debug-rank {rank} runs on {host.name}, but this terminal is on another host; start "
             f"the job there, or choose a rank of this host"
         )
 
@@ -243,8 +247,8 @@ def _raise_file_limit(plan: Plan) -> None:
     needed = open_files.needed_by_launcher(plan.size, len(plan.hosts))
     if (limit := open_files.raise_limit(needed)) < needed:
         _say(
-            f"this process may open {limit:,} files, and may need {needed:,} for a job of "
-            f"{plan.size} ranks; raise the limit (`ulimit -Hn`) if it fails"
+            f"this process may open {limit:,} files, but may need {needed:,} for a job of "
+            f"{plan.size} ranks; if the job fails, raise the limit (`ulimit -Hn`)"
         )
 
 
@@ -254,15 +258,21 @@ def _allocation(options: argparse.Namespace) -> Allocation | None:
     found = options.launcher == "auto" and not hosts_named and allocation.inside(os.environ)
     if not found and options.launcher != "slurm":
         if options.mpi is not None:
-            raise UsageError(f"--mpi {options.mpi} is for Slurm; elsewhere: --launcher mpi")
+            raise UsageError(
+                f"--mpi {options.mpi} is an option of srun, but this job does not run in a Slurm "
+                f"allocation. Use --launcher mpi"
+            )
         return None
     if hosts_named:
-        raise UsageError("--launcher slurm: the allocation says which hosts; leave -H out")
+        raise UsageError(
+            "--launcher slurm was given with hosts, but the hosts are those of the allocation. "
+            "Remove -H and --hostfile"
+        )
     slurm_allocation = allocation.read(os.environ)
     if options.mpi is None and _only_mpi():
         raise UsageError(
-            "Horovod was built without Gloo here. Choose a kind of `srun --mpi=list` that its MPI "
-            "supports: --mpi pmix or --mpi pmi2"
+            "the installed Horovod has no Gloo. Give a kind that its MPI supports: --mpi pmix or "
+            "--mpi pmi2 (`srun --mpi=list` lists them)"
         )
     return slurm_allocation
 
@@ -307,14 +317,14 @@ def _with_python(command: list[str], python: str) -> list[str]:
     if not script.is_file():
         if shutil.which(program) is not None:
             return command
-        raise UsageError(f"there is no file {program} in {_directory()}; expected a script to run")
+        raise UsageError(f"there is no file {program} in {_directory()}: expected a script to run")
     with script.open("rb") as file:
         runs_itself = "/" in program and os.access(script, os.X_OK) and file.read(2) == b"#!"
     return command if runs_itself else [python, *command]
 
 
 def _directory() -> str:
-    """Return the working directory as $PWD has it: links may differ on other hosts."""
+    """Return the working directory. Prefer $PWD, which keeps symbolic links: hosts may differ."""
     named = os.environ.get("PWD", "")
     return named if named and os.path.realpath(named) == os.getcwd() else os.getcwd()
 
@@ -336,7 +346,7 @@ def _only_mpi() -> bool:
 
 
 def _say(text: str) -> None:
-    # Not sys.stderr, because a signal handler may call this during another write. Errors are
-    # ignored, because a closed terminal must not prevent the ranks from saving.
+    # Do not use sys.stderr, because a signal handler may call this during another write. Ignore
+    # errors, because a closed terminal must not prevent the ranks from saving.
     with contextlib.suppress(OSError):
         os.write(2, f"hvdkit run: {text}\n".encode())

@@ -1,4 +1,4 @@
-"""The arguments of `hvdkit run` in a TOML file (`--config FILE`).
+"""Read and write the arguments of `hvdkit run` in a TOML file (`--config`, `--write-config`).
 
 The keys are the long options without their dashes, and `command`:
 
@@ -146,7 +146,7 @@ def _words(action: argparse.Action, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [name] if value else []
     values = value if isinstance(value, list) else [value]
-    # With =, as a value may begin with a dash.
+    # With =, because a value may begin with a dash.
     if name.startswith("--"):
         return [f"{name}={each}" for each in values]
     return [word for each in values for word in (name, str(each))]

@@ -29,7 +29,7 @@ _PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")
 
 @dataclass(frozen=True)
 class Event:
-    """A message of an agent. Its kind is `lost` when the connection has ended."""
+    """A message of an agent. A message of kind `lost` means that the connection has ended."""
 
     connection: Connection
     message: Message
@@ -46,8 +46,8 @@ class Connection:
         greeted: whether the agent's greeting has arrived.
         ended: whether the connection has ended.
         opened_at: when the launcher opened it (`time.monotonic`).
-        peer: the IPv4 address of an agent that connected by itself; None for other agents, and over
-            IPv6.
+        peer: the IPv4 address of an agent that opened the connection; None for other agents, and
+            over IPv6.
     """
 
     peer: str | None = None
@@ -67,14 +67,14 @@ class Connection:
         self._reader.start()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message. The reader notices where the agent has gone."""
+        """Send a message. If the agent is lost, nothing happens: the reader thread reports it."""
         data = messages.encode(kind, **fields)
         with self._send_lock, contextlib.suppress(ConnectionError):
             while data and not self._disconnected.is_set():
                 data = data[os.write(self._send_fd, data) :]
 
     def disconnect(self) -> None:
-        """End the agent's input, upon which the agent ends its ranks and itself."""
+        """Close the agent's input. The agent then ends its ranks and itself."""
         with self._send_lock:
             if not self._disconnected.is_set():
                 self._disconnected.set()
@@ -89,7 +89,7 @@ class Connection:
         raise NotImplementedError
 
     def failed_transiently(self) -> bool:
-        """Return whether the agent could not be started, and a restart may succeed."""
+        """Return whether the agent did not start, but may start at the next attempt."""
         return False
 
     def restart(self) -> Connection:
@@ -110,7 +110,7 @@ class Connection:
         self._put({"kind": "lost"})
 
     def _put(self, message: Message) -> None:
-        # After `disconnect` nothing takes events, but the agent's output must be read to its end.
+        # After `disconnect` nothing reads the queue, but the agent's output must be read fully.
         while not self._disconnected.is_set():
             with contextlib.suppress(queue.Full):
                 self._events.put(Event(self, message), timeout=0.1)
@@ -121,11 +121,11 @@ class ProcessConnection(Connection):
     """A connection to an agent that this process starts, here or over ssh.
 
     Args:
-        host: its host.
-        local: whether that is this machine.
+        host: the agent's host.
+        local: whether the host is this machine.
         ssh: how to reach other hosts.
         python: the Python of an agent on another host.
-        events: the queue of its messages.
+        events: the queue for the agent's messages.
         terminal: whether the agent gets this process's standard streams, for a rank.
     """
 
@@ -179,7 +179,7 @@ class ProcessConnection(Connection):
     def explain(self) -> str:
         status, stderr = self._status_and_stderr()
         if self._local:
-            last = self._stderr[-1] if self._stderr else "it said nothing"
+            last = self._stderr[-1] if self._stderr else "it wrote nothing"
             return f"its agent ended with status {status}: {last}"
         return self._ssh.explain(self.host, status, stderr, self._python)
 
@@ -226,12 +226,12 @@ class ProcessConnection(Connection):
 
 
 class SocketConnection(Connection):
-    """A connection that an agent has opened by itself, as mpirun, srun or a user started it.
+    """A connection that an agent opened, because mpirun, srun or a user started the agent.
 
     Args:
-        host: its host.
+        host: the agent's host.
         accepted: the socket.
-        events: the queue of its messages.
+        events: the queue for the agent's messages.
     """
 
     def __init__(self, host: Host, accepted: socket.socket, events: Events) -> None:
@@ -242,7 +242,10 @@ class SocketConnection(Connection):
         super().__init__(host, accepted.fileno(), accepted.makefile("rb"), events)
 
     def explain(self) -> str:
-        return "its agent is gone; was the process killed, or the host shut down?"
+        return (
+            "the connection to its agent has ended; check whether the process was killed, or the "
+            "host was shut down"
+        )
 
     def close(self, timeout: float) -> None:
         self._reader.join(timeout)
@@ -261,8 +264,8 @@ def agent_command(host: Host, local: bool, ssh: Ssh, python: str) -> list[str]:
     """Return the command that starts the agent on `host`.
 
     Args:
-        host: its host.
-        local: whether that is this machine, where the agent runs with this process's Python.
+        host: the agent's host.
+        local: whether the host is this machine. The agent then runs with this process's Python.
         ssh: how to reach other hosts.
         python: the Python of an agent on another host. It gets this process's PYTHONPATH and
             LD_LIBRARY_PATH, which environment modules set.

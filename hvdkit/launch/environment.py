@@ -1,6 +1,6 @@
 """The environment of the ranks: variables that are forwarded to other hosts or set by hvdkit.
 
-Agents receive variables on their standard input, because other users can read command lines.
+Agents receive the variables on their standard input. Other users could read them in command lines.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from hvdkit.errors import UsageError
 from hvdkit.launch.plan import Place, Plan
 from hvdkit.processes import GROUP_VARIABLE, without_rank_variables
 
-#: Variables of one host or one login. Those of an allocation are included: the launcher has read
-#: them, and on other hosts they would be wrong.
+#: Variables that are valid only on one host or in one login, and are not forwarded. Variables of an
+#: allocation are included: the launcher has read them, and on other hosts they would be wrong.
 _HOST_VARIABLES = {
     "_",
     "COLORTERM",
@@ -59,7 +59,7 @@ _HOST_PREFIXES = (
     "XDG_",
 )
 
-#: Variables that training is known to read. A dry run shows their values.
+#: Variables that training programs read and that contain no secrets. A dry run shows their values.
 _KNOWN = {
     "PATH",
     "PYTHONPATH",
@@ -94,14 +94,15 @@ _KNOWN_PREFIXES = (
     "XLA_",
 )
 
-# Except an InfiniBand partition (UCX_IB_PKEY), TOKENIZERS_PARALLELISM and GIT_AUTHOR_NAME.
+# Names of secrets. UCX_IB_PKEY (an InfiniBand partition), TOKENIZERS_PARALLELISM and
+# GIT_AUTHOR_NAME do not match.
 _SECRET = re.compile(
     r"TOKEN(?!IZER)|(?<!_IB_P)KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH(?!OR(_|$))", re.IGNORECASE
 )
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 
-# The timeout of Horovod's Gloo for a peer, also during training.
+# How long Horovod's Gloo waits for another rank, also during training.
 _GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 _GLOO_DEFAULT_SECONDS = 30
 
@@ -148,18 +149,20 @@ def explicit(env: Mapping[str, str], extra: Sequence[str]) -> dict[str, str]:
         if not equals and name.endswith("*"):
             found = {key: env[key] for key in env if key.startswith(name[:-1])}
             if not found:
-                raise UsageError(f"-x {name}: no variable here has this prefix")
+                raise UsageError(f"-x {name}: no variable here has this prefix: expected one")
             chosen |= found
             continue
         if not re.fullmatch(_NAME, name):
-            raise UsageError(f"-x {name}: {name!r} is not the name of a variable")
+            raise UsageError(
+                f"-x {name}: {name!r} is not the name of a variable; expected letters, digits and _"
+            )
         if not equals and name not in env:
             raise UsageError(f"-x {name}: it is not set here; set it, or give -x {name}=VALUE")
         chosen[name] = value if equals else env[name]
     return chosen
 
 
-#: For ranks that wait while one rank is at a breakpoint.
+#: Variables for ranks that wait while one rank is at a breakpoint.
 DEBUG_DEFAULTS: dict[str, str] = {
     "HOROVOD_STALL_CHECK_DISABLE": "1",
     _GLOO_TIMEOUT: str(7 * 24 * 3600),
@@ -167,7 +170,7 @@ DEBUG_DEFAULTS: dict[str, str] = {
 
 
 def defaults(place: Place, cores: int, start_timeout: float) -> dict[str, str]:
-    """Return the defaults of variables, for a rank whose user and host do not set them.
+    """Return variables for a rank, which apply only if neither the user nor the host sets them.
 
     Args:
         place: the rank's place.
@@ -175,7 +178,7 @@ def defaults(place: Place, cores: int, start_timeout: float) -> dict[str, str]:
         start_timeout: seconds for all ranks to register after the first one.
     """
     return {
-        # By default every rank starts a thread per core, which oversubscribes the host.
+        # Without this, every rank starts a thread per core, which is too many for the host.
         "OMP_NUM_THREADS": str(max(1, cores // place.local_size)),
         # Python writes to a pipe in blocks of 8 KB: lines would appear minutes later.
         "PYTHONUNBUFFERED": "1",
@@ -241,7 +244,8 @@ def pinned_gpu(place: Place, visible: str | None) -> dict[str, str]:
 
     Args:
         place: the rank's place.
-        visible: the variable's value on the rank's host, of which one GPU is chosen; None if unset.
+        visible: the value of the variable on the rank's host; None if unset. One of its GPUs is
+            chosen.
 
     Raises:
         UsageError: there are fewer GPUs in `visible` than ranks on the host.

@@ -1,9 +1,9 @@
-"""The ranks of a job that have failed, which of them is the cause, and the report for the user.
+"""Find the rank whose failure is the cause of the other failures, and write the report.
 
-When a rank raises, the other ranks lose a peer, and often end before that rank does. Its traceback,
-threads and `atexit` functions take time, while a lost connection is noticed at once. Therefore the
-first rank to end need not be the cause. Failures are collected for a moment, and failures that
-report a lost peer are considered last.
+When a rank raises, the other ranks lose a peer, and often end before the rank that raised. Its
+traceback, threads and `atexit` functions take time, while the other ranks notice the lost
+connection at once. So the first rank that ends may not be the cause. Failures are collected for a
+moment, and a failure that reports a lost peer is the cause only if there is no other failure.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _EXPLAINED, _UNEXPLAINED, _BROKEN_CONNECTION, _LOST_PEER = range(4)
 #: By kind, the seconds to wait for other ranks to fail by themselves.
 _WAITS = (0.5, 2.0, 5.0, 5.0)
 
-#: The most failures whose last lines are shown. Their very last lines differ.
+#: The most failures whose last lines are shown. Failures with the same last line are shown once.
 _SHOWN = 3
-#: The most lines of each.
+#: The most lines that are shown of a failure.
 _SHOWN_LINES = 20
 
-# Messages of Horovod, and of the libraries below it. The latter may also concern other connections,
-# such as to an object store.
+# Messages of Horovod, and of the libraries that it uses. Messages of libraries may also be about
+# other connections, such as to an object store.
 _SHUT_DOWN = re.compile(r"Horovod has been shut down")
 _INTERNAL = re.compile(r"HorovodInternalError")
 _BROKEN = re.compile(
@@ -55,7 +55,7 @@ class Failure:
 
     @property
     def traceback(self) -> list[str]:
-        """The lines from the last traceback on, with chained ones; empty without a traceback."""
+        """The lines from the last traceback on, including chained exceptions; may be empty."""
         lines = list(self.tail)
         starts = [i for i, line in enumerate(lines) if _TRACEBACK in line]
         while len(starts) > 1 and _CHAINED.search("\n".join(lines[starts[-2] : starts[-1]])):
@@ -63,8 +63,13 @@ class Failure:
         return lines[starts[-1] :] if starts else []
 
     @property
+    def is_chained(self) -> bool:
+        """Whether the traceback also has the error that led to its last one."""
+        return _CHAINED.search("\n".join(self.traceback)) is not None
+
+    @property
     def exception(self) -> str | None:
-        """The line with the exception, the last of chained ones; None without a traceback."""
+        """The line with the last exception; None without a traceback."""
         found = None
         before = ""
         for line in self.traceback:
@@ -131,7 +136,11 @@ class Failures:
 
     def _ordered(self) -> list[Failure]:
         failures = [failure for failure in self._found if failure.status != RESUMABLE]
-        return sorted(failures, key=lambda failure: failure.kind)
+        failures.sort(key=lambda failure: failure.kind)
+        # An error of one rank that all ranks raise, such as one of a checkpoint.
+        alike = [each for each in failures if each.last_line == failures[0].last_line]
+        origin = next((each for each in alike if each.is_chained), failures[0])
+        return [origin, *(each for each in failures if each is not origin)]
 
     def report(self, ended: int, finished: Sequence[int]) -> str:
         """Return the report for the user.
@@ -172,9 +181,12 @@ def _without_cause(
     """Return the possible causes where every failure is a lost peer."""
     text = "Each rank that failed had lost a peer, and none reported why."
     if finished:
-        text += f" {describe(list(finished))} had ended without an error: with fewer batches?"
+        text += (
+            f" {describe(list(finished))} had ended without an error: check whether all ranks had "
+            f"the same number of batches."
+        )
     if stopped:
-        text += f" {describe(list(stopped))} had stopped in order (exit status {RESUMABLE})."
+        text += f" {describe(list(stopped))} had made an orderly stop (exit status {RESUMABLE})."
     return text
 
 

@@ -20,7 +20,7 @@ from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Place, Plan
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
-#: With this many ranks, an engine without hvdkit's rendezvous takes many seconds to start.
+#: With this many ranks, an engine without hvdkit's patch of the rendezvous starts slowly.
 SLOW_SIZE = 32
 #: The first revision of the engine that sends the job's key to the rendezvous.
 KEY_REVISION = 6
@@ -130,8 +130,8 @@ def registered_ranks(
 ) -> Callable[[], set[int]]:
     """Return a function that returns the ranks that have registered at the rendezvous.
 
-    If the engine of every host sends the key, ranks without the key are not counted: they may be
-    strangers. The function warns once of an engine that is slow to start at this size.
+    If the engine of every host sends the key, ranks without the key are not counted: they may not
+    belong to this job. The function warns once of an engine that is slow to start at this size.
     """
     warned = False
     have_key = all(found["engine"] >= KEY_REVISION for found in facts.values())
@@ -165,9 +165,9 @@ def manual_commands(
     Args:
         plan: the job.
         settings: how it is started.
-        facts: by host (`host_facts.facts`).
-        interfaces: by host, that of its ranks.
-        address: this machine's, for the rendezvous.
+        facts: host -> its facts (`host_facts.facts`).
+        interfaces: host -> the interface of its ranks.
+        address: this machine's address, for the rendezvous.
         on_host: returns the command that runs the given words on a host.
     """
     port = network.free_port(address)

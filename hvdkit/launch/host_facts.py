@@ -1,4 +1,4 @@
-"""Facts about this host that the launcher needs before it starts ranks."""
+"""Collect the facts about this host that the launcher needs before it starts ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def facts(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def engine_revision() -> int:
-    """Return the revision of hvdkit's engine in this Python; 0 for another Horovod, or none."""
+    """Return the revision of hvdkit's engine in this Python; 0 without an engine of hvdkit."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         revision = metadata.version("horovod").partition("+hvdkit.")[2].partition(".")[0]
         return int(revision) if revision.isdigit() else 0

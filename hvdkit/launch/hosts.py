@@ -33,7 +33,7 @@ class Host:
     Attributes:
         name: the name or address that the user gave, with an optional `user@` for ssh.
         slots: the largest number of ranks on it.
-        local: whether it is this machine; None if not yet known.
+        local: whether the host is this machine; None if not yet known.
     """
 
     name: str
@@ -87,7 +87,9 @@ def _parse(text: str, where: str) -> Host:
         raise UsageError(f"{where}: {text!r} is not a host; expected HOST or HOST:SLOTS")
     slots = int(match[2] or 1)
     if slots < 1:
-        raise UsageError(f"{where}: host {match[1]} has 0 slots; leave it out, or give it slots")
+        raise UsageError(
+            f"{where}: host {match[1]} has 0 slots; expected at least 1. Give it slots or remove it"
+        )
     return Host(match[1], slots)
 
 
@@ -96,7 +98,7 @@ def _checked(hosts: Iterable[Host], where: str) -> list[Host]:
     names = [host.name for host in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UsageError(f"{where}: {', '.join(twice)} is named twice; add up its slots")
+        raise UsageError(f"{where}: {', '.join(twice)} is named twice; add up its slots in one")
     if not found:
         raise UsageError(f"{where}: no hosts in it; expected HOST:SLOTS, separated by commas")
     return found

@@ -1,4 +1,4 @@
-"""The questions about a host that its agent answers, for `preflight`."""
+"""Answer the launcher's questions about this host, for `preflight`. Runs in the agent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = ("hvdkit", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras
 
 _CONNECT_SECONDS = 5.0
 _GPU_SECONDS = 20
-# A connection without data for so long is dropped.
+# A connection without data for this time is dropped.
 _SILENT_SECONDS = 60.0
 _CHUNK = bytes(1 << 20)
 

@@ -1,4 +1,4 @@
-"""A running job on the launcher's side: the ranks' output, failures, signals and outcome."""
+"""Watch a running job in the launcher: the ranks' output, failures, signals and the outcome."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdkit.signals import handle_stop_signals
 _POLL_SECONDS = 0.1
 # Between SIGTERM and SIGKILL, when the user asks for an immediate end.
 _NOW_SECONDS = 1.0
-# Added to the grace, for SIGKILL and the agent's answer.
+# Time for SIGKILL and the agent's answer, after the grace.
 _ANSWER_SECONDS = 15.0
 
 
@@ -29,7 +29,7 @@ class Timeouts:
     """Timeouts of a job, in seconds.
 
     Attributes:
-        start: for hosts to answer, and for ranks to register after the first one.
+        start: for hosts to answer, and for ranks to register after the first rank has registered.
         stop: for an orderly stop (a checkpoint) after it was requested.
         end: between SIGTERM and SIGKILL, for ranks that still run after a failure.
     """
@@ -44,7 +44,8 @@ class Outcome:
     """The end of a job.
 
     Attributes:
-        status: its exit status: that of the rank that caused a failure, 128 + n for a signal.
+        status: the exit status of the job: after a failure that of the rank that caused it, after
+            signal n 128 + n.
         report: the message for the user; empty after a success.
         failure: the failure that ended the job; None if there is none.
     """
@@ -61,8 +62,8 @@ class Job:
         plan: the job.
         agents: the agents of its hosts.
         output: gets the ranks' output.
-        timeouts: of the job.
-        registered: returns the ranks that have registered until now.
+        timeouts: the timeouts of the job.
+        registered: returns the ranks that have registered at the rendezvous until now.
         say: prints a message for the user.
     """
 
@@ -127,8 +128,8 @@ class Job:
                 self._finished.add(connection)
             case "lost" if connection not in self._finished:
                 self._finished.add(connection)
-                left = f"what still runs there ends within {LOST_SECONDS:g} s"
-                self._fail(f"lost {host.name}, {left}: {connection.explain()}")
+                left = f"Ranks that still run there end within {LOST_SECONDS:g} s"
+                self._fail(f"lost {host.name}: {connection.explain()}. {left}")
 
     def _on_rank_ended(self, rank: int, status: int) -> None:
         self._output.finish(rank)
@@ -149,7 +150,7 @@ class Job:
         self._stop_deadline = min(self._stop_deadline, deadline)
 
     def _fail(self, problem: str) -> None:
-        """End the job because of something other than the end of a rank."""
+        """End the job because of a problem that is not the end of a rank."""
         if not self._ending:
             self._problem = problem
             self._end(self._timeouts.end)
@@ -169,7 +170,7 @@ class Job:
         if not self._all_registered:
             self._check_registered(now)
         if self._output.stdout_closed and self._stopped_by is None:
-            # A closed pipe ends other programs at once. Here the ranks may save first.
+            # Other programs end at once if their output is closed. Here the ranks may save first.
             self._stop(signal.SIGPIPE)
         if now > self._failures.deadline and not self._ending and self._running():
             self._end(self._timeouts.end)
@@ -180,7 +181,7 @@ class Job:
         if now > self._end_deadline:
             silent = [c for c in self._agents.connections if c not in self._finished]
             names = ", ".join(sorted({connection.host.name for connection in silent}))
-            unconfirmed = f"{names} did not confirm that its ranks have ended; look there with `ps`"
+            unconfirmed = f"{names} did not confirm that its ranks have ended; look with `ps` there"
             self._problem = f"{self._problem}\n{unconfirmed}".lstrip()
             self._finished.update(silent)
 
@@ -201,12 +202,13 @@ class Job:
             silent = [rank for rank in missing if rank not in self._statuses]
             parts = []
             if silent:
-                parts.append(f"{self._ranks(silent)} did not come up")
+                parts.append(f"{self._ranks(silent)} did not register")
             if ended:
-                parts.append(f"{self._ranks(ended)} ended without")
+                parts.append(f"{self._ranks(ended)} ended without registering")
             self._fail(
                 f"{' and '.join(parts)} within {self._timeouts.start:g} s of the first rank "
-                "(--start-timeout); does the script call hvd.init() on every rank?"
+                "(--start-timeout). Ranks register in hvd.init(): check that the script calls it "
+                "on every rank."
                 + "".join(f"\n{tail_of(r, self._output.tail(r))}" for r in missing[:1])
             )
 
@@ -219,7 +221,7 @@ class Job:
             self._end(_NOW_SECONDS)
             self._say("ending all ranks now")
             return
-        again = "; again: at once" if number == signal.SIGINT else ""
+        again = "; press Ctrl-C again to end them at once" if number == signal.SIGINT else ""
         if self._stopped_by is None:
             self._say(f"{signal.Signals(number).name}: asking all ranks to stop{again}")
         self._stop(number)

@@ -1,4 +1,4 @@
-"""The interface of launchers, of which `hvdkit run` chooses one, and their settings."""
+"""The interface of launchers, and their settings. `hvdkit run` chooses one launcher for a job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Launcher(Protocol):
     def describe(self, say: Callable[[str], None]) -> str:
         """Return the plan as text, and the commands that would start the ranks.
 
-        Asks the hosts, and starts no rank.
+        This starts agents to ask the hosts, but starts no rank.
 
         Raises:
             HvdkitError: a host cannot take part.
@@ -37,7 +37,7 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a start, apart from the command and the hosts.
+    """The settings of a job, apart from the command and the hosts.
 
     Attributes:
         ssh: how to reach other hosts.
@@ -45,7 +45,7 @@ class Settings:
         network: the user's choice of network (`network.choose_interfaces`).
         variables: the user's `-x` arguments.
         pin_gpus: give each rank one GPU in CUDA_VISIBLE_DEVICES.
-        timeouts: of the job.
+        timeouts: the timeouts of the job.
         preflight: check several hosts before starting ranks.
         torch_env: give ranks the variables that torchrun gives.
         use_agent_environment: ranks inherit the environment of their agent, not of the launcher.

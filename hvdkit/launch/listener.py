@@ -1,7 +1,7 @@
 """The launcher's listener for agents that it does not start itself.
 
-mpirun, srun or a user starts these agents. They get the listener's address and a token (or, with
-`--nodes`, a key), connect, and report their rank or node.
+mpirun, srun or a user starts these agents. The agents receive the listener's address and a token
+(with `--nodes` a key). They connect to the listener, and report their rank or node.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from hvdkit.processes import ProcessGroup
 _LINE_SECONDS = 5.0
 _TOKEN_BYTES = 100
 _ACCEPT_SECONDS = 0.2
-# The most connections that are not of this job and may be open at once.
+# The most connections that do not belong to this job and may be open at the same time.
 _STRANGERS = 64
-# mpirun and srun end by themselves after their ranks, within so many seconds.
+# The seconds in which mpirun and srun should end by themselves after their ranks.
 _END_SECONDS = 10.0
 
 Peer = TypeVar("Peer")
@@ -54,7 +54,8 @@ class Listener(Generic[Peer]):
         self._server = server
         self._authenticate = authenticate
         self._accepted: queue.Queue[tuple[Peer, socket.socket]] = queue.Queue()
-        # A stranger that says nothing must not delay agents, nor may strangers use all threads.
+        # Each connection is checked in a thread of its own, so that a connection without data does
+        # not delay agents. The semaphore limits the number of threads.
         self._slots = threading.BoundedSemaphore(size + _STRANGERS)
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
@@ -136,7 +137,7 @@ class AgentListener(Listener[int]):
 
 
 def read_line(connection: socket.socket, longest: int) -> str:
-    """Read a line of at most `longest` bytes, within a few seconds. A longer line is cut."""
+    """Read a line within a few seconds, but at most `longest` bytes."""
     deadline = time.monotonic() + _LINE_SECONDS
     received = b""
     while not received.endswith(b"\n") and len(received) < longest:
@@ -151,8 +152,8 @@ def read_line(connection: socket.socket, longest: int) -> str:
 def _enable_keepalive(connection: socket.socket) -> None:
     """Let the system detect the loss of the other host within 40 seconds.
 
-    Only the launcher does this. An agent's output may wait for long until the user reads it, and
-    TCP_USER_TIMEOUT would end the agent's connection then.
+    Only the launcher does this. An agent's output may wait for a long time until the user reads it.
+    TCP_USER_TIMEOUT would then end the agent's connection.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -185,15 +186,16 @@ class _ExternalLauncher:
         self._reader.start()
 
     def check(self) -> None:
-        """Raise HvdkitError if it has ended before its ranks have connected."""
+        """Raise HvdkitError if mpirun or srun has ended. Called until all agents have connected."""
         if (status := self._process.poll()) is not None:
             self._reader.join(timeout=1)
             raise HvdkitError(
-                f"{self._name} ended with status {status} and started no ranks; see above"
+                f"{self._name} ended with status {status} before all ranks were started; see its "
+                f"messages above"
             )
 
     def end(self) -> None:
-        """Wait a few seconds for it to end by itself, then end it."""
+        """Wait a few seconds for mpirun or srun to end by itself, then end it."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         for _ in self._group.terminate(_END_SECONDS):
@@ -246,13 +248,14 @@ def agents_started_by(
                     missing = [place for place in plan.places if place.rank not in connected]
                     names = ", ".join(f"{place.rank} on {place.host.name}" for place in missing[:8])
                     raise HvdkitError(
-                        f"rank {names} did not come up within {timeout:g} s (--start-timeout)"
+                        f"rank {names} did not connect within {timeout:g} s (--start-timeout). "
+                        f"Check that its host can connect to {listener.address[0]}"
                     )
                 if (accepted := listener.accept()) is not None:
                     rank, connection = accepted
                     host = plan.places[rank].host
                     connected[rank] = SocketConnection(host, connection, agents.events)
-                    # At once, because agents without heartbeats take the launcher for lost.
+                    # Add it at once: an agent without heartbeats takes the launcher for lost.
                     agents.connections.append(connected[rank])
             agents.connections[:] = [connected[rank] for rank in sorted(connected)]
             yield agents

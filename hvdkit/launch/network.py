@@ -1,4 +1,4 @@
-"""The network of a job's ranks, and the interface of each host on it.
+"""Choose the network of a job's ranks, and the interface of each host on this network.
 
 Interfaces are chosen by their subnet, because `eth0` of one host may be `ens3` of another.
 """
@@ -20,10 +20,10 @@ class Interface:
     """One address of a network interface.
 
     Attributes:
-        name: its name on the host.
-        address: its address.
-        prefix: the length of its subnet's prefix, in bits.
-        speed: in Mbit/s; 0 if unknown.
+        name: the name of the interface on the host.
+        address: the address.
+        prefix: the length of the subnet's prefix, in bits.
+        speed: the speed in Mbit/s; 0 if unknown.
         mtu: the largest packet, in bytes.
     """
 
@@ -113,7 +113,7 @@ class HostNetwork:
 
     Attributes:
         interfaces: its interfaces.
-        reached_at: its address that ssh connected to; None for the launcher's own machine.
+        reached_at: the host's address that ssh connected to; None for the launcher's own machine.
     """
 
     interfaces: Sequence[Interface]
@@ -125,11 +125,12 @@ def choose_interfaces(
 ) -> dict[str, Interface]:
     """Return the interface for each host's ranks.
 
-    By default it is on a subnet that all hosts share: that of ssh, else the fastest. If the hosts
-    share no subnet, it is each host's interface that ssh connected to.
+    By default all interfaces are on one subnet that all hosts share: the subnet of ssh if it is
+    shared, otherwise the fastest. If the hosts share no subnet, the result is the interface of each
+    host that ssh connected to.
 
     Args:
-        hosts: by name, the network of each.
+        hosts: name -> the network of the host.
         network: the user's choice: a subnet (`10.0.0.0/8`), an interface name that all hosts
             have, or `HOST=INTERFACE,…`.
 
@@ -140,9 +141,9 @@ def choose_interfaces(
     without = [name for name, host in hosts.items() if not host.interfaces]
     if without:
         raise HvdkitError(
-            f"{', '.join(without)} has no IPv4 address that other hosts could reach, and Horovod's "
-            f"ranks find each other over IPv4 only. Give the hosts IPv4 addresses, such as private "
-            f"ones, on the network that they share"
+            f"{', '.join(without)} has no IPv4 address that other hosts could reach, but Horovod's "
+            f"ranks connect over IPv4 only. Give the hosts IPv4 addresses on the network that they "
+            f"share. Private addresses are enough"
         )
     if network is not None:
         return _by_option(hosts, network)
@@ -159,12 +160,12 @@ def faster_network(
     """Return a subnet that all hosts share and that is faster than the chosen one.
 
     Args:
-        hosts: by name, the network of each.
-        chosen: by name, the interface of its ranks.
+        hosts: name -> the network of the host.
+        chosen: name -> the interface of the host's ranks.
 
     Returns:
-        The subnet, its speed and that of the chosen one, in Mbit/s; None if there is none, or if
-        speeds are unknown.
+        The faster subnet, its speed and the speed of the chosen subnet, in Mbit/s. None if there is
+        no faster subnet, or if the speeds are not known.
     """
     speed = min(interface.speed for interface in chosen.values())
     best = max(_shared_networks(hosts), key=lambda net: _slowest(hosts, net), default=None)
@@ -208,7 +209,8 @@ def _shared_networks(hosts: Mapping[str, HostNetwork]) -> list[IPv4Network]:
     shared = []
     for network in dict.fromkeys(interface.network for interface in first.interfaces):
         addresses = [i.address for host in hosts.values() for i in _on(host, network)[:1]]
-        # Docker's bridge has the same subnet and the same address on every host: not shared.
+        # Docker's bridge has the same subnet on every host, but is not shared. It also has the same
+        # address on every host.
         if len(set(addresses)) == len(hosts):
             shared.append(network)
     return shared
@@ -234,7 +236,7 @@ def _by_reached_address(hosts: Mapping[str, HostNetwork]) -> dict[str, Interface
         if interface is None:
             lists = "; ".join(f"{other}: {_listed(hosts[other])}" for other in hosts)
             raise HvdkitError(
-                f"no network connects the hosts ({lists}). Name one: --network 10.0.0.0/8, or "
+                f"no network connects the hosts ({lists}). Choose one with --network 10.0.0.0/8 or "
                 "--network HOST=INTERFACE,HOST=INTERFACE."
             )
         chosen[name] = interface
@@ -253,7 +255,8 @@ def rendezvous_address(chosen: Mapping[str, Interface], own: Sequence[Interface]
         if interface.network in networks:
             return interface.address
     for interface in chosen.values():
-        # This machine is not on their network (a login node): its address on the route to them.
+        # This machine is not on the ranks' network, for example a login node. Use its address on
+        # the route to the ranks.
         source = source_address(interface.address)
         if source in addresses:
             return str(source)

@@ -1,6 +1,6 @@
-"""The limit on open files (`ulimit -n`), which large jobs exceed: 1,024 by default on many systems.
+"""Raise the limit on open files (`ulimit -n`) for large jobs. Many systems have 1,024 by default.
 
-The soft limit is in force. A process may raise its soft limit up to the hard limit.
+The soft limit applies. A process may raise its soft limit up to the hard limit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _OWN_OF_LAUNCHER = 512
 def needed_by_rank(size: int) -> int:
     """Return the number of descriptors that a rank of a job of `size` ranks needs.
 
-    Gloo has a connection to each other rank, and a listening socket for each while it connects.
+    Gloo has a connection to each other rank. While it connects, it also has a listening socket for
+    each other rank.
     """
     return _OWN_OF_RANK + 3 * size
 
@@ -24,7 +25,8 @@ def needed_by_rank(size: int) -> int:
 def needed_by_launcher(size: int, hosts: int) -> int:
     """Return the number of descriptors that the launcher needs.
 
-    It has pipes to an agent on each host, and a file and rendezvous connections for each rank.
+    The launcher has pipes to an agent on each host, and a file and rendezvous connections for each
+    rank.
     """
     return _OWN_OF_LAUNCHER + 3 * size + 4 * hosts
 
@@ -36,12 +38,12 @@ def hard_limit() -> int:
 
 
 def raise_limit(needed: int) -> int:
-    """Raise this process's soft limit to `needed` if it is lower, as far as possible.
+    """Raise this process's soft limit to `needed`, or as far as possible, if it is lower.
 
     Child processes inherit the limit.
 
     Returns:
-        The soft limit.
+        The new soft limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _number(soft) < needed:

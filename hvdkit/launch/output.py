@@ -1,4 +1,4 @@
-"""The ranks' output: shown line by line with the rank, written to files, its last lines kept."""
+"""Show the ranks' output line by line with the rank, write it to files, and keep the last lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdkit.errors import UsageError
 TAIL_LINES = 100
 #: With more ranks than these, only rank 0 is shown.
 SHOWN_RANKS = 16
-#: In bytes. A longer line is shown as several.
+#: Bytes. A longer line is shown as several lines.
 LONGEST_LINE = 1 << 20
 
 _LONGEST_BAR = 65536
@@ -36,8 +36,8 @@ def _ignore(text: str) -> None:
 class Output:
     """Show the ranks' output. A context manager.
 
-    If a file or stream becomes unwritable (a full disk, a closed pipe), its output is dropped after
-    one warning. The ranks continue.
+    If writing to a file or stream fails (a full disk, a closed pipe), there is one warning, and
+    further output to it is dropped. The ranks continue.
 
     Args:
         size: the number of ranks.
@@ -151,7 +151,7 @@ class Output:
         if file is None:
             return
         try:
-            # Unbuffered: a full disk may take a part only.
+            # The file is unbuffered, so a write to a full disk may write only a part.
             while data := data[file.write(data) :]:
                 pass
         except OSError as error:
@@ -170,7 +170,7 @@ class Output:
         out = self._streams[stream]
         self._streams[stream] = _NullStream()
         with contextlib.suppress(OSError, ValueError):
-            # Python writes the stream's buffer again when it exits.
+            # Without this, Python tries to write the stream's buffer again when it exits.
             descriptor = out.fileno()
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, descriptor)

@@ -1,4 +1,4 @@
-"""The folders of `--output-dir`: one for each start, with the ranks' output and `error.json`."""
+"""Make a folder in `--output-dir` for each start, with the ranks' output and `error.json`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ERROR = "error.json"
 
 
 def make(directory: Path) -> Path:
-    """Make and return the folder of a start in `directory`. Its name is the time (UTC).
+    """Make a folder in `directory` for one start, and return it. Its name is the time (UTC).
 
     Raises:
         UsageError: the folder cannot be made.
@@ -46,9 +46,9 @@ def make(directory: Path) -> Path:
 def write_error(folder: Path, failure: Failure, plan: Plan, say: Callable[[str], None]) -> None:
     """Write the failure that ended a job to `error.json`.
 
-    The file has `rank`, `host`, `status` (the exit status; null after a signal), `signal` (the name
-    of the signal; else null), `exception` and `traceback` (null and empty without one) and
-    `last_lines`.
+    The keys are `rank`, `host`, `status` (the exit status; null after a signal), `signal` (the name
+    of the signal; null without one), `exception` (null without one), `traceback` (empty without an
+    exception) and `last_lines`.
     """
     by_signal = failure.status < 0
     content = {

@@ -1,4 +1,4 @@
-"""The plan of a job: the host and the place of each rank, computed from the hosts alone."""
+"""Plan a job: assign each rank to a host. The plan depends only on the hosts and the size."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Place:
 
     Attributes:
         rank: the rank in the whole job.
-        host: its host.
-        local_rank: its number on that host.
-        local_size: the number of ranks on that host.
-        cross_rank: its number among the ranks with the same local rank, one on each host.
-        cross_size: the number of ranks with the same local rank.
+        host: the host of the rank.
+        local_rank: the index of the rank on its host.
+        local_size: the number of ranks on its host.
+        cross_rank: the index of the rank among the ranks of all hosts with the same local rank.
+        cross_size: the number of ranks of all hosts with the same local rank.
     """
 
     rank: int
@@ -97,7 +97,7 @@ def make_plan(command: Sequence[str], directory: str, hosts: Sequence[Host], siz
     if total_slots(hosts) < size:
         given = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
         raise UsageError(
-            f"-np is {size}, and the hosts have {total_slots(hosts)} slots ({given}). "
+            f"-np is {size}, but the hosts have {total_slots(hosts)} slots ({given}). "
             "Lower -np, add hosts, or give them more slots: HOST:SLOTS."
         )
     counts: list[tuple[Host, int]] = []

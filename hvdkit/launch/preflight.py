@@ -1,7 +1,7 @@
-"""The preflight check: several hosts are examined before a job starts, and for `hvdkit doctor`.
+"""The preflight check: examine several hosts before a job starts, and for `hvdkit doctor`.
 
 The agents answer questions (`inspection`). Each diagnostic combines the answers of all hosts to one
-question, so that the report has the same length for 2 and for 64 hosts.
+question, so the report for 64 hosts is as short as the report for 2 hosts.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from hvdkit.launch.plan import Plan
 from hvdkit.launch.prepare import Settings
 from hvdkit.rendezvous import RendezvousServer
 
-#: In bytes, the least that a rank needs. NCCL and MPI keep shared buffers in /dev/shm.
+#: The least bytes that a rank needs. NCCL and MPI have shared buffers in /dev/shm.
 _SHM_BYTES = 1_000_000_000
 _MEMORY_BYTES = 2_000_000_000
 _DISK_BYTES = 1_000_000_000
-# With a larger difference, times in logs and of files mislead.
+# With a larger difference between clocks, the times of logs and files of two hosts mislead.
 _SKEW_SECONDS = 2.0
 
 _BANDWIDTH_SECONDS = 2.0
 _NAMED_HOSTS = 4
-#: With more hosts than these, each host tries to reach only one less than this number.
+#: With more hosts than this, each host connects only to `_FULL_MESH_HOSTS - 1` other hosts.
 _FULL_MESH_HOSTS = 32
 
 _HOSTNAMES = "hostnames"
@@ -50,9 +50,9 @@ def before_start(
 
     Args:
         agents: the agents, which have sent their facts.
-        interfaces: by host, that of its ranks.
+        interfaces: host -> the interface of its ranks.
         plan: the job.
-        settings: how it is started.
+        settings: how the job is started.
         launcher_address: an address and port of this machine that the ranks must reach.
         say: prints a message for the user.
 
@@ -63,7 +63,7 @@ def before_start(
         return
     diagnostics = check(agents, interfaces, plan, launcher_address, settings.timeouts.start)
     for diagnostic in diagnostics:
-        # `--nodes` does not use MPI, which alone needs different host names.
+        # Only MPI needs different host names, and `--nodes` does not use MPI.
         if diagnostic.status == WARNING and not (
             diagnostic.name == _HOSTNAMES and settings.use_agent_environment
         ):
@@ -123,7 +123,7 @@ def check(
 
     Args:
         agents: the agents, which have sent their facts.
-        interfaces: by host, that of its ranks.
+        interfaces: host -> the interface of its ranks.
         plan: the number of ranks, and their hosts.
         launcher_address: an address and port of this machine that the hosts must reach.
         timeout: seconds for the answers to each question.
@@ -173,7 +173,8 @@ class _Questions:
             if event is None:
                 silent = _named([host for host in arguments if host not in answers])
                 raise HvdkitError(
-                    f"{silent} did not answer within {self._timeout:g} s (asked: {question})"
+                    f"{silent} did not answer the question `{question}` within "
+                    f"{self._timeout:g} s (--start-timeout)"
                 )
             if event.message["kind"] != "answer":
                 why = event.message.get("reason") or event.connection.explain()
@@ -286,9 +287,9 @@ def _reachability(questions: _Questions, targets: Mapping[str, tuple[str, int]])
 
 
 def _targets_by_host(hosts: Sequence[Host]) -> dict[Host, list[str]]:
-    """Return, by host, the names of the hosts that it tries to reach.
+    """Return host -> the names of the hosts that it connects to, and the launcher.
 
-    In a large job these are some of the other hosts, near and far in the list.
+    In a large job a host connects only to some of the other hosts, near and far in the list.
     """
     count = len(hosts)
     if count <= _FULL_MESH_HOSTS:
@@ -340,10 +341,10 @@ def _own_names(found: Mapping[Host, Mapping[str, Any]]) -> Diagnostic:
 
 
 def _skews(questions: _Questions) -> dict[Host, float]:
-    """Return, by host, the seconds that its clock is ahead of this machine's."""
+    """Return host -> the seconds that its clock is ahead of this machine's clock."""
     before = time.time()
     answers = questions.all("clock", {})
-    # The time of each answer is only known to lie between the two.
+    # Each host read its clock between `before` and now.
     middle = (before + time.time()) / 2
     return {host: answer - middle for host, answer in answers.items()}
 

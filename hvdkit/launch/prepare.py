@@ -1,4 +1,8 @@
-"""Steps that all launchers share: ask the hosts, choose the network, make ranks' environments."""
+"""Steps that all launchers share: ask the hosts, choose the network, make ranks' environments.
+
+The launchers call the functions in this order: `start_agents`, `collect_facts`, `choose_network`,
+`start_ranks`.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,12 @@ _SHOWN_NAMES = 8
 _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _INTERPRETERS = ("python", "bash", "sh")
 
-# Whether each host is this machine: looked up once per host.
+# Host -> whether it is this machine. Each host is looked up only once.
 _looked_up: dict[Host, bool] = {}
 
 
 def local_hosts(plan: Plan) -> dict[Host, bool]:
-    """Return the plan's hosts, and whether each is this machine."""
+    """Return, for each of the plan's hosts, whether it is this machine."""
     known = {host: host.local for host in plan.hosts if host.local is not None}
     unknown = [host for host in plan.hosts if host.local is None]
     _looked_up.update(are_local([host for host in unknown if host not in _looked_up]))
@@ -80,9 +84,9 @@ def choose_network(
 
     Args:
         plan: the job.
-        facts: by host (`host_facts.facts`).
+        facts: host -> its facts (`host_facts.facts`).
         settings: the user's choices.
-        say: prints a warning if the hosts share a faster network than that of ssh.
+        say: prints a warning if the hosts share a network that is faster than that of ssh.
     """
     local = local_hosts(plan)
     if all(local.values()) and settings.network is None:
@@ -97,7 +101,8 @@ def choose_network(
 
 def _network_of(facts: Message, local: bool) -> HostNetwork:
     interfaces = [Interface(**fields) for fields in facts["interfaces"]]
-    # On this machine, the address is that of the user's own login, unrelated to the other hosts.
+    # On this machine, `reached_at` is the address of the user's own login. It does not show which
+    # network leads to the other hosts.
     return HostNetwork(interfaces, None if local else facts["reached_at"])
 
 
@@ -123,14 +128,14 @@ def rank_messages(
     place_variables: Callable[[Place, Interface], Mapping[str, str]],
     master: tuple[str, int] | None = None,
 ) -> dict[Host, list[Message]]:
-    """Return, by host, the `ranks` field of the `start` message: numbers and environments.
+    """Return host -> the field `ranks` of its `start` message: numbers and environments.
 
     Args:
         plan: the job.
-        facts: by host (`host_facts.facts`).
+        facts: host -> its facts (`host_facts.facts`).
         settings: the user's choices.
-        interfaces: by host, that of its ranks.
-        place_variables: returns the variables that tell a rank its place.
+        interfaces: host -> the interface of its ranks.
+        place_variables: returns the variables with a rank's place, such as its local rank.
         master: the address of rank 0's host and a free port there, for
             `environment.torch_variables`; None to leave these out.
     """
@@ -140,7 +145,7 @@ def rank_messages(
     ranks = {}
     for host, found in facts.items():
         bound = bound_cpus(plan, host, found, settings)
-        # Ranks on this machine inherit the rest from their agent.
+        # Ranks on this machine inherit the other variables from their agent.
         inherited = local[host] or settings.use_agent_environment
         base = variables if inherited else forwarded | variables
         interface = interfaces[host]
@@ -178,10 +183,9 @@ def start_ranks(
     interfaces: Mapping[Host, Interface],
     place_variables: Callable[[Place, Interface], Mapping[str, str]],
 ) -> None:
-    """Let the agents start the ranks.
+    """Let the agents start the ranks. The arguments are those of `rank_messages`.
 
-    The arguments are those of `rank_messages`. There is one agent for each host, or one for each
-    rank, in the order of the plan.
+    There must be one agent for each host or one for each rank, in the order of the plan.
     """
     address = master(agents, plan, interfaces, settings)
     by_host = rank_messages(plan, facts, settings, interfaces, place_variables, address)
@@ -195,7 +199,9 @@ def start_ranks(
 def master(
     agents: AgentPool, plan: Plan, interfaces: Mapping[Host, Interface], settings: Settings
 ) -> tuple[str, int] | None:
-    """Return the address of rank 0's host and a free port there; None if not wanted.
+    """Return MASTER_ADDR and MASTER_PORT: the address of rank 0's host and a free port there.
+
+    None if the user does not want torchrun's variables.
 
     Raises:
         HvdkitError: the host does not answer.
@@ -218,8 +224,8 @@ def warn_of_withheld(plan: Plan, settings: Settings, say: Callable[[str], None])
     if names and not (settings.use_agent_environment or all(local_hosts(plan).values())):
         shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
         say(
-            f"not sent to other hosts: {shown}. They look like secrets, or belong to this host; "
-            f"-x NAME sends one"
+            f"not sent to other hosts: {shown}. Their names look like secrets, or their values "
+            f"belong to this host; to send a variable, give -x NAME"
         )
 
 

@@ -1,7 +1,7 @@
 """Start ranks inside a Slurm allocation: `srun` starts an agent for each rank.
 
 With agents, output, failures, orderly stops and exit statuses are the same as with other launchers.
-Over Gloo, a rank's place comes from the plan, so Slurm needs no PMI.
+Over Gloo, the plan gives a rank its place, so Slurm needs no PMI.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hvdkit.launch.plan import Place, Plan
 from hvdkit.processes import without_rank_variables
 from hvdkit.rendezvous import RendezvousServer
 
-# Variables that srun takes as its options, and that would contradict the plan.
+# Variables that srun reads as its options. They would contradict the plan.
 _SRUN_OPTIONS = {
     "SLURM_DISTRIBUTION",
     "SLURM_HOSTFILE",
@@ -75,15 +75,15 @@ def srun_command(
     srun = shutil.which("srun")
     if srun is None:
         raise HvdkitError(
-            "this is a Slurm allocation, and there is no srun on PATH; add Slurm's bin folder to "
-            "it (in a container: mount it), or use --launcher gloo with -H"
+            "this is a Slurm allocation, but there is no srun on PATH; add Slurm's bin folder to "
+            "PATH (in a container: mount the folder), or use --launcher gloo with -H"
         )
     arguments = [f"--nodes={len(plan.hosts)}", f"--ntasks={plan.size}"]
     # One node name for each rank, in the order of ranks.
     names = [place.host.name for place in plan.places]
     arguments += ["--distribution=arbitrary", f"--nodelist={','.join(names)}"]
     if allocation.cpus_per_task is not None:
-        # Since Slurm 22.05, srun does not take it from the allocation, and would give one CPU.
+        # Since Slurm 22.05, srun ignores the allocation's number and would give each task one CPU.
         arguments.append(f"--cpus-per-task={allocation.cpus_per_task}")
     if allocation.inside_step:
         arguments.append("--overlap")
@@ -153,7 +153,7 @@ def _started(
 def _facts(found: Message, host: Host, plan: Plan, allocation: Allocation) -> Message:
     """Return the facts of one task's agent, with the number of cores of the whole host."""
     ranks = len(plan.on(host))
-    # An agent that Slurm has bound sees its own CPUs; any other sees all CPUs of the machine.
+    # If Slurm binds tasks, an agent sees its own CPUs. Otherwise it sees all CPUs of the machine.
     each = min(
         found["cores"],
         max(1, allocation.cpus[host] // ranks),
@@ -179,7 +179,7 @@ def _own_address(plan: Plan) -> str:
 
 
 def _address_of(name: str) -> str:
-    """Return a node's address: of its name, else, where that does not resolve, from Slurm."""
+    """Return the address of a node's name. If the name does not resolve, ask Slurm."""
     try:
         return socket.gethostbyname(name)
     except OSError:
@@ -198,8 +198,8 @@ def _address_of(name: str) -> str:
     except (OSError, subprocess.SubprocessError):
         pass  # reported below
     raise HvdkitError(
-        f"{name}, a node of the allocation, has no address here: neither its name resolves, nor "
-        f"does `scontrol show node {name}` say it"
+        f"{name}, a node of the allocation, has no address here: its name does not resolve, and "
+        f"`scontrol show node {name}` shows no address. Add the node to DNS or /etc/hosts"
     )
 
 
@@ -243,7 +243,10 @@ class Slurm:
                 return Job(self.plan, started.agents, output, timeouts, ready, say).run()
 
     def describe(self, say: Callable[[str], None]) -> str:
-        """Return the plan as text, and the commands that would start the ranks. Starts agents."""
+        """Return the plan as text, and the commands that would start the ranks.
+
+        This starts the agents, but no rank.
+        """
         settings = _settings(self.settings, self.allocation)
         with _started(self.plan, self.allocation, settings, self.kind or "none", say) as started:
             pass

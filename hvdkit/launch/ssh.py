@@ -1,6 +1,6 @@
-"""Commands on other hosts, over the system's ssh, with the user's ssh configuration.
+"""Run commands on other hosts with the system's ssh and the user's ssh configuration.
 
-Errors of ssh are explained with what to do.
+If ssh fails, its error is explained, with what the user can do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvdkit.launch.hosts import Host
 FAILED = 255
 
 _CONNECT_SECONDS = 10
-# The loss of a host is detected after three of these.
+# The seconds between two keepalive messages. After three without an answer, the host is lost.
 _SILENT_SECONDS = 10
 
 _PYTHON_MISSING = (126, 127)
@@ -33,9 +33,9 @@ class Ssh:
     """The settings of ssh.
 
     Attributes:
-        port: the port of the ssh servers; None for that of ssh's configuration.
-        identity: the file with the private key; None for that of ssh's configuration.
-        arguments: the user's further arguments for ssh, which come first.
+        port: the port of the ssh servers; None for the port in ssh's configuration.
+        identity: the file with the private key; None for the file in ssh's configuration.
+        arguments: further arguments of the user for ssh. They come first.
     """
 
     port: int | None = None
@@ -43,7 +43,7 @@ class Ssh:
     arguments: Sequence[str] = ()
 
     def options(self) -> list[str]:
-        """Return ssh's arguments before the host. Of contradicting ones, ssh uses the first."""
+        """Return ssh's arguments before the host. If two contradict, ssh uses the first."""
         port = [] if self.port is None else ["-p", str(self.port)]
         identity = [] if self.identity is None else ["-i", self.identity]
         settings = {
@@ -51,7 +51,7 @@ class Ssh:
             "ConnectTimeout": _CONNECT_SECONDS,
             "ServerAliveInterval": _SILENT_SECONDS,
             "ServerAliveCountMax": 3,
-            # Use an existing master, but start none: it would outlive the job.
+            # Use an existing master connection, but start none: it would outlive the job.
             "ControlMaster": "no",
         }
         ours = [f"-o{name}={value}" for name, value in settings.items()]
@@ -65,24 +65,24 @@ class Ssh:
         """
         if shutil.which("ssh") is None:
             raise HvdkitError(
-                "there is no ssh here, and other hosts are reached over it; "
-                "on Debian and Ubuntu: apt-get install openssh-client"
+                "ssh is not installed here, but other hosts are reached over ssh; install it, "
+                "on Debian and Ubuntu with: apt-get install openssh-client"
             )
         name = host.name.replace("[", "").replace("]", "")
-        # `exec` leaves no shell between ssh and the command. `cd` keeps the home directory out of
-        # Python's module path. Both work in sh, bash, zsh, csh and fish.
+        # With `exec`, no shell remains between ssh and the command. With `cd`, the home directory
+        # is not in Python's module path. Both work in sh, bash, zsh, csh and fish.
         return ["ssh", *self.options(), name, f"cd / && exec {shlex.join(command)}"]
 
-    def failed_transiently(self, status: int | None, said: str) -> bool:
-        """Return whether an ssh server refused the connection because it had too many.
+    def failed_transiently(self, status: int | None, stderr: str) -> bool:
+        """Return whether an ssh server refused the connection because it had too many connections.
 
-        sshd drops new connections while more than 10 have not logged in yet (MaxStartups).
+        sshd drops new connections while more than 10 others have not logged in (MaxStartups).
 
         Args:
             status: ssh's exit status; None while ssh runs.
-            said: ssh's standard error.
+            stderr: ssh's standard error.
         """
-        return status == FAILED and re.search(_DROPPED, said) is not None
+        return status == FAILED and re.search(_DROPPED, stderr) is not None
 
     def by_hand(self, program: str, host: Host) -> str:
         """Return the command line of `program` (ssh, ssh-copy-id) for `host`, for the user."""
@@ -90,13 +90,13 @@ class Ssh:
         identity = [] if self.identity is None else ["-i", self.identity]
         return shlex.join([program, *port, *identity, host.name])
 
-    def explain(self, host: Host, status: int | None, said: str, python: str) -> str:
+    def explain(self, host: Host, status: int | None, stderr: str, python: str) -> str:
         """Return why the agent on `host` did not start, and what to do.
 
         Args:
             host: the host.
             status: ssh's exit status; None while ssh runs.
-            said: the standard error of ssh and the agent.
+            stderr: the standard error of ssh and the agent.
             python: the Python of the agent.
         """
         port = self.port or 22
@@ -132,38 +132,38 @@ class Ssh:
             ),
             (
                 r"timed out|No route to host|Network is unreachable",
-                f"it cannot be reached on port {port}; is it up, and does a firewall let ssh "
-                f"through? Try `{login} true`",
+                f"it cannot be reached on port {port}; check that the host runs and that no "
+                f"firewall blocks ssh. Try `{login} true`",
             ),
             (
                 _DROPPED,
-                "an ssh server closed the connection at once, several times. Is it overloaded "
-                "(MaxStartups in its sshd_config), or does it refuse this address?",
+                "an ssh server closed the connection at once, several times. Check whether it is "
+                "overloaded (MaxStartups in its sshd_config), or refuses this address",
             ),
             (
                 r"Identity file \S+ not accessible",
-                "the file of --ssh-identity is not readable",
+                "the file of --ssh-identity cannot be read; check its path and its permissions",
             ),
             (
                 r"No module named '?(hvdkit|psutil)",
                 f"{python} there has no hvdkit; install the same environment there, at the same "
-                "path, or name its Python with --python",
+                "path, or give the path of its Python with --python",
             ),
         ]
-        last = _last_line(said)
+        last = _last_line(stderr)
         for pattern, advice in answers:
-            if re.search(pattern, said):
+            if re.search(pattern, stderr):
                 return f"{advice} ({last})"
         if status in _PYTHON_MISSING:
             return (
                 f"there is no Python at {python}; install the same environment there, at the same "
-                f"path, or name its Python with --python ({last})"
+                f"path, or give the path of its Python with --python ({last})"
             )
         if status is None:
-            return f"no answer yet; try `{login} true` by hand ({last})"
+            return f"ssh has not ended; try `{login} true` by hand ({last})"
         return f"ssh ended with status {status}; try `{login} true` by hand ({last})"
 
 
-def _last_line(said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+def _last_line(stderr: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else "it wrote nothing"

@@ -81,7 +81,7 @@ def wait_for(job, line):
     raise AssertionError(f"ended without {line!r}: {job.stderr.read()}")
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_the_same_command_on_each_node(start, first):
     skip_where_unsupported(Configuration("torch", "gloo", 4))
     command = (sys.executable, "-c", REDUCE)
@@ -200,7 +200,11 @@ def test_nodes_with_different_commands(start):
 
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize(
-    ("number", "expected"), [(signal.SIGTERM, 75), (signal.SIGINT, 128 + signal.SIGINT)]
+    ("number", "expected"),
+    [
+        (signal.SIGTERM, 75),
+        pytest.param(signal.SIGINT, 128 + signal.SIGINT, marks=pytest.mark.long),
+    ],
 )
 def test_a_signal_while_a_node_is_missing(start, node, number, expected):
     jobs = [start(0, "true", nodes=3), start(1, "true", nodes=3)]

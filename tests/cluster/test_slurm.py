@@ -166,7 +166,7 @@ def test_a_rank_that_is_killed(jobs):
 def test_more_ranks_than_tasks(jobs):
     done = jobs.run(*UNEVEN, *_HVDKIT, "run", "-np", "4", "true")
     assert done.returncode == 2
-    assert "-np is 4, and the allocation has 3 tasks (host0:2, host1:1)" in done.stderr
+    assert "-np is 4, but the allocation has 3 tasks (host0:2, host1:1)" in done.stderr
 
 
 def test_a_missing_program_is_reported_once_per_node(jobs):

@@ -80,7 +80,7 @@ def test_srun_may_not_start_several_processes_of_hvdkit():
     [
         ({}, "there is no allocation here"),
         ({"SLURM_JOB_ID": "7"}, "SLURM_JOB_NODELIST is not"),
-        (ENV | {"SLURM_TASKS_PER_NODE": "2(x3)"}, "has 4 nodes, and .* is about 3"),
+        (ENV | {"SLURM_TASKS_PER_NODE": "2(x3)"}, "has 4 nodes, but .* is for 3"),
     ],
 )
 def test_invalid_allocations(env, expected):
@@ -124,5 +124,5 @@ def test_the_hosts_of_other_batch_systems(tmp_path):
     [("PBS_NODEFILE", "/gone"), ("LSB_MCPU_HOSTS", "a 1 b"), ("LSB_MCPU_HOSTS", "a x")],
 )
 def test_malformed_hosts(name, value):
-    with pytest.raises(UsageError, match=f"{name}={value} is not understood"):
+    with pytest.raises(UsageError, match=f"{name}={value} cannot be read"):
         allocation.batch_hosts({name: value})

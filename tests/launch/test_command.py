@@ -40,7 +40,13 @@ def test_ranks_reduce():
     assert sorted(done.stdout.splitlines()) == ["[0] 3.0", "[1] 3.0"]
 
 
-@pytest.mark.parametrize("comm", ["MPI.COMM_WORLD.Split(half)", "[2 * half, 2 * half + 1]"])
+@pytest.mark.parametrize(
+    "comm",
+    [
+        "MPI.COMM_WORLD.Split(half)",
+        pytest.param("[2 * half, 2 * half + 1]", marks=pytest.mark.long),
+    ],
+)
 def test_two_jobs_inside_one_mpirun(comm):
     engine = installed()
     if engine is None or "torch" not in engine.frameworks or which("mpirun") is None:
@@ -311,7 +317,7 @@ def test_a_hangup_that_is_ignored_stays_ignored():
         job.stdout.close()
 
 
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("asked", [pytest.param(False, marks=pytest.mark.long), True])
 def test_ranks_may_save_after_the_reader_of_their_output_has_ended(tmp_path, asked):
     """Like `tee`, which Ctrl-C ends."""
     code = (
@@ -383,8 +389,8 @@ def test_a_closed_pipe_ends_the_job():
     ("arguments", "expected"),
     [
         (["-np", "0", "true"], "-np is 0; expected at least 1"),
-        (["--start-timeout", "inf", "true"], "'inf': expected seconds, above 0"),
-        (["--stop-grace", "-1", "true"], "'-1': expected seconds, above 0"),
+        (["--start-timeout", "inf", "true"], "'inf': expected a number of seconds above 0"),
+        (["--stop-grace", "-1", "true"], "'-1': expected a number of seconds above 0"),
         (["-np", "many", "true"], "'many' is not a number; expected a number, or auto"),
         (["-np", "1", "--env-file", "/nonexistent", "true"], "--env-file /nonexistent: No such"),
         (

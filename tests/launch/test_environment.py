@@ -51,6 +51,7 @@ def test_variables_for_ranks_on_other_hosts():
         "NCCL_API_KEY",
         "AUTHORIZATION",
         "PRIVATE_PKEY",
+        "NCCL_SECRET",
     ],
 )
 def test_secrets_are_forwarded_only_on_request(name):

@@ -17,6 +17,13 @@ MISMATCH = (
     "Traceback (most recent call last):",
     "HorovodInternalError: Mismatched ALLREDUCE shapes",
 )
+AGREED = (LOST[0], "CheckpointError: rank 0: No space left on device")
+OF_RANK_0 = (
+    LOST[0],
+    "OSError: No space left on device",
+    "The above exception was the direct cause of the following exception:",
+    *AGREED,
+)
 BAD = ("HorovodInternalError is caught", "Traceback (most recent call last):", "ValueError: bad")
 
 
@@ -43,6 +50,9 @@ def failures(*ends):
         ([(0, 4, ["giving up"]), (1, 1, BAD)], 1),
         ([(0, 4, ["giving up"]), (1, 1, LOST)], 0),
         ([(0, 1, LOST), (1, 1, MISMATCH)], 1),
+        # All ranks raise the error of one of them.
+        ([(1, 1, AGREED), (0, 1, OF_RANK_0)], 0),
+        ([(1, 1, BAD), (0, 1, OF_RANK_0)], 1),
     ],
 )
 def test_the_cause(ends, cause):
@@ -81,7 +91,7 @@ def test_an_error_that_all_ranks_raise():
 
 def test_a_rank_that_has_stopped_in_order_is_named():
     report = failures((1, RESUMABLE, ()), (0, 1, LOST)).report(ended=0, finished=[])
-    assert "rank 1 had stopped in order (exit status 75)." in report
+    assert "rank 1 had made an orderly stop (exit status 75)." in report
 
 
 def test_other_ranks_get_more_time_while_the_cause_is_unknown():

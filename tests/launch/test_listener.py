@@ -64,7 +64,7 @@ def test_agents_get_heartbeats_while_others_are_missing(listener, monkeypatch):
         connection.sendall(f"{token(listener)} 0\n".encode())
         command = ("sleep", ["sleep", "3"], dict(os.environ))
         with (
-            pytest.raises(HvdkitError, match="rank 1 on localhost did not come up within 1.5"),
+            pytest.raises(HvdkitError, match="rank 1 on localhost did not connect within 1.5"),
             agents_started_by(*command, listener, plan, timeout=1.5, say=print),
         ):
             pytest.fail("not all agents are connected")

@@ -55,7 +55,7 @@ def test_the_plan_is_that_of_horovod():
     [
         ([], 1, "no command to run"),
         (["x"], 0, "-np is 0; expected at least 1"),
-        (["x"], 4, r"-np is 4, and the hosts have 3 slots \(a:1, b:2\)"),
+        (["x"], 4, r"-np is 4, but the hosts have 3 slots \(a:1, b:2\)"),
     ],
 )
 def test_invalid_plans(command, size, expected):

@@ -82,9 +82,9 @@ def run(*arguments, **env):
     ("arguments", "env", "expected"),
     [
         (["--launcher", "slurm"], {}, "there is no allocation here"),
-        (["--launcher", "slurm", "-H", "a:1"], ENV, "leave -H out"),
-        (["--mpi", "pmix", "-np", "1"], {}, "--mpi pmix is for Slurm"),
-        (["-np", "8"], ENV, "-np is 8, and the allocation has 7 tasks"),
+        (["--launcher", "slurm", "-H", "a:1"], ENV, "Remove -H and --hostfile"),
+        (["--mpi", "pmix", "-np", "1"], {}, "--mpi pmix is an option of srun"),
+        (["-np", "8"], ENV, "-np is 8, but the allocation has 7 tasks"),
     ],
 )
 def test_wrong_arguments_are_status_2(arguments, env, expected):

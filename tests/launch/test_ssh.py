@@ -31,7 +31,7 @@ def test_ssh_asks_nothing_and_the_users_arguments_come_first():
         (1, "/py: No module named hvdkit", "/py there has no hvdkit"),
         (1, "ModuleNotFoundError: No module named 'psutil'", "/py there has no hvdkit"),
         (1, "something new", "ssh ended with status 1; try `ssh -p 2222 -i '/k e y' me@h true`"),
-        (None, "", "no answer yet"),
+        (None, "", "ssh has not ended"),
     ],
 )
 def test_each_error_of_ssh_has_advice(status, said, expected):
