@@ -1,9 +1,10 @@
 """Shard an epoch over ranks, resumable at any batch.
 
-An epoch is an order of all samples, drawn from the seed and the epoch's number: the same on every
-rank. Of the samples that are left when a job starts or resumes, rank r of n takes every n-th one,
-beginning with the r-th. After some batches, the ranks together have consumed a prefix of the order.
-So one number is the position of the job, and any number of ranks can resume from it.
+An epoch is an order of all samples. The order is drawn from the seed and the number of the epoch,
+so it is the same on every rank. When a job starts or resumes, some samples of the order are left:
+rank r of n takes samples r, r + n, r + 2n, ... of these. After any number of batches, all ranks
+together have consumed the first samples of the order. The number of these samples is the position
+of the job. A job with any number of ranks can resume from it.
 """
 
 import logging
@@ -23,15 +24,15 @@ def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> np.n
     """Return all sample numbers in the order of an epoch: int64 of shape [count].
 
     Args:
-        count: of the samples.
-        seed: of the run, 0 or more.
-        epoch: from 0 on; each has another order.
-        shuffle: otherwise the order is 0, 1, 2, ...
+        count: the number of samples.
+        seed: the seed of the run, 0 or more.
+        epoch: the number of the epoch, from 0. Each epoch has its own order.
+        shuffle: draw a random order. Otherwise the order is 0, 1, 2, ...
     """
     if not shuffle:
         return np.arange(count, dtype=np.int64)
-    # NumPy keeps the stream of a bit generator stable across versions, but not `permutation`: so
-    # sort by random keys. The sort is stable for equal keys.
+    # Sort by random keys, because NumPy may change `permutation` in a new version, but not the
+    # numbers of a bit generator. The sort is stable for equal keys.
     keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(count)
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
@@ -45,15 +46,16 @@ class Share:
     """One rank's share of the rest of an epoch.
 
     Every rank has the same number of batches. Without `drop_last` each sample goes to exactly one
-    rank, and the last batches may have different sizes. A rank that would have a batch less than
-    others gets one sample from the beginning of the epoch.
+    rank, and the last batches may have different sizes. A rank with one batch less than the others
+    gets one more batch: a single sample from the beginning of the epoch.
 
     Attributes:
-        count: samples of an epoch.
-        begin: samples that all ranks together had consumed when the job started or resumed.
-        rank: index of this rank.
-        ranks: number of ranks.
-        batch_size: samples per batch on each rank.
+        count: the number of samples of an epoch.
+        begin: the number of samples that all ranks together had consumed when the job started or
+            resumed.
+        rank: the index of this rank.
+        ranks: the number of ranks.
+        batch_size: the number of samples per batch on each rank.
         drop_last: leave out samples that do not fill a batch on every rank.
 
     Raises:
@@ -81,12 +83,12 @@ class Share:
 
     @property
     def left(self) -> int:
-        """Samples that are left for all ranks together."""
+        """The number of samples that are left for all ranks together."""
         return self.count - self.begin
 
     @property
     def batches(self) -> int:
-        """Return the number of batches, which is the same on every rank."""
+        """The number of batches, the same on every rank."""
         if self.drop_last:
             return self.left // (self.ranks * self.batch_size)
         largest = -(-self.left // self.ranks)
@@ -94,7 +96,7 @@ class Share:
 
     @property
     def tail(self) -> str:
-        """Describe what happens to samples that do not fill a batch on every rank; "" if none."""
+        """A text about the samples that do not fill a batch on every rank; "" if there are none."""
         odd = self.left % (self.ranks * self.batch_size)
         if not odd:
             return ""
@@ -105,8 +107,8 @@ class Share:
             for r in range(self.ranks)
         )
         if repeated:
-            return f"{repeated} of {self.count} samples are given to a second rank at the end"
-        return f"the last batches share {odd} samples"
+            return f"{repeated} of {self.count} samples are repeated on another rank at the end"
+        return f"the last batches are smaller: all ranks together get {odd} samples"
 
     @property
     def _own(self) -> int:
@@ -123,7 +125,7 @@ class Share:
             return np.arange(self.begin + self.rank, end, self.ranks)
         places = np.arange(self.begin + self.rank, self.count, self.ranks)
         if self._repeats:
-            # The same sample at whichever position the job resumed.
+            # This sample does not depend on the position at which the job resumed.
             places = np.append(places, self.rank % self.count)
         return places
 
@@ -131,51 +133,96 @@ class Share:
         """Yield this rank's batches of sample numbers.
 
         Args:
-            order: of the epoch, as `epoch_order` gives it.
+            order: the order of the epoch, as `epoch_order` returns it.
         """
         mine = order[self.places()]
         for first in range(0, len(mine), self.batch_size):
             yield mine[first : first + self.batch_size]
 
     def after(self, batches: int) -> int:
-        """Return how many samples all ranks together have consumed after `batches` of each."""
+        """Return the samples that all ranks together have consumed after `batches` batches each."""
         return min(self.begin + batches * self.ranks * self.batch_size, self.count)
 
 
 @dataclass
 class Position:
-    """The position of all ranks together in the data, as a checkpoint keeps it.
+    """The position of all ranks together in the data, as it is stored in a checkpoint.
 
     Attributes:
-        epoch: its number, from 0 on.
-        consumed: samples of the epoch that are done.
+        epoch: the number of the epoch, from 0.
+        consumed: the number of samples of the epoch that all ranks together have consumed.
     """
 
     epoch: int = 0
     consumed: int = 0
 
 
+class Batches(Iterator[Any]):
+    """The iterator that `batches()` of a sampler returns: the batches of one loop.
+
+    Its length is the number of batches of the loop, which does not change during the loop.
+
+    Args:
+        sampler: the position.
+        read: called when the loop begins; returns an iterator over the batches to count.
+    """
+
+    def __init__(self, sampler: "Epochs", read: Callable[[], Iterator[Any]]) -> None:
+        self._sampler = sampler
+        self._read = read
+        self._length: int | None = None
+        self._counted: Iterator[Any] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of batches of this loop; after a resume, those of the rest."""
+        return self._sampler.next_length if self._length is None else self._length
+
+    def __next__(self) -> Any:
+        """Return the next batch, and count it. The first call begins the loop."""
+        if self._counted is None:
+            self._counted = iter(())
+            if self._sampler.begin_iteration():
+                self._length = self._sampler.batches_left
+                self._counted = self._sampler.count(self._read())
+            else:
+                self._length = 0
+        return next(self._counted)
+
+
+class _Loop:
+    """A loop over the batches of an epoch.
+
+    Attributes:
+        problem: the error of its next step, if something else has moved the position; or "".
+    """
+
+    def __init__(self) -> None:
+        self.problem = ""
+
+
 class Epochs:
     """Base class of the samplers: the position of a job in its data.
 
-    A `hvdkit.checkpoint.state.StatefulItem`: a checkpoint keeps the epoch and the samples consumed.
+    A `hvdkit.checkpoint.state.StatefulItem`: a checkpoint holds the epoch and the number of samples
+    consumed.
 
     Args:
-        count: of the samples; they are called 0 to count - 1.
-        batch_size: samples per batch on each rank.
-        shuffle: draw a new order for every epoch; otherwise 0, 1, 2, ...
-        seed: of these orders, 0 or more; the same on every rank.
+        count: the number of samples, which are numbered 0 to count - 1.
+        batch_size: the number of samples per batch on each rank.
+        shuffle: draw a new order for every epoch. Otherwise the order is 0, 1, 2, ...
+        seed: the seed of these orders, 0 or more; the same on every rank.
         drop_last: leave out the samples that do not fill a batch on every rank.
-        rank: index of this rank.
-        ranks: number of ranks.
-        how_to_count: advice on how to count batches, for the error.
+        rank: the index of this rank.
+        ranks: the number of ranks.
+        how_to_count: text that tells the user how to count batches, for an error.
         order: called with the drawn order of an epoch (int64) and the epoch; returns the same
             numbers in the order to use. The result must be the same on all ranks and in all jobs.
 
     Attributes:
+        samples: the number of samples of an epoch.
         batch_size: as given.
         drop_last: as given.
-        uncounted: whether samples were read, and no batch was counted since.
+        uncounted: whether samples were read, and no batch was counted after that.
 
     Raises:
         UsageError: an argument is invalid, or no rank would have a batch.
@@ -196,11 +243,12 @@ class Epochs:
     ) -> None:
         if order is not None and not callable(order):
             raise UsageError(
-                f"order is {order!r:.40}: expected a function of the samples' numbers and the epoch"
+                f"order is {order!r:.40}: expected a function, called as order(numbers, epoch)"
             )
         self._order = order
         self._checksum: tuple[int, int] | None = None
-        self._count = _whole("the number of samples", count, 1)
+        self._loop: _Loop | None = None
+        self.samples = _whole("the number of samples", count, 1)
         self.batch_size = _whole("batch_size", batch_size, 1)
         self._seed = _whole("seed", seed, 0)
         self._shuffle = bool(shuffle)
@@ -219,21 +267,21 @@ class Epochs:
         self._go_to(Position())
 
     def _share(self, begin: int) -> Share:
-        return Share(self._count, begin, self._rank, self._ranks, self.batch_size, self.drop_last)
+        return Share(self.samples, begin, self._rank, self._ranks, self.batch_size, self.drop_last)
 
     def _go_to(self, position: Position) -> None:
-        # One assignment, because a thread that reads ahead may read it at any time.
+        # A single assignment, because a thread that reads ahead may read this at any time.
         self._now = (position.epoch, self._share(position.consumed), 0)
         self._iterated = False
 
     @property
     def epoch(self) -> int:
-        """Number of the current epoch, or of the next one between two epochs; from 0 on."""
+        """The number of the current epoch, from 0. Between two epochs, that of the next one."""
         return self._now[0]
 
     @property
     def position(self) -> Position:
-        """Position of all ranks together."""
+        """The position of all ranks together."""
         epoch, share, batches = self._now
         return Position(epoch, share.after(batches))
 
@@ -248,6 +296,11 @@ class Epochs:
         _, share, batches = self._now
         return share.batches - batches
 
+    @property
+    def next_length(self) -> int:
+        """The number of batches of the next loop over `batches()`."""
+        return self.batches_per_epoch if self._iterated else self.batches_left
+
     def left(self) -> tuple[int, np.ndarray]:
         """Return the epoch, and the numbers of its remaining samples on this rank."""
         epoch, share, batches = self._now
@@ -255,15 +308,16 @@ class Epochs:
         return epoch, order[share.places()][batches * self.batch_size :]
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        drawn = epoch_order(self._count, self._seed, epoch, self._shuffle)
+        drawn = epoch_order(self.samples, self._seed, epoch, self._shuffle)
         if self._order is None:
             return drawn
         order = np.asarray(self._order(drawn, epoch))
-        whole = np.issubdtype(order.dtype, np.integer)
-        if not whole or not np.array_equal(np.sort(order, axis=None), np.arange(self._count)):
+        whole = np.issubdtype(order.dtype, np.integer) and order.shape == (self.samples,)
+        if not whole or not np.array_equal(np.sort(order), np.arange(self.samples)):
             raise UsageError(
-                f"order() returned {order.size} numbers of {order.dtype} for epoch {epoch}: "
-                f"expected each of 0 to {self._count - 1} once"
+                f"order() returned {order.size} values of dtype {order.dtype} for epoch {epoch}, "
+                f"in an array of shape {order.shape}: expected each integer from 0 to "
+                f"{self.samples - 1} once, in an array of shape {(self.samples,)}"
             )
         order = order.astype(np.int64)
         self._checksum = (epoch, zlib.crc32(order.tobytes()))
@@ -279,12 +333,21 @@ class Epochs:
         return self._checksum[1]
 
     def begin_iteration(self) -> bool:
-        """Prepare a loop over the rest of the epoch. If a loop has left this epoch, begin the next.
+        """Prepare a loop over the rest of the epoch.
+
+        If an earlier loop over this epoch ended early, begin the next epoch.
+
+        The next `next` of an earlier loop's iterator is an error.
 
         Returns:
-            Whether batches are left. If not, the job was restored at the end of the epoch, and the
-            next epoch has begun now.
+            Whether batches are left. If none are left, the job was restored at the end of an epoch,
+            and this call has begun the next epoch.
         """
+        self._end_loop(
+            f"another loop over batches() began before this loop over epoch {self.epoch} was at "
+            f"its end: expected one loop at a time. To read several batches per step, call next() "
+            f"several times on one iterator"
+        )
         if self._iterated:
             if self._rank == 0 and self.batches_left:
                 epoch, left, all_batches = self.epoch, self.batches_left, self.batches_per_epoch
@@ -294,26 +357,40 @@ class Epochs:
             self.end_epoch()
             return False
         self._iterated = True
+        self._loop = _Loop()
         return True
+
+    def _end_loop(self, problem: str = "") -> None:
+        """End the loop over `count`, if there is one: with an error if `problem` is given."""
+        if self._loop is not None:
+            self._loop.problem = problem
+            self._loop = None
 
     def count(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of this epoch and count them; then begin the next epoch.
 
+        Call it after `begin_iteration`.
+
         Raises:
-            UsageError: the batches end before the epoch.
+            UsageError: the batches end before the epoch; or another loop has begun, or the sampler
+                was restored, before this loop ended.
         """
-        epoch = self.epoch
-        while self.batches_left and self.epoch == epoch:
+        loop = self._loop
+        assert loop is not None, "begin_iteration() begins a loop"
+        while self._loop is loop and self.batches_left:
             try:
                 batch = next(batches)
             except StopIteration:
                 raise UsageError(
-                    f"the data ended {self.batches_left} batches before the epoch: expected those "
-                    f"of this ResumableSampler, in batches of {self.batch_size}"
+                    f"the data ended {self.batches_left} batches before the end of the epoch. "
+                    f"Expected all batches of this ResumableSampler, with batch_size "
+                    f"{self.batch_size}. Use a DataLoader or Dataset made from this sampler."
                 ) from None
             self.advance()
             yield batch
-        if self.epoch == epoch:
+        if loop.problem:
+            raise UsageError(loop.problem)
+        if self._loop is loop:
             self.end_epoch()
 
     def advance(self, batches: int = 1) -> None:
@@ -331,17 +408,18 @@ class Epochs:
         """Begin an epoch, or continue the current one where a loop has left it."""
         if epoch != self.epoch:
             self._go_to(Position(_whole("epoch", epoch, 0)))
+            self._end_loop()
         self._iterated = False
 
     def save(self) -> dict[str, Any]:
         """Return the position and the identity of the data, for a checkpoint.
 
         Raises:
-            UsageError: the data were read, and no batch was counted.
+            UsageError: samples were read, and no batch was counted after that.
         """
         if self.uncounted:
             raise UsageError(
-                f"the data of the ResumableSampler were read, and no batch was counted: "
+                f"samples of the ResumableSampler were read, but no batch was counted after that: "
                 f"{self._how_to_count}"
             )
         position = self.position
@@ -353,7 +431,7 @@ class Epochs:
         }
 
     def _identity(self) -> dict[str, Any]:
-        return {"samples": self._count, "shuffle": self._shuffle, "seed": self._seed}
+        return {"samples": self.samples, "shuffle": self._shuffle, "seed": self._seed}
 
     def plan_restore(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Check that a checkpoint was saved with the same data in the same order.
@@ -364,25 +442,29 @@ class Epochs:
         for name, value in self._identity().items():
             if tree[name] != value:
                 raise UsageError(
-                    f"the checkpoint was saved with data of {name} {tree[name]}, and this "
-                    f"ResumableSampler has {name} {value}: expected the same"
+                    f"the checkpoint was saved by a ResumableSampler with {name} {tree[name]}, but "
+                    f"this one has {name} {value}: expected the same"
                 )
-        # Steps of earlier versions have no checksum.
+        # Checkpoints of earlier versions have no checksum.
         if tree.get("order") != self._checksum_of(tree["epoch"]):
             raise UsageError(
                 f"the checkpoint was saved with another order of the samples in epoch "
-                f"{tree['epoch']}: give the ResumableSampler the function order= that it had, and "
-                f"let it return the same for the same epoch"
+                f"{tree['epoch']}. Pass the same function as order= to the ResumableSampler. It "
+                f"must return the same order for the same epoch."
             )
         return tree
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Resume at the position of the checkpoint."""
+        """Resume at the position of the checkpoint. An iterator that `batches` returned is over."""
+        self._end_loop(
+            "the sampler was restored in this loop over batches(), which reads the data from "
+            "another position: begin a new loop over batches() after restore()"
+        )
         self._go_to(Position(tree["epoch"], tree["consumed"]))
         self.uncounted = False
 
 
 def _whole(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise UsageError(f"{name} is {value!r}: expected a whole number, at least {least}")
+        raise UsageError(f"{name} is {value!r:.80}: expected a whole number, at least {least}")
     return int(value)

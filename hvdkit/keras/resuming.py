@@ -2,6 +2,7 @@
 
 Keras has no hook for this: `fit` takes the steps of an epoch from an `EpochIterator`, which always
 begins at 0. Importing hvdkit.keras wraps two methods of that class. Other epochs are unchanged.
+Each `EpochIterator` also checks its data (`hvdkit.keras.data.check_data`).
 """
 
 import functools
@@ -12,13 +13,15 @@ from typing import Any
 
 from keras.src.trainers.epoch_iterator import EpochIterator
 
+from hvdkit.keras.data import check_data
+
 _numbers = itertools.count()
 _NUMBER = "_hvdkit_number"
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """The batch at which the next epoch of `fit` begins.
+class ResumedEpoch:
+    """An epoch of `fit` that begins after its first batches.
 
     Attributes:
         batches: batches of the epoch that are done.
@@ -58,14 +61,14 @@ class Beginning:
         epoch.data_adapter.on_epoch_end()
 
 
-#: The next beginning, and its number among all `EpochIterator`s and beginnings.
-_next: tuple[Beginning, int] | None = None
+#: The next epoch if it is resumed, and its number among all `EpochIterator`s and resumed epochs.
+_next: tuple[ResumedEpoch, int] | None = None
 
 
-def begin_next_epoch(beginning: Beginning | None) -> None:
+def set_next_epoch(resumed: ResumedEpoch | None) -> None:
     """Set where the next epoch of `fit` begins; None: at its first batch."""
     global _next
-    _next = None if beginning is None else (beginning, next(_numbers))
+    _next = None if resumed is None else (resumed, next(_numbers))
 
 
 def wrap_epochs() -> None:
@@ -77,16 +80,17 @@ def wrap_epochs() -> None:
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
+        check_data(self.data_adapter)
         setattr(self, _NUMBER, next(_numbers))
 
     @functools.wraps(enumerate_iterator)
     def _enumerate_iterator(self: Any) -> Any:
         global _next
-        # A younger iterator belongs to an `evaluate` that a callback calls first.
+        # An iterator made later belongs to an `evaluate` in a callback.
         if _next is None or getattr(self, _NUMBER) > _next[1]:
             return enumerate_iterator(self)
-        (beginning, _), _next = _next, None
-        return beginning.steps(self)
+        (resumed, _), _next = _next, None
+        return resumed.steps(self)
 
     EpochIterator.__init__ = __init__
     EpochIterator._enumerate_iterator = _enumerate_iterator

@@ -21,8 +21,8 @@ log = logging.getLogger("hvdkit.tensorflow")
 
 #: The ranks compare this many elements, because two shuffles may begin with the same element.
 _COMPARED = 8
-# tf.data's default depends on the number of cores. With it the same seed would give another order
-# on another machine.
+# tf.data's default depends on the number of cores, so the same seed would give another order on
+# another machine.
 _FILES_AT_ONCE = 4
 _BATCHED = {"_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset"}
 _TRANSPARENT = {"_PrefetchDataset", "_OptionsDataset"}
@@ -289,8 +289,8 @@ def _count(dataset: "tf.data.Dataset", rank: int) -> int:
     count = _read_through(dataset)
     if rank == 0:
         log.info(
-            "hvd.shard counted %d elements in %.1f s; with "
-            "tf.data.experimental.assert_cardinality it need not count them",
+            "hvd.shard counted %d elements in %.1f s; to avoid this, apply "
+            "tf.data.experimental.assert_cardinality to the dataset",
             count,
             time.monotonic() - began,
         )

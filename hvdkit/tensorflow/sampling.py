@@ -1,13 +1,15 @@
 """`hvd.ResumableSampler` for tf.data: shard an epoch over ranks, resumable at any batch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.sampling import Epochs
+from hvdkit.core.sampling import Batches, Epochs
+from hvdkit.errors import UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 
 
@@ -119,19 +121,27 @@ class ResumableSampler(Epochs):
         drawn = np.random.SeedSequence([self._seed, epoch, 1]).generate_state(1, np.uint64)
         return mine, drawn.view(np.int64)[0]
 
-    def batches(self, dataset: Any) -> Iterator[Any]:
+    def batches(self, dataset: Any) -> Batches:
         """Yield the remaining batches of this epoch and count them.
 
-        `epoch` is the next epoch when the iterator has ended. If a loop left the iterator early,
-        the next call begins the next epoch. Call `end_epoch()` before such a `break`, so that a
-        checkpoint saved afterwards also has the next epoch.
-
         Args:
-            dataset: made from `dataset()`, with the same number of batches.
+            dataset: made from `dataset()`, with the same batches in the same order. A `map` with
+                `deterministic=False` changes the order, so that a resume loses samples.
+
+        Returns:
+            An iterator with a length: the number of batches of this loop, which does not change
+            during the loop. At its end, `epoch` is the next epoch. If a loop left the iterator
+            early, the next call begins the next epoch. Call `end_epoch()` before such a `break`, so
+            that a checkpoint saved afterwards also has the next epoch.
 
         Raises:
-            UsageError: `dataset` has fewer batches.
+            UsageError: the options of `dataset` have `deterministic=False`; in the loop: `dataset`
+                has fewer batches, another loop has begun, or the sampler was restored.
         """
-        if not self.begin_iteration():
-            return
-        yield from self.count(iter(dataset))
+        if isinstance(dataset, tf.data.Dataset) and dataset.options().deterministic is False:
+            raise UsageError(
+                "the options of the dataset have deterministic=False: expected True or None. A "
+                "ResumableSampler counts batches in order, and would lose and repeat samples after "
+                "a resume"
+            )
+        return Batches(self, partial(iter, dataset))

@@ -1,8 +1,10 @@
 """Resumable samplers: the samples of this rank, and the position of all ranks."""
 
+import itertools
 import random
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import distributed as torch_distributed
 
-from hvdkit.core.sampling import Epochs, Order
+from hvdkit.core.sampling import Batches, Epochs, Order
 from hvdkit.errors import UsageError
 
 
@@ -92,7 +94,7 @@ class ResumableSampler(Epochs, Sampler[int]):
             raise UsageError("Horovod is not initialised: call hvd.init() before this")
         included = process_set.included()
         super().__init__(
-            data if isinstance(data, int) else len(data),
+            _count_of(data),
             batch_size,
             shuffle=shuffle,
             seed=seed,
@@ -103,10 +105,17 @@ class ResumableSampler(Epochs, Sampler[int]):
             order=order,
         )
         self._awaited = False
+        self._read = False
         self._seeded = False
+        self._restore_random_state: Callable[[], Any] | None = None
 
     def __len__(self) -> int:
-        """Return the number of remaining samples of this epoch on this rank."""
+        """Return the number of remaining samples of this epoch on this rank.
+
+        `len(loader)` of a `DataLoader` is computed from it. Both decrease during a loop over
+        `batches`, and begin lower after a resume. `batches_per_epoch` and `len(batches(loader))`
+        do not change during the loop.
+        """
         _, share, batches = self._now
         return max(len(share.places()) - batches * self.batch_size, 0)
 
@@ -117,30 +126,35 @@ class ResumableSampler(Epochs, Sampler[int]):
         self._awaited = False
         epoch, mine = self.left()
         numbers = mine.tolist()
-        return (_Index.of(i, epoch) for i in numbers) if self._seeded else iter(numbers)
+        return self._numbered(
+            (_Index.of(i, epoch) for i in numbers) if self._seeded else iter(numbers)
+        )
 
-    def batches(self, loader: Any = None) -> Iterator[Any]:
+    def batches(self, loader: Any = None) -> Batches:
         """Yield the remaining batches of this epoch, and count them.
 
         Batches that worker processes have read ahead, but the loop has not used, are read again
         after a resume.
 
         Args:
-            loader: a `DataLoader` with this sampler, or an object that iterates one. None: yield
-                the numbers of the samples, an int64 tensor for each batch.
+            loader: a `DataLoader` with this sampler, or an object that iterates one and yields its
+                batches in order. If that DataLoader has a `generator`, the object must have it as
+                its attribute `generator`, too: a new iterator draws from it, which would be one
+                draw more after a resume. None: yield the numbers of the samples, an int64 tensor
+                for each batch.
 
         Returns:
-            An iterator. At its end, `epoch` is the next epoch. If a loop ends early by `break`, the
-            next call begins the next epoch. Call `end_epoch()` before such a `break` if a
-            checkpoint is saved between the two loops.
+            An iterator with a length: the number of batches of this loop, which does not change
+            during the loop, for a progress bar. At its end, `epoch` is the next epoch. If a loop
+            ends early by `break`, the next call begins the next epoch. Call `end_epoch()` before
+            such a `break` if a checkpoint is saved between the two loops.
 
         Raises:
-            UsageError: the loader has another sampler or batch size, or fewer batches.
+            UsageError: the loader has another sampler or batch size, or fewer batches; in the loop:
+                another loop has begun, or the sampler was restored.
         """
-        _check_loader(loader, self)
-        if not self.begin_iteration():
-            return
-        yield from self.count(self._numbers() if loader is None else self._begin(loader))
+        check_loader(loader, self)
+        return Batches(self, self._numbers if loader is None else partial(self._begin, loader))
 
     def _numbers(self) -> Iterator[torch.Tensor]:
         _, mine = self.left()
@@ -149,19 +163,47 @@ class ResumableSampler(Epochs, Sampler[int]):
     def _begin(self, loader: Any) -> Iterator[Any]:
         """Return an iterator over `loader` that does not change the random state.
 
-        A new iterator draws the seed of its workers. In a job resumed in the middle of an epoch
-        this would be one draw more than in an uninterrupted job.
+        A new iterator of a `DataLoader` draws the seed of its workers. In a job resumed in the
+        middle of an epoch this would be one draw more than in an uninterrupted job.
         """
         generator = getattr(loader, "generator", None) or torch.default_generator
-        before = generator.get_state()
-        drawn = [self._seed, self.epoch, self.position.consumed, self._rank]
-        generator.manual_seed(_seed_from(drawn))
         # The sampler is iterated now, or when the loader needs its first batch.
-        self._awaited = True
+        self._awaited, self._read = True, False
+        with self._without_draws(generator):
+            batches = iter(loader)
+        if self._read:
+            return batches
+        # A generator that wraps a DataLoader creates the DataLoader's iterator only now.
+        with self._without_draws(generator):
+            first = list(itertools.islice(batches, 1))
+        return itertools.chain(first, batches)
+
+    @contextmanager
+    def _without_draws(self, generator: torch.Generator) -> Iterator[None]:
+        """Restore the random state at the end, or before the first sample is read.
+
+        Until then, draws depend only on the position.
+        """
+        before = generator.get_state()
+        generator.manual_seed(
+            _seed_from([self._seed, self.epoch, self.position.consumed, self._rank])
+        )
+        self._restore_random_state = partial(generator.set_state, before)
         try:
-            return iter(loader)
+            yield
         finally:
-            generator.set_state(before)
+            self._end_of_draws()
+
+    def _end_of_draws(self) -> None:
+        restore, self._restore_random_state = self._restore_random_state, None
+        if restore is not None:
+            restore()
+
+    def _numbered(self, numbers: Iterator[int]) -> Iterator[int]:
+        """Yield `numbers`; before the first one, restore the random state for the samples."""
+        self._read = True
+        self._end_of_draws()
+        yield from numbers
 
     def seeded(self, dataset: Any) -> "SeededDataset":
         """Return `dataset` with random numbers that depend only on seed, epoch and sample.
@@ -176,6 +218,18 @@ class ResumableSampler(Epochs, Sampler[int]):
         """
         self._seeded = True
         return SeededDataset(dataset, self._seed)
+
+
+def _count_of(data: Any) -> Any:
+    if isinstance(data, int | np.integer):
+        return data
+    try:
+        return len(data)
+    except TypeError:
+        raise UsageError(
+            f"data is {data!r:.80} of type {type(data).__name__}, which has no length: expected a "
+            f"data set with a length, or the number of samples"
+        ) from None
 
 
 class SeededDataset(Dataset[Any]):
@@ -252,7 +306,25 @@ def _has_own_batches(loader: DataLoader[Any]) -> bool:
     return loader.batch_size is None and loader.batch_sampler is not None
 
 
-def _check_loader(loader: Any, sampler: ResumableSampler) -> None:
+def _check_count(dataset: Any, sampler: ResumableSampler) -> None:
+    try:
+        count = len(dataset)
+    except (TypeError, NotImplementedError):
+        return
+    if count != sampler.samples:
+        raise UsageError(
+            f"the DataLoader's data set has {count} samples, but its ResumableSampler has "
+            f"{sampler.samples}: expected the same. To train on a part of the data, use "
+            f"torch.utils.data.Subset for both"
+        )
+
+
+def check_loader(loader: Any, sampler: ResumableSampler) -> None:
+    """Check that a `DataLoader` gives the batches that its sampler counts, in their order.
+
+    Raises:
+        UsageError: it gives other batches, or another order.
+    """
     if not isinstance(loader, DataLoader):
         return
     if isinstance(loader.dataset, IterableDataset):
@@ -274,6 +346,15 @@ def _check_loader(loader: Any, sampler: ResumableSampler) -> None:
     if sampler_of(loader) is not sampler:
         raise UsageError(
             "the DataLoader has another sampler: create it with sampler= this ResumableSampler"
+        )
+    _check_count(loader.dataset, sampler)
+    # Batches in the order of their completion are no prefix of the epoch. PyTorch before 2.6 has no
+    # such option.
+    if not getattr(loader, "in_order", True) and loader.num_workers > 0:
+        raise UsageError(
+            f"the DataLoader has in_order=False and {loader.num_workers} workers: expected "
+            f"in_order=True. A ResumableSampler counts batches in order, and would lose and repeat "
+            f"samples after a resume"
         )
     # With batch_size=None every sample is a batch made by the data set.
     made_by_dataset = by is loader and loader.batch_size is None and sampler.batch_size == 1

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdkit.core.sampling import Epochs, Share, epoch_order
+from hvdkit.core.sampling import Batches, Epochs, Share, epoch_order
 from hvdkit.errors import UsageError
 
 
@@ -96,8 +96,9 @@ FIRST_ORDER = [3, 2, 1, 6, 0, 7, 4, 5]
 def test_what_becomes_of_the_tail_is_said():
     assert Share(24, 0, 0, 2, 4).tail == ""
     assert Share(26, 0, 0, 2, 4, True).tail == "the last 2 of 26 samples are left out"
-    assert Share(26, 0, 0, 2, 4).tail == "the last batches share 2 samples"
-    assert "1 of 25 samples are given to a second rank" in Share(25, 0, 0, 2, 4).tail
+    tail = Share(26, 0, 0, 2, 4).tail
+    assert tail == "the last batches are smaller: all ranks together get 2 samples"
+    assert "1 of 25 samples are repeated on another rank" in Share(25, 0, 0, 2, 4).tail
 
 
 @pytest.mark.parametrize(
@@ -114,36 +115,103 @@ def test_numbers_that_make_no_sense_are_refused(arguments, words):
         Share(*arguments)
 
 
+def epochs(count=18, batch_size=4, *, rank=0, ranks=1, **how):
+    how = {"shuffle": True, "seed": 1, "drop_last": False, "how_to_count": ""} | how
+    return Epochs(count, batch_size, rank=rank, ranks=ranks, **how)
+
+
+def looped(sampler):
+    """Return the iterator that `batches()` of an adapter returns."""
+
+    def read():
+        epoch, mine = sampler.left()
+        starts = range(0, len(mine), sampler.batch_size)
+        return ((epoch, mine[k : k + sampler.batch_size].tolist()) for k in starts)
+
+    return Batches(sampler, read)
+
+
+def test_two_loops_at_once_raise():
+    sampler = epochs()
+    words = r"another loop over batches\(\) began before this loop over epoch 0 was at its end"
+    with pytest.raises(UsageError, match=words):
+        list(zip(looped(sampler), looped(sampler), strict=True))
+    # One iterator, read twice per step, is one loop.
+    sampler = epochs(16)
+    pairs = looped(sampler)
+    assert [len(pair) for pair in zip(pairs, pairs, strict=True)] == [2, 2]
+    assert sampler.epoch == 1
+    # So is a loop after another one that was left.
+    left = looped(sampler)
+    next(left)
+    assert [epoch for epoch, _ in looped(sampler)] == [2, 2, 2, 2]
+    with pytest.raises(UsageError, match="this loop over epoch 1"):
+        next(left)
+
+
+@pytest.mark.parametrize("done", [1, 3, 5])
+def test_a_restore_in_a_loop_raises_at_the_next_batch(done):
+    saved = epochs().save()
+    sampler = epochs()
+    batches = looped(sampler)
+    for _ in range(done):
+        next(batches)
+    sampler.restore(sampler.plan_restore(saved))
+    with pytest.raises(UsageError, match=r"was restored in this loop.*begin a new loop"):
+        next(batches)
+    assert [epoch for epoch, _ in looped(sampler)] == [0] * 5
+
+
+def test_the_length_of_a_loop_does_not_change():
+    sampler = epochs()
+    batches = looped(sampler)
+    assert [len(batches) for _ in itertools.islice(batches, 2)] == [5, 5]
+    # The next loop begins the next epoch; after a resume it has the rest of this one.
+    assert len(looped(sampler)) == 5
+    resumed = epochs()
+    resumed.restore(resumed.plan_restore(sampler.save()))
+    batches = looped(resumed)
+    assert [len(batches), *(len(batches) for _ in batches), len(batches)] == [3] * 5
+    at_end = epochs()
+    at_end.advance(5)
+    batches = looped(at_end)
+    assert (len(batches), list(batches), len(batches), at_end.epoch) == (0, [], 0, 1)
+
+
+def rest_of(order, consumed, rank, ranks, size):
+    """Return the batches of a rank after `consumed` samples, by the rule of the guide."""
+    rest, batches = order[consumed:].tolist(), []
+    while rest:
+        step, rest = rest[: ranks * size], rest[ranks * size :]
+        batches.append(step[rank::ranks] or [int(order[rank % len(order)])])
+    return batches
+
+
 actions = st.one_of(
-    st.tuples(st.just("loop"), st.integers(0, 6)),
-    st.tuples(st.sampled_from(["whole loop", "end_epoch", "continue", "resume"]), st.none()),
+    st.tuples(st.sampled_from(["loop", "loop", "restore in a loop", "second loop"]), st.just(0)),
+    st.tuples(st.just("loop"), st.integers(0, 20)),
+    st.tuples(st.sampled_from(["end_epoch", "continue"]), st.none()),
+    st.tuples(st.just("resume"), st.integers(1, 4)),
     st.tuples(st.just("set_epoch"), st.integers(0, 3)),
 )
 
 
-@given(st.lists(actions, max_size=12), st.integers(1, 2))
-def test_loops_that_leave_epochs_and_jobs_that_resume(sequence, ranks):
-    """Each loop has the batches of its epoch, as documented in the guide."""
-    count, size = 18, 4
-
-    def epochs():
-        how = {"shuffle": True, "seed": 1, "drop_last": False, "how_to_count": ""}
-        return Epochs(count, size, rank=0, ranks=ranks, **how)
-
-    def loop(sampler):
-        if sampler.begin_iteration():
-            epoch, mine = sampler.left()
-            starts = range(0, len(mine), size)
-            yield from sampler.count((epoch, mine[k : k + size].tolist()) for k in starts)
-
-    job = epochs()
-    whole = [b.tolist() for b in job._share(0).split(epoch_order(count, 1, 0))]
-    epoch = position = 0
+@given(st.lists(actions, max_size=12), st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))
+def test_loops_that_leave_epochs_and_jobs_that_resume(sequence, ranks, size, rank):
+    """Each loop has the batches of its epoch, as in the guide, on any number of ranks."""
+    count = 18
+    job = epochs(batch_size=size, rank=rank % ranks, ranks=ranks)
+    epoch = consumed = 0
     was_left = False
+
+    def expected():
+        return rest_of(epoch_order(count, 1, epoch), consumed, rank % ranks, ranks, size)
+
     for action, value in sequence:
         if action == "resume":
             state = job.save()
-            job = epochs()
+            ranks = value
+            job = epochs(batch_size=size, rank=rank % ranks, ranks=ranks)
             job.restore(job.plan_restore(state))
             was_left = False
         elif action == "continue":
@@ -152,25 +220,39 @@ def test_loops_that_leave_epochs_and_jobs_that_resume(sequence, ranks):
         elif action in ("end_epoch", "set_epoch"):
             job.end_epoch() if action == "end_epoch" else job.set_epoch(value)
             before, epoch = epoch, epoch + 1 if action == "end_epoch" else value
-            position = position if epoch == before else 0
+            consumed = consumed if epoch == before else 0
             was_left = False
+        elif action == "loop" and value == 0:
+            # A loop that takes no batch has not begun.
+            assert list(itertools.islice(looped(job), 0)) == []
         else:
-            found = list(itertools.islice(loop(job), value))
-            if value == 0:
-                # A loop that takes no batch has not begun.
-                continue
             if was_left:
-                epoch, position = epoch + 1, 0
-            expected = [b.tolist() for b in job._share(0).split(epoch_order(count, 1, epoch))]
-            end = len(whole) if value is None else min(position + value, len(whole))
-            assert found == [(epoch, batch) for batch in expected[position:end]]
-            at_end = position == len(whole)
-            was_left = not at_end and value is not None and position + value <= len(whole)
-            if was_left:
-                position = end
+                epoch, consumed = epoch + 1, 0
+            left = expected()
+            batches = looped(job)
+            assert len(batches) == len(left)
+            if action == "loop":
+                found = list(itertools.islice(batches, value))
+                assert found == [(epoch, batch) for batch in left[:value]]
+                was_left = 0 < len(left) >= value
             else:
-                epoch, position = epoch + 1, 0
-        assert (job.epoch, job.position.consumed) == (
-            epoch,
-            min(position * ranks * size, count),
-        )
+                was_left = bool(left)
+                assert next(batches, None) == ((epoch, left[0]) if left else None)
+            assert len(batches) == len(left)
+            if was_left:
+                done = min(value, len(left)) if action == "loop" else 1
+                consumed = min(consumed + done * ranks * size, count)
+            else:
+                epoch, consumed = epoch + 1, 0
+            if was_left and action != "loop":
+                if action == "restore in a loop":
+                    job.restore(job.plan_restore(job.save()))
+                    was_left = False
+                else:
+                    epoch, consumed = epoch + 1, 0
+                    second = looped(job)
+                    assert next(second) == (epoch, expected()[0])
+                    consumed = min(ranks * size, count)
+                with pytest.raises(UsageError, match="in this loop|another loop"):
+                    next(batches)
+        assert (job.epoch, job.position.consumed) == (epoch, consumed)

@@ -1,10 +1,10 @@
-"""`hvd.shard` of hvdkit.keras, for a `tf.data.Dataset`: TensorFlow's own."""
+"""`hvd.shard` of hvdkit.keras for a `tf.data.Dataset`."""
 
 import numpy as np
 import pytest
 
 
-def test_a_dataset_is_shared_out_where_keras_runs_on_tensorflow(hvd):
+def test_shard_of_a_tf_dataset(hvd):
     import keras
 
     if keras.backend.backend() == "torch":
@@ -20,7 +20,7 @@ def test_a_dataset_is_shared_out_where_keras_runs_on_tensorflow(hvd):
     ]
 
 
-def test_fit_knows_the_steps_of_a_share_and_takes_its_weights(hvd):
+def test_fit_uses_the_steps_and_the_weights_of_a_share(hvd):
     import keras
 
     if keras.backend.backend() == "torch":

@@ -1,7 +1,7 @@
-"""Shares of datasets: their division, for as many ranks as there may be, and what is refused.
+"""`hvd.shard` without collectives: shares for different numbers of ranks, and errors.
 
-TensorFlow is imported by the rank, not by the process that collects these tests. What several
-ranks do together is in tests/parallel/tensorflow/test_data.py.
+Only functions import TensorFlow, because the pytest process collects tests without a framework. See
+tests/parallel/tensorflow/test_data.py for several ranks.
 """
 
 import logging
@@ -17,7 +17,7 @@ BATCH = 3
 
 
 def numbered(count):
-    """Elements (x, y) that can be told apart."""
+    """Return a dataset of distinct elements (x, y)."""
     import tensorflow as tf
 
     x = np.arange(count)
@@ -42,7 +42,7 @@ def labels_and_weights(batches):
 
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.parametrize("count", COUNTS)
-def test_dropping_uses_all_that_can_be_divided_once(hvd, count, size):
+def test_drop_uses_each_element_at_most_once(hvd, count, size):
     shares = [list(share.as_numpy_iterator()) for share in all_shares(count, size, padded=False)]
     assert {len(share) for share in shares} == {count // size}
     used = sorted(int(y) for share in shares for _, y in share)
@@ -51,7 +51,7 @@ def test_dropping_uses_all_that_can_be_divided_once(hvd, count, size):
 
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.parametrize("count", COUNTS)
-def test_padding_gives_each_element_weight_1_on_one_rank(hvd, count, size):
+def test_pad_gives_each_element_weight_1_on_one_rank(hvd, count, size):
     shares = all_shares(count, size, padded=True)
     assert {int(share.cardinality()) for share in shares} == {-(-count // size)}
     elements = [element for share in shares for element in share.as_numpy_iterator()]
@@ -62,7 +62,7 @@ def test_padding_gives_each_element_weight_1_on_one_rank(hvd, count, size):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("count", [6, 8, 13])
-def test_a_step_of_all_ranks_is_a_step_of_one_process(hvd, count, size):
+def test_a_step_of_all_ranks_equals_a_step_of_one_process(hvd, count, size):
     shares = all_shares(count, size, padded=False)
     steps = zip(*(share.batch(BATCH).as_numpy_iterator() for share in shares), strict=True)
     together = [sorted(y for _, ys in step for y in ys.tolist()) for step in steps]
@@ -73,7 +73,7 @@ def test_a_step_of_all_ranks_is_a_step_of_one_process(hvd, count, size):
 @pytest.mark.parametrize("tail", ["drop", "pad"])
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.parametrize("counts", [[13], [9, 0, 4], [1, 1, 1, 1, 1, 1, 1], [2, 30]])
-def test_ranges_of_files_hold_each_element_once(hvd, tmp_path, counts, size, tail):
+def test_ranges_of_files_contain_each_element_once(hvd, tmp_path, counts, size, tail):
     import tensorflow as tf
 
     from hvdkit.core.sharding import Division
@@ -96,7 +96,7 @@ def test_ranges_of_files_hold_each_element_once(hvd, tmp_path, counts, size, tai
     assert sorted(e[1] for e in read if e[2:] != (0.0,)) == list(range(division.used))
 
 
-def test_the_share_is_shuffled_anew_in_each_epoch_batched_and_prefetched(hvd):
+def test_a_share_is_shuffled_batched_and_prefetched(hvd):
     import tensorflow as tf
 
     share = hvd.shard(numbered(50), batch_size=8, shuffle=True, seed=3)
@@ -109,13 +109,13 @@ def test_the_share_is_shuffled_anew_in_each_epoch_batched_and_prefetched(hvd):
     assert type(share).__name__ == type(tf.data.Dataset.range(1).prefetch(1)).__name__
 
 
-def test_without_a_batch_size_the_share_goes_on_as_any_dataset(hvd):
+def test_without_a_batch_size_the_share_can_be_transformed(hvd):
     share = hvd.shard(numbered(10)).map(lambda x, y: (x + 1, y)).repeat(2).batch(4)
     assert next(ys.tolist() for _, ys in share.as_numpy_iterator()) == [0, 1, 2, 3]
     assert int(share.cardinality()) == 5
 
 
-def test_a_weight_that_elements_have_is_kept(hvd):
+def test_pad_keeps_given_weights(hvd):
     import tensorflow as tf
 
     from hvdkit.core.sharding import Division
@@ -133,7 +133,7 @@ def test_a_weight_that_elements_have_is_kept(hvd):
     assert [w.tolist() for _, _, w in padded.as_numpy_iterator()] == [[1, 2], [0, 0]]
 
 
-def test_elements_of_any_length_and_kind_can_be_padded(hvd):
+def test_pad_with_ragged_and_string_elements(hvd):
     import tensorflow as tf
 
     from hvdkit.core.sharding import Division
@@ -149,8 +149,8 @@ def test_elements_of_any_length_and_kind_can_be_padded(hvd):
         assert got == [([3], "b", 1.0), ([1, 2], "a", 0.0)]
 
 
-def test_a_shuffle_before_it_begins_as_many_epochs_on_every_rank(hvd):
-    """The repeated element must not come from an iteration that other ranks do not begin."""
+def test_pad_with_a_shuffle_before_shard(hvd):
+    """Reading the repeated element must not begin another iteration on one rank."""
     from hvdkit.core.sharding import Division
     from hvdkit.tensorflow.data import share_of_examples
 
@@ -164,7 +164,7 @@ def test_a_shuffle_before_it_begins_as_many_epochs_on_every_rank(hvd):
         assert sorted(int(y) for _, y, w in elements if w == 1) == list(range(5))
 
 
-def test_a_dataset_that_does_not_know_its_size_is_counted(hvd):
+def test_a_dataset_of_unknown_size_is_counted(hvd):
     import tensorflow as tf
 
     def produce():
@@ -177,13 +177,13 @@ def test_a_dataset_that_does_not_know_its_size_is_counted(hvd):
     assert int(hvd.shard(even, batch_size=4).cardinality()) == 2
 
 
-def test_a_dataset_with_fewer_elements_than_it_said_is_an_error_not_a_shorter_epoch(hvd):
+def test_a_wrong_cardinality_raises(hvd):
     import tensorflow as tf
 
-    liar = numbered(11).filter(lambda x, y: y < 9)
-    liar = liar.apply(tf.data.experimental.assert_cardinality(11))
+    dataset = numbered(11).filter(lambda x, y: y < 9)
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(11))
     with pytest.raises(tf.errors.FailedPreconditionError, match="11 elements but contained only 9"):
-        list(hvd.shard(liar))
+        list(hvd.shard(dataset))
 
 
 def infinite(dataset):
@@ -222,7 +222,7 @@ def infinite_file(dataset):
     return {"dataset": ["a"], "reader": lambda name: dataset.repeat()}
 
 
-def string_of_a_file(dataset):
+def file_name_as_string(dataset):
     return {"dataset": "/a/file", "reader": lambda name: dataset}
 
 
@@ -253,7 +253,7 @@ def array(dataset):
         (broken, "cannot be read: InvalidArgumentError.*no number"),
         (unreadable_file, "rank 0 cannot count its files: NotFoundError"),
         (infinite_file, "infinite dataset for a"),
-        (string_of_a_file, "dataset is '/a/file': expected a list"),
+        (file_name_as_string, "dataset is '/a/file': expected a list"),
         (tail, "tail is 'keep': expected 'drop' or 'pad'"),
         (batch_size, "batch_size is 0: expected an integer"),
         (shuffle, "shuffle is -1: expected True, False or a number"),
@@ -261,14 +261,14 @@ def array(dataset):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_cannot_be_sharded_is_refused(hvd, wrong, message):
+def test_invalid_data_and_arguments_raise(hvd, wrong, message):
     from hvdkit.errors import UsageError
 
     with pytest.raises(UsageError, match=message):
         hvd.shard(**wrong(numbered(8)))
 
 
-def test_what_is_left_out_is_said_once(hvd):
+def test_dropped_elements_log_one_warning(hvd):
     from hvdkit.core.sharding import Division
 
     with recorded("hvdkit.data") as records:
@@ -296,8 +296,8 @@ def keras_numbers(x, y, w, metrics, weighted, reduction="sum_over_batch_size", b
     return shown, tape.gradient(value, model.trainable_variables)[0].numpy()
 
 
-def test_what_keras_makes_of_zero_weights_is_what_the_docstring_says(hvd):
-    """Five examples, and one that is repeated with weight 0."""
+def test_keras_results_with_zero_weights(hvd):
+    """Check the docstring of `hvd.shard` with five examples and one repeated with weight 0."""
     x = np.array([1, 2, 3, 4, 5, 1], np.float32)
     y = np.array([2, 1, 7, 5, 9, 2], np.float32)
     w = np.array([1, 1, 1, 1, 1, 0], np.float32)

@@ -1,4 +1,4 @@
-"""`hvd.shard` under `fit` on real ranks: what is padded does not show in weighted metrics."""
+"""`hvd.shard` on several ranks, for every kind of data, and `fit` on the shares."""
 
 from itertools import chain
 
@@ -12,7 +12,7 @@ COUNT = 13
 
 
 @pytest.mark.parametrize("tail", ["drop", "pad"])
-def test_fit_on_shares_shows_the_metrics_of_every_element_once(hvd, tail):
+def test_weighted_metrics_count_every_element_once(hvd, tail):
     import keras
 
     if keras.backend.backend() == "torch":
@@ -24,7 +24,7 @@ def test_fit_on_shares_shows_the_metrics_of_every_element_once(hvd, tail):
     y = random.normal(size=(COUNT, 1)).astype(np.float32)
     keras.utils.set_random_seed(5)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    # Of no length, so that metrics are those of one model and not of one that learns meanwhile.
+    # A rate of 0, so that metrics are those of one set of weights.
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0))
     model.compile(optimizer, loss="mse", weighted_metrics=["mae", "mse"])
     examples = tf.data.Dataset.from_tensor_slices((x, y))
@@ -35,7 +35,7 @@ def test_fit_on_shares_shows_the_metrics_of_every_element_once(hvd, tail):
     errors = model.predict(x, verbose=0)[:used] - y[:used]
     assert shown["mae"] == pytest.approx(np.abs(errors).mean(), rel=1e-5)
     assert shown["mse"] == pytest.approx((errors**2).mean(), rel=1e-5)
-    # Keras divides a loss by the number of rows, whatever their weights.
+    # Keras divides a loss by the number of rows, not by their weights.
     rows = -(-used // hvd.size()) * hvd.size()
     assert shown["loss"] == pytest.approx((errors**2).sum() / rows, rel=1e-5)
 
@@ -54,14 +54,14 @@ def regression(hvd, rate=0.1):
 
 
 def numbered(count=COUNT):
-    """Rows that can be told apart, and targets."""
+    """Return distinct rows, and targets."""
     x = np.arange(count * 3, dtype="float32").reshape(count, 3) / 50
     return x, np.sin(x.sum(axis=1, keepdims=True))
 
 
 @pytest.mark.parametrize("kind", ["numpy", "tensor", "dict", "three"])
 @pytest.mark.parametrize("tail", ["drop", "pad"])
-def test_rows_of_arrays(hvd, kind, tail):
+def test_shares_of_arrays(hvd, kind, tail):
     import keras
 
     x, y = numbered()
@@ -76,15 +76,15 @@ def test_rows_of_arrays(hvd, kind, tail):
     weights = np.asarray(share[2]) if len(share) == 3 else np.ones(len(own))
     used = COUNT if tail == "pad" else COUNT - COUNT % hvd.size()
     same_everywhere(len(own))
-    everyones = of_every_rank([own[:, 0].tolist(), weights.tolist(), np.asarray(share[1]).tolist()])
-    rows = sorted((r, w) for rows, ws, _ in everyones for r, w in zip(rows, ws, strict=True) if w)
+    by_rank = of_every_rank([own[:, 0].tolist(), weights.tolist(), np.asarray(share[1]).tolist()])
+    rows = sorted((r, w) for rows, ws, _ in by_rank for r, w in zip(rows, ws, strict=True) if w)
     expected = np.arange(used) + 1 if kind == "three" else np.ones(used)
     assert rows == [(r, w) for r, w in zip(x[:used, 0].tolist(), expected.tolist(), strict=True)]
     if kind == "dict":
         np.testing.assert_array_equal(share[0]["b"], share[0]["a"] + 1)
 
 
-def test_fit_on_shares_of_arrays_is_fit_on_all_rows(hvd):
+def test_fit_on_shares_of_arrays_equals_fit_on_all_rows(hvd):
     import keras
 
     x, y = numbered(8 * hvd.size())
@@ -119,7 +119,7 @@ def batches_of(x, y, size):
 
 
 @pytest.mark.parametrize("tail", ["drop", "pad"])
-def test_batches_of_a_py_dataset(hvd, tail):
+def test_shares_of_a_py_dataset(hvd, tail):
     count = 4 * hvd.size() + 1
     x, y = numbered(2 * count)
     dataset = batches_of(x, y, 2)
@@ -134,7 +134,7 @@ def test_batches_of_a_py_dataset(hvd, tail):
     model = regression(hvd)
     history = model.fit(share, epochs=2, verbose=0).history
     same_everywhere([history["loss"], [w.tolist() for w in model.get_weights()]])
-    # Keras tells more often than once per epoch.
+    # Keras may call the hooks more than once per epoch.
     assert dataset.begun >= 2
     assert same_everywhere(dataset.ended) >= 2
     errors = np.abs(model.predict(x, verbose=0) - y)[: 2 * (count if tail == "pad" else count - 1)]
@@ -151,7 +151,7 @@ def loader_of(x, y, **options):
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_a_data_loader(hvd, drop_last):
+def test_shares_of_a_data_loader(hvd, drop_last):
     import keras
 
     if keras.backend.backend() != "torch":
@@ -175,8 +175,8 @@ def test_a_data_loader(hvd, drop_last):
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     model.compile(optimizer, loss="mse", run_eagerly=True)
     model.fit(loader, epochs=2, verbose=0, callbacks=[Look()])
-    everyones = of_every_rank(seen[:2])
-    orders = [list(chain(*(rank[epoch] for rank in everyones))) for epoch in range(2)]
+    by_rank = of_every_rank(seen[:2])
+    orders = [list(chain(*(rank[epoch] for rank in by_rank))) for epoch in range(2)]
     assert orders[0] != orders[1]
     for order in orders:
         rows = np.unique(np.float32(order))
@@ -185,7 +185,7 @@ def test_a_data_loader(hvd, drop_last):
     same_everywhere([w.tolist() for w in model.get_weights()])
 
 
-def test_what_cannot_be_shared_out(hvd):
+def test_invalid_data_and_arguments_raise(hvd):
     import keras
 
     from hvdkit.core.consistency import RankMismatchError
@@ -211,7 +211,7 @@ def test_what_cannot_be_shared_out(hvd):
         loader = loader_of(x, y, sampler=RandomSampler(x, replacement=True))
         with pytest.raises(UsageError, match="draws with replacement"):
             hvd.shard(loader)
-        with pytest.raises(UsageError, match="is not for a DataLoader"):
+        with pytest.raises(UsageError, match="samples of a DataLoader have no weights"):
             hvd.shard(loader_of(x, y), tail="pad")
     tails = ["drop", "pad"]
     for other, options in [
@@ -225,7 +225,7 @@ def test_what_cannot_be_shared_out(hvd):
             hvd.shard(other, **options)
 
 
-def test_a_data_set_that_one_rank_has_shuffled(hvd):
+def test_different_orders_log_a_warning(hvd):
     x, y = numbered()
     order = np.random.default_rng(hvd.rank()).permutation(COUNT)
     with recorded("hvdkit.keras") as records:

@@ -1,4 +1,4 @@
-"""`hvd.shard` on real ranks: what they get together, and that they all learn what is wrong."""
+"""`hvd.shard` on several ranks: the shares of all ranks, and errors on every rank."""
 
 import os
 
@@ -13,8 +13,8 @@ def numbered(count, start=0):
     return tf.data.Dataset.from_tensor_slices((x.astype(np.float32), x))
 
 
-def everyones(hvd, values, name):
-    """The int64 values of all ranks, which may have different numbers of them."""
+def of_all_ranks(hvd, values, name):
+    """Return the int64 values of all ranks, whose numbers may differ."""
     import tensorflow as tf
 
     return hvd.allgather(tf.constant(values, tf.int64), name=name).numpy().tolist()
@@ -28,52 +28,52 @@ def steps_labels_and_weights(dataset):
 
 
 @pytest.mark.parametrize("count", [8, 13, 23])
-def test_padding_uses_every_element_once_in_equal_steps(hvd, count):
+def test_pad_uses_every_element_once_in_equal_steps(hvd, count):
     share = hvd.shard(numbered(count), batch_size=3, shuffle=True, tail="pad")
     for epoch in range(2):
         steps, labels, weights = steps_labels_and_weights(share)
         rows = -(-count // hvd.size())
         assert sum(steps) == rows
-        assert everyones(hvd, steps, f"steps {epoch}") == steps * hvd.size()
-        all_labels = everyones(hvd, labels, f"labels {epoch}")
-        all_weights = everyones(hvd, weights, f"weights {epoch}")
+        assert of_all_ranks(hvd, steps, f"steps {epoch}") == steps * hvd.size()
+        all_labels = of_all_ranks(hvd, labels, f"labels {epoch}")
+        all_weights = of_all_ranks(hvd, weights, f"weights {epoch}")
         real = [y for y, w in zip(all_labels, all_weights, strict=True) if w]
         assert sorted(real) == list(range(count))
         assert set(all_weights) <= {0, 1}
 
 
 @pytest.mark.parametrize("count", [8, 13, 23])
-def test_dropping_uses_what_can_be_divided_once_in_equal_steps(hvd, count):
+def test_drop_uses_each_element_at_most_once_in_equal_steps(hvd, count):
     share = hvd.shard(numbered(count), batch_size=3, shuffle=4)
     steps, labels, weights = steps_labels_and_weights(share)
     assert not weights
-    assert everyones(hvd, steps, "steps") == steps * hvd.size()
+    assert of_all_ranks(hvd, steps, "steps") == steps * hvd.size()
     used = count - count % hvd.size()
-    assert sorted(everyones(hvd, labels, "labels")) == list(range(used))
+    assert sorted(of_all_ranks(hvd, labels, "labels")) == list(range(used))
 
 
-def test_a_shuffle_with_a_seed_may_come_before(hvd):
+def test_a_shuffle_with_a_seed_before_shard(hvd):
     import tensorflow as tf
 
-    # The global seed counts, too, and a test before may have left each rank with another.
+    # The order also depends on the global seed, which earlier tests may have set differently.
     tf.random.set_seed(0)
     share = hvd.shard(numbered(21).shuffle(21, seed=4), tail="pad").batch(2)
     for epoch in range(3):
         _, labels, weights = steps_labels_and_weights(share)
-        pairs = zip(everyones(hvd, labels, "y"), everyones(hvd, weights, "w"), strict=True)
+        pairs = zip(of_all_ranks(hvd, labels, "y"), of_all_ranks(hvd, weights, "w"), strict=True)
         assert sorted(y for y, w in pairs if w) == list(range(21)), epoch
 
 
-def test_a_dataset_of_unknown_size_is_counted_and_shared(hvd):
+def test_a_dataset_of_unknown_size_is_counted(hvd):
     share = hvd.shard(numbered(30).filter(lambda x, y: y % 2 == 1))
     labels = [int(y) for _, y in share]
     assert int(share.cardinality()) == len(labels) == 15 // hvd.size()
     used = 15 - 15 % hvd.size()
-    assert sorted(everyones(hvd, labels, "labels")) == [2 * i + 1 for i in range(used)]
+    assert sorted(of_all_ranks(hvd, labels, "labels")) == [2 * i + 1 for i in range(used)]
 
 
 @pytest.mark.parametrize("tail", ["drop", "pad"])
-def test_files_are_counted_together_and_shared_by_ranges(hvd, tmp_path, tail):
+def test_shares_of_files(hvd, tmp_path, tail):
     import tensorflow as tf
 
     counts = [5, 0, 9, 1, 3, 8]
@@ -84,23 +84,23 @@ def test_files_are_counted_together_and_shared_by_ranges(hvd, tmp_path, tail):
             with tf.io.TFRecordWriter(str(name)) as writer:
                 for number in range(begin, begin + count):
                     writer.write(str(number).encode())
-    everyones(hvd, [0], "written")
+    of_all_ranks(hvd, [0], "written")
 
     def reader(name):
         records = tf.data.TFRecordDataset(name)
         return records.map(lambda text: (text, tf.strings.to_number(text, tf.int64)))
 
-    # In whatever order a rank's file system lists them.
+    # File systems list files in different orders.
     np.random.default_rng(hvd.rank()).shuffle(names)
     share = hvd.shard(names, batch_size=4, reader=reader, tail=tail)
     steps, labels, weights = steps_labels_and_weights(share)
-    assert everyones(hvd, steps, "steps") == steps * hvd.size()
+    assert of_all_ranks(hvd, steps, "steps") == steps * hvd.size()
     labels = [y for y, w in zip(labels, weights or [1] * len(labels), strict=True) if w]
     used = 26 if tail == "pad" else 26 - 26 % hvd.size()
-    assert sorted(everyones(hvd, labels, "labels")) == list(range(used))
+    assert sorted(of_all_ranks(hvd, labels, "labels")) == list(range(used))
 
 
-def test_the_ranks_of_a_process_set_share_among_themselves(hvd):
+def test_shard_in_a_process_set(hvd):
     from hvdkit.errors import UsageError
 
     members = hvd.add_process_set(list(range(1, hvd.size())))
@@ -117,23 +117,23 @@ def test_the_ranks_of_a_process_set_share_among_themselves(hvd):
         hvd.remove_process_set(members)
 
 
-def unlike_shuffles(rank):
+def different_shuffles(rank):
     return {"dataset": numbered(20).shuffle(20, seed=rank)}
 
 
-def unlike_sizes(rank):
+def different_sizes(rank):
     return {"dataset": numbered(20 + (rank == 1))}
 
 
-def unlike_elements(rank):
+def different_elements(rank):
     return {"dataset": numbered(20).map(lambda x, y: (x, x if rank == 1 else y))}
 
 
-def unlike_values(rank):
+def different_values(rank):
     return {"dataset": numbered(20, start=int(rank == 1))}
 
 
-def unlike_tails(rank):
+def different_tails(rank):
     return {"dataset": numbered(20), "tail": "pad" if rank == 1 else "drop"}
 
 
@@ -150,32 +150,32 @@ def unreadable_on_one(rank):
     return {"dataset": numbered(20)}
 
 
-def files_of_other_names(rank):
+def different_file_names(rank):
     return {"dataset": [f"a{int(rank == 1)}"], "reader": lambda name: numbered(5)}
 
 
 @pytest.mark.parametrize(
-    ("unlike", "message"),
+    ("different", "message"),
     [
-        (unlike_shuffles, "the same order.*rank 0: first elements"),
-        (unlike_sizes, "20 elements; rank 1: 21 elements"),
-        (unlike_elements, "rank 1: .*float32.*float32"),
-        (unlike_values, "rank 1: first elements"),
-        (unlike_tails, "rank 1: batch_size=None, tail='pad'"),
+        (different_shuffles, "the same order.*rank 0: first elements"),
+        (different_sizes, "20 elements; rank 1: 21 elements"),
+        (different_elements, "rank 1: .*float32.*float32"),
+        (different_values, "rank 1: first elements"),
+        (different_tails, "rank 1: batch_size=None, tail='pad'"),
         (infinite_on_one, "rank 1: the dataset is infinite"),
         (unreadable_on_one, "rank 1: the dataset cannot be read"),
-        (files_of_other_names, "the files to shard.*rank 1: file a1"),
+        (different_file_names, "the files to shard.*rank 1: file a1"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_ranks_that_differ_all_get_an_error(hvd, unlike, message):
+def test_differences_between_ranks_raise_on_every_rank(hvd, different, message):
     from hvdkit.core.consistency import RankMismatchError
 
     with pytest.raises(RankMismatchError, match=message):
-        hvd.shard(**unlike(hvd.rank()))
+        hvd.shard(**different(hvd.rank()))
 
 
-def test_fewer_elements_than_ranks_is_an_error_on_every_rank(hvd):
+def test_fewer_elements_than_ranks_raise_on_every_rank(hvd):
     from hvdkit.errors import UsageError
 
     for tail in ("drop", "pad"):
@@ -184,7 +184,7 @@ def test_fewer_elements_than_ranks_is_an_error_on_every_rank(hvd):
             hvd.shard(numbered(hvd.size() - 1), tail=tail)
 
 
-def test_a_file_that_one_rank_cannot_read_is_an_error_on_every_rank(hvd, tmp_path):
+def test_an_unreadable_file_raises_on_every_rank(hvd, tmp_path):
     import tensorflow as tf
 
     from hvdkit.errors import UsageError
@@ -193,7 +193,7 @@ def test_a_file_that_one_rank_cannot_read_is_an_error_on_every_rank(hvd, tmp_pat
     if hvd.rank() == 0:
         for name in names[:-1]:
             tf.io.TFRecordWriter(str(name)).close()
-    everyones(hvd, [0], "written")
+    of_all_ranks(hvd, [0], "written")
     last = hvd.size() - 1
     with pytest.raises(UsageError, match=f"rank {last} cannot count its files: .*part-{last}"):
         hvd.shard(names, reader=tf.data.TFRecordDataset)
