@@ -45,7 +45,7 @@ class _Write:
         self.failure: Exception | None = None
         self.step = snapshot.step
         self._writer = writer
-        self._snapshot = snapshot
+        self._snapshot: Snapshot | None = snapshot
         self._progress: int | None = None
         self._moved = time.monotonic()
         # A daemon: a write that hangs must not keep the process alive.
@@ -79,16 +79,17 @@ class _Write:
             still = time.monotonic() - self._moved
             if still > _NO_PROGRESS_SECONDS and self._thread.is_alive():
                 raise CheckpointError(
-                    f"step {self._snapshot.step} is being written, and nothing of it was stored "
+                    f"step {self.step} is being written, and nothing of it was stored "
                     f"for {still / 60:.0f} minutes. Check that the file server still answers."
                 )
         return True
 
     def _run(self) -> None:
         began = time.perf_counter()
-        step = self._snapshot.step
+        step = self.step
+        assert self._snapshot is not None
         try:
-            location = self._try()
+            location = self._try(self._snapshot)
         except Exception as error:
             self.failure = error
         except BaseException as error:
@@ -96,19 +97,21 @@ class _Write:
             self.failure = CheckpointError(f"step {step} was not saved: {error!r}")
         else:
             _log.info("%s written in %.1f s", location, time.perf_counter() - began)
+        # Free its memory now: the next call may be hours later.
+        self._snapshot = None
 
-    def _try(self) -> str:
+    def _try(self, snapshot: Snapshot) -> str:
         """Write, and retry after temporary errors. Return the step's path or URL."""
         for pause in _PAUSES:
             try:
-                return self._writer.write(self._snapshot)
+                return self._writer.write(snapshot)
             except CheckpointError as error:
                 cause = error.__cause__
                 if not isinstance(cause, OSError) or cause.errno not in _TEMPORARY:
                     raise
                 _log.warning("%s Trying again in %g s.", error, pause)
             time.sleep(pause)
-        return self._writer.write(self._snapshot)
+        return self._writer.write(snapshot)
 
 
 # Writes that the process waits for at exit.

@@ -36,7 +36,7 @@ class _Piece:
         """Write the piece into the tensors.
 
         Args:
-            content: an array that owns its memory.
+            content: the bytes of the piece, in an array that owns its memory.
         """
         for tensor, begin, end, start in self.tensors:
             part = content[begin:end]
@@ -50,11 +50,11 @@ class Broadcast:
     """Broadcast the tensors of parts.
 
     Args:
-        prepared: part -> its tree, with this rank's tensors as destinations.
-        outline: of the step.
+        prepared: name of a part -> its tree, with this rank's tensors as destinations.
+        outline: the outline of the step.
 
     Attributes:
-        names: the part and the name of each tensor.
+        names: for each tensor, the name of its part and its own name.
     """
 
     def __init__(self, prepared: Mapping[str, Tree], outline: Outline) -> None:
@@ -82,12 +82,12 @@ class Broadcast:
         """Broadcast the tensors. A collective.
 
         Args:
-            collectives: of the ranks.
-            opened: on the first rank, the step.
+            collectives: the collectives of the ranks.
+            opened: on the first rank, the step; None on the others.
 
         Raises:
             Exception: the error of this rank. Other ranks raise nothing, although their tensors
-                may be incomplete: coordinate afterwards.
+                may be incomplete. So the caller must coordinate the ranks afterwards.
         """
         problem: Exception | None = None
         reader = _read(opened, self._parts) if opened is not None else None
@@ -152,7 +152,7 @@ def _pieces(own: Mapping[str, Tensor], part: str, outline: Outline) -> list[_Pie
 
 
 def _read(opened: OpenCheckpoint, parts: list[str]) -> Generator[np.ndarray, None, None]:
-    """Yield the pieces of the parts' files, each with one more byte."""
+    """Yield the pieces of the parts' files, each with one additional byte for the flag."""
     for part in parts:
         for _, memory in opened.pieces(part, padding=1):
             yield memory

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from hvdkit.checkpoint.errors import CheckpointError
@@ -70,6 +71,39 @@ def compare(
         who = "; ".join(f"{_named(ranks)}: {value}" for value, ranks in holders.items())
         text = f"ranks disagree about {subject} ({who}): all must do the same steps"
         raise UsageError(f"{text} ({consequence})" if consequence else text)
+
+
+def compare_lines(
+    collectives: Collectives,
+    digests: Sequence[str],
+    lines: Sequence[str],
+    subject: str,
+    consequence: str = "",
+) -> None:
+    """Check that all ranks have the same lines. A collective if the digests differ.
+
+    Args:
+        collectives: of the ranks.
+        digests: of the lines of all ranks, the same on every rank.
+        lines: of this rank.
+        subject: the name of the lines in the error.
+        consequence: added to the error.
+
+    Raises:
+        UsageError: the lines differ.
+    """
+    if len(set(digests)) == 1:
+        return
+    told = [each["lines"] for each in exchange(collectives, {"lines": list(lines)})]
+    ranks = collectives.ranks
+    rank, others = next((r, t) for r, t in zip(ranks, told, strict=True) if t != told[0])
+    own, first = next((a, b) for a, b in zip_longest(others, told[0]) if a != b)
+    text = (
+        f"{subject} differs between ranks: rank {rank} has {own or 'nothing more'} where rank "
+        f"{ranks[0]} has {first or 'nothing more'}. Build it equally on all ranks; pass a tensor "
+        f"whose rows are divided among the ranks as sharded="
+    )
+    raise UsageError(f"{text} ({consequence})" if consequence else text)
 
 
 def gather(collectives: Collectives, data: bytes, name: str) -> list[bytes]:

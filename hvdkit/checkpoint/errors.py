@@ -50,7 +50,7 @@ def failing(action: str, path: str | Path) -> Iterator[None]:
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "Check the disk and the folder")
         name = error.filename
-        inside = f" of {name}" if isinstance(name, str) and name not in str(path) else ""
+        inside = f" ({name})" if isinstance(name, str) and name not in str(path) else ""
         raise CheckpointError(
             f"cannot {action} {path}: {error.strerror}{inside}. {advice}; the listed steps are "
             f"complete."

@@ -1,7 +1,8 @@
-"""Export to Keras's `.weights.h5` files, without Keras and without the model's code.
+"""Export a checkpoint to Keras's `.weights.h5` file, without Keras and without the model's code.
 
-Only the model knows the place of each variable in such a file. A checkpoint therefore stores the
-layout: a list of groups, each `[path, name of the layer or None, [[key, part, tensor], …]]`.
+The place of each variable in such a file depends on the model. A checkpoint of Keras therefore
+stores the layout: a list of groups, each `[path, name of the layer or None, [[key, part, tensor],
+…]]`.
 """
 
 import os
@@ -23,10 +24,10 @@ LAYOUT = "weights.h5"
 
 
 def export(checkpoint: OpenCheckpoint, file: str | os.PathLike[str]) -> None:
-    """Write a checkpoint's weights and optimizer state as `model.save_weights` does.
+    """Write a checkpoint's weights and optimizer state like `model.save_weights`.
 
     Args:
-        checkpoint: of `hvd.callbacks.Checkpoint`.
+        checkpoint: a checkpoint that `hvd.callbacks.Checkpoint` of hvdkit.keras saved.
         file: the new file, whose name must end in `.weights.h5`. An existing file is replaced
             once the new one is complete.
 
@@ -35,14 +36,14 @@ def export(checkpoint: OpenCheckpoint, file: str | os.PathLike[str]) -> None:
     """
     path = Path(file)
     if not path.name.endswith(".weights.h5"):
-        raise UsageError(f"{path} was given: expected a name that ends in .weights.h5")
+        raise UsageError(f"the file is {path}: expected a name that ends in .weights.h5")
     layout = _layout(checkpoint)
-    # A requirement of Keras, not of hvdkit.
+    # Keras requires h5py; hvdkit does not.
     import h5py  # type: ignore[import-untyped]
 
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with h5py.File(beside, "w") as h5:
+        with h5py.File(temporary, "w") as h5:
             for group_path, name, variables in layout:
                 group = h5.create_group(f"{group_path}/vars" if group_path else "vars")
                 if name is not None:
@@ -51,11 +52,11 @@ def export(checkpoint: OpenCheckpoint, file: str | os.PathLike[str]) -> None:
                     array = _read(checkpoint, part, tensor)
                     dataset = group.create_dataset(key, data=array)
                     if array.dtype.name == "bfloat16":
-                        # Keras marks dtypes that HDF5 lacks like this.
+                        # HDF5 has no such dtype. Keras marks the dataset with this attribute.
                         dataset.attrs["dtype"] = "bfloat16"
-        beside.replace(path)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _layout(checkpoint: OpenCheckpoint) -> Sequence[Any]:
@@ -63,11 +64,13 @@ def _layout(checkpoint: OpenCheckpoint) -> Sequence[Any]:
     if PART not in outline.trees:
         raise UsageError(
             f"step {checkpoint.manifest.step} was not saved by hvd.callbacks.Checkpoint of "
-            f"hvdkit.keras: only such a checkpoint says how Keras lays out a .weights.h5 file"
+            f"hvdkit.keras: only such a checkpoint has the layout of a .weights.h5 file"
         )
     layout = outline.tree(PART)[LAYOUT]
     if isinstance(layout, str):
-        raise UsageError(f"step {checkpoint.manifest.step} cannot become a .weights.h5: {layout}")
+        raise UsageError(
+            f"step {checkpoint.manifest.step} cannot be exported as .weights.h5: {layout}"
+        )
     assert isinstance(layout, list)
     return layout
 

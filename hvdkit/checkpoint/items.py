@@ -32,6 +32,10 @@ class Variables:
         """Return name -> tensor."""
         return {name: self._tensor(variable) for name, variable in self._variables().items()}
 
+    def signature(self) -> list[str]:
+        """Return a text for each variable."""
+        return [_line(name, tensor.spec) for name, tensor in self.save().items()]
+
     def plan_restore(self, tree: Tree) -> Tree:
         """Return the variables' own memory as destinations.
 

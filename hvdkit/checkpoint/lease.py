@@ -30,12 +30,12 @@ class Lease:
 
     Attributes:
         token: identifies the writer; never used twice.
-        host: the host's name, for people.
-        machine: identifies the running kernel and its PID namespace. Process IDs are comparable
-            only if it is equal.
+        host: the host's name, for messages.
+        machine: identifies the running kernel and its PID namespace. Process IDs of two leases can
+            be compared only if `machine` is equal.
         pid: the process ID.
-        started: when the process was started, in the kernel's clock ticks. It tells the process
-            from a later one with the same ID.
+        started: when the process was started, in the kernel's clock ticks. It distinguishes the
+            process from a later one with the same ID.
     """
 
     token: str
@@ -90,7 +90,7 @@ class Lease:
         """Check that this process has created the lease.
 
         Raises:
-            CheckpointError: its parent has created the lease before the fork.
+            CheckpointError: another process created the lease, and this process was forked from it.
         """
         if os.getpid() != self.pid:
             raise CheckpointError(
@@ -115,7 +115,7 @@ def taken_over(place: str, own: Lease, writer: Lease | None, timeout: float) -> 
     return WriterConflict(
         f"{writer or 'another process'} has taken over {place} from this process ({own}), which "
         f"had not renewed its lease for {timeout:.0f} s or more, or whose lease was removed. Stop "
-        "one of them."
+        "one of the two processes."
     )
 
 
@@ -142,7 +142,7 @@ def wait_for_death(
     if content is None:
         return
     if writer is not None and writer.machine == own.machine:
-        # A lease of this process is from an earlier writer that failed to remove it.
+        # A lease with this process's ID is from an earlier writer that did not remove it.
         if writer.pid != own.pid and _started(writer.pid) == writer.started:
             raise conflict(place, writer)
         return

@@ -19,7 +19,7 @@ import numpy as np
 import hvdkit
 from hvdkit.checkpoint import memory, tree
 from hvdkit.checkpoint.background import BackgroundWriter
-from hvdkit.checkpoint.coordination import StepWord, compare, exchange, gather
+from hvdkit.checkpoint.coordination import StepWord, compare, compare_lines, exchange, gather
 from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.memory import Allocate
 from hvdkit.checkpoint.restoring import NOTHING_RESTORED, Restoring
@@ -27,7 +27,7 @@ from hvdkit.checkpoint.retention import KeepBest, Mode
 from hvdkit.checkpoint.sharding import ShardedItem, check_layouts
 from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
 from hvdkit.checkpoint.snapshot import SnapshotMemory, in_place
-from hvdkit.checkpoint.state import RankItem, StatefulItem, Tree
+from hvdkit.checkpoint.state import ComparedItem, RankItem, StatefulItem, Tree
 from hvdkit.checkpoint.storage import MAX_STEP
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.writing import Snapshot, rank_to_bytes
@@ -159,6 +159,8 @@ class Manager:
         self._window_open = window_open
         self._closed = False
         self._last_step = 0
+        # The number and metrics of the step that the state is of, if it was saved or restored.
+        self._current: tuple[int, Mapping[str, float]] | None = None
         self._unknown_metrics: set[str] = set()
         # Monotonic: the time of day may jump.
         self._last_time = time.monotonic()
@@ -190,7 +192,9 @@ class Manager:
         Args:
             step: the number of steps trained, the same on all ranks.
             epoch: the epoch of the step, for people.
-            metrics: values by name, for `keep_best` and for people. The first rank's are saved.
+            metrics: values by name, for `keep_best` and for people. The first rank's are saved. A
+                second save of a step, or the save of the step that was restored, replaces the
+                step and keeps its metrics that are not given again.
             wait: return after everything is on the disk.
 
         Raises:
@@ -216,13 +220,22 @@ class Manager:
             if self._first:
                 self._writer.open()
             trees = {name: self._parts[name].save() for name in self._parts_to_save()}
+            signatures = {
+                name: part.signature()
+                for name, part in self._parts.items()
+                if isinstance(part, ComparedItem)
+            }
+            gathers = {
+                name: part.prepare_gather(self._first) for name, part in self._sharded.items()
+            }
             message = {
                 "step": int(step),
                 "wait": str(wait),
                 "ranks": ", ".join(self._rank_parts),
                 "parts": ", ".join(self._parts),
                 "alike": {name: _fingerprint(trees[name], name) for name in self._alike},
-                "shards": {name: part.layout() for name, part in self._sharded.items()},
+                "signatures": {name: digest(lines).hex() for name, lines in signatures.items()},
+                "shards": {name: each.layout for name, each in gathers.items()},
             }
             own = rank_to_bytes(
                 _encoded_plainly(
@@ -231,30 +244,18 @@ class Manager:
             )
             if self._first:
                 content = in_place(trees) if wait else self._memory.copy(trees)
-                wholes = {name: part.allocate() for name, part in self._sharded.items()}
         except Exception as error:
             problem = error
         gathered = exchange(self._collectives, message, problem, consequence)
-        compare(self._collectives, [each["step"] for each in gathered], "the step to save")
-        for kind, subject in (
-            ("wait", "whether to wait until it is written"),
-            ("ranks", "what each rank has for itself"),
-            ("parts", "the parts"),
-        ):
-            compare(self._collectives, [each[kind] for each in gathered], subject)
-        for name in self._alike:
-            compare(
-                self._collectives,
-                [each["alike"][name] for each in gathered],
-                f"where they are in {name!r}",
-            )
-        for name, part in self._sharded.items():
-            layouts = [each["shards"][name] for each in gathered]
-            check_layouts(self._collectives.ranks, layouts)
-            whole = part.gather(self._collectives, layouts, wholes[name] if self._first else {})
-            if whole is not None:
-                content[name] = whole
+        self._compare(gathered, signatures, consequence)
+        for name, rows in gathers.items():
+            rows.run(self._collectives, [each["shards"][name] for each in gathered])
+            if rows.part is not None:
+                content[name] = rows.part
         ranks = gather(self._collectives, own, "hvdkit.checkpoint.ranks")
+        if self._current is not None and self._current[0] == step:
+            values = {**self._current[1], **values}
+        self._current = int(step), values
         self._last_step, self._last_time = int(step), time.monotonic()
         if self._first:
             snapshot = Snapshot(
@@ -276,6 +277,39 @@ class Manager:
             if self._first:
                 snapshot.withdrawn.set()
             raise
+
+    def _compare(
+        self,
+        gathered: Sequence[Mapping[str, Any]],
+        signatures: Mapping[str, Sequence[str]],
+        consequence: str,
+    ) -> None:
+        """Check that the ranks save the same state. A collective.
+
+        Args:
+            gathered: the messages of all ranks in `save`.
+            signatures: part -> the signature of this rank's item.
+            consequence: added to an error.
+
+        Raises:
+            UsageError: on all ranks: they do not.
+        """
+        for kind, subject in (
+            ("step", "the step to save"),
+            ("wait", "whether to wait until it is written"),
+            ("ranks", "what each rank has for itself"),
+            ("parts", "the parts"),
+        ):
+            compare(self._collectives, [each[kind] for each in gathered], subject, consequence)
+        for name in self._alike:
+            positions = [each["alike"][name] for each in gathered]
+            compare(self._collectives, positions, f"where they are in {name!r}", consequence)
+        for name, lines in signatures.items():
+            digests = [each["signatures"][name] for each in gathered]
+            compare_lines(self._collectives, digests, lines, name, consequence)
+        for name in self._sharded:
+            layouts = [each["shards"][name] for each in gathered]
+            check_layouts(self._collectives.ranks, layouts, consequence)
 
     def _warn_of_missing(self, metrics: Mapping[str, float]) -> None:
         """Warn once for each metric of `keep_best` that is missing in a step's metrics."""
@@ -430,12 +464,14 @@ class Manager:
         found = restoring.run(self._store.search(step, run) if self._first else None)
         if found is None:
             return None
+        self._current = None
         self._last_time = time.monotonic()
         if only is not None:
             # Another training, with its own count of steps.
             self._writer.begin_run()
         else:
             self._last_step = found.step
+            self._current = found.step, found.metrics
             if self._first:
                 self._writer.restored(found)
         return Restored(found.step, found.epoch, found.metrics, found.world_size)

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-#: Bytes of a cache line. Copies to unaligned memory took 1.3 times as long.
+#: The bytes of a cache line. Copies to unaligned memory take 1.3 times as long.
 ALIGNMENT = 64
 
-#: Returns new host memory: uint8, of so many bytes.
+#: Returns new host memory of the given number of bytes: uint8, one dimension.
 Allocate = Callable[[int], np.ndarray]
 
 

@@ -1,4 +1,7 @@
-"""The states of Python's and NumPy's random number generators, which differ between ranks."""
+"""Save and restore the states of Python's and NumPy's random number generators.
+
+Each rank has its own states.
+"""
 
 import random
 from collections.abc import Callable, Mapping
@@ -35,7 +38,7 @@ def restore(tree: Tree) -> None:
     version, internal, gauss = tree["python"]
     random.setstate((version, tuple(np.frombuffer(internal, np.uint32).tolist()), gauss))
     legacy = tree["numpy"]
-    # The user may have replaced NumPy's generator by another kind.
+    # None: the user had replaced NumPy's generator by one of another kind.
     if legacy is not None:
         key = np.frombuffer(legacy["key"], np.uint32)
         np.random.set_state(
@@ -47,10 +50,10 @@ class Generators:
     """The user's generators: Python's, NumPy's and the framework's.
 
     Args:
-        generators: `random.Random`, `numpy.random.Generator` or `kind`, by name.
-        kind: the framework's class.
+        generators: name -> a `random.Random`, a `numpy.random.Generator` or a `kind`.
+        kind: the framework's class of generators.
         kind_name: the name of `kind` in errors.
-        get: returns the state of a generator of the framework, in bytes.
+        get: returns the state of a generator of class `kind`, in bytes.
         put: restores a state that `get` returned.
 
     Raises:
@@ -70,7 +73,7 @@ class Generators:
         self._generators = dict(generators or {})
         self._get, self._put = get, put
         for name, generator in self._generators.items():
-            # The system's generator has no state.
+            # `SystemRandom` is a subclass of `Random`, but has no state.
             of_python = isinstance(generator, random.Random)
             if isinstance(generator, random.SystemRandom) or not (
                 of_python or isinstance(generator, kind | np.random.Generator)
@@ -105,14 +108,15 @@ class Generators:
         if tree.keys() != self._generators.keys():
             saved, own = (", ".join(map(repr, names)) for names in (tree, self._generators))
             raise UsageError(
-                f"the checkpoint has generators {saved or 'none'}, and generators= has "
-                f"{own or 'none'} here. Give those that were saved, or restore with strict=False"
+                f"the checkpoint has the generators {saved or 'none'}, but generators= has "
+                f"{own or 'none'}. Give the generators that were saved, or restore with "
+                f"strict=False"
             )
         for name, saved_state in tree.items():
             saved, own = map(_kind, (saved_state, self._state(self._generators[name])))
             if saved != own:
                 raise UsageError(
-                    f"generators[{name!r}] was {saved} when it was saved, and is "
+                    f"generators[{name!r}] was of kind {saved} when it was saved, but is of kind "
                     f"{own} here. Give a generator of the same kind, or restore with strict=False"
                 )
 
@@ -134,7 +138,7 @@ class Generators:
 
 
 def _kind(state: Tree) -> str:
-    return state["kind"] if isinstance(state, dict) else "the framework's"
+    return state["kind"] if isinstance(state, dict) else "the framework's class"
 
 
 def _without_arrays(state: Any) -> Tree:

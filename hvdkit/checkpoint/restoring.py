@@ -25,7 +25,7 @@ from hvdkit.errors import UsageError
 
 _log = logging.getLogger("hvdkit.checkpoint")
 
-#: Text that errors add: before the state has changed, and after.
+#: Text that errors add before any state has changed, and after that.
 NOTHING_RESTORED = "nothing was restored"
 _HALF_RESTORED = "the state is half restored: end the job"
 
@@ -35,28 +35,28 @@ class _Prepared:
     """The state that this rank restores from a step.
 
     Attributes:
-        outline: of the step.
+        outline: the outline of the step.
         parts: name -> the saved tree, with this rank's tensors in it.
         broadcast: fills these tensors.
-        own: rank part -> the tree that this rank saved.
-        left: descriptions of the state that is not restored.
+        own: name of a rank part -> the tree that this rank saved.
+        not_restored: descriptions of the state that is not restored.
     """
 
     outline: Outline
     parts: dict[str, Tree]
     broadcast: Broadcast
     own: dict[str, Tree]
-    left: list[str]
+    not_restored: list[str]
 
 
 class Restoring:
     """One call of `Manager.restore`.
 
     Args:
-        collectives: of the ranks of the job.
+        collectives: the collectives of the job's ranks.
         parts: name -> an item that is the same on all ranks.
-        rank_parts: name -> an item of which each rank has its own state.
-        of_this_size: names of parts that only a job of the same size restores.
+        rank_parts: name -> an item that has its own state on each rank.
+        of_this_size: names of parts that only a job with the same number of ranks restores.
         wanted: names of the parts and rank parts to restore.
         strict: whether all of them must fit.
     """
@@ -77,7 +77,7 @@ class Restoring:
         self._of_this_size = set(of_this_size)
         self._wanted = set(wanted)
         self._strict = strict
-        # Text that errors add. It changes when a step proves to be damaged while it is read.
+        # Text that errors add. It changes if a step turns out to be damaged while it is read.
         self._consequence = NOTHING_RESTORED
 
     @property
@@ -94,8 +94,8 @@ class Restoring:
             The manifest of the step; None if there are no steps.
 
         Raises:
-            UsageError: on all ranks: there is no such step, or the step does not fit.
-            CheckpointError: on all ranks: no step is good, or a step cannot be read.
+            UsageError: on all ranks. There is no such step, or the step does not fit.
+            CheckpointError: on all ranks. All steps are damaged, or a step cannot be read.
         """
         damaged: list[str] | None = None
         while True:
@@ -114,9 +114,9 @@ class Restoring:
             if not self._strict:
                 # An older step may not have tensors that this step has overwritten.
                 raise CheckpointError(f"{Damaged(*damaged)} ({_HALF_RESTORED})")
-            # Free the memory of its tensors before the next step is prepared.
+            # Free the tensors of this step before the next step is prepared.
             del prepared
-        self._adopt(prepared)
+        self._restore_items(prepared)
         if search is not None:
             self._end(search)
         return prepared.outline.manifest
@@ -128,11 +128,12 @@ class Restoring:
 
         Args:
             search: on the first rank, the search for the step.
-            damaged: file and reason, if the previous step proved to be damaged.
+            damaged: file and reason, if the previous step turned out to be damaged.
 
         Returns:
-            On the first rank, the open step; its outline, or b"" if there is no step; the state
-            that this rank saved for itself, or b"" if the job had another size.
+            The open step on the first rank, None on the others; the outline of the step, or b"" if
+            there is no step; the state of this rank alone, or b"" if the step was saved by another
+            number of ranks.
         """
         opened: OpenCheckpoint | None = None
         sent, own = b"", b""
@@ -165,23 +166,24 @@ class Restoring:
 
         Args:
             sent: the outline of the step.
-            own: the state that this rank saved for itself.
+            own: the state of this rank alone.
         """
         problem: Exception | None = None
         message: dict[str, Any] = {}
         try:
-            # All operations that may fail on one rank only come before the first broadcast.
+            # Operations that may fail on a single rank come before the first broadcast.
             prepared = self._prepare(Outline.from_bytes(sent), own)
             message = {
-                "left": digest(prepared.left).hex(),
+                "not_restored": digest(prepared.not_restored).hex(),
                 "tensors": digest(list(map(str, prepared.broadcast.names))).hex(),
             }
         except Exception as error:
             problem = error
         gathered = exchange(self._collectives, message, problem, self._consequence)
-        for subject in message:
-            digests = [each[subject] for each in gathered]
-            compare(*(self._collectives, digests, "what of the checkpoint fits"), self._consequence)
+        for key in message:
+            digests = [each[key] for each in gathered]
+            subject = "which parts of the checkpoint fit"
+            compare(self._collectives, digests, subject, self._consequence)
         return prepared
 
     def _fill(self, opened: OpenCheckpoint | None, prepared: _Prepared) -> list[str] | None:
@@ -191,7 +193,7 @@ class Restoring:
             On all ranks, file and reason if a chunk is damaged; else None.
 
         Raises:
-            CheckpointError: on all ranks: a rank could not read or write.
+            CheckpointError: on all ranks. A rank could not read or write.
         """
         message: dict[str, Any] = {}
         problem: Exception | None = None
@@ -206,13 +208,13 @@ class Restoring:
         damaged: list[str] | None = gathered[0].get("damaged")
         return damaged
 
-    def _adopt(self, prepared: _Prepared) -> None:
+    def _restore_items(self, prepared: _Prepared) -> None:
         """Restore the items from the trees. A collective."""
         problem: Exception | None = None
         try:
             for name, content in prepared.parts.items():
                 self._parts[name].restore(content)
-            # Last, because restoring other items may draw random numbers.
+            # These are last, because restoring other items may draw random numbers.
             for name, tree in prepared.own.items():
                 self._rank_parts[name].restore(tree)
         except Exception as error:
@@ -230,10 +232,10 @@ class Restoring:
 
     def _report(self, prepared: _Prepared) -> None:
         manifest, ranks = prepared.outline.manifest, len(self._collectives.ranks)
-        if prepared.left:
+        if prepared.not_restored:
             _log.warning(
                 "step %d was restored in part; not restored: %s",
-                *(manifest.step, "; ".join(prepared.left)),
+                *(manifest.step, "; ".join(prepared.not_restored)),
             )
         if manifest.world_size != ranks:
             _log.warning(
@@ -248,17 +250,17 @@ class Restoring:
     def _prepare(self, outline: Outline, own_state: bytes) -> _Prepared:
         same_size = outline.manifest.world_size == len(self._collectives.ranks)
         parts: dict[str, Tree] = {}
-        left: list[str] = []
+        not_restored: list[str] = []
         for name in self._names(outline, same_size):
             try:
-                parts[name] = self._prepare_part(name, outline, left)
+                parts[name] = self._prepare_part(name, outline, not_restored)
             except UsageError as error:
                 if self._strict:
                     raise
-                left.append(f"{name}: {error}")
+                not_restored.append(f"{name}: {error}")
         wanted = self._wanted
-        if left:
-            # The layers of these statistics may have changed.
+        if not_restored:
+            # The layers that these statistics belong to may have changed.
             wanted = wanted - {"statistics"}
         saved = rank_tree(own_state) if same_size else {}
         own = {name: saved[name] for name in self._rank_parts if name in saved and name in wanted}
@@ -276,16 +278,16 @@ class Restoring:
                     raise
                 if required:
                     own.pop(name, None)
-                left.append(str(error))
-        return _Prepared(outline, parts, Broadcast(parts, outline), own, left)
+                not_restored.append(str(error))
+        return _Prepared(outline, parts, Broadcast(parts, outline), own, not_restored)
 
-    def _prepare_part(self, name: str, outline: Outline, left: list[str]) -> Tree:
+    def _prepare_part(self, name: str, outline: Outline, not_restored: list[str]) -> Tree:
         """Plan the restore of a part.
 
         Args:
-            name: of the part.
-            outline: of the step.
-            left: descriptions of the state that is not restored; extended.
+            name: the name of the part.
+            outline: the outline of the step.
+            not_restored: descriptions of the state that is not restored. The function appends.
 
         Raises:
             UsageError: the state does not fit.
@@ -294,14 +296,14 @@ class Restoring:
         if self._strict or not isinstance(part, PartialItem):
             return part.plan_restore(tree)
         prepared, lines = part.plan_partial_restore(tree)
-        left += [f"{name}: {line}" for line in lines]
+        not_restored += [f"{name}: {line}" for line in lines]
         return prepared
 
     def _expect_rank_part(self, name: str, saved: Mapping[str, Tree], manifest: Manifest) -> None:
         """Check that this rank's state of a part was saved.
 
         Raises:
-            UsageError: it was saved by another number of ranks, or not saved.
+            UsageError: the state was saved by another number of ranks, or was not saved.
         """
         size = len(self._collectives.ranks)
         if manifest.world_size != size:
@@ -314,7 +316,7 @@ class Restoring:
             )
         if name not in saved:
             raise UsageError(
-                f"the checkpoint of step {manifest.step} has no state of {name} for each rank. "
+                f"the checkpoint of step {manifest.step} has no per-rank state of {name}. "
                 f"Give the checkpointer the items that it was saved with, or restore with "
                 f"strict=False"
             )

@@ -8,14 +8,16 @@ keeps its own rows.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from hvdkit.checkpoint import tree
 from hvdkit.checkpoint.coordination import gather
+from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.memory import allocate
 from hvdkit.checkpoint.state import Discarded, Tensor, TensorSpec, Tree
 from hvdkit.checkpoint.tensors import nbytes
@@ -35,7 +37,8 @@ class Shard:
     """This rank's rows of a tensor whose rows are divided among the ranks.
 
     Attributes:
-        tensor: the rows, of shape [rows, ...]; `rows` may be 0.
+        tensor: the rows, of shape [rows, ...]; `rows` may be 0. Or a function that returns them at
+            each save and restore, for a tensor that is replaced during training.
         first: the index of the first of these rows in the whole tensor.
         total: the number of rows of the whole tensor.
     """
@@ -54,78 +57,73 @@ class ShardedItem:
             in errors.
 
     Raises:
-        UsageError: a value is not a valid shard.
+        UsageError: a name or a shard is not valid.
     """
 
     def __init__(self, shards: Mapping[str, Shard], tensor: Callable[[Any, str], Tensor]) -> None:
         if not isinstance(shards, Mapping):
             raise UsageError(f"sharded is a {type(shards).__name__}: expected a dict of hvd.Shard")
-        self._shards: dict[str, _Rows] = {}
-        for name, shard in shards.items():
-            subject = f"sharded[{name!r}]"
-            if not isinstance(shard, Shard):
-                raise UsageError(f"{subject} is a {type(shard).__name__}: expected a hvd.Shard")
-            own = tensor(shard.tensor, subject)
-            if not own.spec.shape:
-                raise UsageError(f"{subject} has no dimensions: expected a tensor with rows")
-            rows = own.spec.shape[0]
-            for argument, value, most in (
-                ("total", shard.total, None),
-                ("first", shard.first, shard.total),
-                ("first + rows", shard.first + rows, shard.total),
-            ):
-                if not isinstance(value, int) or value < 0 or (most is not None and value > most):
-                    raise UsageError(
-                        f"{subject} has {rows} rows, first={shard.first!r} and "
-                        f"total={shard.total!r}: {argument} is {value!r}, expected a whole number "
-                        f"from 0" + (f" to {most}" if most is not None else "")
-                    )
-            self._shards[name] = _Rows(own, shard.first, shard.total)
+        self._tensor = tensor
+        for name in shards:
+            # safetensors reserves the second name.
+            if not isinstance(name, str) or name in ("", "__metadata__"):
+                raise UsageError(
+                    f"sharded has the name {name!r}: expected a text that is not empty and not "
+                    f"'__metadata__'"
+                )
+        # Sorted, because all ranks must gather the tensors in the same order.
+        self._shards = {name: _checked(_subject(name), shards[name]) for name in sorted(shards)}
+        for name, shard in self._shards.items():
+            # The result of a function may not exist yet.
+            if not callable(shard.tensor):
+                self._rows_of(name)
+
+    def _rows_of(self, name: str) -> _Rows:
+        """Return the rows of a shard as they are now.
+
+        Raises:
+            UsageError: they do not fit the whole tensor.
+        """
+        shard, subject = self._shards[name], _subject(name)
+        if callable(shard.tensor):
+            try:
+                tensor = shard.tensor()
+            except Exception as error:
+                raise UsageError(
+                    f"the function of {subject} raised {type(error).__name__}: {error}; expected "
+                    f"this rank's rows"
+                ) from error
+        else:
+            tensor = shard.tensor
+        own = self._tensor(tensor, subject)
+        if not own.spec.shape:
+            raise UsageError(f"{subject} has no dimensions: expected a tensor with rows")
+        rows = own.spec.shape[0]
+        if shard.first + rows > shard.total:
+            raise UsageError(
+                f"{subject} has {rows} rows, first={shard.first} and total={shard.total}: expected "
+                f"first + rows to be at most total"
+            )
+        return _Rows(own, shard.first, shard.total)
+
+    def _rows(self) -> dict[str, _Rows]:
+        return {name: self._rows_of(name) for name in self._shards}
 
     def save(self) -> Tree:
         """Return the dtypes and shapes of the whole tensors."""
-        return {name: rows.spec for name, rows in self._shards.items()}
+        return {name: rows.spec for name, rows in self._rows().items()}
 
-    def layout(self) -> Layout:
-        """Return which rows this rank has, as JSON values."""
-        return {
-            name: [rows.spec.dtype, [*rows.spec.shape], rows.first, rows.count]
-            for name, rows in self._shards.items()
-        }
-
-    def allocate(self) -> dict[str, np.ndarray]:
-        """Return memory for the whole tensors: uint8, by name."""
-        return {name: allocate(nbytes(rows.spec)) for name, rows in self._shards.items()}
-
-    def gather(
-        self, collectives: Collectives, layouts: Sequence[Layout], wholes: Mapping[str, np.ndarray]
-    ) -> EncodedPart | None:
-        """Gather the rows on the first rank. A collective.
+    def prepare_gather(self, is_first: bool) -> Gather:
+        """Return a `Gather` of the rows as they are now. Not a collective.
 
         Args:
-            collectives: of the ranks.
-            layouts: of each rank, in order; `check_layouts` has accepted them.
-            wholes: on the first rank, the result of `allocate`; empty on the others.
+            is_first: whether this is the first rank, which receives the rows.
 
-        Returns:
-            On the first rank, the part to write; None on the others.
+        Raises:
+            UsageError: the rows do not fit the whole tensor.
+            MemoryError: there is not enough memory.
         """
-        for name, rows in self._shards.items():
-            own = rows.read()
-            row = rows.row_bytes
-            step = max(_ROUND_BYTES // len(layouts) // max(row, 1), 1) * row
-            longest = max(layout[name][3] for layout in layouts) * row
-            for begin in range(0, longest, max(step, 1)):
-                piece = own[begin : begin + step].tobytes()
-                received = gather(collectives, piece, "hvdkit.checkpoint.shards")
-                if name in wholes:
-                    for layout, content in zip(layouts, received, strict=True):
-                        at = layout[name][2] * row + begin
-                        wholes[name][at : at + len(content)] = np.frombuffer(content, np.uint8)
-        if collectives.rank != collectives.ranks[0]:
-            return None
-        encoded, specs = tree.encode(self.save(), "sharded")
-        return EncodedPart(encoded, {name: (specs[name], wholes[name]) for name in specs})
+        return Gather(self._rows(), is_first)
 
     def plan_restore(self, tree: Tree) -> Tree:
         """Return `Tensor`s that store this rank's rows of each tensor.
@@ -140,20 +138,117 @@ class ShardedItem:
 
     def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
         """Plan the restore of the tensors that have the same name, shape and dtype."""
+        own = self._rows()
         left = [
             f"{name} is {_text(rows.spec)} here and {_text(tree.get(name))} in the checkpoint"
-            for name, rows in self._shards.items()
+            for name, rows in own.items()
             if tree.get(name) != rows.spec
         ]
         left += [
             f"the checkpoint has {name}, which is not in sharded="
-            for name in tree.keys() - self._shards
+            for name in tree
+            if name not in own
         ]
-        fitting = {name: rows for name, rows in self._shards.items() if tree.get(name) == rows.spec}
+        fitting = {name: rows for name, rows in own.items() if tree.get(name) == rows.spec}
         return {name: fitting.get(name, Discarded(spec)) for name, spec in tree.items()}, left
 
     def restore(self, tree: Tree) -> None:
         """Do nothing: the rows are in the tensors already."""
+
+
+class Gather:
+    """Gathers the rows of all ranks on the first rank.
+
+    The constructor makes all copies and allocates all memory, so that only the network can fail
+    once the ranks have agreed to gather.
+
+    Args:
+        rows: name -> this rank's rows, in the same order on all ranks.
+        is_first: whether this is the first rank.
+
+    Attributes:
+        layout: the rows that this rank has.
+        part: on the first rank, the part to write, whose content `run` fills; else None.
+    """
+
+    def __init__(self, rows: Mapping[str, _Rows], is_first: bool) -> None:
+        self._rows = rows
+        self._own = {name: each.content() for name, each in rows.items()}
+        self.layout: Layout = {
+            name: [each.spec.dtype, [*each.spec.shape], each.first, each.count]
+            for name, each in rows.items()
+        }
+        self._wholes: dict[str, np.ndarray] = {}
+        self.part: EncodedPart | None = None
+        if is_first:
+            encoded, specs = tree.encode({n: each.spec for n, each in rows.items()}, "sharded")
+            self._wholes = {name: _memory_of_whole(name, each.spec) for name, each in rows.items()}
+            self.part = EncodedPart(encoded, {n: (specs[n], self._wholes[n]) for n in specs})
+
+    def run(self, collectives: Collectives, layouts: Sequence[Layout]) -> None:
+        """Gather the rows. A collective.
+
+        Args:
+            collectives: of the ranks.
+            layouts: of each rank, in order; `check_layouts` has accepted them.
+        """
+        for name, rows in self._rows.items():
+            own, row = self._own[name], rows.row_bytes
+            step = max(_ROUND_BYTES // len(layouts) // max(row, 1), 1) * row
+            longest = max(layout[name][3] for layout in layouts) * row
+            for begin in range(0, longest, max(step, 1)):
+                piece = own[begin : begin + step].tobytes()
+                received = gather(collectives, piece, "hvdkit.checkpoint.shards")
+                if name in self._wholes:
+                    for layout, content in zip(layouts, received, strict=True):
+                        at = layout[name][2] * row + begin
+                        self._wholes[name][at : at + len(content)] = np.frombuffer(
+                            content, np.uint8
+                        )
+
+
+def _memory_of_whole(name: str, spec: TensorSpec) -> np.ndarray:
+    try:
+        return allocate(nbytes(spec))
+    # NumPy raises ValueError for more bytes than it can address.
+    except (MemoryError, ValueError) as error:
+        raise CheckpointError(
+            f"there is no memory for the whole tensor {_subject(name)}, {_text(spec)}, of "
+            f"{nbytes(spec)} bytes: {error}; the first rank holds it until it is written"
+        ) from error
+
+
+def _subject(name: str) -> str:
+    return f"sharded[{name!r}]"
+
+
+def _checked(subject: str, shard: Any) -> Shard:
+    """Return the shard with Python's integers.
+
+    Raises:
+        UsageError: it is not a shard, or its `first` or `total` is not valid.
+    """
+    if not isinstance(shard, Shard):
+        raise UsageError(f"{subject} is a {type(shard).__name__}: expected a hvd.Shard")
+    numbers = {}
+    for argument in ("total", "first"):
+        value = getattr(shard, argument)
+        try:
+            if isinstance(value, bool):
+                raise TypeError("a bool")
+            numbers[argument] = operator.index(value)
+            if numbers[argument] < 0:
+                raise ValueError("negative")
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"{subject} has {argument}={value!r}: expected a whole number from 0"
+            ) from None
+    if numbers["first"] > numbers["total"]:
+        raise UsageError(
+            f"{subject} has first={numbers['first']} and total={numbers['total']}: expected first "
+            f"to be at most total"
+        )
+    return replace(shard, **numbers)
 
 
 class _Rows:
@@ -173,11 +268,17 @@ class _Rows:
         self.spec = TensorSpec(own.spec.dtype, (total, *others))
         self.row_bytes = nbytes(TensorSpec(own.spec.dtype, (1, *others)))
 
-    def read(self, out: np.ndarray | None = None) -> np.ndarray:
-        """Return this rank's rows: uint8, row-major."""
-        content = allocate(nbytes(self._own.spec)) if out is None else out
-        self._own.read(content)
+    def content(self) -> np.ndarray:
+        """Return this rank's rows, without a copy if possible: uint8, row-major."""
+        content = self._own.memory()
+        if content is None:
+            content = allocate(nbytes(self._own.spec))
+            self._own.read(content)
         return content
+
+    def read(self, out: np.ndarray) -> None:
+        """Raise an error: this rank does not have the whole tensor."""
+        raise NotImplementedError("a rank has only its own rows")
 
     def memory(self) -> None:
         """Return None: no memory holds the whole tensor."""
@@ -191,19 +292,26 @@ class _Rows:
             self._own.write(content[left - start : right - start], left - begin)
 
 
-def check_layouts(ranks: Sequence[int], layouts: Sequence[Layout]) -> None:
+def check_layouts(ranks: Sequence[int], layouts: Sequence[Layout], consequence: str) -> None:
     """Check that each row of each tensor belongs to exactly one rank.
 
     Args:
         ranks: the ranks.
         layouts: of each rank, in the same order; the same on every rank.
+        consequence: added to an error.
 
     Raises:
         UsageError: a row is missing or belongs to two ranks, or names, dtypes or shapes differ.
     """
+    problem = _layout_problem(ranks, layouts)
+    if problem is not None:
+        raise UsageError(f"{problem} ({consequence})")
+
+
+def _layout_problem(ranks: Sequence[int], layouts: Sequence[Layout]) -> str | None:
     for rank, layout in zip(ranks, layouts, strict=True):
         if layout.keys() != layouts[0].keys():
-            raise UsageError(
+            return (
                 f"rank {rank} has the sharded tensors {', '.join(layout) or 'none'}, and rank "
                 f"{ranks[0]} {', '.join(layouts[0]) or 'none'}: expected the same names"
             )
@@ -214,20 +322,19 @@ def check_layouts(ranks: Sequence[int], layouts: Sequence[Layout]) -> None:
         ):
             own_dtype, own_shape, first, count = layout[name]
             if (own_dtype, own_shape) != (dtype, shape):
-                raise UsageError(
+                return (
                     f"sharded[{name!r}] is {own_dtype}{own_shape} on rank {rank}, and "
                     f"{dtype}{shape} on rank {ranks[0]}: expected the same dtype and shape"
                 )
             if first != end and count:
-                raise UsageError(
+                return (
                     f"sharded[{name!r}] of rank {rank} begins at row {first}: expected row {end}, "
                     f"because the ranks before it end there"
                 )
             end += count
         if end != shape[0]:
-            raise UsageError(
-                f"sharded[{name!r}] has {end} rows on all ranks together: expected {shape[0]}"
-            )
+            return f"sharded[{name!r}] has {end} rows on all ranks together: expected {shape[0]}"
+    return None
 
 
 def _text(spec: Any) -> str:

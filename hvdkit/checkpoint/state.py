@@ -1,12 +1,12 @@
 """The state in a checkpoint: trees whose leaves are plain values and tensors.
 
-A tree holds the values of JSON (None, bool, int, float, str, lists, dicts with string keys), and
-tuples, dicts with other plain keys, bytes, complex numbers, infinities and NaN, NumPy scalars and
-arrays, `Tensor`s and `SmallTensor`s. It holds nothing else, and no pickle: opening a checkpoint
-never runs code from it.
+A tree holds the values of JSON (None, bool, int, float, str, lists, dicts with string keys). It
+also holds tuples, dicts with other plain keys, bytes, complex numbers, infinities and NaN, NumPy
+scalars and arrays, `Tensor`s and `SmallTensor`s. It holds nothing else, in particular no pickle, so
+opening a checkpoint never runs code from it.
 
-A stateful item is an object whose state a checkpoint holds. The state of an item in a checkpoint is
-a part: a tree, and one file for its tensors.
+A stateful item is an object whose state a checkpoint holds. A part is the saved state of one item:
+a tree, and one file for its tensors.
 """
 
 from dataclasses import dataclass
@@ -51,10 +51,10 @@ class Tensor(Protocol):
         ...
 
     def write(self, content: np.ndarray, start: int = 0) -> None:
-        """Write `content`, a range of the bytes that `read` copies, at byte `start`.
+        """Write `content` into the tensor, beginning at byte `start`.
 
-        A tensor is written in one or several pieces of whole elements, in order. The memory of a
-        piece is aligned for its elements.
+        The bytes are those that `read` copies. A tensor is written in one or several pieces of
+        whole elements, in order. The memory of a piece is aligned for its elements.
         """
         ...
 
@@ -76,13 +76,13 @@ class StatefulItem(Protocol):
     """An item whose state is the same on all ranks, such as a model. Rank 0's state is saved."""
 
     def save(self) -> Tree:
-        """Return the current state. The caller reads its tensors, which are not copied, at once."""
+        """Return the current state. Tensors are not copied: the caller reads them at once."""
         ...
 
     def plan_restore(self, tree: Tree) -> Tree:
         """Return the destinations for a saved state's tensors.
 
-        Changes nothing: `restore` follows only if every rank could make its plan.
+        This changes nothing. `restore` is called only if every rank could make its plan.
 
         Args:
             tree: the result of `save`, with a `TensorSpec` in place of each tensor. NumPy arrays
@@ -93,12 +93,25 @@ class StatefulItem(Protocol):
             tensors or a new one, on the right device. NumPy arrays stay and are filled later.
 
         Raises:
-            UsageError: the state does not fit; names the first differences.
+            UsageError: the state does not fit. The message has the first differences.
         """
         ...
 
     def restore(self, tree: Tree) -> None:
         """Load the state: the tree that `plan_restore` returned, now filled."""
+        ...
+
+
+@runtime_checkable
+class ComparedItem(StatefulItem, Protocol):
+    """An item that each save compares between the ranks, because a restore must fit all of them."""
+
+    def signature(self) -> list[str]:
+        """Return a text for each part of the structure, such as a tensor's name, dtype and shape.
+
+        Raises:
+            UsageError: the item has a state that cannot be saved.
+        """
         ...
 
 
@@ -110,8 +123,8 @@ class PartialItem(StatefulItem, Protocol):
         """Return destinations for the tensors that fit.
 
         Returns:
-            The tree, with a `Discarded` for each tensor that does not fit; and a description of
-            each tensor, saved or own, that is not restored.
+            The tree, with a `Discarded` for each saved tensor that does not fit; and a description
+            of each tensor that is not restored, of the checkpoint or of the item.
         """
         ...
 
@@ -149,7 +162,7 @@ class RankItem(Protocol):
         ...
 
     def restore(self, tree: Tree) -> None:
-        """Load the state that the same rank of a job with as many ranks has saved."""
+        """Load the state that the same rank saved, in a job with the same number of ranks."""
         ...
 
 
@@ -161,8 +174,8 @@ class CheckedRankItem(RankItem, Protocol):
         """Check a saved state before anything is restored.
 
         Raises:
-            UsageError: the state does not fit. A restore with `strict=False` leaves the item as it
-                is.
+            UsageError: the state does not fit. A restore with `strict=False` does not change the
+                item then.
         """
         ...
 
@@ -171,10 +184,10 @@ class CheckedRankItem(RankItem, Protocol):
 class RequiredRankItem(CheckedRankItem, Protocol):
     """A `CheckedRankItem` that a job needs to resume, such as a rank's position in its data.
 
-    A restore fails if it cannot restore the item; with `strict=False` it leaves the item as it is.
+    A restore fails if it cannot restore the item. With `strict=False` it does not change the item.
 
     Attributes:
-        required: true.
+        required: always true.
     """
 
     required: bool

@@ -2,7 +2,7 @@
 
 A value that JSON does not have is an object with one key that begins with `$`, called a mark:
 `{"$tuple": [1, 2]}`, `{"$tensor": "layer.weight"}`, or `{"$array": "history"}` for a NumPy array.
-If the file stores another dtype than the tensor has, the mark has the tensor's:
+If the file stores the tensor with another dtype, the mark also has the dtype of the tensor:
 `{"$tensor": ["spectrum", "C128"]}`.
 """
 
@@ -22,7 +22,7 @@ from hvdkit.checkpoint.arrays import ArrayTensor
 from hvdkit.checkpoint.state import SmallTensor, TensorSpec, Tree
 from hvdkit.errors import UsageError
 
-#: The most levels of a tree. A deeper tree contains itself, or is an attack on the stack.
+#: The most levels of a tree. A deeper tree contains itself, or is made to overflow the stack.
 MAX_DEPTH = 50
 
 #: The largest array or small tensor that is written as text, in bytes.
@@ -34,8 +34,8 @@ _ALLOWED = (
 )
 _NUMPY_SCALAR = re.compile(r"[<|][biufc](?:1|2|4|8|16|32)")
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-#: Larger integers are written in hexadecimal: other JSON readers round them, and Python limits the
-#: length of decimal numbers.
+#: Integers with more bits are written in hexadecimal, because other JSON readers round them and
+#: Python limits the length of decimal numbers.
 _JSON_INT_BITS = 53
 
 
@@ -51,7 +51,7 @@ def encode(tree: Tree, subject: str, *, inline: bool = False) -> tuple[Any, dict
     Args:
         tree: see `hvdkit.checkpoint.state`.
         subject: the name of the tree in errors: `metadata` gives `metadata['x'] is a Foo`.
-        inline: write the content of NumPy arrays, which must be small, into the JSON form.
+        inline: write the content of NumPy arrays into the JSON form. The arrays must be small.
 
     Returns:
         The JSON form, for `json.dumps`; name -> tensor, in the order of the tree, with an
@@ -69,8 +69,8 @@ def decode(encoded: Any, tensors: Mapping[str, Any]) -> Tree:
 
     Args:
         encoded: the JSON form.
-        tensors: name -> tensor. A `TensorSpec` with the dtype of the file is replaced by one with
-            the dtype of the tensor, and by a new array for an array.
+        tensors: name -> tensor. If it is a `TensorSpec` with the dtype of the file, the tree gets a
+            `TensorSpec` with the dtype of the tensor, or for a NumPy array a new array.
 
     Raises:
         ValueError: `encoded` is not a result of `encode`, or has a tensor that is not in `tensors`.
@@ -172,7 +172,7 @@ class _Encoder:
         if size > MAX_ARRAY_BYTES:
             raise UsageError(
                 f"{self._where(path)} is {kind} of {size} bytes; expected at most "
-                f"{MAX_ARRAY_BYTES} bytes in a tree."
+                f"{MAX_ARRAY_BYTES} bytes here."
             )
 
     def _name(self, tensor: Any, path: tuple[Any, ...]) -> str:
@@ -196,7 +196,7 @@ def spec_of(tensor: Any) -> TensorSpec:
 
 
 def _advice(value: Any, path: tuple[Any, ...]) -> str:
-    """Return how to save a value of an unsupported type, if there is a way."""
+    """Return advice on how to save a value of an unsupported type; "" if there is no way."""
     if isinstance(value, np.random.Generator):
         return " Give it to the checkpointer as generators={...}, or its bit_generator.state here."
     if callable(getattr(value, "numpy", None)):

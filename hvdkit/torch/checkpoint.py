@@ -31,9 +31,9 @@ from hvdkit.torch.items import (
     ReductionItem,
     StateDictItem,
     Statistics,
-    TorchTensor,
     on_host,
     without_tensors,
+    writable,
 )
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
@@ -61,8 +61,8 @@ class Checkpointer(Manager):
             this rank's position in its data, such as torchdata's `StatefulDataLoader`; or several
             in a dict. Positions of each rank can be restored with the same number of ranks only.
         sharded: name -> this rank's rows of a tensor that is divided between the ranks, such as
-            `hvd.Shard(embedding.weight, first, total)`. It can be restored with any number of
-            ranks and any division.
+            `hvd.Shard(embedding.weight, first, total)`. Any number of ranks can restore it, with
+            any division.
         metadata: a dict with plain values and NumPy arrays (see `hvdkit.checkpoint.state`), such as
             counters. It is read at every save, and `restore` updates it.
         generators: name -> `torch.Generator`, `numpy.random.Generator` or `random.Random` to save
@@ -128,14 +128,15 @@ class Checkpointer(Manager):
         models = several("model", model)
         if not models:
             raise UsageError(f"model is {model!r}: expected a module, or several in a dict")
+        model_items: dict[str, ModelItem] = {}
         for name, module in models.items():
             if not isinstance(module, torch.nn.Module):
                 raise UsageError(f"{name} is a {type(module).__name__}: expected a module")
-            parts[name] = ModelItem(module, name)
+            parts[name] = model_items[name] = ModelItem(module, name)
         for name, each in optimizers.items():
             if not isinstance(each, torch.optim.Optimizer):
                 raise UsageError(f"{name} is a {type(each).__name__}: expected a torch optimizer")
-            parts[name] = OptimizerItem(each, name)
+            parts[name] = OptimizerItem(each, name, list(model_items.values()))
         parts["reduction"] = ReductionItem(optimizers)
         for argument, given in (("lr_scheduler", lr_scheduler), ("scaler", scaler)):
             for name, each in several(argument, given).items():
@@ -144,7 +145,7 @@ class Checkpointer(Manager):
         shared, own = data_parts(data)
         parts |= shared
         if sharded is not None:
-            parts["sharded"] = ShardedItem(sharded, TorchTensor)
+            parts["sharded"] = ShardedItem(sharded, writable)
         parts["metadata"] = kept_in(self.metadata)
         wrapped = [o for o in optimizers.values() if isinstance(o, WrappedOptimizer)]
         super().__init__(

@@ -3,7 +3,7 @@
 import itertools
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -114,6 +114,32 @@ class TorchTensor:
             if first + piece.numel() == tensor.numel():
                 tensor.copy_(self._staged.view(tensor.shape))
                 self._staged = None
+
+
+def writable(tensor: torch.Tensor, subject: str) -> TorchTensor:
+    """Return a `TorchTensor` that a restore can write to.
+
+    Raises:
+        UsageError: see `TorchTensor`; or the tensor has no content, or several elements share one
+            place in memory.
+    """
+    wrapped = TorchTensor(tensor, subject)
+    if tensor.is_meta:
+        raise UsageError(
+            f"{subject} is on the meta device and has no content: create it on a device before, "
+            f"such as with Module.to_empty()"
+        )
+    if _overlaps(tensor):
+        raise UsageError(
+            f"{subject} has several elements in one place of its memory, as expand() makes them: "
+            f"expected a tensor that a restore can write to. Use clone() or contiguous() before"
+        )
+    return wrapped
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    lengths = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(length > 1 and stride == 0 for length, stride in lengths)
 
 
 def _has_own_operations(kind: type) -> bool:
@@ -247,6 +273,8 @@ class ModelItem:
         self._model = model
         self._subject = subject
         self._to_load: list[str] = []
+        # The addresses of tensors that a partial restore leaves as they are.
+        self._left: set[int] = set()
         #: Name in the restored tree -> name in the module's `state_dict`.
         self._names: dict[str, str] = {}
 
@@ -286,12 +314,22 @@ class ModelItem:
                 tree[name] = tensor
         return {**tree, TIED: tied} if tied else tree
 
+    def signature(self) -> list[str]:
+        """Return name, dtype and shape of each tensor of the `state_dict`."""
+        return [
+            f"{name} {_text(writable(value, _at(self._subject, (name,))).spec)}"
+            if _is_tensor(value)
+            else name
+            for name, value in self._state().items()
+        ]
+
     def plan_restore(self, tree: Tree) -> Tree:
         """Return the model's memory, or new memory where a module's `state_dict` returns copies.
 
         Raises:
             UsageError: names, shapes or dtypes differ; the message has the first differences.
         """
+        self._left = set()
         own, lines = self._compared(tree)
         lines += [line for _, line in self._separate_in_checkpoint(tree, own)]
         if lines:
@@ -304,7 +342,14 @@ class ModelItem:
         for name, line in self._separate_in_checkpoint(tree, own):
             del own[name]
             lines.append(line)
+        state = self._state({*tree, *tree.get(TIED, {})})
+        addresses = {n: value.data_ptr() for n, value in state.items() if _is_tensor(value)}
+        self._left = {*addresses.values()} - {addresses[name] for name in own}
         return self._destinations(tree, own), lines
+
+    def leaves(self, parameter: torch.Tensor) -> bool:
+        """Return whether the planned restore leaves a parameter of the model as it is."""
+        return parameter.data_ptr() in self._left
 
     def _separate_in_checkpoint(
         self, tree: Tree, own: Mapping[str, torch.Tensor]
@@ -334,7 +379,9 @@ class ModelItem:
         alike = {}
         for name in own:
             here = TorchTensor(own[name], _at(self._subject, (name,))).spec
-            if name in named and named[name] == here:
+            if _overlaps(own[name]):
+                lines.append(f"{name} is a result of expand() and cannot be written: clone it")
+            elif name in named and named[name] == here:
                 alike[name] = own[name]
             elif name in named:
                 lines.append(
@@ -378,6 +425,7 @@ class ModelItem:
 
     def restore(self, tree: Tree) -> None:
         """Load the values that were not written in place."""
+        self._left = set()
         tied = tree.get(TIED, {})
         loaded = {name: tree[tied.get(name, name)].tensor for name in self._to_load}
         extra = {
@@ -431,11 +479,25 @@ class OptimizerItem:
     """The state and options of an optimizer, with their shapes, dtypes and devices.
 
     torch's `load_state_dict` casts state to the dtype of the parameter, which loses bits.
+
+    Args:
+        optimizer: the optimizer.
+        subject: its name in errors.
+        models: the models of its parameters. A partial restore that leaves a parameter as it is
+            also leaves its optimizer state. The models are planned and restored first.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, subject: str = "optimizer") -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        subject: str = "optimizer",
+        models: Sequence[ModelItem] = (),
+    ) -> None:
         self._optimizer = optimizer
         self._subject = subject
+        self._models = models
+        # Indices of the parameters whose state a partial restore leaves as it is.
+        self._left: set[int] = set()
 
     def save(self) -> Tree:
         """Return the `state_dict`, the class and the shapes of the parameters."""
@@ -453,6 +515,14 @@ class OptimizerItem:
             ],
         }
 
+    def signature(self) -> list[str]:
+        """Return the class, and the index and shape of each parameter."""
+        return [type(self._optimizer).__name__] + [
+            f"parameter {i} of group {g} {shape}"
+            for g, group in enumerate(self._shapes())
+            for i, shape in enumerate(group)
+        ]
+
     def _shapes(self) -> list[list[list[int]]]:
         return [[list(p.shape) for p in group["params"]] for group in self._optimizer.param_groups]
 
@@ -462,6 +532,7 @@ class OptimizerItem:
         Raises:
             UsageError: the saved optimizer is of another class or has other parameters.
         """
+        self._left = set()
         kind, shapes = type(self._optimizer).__name__, self._shapes()
         if tree["optimizer"] != kind:
             raise _differences(
@@ -515,6 +586,29 @@ class OptimizerItem:
             "param_groups": _mapped(tree["param_groups"], into_group),
         }
 
+    def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
+        """Plan the restore of the state of those parameters that are restored as well.
+
+        Raises:
+            UsageError: see `plan_restore`.
+        """
+        prepared = self.plan_restore(tree)
+        self._left = {
+            index
+            for index, parameter in enumerate(self._parameters())
+            if index in tree["state"] and any(model.leaves(parameter) for model in self._models)
+        }
+        for index in self._left:
+            prepared["state"][index] = _mapped(
+                tree["state"][index],
+                lambda leaf, _: Discarded(leaf) if isinstance(leaf, TensorSpec) else leaf,
+            )
+        count = len(self._left)
+        if not count:
+            return prepared, []
+        of_them = "a parameter that is" if count == 1 else f"{count} parameters that are"
+        return prepared, [f"the state of {of_them} not restored"]
+
     def _devices(self, tree: Tree) -> Callable[[tuple[Any, ...], Any], torch.device]:
         """Return a function that returns the device for a tensor of the state.
 
@@ -554,11 +648,17 @@ class OptimizerItem:
         """Restore the state in place: LR schedulers and wrappers refer to its containers."""
         optimizer = self._optimizer
         parameters = self._parameters()
-        state = without_tensors(tree["state"])
+        state = {
+            parameters[key] if isinstance(key, int) else key: value
+            for key, value in without_tensors(tree["state"]).items()
+            if key not in self._left
+        }
+        for parameter in (parameters[index] for index in self._left):
+            if parameter in optimizer.state:
+                state[parameter] = optimizer.state[parameter]
+        self._left = set()
         optimizer.state.clear()
-        optimizer.state.update(
-            {parameters[k] if isinstance(k, int) else k: value for k, value in state.items()}
-        )
+        optimizer.state.update(state)
         groups = without_tensors(tree["param_groups"])
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -606,6 +706,12 @@ class StateDictItem:
                 A version of PyTorch may add entries, so a difference on one side is allowed.
         """
         own = self._stateful.state_dict()
+        if isinstance(own, dict) and own and tree == {}:
+            raise UsageError(
+                f"{self._subject} is a {type(self._stateful).__name__} with {', '.join(own)}, and "
+                f"was saved without any state, as a disabled GradScaler is: expected the same "
+                f"options. With strict=False it is not restored"
+            )
         if isinstance(own, dict) and isinstance(tree, dict):
             saved_alone, own_alone = tree.keys() - own.keys(), own.keys() - tree.keys()
             if saved_alone and own_alone:

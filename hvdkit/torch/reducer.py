@@ -134,7 +134,7 @@ class GradientReducer:
         found = [known.synchronizer.state for known in self._known.values()]
         return [asdict(state) for state in [*found, *self._resumed] if state is not None]
 
-    def adopt_state(self, state: Sequence[Mapping[str, Any]]) -> None:
+    def restore_state(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Restore a state returned by `state()`, maybe of another process. Not a collective.
 
         For gradients that have not been reduced yet it counts as soon as they are.

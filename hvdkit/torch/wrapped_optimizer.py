@@ -1,11 +1,12 @@
 """The class of wrapped optimizers, which reduces gradients in the backward pass.
 
-When `loss.backward()` returns, `p.grad` is the reduced gradient. The path of a gradient, downwards:
+When `loss.backward()` returns, `p.grad` is the reduced gradient. These functions are called for a
+gradient, in this order; an indented function is called by the one above it:
 
     _before_accumulation             hook: a gradient is about to be added to `p.grad`
-      OptimizerGradients.before_accumulation   store a reduced gradient as base
+      OptimizerGradients.before_accumulation   store a reduced gradient as the base
     _after_accumulation              hook: `p.grad` is complete
-      OptimizerGradients.after_accumulation    record it; call `Synchronizer.mark_ready`
+      OptimizerGradients.after_accumulation    record the gradient
         Synchronizer.mark_ready                pack a full bucket and start its collective
     passes.end_pass                  PyTorch calls it at the end of the outermost backward pass
       Coordinator.send                         start the header and the other buckets
@@ -14,7 +15,9 @@ When `loss.backward()` returns, `p.grad` is the reduced gradient. The path of a 
           OptimizerGradients.end_round         add the bases
     step                             the plain optimizer's step
 
-A pass under `no_sync`, or inside an accumulation window, ends without `send` and `wait`.
+The base is the part of a gradient that earlier rounds have reduced. The header is a small sum that
+shows whether all ranks reduce the same gradients (`hvdkit.core.coordination`). A pass under
+`no_sync`, or before the last one of an accumulation window, ends without `send` and `wait`.
 """
 
 import functools
@@ -89,8 +92,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         check_parameters: bool,
         frozen: dict[str, torch.nn.Parameter],
     ) -> None:
-        # Not by __init__, which would drop loaded state. `step` is an attribute if an LR scheduler
-        # counts the plain optimizer's steps; it would hide the method of this class.
+        # Copy the attributes instead of calling __init__, which would drop loaded state. An LR
+        # scheduler sets an attribute `step` to count steps. Its copy would hide our method.
         self.__dict__.update((k, v) for k, v in plain.__dict__.items() if k != "step")
         self.number = next(_count)
         self.graph_task: weakref.ref[Any] | None = None
@@ -103,22 +106,21 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._window = window
         self._should_synchronize = True
         self._check_parameters = check_parameters
-        # Frozen parameters of the model that are not the optimizer's.
+        # Frozen parameters of the model that the optimizer does not have.
         self._frozen = frozen
-        # A tensor is the `found_inf` of a fused step.
+        # Whether the last step changed the parameters. After a fused step this is its tensor
+        # `found_inf`: 0 if the step changed them.
         self._stepped: bool | torch.Tensor = False
-        #: The number of steps made.
+        #: The number of steps that were made.
         self.steps = 0
         self._no_sync = False
-        # For the current pass: its graph task; whether nothing has to be done with gradients,
-        # because there is one rank and one pass per step; whether gradients are not reduced at the
-        # end; whether buckets must wait for a new plan; the generation of the collectives.
-        self._task_id: int | None = None
-        self._nothing_to_reduce = False
-        self._local_pass = False
-        self._plan_outdated = False
-        self._generation = 0
-        # Another optimizer has wrapped parameters of this one.
+        # The current backward pass.
+        self._task_id: int | None = None  # PyTorch's graph task
+        self._nothing_to_reduce = False  # there is one rank and one pass per step
+        self._local_pass = False  # its gradients are not reduced at its end
+        self._plan_outdated = False  # buckets must wait for a new plan
+        self._generation = 0  # of the collectives when the pass began
+        # Whether another optimizer has wrapped parameters of this one.
         self._wrapped_again = False
         self._collectives = TorchCollectives(process_set)
         # Not a strong reference: a cycle would keep the optimizer until a garbage collection.
@@ -209,7 +211,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def _complete_earlier_passes(self) -> None:
         """Complete earlier passes that raised; do nothing inside a backward pass.
 
-        Includes passes of other optimizers, because their round may invalidate these gradients.
+        Passes of other optimizers are completed too: their rounds may invalidate these gradients.
 
         Raises:
             BackwardFailed: on every rank, because a pass of this optimizer raised.
@@ -229,8 +231,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def _pass_raised(self) -> bool:
         """Whether a backward pass raised and has not been completed since.
 
-        Outside of backward passes this includes a pass whose re-entrant checkpoints have ended, but
-        whose own end was not reported: it may or may not have raised.
+        Outside of backward passes this is also True for a pass whose end was not reported, although
+        its re-entrant checkpoints have ended. Such a pass may have raised or not.
         """
         if self.graph_task is None:
             return False
@@ -253,7 +255,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Record that the pass raised; return whether other ranks wait in its round."""
         self._task_id = self.graph_task = None
         if not self._gradients.end_pass():
-            return False  # torch.autograd.grad, which has accumulated nothing
+            return False  # it was torch.autograd.grad, which accumulates nothing
         if self._nothing_to_reduce or self._local_pass or self._collectives.single_rank:
             self._gradients.invalidate(
                 "an earlier loss.backward() raised, so some gradients are missing"
@@ -269,7 +271,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             raise UsageError(
                 "parameters of this optimizer have been wrapped again by another "
                 "hvd.DistributedOptimizer, which reduces their gradients now. Use that optimizer. "
-                "If two optimizers must step the same parameters, use one optimizer with groups."
+                "If two optimizers must step the same parameters, use one optimizer with several "
+                "parameter groups."
             )
         if not self._gradients.invalid_reason:
             return
@@ -298,10 +301,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._stepped = False
 
     def reduce(self) -> bool:
-        """Reduce all gradients, unless more passes must come in an accumulation window.
+        """Reduce all gradients, unless the accumulation window needs more passes.
 
-        Every rank calls it. It communicates only if a rank made no backward pass since the last
-        step, or if gradients were added under `hvd.no_sync`.
+        Every rank must call this method. It communicates only if a rank made no backward pass since
+        the last step, or if gradients were added under `hvd.no_sync`.
 
         Returns:
             Whether the gradients are reduced.
@@ -316,7 +319,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return True
 
     def synchronize(self) -> None:
-        """Reduce all gradients, see `reduce`. `step()` calls it."""
+        """Reduce all gradients, like `reduce`. `step()` does this by itself."""
         self.reduce()
 
     @contextmanager
@@ -341,7 +344,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             raise UsageError(
                 f"step(closure) was called with accumulation_steps {self._window.size}, but the "
                 f"closure makes the passes itself. Accumulate in the closure, or call step() "
-                f"without one."
+                f"without a closure."
             )
         self._complete_earlier_passes()
         if self._window.open:
@@ -482,7 +485,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return bool(self._window.passes) or self._gradients.has_unreduced(assigned=False)
 
     def complete_deferred(self) -> None:
-        """Complete the deferred requests of the last round. Every rank has started them."""
+        """Complete the deferred requests of the last round (`wire_format.GlobalMax.deferred`).
+
+        Not a collective: every rank has started the requests.
+        """
         self.rounds.complete_deferred()
 
     def reduction_states(self) -> list[ReductionState | None]:
@@ -554,7 +560,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             parameter.requires_grad_(False)
 
 
-# --- hooks, which must not keep the optimizer alive -----------------------------------------------
+# --- hooks: they must not keep the optimizer alive ------------------------------------------------
 
 _Reference = weakref.ref[WrappedOptimizer]
 

@@ -69,7 +69,14 @@ def test_a_writer_killed_before_any_of_its_steps_loses_nothing(tmp_path, step):
         assert leftovers(folder) == [], line
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE])
+@pytest.mark.parametrize(
+    "number",
+    [
+        errno.EIO,
+        errno.ENOSPC,
+        *(pytest.param(n, marks=pytest.mark.long) for n in (errno.EROFS, errno.ESTALE)),
+    ],
+)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from_then_on"])
 def test_any_step_that_fails_loses_nothing(tmp_path, monkeypatch, number, lasting):
     template = two_steps(tmp_path / "template")

@@ -11,6 +11,8 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hvdkit.checkpoint import background, chunks, manager, tensors
 from hvdkit.checkpoint.background import BackgroundWriter
@@ -180,6 +182,50 @@ def test_the_best_step_by_a_metric_that_no_step_has(tmp_path):
                 saving.best("loss")
 
     on_ranks(run)
+
+
+_TRAIN_AND_SAVE = st.tuples(
+    # Steps trained before the save; 0 saves the same step again.
+    st.integers(0, 2),
+    st.none() | st.integers(0, 9),
+    # Whether a new process resumes after the save.
+    st.booleans(),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(saves=st.lists(_TRAIN_AND_SAVE, min_size=1, max_size=8), keep_last=st.integers(1, 2))
+def test_the_best_step_is_never_forgotten(tmp_path_factory, saves, keep_last):
+    """A save of the same step without its metric, as at the end of a script, keeps the metric."""
+    place = tmp_path_factory.mktemp("best")
+    metrics, step = {}, 1
+
+    def manager(collectives):
+        store = Store(str(place), keep_last=keep_last, keep_best=KeepBest("accuracy"))
+        return Manager(store, collectives, {"model": state(1)})
+
+    def run(collectives):
+        nonlocal step
+        saving = manager(collectives)
+        for trained, accuracy, restart in saves:
+            step += trained
+            if step in metrics:
+                accuracy = None
+            saving.save(step, metrics={} if accuracy is None else {"accuracy": accuracy})
+            if accuracy is not None:
+                metrics[step] = accuracy
+            if restart:
+                saving.close()
+                saving = manager(collectives)
+                assert saving.restore().step == step
+            best = max(metrics.values(), default=None)
+            newest = max((s for s in metrics if metrics[s] == best), default=None)
+            if newest is not None:
+                assert saving.best("accuracy") == newest
+                assert newest in {saved.step for saved in saving.steps()}
+        saving.close()
+
+    on_ranks(run, 1)
 
 
 @pytest.mark.parametrize("value", ["0.1", b"1", 10**400, None])

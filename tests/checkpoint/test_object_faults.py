@@ -83,8 +83,8 @@ class Outage:
         return "lost" if number == self.first else "500"
 
 
-def test_any_request_from_which_on_the_server_is_gone(on_s3, s3_proxy, quick):
-    for number in itertools.count(1):
+def test_any_request_from_which_on_the_server_is_gone(on_s3, s3_proxy, quick, request):
+    for number in itertools.count(1, 1 if request.config.getoption("--long") else 4):
         place = on_s3 / str(number)
         save(place, 1, 2, keep_last=2)
         store = through(s3_proxy, place, keep_last=2)
@@ -151,9 +151,8 @@ def write(store, step):
         writer.write(snapshot(step))
 
 
-@pytest.mark.parametrize(
-    "step", [3, pytest.param(2, marks=pytest.mark.long)], ids=["new", "once_more"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("step", [3, 2], ids=["new", "once_more"])
 def test_a_writer_killed_after_any_change_loses_nothing(on_s3, s3_proxy, step):
     for spared in itertools.count():
         place = on_s3 / str(spared)

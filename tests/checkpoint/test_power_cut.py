@@ -93,7 +93,7 @@ def test_nothing_is_lost_at_a_power_cut(tmp_path):
     assert_newest_good(Store(tmp_path / "whole" / "a" / "b"), 4)
 
 
-@pytest.mark.parametrize("program", [brief, program])
+@pytest.mark.parametrize("program", [brief, pytest.param(program, marks=pytest.mark.long)])
 def test_each_sync_is_needed(tmp_path, program):
     """Without it, a power cut at some moment loses a step: the test above would fail.
 

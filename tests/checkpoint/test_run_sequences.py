@@ -161,7 +161,7 @@ def check(place, jobs, log):
 def test_sequences_of_jobs(tmp_path, place, request):
     long = request.config.getoption("--long")
     in_a_folder = isinstance(place, Path)
-    examples = (1500 if long else 40) if in_a_folder else (100 if long else 6)
+    examples = (1500 if long else 25) if in_a_folder else (100 if long else 2)
     numbers = itertools.count()
 
     @settings(

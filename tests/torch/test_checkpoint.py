@@ -292,6 +292,174 @@ def test_without_end_epoch_the_next_loop_begins_the_next_epoch(hvd):
     assert resumed.epoch == 4
 
 
+def test_a_restore_in_a_loop_over_batches_is_an_error(hvd, tmp_path):
+    """The loop would lose the steps of the rest of its epoch, or end with a misleading error."""
+    import torch
+
+    from hvdkit.errors import UsageError
+
+    data = torch.arange(20)
+    sampler = hvd.ResumableSampler(data, batch_size=4, shuffle=False)
+    loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
+    with hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), data=sampler) as checkpointer:
+        for _ in range(2):
+            batches = sampler.batches(loader)
+            next(batches)
+            checkpointer.save(1)
+            next(batches)
+            # Only a restore of the position ends the loop.
+            checkpointer.restore(only=("model",))
+            next(batches)
+            checkpointer.restore()
+            with pytest.raises(UsageError, match="restored in this loop over batches.*new loop"):
+                next(batches)
+            assert [batch[0].item() for batch in sampler.batches(loader)] == [4, 8, 12, 16]
+            sampler.set_epoch(0)
+
+
+def test_batches_have_a_length_and_the_loader_has_what_is_left(hvd):
+    import torch
+
+    data = torch.arange(20)
+    sampler = hvd.ResumableSampler(data, batch_size=4)
+    loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
+    batches = sampler.batches(loader)
+    assert len(batches) == 5
+    lengths = [(len(batches), len(loader), sampler.batches_per_epoch) for _ in batches]
+    assert lengths == [(5, left, 5) for left in (4, 3, 2, 1, 0)]
+
+
+class Lazy:
+    """Iterates a loader when the first batch is taken, as tqdm does."""
+
+    def __init__(self, loader):
+        self.loader = loader
+        self.generator = loader.generator
+
+    def __iter__(self):
+        yield from self.loader
+
+
+class Thread(Lazy):
+    """Reads a loader in a thread."""
+
+    def __iter__(self):
+        import queue
+        import threading
+
+        batches = queue.Queue()
+        thread = threading.Thread(target=lambda: [*map(batches.put, [*self.loader, None])])
+        thread.start()
+        yield from iter(batches.get, None)
+        thread.join()
+
+
+@pytest.mark.parametrize("wrapper", [None, Lazy, Thread])
+@pytest.mark.parametrize("kind", ["plain", "workers", "no batches", "stateful", "generator"])
+def test_random_numbers_resume_with_a_wrapper_of_the_loader(hvd, kind, wrapper):
+    """A wrapper may create the DataLoader's iterator late; the iterator draws a random number."""
+    import torch
+
+    if kind == "stateful":
+        pytest.importorskip("torchdata")
+        from torchdata.stateful_dataloader import StatefulDataLoader as Loader
+    else:
+        from torch.utils.data import DataLoader as Loader
+
+    class Noisy(torch.utils.data.Dataset):
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, number):
+            # In a worker or a thread, samples are read ahead.
+            ahead = kind == "workers" or wrapper is Thread
+            return number, 0.0 if ahead else torch.rand(()).item()
+
+    def run(stop=None, state=None):
+        size = 1 if kind == "no batches" else 2
+        sampler = hvd.ResumableSampler(12, size, seed=1)
+        generator = torch.Generator().manual_seed(2)
+        loader = Loader(
+            Noisy(),
+            None if kind == "no batches" else size,
+            sampler=sampler,
+            num_workers=2 if kind == "workers" else 0,
+            generator=generator if kind == "generator" else None,
+        )
+        torch.manual_seed(5)
+        if state is not None:
+            sampler.restore(sampler.plan_restore(state[0]))
+            torch.set_rng_state(state[1])
+            generator.set_state(state[2])
+        seen = []
+        for _ in range(sampler.epoch, 2):
+            for numbers, noise in sampler.batches(wrapper(loader) if wrapper else loader):
+                drawn = [torch.rand(()).item(), torch.rand((), generator=generator).item()]
+                noise = torch.as_tensor(noise).tolist()
+                seen.append([torch.as_tensor(numbers).tolist(), noise, *drawn])
+                if len(seen) == stop:
+                    return seen, (sampler.save(), torch.get_rng_state(), generator.get_state())
+        return seen
+
+    whole = run()
+    first, state = run(stop=2)
+    assert first + run(state=state) == whole
+
+
+def test_a_loader_that_gives_other_batches_than_its_sampler_is_refused(hvd):
+    """Batches in the order of their completion would be lost and repeated after a resume."""
+    import inspect
+
+    import torch
+
+    from hvdkit.errors import UsageError
+
+    class WithoutLength(torch.utils.data.Dataset):
+        def __getitem__(self, number):
+            return number
+
+    DataLoader = torch.utils.data.DataLoader
+    sampler = hvd.ResumableSampler(10, 2)
+    if "in_order" in inspect.signature(DataLoader).parameters:
+        loader = DataLoader(range(10), 2, sampler=sampler, num_workers=2, in_order=False)
+        words = "in_order=False and 2 workers: expected in_order=True"
+        with pytest.raises(UsageError, match=words):
+            sampler.batches(loader)
+        # Without workers there is one order.
+        loader = DataLoader(range(10), 2, sampler=sampler, in_order=False)
+        assert len(list(sampler.batches(loader))) == 5
+    for count in (9, 11):
+        loader = DataLoader(range(count), 2, sampler=sampler)
+        with pytest.raises(UsageError, match=f"has {count} samples, but its .* has 10: .*Subset"):
+            sampler.batches(loader)
+    loader = DataLoader(WithoutLength(), 2, sampler=sampler)
+    assert len(list(sampler.batches(loader))) == 5
+
+
+def test_numbers_and_orders_of_numpy(hvd):
+    import numpy as np
+
+    from hvdkit.errors import UsageError
+
+    sampler = hvd.ResumableSampler(np.int64(10), np.int32(2), seed=np.uint8(1))
+    same = hvd.ResumableSampler(10, 2, seed=1)
+    assert sampler.save() == same.save()
+    assert [batch.tolist() for batch in sampler.batches()] == [b.tolist() for b in same.batches()]
+    for data, words in (
+        (10.0, r"data is 10.0 of type float, which has no length: expected a data set"),
+        (None, "data is None of type NoneType"),
+        (True, "the number of samples is True: expected a whole number"),
+        (np.int64(0), r"the number of samples is .*0.*: expected a whole number, at least 1"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            hvd.ResumableSampler(data, 2)
+    for shape in ((10, 1), (1, 10), (2, 5)):
+        sampler = hvd.ResumableSampler(10, 2, order=lambda drawn, _, s=shape: drawn.reshape(s))
+        words = rf"array of shape \({shape[0]}, {shape[1]}\): expected .* array of shape \(10,\)"
+        with pytest.raises(UsageError, match=words):
+            next(sampler.batches())
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -540,6 +708,79 @@ def test_complex128_in_an_optimizer_and_partly(hvd, tmp_path):
     assert one["exp_avg"].dtype == torch.complex128
     assert torch.equal(one["exp_avg"], two["exp_avg"])
     assert torch.equal(saved.spectrum, again.spectrum)
+
+
+@pytest.mark.parametrize("change", ["renamed", "dtype"])
+def test_weights_that_are_not_restored_keep_their_optimizer_state(hvd, tmp_path, change):
+    """Old moments would be wrong for new weights, and have the wrong dtype for narrow ones."""
+    import torch
+
+    def trained(name, dtype, steps):
+        model = torch.nn.ModuleDict({"body": torch.nn.Linear(2, 2), name: torch.nn.Linear(2, 1)})
+        model[name].to(dtype)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            output = model["body"](torch.ones(3, 2)).to(dtype)
+            model[name](output).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained("old", torch.float32, 5)
+    with hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer) as saving:
+        saving.save(1)
+    new = ("new", torch.float32) if change == "renamed" else ("old", torch.bfloat16)
+    for steps in (0, 1):
+        model, optimizer = trained(*new, steps)
+        head = list(model[new[0]].parameters())
+        before = [dict(optimizer.state.get(p, {})) for p in head]
+        with hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer) as restoring:
+            restoring.restore(strict=False)
+        assert [dict(optimizer.state.get(p, {})) for p in head] == before
+        assert all(optimizer.state[p]["step"] == 5 for p in model["body"].parameters())
+        # Without the model, the user asks for the whole state.
+        with hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer) as restoring:
+            restoring.restore(strict=False, only=("optimizer",))
+        assert all(optimizer.state[p]["step"] == 5 for p in model.parameters())
+
+
+def test_statistics_of_a_layer_that_changed(hvd, tmp_path):
+    """They are a rank's own state, whose sizes nothing else compares."""
+    import torch
+
+    def checkpointer(width):
+        model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.BatchNorm1d(width))
+        model[1].running_mean.fill_(width)
+        return model, hvd.Checkpointer(tmp_path, model=model)
+
+    with checkpointer(3)[1] as saving:
+        saving.save(1)
+    model, restoring = checkpointer(4)
+    with restoring:
+        restoring.restore(strict=False)
+    assert model[1].running_mean.tolist() == [4.0] * 4
+
+
+def test_a_scaler_that_was_disabled(hvd, tmp_path):
+    """torch's `load_state_dict` refuses its empty state, after others are restored."""
+    import torch
+
+    from hvdkit.errors import UsageError
+
+    def checkpointer(value, enabled):
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.constant_(model.weight, value)
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        return model, hvd.Checkpointer(tmp_path, model=model, scaler=scaler)
+
+    with checkpointer(1.0, enabled=False)[1] as saving:
+        saving.save(1)
+    model, restoring = checkpointer(2.0, enabled=True)
+    with restoring:
+        with pytest.raises(UsageError, match="was saved without any state, as a disabled GradSc"):
+            restoring.restore()
+        assert model.weight.item() == 2.0
+        restoring.restore(strict=False)
+        assert model.weight.item() == 1.0
 
 
 SUBCLASSES = """

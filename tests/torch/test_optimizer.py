@@ -174,7 +174,7 @@ def test_a_reducers_state_has_what_it_has_not_reduced_yet(hvd):
     state = reducer.state()
     assert len(state) == 2
     resumed = GradientReducer(Reduction(Float16()))
-    resumed.adopt_state(state)
+    resumed.restore_state(state)
     assert resumed.state() == state
     reduce(resumed, "a")
     assert len(resumed.state()) == 2

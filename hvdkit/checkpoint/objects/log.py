@@ -1,8 +1,8 @@
 """The commit log of an object store: numbered records, each created exclusively.
 
 A record lists all steps; the record with the highest number is valid. Each change of the list
-creates the next record. That fails if another writer has created it, so a replaced writer cannot
-change the list. The process in the newest record is the writer.
+creates the next record. This fails if another writer has created a record with the same number, so
+a replaced writer cannot change the list. The newest record names the process that is the writer.
 
     log/00000000000000000042.json   {"writer": …, "steps": [{"name": …, "step": …, "run": …}]}
 """
@@ -26,11 +26,11 @@ _FORMAT, _VERSION = "hvdkit checkpoint log", 1
 _NAME = re.compile(r"log/(\d{20})\.json")
 
 #: The number of records to keep. A reader with an outdated listing finds the newest record from any
-#: of these. A replaced writer finds that the next record exists, or that its own was deleted.
+#: of these. A replaced writer finds that the next record exists, or its own was deleted.
 KEPT_RECORDS = 100
 
 # How often to list again after a live writer has deleted a record.
-_LOOKS = 10
+_LIST_ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Record:
         number: the number of the record.
         writer: the process that created it.
         steps: all steps, oldest first.
-        is_open: whether that process still is the writer. False in its last record.
+        is_open: whether that process is still the writer. False in its last record.
     """
 
     number: int
@@ -77,8 +77,8 @@ class Record:
         """Parse and check the result of `to_bytes`.
 
         Raises:
-            Damaged: it is not valid.
-            CheckpointError: it is of a later version of hvdkit.
+            Damaged: the record is not valid.
+            CheckpointError: a later version of hvdkit wrote the record.
         """
         fields = manifest.unsealed(name, data, _FORMAT, (_VERSION,))
         try:
@@ -111,7 +111,7 @@ class Head:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the newest record is valid."""
+        """Whether the record with the highest number is valid."""
         return self.number == (0 if self.record is None else self.record.number)
 
 
@@ -121,11 +121,11 @@ def read_head(bucket: Bucket) -> Head:
     Raises:
         CheckpointError: the log cannot be read, or none of its records is valid.
     """
-    for _ in range(_LOOKS):
+    for _ in range(_LIST_ATTEMPTS):
         names = bucket.sizes("log")
         numbers = sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
         if not numbers:
-            # The listing of a new log may be outdated.
+            # The listing may be outdated and lack the first record.
             if bucket.read(name_of(1)) is None:
                 return Head()
             numbers = [1]
@@ -149,8 +149,8 @@ def read_head(bucket: Bucket) -> Head:
             return Head(numbers[-1], record)
         if problem is not None:
             raise CheckpointError(
-                f"all records in the log of {bucket.url} are damaged: {problem}. Give another "
-                f"address."
+                f"all records in the log of {bucket.url} are damaged: {problem}. Save to another "
+                f"URL."
             ) from problem
     raise CheckpointError(
         f"the log of {bucket.url} changes faster than it can be read; try again later."
@@ -161,18 +161,18 @@ def read(bucket: Bucket, number: int) -> Record | None:
     """Read a record; None if it does not exist.
 
     Raises:
-        Damaged: it is damaged.
-        CheckpointError: it cannot be read.
+        Damaged: the record is damaged.
+        CheckpointError: the record cannot be read.
     """
     content = bucket.read(name_of(number))
     return None if content is None else Record.from_bytes(name_of(number), content)
 
 
 def append(bucket: Bucket, record: Record) -> bool:
-    """Create a record. Return False if another record has its number.
+    """Create a record. Return False if another record with its number exists.
 
     Raises:
-        CheckpointError: it is not known whether the record exists.
+        CheckpointError: the request failed, and the record may exist or not.
     """
     return bucket.create(name_of(record.number), record.to_bytes())
 

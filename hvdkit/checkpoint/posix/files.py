@@ -1,4 +1,4 @@
-"""The files of one step in a folder."""
+"""Read the files of one step from its folder."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from hvdkit.checkpoint.posix import disk
 
 
 class PosixFiles:
-    """`StepFiles` of a folder. Files stay readable if the step is deleted after they are opened."""
+    """The `StepFiles` of a step's folder.
 
-    # With one thread, the disk's queue is empty between two reads.
+    Files stay readable if the step is deleted after they were opened.
+
+    Args:
+        parent: the descriptor of the checkpoint folder.
+        name: the name of the step's folder.
+
+    Raises:
+        Damaged: the step's folder is missing, or is not a folder.
+        CheckpointError: the folder cannot be opened now. It may be intact.
+    """
+
+    # Threads that read. With one thread, the disk has no work between two reads.
     readers = 2
 
     def __init__(self, parent: int, name: str) -> None:
-        """Args:
-            parent: the descriptor of the checkpoint folder.
-            name: the name of the step's folder.
-
-        Raises:
-            Damaged: it is missing, or is not a folder.
-            CheckpointError: it cannot be opened now; it may be intact.
-        """
         with disk.reading(name):
             self._folder: int | None = disk.open_folder(name, parent)
         self._descriptors: dict[str, int] = {}
@@ -36,7 +39,7 @@ class PosixFiles:
         return size
 
     def read_into(self, name: str, out: np.ndarray, offset: int) -> None:
-        """Fill `out` with the bytes from `offset` on."""
+        """Fill `out` with the bytes of file `name` that begin at `offset`."""
         disk.read_into(self._descriptors[name], out, offset, name)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""List the steps of an open folder, and choose names for new ones."""
+"""List the steps in a checkpoint folder, and choose names for new step folders."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ _STEP = re.compile(r"step-(\d{12})(?:-run(\d{1,9}))?(?:-\d{1,9})?")
 _QUARANTINED = "damaged-"
 
 # How often to list again after a live writer has removed or renamed a step.
-_LOOKS = 10
+_LIST_ATTEMPTS = 10
 
 
 def scan(folder: int) -> list[Entry]:
-    """Return all steps of the open folder, in the order of their commits.
+    """Return all steps in the checkpoint folder, in the order of their commits.
+
+    Args:
+        folder: the descriptor of the checkpoint folder.
 
     Raises:
         OSError: the folder cannot be listed.
     """
-    for _ in range(_LOOKS):
+    for _ in range(_LIST_ATTEMPTS):
         looked = [look(folder, name) for name in disk.names(folder) if _STEP.fullmatch(name)]
         entries = [entry for entry in looked if entry is not None]
         if len(entries) == len(looked):
@@ -34,7 +37,7 @@ def scan(folder: int) -> list[Entry]:
 
 
 def next_run(folder: int, entries: Iterable[Entry]) -> int:
-    """Return a number for a new run, which no step has, quarantined ones included.
+    """Return a number for a new run that no step has, not even a quarantined step.
 
     Raises:
         OSError: the folder cannot be listed.
@@ -57,8 +60,8 @@ def quarantined(folder: int) -> list[str]:
 def free_name(step: int, run: int, names: Sequence[str]) -> str:
     """Return a name for a new folder of `step` that is not in `names`.
 
-    A step that the run saved before, for example before a rollback, is deleted only afterwards: so
-    one of the two always exists.
+    The run may have saved the same step before, for example before a rollback. The older folder is
+    deleted only after the new one is complete, so one of the two always exists.
     """
     return _free(step_name(step, run), names)
 
@@ -70,7 +73,7 @@ def settled_name(name: str, names: Sequence[str]) -> str:
 
 
 def quarantine_name(name: str, names: Sequence[str]) -> str:
-    """Return the name of the damaged folder `name` in quarantine, given the existing `names`."""
+    """Return the quarantine name of the damaged folder `name`, given the existing `names`."""
     return _free(_QUARANTINED + name, names)
 
 

@@ -204,7 +204,16 @@ def test_workers_and_their_random_numbers_go_on(hvd):
     def noisy_batch(samples):
         return [*default_collate(samples), torch.rand(()), torch.tensor(random.random())]
 
-    def epochs(workers, start=None, persistent=False, collate=None):
+    class Lazy:
+        """Creates the loader's iterator at the first batch, as a generator does."""
+
+        def __init__(self, loader):
+            self.loader = loader
+
+        def __iter__(self):
+            yield from self.loader
+
+    def epochs(workers, start=None, persistent=False, collate=None, wrapper=lambda loader: loader):
         torch.manual_seed(start or 0)
         sampler = hvd.ResumableSampler(Noisy(), 2, seed=1)
         loader = DataLoader(
@@ -220,7 +229,7 @@ def test_workers_and_their_random_numbers_go_on(hvd):
                 checkpointer.restore()
             seen, numbers = [], []
             for _ in range(sampler.epoch, 2):
-                for batch in sampler.batches(loader):
+                for batch in sampler.batches(wrapper(loader)):
                     seen.append([part.tolist() for part in batch])
                     numbers.append(torch.rand(()).item())
                     if len(seen) == 3 and start is None:
@@ -235,6 +244,10 @@ def test_workers_and_their_random_numbers_go_on(hvd):
     with shared_folder(hvd) as folder:
         seen, numbers = epochs(2, collate=noisy_batch)
         assert epochs(2, start=7, collate=noisy_batch) == (seen[3:], numbers[3:])
+    for workers in (0, 2):
+        with shared_folder(hvd) as folder:
+            seen, numbers = epochs(workers, wrapper=Lazy)
+            assert epochs(workers, start=6, wrapper=Lazy) == (seen[3:], numbers[3:])
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -286,7 +299,7 @@ def test_a_loader_that_does_not_fit_is_refused(hvd):
         (DataLoader(data, batch_size=2, sampler=sampler, drop_last=True), "drop_last=True"),
     ):
         with pytest.raises(UsageError, match=words):
-            next(sampler.batches(loader))
+            sampler.batches(loader)
     with pytest.raises(UsageError, match="ended 3 batches before"):
         list(sampler.batches([0] * (sampler.batches_left - 3)))
 
@@ -577,6 +590,69 @@ def test_export_writes_a_state_dict(hvd):
             assert torch.equal(model.head.weight, torch.full((5, 4), 2.0))
             assert model.secret == 2.0
         hvd.barrier()
+
+
+@pytest.mark.parametrize("item", ["model", "optimizer"])
+def test_a_state_of_another_shape_on_one_rank_is_an_error_at_the_save(hvd, item):
+    """Such as an optimizer that also has the rows of this rank of a divided table."""
+    model = nn.Linear(1 + (item == "model" and hvd.rank() == 1), 1, bias=False)
+    table = nn.Parameter(torch.ones(3 + (hvd.rank() == 1), 2))
+    optimizer = torch.optim.Adam([model.weight, table])
+    words = {
+        "model": r"model differs .*rank 1 has weight F32 \[1, 2\] where rank 0 has weight F32 \[1",
+        "optimizer": r"rank 1 has parameter 1 of group 0 \[4, 2\] where rank 0 has parameter 1",
+    }[item]
+    with (
+        shared_folder(hvd) as folder,
+        hvd.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer,
+    ):
+        with pytest.raises(UsageError, match=words):
+            checkpointer.save(1)
+        assert checkpointer.latest() is None
+
+
+def test_a_divided_tensor_is_saved_as_it_is_now(hvd):
+    """`Module.to` replaces the memory of a parameter."""
+    embedding = nn.Embedding(2, 2)
+    optimizer = torch.optim.Adagrad(embedding.parameters(), initial_accumulator_value=3.0)
+    rows = 2 * hvd.rank(), 2 * hvd.size()
+    whole = {
+        "sharded": {
+            "table": hvd.Shard(embedding.weight, *rows),
+            "table.sum": hvd.Shard(lambda: optimizer.state[embedding.weight]["sum"], *rows),
+        }
+    }
+    with (
+        shared_folder(hvd) as folder,
+        hvd.Checkpointer(folder, model=nn.Linear(1, 1), **whole) as checkpointer,
+    ):
+        embedding.to(torch.float64).to(torch.float32)
+        nn.init.constant_(embedding.weight, hvd.rank())
+        checkpointer.save(1, wait=True)
+        saved = load_file(folder / "step-000000000001/sharded.safetensors")
+        assert saved["table"][:, 0].tolist() == [rank for rank in range(hvd.size()) for _ in "ab"]
+        embedding.to(torch.float64).to(torch.float32)
+        nn.init.constant_(embedding.weight, -1.0)
+        optimizer.state[embedding.weight]["sum"] = torch.zeros(2, 2)
+        checkpointer.restore()
+        assert embedding.weight.unique().tolist() == [hvd.rank()]
+        assert optimizer.state[embedding.weight]["sum"].unique().tolist() == [3.0]
+
+
+@pytest.mark.parametrize("unusable", ["expanded", "meta"])
+def test_a_tensor_that_no_restore_could_write_is_an_error_at_the_save(hvd, unusable):
+    model = nn.Linear(1, 1)
+    model.register_buffer(
+        "scale",
+        torch.ones(1).expand(3) if unusable == "expanded" else torch.ones(3, device="meta"),
+    )
+    with (
+        shared_folder(hvd) as folder,
+        hvd.Checkpointer(folder, model=model) as checkpointer,
+    ):
+        with pytest.raises(UsageError, match=r"model\['scale'\] (has several|is on the meta)"):
+            checkpointer.save(1)
+        assert checkpointer.latest() is None
 
 
 def test_an_embedding_that_is_divided_between_the_ranks(hvd):

@@ -66,6 +66,7 @@ def final_files(folder):
     return [(last / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
 
 
+@pytest.mark.long
 def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_weights(tmp_path):
     two = Configuration("torch", "gloo", 2)
     common = [sys.executable, EXAMPLE, "--epochs", "6", "--checkpoint-every", "20"]

@@ -402,7 +402,9 @@ except hvd.HorovodInternalError as error:
 """
 
 
-@pytest.mark.parametrize("after", ["0", "0.02", "0.07"])
+@pytest.mark.parametrize(
+    "after", ["0.02", *(pytest.param(after, marks=pytest.mark.long) for after in ("0", "0.07"))]
+)
 def test_a_rank_that_dies_amid_buckets_ends_the_job(after):
     group = start_ranks_of(Configuration("torch", "gloo", 4), [sys.executable, "-c", DIES, after])
     with pytest.raises(RanksFailed) as caught:

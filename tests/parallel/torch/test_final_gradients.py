@@ -1088,7 +1088,7 @@ print("trained", flush=True)
 """
 
 
-@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize("compression", [pytest.param("none", marks=pytest.mark.long), "fp16"])
 def test_ranks_that_fail_in_different_places_and_start_horovod_again(compression):
     """Shut down, init, restore and sync, as elastic training does after each failure."""
     command = [sys.executable, "-c", RESTARTED, compression]

@@ -24,7 +24,8 @@ def chaos(*arguments, timeout):
     return done.stdout
 
 
-@pytest.mark.parametrize("wire", [pytest.param("fp32", marks=pytest.mark.long), "fp16"])
+@pytest.mark.long
+@pytest.mark.parametrize("wire", ["fp32", "fp16"])
 def test_a_job_that_is_killed_ends_as_one_that_is_not(wire):
     said = chaos("--wire", wire, "--kills", str(KILLS), timeout=600)
     assert f"the same bytes after {KILLS} kills" in said

@@ -40,10 +40,10 @@ _SEVERAL = st.builds(
 
 #: Name -> settings, and the number of sequences in the short and in the long form.
 SEARCHES = {
-    "plain": (_SETTINGS, 60, 1200),
-    "windows": (_WINDOWS, 20, 200),
+    "plain": (_SETTINGS, 40, 1200),
+    "windows": (_WINDOWS, 12, 200),
     "members": (_MEMBERS, 10, 100),
-    "several": (_SEVERAL, 40, 1200),
+    "several": (_SEVERAL, 20, 1200),
     "compiled": (_COMPILED, 3, 40),
 }
 
