@@ -1,7 +1,7 @@
 """Callbacks for `model.fit` on several ranks, as in horovod.keras.callbacks, for Keras 3.
 
-With an optimizer that `DistributedOptimizer` has wrapped, `fit` reduces metrics, agrees on when to
-stop and leaves files to rank 0 without any of them (see `hvdkit.keras.training`).
+With a `DistributedOptimizer`, `fit` needs no callback to reduce metrics, to stop all ranks together
+and to write files on rank 0 only (see `hvdkit.keras.training`).
 """
 
 import logging
@@ -11,16 +11,17 @@ from typing import Any
 
 import keras
 
-# What Keras's own callbacks print with.
+# Keras's own callbacks print with it.
 from keras.src.utils import io_utils
 
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.checkpoint import Checkpoint
+from hvdkit.keras.coordination import HasLocalVariables
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.metrics import additive
 from hvdkit.keras.optimizer import distribution_of
-from hvdkit.keras.training import LeavesVariables, ReducesMetrics
+from hvdkit.keras.training import ReducesMetrics
 
 __all__ = [
     "BestModelCheckpoint",
@@ -35,12 +36,12 @@ __all__ = [
 log = logging.getLogger("hvdkit.keras")
 
 
-class BroadcastGlobalVariablesCallback(LeavesVariables):
-    """Starts every rank from the weights and the optimizer state of one.
+class BroadcastGlobalVariablesCallback(HasLocalVariables):
+    """Broadcasts the weights and the optimizer state of one rank to every rank.
 
-    At the beginning of training where the model has been built on every rank, and otherwise after
-    the first batch, as Horovod always does. Counters and loss scale are part of the optimizer's
-    state; the states of random seeds are not sent (see `broadcast_model`).
+    The broadcast is at the beginning of training if the model is built on every rank, and otherwise
+    after the first batch. Horovod always broadcasts after the first batch. `broadcast_model`
+    describes the optimizer state.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class BroadcastGlobalVariablesCallback(LeavesVariables):
         """
         Args:
             root_rank: the rank to copy from.
-            device: accepted because Horovod's has it; variables stay where they are.
-            local_variables: a variable, or several, that each rank keeps for itself.
+            device: for compatibility with Horovod; ignored.
+            local_variables: one or several variables that are not broadcast.
         """
         super().__init__()
         self.root_rank = root_rank
@@ -65,7 +66,7 @@ class BroadcastGlobalVariablesCallback(LeavesVariables):
         self.local_variables = list(local_variables)
 
     def register_local_var(self, var: Any) -> None:
-        """Leave a variable as it is on each rank."""
+        """Exclude the variable `var` from the broadcast."""
         self.local_variables.append(var)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
@@ -90,32 +91,32 @@ class BroadcastGlobalVariablesCallback(LeavesVariables):
 
 
 def _is_built(model: Any) -> bool:
-    # A subclassed model calls itself built as soon as build() was called, layers or not.
+    # A subclassed model is `built` after build(), even if its layers are not.
     return bool(model.built and all(layer.built for layer in model._flatten_layers()))
 
 
 class MetricAverageCallback(ReducesMetrics):
-    """Makes the metrics in the logs those of all ranks.
+    """Reduces the metrics in the logs over all ranks.
 
-    `fit` does so without this callback where its optimizer is a `DistributedOptimizer`; with it,
-    also where gradients are reduced in another way. Given to `evaluate` on every rank, it does the
-    same for that. Wherever it is in the list, it comes first.
+    With a `DistributedOptimizer`, `fit` reduces them without this callback. Pass it to `fit` if
+    gradients are reduced in another way, or to `evaluate` on every rank. Metrics are reduced before
+    any callback reads them, wherever this one is in the list.
 
-    What a metric keeps (totals and counts, confusion counts) is added up over the ranks, which
-    gives what one process with all the data would have found. The results of a metric class of
-    your own are averaged instead, unless `additive` says that its variables can be added up, and
-    so is what a custom `train_step` returns that is no metric.
+    The state of a metric (totals, counts, confusion counts) is summed over the ranks, so the result
+    is that of one process with all the data. The results of custom metric classes are averaged,
+    unless they are marked with `additive`. Other values that a custom `train_step` returns are
+    averaged too.
     """
 
     def __init__(self, device: str = "") -> None:  # noqa: ARG002
         """
         Args:
-            device: accepted because Horovod's has it; metrics are a few numbers on the host.
+            device: for compatibility with Horovod; ignored.
         """
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Average the numbers in `logs` over the ranks, in a loop that is not `fit`'s."""
+        """Average the numbers in `logs` over the ranks, in a custom loop."""
         if self.coordinated or not logs:
             return
         names = sorted(logs)
@@ -127,13 +128,13 @@ class MetricAverageCallback(ReducesMetrics):
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Sets the learning rate to `initial_lr * multiplier` from `start_epoch` on until `end_epoch`.
+    """Sets the learning rate to `initial_lr * multiplier` from `start_epoch` until `end_epoch`.
 
-    Momentum correction (Goyal et al., 2017, https://arxiv.org/abs/1706.02677, section 3) keeps
-    SGD's velocity, which has the learning rate in it, in proportion: when the rate changes, the
-    velocities are multiplied by new/old. Horovod multiplied the momentum coefficient for one step
-    instead, which does the same to the velocity. In Keras 3 the coefficient is a number that is
-    fixed in a compiled step; the velocities are variables.
+    Momentum correction (Goyal et al., 2017, https://arxiv.org/abs/1706.02677, section 3): SGD's
+    velocity contains the learning rate as a factor. When the rate changes, this callback multiplies
+    the velocities by new rate / old rate. Horovod multiplies the momentum coefficient for one step
+    instead, with the same effect. In Keras 3 the coefficient is a constant of the compiled step,
+    but velocities are variables.
     """
 
     def __init__(
@@ -148,21 +149,21 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     ) -> None:
         """
         Args:
-            initial_lr: what to multiply, usually the rate that the optimizer was made with.
-            multiplier: a function of the epoch, or a number to be raised to the power of the
+            initial_lr: the rate to multiply, usually that of the optimizer.
+            multiplier: a function of the epoch, or a number. A number is raised to the power of the
                 epochs since `start_epoch`.
-            start_epoch: the first epoch, from 0, in which the rate is set.
-            end_epoch: the first epoch in which it no longer is; by default there is none.
-            staircase: set it at the beginning of every epoch, and otherwise before every batch,
-                with the epoch as a fraction.
-            momentum_correction: whether to scale the velocities of optimizers whose velocity has
-                the learning rate in it: SGD and RMSprop with momentum, and their subclasses.
-            steps_per_epoch: batches in an epoch; needed without `staircase` where Keras does not
-                know it either.
+            start_epoch: the first epoch, from 0 on, in which the rate is set.
+            end_epoch: the first epoch in which the rate is no longer set; None: never.
+            staircase: set the rate at the beginning of every epoch. Otherwise set it before every
+                batch, with a fractional epoch.
+            momentum_correction: scale the velocities of SGD and RMSprop with momentum, and of their
+                subclasses.
+            steps_per_epoch: batches in an epoch. Needed without `staircase` if Keras does not know
+                the number.
         """
         super().__init__()
         if initial_lr is None:
-            raise UsageError("initial_lr is None: expected the learning rate to start from")
+            raise UsageError("initial_lr is None: expected the initial learning rate, a number")
         self.initial_lr = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
@@ -182,16 +183,16 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = _innermost(self.model.optimizer)
         if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
             raise UsageError(
-                f"{type(self).__name__} was given with an optimizer whose learning_rate is a "
-                f"{type(optimizer._learning_rate).__name__}, and only one of them can decide: give "
-                f"the optimizer a number"
+                f"the optimizer's learning_rate is a {type(optimizer._learning_rate).__name__}, so "
+                f"{type(self).__name__} cannot set the rate: make the optimizer with a number, or "
+                f"omit the callback"
             )
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
                 raise UsageError(
-                    f"the number of batches in an epoch is not known: give {type(self).__name__} "
-                    f"steps_per_epoch"
+                    f"the number of batches in an epoch is unknown: pass steps_per_epoch to "
+                    f"{type(self).__name__}"
                 )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
@@ -224,9 +225,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate step by step from `initial_lr / size` to `initial_lr`.
+    """Raises the learning rate with every batch, from `initial_lr / size` to `initial_lr`.
 
-    `initial_lr` is the rate that suits the batch of all ranks together (Goyal et al., 2017,
+    `initial_lr` is the rate for the global batch (Goyal et al., 2017,
     https://arxiv.org/abs/1706.02677).
     """
 
@@ -241,14 +242,14 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         """
         Args:
             initial_lr: the rate at the end of the warm-up.
-            warmup_epochs: how long it takes.
+            warmup_epochs: the length of the warm-up in epochs.
             momentum_correction: see `LearningRateScheduleCallback`.
-            steps_per_epoch: batches in an epoch, where Keras does not know it.
-            verbose: 1 to have rank 0 print when it ends.
+            steps_per_epoch: see `LearningRateScheduleCallback`.
+            verbose: 1: rank 0 prints a line at the end of the warm-up.
         """
 
         def multiplier(epoch: float) -> float:
-            # As far as the batches that are trained at once, so that epochs end on round numbers.
+            # The epoch at the end of the batches of this execution, at most the end of an epoch.
             assert self.steps_per_epoch is not None
             ahead = getattr(self.model, "steps_per_execution", 1) / self.steps_per_epoch
             epoch = min(epoch + ahead, math.floor(epoch) + 1.0)
@@ -275,7 +276,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 def _innermost(optimizer: Any) -> Any:
-    """The optimizer within any that only scale the loss."""
+    """Return the optimizer without its `LossScaleOptimizer`s."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
@@ -286,7 +287,7 @@ def _rate_of(optimizer: Any) -> float:
 
 
 def _velocities(optimizer: Any) -> list[Any]:
-    """An optimizer's velocities, if they have the learning rate in them."""
+    """Return an optimizer's velocities, if they contain the learning rate as a factor."""
     if isinstance(optimizer, keras.optimizers.SGD) and optimizer.momentum:
         return list(getattr(optimizer, "momentums", []))
     if isinstance(optimizer, keras.optimizers.RMSprop) and optimizer.momentum:
@@ -295,7 +296,7 @@ def _velocities(optimizer: Any) -> list[Any]:
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Keeps the model with the best value of a metric. `filepath` may be set after making it."""
+    """Saves the model with the best value of a metric. `filepath` may be set later as attribute."""
 
     def __init__(
         self,
@@ -309,12 +310,12 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     ) -> None:
         """
         Args:
-            monitor: the log to go by.
-            verbose: 1 to have it print what it does.
-            mode: "min", "max" or, by the metric's name, "auto".
+            monitor: the name of the metric in the logs.
+            verbose: 1: print a line for each saved model.
+            mode: "min", "max" or "auto", which decides by the metric's name.
             save_freq: "epoch", or a number of batches.
-            save_weights_only: keep the weights alone.
-            filepath: where, ending in .keras, or .weights.h5 for weights alone.
+            save_weights_only: save only the weights.
+            filepath: the file, ending in .keras, or in .weights.h5 with `save_weights_only`.
         """
         ending = ".weights.h5" if save_weights_only else ".keras"
         super().__init__(
@@ -331,7 +332,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self.filepath is None:
             raise UsageError(
-                "BestModelCheckpoint has no filepath: set it before fit, or give it one as "
-                "filepath="
+                "BestModelCheckpoint has no filepath: pass filepath=, or set the attribute before "
+                "fit"
             )
         super().on_train_begin(logs)

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import keras
 
-# What Keras's own callbacks print with.
+# Keras's own callbacks print with it.
 from keras.src.utils import io_utils
 
 from hvdkit.checkpoint.items import Plain, data_item, kept_in
@@ -21,29 +21,29 @@ from hvdkit.checkpoint.state import RankItem, StatefulItem, Tree
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
-from hvdkit.keras.data import samplers_read
+from hvdkit.keras.data import check_loaders_of, samplers_read
 from hvdkit.keras.items import (
     CallbackStates,
     OwnVariables,
+    items_of,
     metric_variables,
-    parts_of,
-    rank_parts_of,
+    rank_items_of,
 )
 from hvdkit.keras.models import finalize
 from hvdkit.keras.optimizer import distribution_of
-from hvdkit.keras.resuming import Beginning, begin_next_epoch
-from hvdkit.keras.training import FollowsFit
+from hvdkit.keras.resuming import ResumedEpoch, set_next_epoch
+from hvdkit.keras.training import LastCallback
 
 log = logging.getLogger("hvdkit.keras")
 
-#: Folder or URL -> the manager that this process has last opened on it.
+#: Folder or URL -> the last manager that this process has opened for it.
 _open: WeakValueDictionary[str, Manager] = WeakValueDictionary()
 
 
-class Checkpoint(FollowsFit):
-    """Saves `fit`, also within epochs, and resumes at the last checkpoint.
+class Checkpoint(LastCallback):
+    """Saves the state of `fit`, also within epochs, and resumes at the newest checkpoint.
 
-    Every rank has one in its callbacks. Wherever it is in the list, it comes last.
+    Pass one to `fit` on every rank. It is called after all other callbacks.
 
         sampler = hvd.ResumableSampler(len(labels), batch_size=32, seed=1)
         data = sampler.dataset().map(lambda i: (tf.gather(images, i), tf.gather(labels, i)))
@@ -53,17 +53,21 @@ class Checkpoint(FollowsFit):
             callbacks=[hvd.callbacks.Checkpoint(folder, every_steps=1000, data=sampler)],
         )
 
-    A checkpoint has the weights, the optimizer state with its counters and loss scale, the scales
-    of the wire formats and the position in the data. It has the state of metrics in the current
-    epoch, and of other callbacks: EarlyStopping, ReduceLROnPlateau, ModelCheckpoint, the history,
-    and any callback with `state_dict()` and `load_state_dict()`. For each rank it has the random
-    states of Python, NumPy, the framework and Keras's layers. A run that was killed and resumed
-    ends with the same bytes as an undisturbed run.
+    A checkpoint contains:
+
+    - the weights, and the optimizer state with its counters and loss scale;
+    - the scales of the wire formats, and the position in the data;
+    - the state of metrics in the current epoch;
+    - the state of other callbacks: EarlyStopping, ReduceLROnPlateau, ModelCheckpoint, the history,
+      and all callbacks with `state_dict()` and `load_state_dict()`;
+    - for each rank, the random states of Python, NumPy, the framework and Keras's layers.
+
+    A run that was killed and resumed ends bit-identical to an uninterrupted run.
 
     On SIGTERM, SIGINT or SIGUSR1, all ranks save after the current batch and end with status 75.
     Within an accumulation window, a due checkpoint is saved at the end of the window.
 
-    If `fit` resumes with another number of ranks, metrics are those of the rest of the epoch.
+    If `fit` resumes with another number of ranks, that epoch's metrics cover only its rest.
 
     Attributes:
         metadata: your own plain values in the checkpoint. A resume updates them.
@@ -125,6 +129,7 @@ class Checkpoint(FollowsFit):
         self._every_epochs = every_epochs
         if data is not None:
             data_item(data)
+            check_loaders_of(data)
         self._data = data
         self._resume = resume
         self._overwrite = not resume
@@ -136,40 +141,40 @@ class Checkpoint(FollowsFit):
             "stop_signals": stop_signals,
         }
         self.metadata = {} if metadata is None else metadata
-        self._place = _Place()
+        self._progress = _Progress()
         self._metrics = _Metrics()
-        self._rank_parts: dict[str, RankItem] = {}
-        self._beginning: Beginning | None = None
+        self._rank_items: dict[str, RankItem] = {}
+        self._resumed: ResumedEpoch | None = None
         self._manager: Manager | None = None
         self._distribution: Any = None
 
     @property
     def step(self) -> int:
         """The number of batches that each rank has trained."""
-        return self._place.step
+        return self._progress.step
 
     def fit_begins(self, callbacks: Sequence[Any]) -> None:
         """Restore the newest checkpoint, if there is one. A collective.
 
         Raises:
-            UsageError: on all ranks: the model is not built, or the checkpoint does not fit.
-            CheckpointError: on all ranks: none of the checkpoints is good.
+            UsageError: on every rank, if the model is not built or does not match the checkpoint.
+            CheckpointError: on every rank, if all checkpoints are damaged.
         """
         model = self.model
         if not model.built:
             raise UsageError(
-                "hvd.callbacks.Checkpoint needs a model that has been built before fit: give it an "
-                "Input, or call it on a batch of data"
+                "the model is not built: hvd.callbacks.Checkpoint needs a built model before fit. "
+                "Give the model an Input, or call it on a batch of data"
             )
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        place = self._place
-        place.callbacks = [callback for callback in callbacks if callback is not self]
-        place.epoch_steps = self.params.get("steps")
-        place.fit += 1
-        if self._data is not None and place.epoch_steps not in (None, self._data.batches_per_epoch):
+        progress = self._progress
+        progress.callbacks = [callback for callback in callbacks if callback is not self]
+        steps = progress.epoch_steps = self.params.get("steps")
+        progress.fit += 1
+        if self._data is not None and steps not in (None, self._data.batches_per_epoch):
             raise UsageError(
-                f"an epoch of fit has {place.epoch_steps} steps, and the ResumableSampler has "
+                f"an epoch of fit has {steps} steps, and the ResumableSampler has "
                 f"{self._data.batches_per_epoch} batches: omit steps_per_epoch, or give the "
                 f"sampler fewer samples"
             )
@@ -177,46 +182,46 @@ class Checkpoint(FollowsFit):
         assert self._manager is not None
         if self._resume:
             restored = self._manager.restore()
-            # A second `fit` continues from what is in memory.
+            # A second `fit` continues with the state in memory.
             self._resume = False
             if restored is not None:
                 finalize(model)
-                self._go_on()
+                self._resume_fit()
                 if self._verbose and backend.hvd.rank() == 0:
                     io_utils.print_msg(
-                        f"resumed after step {self.step}, in epoch {self._place.epoch + 1}"
+                        f"resumed after step {self.step}, in epoch {self._progress.epoch + 1}"
                     )
 
     def _open(self, model: Any) -> None:
         left_open = _open.get(self._store.location)
         if left_open is not None:
-            # That of a `fit` which an exception has ended, which nobody has told it.
+            # Keras does not tell callbacks that an exception has ended `fit`.
             left_open.abandon()
-        # The manager must not hold on to this callback, which ends it when nobody needs it.
-        place, metadata = self._place, self.metadata
+        # The manager must not refer to this callback, whose finalizer closes the manager.
+        progress, metadata = self._progress, self.metadata
         self._distribution = distribution = distribution_of(model.optimizer)
         self._metrics.model = model
         collectives = distribution.collectives if distribution else backend.collectives()
-        self._rank_parts = rank_parts_of(model)
-        parts: dict[str, StatefulItem] = parts_of(model) | {
-            "progress": place,
-            "callbacks": CallbackStates(lambda: place.callbacks),
+        self._rank_items = rank_items_of(model)
+        items: dict[str, StatefulItem] = items_of(model) | {
+            "progress": progress,
+            "callbacks": CallbackStates(lambda: progress.callbacks),
             "metadata": kept_in(metadata),
         }
         if self._data is not None:
-            parts["data"] = self._data
+            items["data"] = self._data
         self._manager = Manager(
             self._store,
             collectives,
-            parts,
+            items,
             rank_parts={
-                **self._rank_parts,
+                **self._rank_items,
                 "metrics": self._metrics,
-                "epoch_began": Plain(lambda: place.epoch_began, place.take_epoch_began),
+                "epoch_began": Plain(lambda: progress.epoch_began, progress.set_epoch_began),
             },
             alike=("data", "progress"),
             versions={"keras": keras.__version__, backend.NAME: backend.framework_version()},
-            window_open=lambda: place.at_end or bool(distribution and distribution.window_open),
+            window_open=lambda: progress.at_end or bool(distribution and distribution.window_open),
             # A second `fit` continues the run of the first.
             run=None if self._manager is None else self._manager.run,
             overwrite=self._overwrite,
@@ -225,136 +230,144 @@ class Checkpoint(FollowsFit):
         weakref.finalize(self, self._manager.abandon)
         _open[self._store.location] = self._manager
 
-    def _go_on(self) -> None:
-        """Let `fit` begin at the position of the checkpoint."""
-        place = self._place
-        if self._data is not None and place.batches and place.epoch_steps:
-            place.batches = max(place.epoch_steps - self._data.batches_left, 0)
-        if place.epoch >= self.params["epochs"] and not place.stopped and not place.batches:
+    def _resume_fit(self) -> None:
+        """Make `fit` begin at the position of the checkpoint."""
+        progress = self._progress
+        # With more ranks than before, an epoch may have as many batches left as a whole epoch has.
+        in_epoch = progress.batches > 0
+        if in_epoch and self._data is not None:
+            progress.batches = self._data.batches_per_epoch - self._data.batches_left
+        elif in_epoch:
+            progress.rescale()
+            in_epoch = progress.batches > 0
+        if progress.epoch >= self.params["epochs"] and not progress.stopped and not in_epoch:
             log.warning(
-                "fit has nothing to do: the checkpoint in %s has %d epochs, and epochs=%d. Another "
-                "fit of this script needs a folder of its own",
-                *(self._store.location, place.epoch, self.params["epochs"]),
+                "fit has no epochs left: the checkpoint in %s has %d epochs, and epochs=%d. To "
+                "train more, increase epochs. Another call of fit needs another folder",
+                *(self._store.location, progress.epoch, self.params["epochs"]),
             )
-        # `fit` looks at it once its callbacks have begun.
-        self.model._initial_epoch = self.params["epochs"] if place.stopped else place.epoch
-        if not place.batches or place.stopped:
+        # `fit` reads this after `on_train_begin`.
+        self.model._initial_epoch = self.params["epochs"] if progress.stopped else progress.epoch
+        if not in_epoch or progress.stopped:
             return
-        own = {name: part.save() for name, part in self._rank_parts.items()}
-        metrics, began = self._metrics.taken, place.epoch_began
+        own = {name: item.save() for name, item in self._rank_items.items()}
+        metrics, began = self._metrics.restored, progress.epoch_began
 
         def prepare(epoch: Any) -> None:
             backend.build_metrics(self.model, epoch)
-            self._metrics.put_back(metrics)
+            self._metrics.apply(metrics)
 
         def before() -> None:
             if self._data is None and began is not None:
-                self._rank_parts["random"].restore(began)
+                self._rank_items["random"].restore(began)
 
         def after() -> None:
-            # Beginning to iterate draws random numbers, which the run that was killed has drawn
-            # before it saved.
+            # Creating an iterator draws random numbers. The interrupted run drew them before it
+            # saved.
             for name, content in own.items():
-                self._rank_parts[name].restore(content)
+                self._rank_items[name].restore(content)
 
-        self._beginning = Beginning(
-            place.batches, self._data is None, prepare=prepare, before=before, after=after
+        self._resumed = ResumedEpoch(
+            progress.batches, self._data is None, prepare=prepare, before=before, after=after
         )
 
     def epoch_begins(self, epoch: int) -> None:
         """Begin at the position of the checkpoint."""
         self.model._initial_epoch = None
-        beginning, self._beginning = self._beginning, None
-        begin_next_epoch(beginning)
-        place = self._place
-        if beginning is None:
-            place.epoch, place.batches = epoch, 0
+        resumed, self._resumed = self._resumed, None
+        set_next_epoch(resumed)
+        progress = self._progress
+        if resumed is None:
+            progress.epoch, progress.batches = epoch, 0
             if self._data is None:
-                # What data of `fit`'s own are shuffled with.
-                place.epoch_began = self._rank_parts["random"].save()
+                # `fit` shuffles arrays with these states.
+                progress.epoch_began = self._rank_items["random"].save()
 
     def batch_ends(self, batch: int) -> None:
         """Save if a checkpoint is due. A collective."""
-        place = self._place
+        progress = self._progress
         done = batch + 1
-        if place.epoch_steps is not None:
-            # The last of several steps in one execution may be cut short.
-            done = min(done, place.epoch_steps)
-        new = done - place.batches
-        place.batches = done
-        place.step += new
+        if progress.epoch_steps is not None:
+            # The last execution of an epoch may have fewer steps than `steps_per_execution`.
+            done = min(done, progress.epoch_steps)
+        new = done - progress.batches
+        progress.batches = done
+        progress.step += new
         if self._data is not None:
             self._data.advance(new)
         elif samplers_read():
             raise UsageError(
-                "the data of fit come from a ResumableSampler: give hvd.callbacks.Checkpoint "
-                "data=sampler, so that they go on where they were"
+                "the data of fit come from a ResumableSampler, whose position is not saved: pass "
+                "data=sampler to hvd.callbacks.Checkpoint"
             )
-        self._metrics.count = True
-        # The one to come is not trained, where all ranks have agreed to stop.
-        place.at_end = done == place.epoch_steps or bool(self.model.stop_training)
+        self._metrics.in_epoch = True
+        # If all ranks stop here, the next batch is not trained.
+        progress.at_end = done == progress.epoch_steps or bool(self.model.stop_training)
         self._maybe_save()
 
     def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
         """Save if a checkpoint is due. A collective."""
         assert self._manager is not None
-        place = self._place
+        progress = self._progress
         if self._data is not None:
             self._data.end_epoch()
-        # Where nobody knew it, the first epoch has told.
-        place.epoch_steps = place.epoch_steps or place.batches
-        place.epoch, place.batches = epoch + 1, 0
-        place.at_end = False
-        place.stopped = bool(self.model.stop_training)
-        place.epoch_began = None
-        self._metrics.count = False
+        # If the number was unknown, the first epoch determines it.
+        progress.epoch_steps = progress.epoch_steps or progress.batches
+        progress.epoch, progress.batches = epoch + 1, 0
+        progress.at_end = False
+        progress.stopped = bool(self.model.stop_training)
+        progress.epoch_began = None
+        self._metrics.in_epoch = False
         metrics = _numbers(logs)
-        wanted = place.stopped or place.epoch == self.params["epochs"]
+        wanted = progress.stopped or progress.epoch == self.params["epochs"]
         if self._every_epochs is not None:
-            wanted = wanted or place.epoch % self._every_epochs == 0
+            wanted = wanted or progress.epoch % self._every_epochs == 0
         if self._maybe_save(metrics) or not wanted:
             return
         if self._distribution is not None and self._distribution.window_open:
-            # With several ranks `fit` has ended it.
+            # On several ranks `fit` has closed the window already.
             log.warning(
-                "epoch %d ends in an accumulation window, and is saved with the next batch that is "
-                "due after it: let accumulation_steps divide the batches of an epoch",
+                "epoch %d ends inside an accumulation window, so it is not saved before the next "
+                "save that is due after the window: choose accumulation_steps that divide the "
+                "batches of an epoch",
                 epoch + 1,
             )
             return
-        self._manager.save(place.step, place.epoch, metrics)
+        self._manager.save(progress.step, progress.epoch, metrics)
 
     def _maybe_save(self, metrics: dict[str, float] | None = None) -> bool:
         assert self._manager is not None
         try:
-            return self._manager.maybe_save(self.step, self._place.epoch, metrics)
+            return self._manager.maybe_save(self.step, self._progress.epoch, metrics)
         except SystemExit:
-            # All ranks leave `fit` here.
+            # All ranks stop here.
             self._manager.close()
             raise
 
     def fit_ends(self) -> None:
-        """Wait until everything is on the disk. A collective."""
+        """Wait until the last checkpoint is on the disk. A collective."""
         assert self._manager is not None
-        begin_next_epoch(None)
+        set_next_epoch(None)
         self.model._initial_epoch = None
         self._manager.close()
 
 
 @dataclass
-class _Place:
+class _Progress:
     """A `StatefulItem`: the position of the training.
 
     Attributes:
-        step: batches that each rank has trained.
-        fit: how many times `fit` was called with this callback.
-        epoch: the epoch that it is in, or that comes next.
-        batches: of that epoch that are done.
-        epoch_steps: batches of an epoch, where that is known.
-        stopped: whether `stop_training` has ended it.
-        at_end: after an epoch's last batch; its end is near, where it is saved with its metrics.
-        epoch_began: the random numbers when the epoch began, for data that are read again.
-        callbacks: the others.
+        step: the number of batches that each rank has trained.
+        fit: the number of calls of `fit` with this callback.
+        epoch: the current epoch, or the next one between two epochs.
+        batches: the number of batches of this epoch that are trained.
+        epoch_steps: batches of an epoch; None if unknown.
+        saved_epoch_steps: batches of an epoch in the job that saved the restored checkpoint.
+        stopped: whether `stop_training` has ended the training.
+        at_end: True between an epoch's last batch and its end. A save waits for the end, which has
+            the metrics.
+        epoch_began: the random states at the beginning of the epoch, for data that are read again.
+        callbacks: the other callbacks of `fit`.
     """
 
     step: int = 0
@@ -362,6 +375,7 @@ class _Place:
     epoch: int = 0
     batches: int = 0
     epoch_steps: int | None = None
+    saved_epoch_steps: int | None = None
     stopped: bool = False
     at_end: bool = False
     epoch_began: Tree = None
@@ -379,10 +393,10 @@ class _Place:
         }
 
     def plan_restore(self, tree: Tree) -> Tree:
-        """Check that the call of `fit` is the same.
+        """Check that the checkpoint was saved in the same call of `fit`.
 
         Raises:
-            UsageError: the checkpoint was saved in another one.
+            UsageError: it was saved in another call.
         """
         # Earlier versions did not save it.
         saved = tree.get("fit", self.fit)
@@ -397,13 +411,15 @@ class _Place:
         """Restore the position."""
         self.step, self.epoch, self.batches = tree["step"], tree["epoch"], tree["batches"]
         self.stopped = tree["stopped"]
-        before, now = tree["epoch_steps"], self.epoch_steps
-        if self.batches and before and now and before != now:
-            # Another number of ranks: as far in the epoch as it was.
-            self.batches = self.batches * now // before
+        self.saved_epoch_steps = tree["epoch_steps"]
 
-    def take_epoch_began(self, tree: Tree) -> None:
-        """Return the position, for a checkpoint."""
+    def rescale(self) -> None:
+        """Continue at the same fraction of the epoch where its number of batches has changed."""
+        if self.epoch_steps and self.saved_epoch_steps:
+            self.batches = self.batches * self.epoch_steps // self.saved_epoch_steps
+
+    def set_epoch_began(self, tree: Tree) -> None:
+        """Restore the random states at the beginning of the epoch."""
         self.epoch_began = tree
 
 
@@ -411,31 +427,31 @@ class _Metrics:
     """A `RankItem`: the state of this rank's metrics since the epoch began.
 
     Attributes:
-        count: whether they have counted anything that is still needed.
-        taken: what a checkpoint had, until there are metrics to put it into.
+        in_epoch: whether batches of the current epoch have been trained.
+        restored: the state in the checkpoint, until the metrics exist.
     """
 
     def __init__(self) -> None:
         self.model: Any = None
-        self.count = False
-        self.taken: Tree = None
+        self.in_epoch = False
+        self.restored: Tree = None
 
     def _variables(self) -> OwnVariables:
         return OwnVariables(lambda: metric_variables(self.model))
 
     def save(self) -> Tree:
         """Return the state; None between two epochs, because `fit` resets metrics then."""
-        return self._variables().save() if self.count else None
+        return self._variables().save() if self.in_epoch else None
 
     def restore(self, tree: Tree) -> None:
         """Keep the state until `fit` has reset the metrics."""
-        self.taken = tree
+        self.restored = tree
 
-    def put_back(self, tree: Tree) -> None:
+    def apply(self, tree: Tree) -> None:
         """Restore the state of the metrics."""
         if tree is not None:
             self._variables().restore(tree)
-            self.count = True
+            self.in_epoch = True
 
 
 def _numbers(logs: dict[str, Any]) -> dict[str, float]:

@@ -25,7 +25,7 @@ class Distribution:
         collectives: the `hvdkit.core.collectives.Collectives` of these ranks.
         accumulation_steps: batches per update.
         check_parameters: whether `fit` compares the variables' values between ranks.
-        in_fit: True from the begin of a coordinated `fit` until it ends without an error.
+        in_fit: True from the beginning of a coordinated `fit` until it ends without an error.
     """
 
     def __init__(
@@ -197,11 +197,11 @@ class Distribution:
         """Return the state needed to resume with bit-identical sums."""
         return self._reducer_state if self._reducer is None else self._reducer.state()
 
-    def adopt_reduction_state(self, state: Any) -> None:
+    def restore_reduction_state(self, state: Any) -> None:
         """Restore a value of `reduction_state`, possibly in another process. Not a collective."""
         self._reducer_state = state
         if self._reducer is not None and state is not None:
-            self._reducer.adopt_state(state)
+            self._reducer.restore_state(state)
 
     def _shared(self, variables: Sequence[Any]) -> list[Any]:
         return [v for v in variables if not self.is_local(v)]
@@ -220,7 +220,7 @@ class Distribution:
                 passes=self.accumulation_steps if self._averaged else 1,
             )
             if self._reducer_state is not None:
-                self._reducer.adopt_state(self._reducer_state)
+                self._reducer.restore_state(self._reducer_state)
         return self._reducer
 
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The stateful items of a Keras training; see `hvdkit.checkpoint.state`."""
+"""Stateful items of Keras for checkpoints; see `hvdkit.checkpoint.state`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
 
 from hvdkit.checkpoint import arrays, h5
-from hvdkit.checkpoint.items import LARGEST_STATISTICS, Variables, named, plain
+from hvdkit.checkpoint.items import LARGEST_STATISTICS, Plain, Variables, named, plain
 from hvdkit.checkpoint.state import RankItem, StatefulItem, TensorSpec, Tree
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
@@ -20,29 +20,28 @@ from hvdkit.keras.metrics import flat_metrics
 from hvdkit.keras.optimizer import distribution_of
 
 
-def parts_of(model: Any) -> dict[str, StatefulItem]:
+def items_of(model: Any) -> dict[str, StatefulItem]:
     """Return the items of a built and compiled model that are the same on all ranks."""
     optimizer = model.optimizer
-    parts: dict[str, StatefulItem] = {
+    items: dict[str, StatefulItem] = {
         "model": Variables(lambda: named(model.weights), "the model", backend.tensor_of)
     }
     if optimizer is not None:
-        parts["optimizer"] = Variables(
+        items["optimizer"] = Variables(
             lambda: named(optimizer.variables), "the optimizer", backend.tensor_of
         )
-    parts[h5.PART] = Layout(model)
+    items[h5.PART] = Layout(model)
     distribution = distribution_of(optimizer)
     if distribution is not None:
-        parts["reduction"] = Reduction(distribution)
-    return parts
+        # Needed to resume with bit-identical sums.
+        items["reduction"] = Plain(
+            distribution.reduction_state, distribution.restore_reduction_state
+        )
+    return items
 
 
-def rank_parts_of(model: Any) -> dict[str, RankItem]:
-    """Return the items of a model that each rank has for itself, except metrics.
-
-    Args:
-        model: built and compiled.
-    """
+def rank_items_of(model: Any) -> dict[str, RankItem]:
+    """Return the items of a built and compiled model that differ between ranks, except metrics."""
     return {
         "seeds": OwnVariables(lambda: _seeds(model)),
         "global_seed": GlobalSeed(),
@@ -50,25 +49,6 @@ def rank_parts_of(model: Any) -> dict[str, RankItem]:
         # Last, because creating a seed draws from Python's random numbers.
         "random": backend.randomness(),
     }
-
-
-class Reduction:
-    """A `StatefulItem`: the reduction state, needed to resume with bit-identical sums."""
-
-    def __init__(self, distribution: Any) -> None:
-        self._distribution = distribution
-
-    def save(self) -> Tree:
-        """Return the current state."""
-        return self._distribution.reduction_state()
-
-    def plan_restore(self, tree: Tree) -> Tree:
-        """Return the tree: there are no tensors."""
-        return tree
-
-    def restore(self, tree: Tree) -> None:
-        """Restore the state."""
-        self._distribution.adopt_reduction_state(tree)
 
 
 class Layout:
@@ -129,7 +109,7 @@ class Layout:
                 if id(value) not in known:
                     other = f"{path}/{key}"
                     self._others[other] = value
-                    # The name of this tensor in the part.
+                    # The name of this tensor in the checkpoint.
                     known[id(value)] = (h5.PART, f"others.{other}")
                 entries.append([key, *known[id(value)]])
             layout.append([path, name, entries])
@@ -184,14 +164,14 @@ class OwnVariables:
     """A `RankItem`: small variables that differ between ranks.
 
     Args:
-        variables: returns them, in the same order in each run of the program.
+        variables: returns the variables, in the same order in each run of the program.
     """
 
     def __init__(self, variables: Callable[[], Sequence[Any]]) -> None:
         self._variables = variables
 
     def save(self) -> Tree:
-        """Return the contents, each with name, dtype and shape."""
+        """Return each variable's name, dtype and shape, and its content."""
         return [[_line(v), backend.read(v).tobytes()] for v in self._variables()]
 
     def restore(self, tree: Tree) -> None:
@@ -267,20 +247,20 @@ def _slots(optimizer: Any, variable: Any) -> list[Any]:
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     trained = list(optimizer._trainable_variables)
-    place = [id(each) for each in trained].index(id(variable))
+    index = [id(each) for each in trained].index(id(variable))
     # Lists with an entry for each variable, except the list of variables itself.
     return [
-        each[place]
+        each[index]
         for each in vars(optimizer).values()
         if isinstance(each, list)
         and len(each) == len(trained)
         and all(isinstance(slot, keras.Variable) for slot in each)
-        and each[place] is not variable
+        and each[index] is not variable
     ]
 
 
-#: What Keras's callbacks must remember for the next epoch to be what it would have been.
-_REMEMBERED: Mapping[str, Sequence[str]] = {
+#: The attributes of Keras's callbacks that the following epochs depend on.
+_CALLBACK_ATTRIBUTES: Mapping[str, Sequence[str]] = {
     "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
     "ReduceLROnPlateau": ("wait", "cooldown_counter", "best"),
     "ModelCheckpoint": ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
@@ -291,28 +271,29 @@ _REMEMBERED: Mapping[str, Sequence[str]] = {
 
 
 class CallbackStates:
-    """A `StatefulItem`: what the other callbacks of a `fit` remember.
+    """A `StatefulItem`: the states of the other callbacks of a `fit`.
 
-    Those of Keras in which it matters, and any that has `state_dict()` and `load_state_dict()`,
-    which give and take plain values and NumPy arrays. The first rank's count, because logs are the
-    same on all, and some callbacks are left out on the others.
+    Includes Keras's callbacks with a state that affects later epochs, and all callbacks with
+    `state_dict()` and `load_state_dict()` for plain values and NumPy arrays. All ranks get the
+    first rank's states, because logs are the same on all ranks, and other ranks drop callbacks
+    that write files.
     """
 
     def __init__(self, callbacks: Callable[[], Sequence[Any]]) -> None:
         self._callbacks = callbacks
 
     def save(self) -> Tree:
-        """By class and place among those of the class."""
+        """Return the states by class and index among the callbacks of the class."""
         return {key: _with_arrays(_state(callback)) for key, callback in self._named().items()}
 
     def plan_restore(self, tree: Tree) -> Tree:
-        """Memory for the weights among them, which were tensors in the format's version 1."""
+        """Return memory for weights, which are tensors in version 1 of the format."""
         return _mapped(
             tree, lambda leaf: arrays.empty(leaf) if isinstance(leaf, TensorSpec) else leaf
         )
 
     def restore(self, tree: Tree) -> None:
-        """Hand each its own; what is no longer there, or was not, goes without."""
+        """Restore the states of callbacks that have one in the checkpoint."""
         for key, callback in self._named().items():
             if key not in tree:
                 continue
@@ -339,8 +320,8 @@ def _state(callback: Any) -> dict[str, Any] | None:
         state: dict[str, Any] = callback.state_dict()
         return state
     for kind in type(callback).__mro__:
-        if kind.__module__.startswith("keras.") and kind.__name__ in _REMEMBERED:
-            names = _REMEMBERED[kind.__name__]
+        if kind.__module__.startswith("keras.") and kind.__name__ in _CALLBACK_ATTRIBUTES:
+            names = _CALLBACK_ATTRIBUTES[kind.__name__]
             return {name: getattr(callback, name) for name in names if hasattr(callback, name)}
     return None
 
@@ -349,7 +330,7 @@ def _with_arrays(state: Any) -> Tree:
     def leaf(value: Any) -> Any:
         if isinstance(value, np.ndarray) and value.ndim:
             return value
-        # A log may be a number of the framework.
+        # A log may be a scalar tensor.
         if hasattr(value, "shape") and not isinstance(value, np.generic):
             return float(value)
         return value

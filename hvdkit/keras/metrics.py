@@ -1,8 +1,8 @@
-"""Metrics over all ranks: their totals and counts are added up, not their averages averaged.
+"""Reduce metrics over ranks by summing their variables, such as totals and counts.
 
-A mean of means is wrong as soon as ranks have seen different numbers of samples, and for what is
-no mean (AUC, precision, RMSE) it is always wrong. All of Keras's own metrics keep sums, confusion
-counts among them: with the sums of all ranks, `result()` is what one process would have found.
+The mean of the ranks' results would be wrong if ranks have different numbers of samples, and always
+for metrics that are not means (AUC, precision, RMSE). Keras's own metrics keep only sums. Computed
+from the sums over all ranks, `result()` is therefore that of one process with all the data.
 """
 
 import json
@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 
-# Not public, and the only thing that tells the metrics given to `compile`, which Keras keeps in
-# one object, from a user's own metric that has others inside.
+# Not public. This class holds the metrics of `compile`, and only its type distinguishes it from a
+# user's metric that contains other metrics.
 from keras.src.trainers.compile_utils import CompileMetrics
 
 from hvdkit.core.consistency import RankMismatchError, check_consistency
@@ -25,25 +25,25 @@ from hvdkit.keras import backend
 
 log = logging.getLogger("hvdkit.keras")
 
-_MARK = "_hvdkit_adds_up"
+_MARK = "_hvdkit_additive"
 _M = TypeVar("_M")
 _SUBJECT = "the metrics and logs of this epoch"
 
 
 def additive(metric: _M) -> _M:
-    """Say that a metric of your own keeps nothing but sums over the samples that it has seen.
+    """Mark a custom metric whose variables are all sums over samples.
 
-    Its variables are then added up over the ranks before its `result()` is asked for, as those of
-    Keras's own metrics are. Without it, its results are averaged over the ranks.
+    Its variables are then summed over the ranks before `result()` is called, like those of Keras's
+    own metrics. Without the mark, its results are averaged over the ranks.
 
     Args:
         metric: a subclass of `keras.metrics.Metric`, or an instance.
 
     Returns:
-        `metric`, so that this serves as a decorator.
+        `metric`, so `additive` can be a decorator.
 
     Raises:
-        UsageError: `metric` is something else.
+        UsageError: `metric` is neither.
 
     Example:
         @hvd.callbacks.additive
@@ -52,16 +52,16 @@ def additive(metric: _M) -> _M:
     """
     cls = metric if isinstance(metric, type) else type(metric)
     if not issubclass(cls, keras.metrics.Metric):
-        raise UsageError(f"{metric!r} was given: expected a keras.metrics.Metric, or a class of it")
+        raise UsageError(f"metric is {metric!r}: expected a keras.metrics.Metric or a subclass")
     setattr(metric, _MARK, True)
     return metric
 
 
 def is_additive(metric: Any) -> bool:
-    """Whether the sums of a metric's variables over ranks are the state of one that saw all data.
+    """Return whether a metric's variables may be summed over ranks.
 
-    True of Keras's own metrics, of subclasses that leave accumulating to them, and of what
-    `additive` has marked.
+    True for Keras's own metrics, for subclasses that inherit `update_state`, and for metrics marked
+    with `additive`.
     """
     owner = next(cls for cls in type(metric).__mro__ if "update_state" in cls.__dict__)
     keeps_sums = owner.__module__.split(".")[0] == "keras" and owner is not keras.metrics.Metric
@@ -69,7 +69,7 @@ def is_additive(metric: Any) -> bool:
 
 
 def flat_metrics(model: Any) -> list[Any]:
-    """A model's metrics, each once, those given to `compile` among them one by one."""
+    """Return a model's metrics, each once, with the metrics of `compile` one by one."""
     found: dict[int, Any] = {}
     for metric in model.metrics:
         inner = metric.metrics if isinstance(metric, CompileMetrics) else [metric]
@@ -79,39 +79,45 @@ def flat_metrics(model: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class MetricState:
-    """The state of a model's metrics on this rank, before they are reset."""
+    """A copy of the state of a model's metrics on this rank.
 
-    #: Per metric: whether its arrays are its variables (sums) or its results (to be averaged).
-    adds_up: list[bool]
+    Attributes:
+        additive: for each metric, whether its variables are summed. Otherwise its results are
+            averaged.
+        names: the metrics' names.
+        arrays: for each metric, its variables or its results.
+        results: this rank's logs, by name.
+    """
+
+    additive: list[bool]
     names: list[str]
     arrays: list[list[np.ndarray]]
-    #: What Keras puts into the logs on this rank.
     results: dict[str, float]
 
     @classmethod
     def of(cls, model: Any) -> "MetricState":
-        """The state of `model`'s metrics now."""
+        """Return the current state of the metrics of `model`."""
         metrics = flat_metrics(model)
-        adds_up = [is_additive(metric) for metric in metrics]
+        summed = [is_additive(metric) for metric in metrics]
         return cls(
-            adds_up,
+            summed,
             [metric.name for metric in metrics],
             [
                 [_to_numpy(variable) for variable in metric.variables]
                 if sums
                 else [_to_numpy(value) for value in keras.tree.flatten(metric.result())]
-                for metric, sums in zip(metrics, adds_up, strict=True)
+                for metric, sums in zip(metrics, summed, strict=True)
             ],
             _numbers(model.get_metrics_result()),
         )
 
     def averaged(self) -> list[str]:
-        """The metrics whose results can only be averaged over ranks."""
-        return [name for name, sums in zip(self.names, self.adds_up, strict=True) if not sums]
+        """Return the names of metrics whose results are averaged."""
+        return [name for name, sums in zip(self.names, self.additive, strict=True) if not sums]
 
 
-# What is sent of each metric and log: [kind, name, shapes of its arrays]. JSON, because ranks that
-# have nothing of the kind themselves get it from those that have.
+# One entry for each metric and log: [kind, name, shapes of its arrays]. Ranks without metrics
+# receive the layout from ranks with metrics, as JSON.
 _Layout = list[tuple[str, str, list[list[int]]]]
 _SUMS, _MEAN, _LOG = "sums of metric", "result of metric", "log"
 
@@ -119,34 +125,34 @@ _SUMS, _MEAN, _LOG = "sums of metric", "result of metric", "log"
 def reduce_logs(
     model: Any, state: MetricState | None, logs: dict[str, Any], group: Any, everyone: bool
 ) -> dict[str, float]:
-    """The logs of all ranks: exact for metrics that add up, otherwise averaged. A collective.
+    """Return the logs over all ranks: exact for additive metrics, otherwise averaged. A collective.
 
     Args:
-        model: whose metrics `state` is of; the same on every rank.
-        state: None on a rank that has nothing to contribute and still is told the result.
-        logs: what Keras made of the metrics, or what a custom step returned.
-        group: the collectives of the ranks that take part.
-        everyone: whether no rank's `state` is None; the same on every rank.
+        model: the model with these metrics.
+        state: this rank's metrics; None on a rank that only receives the result.
+        logs: this rank's logs, from Keras's metrics or from a custom step.
+        group: the collectives of the participating ranks.
+        everyone: whether all ranks have a `state`; the same on every rank.
 
     Returns:
-        For every number in the logs of the ranks that have some: its value over all of them.
+        Each number in the logs, reduced over the ranks that have it.
 
     Raises:
-        RankMismatchError: on every rank, when metrics, their shapes or the logs' names differ.
+        RankMismatchError: on every rank, if metrics, their shapes or the logs' names differ.
     """
     layout: _Layout = []
     arrays: list[np.ndarray] = []
     if state is not None:
-        for sums, name, parts in zip(state.adds_up, state.names, state.arrays, strict=True):
+        for sums, name, parts in zip(state.additive, state.names, state.arrays, strict=True):
             layout.append((_SUMS if sums else _MEAN, name, [list(part.shape) for part in parts]))
             arrays += parts if sums else [*parts, np.ones(())]
-        # As Keras itself decides whether it puts the metrics' results into the logs.
+        # Keras uses the same condition to put the metrics' results into the logs.
         all_results = logs.keys() == state.results.keys()
         for name, value in _numbers(logs).items():
             layout.append((_LOG, name, []))
             is_result = all_results or _is_result(state.results.get(name), value)
             arrays.append(np.array([value, 1.0, is_result]))
-    layout = _agreed(layout, group, everyone)
+    layout = _checked_layout(layout, group, everyone)
     if state is None:
         arrays = [array for entry in layout for array in _zeros(entry)]
     sums_of_all = backend.sum_arrays(arrays, "hvdkit.keras.metrics", group.process_set)
@@ -159,7 +165,7 @@ def _to_numpy(value: Any) -> np.ndarray:
 
 
 def flatten(logs: dict[str, Any]) -> None:
-    """Put the results of metrics that are dictionaries beside the others, as Keras does later."""
+    """Replace dictionaries in `logs` by their items, as Keras does later."""
     for name, value in list(logs.items()):
         if isinstance(value, dict):
             del logs[name]
@@ -169,7 +175,7 @@ def flatten(logs: dict[str, Any]) -> None:
 
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    """The logs that are single numbers; others are a rank's own."""
+    """Return the logs that are single numbers. Other logs are not reduced."""
     flat = dict(logs)
     flatten(flat)
     numbers = {}
@@ -182,13 +188,13 @@ def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _is_result(result: float | None, value: float) -> bool:
-    """Whether a log is a metric's result, and not what a custom step returned by the same name."""
-    # A graph may round differently from the same operations outside of it.
+    """Return whether a log is a metric's result, not another value with the metric's name."""
+    # A graph may round differently than eager operations.
     return result is not None and bool(np.isclose(result, value, rtol=1e-4, equal_nan=True))
 
 
-def _agreed(layout: _Layout, group: Any, everyone: bool) -> _Layout:
-    """The layout of those ranks that have one, once it is sure that it is the same."""
+def _checked_layout(layout: _Layout, group: Any, everyone: bool) -> _Layout:
+    """Return the layout, after checking that all ranks with metrics have the same."""
     lines = [json.dumps(entry) for entry in layout]
     if everyone:
         check_consistency(group, lines, _SUBJECT)
@@ -215,7 +221,7 @@ def _zeros(entry: tuple[str, str, list[list[int]]]) -> list[np.ndarray]:
 
 
 def _logs_of(model: Any, layout: _Layout, sums: Iterator[np.ndarray]) -> dict[str, float]:
-    """The logs that follow from the sums over the ranks."""
+    """Return the logs, computed from the sums over the ranks."""
     metrics = iter(flat_metrics(model))
     state_mapping: list[tuple[Any, Any]] = []
     averages: list[tuple[Any, Any]] = []
@@ -235,8 +241,8 @@ def _logs_of(model: Any, layout: _Layout, sums: Iterator[np.ndarray]) -> dict[st
             ranks = next(sums)
             flat = [part / ranks for part in parts]
             averages.append((metric, keras.tree.pack_sequence_as(metric.result(), flat)))
-    # The metrics themselves stay this rank's: Keras goes on counting in them where a callback
-    # evaluates in the middle of an epoch.
+    # The metrics themselves keep this rank's state, because Keras may still update them in this
+    # epoch.
     with _results_replaced(averages), keras.StatelessScope(state_mapping=state_mapping):
         results = _numbers(model.get_metrics_result())
     return {
@@ -247,9 +253,9 @@ def _logs_of(model: Any, layout: _Layout, sums: Iterator[np.ndarray]) -> dict[st
 
 @contextmanager
 def _results_replaced(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Let metrics say something else for a moment, so that Keras names and nests it as ever."""
+    """Replace the results of metrics, so that Keras names and nests the replaced values."""
     for metric, value in values:
-        # Not by a plain assignment, which Keras would try to track.
+        # Bypass Keras's `__setattr__`, which would track the value.
         object.__setattr__(metric, "result", lambda value=value: value)
     try:
         yield

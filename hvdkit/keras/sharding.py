@@ -1,4 +1,4 @@
-"""Each rank's share of the data of `fit`: of arrays, of batches, of a `DataLoader`."""
+"""`hvd.shard` for Keras: give every rank a share of arrays, of batches or of a `DataLoader`."""
 
 import contextlib
 import hashlib
@@ -17,13 +17,13 @@ from hvdkit.keras.data import ResumableSampler
 
 log = logging.getLogger("hvdkit.keras")
 
-#: How many rows the ranks compare: with one alone, two shuffles may well begin alike.
+#: The ranks compare this many rows, because two shuffles may begin with the same row.
 _COMPARED = 8
 
 _SUBJECT = "the data to shard"
 _ADVICE = (
-    "hvd.shard takes the same data in the same order on every rank: shuffle and augment after it, "
-    "or with the same seed everywhere."
+    "Pass the same data in the same order on every rank: shuffle and augment after hvd.shard, or "
+    "with the same seed on every rank."
 )
 
 
@@ -37,7 +37,7 @@ def shard(
     reader: Any = None,
     process_set: Any = None,
 ) -> Any:
-    """Return this rank's share of the data; every rank has as many steps.
+    """Return this rank's share of the data. All ranks' shares have the same number of steps.
 
     A collective: every rank calls it with the same data, in the same order.
 
@@ -50,45 +50,47 @@ def shard(
 
         model.fit(hvd.shard(examples, batch_size=32, shuffle=True))  # a tf.data.Dataset
 
-    A `tf.data.Dataset`, or names of files with a `reader`, are for the TensorFlow backend: see
+    A `tf.data.Dataset`, or names of files with a `reader`, need the TensorFlow backend: see
     `hvdkit.tensorflow.shard`.
 
-    Of arrays the ranks compare shapes, dtypes and the first rows, and of other data the length. A
+    The ranks compare the shapes, dtypes and first rows of arrays, and the length of other data. A
     `PyDataset` that shuffles, also in `on_epoch_end`, needs the same seed on every rank: otherwise
-    some rows are used twice in an epoch, and others not at all. Where the targets of the first
-    batch differ, rank 0 logs a warning.
+    some rows are used twice in an epoch, and others never. If the targets of the first batch
+    differ, the first rank logs a warning.
 
-    A `DataLoader` gets a `ResumableSampler`, which shuffles where the loader does, and gives its
-    batch size to each rank. Its dataset has a length, and it has no sampler of its own. `fit`
-    counts the epochs; in a loop of your own, iterate `loader.sampler.batches(loader)`.
-    `hvd.callbacks.Checkpoint` takes the sampler: `data=loader.sampler`. With `drop_last` samples
-    that do not fill a batch on every rank are left out; without it the last batches are smaller,
-    and a rank that would have none repeats one sample.
+    A `DataLoader` must have a dataset with a length, and no custom sampler. The returned loader has
+    a `ResumableSampler`, shuffles if the given loader does, and uses the given batch size on each
+    rank. `fit` counts the epochs. In a custom loop, iterate `loader.sampler.batches(loader)`. Pass
+    the sampler to `hvd.callbacks.Checkpoint` as `data=loader.sampler`. With `drop_last`, samples
+    that do not fill a batch on every rank are dropped. Otherwise the last batches are smaller, and
+    a rank that would have an empty batch repeats one sample.
 
-    The mean over ranks is one of batches: where one rank's last batch is smaller, its rows count
-    more. That may be so for a `PyDataset`, and for a `DataLoader` without `drop_last`.
+    Gradients are averaged over the ranks' batches. If one rank's last batch is smaller, its rows
+    therefore have a larger weight. This can happen with a `PyDataset`, and with a `DataLoader`
+    without `drop_last`.
 
     Args:
-        data: an array of shape [rows, ...], or a list, tuple or dict of such; a
-            `keras.utils.PyDataset`; a `torch.utils.data.DataLoader`; a `tf.data.Dataset`.
-        batch_size: of a `tf.data.Dataset` only. `fit` has it for arrays.
-        shuffle: of a `tf.data.Dataset` only. `fit` has it for arrays.
-        seed: of the order in which a `DataLoader` or a `tf.data.Dataset` is shuffled. None: 0 for a
-            `DataLoader`, another order in each run for a dataset.
-        tail: for the up to n - 1 rows or batches that n ranks cannot share evenly: "drop" them, or
-            "pad": some ranks repeat one with sample weight 0. Data are then (x, y) or (x, y,
-            sample_weight), and the result is (x, y, sample_weight). Not for a `DataLoader`.
-        reader: makes a `tf.data.Dataset` of a file's name.
+        data: an array of shape [rows, ...]; a list, tuple or dict of such arrays; a
+            `keras.utils.PyDataset`; a `torch.utils.data.DataLoader`; or a `tf.data.Dataset`.
+        batch_size: only for a `tf.data.Dataset`. For arrays, pass it to `fit`.
+        shuffle: only for a `tf.data.Dataset`. For arrays, pass it to `fit`.
+        seed: seed of the order of a `DataLoader` or `tf.data.Dataset` that shuffles. None: 0 for a
+            `DataLoader`, a new order in each run for a dataset.
+        tail: what to do with up to n - 1 rows or batches that remain when each of n ranks has the
+            same number. "drop": do not use them. "pad": some ranks repeat a row or batch with
+            sample weight 0; data must be (x, y) or (x, y, sample_weight), and the result is (x, y,
+            sample_weight). Not for a `DataLoader`.
+        reader: returns the `tf.data.Dataset` of a file name.
         process_set: the ranks that share the data; default: all.
 
     Returns:
-        The same kind of data: arrays in the same structure, a `PyDataset`, a `DataLoader`, a
+        The same kind of data: arrays in the same structure, a `PyDataset`, a `DataLoader` or a
         `tf.data.Dataset`.
 
     Raises:
-        UsageError: on every rank: the data are of another kind, infinite, or fewer than ranks; an
-            argument is not as above.
-        RankMismatchError: on every rank: what they compare of the data, or an argument, differs.
+        UsageError: on every rank, if the data are of another kind, infinite or fewer than ranks, or
+            an argument is invalid.
+        RankMismatchError: on every rank, if the compared data or an argument differ between ranks.
     """
     if not backend.hvd.is_initialized():
         raise UsageError("Horovod is not initialised: call hvd.init() before this")
@@ -102,9 +104,9 @@ def shard(
             f"expected a call on ranks {process_set.ranks} only"
         )
     group = backend.collectives(process_set)
-    wrong = _wrong_arguments(data, batch_size, shuffle, tail, reader)
+    problem = _argument_problem(data, batch_size, shuffle, tail, reader)
     kind = type(data).__name__
-    _agree(group, wrong, [f"data of type {kind}, tail={tail!r}"])
+    _check(group, problem, [f"data of type {kind}, tail={tail!r}"])
     if isinstance(data, keras.utils.PyDataset):
         return _share_of_batches(data, group, tail == "pad")
     if _is_of(data, "torch"):
@@ -112,31 +114,31 @@ def shard(
     return _share_of_arrays(data, group, tail == "pad")
 
 
-def _wrong_arguments(data: Any, batch_size: Any, shuffle: Any, tail: Any, reader: Any) -> str:
-    """Return what is wrong with them where the data are no `tf.data.Dataset`; empty if nothing."""
+def _argument_problem(data: Any, batch_size: Any, shuffle: Any, tail: Any, reader: Any) -> str:
+    """Return why an argument is invalid for other data than datasets of tf.data; empty if valid."""
     if batch_size is not None and not isinstance(batch_size, int):
         return (
-            f"batch_size is of type {type(batch_size).__name__}: to share several arrays, give "
-            f"them as one argument: hvd.shard((x, y))"
+            f"batch_size is of type {type(batch_size).__name__}: expected an integer. To shard "
+            f"several arrays, pass them as one argument: hvd.shard((x, y))"
         )
     if batch_size is not None or shuffle or reader is not None:
         return (
             f"batch_size, shuffle and reader are for a tf.data.Dataset on the TensorFlow backend, "
-            f"and the data are of type {type(data).__name__}: fit batches and shuffles arrays, a "
-            f"PyDataset and a DataLoader do so themselves"
+            f"and the data are of type {type(data).__name__}: omit these arguments. fit batches "
+            f"and shuffles arrays; a PyDataset or DataLoader itself batches and shuffles"
         )
     if tail not in ("drop", "pad"):
         return f"tail is {tail!r}: expected 'drop' or 'pad'"
     if tail == "pad" and _is_of(data, "torch"):
         return (
-            "tail='pad' is not for a DataLoader, whose samples have no weights: its drop_last "
-            "decides about the last samples"
+            "tail is 'pad', but samples of a DataLoader have no weights: omit tail, and set the "
+            "loader's drop_last"
         )
     return ""
 
 
 def _is_of(data: Any, framework: str) -> bool:
-    """Return whether `data` is a dataset of a framework, which need not be imported for that."""
+    """Return whether `data` is a dataset of a framework, without importing the framework."""
     kinds = {"tensorflow": "DatasetV2", "torch": "DataLoader"}
     return any(
         c.__name__ == kinds[framework] and c.__module__.split(".")[0] == framework
@@ -144,8 +146,8 @@ def _is_of(data: Any, framework: str) -> bool:
     )
 
 
-def _agree(group: Any, problem: str, lines: Sequence[str], cause: Exception | None = None) -> None:
-    """Raise, on every rank, if there is a problem on one, or the ranks' data differ."""
+def _check(group: Any, problem: str, lines: Sequence[str], cause: Exception | None = None) -> None:
+    """Raise on every rank if one rank has a problem, or if `lines` differ. A collective."""
     try:
         check_consistency(group, [problem or "no problem", *lines], _SUBJECT, _ADVICE)
     except RankMismatchError as error:
@@ -154,18 +156,18 @@ def _agree(group: Any, problem: str, lines: Sequence[str], cause: Exception | No
         raise UsageError(problem) from cause
 
 
-def _warn_where_targets_differ(group: Any, batch: Any) -> None:
-    """Log a warning, on one rank, if the targets of an (x, y) differ. A collective."""
+def _warn_if_targets_differ(group: Any, batch: Any) -> None:
+    """Log a warning on the first rank if the targets of (x, y) differ. A collective."""
     content = b""
     if isinstance(batch, tuple | list) and len(batch) > 1:
-        # Targets that are no arrays, such as a sample's before `collate_fn`, are not compared.
+        # Targets that are not arrays, for example before `collate_fn`, are not compared.
         with contextlib.suppress(Exception):
             content = b"".join(map(_content, keras.tree.flatten(batch[1])))
     digest = int(hashlib.sha256(content).hexdigest()[:6], 16)
     if not are_equal(group, digest, "hvdkit.shard.targets") and group.rank == group.ranks[0]:
         log.warning(
-            "hvd.shard: the first targets differ between ranks. Data that are shuffled need the "
-            "same seed on every rank, or some rows are used twice in an epoch and others never."
+            "hvd.shard: the first targets differ between ranks. Shuffle with the same seed on "
+            "every rank: otherwise some rows are used twice in an epoch, and others never."
         )
 
 
@@ -179,13 +181,13 @@ def _content(array: Any) -> bytes:
 
 
 def _divide(group: Any, count: int, padded: bool, elements: str) -> tuple[Division, int]:
-    """Return the division of `count` elements, and which part of it is this rank's."""
+    """Return the division of `count` elements, and this rank's index in it."""
     ranks = list(group.ranks)
     division = Division(count, len(ranks), padded)
-    place = ranks.index(group.rank)
-    if place == 0:
+    index = ranks.index(group.rank)
+    if index == 0:
         division.log_tail(elements)
-    return division, place
+    return division, index
 
 
 def _too_few(count: int, elements: str, group: Any) -> str:
@@ -220,16 +222,16 @@ def _share_of_arrays(data: Any, group: Any, padded: bool) -> Any:
         try:
             digest = _digest(arrays)
         except Exception as error:
-            # Keras takes more kinds of arrays than can be sliced.
+            # Keras accepts kinds of arrays that cannot be sliced.
             problem = f"rows cannot be taken from the data: {type(error).__name__}: {error}"
             cause = error
-    _agree(group, problem, [] if problem else [*map(_described, arrays), digest], cause)
-    division, place = _divide(group, counts[0], padded, "rows")
-    own = np.arange(place, division.used, division.size)
-    missing = division.per_rank - len(own)
+    _check(group, problem, [] if problem else [*map(_described, arrays), digest], cause)
+    division, index = _divide(group, counts[0], padded, "rows")
     if not padded:
-        rows = slice(place, division.used, division.size)
+        rows = slice(index, division.used, division.size)
         return keras.tree.map_structure(lambda a: _rows(a, rows), data)
+    own = np.arange(index, division.used, division.size)
+    missing = division.per_rank - len(own)
     weights = np.concatenate([np.ones(len(own), "float32"), np.zeros(missing, "float32")])
     numbers = np.concatenate([own, np.zeros(missing, own.dtype)])
     x, y, *given = keras.tree.map_structure(lambda a: _rows(a, numbers), tuple(data))
@@ -241,7 +243,7 @@ def _share_of_arrays(data: Any, group: Any, padded: bool) -> Any:
 def _rows(array: Any, rows: Any) -> Any:
     if array is None:
         return None
-    # Of pandas, which would take the numbers for columns.
+    # Indexing a pandas object directly would select columns.
     found = getattr(array, "iloc", array)
     if isinstance(rows, slice) or isinstance(array, np.ndarray) or found is not array:
         return found[rows]
@@ -258,7 +260,7 @@ def _described(array: Any) -> str:
 
 
 def _digest(arrays: Sequence[Any]) -> str:
-    """Return a digest of the first rows, in words."""
+    """Return a description with a digest of the first rows."""
     content = hashlib.sha256()
     for array in arrays:
         content.update(_content(_rows(array, slice(0, _COMPARED))))
@@ -266,12 +268,12 @@ def _digest(arrays: Sequence[Any]) -> str:
 
 
 def _unweightable(data: Any) -> str:
-    """Return why data like this cannot carry sample weights; empty where they can."""
+    """Return why data like this cannot have sample weights; empty if they can."""
     if isinstance(data, tuple | list) and len(data) in (2, 3):
         return ""
     return (
         f"with tail='pad' data must be (x, y) or (x, y, sample_weight), and are of type "
-        f"{type(data).__name__}: make them such, or use tail='drop'"
+        f"{type(data).__name__}: convert them, or use tail='drop'"
     )
 
 
@@ -282,12 +284,12 @@ class ShareOfBatches(keras.utils.PyDataset):
     """Every n-th batch of a `PyDataset`.
 
     Args:
-        dataset: which has the batches.
-        division: of these.
-        place: which part of the division it is.
+        dataset: the dataset with all batches.
+        division: the division of the batches.
+        index: the rank's index in the division.
     """
 
-    def __init__(self, dataset: Any, division: Division, place: int) -> None:
+    def __init__(self, dataset: Any, division: Division, index: int) -> None:
         super().__init__(
             workers=dataset.workers,
             use_multiprocessing=dataset.use_multiprocessing,
@@ -295,15 +297,15 @@ class ShareOfBatches(keras.utils.PyDataset):
         )
         self._dataset = dataset
         self._division = division
-        self._place = place
+        self._index = index
 
     def __len__(self) -> int:
         return self._division.per_rank
 
     def __getitem__(self, index: int) -> Any:
         """Return a batch; the last one may be repeated, with sample weights 0."""
-        repeated = index >= self._division.of_rank(self._place)
-        batch = self._dataset[0 if repeated else index * self._division.size + self._place]
+        repeated = index >= self._division.of_rank(self._index)
+        batch = self._dataset[0 if repeated else index * self._division.size + self._index]
         if not self._division.padded:
             return batch
         x, y, *weights = batch
@@ -315,11 +317,11 @@ class ShareOfBatches(keras.utils.PyDataset):
         return x, y, weights[0]
 
     def on_epoch_begin(self) -> None:
-        """Tell the dataset."""
+        """Call the dataset's method."""
         self._dataset.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Tell the dataset, which may shuffle its batches."""
+        """Call the dataset's method, which may shuffle its batches."""
         self._dataset.on_epoch_end()
 
 
@@ -328,7 +330,10 @@ def _share_of_batches(dataset: Any, group: Any, padded: bool) -> ShareOfBatches:
     try:
         batches = dataset.num_batches
         if batches is None:
-            problem = "the PyDataset is infinite: give it a __len__, or pass steps_per_epoch to fit"
+            problem = (
+                "the PyDataset is infinite: give it a __len__, or do not shard it and pass "
+                "steps_per_epoch to fit"
+            )
         else:
             count = int(batches)
             problem = _too_few(count, "batches", group)
@@ -336,11 +341,11 @@ def _share_of_batches(dataset: Any, group: Any, padded: bool) -> ShareOfBatches:
             first = dataset[0]
             problem = _unweightable(first) if padded else ""
     except Exception as error:
-        # The user's own code: whatever it is, the other ranks must learn of it.
+        # User code may raise anything, and the other ranks must be told.
         problem = f"the PyDataset cannot be read: {type(error).__name__}: {error}"
         cause = error
-    _agree(group, problem, [f"{count} batches"], cause)
-    _warn_where_targets_differ(group, first)
+    _check(group, problem, [f"{count} batches"], cause)
+    _warn_if_targets_differ(group, first)
     return ShareOfBatches(dataset, *_divide(group, count, padded, "batches"))
 
 
@@ -364,8 +369,8 @@ _LOADER_OPTIONS = (
 def _share_of_loader(loader: Any, group: Any, seed: int | None, process_set: Any) -> Any:
     if backend.NAME != "torch":
         raise UsageError(
-            "hvd.shard takes a torch DataLoader where Keras runs on PyTorch (KERAS_BACKEND=torch); "
-            "here it runs on TensorFlow: give it a tf.data.Dataset, a PyDataset or arrays"
+            "the data are a torch DataLoader, and Keras runs on TensorFlow: set "
+            "KERAS_BACKEND=torch, or pass a tf.data.Dataset, a PyDataset or arrays"
         )
     from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
@@ -373,18 +378,20 @@ def _share_of_loader(loader: Any, group: Any, seed: int | None, process_set: Any
     count = 0
     if isinstance(loader.dataset, IterableDataset):
         problem = (
-            "the DataLoader has an IterableDataset, whose samples have no numbers: let its "
-            "__iter__ give each rank its part"
+            "the DataLoader has an IterableDataset, whose samples have no indices: do not shard "
+            "it, and let its __iter__ yield a different part on each rank"
         )
     elif loader.batch_size is None:
         problem = (
-            "the DataLoader has no batch_size: expected one that was made with batch_size= and "
-            "shuffle=. Let a batch_sampler give each rank its part"
+            "the DataLoader has no batch_size: expected one made with batch_size= and shuffle=. "
+            "If it has a batch_sampler, do not shard it, and let the batch_sampler yield a "
+            "different part on each rank"
         )
     elif not (shuffled or type(loader.sampler) is SequentialSampler):
         problem = (
-            f"the DataLoader has a sampler of its own ({type(loader.sampler).__name__}): expected "
-            f"one that was made with batch_size= and shuffle=. Let yours give each rank its part"
+            f"the DataLoader has a custom sampler ({type(loader.sampler).__name__}): expected one "
+            f"made with batch_size= and shuffle=. Otherwise do not shard it, and let the sampler "
+            f"yield a different part on each rank"
         )
     elif shuffled and (loader.sampler.replacement or len(loader.sampler) != len(loader.dataset)):
         problem = "the DataLoader draws with replacement, or not all samples: expected shuffle=True"
@@ -399,8 +406,8 @@ def _share_of_loader(loader: Any, group: Any, seed: int | None, process_set: Any
         except Exception as error:
             problem = f"the dataset cannot be read: {type(error).__name__}: {error}"
             cause = error
-    _agree(group, problem, [f"{count} samples", settings, f"drop_last={loader.drop_last}"], cause)
-    _warn_where_targets_differ(group, first)
+    _check(group, problem, [f"{count} samples", settings, f"drop_last={loader.drop_last}"], cause)
+    _warn_if_targets_differ(group, first)
     sampler = ResumableSampler(
         loader.dataset,
         loader.batch_size,

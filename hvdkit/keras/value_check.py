@@ -48,7 +48,7 @@ def check_values(group: Collectives, values: Sequence[tuple[Any, int]]) -> None:
         f"ranks have different values of {variable.path!r} after the first batch ({by_rank}), and "
         f"mean gradients never make them equal. Pass fit a "
         f"hvd.callbacks.BroadcastGlobalVariablesCallback(0), or call "
-        f"hvd.broadcast_model(model, root_rank=0) before it. If ranks are to have different "
+        f"hvd.broadcast_model(model, root_rank=0) before it. If ranks should have different "
         f"values, pass check_parameters=False to hvd.DistributedOptimizer."
     )
 

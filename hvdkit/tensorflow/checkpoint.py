@@ -1,4 +1,4 @@
-"""Checkpoints of a training loop of one's own: `hvd.Checkpointer` for TensorFlow."""
+"""`hvd.Checkpointer` for TensorFlow: checkpoints of a custom training loop."""
 
 import functools
 import os
@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.checkpoint.items import Variables, data_item, kept_in, named, several
+from hvdkit.checkpoint.items import Plain, Variables, data_item, kept_in, named, several
 from hvdkit.checkpoint.manager import Manager
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.sharding import Shard, ShardedItem
@@ -40,12 +40,15 @@ class Checkpointer(Manager):
         checkpointer.save(step)
         checkpointer.close()
 
-    A checkpoint has the variables, the optimizer state, the scales of the wire formats, the
-    position in the data, and for each rank the random states of Python, NumPy,
-    `tf.random.Generator` and Keras's layers. A run that was killed and resumed ends with the same
-    bytes as an undisturbed run, if the program is reproducible. Programs with `tf.random.uniform`
-    and similar functions (no generator, no "stateless" in the name) are not: their state cannot be
-    read.
+    A checkpoint contains:
+
+    - the variables and the optimizer state;
+    - the scales of the wire formats, and the position in the data;
+    - for each rank, the random states of Python, NumPy, `tf.random.Generator` and Keras's layers.
+
+    If the program is reproducible, a run that was killed and resumed ends bit-identical to an
+    uninterrupted run. `tf.random.uniform` and similar functions (no generator, no "stateless" in
+    the name) make a program irreproducible, because their state cannot be read.
 
     Attributes:
         metadata: your own plain values in the checkpoint. `restore` updates them.
@@ -108,19 +111,19 @@ class Checkpointer(Manager):
             raise UsageError("neither model nor optimizer is given: expected at least one of them")
         self.metadata = {} if metadata is None else metadata
         models, optimizers = several("model", model), several("optimizer", optimizer)
-        parts: dict[str, StatefulItem] = {}
+        items: dict[str, StatefulItem] = {}
         for name, given in {**models, **optimizers}.items():
             _check_built(given, name)
-            parts[name] = Variables(functools.partial(_named, given), name, _tensor)
+            items[name] = Variables(functools.partial(_named, given), name, _tensor)
         # The attribute of hvdkit.keras's optimizers, which this layer must not import.
         wrapped = {name: getattr(o, "_hvdkit_distribution", None) for name, o in optimizers.items()}
         distributions = {name: found for name, found in wrapped.items() if found is not None}
-        parts["reduction"] = _Reduction(distributions)
+        items["reduction"] = _reduction_item(distributions)
         if data is not None:
-            parts["data"] = data_item(data)
+            items["data"] = data_item(data)
         if sharded is not None:
-            parts["sharded"] = ShardedItem(sharded, lambda variable, _: _tensor(variable))
-        parts["metadata"] = kept_in(self.metadata)
+            items["sharded"] = ShardedItem(sharded, lambda variable, _: _tensor(variable))
+        items["metadata"] = kept_in(self.metadata)
         collectives = TensorFlowCollectives(process_set)
         super().__init__(
             Store(
@@ -131,7 +134,7 @@ class Checkpointer(Manager):
                 storage_options=storage_options,
             ),
             collectives,
-            parts,
+            items,
             rank_parts={
                 "statistics": Statistics(models),
                 "random": Randomness(generators, lambda: _seeds(models.values())),
@@ -146,26 +149,19 @@ class Checkpointer(Manager):
         )
 
 
-class _Reduction:
-    """A `StatefulItem`: the reduction states of tapes and of Keras's optimizers."""
+def _reduction_item(distributions: Mapping[str, Any]) -> Plain:
+    """Return the item of the reduction states of tapes and of Keras's optimizers."""
 
-    def __init__(self, distributions: Mapping[str, Any]) -> None:
-        self._distributions = distributions
-
-    def save(self) -> Tree:
-        """Return the current states."""
-        states = {name: d.reduction_state() for name, d in self._distributions.items()}
+    def save() -> Tree:
+        states = {name: d.reduction_state() for name, d in distributions.items()}
         return {"tapes": tape.reduction_state(), "optimizers": states}
 
-    def plan_restore(self, tree: Tree) -> Tree:
-        """Return the tree: there are no tensors."""
-        return tree
+    def restore(tree: Tree) -> None:
+        tape.restore_reduction_state(tree["tapes"])
+        for name, distribution in distributions.items():
+            distribution.restore_reduction_state(tree["optimizers"].get(name))
 
-    def restore(self, tree: Tree) -> None:
-        """Restore the states. Incompatible states are ignored."""
-        tape.adopt_reduction_state(tree["tapes"])
-        for name, distribution in self._distributions.items():
-            distribution.adopt_reduction_state(tree["optimizers"].get(name))
+    return Plain(save, restore)
 
 
 def _check_built(given: Any, argument: str) -> None:

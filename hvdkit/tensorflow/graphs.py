@@ -27,7 +27,7 @@ def trace_position(key: Hashable) -> str:
     called before and has variables. Each trace therefore counts from 0, and the functions' names
     omit the numbers that TensorFlow appends.
 
-    Outside of a graph the position is always "0", because eager operations run one at a time.
+    Outside of a graph the position is "0", because eager operations run one at a time.
     """
     if tf.executing_eagerly():
         return "0"

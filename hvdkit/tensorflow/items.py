@@ -1,4 +1,4 @@
-"""The stateful items of a TensorFlow training; see `hvdkit.checkpoint.state`."""
+"""Stateful items of TensorFlow for checkpoints; see `hvdkit.checkpoint.state`."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ class VariableTensor:
 
     @property
     def spec(self) -> TensorSpec:
-        """Its dtype and shape."""
+        """The dtype and the shape."""
         return self._spec
 
     def read(self, out: np.ndarray) -> None:
@@ -49,7 +49,7 @@ class VariableTensor:
             if value.dtype == tf.bfloat16:
                 # The buffer protocol does not have bfloat16.
                 value = tf.bitcast(value, tf.uint16)
-        # float8 cannot be cast to another type either.
+        # The buffer protocol does not have float8 either, and TensorFlow cannot bitcast it.
         narrow = value.dtype.name.startswith("float8")
         array = value.numpy() if narrow else np.asarray(memoryview(value))
         return array.reshape(-1).view(np.uint8)

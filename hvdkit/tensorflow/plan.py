@@ -34,7 +34,7 @@ class CodecStates:
         self.variables = [new_variable(numbers) if numbers else None for numbers in initial]
 
     def numbers(self) -> list[list[int]]:
-        """Return the state of each bucket; empty if its codec has none."""
+        """Return the state of each bucket, integers; empty if its codec has none."""
         return [[] if v is None else [int(n) for n in v.numpy()] for v in self.variables]
 
     def assign(self, numbers: Sequence[Sequence[int]]) -> None:
@@ -58,7 +58,8 @@ class Plan:
         states: the states of the buckets' codecs.
         process_set: the ranks to reduce over.
         values: the check of the variables' values.
-        eager: whether the plan is for eager steps, each of which finds out which gradients exist.
+        eager: whether the plan is for eager steps, in which a collective counts the ranks that have
+            each gradient.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class GradientReducer:
         """
         return self._saved | {digest: s.numbers() for digest, s in self._valid_states().items()}
 
-    def adopt_state(self, state: Mapping[str, list[list[int]]]) -> None:
+    def restore_state(self, state: Mapping[str, list[list[int]]]) -> None:
         """Restore a value of `state()`, possibly in another process. Not a collective.
 
         States of gradients that have not been reduced yet are used when they are.

@@ -94,7 +94,7 @@ def _moments_of_all(inputs: Any, mask: Any, axes: Sequence[int]) -> tuple[Any, A
         variance = tf.math.divide_no_nan(total_squares, divisor)
 
         def gradient(grad_mean: Any, grad_variance: Any) -> Any:
-            # Every rank's loss depends on these moments, and they on every rank's inputs.
+            # Every rank's loss depends on these moments, which depend on every rank's inputs.
             grad_mean, grad_variance = tf.unstack(
                 mpi_ops._allreduce(
                     tf.stack([grad_mean, grad_variance]),

@@ -264,12 +264,12 @@ def reduction_state() -> dict[str, Any]:
     return _saved_states | {key: reducer.state() for key, reducer in _reducers.items()}
 
 
-def adopt_reduction_state(state: Mapping[str, Any]) -> None:
+def restore_reduction_state(state: Mapping[str, Any]) -> None:
     """Restore a state returned by `reduction_state`, possibly in another process."""
     _saved_states.clear()
     _saved_states.update(state)
     for key in _reducers.keys() & _saved_states.keys():
-        _reducers[key].adopt_state(_saved_states.pop(key))
+        _reducers[key].restore_state(_saved_states.pop(key))
 
 
 @functools.cache
@@ -303,7 +303,7 @@ def _reducer(
     key = "; ".join([*reduction.describe(), f"ranks: {process_set.ranks}", f"place: {position}"])
     # Two names of one wire format make two reducers. Only the state of the first one is saved.
     if _reducers.setdefault(key, reducer) is reducer and key in _saved_states:
-        reducer.adopt_state(_saved_states.pop(key))
+        reducer.restore_state(_saved_states.pop(key))
     return reducer
 
 

@@ -19,9 +19,9 @@ from hvdkit.tensorflow.variables import tf_variable_or_none
 
 _log = logging.getLogger("hvdkit.tensorflow")
 
-#: Variables are compared before these reductions, counted from 0. Reduction 0 is not among them,
-#: because Horovod's scripts broadcast after it. Models of one architecture share a count: the
-#: numbers reach each of two or three models that are reduced in turn.
+#: Variables are compared before these reductions, counted from 0. Reduction 0 is not included,
+#: because Horovod's scripts broadcast after it. Models of the same architecture share a count. The
+#: numbers have all remainders modulo 2 and 3, so two or three models in turn are all compared.
 _COMPARED = (1, 2, 5, 10, 21, 42, 85, 170, 341)
 #: A difference is an error from this reduction on, because a loop may reduce often before its first
 #: update.
@@ -34,7 +34,7 @@ _SHOWN = 3
 
 _ADVICE = (
     "Call hvd.broadcast_variables(model.variables, root_rank=0) before the first step or after it. "
-    "If ranks are to have different values, pass check_parameters=False to "
+    "If ranks should have different values, pass check_parameters=False to "
     "hvd.DistributedGradientTape."
 )
 
@@ -72,10 +72,11 @@ class ValueCheck:
             self._check(tf.constant(count), variables())
 
     def compare_in_graph(self, variables: Mapping[int, Any]) -> Any:
-        """Do the same as `compare` in a graph. TensorFlow raises its own error, with this text.
+        """Count one reduction in a graph, and compare if a comparison is due. A collective.
 
         Returns:
-            The operation that must run before the reduction.
+            The operation that must run before the reduction. On a difference it fails with an error
+            of TensorFlow, which has the text of the RankMismatchError.
         """
         if self._counter is None:
             self._counter = Counter()
@@ -167,7 +168,7 @@ class ValueCheck:
         return tf.ensure_shape(done, ())
 
     def _reset(self) -> None:
-        """Count from 0 again: after an error the next model with the same plan is a new one."""
+        """Count from 0 again, because after an error a new model may use the same plan."""
         self._counted = 0
         if self._counter is not None:
             self._counter.reset()

@@ -1,4 +1,4 @@
-"""The supported backends of Keras."""
+"""Errors for unsupported backends and versions of Keras."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 
 from hvdkit.engine.describe import installed
 
-# Stands in for a Keras that runs on something else, which is not installed here.
+# A fake Keras on another backend, which is not installed here.
 OTHER_KERAS = """
 import sys, types
 keras = types.ModuleType("keras")
@@ -19,7 +19,7 @@ import hvdkit.keras
 
 
 @pytest.mark.parametrize(
-    ("version", "name", "said"),
+    ("version", "name", "message"),
     [
         ("3.15.0", "jax", "Keras runs on its jax backend"),
         ("3.15.0", "openvino", "KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch"),
@@ -27,7 +27,7 @@ import hvdkit.keras
         ("3.6.0", "tensorflow", "needs 3.7 or newer: pip install 'keras>=3.7'"),
     ],
 )
-def test_another_backend_is_refused_with_what_to_do(version, name, said):
+def test_another_backend_or_version_raises(version, name, message):
     if installed() is None:
         pytest.skip("no Horovod here: run `hvdkit build`")
     code = OTHER_KERAS.format(version=version, name=name)
@@ -36,4 +36,4 @@ def test_another_backend_is_refused_with_what_to_do(version, name, said):
     )
     last = done.stderr.splitlines()[-1]
     assert last.startswith("hvdkit.errors.HvdkitError: ")
-    assert said in last
+    assert message in last

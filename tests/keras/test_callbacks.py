@@ -1,4 +1,4 @@
-"""Horovod's callbacks on one rank: what they set, and what they refuse."""
+"""Horovod's callbacks on one rank: learning rates and errors."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def fit(model, epochs, *callbacks, **options):
     return model.fit(x, x, epochs=epochs, verbose=0, callbacks=list(callbacks), **options).history
 
 
-def test_a_staircase_of_rates(hvd):
+def test_staircase_sets_the_rate_once_per_epoch(hvd):
     import keras
 
     schedule = hvd.callbacks.LearningRateScheduleCallback(
@@ -29,7 +29,7 @@ def test_a_staircase_of_rates(hvd):
     assert history["lr"] == pytest.approx([0.1, 0.1, 0.05, 0.001, 0.001])
 
 
-def test_a_rate_for_every_batch(hvd):
+def test_without_staircase_the_rate_is_set_before_every_batch(hvd):
     import keras
 
     seen = []
@@ -44,7 +44,7 @@ def test_a_rate_for_every_batch(hvd):
 
 
 @pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adam"])
-def test_velocities_that_have_the_rate_in_them_follow_it(hvd, name):
+def test_momentum_correction_scales_velocities(hvd, name):
     import keras
 
     options = {} if name == "Adam" else {"momentum": 0.9}
@@ -67,18 +67,18 @@ def test_velocities_that_have_the_rate_in_them_follow_it(hvd, name):
                if "momentum" in v.path)  # fmt: skip
 
 
-def test_two_who_decide_about_the_rate_are_refused(hvd):
+def test_a_schedule_and_a_learning_rate_callback_raise(hvd):
     import keras
 
     from hvdkit.errors import UsageError
 
     rates = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
     model = model_of(keras.optimizers.SGD(rates))
-    with pytest.raises(UsageError, match="only one of them can decide"):
+    with pytest.raises(UsageError, match="cannot set the rate"):
         fit(model, 1, hvd.callbacks.LearningRateWarmupCallback(0.1))
 
 
-def test_what_cannot_be_known_must_be_given(hvd):
+def test_missing_or_invalid_arguments_raise(hvd):
     import keras
 
     from hvdkit.errors import UsageError
@@ -101,7 +101,7 @@ def test_what_cannot_be_known_must_be_given(hvd):
         hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
 
 
-def test_the_end_of_the_warm_up_is_said_if_asked_for(hvd):
+def test_verbose_warmup_prints_its_end(hvd):
     import contextlib
     import io
 

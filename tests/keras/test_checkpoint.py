@@ -1,4 +1,4 @@
-"""`hvd.callbacks.Checkpoint` on one rank: what is in a checkpoint, and what becomes of it."""
+"""`hvd.callbacks.Checkpoint` on one rank: content, export, resume and errors."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ def values(count=12):
 
 
 def compiled(optimizer=None, policy=None):
-    """A model with layers within layers, and one that is nobody's attribute."""
+    """Return a compiled model with nested layers, and a layer that is not an attribute."""
     import keras
 
     keras.utils.set_random_seed(4)
@@ -49,7 +49,7 @@ def arrays(model):
 
 
 def contents(file):
-    """Everything in an HDF5 file: attributes and bytes by path."""
+    """Return the attributes and bytes of an HDF5 file by path."""
     import h5py
 
     found = {}
@@ -64,7 +64,7 @@ def contents(file):
 
 
 @pytest.mark.parametrize("policy", [None, "bfloat16"])
-def test_an_export_is_the_file_that_keras_itself_writes(hvd, tmp_path, policy):
+def test_an_export_equals_the_file_of_keras(hvd, tmp_path, policy):
     import keras
 
     from hvdkit.checkpoint.h5 import export
@@ -75,7 +75,7 @@ def test_an_export_is_the_file_that_keras_itself_writes(hvd, tmp_path, policy):
     fit(hvd, model, tmp_path / "steps")
     with Store(tmp_path / "steps").newest_good() as opened:
         export(opened, tmp_path / "ours.weights.h5")
-    # At its end fit has put the averages into the model, after the save.
+    # At its end, after the save, fit has replaced the weights by their moving averages.
     other = compiled(keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True), policy)
     other.load_weights(tmp_path / "ours.weights.h5")
     other.optimizer.build(other.trainable_variables)
@@ -91,7 +91,7 @@ def test_an_export_is_the_file_that_keras_itself_writes(hvd, tmp_path, policy):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_an_export_loads_with_its_optimizer_and_needs_no_framework(hvd, tmp_path):
+def test_export_needs_no_framework_and_loads_with_the_optimizer(hvd, tmp_path):
     import keras
 
     model = compiled()
@@ -116,7 +116,7 @@ print(sorted({{"keras", "tensorflow", "torch"}} & set(sys.modules)))
     )
 
 
-def test_what_cannot_be_exported_says_why(hvd, tmp_path):
+def test_an_export_that_is_impossible_raises(hvd, tmp_path):
     import keras
 
     from hvdkit.checkpoint import h5
@@ -137,7 +137,7 @@ def test_what_cannot_be_exported_says_why(hvd, tmp_path):
             h5.export(opened, tmp_path / "x.h5")
 
 
-def test_weights_have_keras_names(hvd, tmp_path):
+def test_tensor_names_are_keras_paths(hvd, tmp_path):
     from safetensors.numpy import load_file
 
     model = compiled()
@@ -146,14 +146,14 @@ def test_weights_have_keras_names(hvd, tmp_path):
     assert set(load_file(path)) == {variable.path for variable in model.weights}
 
 
-def test_steps_epochs_and_logs_of_what_is_saved(hvd, tmp_path):
+def test_manifests_have_steps_epochs_and_logs(hvd, tmp_path):
     from hvdkit.checkpoint.store import Store
 
     callback, history = fit(
         *(hvd, compiled(), tmp_path), epochs=3, every_steps=2, keep_last=None, metadata={"run": 7}
     )
     manifests = [info.manifest for info in Store(tmp_path).steps()]
-    # Three batches make an epoch; what falls on its end is saved with its logs.
+    # An epoch has three batches. A save at the end of an epoch includes the logs.
     assert [m.step for m in manifests] == [2, 3, 4, 6, 8, 9]
     assert [m.epoch for m in manifests] == [0, 1, 1, 2, 2, 3]
     losses = [m.metrics["loss"] for m in manifests if m.metrics]
@@ -162,7 +162,7 @@ def test_steps_epochs_and_logs_of_what_is_saved(hvd, tmp_path):
     assert manifests[0].versions.keys() >= {"keras", "hvdkit", "python"}
 
 
-def test_the_best_is_kept(hvd, tmp_path):
+def test_keep_best_keeps_the_best_epoch(hvd, tmp_path):
     from hvdkit.checkpoint.store import Store
 
     best = hvd.KeepBest("mae", "max")
@@ -171,7 +171,7 @@ def test_the_best_is_kept(hvd, tmp_path):
     assert kept == sorted({int(np.argmax(history.history["mae"])) + 1, 6})
 
 
-def test_a_second_fit_with_the_same_callback_goes_on_in_memory(hvd, tmp_path):
+def test_a_second_fit_with_the_same_callback_continues_from_memory(hvd, tmp_path):
     model = compiled()
     callback, _ = fit(hvd, model, tmp_path)
     x, y = values()
@@ -181,16 +181,16 @@ def test_a_second_fit_with_the_same_callback_goes_on_in_memory(hvd, tmp_path):
     assert callback.step == 9
 
 
-def test_without_resume_it_begins_anew(hvd, tmp_path):
+def test_without_resume_a_new_run_begins(hvd, tmp_path):
     fit(hvd, compiled(), tmp_path, epochs=2)
     callback, history = fit(hvd, compiled(), tmp_path, resume=False)
     assert (callback.step, history.epoch) == (3, [0])
-    # And that is where one goes on.
+    # The next `fit` resumes the new run.
     callback, history = fit(hvd, compiled(), tmp_path, epochs=2)
     assert (callback.step, history.epoch) == (6, [0, 1])
 
 
-def test_batches_have_the_numbers_that_they_would_have_had(hvd, tmp_path):
+def test_batches_of_a_resumed_epoch_keep_their_numbers(hvd, tmp_path):
     import keras
 
     class Numbers(keras.callbacks.Callback):
@@ -200,7 +200,7 @@ def test_batches_have_the_numbers_that_they_would_have_had(hvd, tmp_path):
 
         def on_train_batch_begin(self, batch, logs=None):
             if len(self.seen) == self.stop:
-                raise KeyError("broken off")
+                raise KeyError("interrupted")
             self.seen.append(batch)
 
     for together in (1, 2) if keras.backend.backend() == "tensorflow" else (1,):
@@ -217,7 +217,7 @@ def test_batches_have_the_numbers_that_they_would_have_had(hvd, tmp_path):
         assert callback.step == 20
 
 
-def test_evaluating_in_a_callback_does_not_take_the_place_of_training(hvd, tmp_path):
+def test_evaluate_in_a_callback_does_not_consume_the_resumed_epoch(hvd, tmp_path):
     import keras
 
     x, y = values(40)
@@ -229,7 +229,7 @@ def test_evaluating_in_a_callback_does_not_take_the_place_of_training(hvd, tmp_p
     class Breaks(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             if batch == 6:
-                raise KeyError("broken off")
+                raise KeyError("interrupted")
 
     with pytest.raises(KeyError):
         fit(hvd, compiled(), tmp_path, count=40, callbacks=[Breaks()], every_steps=1)
@@ -237,7 +237,7 @@ def test_evaluating_in_a_callback_does_not_take_the_place_of_training(hvd, tmp_p
     assert callback.step == 10
 
 
-def test_what_makes_no_sense_is_refused(hvd, tmp_path):
+def test_invalid_arguments_and_models_raise(hvd, tmp_path):
     import keras
 
     from hvdkit.errors import UsageError
@@ -248,13 +248,13 @@ def test_what_makes_no_sense_is_refused(hvd, tmp_path):
     model = keras.Sequential([keras.layers.Lambda(lambda x: x), keras.layers.Dense(1)])
     model.compile("sgd", loss="mse")
     if keras.backend.backend() == "tensorflow":
-        with pytest.raises(UsageError, match="has been built before fit"):
+        with pytest.raises(UsageError, match="the model is not built"):
             fit(hvd, model, tmp_path)
     with pytest.raises(UsageError, match="every_steps is 0"):
         fit(hvd, compiled(), tmp_path, every_steps=0)
 
 
-def test_a_fit_that_is_left_by_an_exception_gives_the_folder_back(hvd, tmp_path):
+def test_an_exception_in_fit_releases_the_folder(hvd, tmp_path):
     import gc
 
     import keras
@@ -264,13 +264,13 @@ def test_a_fit_that_is_left_by_an_exception_gives_the_folder_back(hvd, tmp_path)
     class Breaks(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 1:
-                raise KeyError("broken off")
+                raise KeyError("interrupted")
 
     for _ in range(2):
-        # To the next in this process, ...
+        # The second `fit` of this process can write.
         with pytest.raises(KeyError):
             fit(hvd, compiled(), tmp_path, callbacks=[Breaks()], every_steps=1, resume=False)
-    # ... and once nobody has the callback any more, to all.
+    # After the callback is deleted, any process can write.
     gc.collect()
     with Store(tmp_path).open_for_writing():
         pass
@@ -278,7 +278,7 @@ def test_a_fit_that_is_left_by_an_exception_gives_the_folder_back(hvd, tmp_path)
     assert callback.step == 3
 
 
-def test_data_without_a_position_are_refused(hvd, tmp_path):
+def test_data_without_a_position_raise(hvd, tmp_path):
     from hvdkit.errors import UsageError
 
     class Stateful:
@@ -300,7 +300,7 @@ def test_data_without_a_position_are_refused(hvd, tmp_path):
             hvd.callbacks.Checkpoint(tmp_path, data=data)
 
 
-def test_a_checkpoint_of_another_call_of_fit(hvd, tmp_path):
+def test_a_checkpoint_of_another_call_of_fit_raises(hvd, tmp_path):
     """Resuming it in the first call would train the first fit with the second one's state."""
     from hvdkit.errors import UsageError
 
@@ -313,7 +313,7 @@ def test_a_checkpoint_of_another_call_of_fit(hvd, tmp_path):
         fit(hvd, compiled(), tmp_path, epochs=2)
 
 
-def test_a_fit_with_nothing_to_do_says_so(hvd, tmp_path):
+def test_a_fit_without_remaining_epochs_logs_a_warning(hvd, tmp_path):
     import logging
 
     fit(hvd, compiled(), tmp_path, epochs=2)
@@ -327,11 +327,11 @@ def test_a_fit_with_nothing_to_do_says_so(hvd, tmp_path):
         fit(hvd, compiled(), tmp_path, epochs=3)
     finally:
         logging.getLogger("hvdkit.keras").removeHandler(handler)
-    assert "fit has nothing to do" in records[0]
+    assert "fit has no epochs left" in records[0]
     assert "has 3 epochs, and epochs=3" in records[0]
 
 
-def test_steps_per_epoch_beside_a_sampler(hvd, tmp_path):
+def test_steps_per_epoch_must_match_the_sampler(hvd, tmp_path):
     from hvdkit.errors import UsageError
 
     sampler = hvd.ResumableSampler(12, batch_size=4)
@@ -340,3 +340,29 @@ def test_steps_per_epoch_beside_a_sampler(hvd, tmp_path):
     callback.set_params({"steps": 2, "epochs": 1})
     with pytest.raises(UsageError, match="fit has 2 steps, and the ResumableSampler has 3"):
         callback.fit_begins([])
+
+
+def test_a_loader_that_gives_batches_out_of_order_raises(hvd, tmp_path):
+    import inspect
+
+    import keras
+
+    from hvdkit.errors import UsageError
+
+    if keras.backend.backend() != "torch":
+        pytest.skip("a DataLoader belongs to the PyTorch backend")
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    if "in_order" not in inspect.signature(DataLoader).parameters:
+        pytest.skip("this PyTorch has no in_order")
+    x, y = values()
+    data = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    given = DataLoader(data, 4, num_workers=2, in_order=False)
+    model = compiled()
+    # Without a checkpoint, the order within an epoch has no effect.
+    loader = hvd.shard(given)
+    model.fit(loader, verbose=0)
+    callback = hvd.callbacks.Checkpoint(tmp_path, data=loader.sampler)
+    with pytest.raises(UsageError, match="in_order=False and 2 workers: expected in_order=True"):
+        model.fit(loader, verbose=0, callbacks=[callback])

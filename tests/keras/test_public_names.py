@@ -1,11 +1,11 @@
-"""Every public name of horovod.keras and horovod.tensorflow.keras 0.28.1 is here."""
+"""hvdkit.keras has all public names of horovod.keras and horovod.tensorflow.keras 0.28.1."""
 
 import importlib
 import inspect
 
 import pytest
 
-# What a user of each module writes, as Horovod documents it.
+# The documented public names of each module.
 DOCUMENTED = {
     "": {
         "Adasum", "Average", "Compression", "DistributedOptimizer", "PartialDistributedOptimizer",
@@ -25,12 +25,12 @@ DOCUMENTED = {
         "UpdateEpochStateCallback", "run",
     },
 }  # fmt: skip
-# Where Horovod's two modules give an argument different places, it must be given by its name here.
+# These arguments are keyword-only, because their positions differ between Horovod's two modules.
 BY_NAME = {"BestModelCheckpoint": {"save_weights_only", "mode", "save_freq"}}
 
 
 def own_names(module):
-    """The public functions and classes that a module of Horovod defines itself."""
+    """Return the names of the public functions and classes that a Horovod module defines."""
     return {
         name
         for name, value in vars(module).items()
@@ -49,7 +49,7 @@ def arguments(value):
 
 
 @pytest.mark.parametrize("module", list(DOCUMENTED))
-def test_every_public_name_is_there(hvd, module):
+def test_public_names_exist(hvd, module):
     ours = importlib.import_module(f"hvdkit.keras{module}")
     assert DOCUMENTED[module] <= set(ours.__all__)
     assert not {name for name in ours.__all__ if not hasattr(ours, name)}
@@ -57,7 +57,7 @@ def test_every_public_name_is_there(hvd, module):
 
 @pytest.mark.parametrize("package", ["horovod.keras", "horovod.tensorflow.keras"])
 @pytest.mark.parametrize("module", list(DOCUMENTED))
-def test_what_horovod_defines_takes_the_same_arguments_here(hvd, package, module):
+def test_arguments_are_those_of_horovod(hvd, package, module):
     from hvdkit.keras import backend
 
     if backend.NAME != "tensorflow":
@@ -74,7 +74,7 @@ def test_what_horovod_defines_takes_the_same_arguments_here(hvd, package, module
         ]
         found = arguments(getattr(ours, name))
         missing = [argument for argument in wanted if argument not in found]
-        # What it takes by the name of options is checked where it comes to.
+        # `**options` are checked by the function that receives them.
         accepts_more = any(
             parameter.kind is parameter.VAR_KEYWORD
             for parameter in inspect.signature(getattr(ours, name)).parameters.values()
@@ -84,7 +84,7 @@ def test_what_horovod_defines_takes_the_same_arguments_here(hvd, package, module
         assert found[: len(common)] == common or name.endswith("Optimizer"), name
 
 
-def test_each_backend_loads_its_own_horovod_alone(hvd):
+def test_only_the_horovod_of_the_backend_is_loaded(hvd):
     import sys
 
     from hvdkit.keras import backend

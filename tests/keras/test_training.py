@@ -1,16 +1,16 @@
-"""`fit` with which hvdkit has nothing to do."""
+"""Callback lists of `fit` on one rank."""
 
 import numpy as np
 
 
 def lists_of(model, **options):
-    """Fit, and the callback list that `fit` has used."""
+    """Call `fit`, and return its callback list."""
     import keras
 
-    class Keeps(keras.callbacks.CallbackList):
+    class PlainList(keras.callbacks.CallbackList):
         pass
 
-    callbacks = Keeps([], add_history=True, model=model)
+    callbacks = PlainList([], add_history=True, model=model)
     x = np.ones((6, 1), "float32")
     model.fit(x, x, callbacks=callbacks, verbose=0, **options)
     return callbacks
@@ -24,7 +24,7 @@ def model_of(optimizer):
     return model
 
 
-def test_one_method_of_callback_lists_is_wrapped_and_once(hvd):
+def test_set_model_is_wrapped_once(hvd):
     from keras.callbacks import CallbackList
 
     from hvdkit.keras.training import wrap_callback_lists
@@ -35,21 +35,21 @@ def test_one_method_of_callback_lists_is_wrapped_and_once(hvd):
     assert not hasattr(CallbackList.set_model.__wrapped__, "__wrapped__")
 
 
-def test_lists_of_other_models_and_on_one_rank_stay_what_they_are(hvd):
+def test_callback_lists_of_one_rank_are_unchanged(hvd):
     import keras
 
     plain = model_of(keras.optimizers.SGD(0.1))
     ours = model_of(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     for model in (plain, ours):
         callbacks = lists_of(model)
-        assert type(callbacks).__name__ == "Keeps"
+        assert type(callbacks).__name__ == "PlainList"
         assert callbacks.on_epoch_end.__func__ is keras.callbacks.CallbackList.on_epoch_end
     uncompiled = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     keras.callbacks.CallbackList([], model=uncompiled)
     assert uncompiled.predict(np.ones((2, 1)), verbose=0).shape == (2, 1)
 
 
-def test_a_window_ends_with_the_epoch_on_one_rank_as_on_several(hvd):
+def test_on_one_rank_an_accumulation_window_closes_at_the_end_of_an_epoch(hvd):
     import keras
 
     model = model_of(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), accumulation_steps=4))

@@ -46,7 +46,7 @@ _ONE_JOB = (
 )
 
 #: Tests of the engine, which run with each controller. Other tests do so only with --long.
-_ENGINE = ("test_collectives", "test_engine", "test_exactness", "test_functions")
+_ENGINE = ("test_collectives", "test_engine", "test_exactness")
 
 START_SECONDS = 60.0
 TEST_SECONDS = 120.0
@@ -292,9 +292,14 @@ class RankPool:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test with an argument `hvd` or `rank_pool` in each of its folder's configurations."""
     if "rank_pool" in metafunc.fixturenames:
+        long = metafunc.config.getoption("--long")
+        jobs = configurations(metafunc.definition.path, long)
+        marker = metafunc.definition.get_closest_marker("long_with")
+        if marker is not None and not long:
+            jobs = [job for job in jobs if job.framework not in marker.args]
         metafunc.parametrize(
             "rank_pool",
-            configurations(metafunc.definition.path, metafunc.config.getoption("--long")),
+            jobs,
             ids=str,
             indirect=True,
             scope="session",

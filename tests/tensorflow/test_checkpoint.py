@@ -6,7 +6,7 @@ import pytest
 from tests.alone import run_alone
 
 
-def test_tensors_of_every_dtype_come_back_in_pieces(hvd):
+def test_tensors_of_every_dtype_are_restored_in_pieces(hvd):
     import tensorflow as tf
 
     from hvdkit.checkpoint.dtypes import CODES
@@ -30,7 +30,7 @@ def test_tensors_of_every_dtype_come_back_in_pieces(hvd):
         assert out.tobytes() == content.tobytes(), name
         VariableTensor(restored).write(out)
         assert np.array_equal(restored.numpy(), values), name
-    # Pieces of whole elements, cut anywhere.
+    # Write pieces of any number of elements.
     values = random.normal(size=(4, 5, 3)).astype(np.float32)
     out = values.reshape(-1).view(np.uint8)
     for size in (1, 2, 3, 7, 15, 16, 31, 59):
@@ -44,7 +44,7 @@ def test_tensors_of_every_dtype_come_back_in_pieces(hvd):
     assert int(scalar) == 7
 
 
-def test_the_order_follows_from_the_seed_and_the_epoch_alone(hvd):
+def test_the_order_depends_only_on_seed_and_epoch(hvd):
     def epochs(seed):
         sampler = hvd.ResumableSampler(11, 4, seed=seed)
         data = sampler.dataset()
@@ -60,7 +60,7 @@ def test_the_order_follows_from_the_seed_and_the_epoch_alone(hvd):
     assert [b.numpy().tolist() for b in plain.batches(plain.dataset())] == [[0, 1], [2, 3]]
 
 
-def test_it_goes_on_at_any_batch_without_reading_what_came_before(hvd):
+def test_a_sampler_resumes_at_any_batch(hvd):
     def make():
         sampler, read = hvd.ResumableSampler(11, 2, seed=5), []
 
@@ -79,7 +79,7 @@ def test_it_goes_on_at_any_batch_without_reading_what_came_before(hvd):
     sampler, data, _ = make()
     assert int(data.cardinality()) == sampler.batches_per_epoch == 6
     whole = [rows(batch) for _ in range(2) for batch in sampler.batches(data)]
-    # Seeds of their own for each sample and epoch.
+    # Each sample has a different seed in each epoch.
     assert len({tuple(seed) for _, seeds in whole for seed in seeds}) == 22
     for done in range(12):
         sampler, data, _ = make()
@@ -88,12 +88,13 @@ def test_it_goes_on_at_any_batch_without_reading_what_came_before(hvd):
         state = sampler.save()
         other, data, read = make()
         other.restore(other.plan_restore(state))
+        assert len(other.batches(data)) == other.batches_left
         rest = [rows(b) for _ in range(other.epoch, 2) for b in other.batches(data)]
         assert rest == whole[done:]
         assert len(read) == 22 - sum(len(numbers) for numbers, _ in whole[:done])
 
 
-def test_another_seed_or_number_of_samples_is_refused(hvd):
+def test_another_seed_or_number_of_samples_raises(hvd):
     from hvdkit.errors import UsageError
 
     state = hvd.ResumableSampler(10, 2, seed=1).save()
@@ -108,7 +109,7 @@ def test_another_seed_or_number_of_samples_is_refused(hvd):
         hvd.ResumableSampler(3, 4, drop_last=True)
 
 
-def test_samples_that_nobody_counts_are_an_error_at_the_next_save(hvd):
+def test_uncounted_samples_raise_at_the_next_save(hvd):
     from hvdkit.errors import UsageError
 
     sampler = hvd.ResumableSampler(10, 2)
@@ -119,7 +120,19 @@ def test_samples_that_nobody_counts_are_an_error_at_the_next_save(hvd):
     assert sampler.save()["consumed"] == 2
 
 
-def test_a_loop_goes_on_with_variables_seeds_and_generators(hvd, tmp_path):
+def test_a_dataset_without_a_fixed_order_raises(hvd):
+    import tensorflow as tf
+
+    from hvdkit.errors import UsageError
+
+    sampler = hvd.ResumableSampler(10, 2)
+    options = tf.data.Options()
+    options.deterministic = False
+    with pytest.raises(UsageError, match="deterministic=False: expected True or None"):
+        sampler.batches(sampler.dataset().with_options(options).prefetch(1))
+
+
+def test_variables_seeds_and_generators_are_restored(hvd, tmp_path):
     import random
 
     import keras
@@ -168,7 +181,7 @@ def test_a_loop_goes_on_with_variables_seeds_and_generators(hvd, tmp_path):
         assert drawn == expected
 
 
-def test_what_cannot_be_saved_is_said_at_once(hvd, tmp_path):
+def test_objects_that_cannot_be_saved_raise(hvd, tmp_path):
     import keras
     import tensorflow as tf
 
@@ -193,7 +206,7 @@ def test_what_cannot_be_saved_is_said_at_once(hvd, tmp_path):
         words.save(1)
 
 
-def test_weights_load_with_plain_safetensors(hvd, tmp_path):
+def test_weights_load_with_safetensors(hvd, tmp_path):
     import keras
     from safetensors.numpy import load_file
 
@@ -209,16 +222,16 @@ def test_weights_load_with_plain_safetensors(hvd, tmp_path):
     assert np.array_equal(loaded["net/head/kernel"], model.layers[0].kernel.numpy())
 
 
-def test_what_wire_formats_learned_is_kept_and_put_back(hvd):
+def test_reduction_states_of_future_tapes_are_kept(hvd):
     from hvdkit.tensorflow import tape
 
     saved = tape.reduction_state()
     try:
-        tape.adopt_reduction_state({"some settings": {"some buckets": [[1, 2]]}})
-        # For a reducer that is still to come.
+        tape.restore_reduction_state({"some settings": {"some buckets": [[1, 2]]}})
+        # Kept for a reducer that does not exist yet.
         assert tape.reduction_state()["some settings"] == {"some buckets": [[1, 2]]}
     finally:
-        tape.adopt_reduction_state(saved)
+        tape.restore_reduction_state(saved)
 
 
 def test_a_checkpoint_opens_without_tensorflow(tmp_path):
@@ -244,7 +257,7 @@ print("tensorflow" in sys.modules)
     assert output.splitlines() == ["3 {'v': TensorSpec(dtype='F32', shape=(2,))}", "False"]
 
 
-def test_data_without_a_position_are_refused(hvd, tmp_path):
+def test_data_without_a_position_raise(hvd, tmp_path):
     import tensorflow as tf
 
     from hvdkit.errors import UsageError

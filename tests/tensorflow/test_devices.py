@@ -1,4 +1,4 @@
-"""Which GPU a rank works on. GPUs are simulated where there are none."""
+"""Selection of a rank's GPU, with simulated GPUs."""
 
 from contextlib import contextmanager
 
@@ -11,7 +11,7 @@ GPUS = ["GPU:0", "GPU:1", "GPU:2"]
 
 @contextmanager
 def simulated(gpus, visible, error=None):
-    """TensorFlow has these GPUs and sees those; gives what it is asked to see."""
+    """Simulate physical and visible GPUs; yield the calls of `set_visible_devices`."""
     import tensorflow as tf
 
     asked = []
@@ -46,7 +46,7 @@ def test_a_rank_sees_its_gpu(hvd, local_rank, gpus, visible, asked):
     assert seen == asked
 
 
-def test_tensorflow_in_use_before_init_is_told(hvd):
+def test_use_of_tensorflow_before_init_logs_a_warning(hvd):
     from hvdkit.tensorflow.devices import use_own_gpu
 
     error = RuntimeError("Visible devices cannot be modified")

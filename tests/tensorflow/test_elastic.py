@@ -1,4 +1,4 @@
-"""The decorator of an elastic training function, when a rank is lost."""
+"""`hvd.elastic.run` after errors."""
 
 from tests.alone import run_alone
 
@@ -27,8 +27,8 @@ except tf.errors.UnknownError as error:
 """
 
 
-def test_it_starts_again_from_what_was_saved_when_horovod_failed():
+def test_run_restores_and_retries_after_an_error_of_horovod():
     lines = run_alone(CODE, framework="tensorflow").splitlines()
-    said = [line for line in lines if line.startswith(("try", "ended"))]
+    printed = [line for line in lines if line.startswith(("try", "ended"))]
     # Each time with the initial variable, after another initialisation of Horovod.
-    assert said == ["try 2.0 1", "try 2.0 2", "try 2.0 3", "ended with: out of something else"]
+    assert printed == ["try 2.0 1", "try 2.0 2", "try 2.0 3", "ended with: out of something else"]

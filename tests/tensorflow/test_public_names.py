@@ -1,4 +1,4 @@
-"""Every public name of horovod.tensorflow 0.28.1 is here, and takes what Horovod's takes."""
+"""hvdkit.tensorflow has all public names of horovod.tensorflow 0.28.1, with their arguments."""
 
 import importlib
 import inspect
@@ -18,7 +18,7 @@ MODULES = [
     ".util",
 ]
 
-# What a user of each module writes, as horovod.tensorflow 0.28.1 documents it.
+# The documented public names of each module.
 DOCUMENTED = {
     "": {
         "Adasum", "Average", "BroadcastGlobalVariablesHook", "Compression",
@@ -45,8 +45,8 @@ DOCUMENTED = {
     ".util": {"refs_to_vars", "vars_to_refs"},
 }  # fmt: skip
 
-# Modules that horovod.tensorflow has imported for itself.
-NO_PART_OF_IT = {"os", "tf", "version", "warnings"}
+# Modules that horovod.tensorflow imports.
+IMPORTED_MODULES = {"os", "tf", "version", "warnings"}
 
 
 def both(module):
@@ -56,17 +56,17 @@ def both(module):
     )
 
 
-def test_everything_in_horovods_namespace_is_there(hvd):
+def test_names_of_horovods_namespace_exist(hvd):
     import horovod.tensorflow
 
     public = {name for name in dir(horovod.tensorflow) if not name.startswith("_")}
-    assert not {name for name in public - NO_PART_OF_IT if not hasattr(hvd, name)}
+    assert not {name for name in public - IMPORTED_MODULES if not hasattr(hvd, name)}
     assert set(hvd.__all__) <= set(dir(hvd))
     assert hvd._executing_eagerly()
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_public_name_is_there(hvd, module):
+def test_public_names_exist(hvd, module):
     horovods, ours = both(module)
     assert not {name for name in DOCUMENTED[module] if not hasattr(ours, name)}
     if module == "":
@@ -76,7 +76,7 @@ def test_every_public_name_is_there(hvd, module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_function_takes_horovods_arguments(hvd, module):
+def test_functions_accept_horovods_arguments(hvd, module):
     horovods, ours = both(module)
     for name in sorted(DOCUMENTED[module] | own_names(horovods)):
         theirs, mine = getattr(horovods, name, None), getattr(ours, name, None)
@@ -87,7 +87,7 @@ def test_every_function_takes_horovods_arguments(hvd, module):
         )
 
 
-def test_constants_are_horovods(hvd):
+def test_constants_are_those_of_horovod(hvd):
     import horovod.tensorflow
 
     for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product", "global_process_set"):
@@ -105,7 +105,7 @@ def test_methods_of_horovods_tape(hvd):
     assert tape.scale_local_gradients is True
 
 
-def test_what_was_for_tensorflow_1_says_what_to_use(hvd):
+def test_names_of_tensorflow_1_raise(hvd):
     import tensorflow as tf
 
     from hvdkit.errors import UsageError

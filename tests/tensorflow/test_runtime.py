@@ -1,4 +1,4 @@
-"""Starting Horovod in a TensorFlow process, which each test has for itself."""
+"""Initialisation of Horovod with TensorFlow. Each test has its own process."""
 
 from tests.alone import run_alone
 
@@ -9,7 +9,7 @@ REPORT = (
 )
 
 
-def test_a_plain_script_is_a_job_of_one_rank_without_mpi_and_can_start_again():
+def test_a_plain_script_is_a_job_of_one_rank():
     code = (
         "import tensorflow as tf; hvd.shutdown(); hvd.init();"
         "print(hvd.allreduce(tf.ones(2)).numpy().tolist()); hvd.shutdown()"
@@ -17,12 +17,12 @@ def test_a_plain_script_is_a_job_of_one_rank_without_mpi_and_can_start_again():
     output = run_alone(REPORT + code, framework="tensorflow")
     lines = output.splitlines()
     assert "0 1 1 False True" in lines
-    # Nothing is left in the environment that would mislead a launcher which the script starts.
+    # Other variables in the environment would affect a launcher that the script starts.
     assert "('HOROVOD_STALL_SHUTDOWN_TIME_SECONDS', '1800')" in lines
     assert "[1.0, 1.0]" in lines
 
 
-def test_what_needs_horovod_says_so_before_init():
+def test_calls_before_init_raise():
     code = (
         "import tensorflow as tf, hvdkit.tensorflow as hvd\n"
         "try: hvd.DistributedGradientTape(tf.GradientTape())\n"
@@ -35,7 +35,7 @@ def test_what_needs_horovod_says_so_before_init():
     assert "has not been initialized; use hvd.init()" in output
 
 
-def test_horovod_for_one_framework_per_process():
+def test_a_second_framework_raises():
     code = (
         "import hvdkit.tensorflow\n"
         "try: import hvdkit.torch\n"

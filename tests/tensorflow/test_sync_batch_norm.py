@@ -1,4 +1,4 @@
-"""The layer itself: its arguments, and a model with it that is saved and loaded."""
+"""`SyncBatchNormalization` on one rank: arguments, values, and a saved model."""
 
 import numpy as np
 import pytest
@@ -7,12 +7,12 @@ from hvdkit.errors import UsageError
 
 
 @pytest.mark.parametrize("fused", [True, None])
-def test_fused_kernels_are_refused(hvd, fused):
+def test_fused_kernels_raise(hvd, fused):
     with pytest.raises(UsageError, match=f"fused is {fused}"):
         hvd.SyncBatchNormalization(fused=fused)
 
 
-def test_one_rank_is_batch_normalization(hvd):
+def test_one_rank_equals_batch_normalization(hvd):
     import keras
 
     x = np.random.default_rng(1).normal(3, 2, (8, 5)).astype("float32")
@@ -21,14 +21,14 @@ def test_one_rank_is_batch_normalization(hvd):
     np.testing.assert_array_equal(ours.moving_variance.numpy(), plain.moving_variance.numpy())
 
 
-def test_a_model_with_it_is_saved_and_loaded(hvd, tmp_path):
+def test_a_model_with_the_layer_can_be_saved_and_loaded(hvd, tmp_path):
     import keras
 
     model = keras.Sequential(
         [
             keras.Input((4, 3)),
             hvd.SyncBatchNormalization(axis=1, momentum=0.5, epsilon=1e-5, center=False),
-            # Two in a model have names of their own.
+            # Two layers in a model have different names.
             hvd.SyncBatchNormalization(),
         ]
     )

@@ -1,11 +1,11 @@
-"""Arguments that a gradient tape refuses, and the tape on one rank."""
+"""Distributed gradient tapes on one rank: arguments, values, structure."""
 
 import pytest
 
 from hvdkit.errors import UsageError
 
 
-def test_arguments_that_make_no_sense(hvd):
+def test_invalid_arguments_raise(hvd):
     import tensorflow as tf
 
     plain, v = tf.GradientTape, tf.Variable(1.0)
@@ -32,7 +32,7 @@ def test_arguments_that_make_no_sense(hvd):
 
 @pytest.mark.parametrize("op", ["Average", "Sum", "Adasum"])
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
-def test_one_ranks_gradients_are_its_own(hvd, op, compression):
+def test_gradients_on_one_rank_are_unchanged(hvd, op, compression):
     import tensorflow as tf
 
     v = tf.Variable([1 / 3, 1e-6])
@@ -42,7 +42,7 @@ def test_one_ranks_gradients_are_its_own(hvd, op, compression):
     assert tape.gradient(loss, v).numpy().tolist() == (3 * v**2).numpy().tolist()
 
 
-def test_the_structure_of_the_sources_stays(hvd):
+def test_gradients_have_the_structure_of_the_sources(hvd):
     import tensorflow as tf
 
     a, b, c = (tf.Variable(float(k)) for k in (1, 2, 3))
@@ -59,7 +59,7 @@ def test_the_structure_of_the_sources_stays(hvd):
     assert tape.jacobian(loss, b).numpy() == 3
 
 
-def test_a_tape_subclass_stays_what_it_is(hvd):
+def test_a_subclass_of_tape_keeps_its_behaviour(hvd):
     import tensorflow as tf
 
     class Doubling(tf.GradientTape):

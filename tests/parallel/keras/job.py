@@ -15,7 +15,7 @@ BATCH = 4
 
 
 def of_every_rank(value):
-    """Return the argument of each rank, on all ranks, in order of ranks."""
+    """Return the arguments of all ranks, in the order of the ranks."""
     from hvdkit.keras import backend
 
     gathered = backend.collectives().allgather(json.dumps(value).encode(), "tests.of_every_rank")
@@ -23,14 +23,14 @@ def of_every_rank(value):
 
 
 def same_everywhere(value):
-    """Fail unless all ranks pass the same."""
+    """Assert that all ranks pass the same value; return the value."""
     values = of_every_rank(value)
     assert all(other == values[0] for other in values), values
     return value
 
 
 def samples(rank, seed=0):
-    """A rank's own data: as many batches on every rank, but not as many samples."""
+    """Return a rank's data: the same number of batches on every rank, not of samples."""
     random = np.random.default_rng(100 * seed + rank)
     count = STEPS * BATCH - rank % BATCH
     x = random.normal(size=(count, 3)).astype("float32")
@@ -39,13 +39,13 @@ def samples(rank, seed=0):
 
 
 def all_samples(size, seed=0):
-    """The data of all ranks."""
+    """Return the data of all ranks."""
     parts = [samples(rank, seed) for rank in range(size)]
     return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
 
 
 def classifier(optimizer, metrics=("accuracy",), seed=1, **compiled):
-    """A compiled model, the same on every rank."""
+    """Return a compiled model, the same on every rank for equal seeds."""
     import keras
 
     keras.utils.set_random_seed(seed)
@@ -61,14 +61,14 @@ def classifier(optimizer, metrics=("accuracy",), seed=1, **compiled):
 
 
 def distributed(hvd, rate=0.0, **options):
-    """An optimizer of all ranks; at a rate of 0 metrics are those of one set of weights."""
+    """Return a `DistributedOptimizer`. At a rate of 0, metrics are those of one set of weights."""
     import keras
 
     return hvd.DistributedOptimizer(keras.optimizers.SGD(rate), **options)
 
 
 def fit(hvd, model, *, epochs=1, data=None, **options):
-    """`fit` on this rank's data, batches in their order."""
+    """Call `fit` with this rank's data, without a shuffle."""
     x, y = samples(hvd.rank()) if data is None else data
     options = {"batch_size": BATCH, "shuffle": False, "verbose": 0} | options
     return model.fit(x, y, epochs=epochs, **options)
@@ -76,12 +76,12 @@ def fit(hvd, model, *, epochs=1, data=None, **options):
 
 @contextlib.contextmanager
 def common_folder(hvd):
-    """A folder that all ranks know."""
+    """Yield a folder that is common to all ranks."""
     own = tempfile.mkdtemp(prefix="hvdkit-test-") if hvd.rank() == 0 else ""
     try:
         yield of_every_rank(own)[0]
     finally:
-        # Not before everyone is through with it.
+        # Wait until no rank uses the folder.
         of_every_rank("done")
         if own:
             shutil.rmtree(own)

@@ -1,4 +1,4 @@
-"""The oracle of training on n ranks: one process with the batches of all ranks."""
+"""The reference for training on n ranks: one process with the batches of all ranks."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +13,12 @@ FEATURES, TARGETS, WORDS = 6, 3, 20
 
 @dataclass(frozen=True)
 class Data:
-    """Batches for all ranks, and what of them is one rank's.
+    """Batches for all ranks.
 
     Attributes:
-        inputs: of `steps` x ranks x `batch` rows.
-        targets: as many.
-        batch: rows that a rank sees in a step.
+        inputs: `steps` * `size` * `batch` rows.
+        targets: the same number of rows.
+        batch: rows per rank and step.
         size: the number of ranks.
     """
 
@@ -44,14 +44,14 @@ class Data:
             yield inputs[k : k + self.batch], targets[k : k + self.batch]
 
     def windows(self, passes: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The batches of all ranks in so many steps, the last window as long as there are steps."""
+        """Yield the rows of all ranks in `passes` steps. The last window may be shorter."""
         rows = self.batch * self.size * passes
         for k in range(0, len(self.inputs), rows):
             yield self.inputs[k : k + rows], self.targets[k : k + rows]
 
 
 def data(size: int, steps: int, batch: int = 4, words: bool = False) -> Data:
-    """The last rank's rows are unlike those of the others."""
+    """Return random data. The last rank's rows have another distribution."""
     rng = np.random.default_rng(7)
     rows = (steps, size, batch)
     inputs = rng.normal(size=(*rows, FEATURES)).astype("float32")
@@ -87,7 +87,7 @@ def word_model() -> Any:
 
 
 def frozen_normalization_model() -> Any:
-    """Its normalization is at inference: the statistics stay as they were made here."""
+    """Return a model with a frozen batch normalization, whose statistics do not change."""
     keras.utils.set_random_seed(3)
     normalization = keras.layers.BatchNormalization()
     model = keras.Sequential(
@@ -111,7 +111,7 @@ def loss_of(model: Any, inputs: Any, targets: Any) -> Any:
 
 
 def loop_step(model: Any, optimizer: Any) -> Callable[[np.ndarray, np.ndarray], None]:
-    """A step as one would write it by hand on the backend in use."""
+    """Return a custom training step for the backend."""
     if keras.backend.backend() == "torch":
         import torch
 
@@ -138,14 +138,14 @@ def loop_step(model: Any, optimizer: Any) -> Callable[[np.ndarray, np.ndarray], 
 
 
 def distance(weights: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
-    """Relative, in the norm of all weights."""
+    """Return the relative distance in the Euclidean norm of all weights."""
     pairs = list(zip(weights, expected, strict=True))
     difference = sum(float(np.sum((a - b) ** 2)) for a, b in pairs)
     return float(np.sqrt(difference / sum(float(np.sum(b**2)) for _, b in pairs)))
 
 
 def same_everywhere(hvd: Any, weights: Sequence[np.ndarray]) -> bool:
-    """Whether all ranks have the very same bytes."""
+    """Return whether all ranks have the same bytes."""
     own = b"".join(weight.tobytes() for weight in weights)
     return len(set(hvd.backend.collectives().allgather(own, "tests.weights"))) == 1
 

@@ -1,12 +1,13 @@
-"""Actions that Keras users take, for random sequences: see test_sequences.py.
+"""User actions with Keras for the random sequences of test_sequences.py.
 
-Every rank takes the same actions on its own rows, but where an action says so. A reference model
-trains in one process on the rows of all ranks. After each action the trainable variables and the
-optimizer's variables are the same bits on all ranks, and near the reference, which then takes them.
-So are moving statistics after a `fit`. With these or with mixed precision, one process on all rows
-computes something else, and the reference is not compared.
+Every rank takes the same actions on its own rows, except where an action says otherwise. A
+reference model trains in one process on the rows of all ranks. After each action, the trainable
+variables and the optimizer's variables are bit-identical on all ranks and near those of the
+reference, which are then set to the same values. After a `fit`, moving statistics are also
+bit-identical. With batch normalization or mixed precision the reference would compute other values,
+so the ranks are not compared with it.
 
-An action is one function: give it the decorator `action`.
+To add an action, write a function with the decorator `action`.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from tests.parallel.keras.job import of_every_rank, same_everywhere
 
 BATCH, FEATURES = 4, 3
 
-#: Relative to the largest trainable element. Keras computes parts of a step in float32.
+#: By wire format, relative to the largest trainable element. Keras partly computes in float32.
 TOLERANCE = {"none": 1e-6, "fp16": 2e-3, "bf16": 2e-2}
 
 
@@ -86,7 +87,7 @@ class World:
         self.tensorflow = keras.backend.backend() == "tensorflow"
         self.own_step = setting.step == "own" and self.tensorflow
         self.options: dict[str, Any] = {}
-        # Each rank moves its statistics, until a `fit` averages them.
+        # Moving statistics differ between ranks until a `fit` averages them.
         self.statistics_differ = False
         self.model = model_of(setting, self.own_step)
         self.reference = model_of(setting, False)
@@ -96,7 +97,7 @@ class World:
         import keras
 
         if self.setting.kind == "sgd":
-            # Small enough that statistics of four rows do not let it diverge.
+            # Larger rates diverge with the statistics of four rows.
             rate = 0.01 if self.setting.model == "norm" else 0.05
             return keras.optimizers.SGD(rate, momentum=0.9)
         return keras.optimizers.Adam(0.01, epsilon=1e-3)
@@ -113,7 +114,7 @@ class World:
         self.model.compile(self.wrapped, loss="mse", **self.options)
 
     def rows(self, number: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of `steps` batches: [steps, ranks, BATCH, ...]."""
+        """Return inputs and targets of `steps` batches: [steps, ranks, BATCH, ...]."""
         random = np.random.default_rng(number)
         x = random.normal(size=(steps, self.hvd.size(), BATCH, FEATURES))
         x[:, -1] = 2 * x[:, -1] + 1
@@ -125,13 +126,13 @@ class World:
         return part.reshape(-1, *part.shape[2:])
 
     def train_reference(self, *rows: np.ndarray) -> None:
-        """Train one epoch on all ranks' rows; a step of it is a window of batches."""
+        """Train one epoch on all ranks' rows, with one step for each accumulation window."""
         for k in range(0, len(rows[0]), self.setting.passes):
             window = [part[k : k + self.setting.passes] for part in rows]
             self.reference.train_on_batch(*(part.reshape(-1, *part.shape[3:]) for part in window))
 
     def fit(self, number: int, *, weighted: bool = False, **options: Any) -> Any:
-        """Fit 2 or 3 batches, and the reference for as many epochs and batches as `fit` has."""
+        """Fit 2 or 3 batches, and train the reference for the same epochs and batches."""
         steps = 2 + number % 2
         rows = list(self.rows(number, steps))
         if weighted:
@@ -152,7 +153,7 @@ class World:
         return history
 
     def check(self) -> None:
-        """Compare ranks and reference, and let the reference take the ranks' values."""
+        """Compare ranks and reference, and copy the ranks' values to the reference."""
         import keras
 
         bound = TOLERANCE[self.setting.compression]
@@ -180,8 +181,8 @@ class World:
                 assert worst <= bound, f"{variable.path} is off by {worst}, bound {bound}"
             reference.assign(value)
 
-    def adopt(self, rank: int) -> None:
-        """Make all ranks, and the reference, equal to one rank."""
+    def broadcast(self, rank: int) -> None:
+        """Copy the state of one rank to all ranks and to the reference."""
         import keras
 
         self.hvd.broadcast_model(self.model, root_rank=rank)
@@ -195,7 +196,7 @@ class World:
             reference.assign(keras.ops.convert_to_numpy(variable))
 
     def set_weights(self, number: int) -> None:
-        """Give the model other weights, the same for equal numbers."""
+        """Set random weights, the same for equal numbers."""
         random = np.random.default_rng(number)
         values = [random.normal(size=w.shape) for w in self.model.weights]
         # A negative variance would make every evaluation NaN.
@@ -203,7 +204,7 @@ class World:
         self.model.set_weights([abs(v) if "variance" in w.path else v for w, v in named])
 
     def chosen(self, number: int) -> bool:
-        """Whether this is the rank that the number chooses."""
+        """Return whether this is the rank that `number` selects."""
         return bool(self.hvd.rank() == number % self.hvd.size())
 
 
@@ -212,13 +213,13 @@ ACTIONS: dict[str, Action] = {}
 
 
 def action(function: Action) -> Action:
-    """Make a function an action of the sequences."""
+    """Register a function as action."""
     ACTIONS[function.__name__] = function
     return function
 
 
 def run_sequence(hvd: Any, setting: Setting, actions: list[tuple[str, int]], folder: Path) -> None:
-    """Run a sequence on this rank, and a fit at its end."""
+    """Run a sequence of actions on this rank, and then a `fit`."""
     import keras
 
     before = keras.config.floatx()
@@ -255,7 +256,7 @@ def fit_with_validation(world: World, number: int) -> None:
 
 @action
 def fit_with_a_callback_that_looks_at_batches(world: World, number: int) -> None:
-    """On one rank: whether callbacks are equal on all ranks must not matter."""
+    """Fit with a callback on one rank only."""
     import keras
 
     seen: list[int] = []
@@ -266,7 +267,7 @@ def fit_with_a_callback_that_looks_at_batches(world: World, number: int) -> None
 
 @action
 def stop_in_the_first_batch(world: World, number: int) -> None:
-    """A callback on one rank stops training; the epoch ends after that batch on all ranks."""
+    """Stop training in a callback of one rank. The epoch ends after this batch on all ranks."""
     import keras
 
     class Stop(keras.callbacks.Callback):
@@ -289,7 +290,7 @@ def stop_in_the_first_batch(world: World, number: int) -> None:
 
 @action
 def stop_early(world: World, number: int) -> None:
-    """By what the validation of each rank tells, which differs."""
+    """Fit with EarlyStopping and validation data that differ between ranks."""
     import keras
 
     x, y = world.rows(number + 1, 1)
@@ -318,7 +319,7 @@ def train_on_batch(world: World, number: int) -> None:
 
 @action
 def call_on_one_rank(world: World, number: int) -> None:
-    """The model, or its predict or evaluate, before a fit of all."""
+    """Call the model, its predict or its evaluate on one rank."""
     x, y = (rows.reshape(-1, rows.shape[-1]) for rows in world.rows(number, 1))
     if world.chosen(number):
         if number % 3 == 0:
@@ -347,7 +348,7 @@ def evaluate_on_all(world: World, number: int) -> None:
 
 @action
 def compile_again(world: World, number: int) -> None:
-    """With the same optimizer, or with a new one."""
+    """Compile with the same optimizer or a new one."""
     world.compile(new=bool(number % 2))
 
 
@@ -366,7 +367,7 @@ def eagerly(world: World, number: int) -> None:
 
 @action
 def freeze(world: World, number: int) -> None:
-    """Or unfreeze."""
+    """Freeze the first layer, or unfreeze it."""
     for model in (world.model, world.reference):
         layer = model.get_layer("first")
         layer.trainable = not layer.trainable
@@ -375,7 +376,7 @@ def freeze(world: World, number: int) -> None:
 
 @action
 def load_on_one_rank(world: World, number: int) -> None:
-    """Another rank's weights reach all by the callback."""
+    """Set weights on one rank, and broadcast them with the callback."""
     root = number % world.hvd.size()
     if world.chosen(number):
         world.set_weights(number)
@@ -388,13 +389,13 @@ def load_on_one_rank(world: World, number: int) -> None:
 
 @action
 def forget_the_broadcast(world: World, number: int) -> None:
-    """An error on every rank, which a broadcast mends."""
+    """Fit with different weights, which raises on every rank; then broadcast."""
     from hvdkit.core.consistency import RankMismatchError
 
     if world.hvd.size() == 1:
         return
     if world.chosen(number):
-        # Others than before, also where this action comes twice.
+        # New values even if this action is repeated.
         world.model.set_weights([0.5 * weights + 1 for weights in world.model.get_weights()])
     raised = None
     try:
@@ -404,7 +405,7 @@ def forget_the_broadcast(world: World, number: int) -> None:
         raised = str(error)
     assert same_everywhere(raised) is not None
     world.statistics_differ = False
-    world.adopt(number % world.hvd.size())
+    world.broadcast(number % world.hvd.size())
 
 
 @action
@@ -419,7 +420,7 @@ def fit_another_model_on_one_rank(world: World, number: int) -> None:
 
 @action
 def save_and_load(world: World, number: int) -> None:
-    """A file of the chosen rank, that all ranks read."""
+    """Save the model on one rank, and load the file on all ranks."""
     if world.own_step or not world.model.optimizer.built:
         return
     path = world.folder / "model.keras"

@@ -1,4 +1,4 @@
-"""Horovod's callbacks, on ranks that differ until they are made equal."""
+"""Horovod's callbacks, broadcasts, collectives and elastic states on several ranks."""
 
 import os
 
@@ -49,7 +49,7 @@ def test_variables_of_every_dtype_are_broadcast(hvd):
         for dtype in DTYPES
         for shape in shapes
     ]
-    # What no cast keeps.
+    # Values that a cast would change.
     special = [np.nan, -0.0, np.inf, 1e-45] if hvd.rank() == 1 else np.zeros(4)
     variables.append(keras.Variable(np.array(special, "float32"), trainable=False))
     before = of_every_rank(contents(variables))
@@ -65,7 +65,7 @@ def test_variables_of_every_dtype_are_broadcast(hvd):
     assert last[3] == np.float32(1e-45)
 
 
-def test_variables_that_differ_between_ranks_are_refused(hvd):
+def test_broadcast_of_different_variables_raises(hvd):
     import keras
 
     from hvdkit.core.consistency import RankMismatchError
@@ -79,7 +79,7 @@ def test_variables_that_differ_between_ranks_are_refused(hvd):
         backend.broadcast_variables([keras.Variable(np.zeros(2))], 9)
 
 
-def test_arrays_are_summed_in_one_call_and_exactly(hvd):
+def test_sum_arrays_is_exact(hvd):
     from hvdkit.keras import backend
 
     large = 2**40 + 1
@@ -91,7 +91,7 @@ def test_arrays_are_summed_in_one_call_and_exactly(hvd):
     assert sums[3].tolist() == [hvd.size()]
 
 
-def test_training_begins_from_one_ranks_weights_optimizer_and_counters(hvd):
+def test_broadcast_callback_copies_weights_and_optimizer_state(hvd):
     import keras
 
     class Begin(keras.callbacks.Callback):
@@ -103,7 +103,7 @@ def test_training_begins_from_one_ranks_weights_optimizer_and_counters(hvd):
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01 * (1 + hvd.rank())))
     model = classifier(optimizer, seed=hvd.rank())
     if hvd.rank() == 1:
-        # As from a checkpoint that only one rank has read.
+        # As if this rank had read a checkpoint.
         optimizer.build(model.trainable_variables)
         for variable in optimizer.variables:
             variable.assign(keras.ops.ones_like(variable) * (7 if "iter" in variable.path else 0.5))
@@ -117,7 +117,7 @@ def test_training_begins_from_one_ranks_weights_optimizer_and_counters(hvd):
     same_everywhere(contents([*model.weights, *optimizer.variables]))
 
 
-def test_a_model_that_fit_builds_is_made_equal_after_the_first_batch(hvd):
+def test_a_model_that_fit_builds_is_broadcast_after_the_first_batch(hvd):
     import keras
 
     keras.utils.set_random_seed(hvd.rank())
@@ -127,7 +127,7 @@ def test_a_model_that_fit_builds_is_made_equal_after_the_first_batch(hvd):
     same_everywhere(contents(model.weights))
 
 
-def test_without_the_callback_weights_stay_different(hvd):
+def test_without_a_broadcast_weights_differ(hvd):
     import keras
 
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), check_parameters=False)
@@ -136,7 +136,7 @@ def test_without_the_callback_weights_stay_different(hvd):
     assert len({str(weights) for weights in of_every_rank(contents(model.weights))}) == hvd.size()
 
 
-def test_seeds_stay_each_ranks_own(hvd):
+def test_seeds_are_not_broadcast(hvd):
     import keras
 
     keras.utils.set_random_seed(hvd.rank())
@@ -148,7 +148,7 @@ def test_seeds_stay_each_ranks_own(hvd):
     same_everywhere(contents(model.weights))
 
 
-def test_local_variables_are_left_alone(hvd):
+def test_local_variables_are_not_broadcast(hvd):
     model = classifier(distributed(hvd), seed=hvd.rank())
     kernel, framework_bias = model.layers[0].kernel, model.layers[0].bias.value
     model.layers[0].bias.assign(np.full(4, hvd.rank()))
@@ -160,7 +160,7 @@ def test_local_variables_are_left_alone(hvd):
     same_everywhere(contents(model.layers[1].weights))
 
 
-def test_the_loss_scale_is_part_of_the_state(hvd):
+def test_the_loss_scale_is_broadcast(hvd):
     import keras
 
     inner = keras.optimizers.SGD(0.01)
@@ -173,7 +173,7 @@ def test_the_loss_scale_is_part_of_the_state(hvd):
     same_everywhere(contents([*model.weights, *optimizer.variables]))
 
 
-def test_momentum_is_corrected_as_the_rate_warms_up(hvd):
+def test_warmup_rates_and_momentum_correction(hvd):
     import keras
 
     class Rates(keras.callbacks.Callback):
@@ -216,7 +216,7 @@ def test_momentum_is_corrected_as_the_rate_warms_up(hvd):
 
 
 @pytest.mark.parametrize("together", [2, 3, 5])
-def test_a_warm_up_ends_at_the_rate_where_several_batches_are_trained_at_once(hvd, together):
+def test_warmup_with_steps_per_execution(hvd, together):
     import keras
 
     if keras.backend.backend() == "torch":
@@ -251,14 +251,14 @@ def test_best_model_checkpoint_is_written_once(hvd):
             hvd.callbacks.BestModelCheckpoint().on_train_begin()
 
 
-def test_metric_average_callback_in_a_loop_of_ones_own(hvd):
+def test_metric_average_callback_in_a_custom_loop(hvd):
     logs = {"loss": float(hvd.rank()), "accuracy": np.float32(2 * hvd.rank())}
     hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
     mean = sum(range(hvd.size())) / hvd.size()
     assert logs == {"loss": mean, "accuracy": 2 * mean}
 
 
-def test_values_are_reduced(hvd):
+def test_collectives_on_values(hvd):
     import keras
 
     from hvdkit.errors import UsageError
@@ -284,7 +284,7 @@ def test_values_are_reduced(hvd):
         hvd.broadcast_global_variables(0)
 
 
-def test_elastic_state_comes_from_rank_0_and_goes_back(hvd):
+def test_elastic_state_sync_save_and_restore(hvd):
     import keras
 
     model = classifier(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)), seed=hvd.rank())
@@ -309,7 +309,7 @@ def test_elastic_state_comes_from_rank_0_and_goes_back(hvd):
     assert state.epoch == 11
 
 
-def test_commits_come_every_so_many_batches_and_at_the_end_of_epochs(hvd):
+def test_commits_after_batches_and_epochs(hvd):
     class State:
         commits = 0
 
@@ -322,7 +322,7 @@ def test_commits_come_every_so_many_batches_and_at_the_end_of_epochs(hvd):
     assert state.commits == 2 * STEPS // 2 + 2
 
 
-def test_metrics_of_a_model_of_16_bits(hvd):
+def test_metrics_of_a_bfloat16_model(hvd):
     import keras
 
     keras.config.set_dtype_policy("mixed_bfloat16")

@@ -1,4 +1,4 @@
-"""`fit` that is broken off and goes on: as if nothing had been, on all ranks."""
+"""`hvd.callbacks.Checkpoint` on several ranks: interrupt `fit`, resume, compare."""
 
 import functools
 import os
@@ -44,7 +44,7 @@ def model_of(optimizer, rank=0, **compiled):
 
 
 def sampled(hvd, **options):
-    """A sampler, and the data that `fit` gets of it."""
+    """Return a sampler, and its data for `fit`."""
     import keras
 
     x, y = values()
@@ -60,26 +60,26 @@ def sampled(hvd, **options):
     return sampler, DataLoader(data, BATCH, sampler=sampler)
 
 
-class Broken(Exception):
+class Interrupted(Exception):
     """Raised by a test to interrupt `fit`."""
 
 
-def breaking(batch):
+def interrupt_after(batch):
     import keras
 
-    class Breaks(keras.callbacks.Callback):
+    class InterruptAfter(keras.callbacks.Callback):
         count = 0
 
         def on_train_batch_begin(self, _, logs=None):
             self.count += 1
             if self.count > batch:
-                raise Broken
+                raise Interrupted
 
-    return Breaks()
+    return InterruptAfter()
 
 
 def everything(model):
-    """The bytes of what has been trained on this rank."""
+    """Return the bytes of the weights and the optimizer state on this rank."""
     import keras
 
     variables = [*model.weights, *model.optimizer.variables]
@@ -89,22 +89,26 @@ def everything(model):
 def run(
     hvd,
     folder=None,
-    broken_after=None,
+    interrupted_after=None,
     make=None,
     callbacks=(),
     epochs=EPOCHS,
     validated=False,
     **options,
 ):
-    """A whole fit, or one that is broken off after so many batches."""
+    """Run `fit`; return its state and logs, or None if it was interrupted.
+
+    Args:
+        interrupted_after: interrupt `fit` after this many batches.
+    """
     make = make or (lambda: distributed(hvd, 0.1))
     model = model_of(make(), hvd.rank())
     sampler, data = sampled(hvd)
     own = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks]
     if folder is not None:
         own.insert(0, hvd.callbacks.Checkpoint(folder, data=sampler, **options))
-    if broken_after is not None:
-        own.append(breaking(broken_after))
+    if interrupted_after is not None:
+        own.append(interrupt_after(interrupted_after))
     try:
         history = model.fit(
             data,
@@ -114,31 +118,34 @@ def run(
             callbacks=own,
             validation_data=values() if validated else None,
         )
-    except Broken:
+    except Interrupted:
         own[0]._manager.close()
         return None
     return everything(model), history.history
 
 
-# Fit, broken off after the batches that it may have been saved after, and on again.
+# How often `fit` saves, and the number of batches after which it is interrupted.
 @pytest.mark.parametrize(
     ("every", "after"),
-    [({"every_steps": 2}, 5), ({"every_epochs": 1}, 9), ({"every_steps": 3}, 2)],
-    ids=["in the middle", "between epochs", "before the first"],
+    [
+        pytest.param({"every_steps": 2}, 5, id="in the middle"),
+        pytest.param({"every_epochs": 1}, 9, id="between epochs", marks=pytest.mark.long),
+        pytest.param({"every_steps": 3}, 2, id="before the first", marks=pytest.mark.long),
+    ],
 )
-def test_a_fit_that_goes_on_ends_with_the_same_bytes_and_logs(hvd, every, after):
+def test_a_resumed_fit_is_bit_identical(hvd, every, after):
     with common_folder(hvd) as folder:
-        assert run(hvd, folder, broken_after=after, **every) is None
+        assert run(hvd, folder, interrupted_after=after, **every) is None
         resumed = run(hvd, folder, **every)
-    assert resumed == never_broken_off(hvd)
+    assert resumed == uninterrupted(hvd)
 
 
 @functools.cache
-def never_broken_off(hvd):
+def uninterrupted(hvd):
     return run(hvd)
 
 
-def with_scaled_loss(hvd):
+def loss_scaling(hvd):
     import keras
 
     inner = keras.optimizers.AdamW(0.01, use_ema=True, ema_momentum=0.9, clipnorm=1.0)
@@ -147,7 +154,7 @@ def with_scaled_loss(hvd):
     )
 
 
-def in_16_bits(hvd):
+def float16_wire_and_accumulation(hvd):
     import keras
 
     optimizer = keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.1, 20))
@@ -159,29 +166,33 @@ def distributed_of(hvd, optimizer, **options):
 
 
 # One test each: with four ranks on two cores, tracing three fits takes a minute.
-@pytest.mark.parametrize("make_optimizer", [with_scaled_loss, in_16_bits])
-def test_state_beside_the_weights_resumes(hvd, make_optimizer):
+@pytest.mark.long_with("keras-tensorflow")
+@pytest.mark.parametrize("make_optimizer", [loss_scaling, float16_wire_and_accumulation])
+def test_optimizer_states_resume(hvd, make_optimizer):
     make = functools.partial(make_optimizer, hvd)
     with common_folder(hvd) as folder:
-        assert run(hvd, folder, broken_after=6, make=make, every_steps=1) is None
+        assert run(hvd, folder, interrupted_after=6, make=make, every_steps=1) is None
         resumed = run(hvd, folder, make=make)
     assert resumed == run(hvd, make=make)
 
 
-def test_in_a_window_what_is_due_waits_for_its_end(hvd):
+@pytest.mark.long_with("keras-tensorflow")
+def test_a_save_due_in_an_accumulation_window_waits_for_its_end(hvd):
     from hvdkit.checkpoint.store import Store
 
     def make():
         return distributed(hvd, 0.1, accumulation_steps=3)
 
     with common_folder(hvd) as folder:
-        run(hvd, folder, broken_after=6, make=make, every_steps=2, keep_last=None)
+        run(hvd, folder, interrupted_after=6, make=make, every_steps=2, keep_last=None)
         found = same_everywhere([info.step for info in Store(folder).steps()])
-    # Due after 2 and 4: with four ranks the first epoch, and a window with it, ends there.
+    # Saves are due after 2 and 4 batches. With four ranks, the first epoch, and so a window, ends
+    # after 4 batches.
     assert found[:2] == ([3, 4] if hvd.size() == 4 else [3, 6])
 
 
-def test_other_callbacks_go_on_counting(hvd):
+@pytest.mark.long_with("keras-tensorflow")
+def test_states_of_other_callbacks_resume(hvd):
     import keras
 
     class Sums(keras.callbacks.Callback):
@@ -210,51 +221,53 @@ def test_other_callbacks_go_on_counting(hvd):
         assert run(hvd, folder, 9, callbacks=broken, every_steps=2, **kept) is None
         resumed, whole, again = make(), make(), make()
         content, logs = run(hvd, folder, callbacks=resumed, **kept)
-        # Nobody trains on after an early stop, however often it is started.
+        # After an early stop, a further `fit` does not train.
         same = run(hvd, folder, callbacks=again, **kept) == (content, logs)
         expected, expected_logs = run(hvd, callbacks=whole, **kept)
     assert logs == expected_logs
     assert len(logs["loss"]) == 3
     waits = [[c.__dict__.get("wait") for c in each] for each in (resumed, whole, again)]
     assert waits[0] == waits[1] == waits[2]
-    # The callback of the other ranks gets the state of the first rank: its sum, and its
-    # statistics in the best weights.
+    # Callbacks of other ranks get the state of the first rank: its sum, and its moving statistics
+    # in the best weights.
     if hvd.rank() == 0:
         assert same
         assert content == expected
         assert resumed[-1].total == whole[-1].total == again[-1].total
 
 
-def test_data_of_fits_own_are_read_again_up_to_that_place(hvd):
+@pytest.mark.long_with("keras-tensorflow")
+def test_data_without_a_sampler_are_read_up_to_the_position(hvd):
     import keras
 
     x, y = values()
 
-    def fit(folder=None, broken_after=None):
+    def fit(folder=None, interrupted_after=None):
         model = model_of(distributed(hvd, 0.1), hvd.rank())
         callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
         if folder is not None:
             callbacks.append(hvd.callbacks.Checkpoint(folder, every_steps=1))
-        if broken_after is not None:
-            callbacks.append(breaking(broken_after))
-        # Keras shuffles on PyTorch with random numbers that are kept, on TensorFlow it does not.
+        if interrupted_after is not None:
+            callbacks.append(interrupt_after(interrupted_after))
+        # Keras's shuffle on PyTorch uses random states that are saved; on TensorFlow it does not.
         shuffle = keras.backend.backend() == "torch"
         try:
             history = model.fit(
                 *(x, y), batch_size=BATCH, epochs=2, shuffle=shuffle, verbose=0, callbacks=callbacks
             )
-        except Broken:
+        except Interrupted:
             callbacks[1]._manager.close()
             return None
         return everything(model), history.history
 
     with common_folder(hvd) as folder:
-        assert fit(folder, broken_after=17) is None
+        assert fit(folder, interrupted_after=17) is None
         resumed = fit(folder)
     assert resumed == fit()
 
 
-def test_a_sampler_that_the_callback_is_not_told_of_is_an_error(hvd):
+@pytest.mark.long_with("keras-tensorflow")
+def test_a_sampler_that_is_not_passed_to_the_callback_raises(hvd):
     from hvdkit.errors import UsageError
 
     model = model_of(distributed(hvd), 1)
@@ -263,14 +276,16 @@ def test_a_sampler_that_the_callback_is_not_told_of_is_an_error(hvd):
         model.fit(data, shuffle=False, verbose=0, callbacks=[hvd.callbacks.Checkpoint(folder)])
 
 
-def test_without_a_checkpoint_every_epoch_has_an_order_of_its_own(hvd):
+@pytest.mark.long_with("keras-tensorflow")
+def test_without_a_checkpoint_fit_counts_the_epochs_of_a_sampler(hvd):
     model = model_of(distributed(hvd), 1)
     sampler, data = sampled(hvd)
     model.fit(data, epochs=2, shuffle=False, verbose=0)
     assert sampler.epoch == 2
 
 
-def test_a_signal_to_one_rank_saves_and_ends_all_with_status_75(hvd):
+@pytest.mark.long_with("keras-tensorflow")
+def test_a_signal_to_one_rank_saves_and_exits_with_status_75(hvd):
     import keras
 
     class Asks(keras.callbacks.Callback):
@@ -292,7 +307,8 @@ def test_a_signal_to_one_rank_saves_and_ends_all_with_status_75(hvd):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_checkpoint_of_another_model_is_refused_everywhere(hvd):
+@pytest.mark.long_with("keras-tensorflow")
+def test_a_checkpoint_of_another_model_raises_on_every_rank(hvd):
     import keras
 
     from hvdkit.errors import UsageError
@@ -307,7 +323,12 @@ def test_a_checkpoint_of_another_model_is_refused_everywhere(hvd):
         same_everywhere(str(error.value).splitlines()[0])
 
 
-def test_half_of_the_ranks_go_on_with_the_rest_of_the_epoch(hvd):
+@pytest.mark.parametrize(
+    ("fraction", "later", "batches"),
+    [pytest.param(1, 2, 3, marks=pytest.mark.long), (2, 1, 1)],
+)
+def test_resume_with_another_number_of_ranks(hvd, fraction, later, batches):
+    """With half of the ranks; and with twice as many, of whose epoch less than a batch is done."""
     import keras
 
     class Numbers(keras.callbacks.Callback):
@@ -318,28 +339,39 @@ def test_half_of_the_ranks_go_on_with_the_rest_of_the_epoch(hvd):
         def on_train_batch_begin(self, batch, logs=None):
             self.seen.append(batch)
 
-    with common_folder(hvd) as folder:
-        assert run(hvd, folder, broken_after=3, every_steps=1) is None
-        half = hvd.add_process_set(range(hvd.size() // 2))
+    half = hvd.add_process_set(range(hvd.size() // 2))
+    sets = {1: hvd.global_process_set, 2: half}
+
+    def fit(folder, process_set, epochs, *callbacks):
+        model = model_of(distributed(hvd, 0.1, process_set=process_set), epochs)
+        sampler, data = sampled(hvd, process_set=process_set)
+        checkpoint = hvd.callbacks.Checkpoint(folder, data=sampler, every_steps=1)
+        own = [checkpoint, *callbacks]
         try:
-            if half.included():
-                numbers = Numbers()
-                model = model_of(distributed(hvd, 0.1, process_set=half), hvd.rank())
-                sampler, data = sampled(hvd, process_set=half)
-                checkpoint = hvd.callbacks.Checkpoint(folder, data=sampler)
-                model.fit(
-                    *(data,), epochs=2, shuffle=False, verbose=0, callbacks=[checkpoint, numbers]
-                )
-                left = -(-(SAMPLES - 3 * BATCH * hvd.size()) // (half.size() * BATCH))
+            model.fit(data, epochs=epochs, shuffle=False, verbose=0, callbacks=own)
+        except Interrupted:
+            checkpoint._manager.close()
+        return checkpoint, sampler
+
+    try:
+        with common_folder(hvd) as folder:
+            if sets[fraction].included():
+                fit(folder, sets[fraction], 1, interrupt_after(batches))
+            of_every_rank("saved")
+            if sets[later].included():
+                numbers, ranks = Numbers(), sets[later].size()
+                checkpoint, sampler = fit(folder, sets[later], 2, numbers)
+                consumed = batches * BATCH * sets[fraction].size()
+                left = -(-(SAMPLES - consumed) // (ranks * BATCH))
                 whole = sampler.batches_per_epoch
                 assert numbers.seen == [*range(whole - left, whole), *range(whole)]
-                assert checkpoint.step == 3 + left + whole
-            of_every_rank("done")
-        finally:
-            hvd.remove_process_set(half)
+                assert checkpoint.step == batches + left + whole
+    finally:
+        hvd.remove_process_set(half)
 
 
-def test_moving_statistics_come_back(hvd):
+@pytest.mark.long_with("keras-tensorflow")
+def test_moving_statistics_are_restored(hvd):
     with common_folder(hvd) as folder:
         model = model_of(distributed(hvd, 0.1), 1)
         sampler, data = sampled(hvd)
@@ -357,7 +389,8 @@ def test_moving_statistics_come_back(hvd):
         assert keras.ops.convert_to_numpy(other.layers[1].moving_mean).tolist() == before
 
 
-def test_layers_that_each_rank_has_for_itself_come_back_to_it(hvd):
+@pytest.mark.long_with("keras-tensorflow")
+def test_local_layers_are_restored_on_their_rank(hvd):
     import keras
 
     def fit(folder, epochs, resume=True):
@@ -375,7 +408,7 @@ def test_layers_that_each_rank_has_for_itself_come_back_to_it(hvd):
         fit(folder, 1)
         resumed = fit(folder, 2)
         assert resumed == fit(other, 2)
-        # Really its own.
+        # The local layers differ.
         assert len({str(each[0]) for each in gathered(resumed)}) == hvd.size()
 
 
@@ -383,15 +416,15 @@ def gathered(content):
     return of_every_rank([each.hex() for each in content])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("framework", "wire", "ranks", "kills"),
     [
-        ("keras", "fp16", 2, 1),
-        pytest.param("keras", "fp16", 4, 25, marks=pytest.mark.long),
-        pytest.param("keras-torch", "fp32", 2, 25, marks=pytest.mark.long),
+        ("keras", "fp16", 4, 25),
+        ("keras-torch", "fp32", 2, 25),
     ],
 )
-def test_a_job_killed_at_random_moments_ends_as_one_never_stopped(framework, wire, ranks, kills):
+def test_a_job_killed_at_random_moments_is_bit_identical(framework, wire, ranks, kills):
     done = run_plain(
         *(sys.executable, str(REPOSITORY / "scripts" / "chaos_checkpoint")),
         *("--framework", framework, "--wire", wire, "--ranks", str(ranks)),

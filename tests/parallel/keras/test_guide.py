@@ -1,4 +1,4 @@
-"""The code of docs/keras.md and docs/tensorflow.md, as it stands there, on real ranks."""
+"""Run the code blocks of docs/keras.md and docs/tensorflow.md on several ranks."""
 
 import contextlib
 import os
@@ -14,23 +14,23 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 
 def blocks(page, language):
-    """The code blocks of a page; of a diff, what it leads to."""
+    """Return the code blocks of a page; for diffs, the resulting code."""
     found = re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
     if language == "diff":
         found = [re.sub(r"^(-.*\n|[ +])", "", block, flags=re.M) for block in found]
     return found
 
 
-# What a block is about, to know where it runs; a block that nobody has thought of runs everywhere.
-NEEDS = {"tf.data": "tensorflow", "DataLoader": "torch"}
+# Blocks that contain these words run on one backend only.
+BACKEND_OF = {"tf.data": "tensorflow", "DataLoader": "torch"}
 
 
 def script_names(hvd):
-    """Return the names that the scripts of the guides' readers have already."""
+    """Return the names that the blocks use without defining them."""
     import keras
 
     def build_model():
-        # Integers, as digits have them.
+        # Ten outputs, for digits.
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(10)])
         model.compile("sgd", loss="mse")
         return model
@@ -79,7 +79,7 @@ def script_names(hvd):
 
 @contextlib.contextmanager
 def prepared(hvd):
-    """The names of a script, and the files that it reads, in a folder that all ranks know."""
+    """Yield the names for a block, in a common working folder with the files that it reads."""
     import keras
 
     names = script_names(hvd)
@@ -107,7 +107,7 @@ def run(block, names):
 
 
 @pytest.mark.parametrize("number", range(len(blocks("keras.md", "python"))))
-def test_the_blocks_of_the_keras_guide(hvd, number):
+def test_code_blocks_of_the_keras_guide(hvd, number):
     import keras
 
     block = blocks("keras.md", "python")[number]
@@ -115,7 +115,7 @@ def test_the_blocks_of_the_keras_guide(hvd, number):
     parts = [
         part
         for part in block.split("\n\n")
-        if not any(word in part and where == other for word, where in NEEDS.items())
+        if not any(word in part and where == other for word, where in BACKEND_OF.items())
     ]
     if other == "tensorflow" and "hvd.shard(examples" in block:
         pytest.skip("tf.data belongs to the TensorFlow backend")
@@ -126,7 +126,7 @@ def test_the_blocks_of_the_keras_guide(hvd, number):
 
 
 @pytest.mark.parametrize("page", ["keras.md", "tensorflow.md"])
-def test_what_the_diffs_of_the_guides_lead_to(hvd, page):
+def test_diffs_of_the_guides(hvd, page):
     import keras
 
     if keras.backend.backend() == "torch":

@@ -1,4 +1,4 @@
-"""Properties that a wrapped optimizer keeps, and arguments that are refused."""
+"""`hvd.DistributedOptimizer` for Keras: properties of the wrapped optimizer, and errors."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ from tests.parallel.keras import oracle
 
 def fitted(hvd, optimizer, steps=3, seed=None, **options):
     model = oracle.dense_model()
-    # Old HDF5 files cannot be loaded again when the loss is given by name: Keras does not find it.
+    # Keras cannot load an HDF5 file whose loss is given by name.
     model.compile(optimizer, loss=keras.losses.MeanSquaredError(), **options)
     rng = np.random.default_rng(hvd.rank() if seed is None else seed)
     inputs = rng.normal(size=(4 * steps, oracle.FEATURES))
@@ -29,7 +29,7 @@ def fitted(hvd, optimizer, steps=3, seed=None, **options):
 
 
 def shared_folder(hvd):
-    """One folder for all ranks, on the first one's disk."""
+    """Return a folder of the first rank, for all ranks."""
     own = tempfile.mkdtemp() if hvd.rank() == 0 else ""
     every = hvd.backend.collectives().allgather(own.encode(), "tests.folder")
     return Path(every[0].decode())
@@ -39,7 +39,7 @@ def wait_for_all(hvd):
     hvd.backend.collectives().sum([1], "tests.barrier")
 
 
-def test_it_stays_the_optimizer_that_it_was(hvd):
+def test_a_wrapped_optimizer_keeps_class_and_config(hvd):
     plain = keras.optimizers.AdamW(0.01, weight_decay=0.1, clipnorm=1.0)
     kind, config = plain.__class__, plain.get_config()
     wrapped = hvd.DistributedOptimizer(plain)
@@ -51,7 +51,7 @@ def test_it_stays_the_optimizer_that_it_was(hvd):
     assert distribution_of(wrapped) is not None
 
 
-READ_WITHOUT = """
+LOAD_WITHOUT_HVDKIT = """
 import json, sys
 import keras
 model = keras.models.load_model(sys.argv[1])
@@ -64,8 +64,8 @@ print(json.dumps([
 """
 
 
-@pytest.mark.parametrize("name", ["model.keras", "model.h5"])
-def test_a_saved_model_opens_with_and_without_hvdkit(hvd, name):
+@pytest.mark.parametrize("name", ["model.keras", pytest.param("model.h5", marks=pytest.mark.long)])
+def test_a_saved_model_loads_with_and_without_hvdkit(hvd, name):
     model = fitted(hvd, hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
     folder = shared_folder(hvd)
     path = folder / name
@@ -75,12 +75,12 @@ def test_a_saved_model_opens_with_and_without_hvdkit(hvd, name):
             config = json.loads(zipfile.ZipFile(path).read("config.json"))
             assert config["compile_config"]["optimizer"]["class_name"] == "Adam"
             assert "hvdkit" not in json.dumps(config)
-        command = [sys.executable, "-c", READ_WITHOUT, str(path)]
+        command = [sys.executable, "-c", LOAD_WITHOUT_HVDKIT, str(path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
         kind, iterations, sums, loaded = json.loads(done.stdout.splitlines()[-1])
         assert (kind, iterations, loaded) == ("Adam", 3, False)
         own = [float(abs(v.numpy()).sum()) for v in model.optimizer.variables]
-        # Keras builds no optimizer from HDF5 before it is used.
+        # Keras does not build the optimizer of an HDF5 file before its first use.
         assert len(sums) == len(own) or name.endswith(".h5")
         np.testing.assert_allclose(sums, own[: len(sums)], rtol=1e-6)
     wait_for_all(hvd)
@@ -88,14 +88,14 @@ def test_a_saved_model_opens_with_and_without_hvdkit(hvd, name):
     assert distribution_of(loaded.optimizer) is not None
     assert int(loaded.optimizer.iterations) == 3
     if name.endswith(".keras"):
-        check_that_it_goes_on(hvd, loaded)
+        check_training_continues(hvd, loaded)
     wait_for_all(hvd)
     if hvd.rank() == 0:
         path.unlink()
         folder.rmdir()
 
 
-def check_that_it_goes_on(hvd, loaded):
+def check_training_continues(hvd, loaded):
     rng = np.random.default_rng(100 + hvd.rank())
     inputs = rng.normal(size=(8, oracle.FEATURES))
     loaded.fit(inputs, rng.normal(size=(8, oracle.TARGETS)), batch_size=4, verbose=0)
@@ -103,9 +103,9 @@ def check_that_it_goes_on(hvd, loaded):
     assert oracle.same_everywhere(hvd, loaded.get_weights())
 
 
-def test_xla_is_left_out_of_training_alone(hvd):
+def test_only_training_is_compiled_without_xla(hvd):
     if keras.backend.backend() != "tensorflow":
-        pytest.skip("TensorFlow's")
+        pytest.skip("for the TensorFlow backend")
     import tensorflow as tf
     from tensorflow.python.ops import control_flow_util
 
@@ -131,15 +131,15 @@ def test_xla_is_left_out_of_training_alone(hvd):
     assert oracle.same_everywhere(hvd, model.get_weights())
 
 
-def test_a_model_without_it_may_use_xla(hvd):
+def test_a_plain_optimizer_may_use_xla(hvd):
     model = oracle.dense_model()
     model.compile(keras.optimizers.SGD(0.01), loss="mse", jit_compile=True)
     assert model.jit_compile
 
 
-def test_a_function_for_xla_is_refused(hvd):
+def test_apply_in_a_function_for_xla_raises(hvd):
     if keras.backend.backend() != "tensorflow":
-        pytest.skip("TensorFlow's")
+        pytest.skip("for the TensorFlow backend")
     import tensorflow as tf
 
     model = oracle.dense_model()
@@ -154,7 +154,7 @@ def test_a_function_for_xla_is_refused(hvd):
         step()
 
 
-def test_several_steps_in_one_execution(hvd):
+def test_steps_per_execution(hvd):
     if keras.backend.backend() != "tensorflow":
         pytest.skip("the PyTorch backend has no steps_per_execution")
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="fp16")
@@ -163,7 +163,7 @@ def test_several_steps_in_one_execution(hvd):
     assert oracle.same_everywhere(hvd, model.get_weights())
 
 
-def test_a_variable_without_a_gradient_is_left_alone(hvd):
+def test_a_variable_without_a_gradient_is_unchanged(hvd):
     model = oracle.dense_model()
     unused = keras.Variable(np.ones(3, "float32"), name="unused")
     variables = [*model.trainable_variables, unused]
@@ -196,7 +196,7 @@ def test_two_optimizers_at_once(hvd):
 
 def test_a_process_set(hvd):
     if hvd.size() < 3:
-        pytest.skip("needs a set that is not everyone")
+        pytest.skip("needs at least three ranks")
     members = hvd.add_process_set(range(hvd.size() - 1))
     try:
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=members)
@@ -209,7 +209,7 @@ def test_a_process_set(hvd):
         hvd.remove_process_set(members)
 
 
-REFUSED = {
+INVALID = {
     "such as keras.optimizers.get..adam": lambda hvd: hvd.DistributedOptimizer("adam"),
     "a builtins.object": lambda hvd: hvd.DistributedOptimizer(object()),
     "already": lambda hvd: hvd.DistributedOptimizer(
@@ -235,15 +235,16 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_refused(hvd, message):
+@pytest.mark.long_with("keras-tensorflow")
+@pytest.mark.parametrize("message", INVALID)
+def test_invalid_arguments_raise(hvd, message):
     with pytest.raises(UsageError, match=message):
-        REFUSED[message](hvd)
+        INVALID[message](hvd)
 
 
-def test_a_strategy_is_refused(hvd):
+def test_a_strategy_raises(hvd):
     if keras.backend.backend() != "tensorflow":
-        pytest.skip("TensorFlow's")
+        pytest.skip("for the TensorFlow backend")
     import tensorflow as tf
 
     with (
@@ -253,7 +254,7 @@ def test_a_strategy_is_refused(hvd):
         hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
 
 
-def test_different_models_are_an_error_on_every_rank(hvd):
+def test_different_models_raise_on_every_rank(hvd):
     width = 16 if hvd.rank() else 17
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(width)])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
@@ -261,14 +262,14 @@ def test_different_models_are_an_error_on_every_rank(hvd):
         model.fit(np.ones((4, 4)), np.ones((4, width)), verbose=0)
 
 
-def test_different_settings_are_an_error_on_every_rank(hvd):
+def test_different_settings_raise_on_every_rank(hvd):
     compression = "bf16" if hvd.rank() else "none"
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
     with pytest.raises(RankMismatchError, match="compression: none"):
         optimizer.apply([keras.ops.ones((2,))], [keras.Variable(np.ones(2, "float32"))])
 
 
-def test_windows_that_ranks_count_differently_are_an_error_on_every_rank(hvd):
+def test_different_numbers_of_passes_raise_on_every_rank(hvd):
     from hvdkit.core.accumulation import PassesDiffer
 
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), accumulation_steps=4)

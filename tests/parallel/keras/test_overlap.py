@@ -1,4 +1,4 @@
-"""Buckets that are sent during the backward pass, on the PyTorch backend."""
+"""Overlap of the reduction with the backward pass, on the PyTorch backend."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def skip_on_tensorflow():
 
 
 def events_of_fit(hvd, model):
-    """Train; return when a bucket was sent and when the last gradient of a pass arrived."""
+    """Train, and return the events: a bucket is sent, the last gradient is computed."""
     from hvdkit.torch.backend import TorchBackend
 
     events = []
@@ -45,7 +45,7 @@ def test_buckets_are_sent_before_the_last_gradient(hvd):
 
 
 @pytest.mark.parametrize("uses", ["its own train_step", "accumulation"])
-def test_gradients_that_may_still_change_are_not_sent(hvd, uses):
+def test_gradients_that_may_change_are_not_sent_early(hvd, uses):
     skip_on_tensorflow()
     import keras
 
@@ -124,7 +124,7 @@ def test_a_backward_pass_that_raises(hvd, who):
         fit(hvd, model)
     assert ("trapped" in str(first.value)) == trap.set
     if who == "one rank" and trap.set:
-        # The others have got their error once this rank has come to its next fit.
+        # The other ranks raise when this rank calls `fit` again.
         trap.set = False
         with pytest.raises(BackwardFailed, match="including this rank"):
             fit(hvd, model)

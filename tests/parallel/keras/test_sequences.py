@@ -1,4 +1,4 @@
-"""Random sequences of what Keras users do; see sequences.py."""
+"""Random sequences of user actions with Keras; see sequences.py."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -19,8 +19,8 @@ _SETTINGS = st.builds(
     step=st.sampled_from(["keras", "own"]),
     model=st.sampled_from(["plain", "plain", "norm", "mixed"]),
 )
-#: In the short and in the long form. One takes some seconds, most of them for tracing.
-_SHORT, _LONG = 6, 500
+# Number of sequences without and with --long. A sequence takes some seconds, mostly for tracing.
+_SHORT, _LONG = 3, 500
 
 
 def sequence(hvd, setting, actions, folder):

@@ -1,4 +1,4 @@
-"""`fit` on several ranks: one set of logs, one decision, one set of files."""
+"""`fit` on several ranks: logs, decisions of callbacks, and files."""
 
 import contextlib
 import io
@@ -51,14 +51,14 @@ def test_metrics_are_those_of_one_process_with_all_data(hvd):
     expected = train | {f"val_{name}": value for name, value in validation.items()}
     close({name: values[0] for name, values in history.items()}, expected)
     same_everywhere(history)
-    # The mean over the ranks is something else, which shows that the data can tell.
+    # For these data the mean over the ranks differs, so a mean would fail this test.
     own = plain.evaluate(*samples(hvd.rank()), verbose=0, return_dict=True)
     means = {name: np.mean([o[name] for o in of_every_rank(own)]) for name in own}
     wrong = {name for name in own if means[name] != pytest.approx(train[name], rel=1e-4)}
     assert len(wrong & {"loss", "accuracy", "auc", "precision", "rmse", "r2"}) >= 4
 
 
-def test_every_callback_reads_the_reduced_logs_wherever_it_is(hvd):
+def test_all_callbacks_read_reduced_logs(hvd):
     import keras
 
     class Reader(keras.callbacks.Callback):
@@ -88,7 +88,7 @@ def test_every_callback_reads_the_reduced_logs_wherever_it_is(hvd):
     }
 
 
-def test_without_validation_training_metrics_are_reduced_too(hvd):
+def test_training_metrics_without_validation_are_reduced(hvd):
     history = fit(hvd, classifier(distributed(hvd)), epochs=2).history
     expected = classifier("sgd").evaluate(*all_samples(hvd.size()), verbose=0, return_dict=True)
     for epoch in range(2):
@@ -103,7 +103,7 @@ def test_validation_every_other_epoch(hvd):
     same_everywhere(history)
 
 
-def test_validation_on_one_rank_alone_is_told_to_all(hvd):
+def test_logs_of_validation_on_one_rank_reach_all_ranks(hvd):
     import keras
 
     validation = samples(0, 1) if hvd.rank() == 0 else None
@@ -111,7 +111,7 @@ def test_validation_on_one_rank_alone_is_told_to_all(hvd):
     model = classifier(distributed(hvd), kinds_of_metrics())
     history = fit(hvd, model, epochs=3, validation_data=validation, callbacks=[stopping]).history
     same_everywhere(history)
-    # Nothing improves at a rate of 0, and that is known after two epochs.
+    # At a rate of 0 the loss does not improve, so training stops after two epochs.
     assert len(history["loss"]) == 2
     expected = classifier("sgd", kinds_of_metrics()).evaluate(
         *samples(0, 1), verbose=0, return_dict=True
@@ -119,13 +119,13 @@ def test_validation_on_one_rank_alone_is_told_to_all(hvd):
     close({name: history[f"val_{name}"][0] for name in expected}, expected)
 
 
-def test_metrics_of_ones_own(hvd):
+def test_custom_metrics(hvd):
     import keras
 
     from hvdkit.keras.metrics import is_additive
 
     class Worst(keras.metrics.Metric):
-        """Largest error so far, which cannot be added up."""
+        """The largest error, which is not additive."""
 
         def __init__(self):
             super().__init__(name="worst")
@@ -140,7 +140,7 @@ def test_metrics_of_ones_own(hvd):
 
     @hvd.callbacks.additive
     class Squares(keras.metrics.Metric):
-        """A sum, and marked as one."""
+        """A sum, marked with `additive`."""
 
         def __init__(self):
             super().__init__(name="of_squares")
@@ -154,7 +154,7 @@ def test_metrics_of_ones_own(hvd):
             return {"squares": value, "root of squares": keras.ops.sqrt(value)}
 
     class RootOfMean(keras.metrics.MeanSquaredError):
-        """Accumulates as Keras's does."""
+        """A metric that inherits `update_state` from Keras's."""
 
         def result(self):
             return keras.ops.sqrt(super().result())
@@ -174,11 +174,11 @@ def test_metrics_of_ones_own(hvd):
     worst = [o["worst"] for o in of_every_rank(own)]
     assert history["worst"][0] == pytest.approx(np.mean(worst), rel=1e-5)
     assert np.mean(worst) != pytest.approx(everything["worst"], rel=1e-3)
-    # What says something else while it is reduced says the same as ever afterwards.
+    # `result` is replaced only during the reduction.
     assert all("result" not in vars(metric) for metric in model.metrics)
 
 
-def test_logs_that_are_no_metrics_are_averaged(hvd):
+def test_other_logs_are_averaged(hvd):
     import keras
 
     class Own(keras.Model):
@@ -207,7 +207,7 @@ def test_logs_that_are_no_metrics_are_averaged(hvd):
     assert history["last"] == history["name"] == [pytest.approx(last)]
 
 
-def test_ranks_with_other_metrics_are_told(hvd):
+def test_different_metrics_raise(hvd):
     from hvdkit.core.consistency import RankMismatchError
 
     metrics = ["accuracy"] if hvd.rank() else ["accuracy", "mae"]
@@ -216,8 +216,8 @@ def test_ranks_with_other_metrics_are_told(hvd):
         fit(hvd, model)
 
 
-def hill(hvd, rate=0.1, **options):
-    """One weight that starts at 0, and targets that pull it apart: 6 on rank 0, otherwise -1."""
+def opposed_targets(hvd, rate=0.1, **options):
+    """Return a model of one weight, initially 0, and data with target 6 on rank 0, otherwise -1."""
     import keras
 
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate), **options)
@@ -229,10 +229,11 @@ def hill(hvd, rate=0.1, **options):
     return model, (x, x * (6.0 if hvd.rank() == 0 else -1.0))
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_early_stopping_stops_all_ranks_at_the_same_epoch(hvd):
     import keras
 
-    model, data = hill(hvd)
+    model, data = opposed_targets(hvd)
     stopping = keras.callbacks.EarlyStopping("val_loss", patience=0, min_delta=1e-4)
     best = keras.callbacks.EarlyStopping("loss", patience=50, restore_best_weights=True)
     history = fit(
@@ -240,14 +241,15 @@ def test_early_stopping_stops_all_ranks_at_the_same_epoch(hvd):
     ).history
     epochs = same_everywhere(len(history["loss"]))
     same_everywhere([weight.tolist() for weight in model.get_weights()])
-    # On one side alone the loss rises from the first epoch on, on the other it never does.
+    # On rank 0 only, the loss would fall in all epochs; on the others it would rise at once.
     assert 3 < epochs < 50
 
 
-def test_plateaus_are_the_same_on_all_ranks(hvd):
+@pytest.mark.long_with("keras-tensorflow")
+def test_learning_rates_of_plateaus_are_the_same_on_all_ranks(hvd):
     import keras
 
-    model, data = hill(hvd)
+    model, data = opposed_targets(hvd)
     plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=0.05)
     history = fit(
         hvd, model, data=data, validation_data=data, epochs=12, callbacks=[plateau]
@@ -257,7 +259,7 @@ def test_plateaus_are_the_same_on_all_ranks(hvd):
     assert rates[-1] < 0.05
 
 
-def test_files_are_rank_0s(hvd):
+def test_only_rank_0_writes_files(hvd):
     import keras
 
     with common_folder(hvd) as folder:
@@ -279,7 +281,8 @@ def test_files_are_rank_0s(hvd):
             assert [float(line.split(",")[2]) for line in lines[1:]] == history["loss"]
 
 
-def test_the_progress_bar_is_rank_0s(hvd):
+@pytest.mark.long_with("keras-tensorflow")
+def test_only_rank_0_prints_the_progress_bar(hvd):
     for verbose in (1, 2):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -293,10 +296,10 @@ def test_the_progress_bar_is_rank_0s(hvd):
 
 
 @pytest.mark.parametrize("raising", [False, True])
-def test_a_loss_that_is_nan_on_one_rank_ends_all_after_the_same_batch(hvd, raising):
+def test_terminate_on_nan_stops_all_ranks_after_the_same_batch(hvd, raising):
     import keras
 
-    model, (x, y) = hill(hvd)
+    model, (x, y) = opposed_targets(hvd)
     if hvd.rank() == hvd.size() - 1:
         y[BATCH] = np.nan
     callback = keras.callbacks.TerminateOnNaN(raise_error=raising)
@@ -310,18 +313,19 @@ def test_a_loss_that_is_nan_on_one_rank_ends_all_after_the_same_batch(hvd, raisi
     assert same_everywhere(int(model.optimizer.iterations)) == 2
 
 
-def test_terminate_on_nan_in_the_list_of_one_rank_is_enough(hvd):
+def test_terminate_on_nan_on_one_rank_stops_all_ranks(hvd):
     import keras
 
-    model, (x, y) = hill(hvd)
+    model, (x, y) = opposed_targets(hvd)
     if hvd.rank() == 1:
-        y[:] = np.nan
+        # The callback also reacts to infinity.
+        y[:] = np.inf
     callbacks = [keras.callbacks.TerminateOnNaN()] if hvd.rank() == 0 else None
     fit(hvd, model, data=(x, y), epochs=3, callbacks=callbacks)
     assert same_everywhere(int(model.optimizer.iterations)) == 1
 
 
-def test_one_ranks_own_stop_at_the_end_of_an_epoch_stops_all(hvd):
+def test_a_stop_at_the_end_of_an_epoch_on_one_rank_stops_all(hvd):
     import keras
 
     class Stop(keras.callbacks.Callback):
@@ -334,7 +338,7 @@ def test_one_ranks_own_stop_at_the_end_of_an_epoch_stops_all(hvd):
     assert same_everywhere(len(history["loss"])) == 2
 
 
-def test_one_ranks_own_stop_in_an_epoch_stops_all_after_that_batch(hvd):
+def test_a_stop_after_a_batch_on_one_rank_stops_all(hvd):
     import keras
 
     class Stop(keras.callbacks.Callback):
@@ -352,7 +356,7 @@ def test_one_ranks_own_stop_in_an_epoch_stops_all_after_that_batch(hvd):
         assert same_everywhere(int(model.optimizer.iterations)) == 2
 
 
-def test_a_stop_that_nobody_looks_for_in_an_epoch_waits_for_its_end(hvd):
+def test_a_stop_without_batch_hooks_takes_effect_at_the_end_of_the_epoch(hvd):
     import keras
 
     class Stop(keras.callbacks.Callback):
@@ -366,7 +370,7 @@ def test_a_stop_that_nobody_looks_for_in_an_epoch_waits_for_its_end(hvd):
     assert same_everywhere(int(model.optimizer.iterations)) == 2 * STEPS
 
 
-def test_a_window_of_accumulation_ends_with_the_epoch_and_before_validation(hvd):
+def test_an_accumulation_window_closes_before_validation(hvd):
     import keras
 
     class Updates(keras.callbacks.Callback):
@@ -388,7 +392,8 @@ def test_a_window_of_accumulation_ends_with_the_epoch_and_before_validation(hvd)
     same_everywhere([weight.tolist() for weight in model.get_weights()])
 
 
-def test_rank_0s_backup_is_where_all_go_on_from(hvd):
+@pytest.mark.long_with("keras-tensorflow")
+def test_backup_and_restore_resumes_all_ranks(hvd):
     import keras
 
     class Interrupted(keras.callbacks.Callback):
@@ -399,7 +404,7 @@ def test_rank_0s_backup_is_where_all_go_on_from(hvd):
     with common_folder(hvd) as folder:
 
         def backup():
-            # A folder of each rank's own: there is nothing in those of the others.
+            # Each rank has its own folder. Only that of rank 0 has a backup.
             return keras.callbacks.BackupAndRestore(os.path.join(folder, str(hvd.rank())))
 
         model = classifier(distributed(hvd, 0.1))
@@ -415,7 +420,7 @@ def test_rank_0s_backup_is_where_all_go_on_from(hvd):
         assert int(again.optimizer.iterations) == 4 * STEPS
 
 
-def test_evaluate_on_its_own_is_one_ranks_affair(hvd):
+def test_evaluate_outside_of_fit_is_not_coordinated(hvd):
     model = classifier(distributed(hvd))
     fit(hvd, model)
     x, y = samples(hvd.rank())
@@ -423,11 +428,11 @@ def test_evaluate_on_its_own_is_one_ranks_affair(hvd):
     if hvd.rank() == 0:
         loss = model.evaluate(x, y, verbose=0)[0]
         assert loss == pytest.approx(plain.evaluate(x, y, verbose=0)[0], rel=1e-6)
-    # The others had nothing to do with it.
+    # The other ranks continue without it.
     fit(hvd, model)
 
 
-def test_evaluate_with_a_metric_average_callback_is_exact_as_well(hvd):
+def test_evaluate_with_a_metric_average_callback_is_exact(hvd):
     model = classifier(distributed(hvd))
     callback = hvd.callbacks.MetricAverageCallback()
     for _ in range(2):
@@ -438,7 +443,7 @@ def test_evaluate_with_a_metric_average_callback_is_exact_as_well(hvd):
         close(found, expected)
 
 
-def test_a_callback_that_evaluates_in_fit_disturbs_nobody(hvd):
+def test_evaluate_in_a_callback_of_one_rank(hvd):
     import keras
 
     class Evaluates(keras.callbacks.Callback):
@@ -454,7 +459,7 @@ def test_a_callback_that_evaluates_in_fit_disturbs_nobody(hvd):
     assert history["loss"][0] == pytest.approx(history["loss"][1], rel=1e-6)
 
 
-def test_with_another_optimizer_only_a_metric_average_callback_reduces(hvd):
+def test_a_metric_average_callback_reduces_with_a_plain_optimizer(hvd):
     expected = classifier("sgd").evaluate(*all_samples(hvd.size()), verbose=0, return_dict=True)
 
     def trained(callbacks):
@@ -469,9 +474,9 @@ def test_with_another_optimizer_only_a_metric_average_callback_reduces(hvd):
     assert len({values["loss"] for values in own}) == hvd.size()
 
 
-def test_a_process_set_trains_on_its_own(hvd):
+def test_process_sets_train_separately(hvd):
     if hvd.size() < 4:
-        pytest.skip("two sets of several ranks take four")
+        pytest.skip("two sets of two ranks need four ranks")
     pairs = [hvd.add_process_set([rank, rank + 1]) for rank in range(0, hvd.size(), 2)]
     try:
         own = pairs[hvd.rank() // 2]

@@ -1,4 +1,4 @@
-"""Ordinary uses of Keras that reviews have broken."""
+"""Regression tests of ordinary uses of Keras on several ranks."""
 
 import os
 
@@ -10,7 +10,7 @@ from tests.parallel.keras.job import classifier, same_everywhere, samples
 
 
 def weights_of(model):
-    """The bytes of a model's trainable variables."""
+    """Return the bytes of a model's trainable variables."""
     import keras
 
     return [keras.ops.convert_to_numpy(v).tobytes().hex() for v in model.trainable_variables]
@@ -22,7 +22,7 @@ def fit(model, rank, seed=0, **options):
 
 
 def test_one_rank_has_called_the_model_before(hvd):
-    """It traces the training function once less than the others, whose variables are missing."""
+    """This rank has variables already, so it traces the training function once less."""
     import keras
 
     if keras.backend.backend() != "tensorflow":
@@ -54,6 +54,7 @@ def test_one_rank_has_called_the_model_before(hvd):
     same_everywhere(weights_of(model))
 
 
+@pytest.mark.long_with("keras-tensorflow")
 @pytest.mark.parametrize("order", ["16 bits twice", "16 and 32 bits", "32 and 16 bits"])
 def test_compiling_again_with_the_same_optimizer(hvd, order):
     import keras
@@ -74,7 +75,7 @@ def test_compiling_again_with_the_same_optimizer(hvd, order):
         keras.config.set_dtype_policy("float32")
 
 
-def test_an_argument_of_compile_in_every_script_for_horovod(hvd):
+def test_compile_ignores_the_keras_2_argument(hvd):
     import keras
 
     model = classifier("sgd")
@@ -102,8 +103,8 @@ def test_an_embedding_in_a_local_layer(hvd):
     same_everywhere(kernel.tolist())
 
 
-def test_a_layer_that_a_rank_uses_in_some_batches(hvd):
-    """The data decide, in a model that runs eagerly; in one process a mask does the same."""
+def test_a_layer_without_gradients_on_some_ranks(hvd):
+    """An eager model uses a layer depending on the data. The reference uses a mask."""
     import keras
 
     class Branching(keras.Model):
@@ -145,7 +146,7 @@ def test_a_layer_that_a_rank_uses_in_some_batches(hvd):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 17])
-def test_all_ranks_predict(hvd, rows):
+def test_predict_divides_the_rows(hvd, rows):
     import keras
 
     keras.utils.set_random_seed(1)
@@ -162,10 +163,11 @@ def test_all_ranks_predict(hvd, rows):
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 @pytest.mark.parametrize(
     "wrong", ["rows of a rank", "no data on a rank", "rows of an array", "no rows", "the model"]
 )
-def test_what_ranks_cannot_predict(hvd, wrong):
+def test_predict_raises_on_every_rank(hvd, wrong):
     import keras
 
     from hvdkit.errors import HvdkitError
@@ -204,7 +206,7 @@ def test_what_ranks_cannot_predict(hvd, wrong):
 # --- which ranks train together -----------------------------------------------------------------
 
 
-def test_different_numbers_of_steps_are_an_error_on_every_rank(hvd):
+def test_different_numbers_of_steps_raise_on_every_rank(hvd):
     import keras
 
     from hvdkit.errors import UsageError
@@ -216,7 +218,7 @@ def test_different_numbers_of_steps_are_an_error_on_every_rank(hvd):
 
 
 @pytest.mark.parametrize("broadcast", ["forgotten", "by a callback", "not wanted"])
-def test_ranks_that_start_with_different_values(hvd, broadcast):
+def test_different_initial_values_raise(hvd, broadcast):
     import keras
 
     from hvdkit.core.consistency import RankMismatchError
@@ -235,8 +237,8 @@ def test_ranks_that_start_with_different_values(hvd, broadcast):
         same_everywhere(weights_of(model))
 
 
-def test_a_frozen_layer_that_one_rank_has_loaded(hvd):
-    """Its gradients are not reduced, but those of all other layers are computed with it."""
+def test_a_different_frozen_layer_raises(hvd):
+    """A frozen layer has no gradients, but affects those of all other layers."""
     import keras
 
     from hvdkit.core.consistency import RankMismatchError
@@ -255,8 +257,8 @@ def test_a_frozen_layer_that_one_rank_has_loaded(hvd):
 
 
 @pytest.mark.parametrize("broadcast", ["forgotten", "call", "callback"])
-def test_a_normalization_that_one_rank_has_adapted(hvd, broadcast):
-    """On TensorFlow it computes with constants, which a broadcast has to replace, too."""
+def test_a_normalization_adapted_on_one_rank(hvd, broadcast):
+    """On TensorFlow the layer computes with constants, which a broadcast must update."""
     import keras
 
     from hvdkit.core.consistency import RankMismatchError
@@ -275,7 +277,7 @@ def test_a_normalization_that_one_rank_has_adapted(hvd, broadcast):
         with pytest.raises(RankMismatchError, match=r"different values of 'normalization.*mean'"):
             model.fit(x, y, batch_size=4, verbose=0)
     else:
-        # Functions that know the old constants.
+        # Trace functions with the old constants.
         model.predict(x, verbose=0)
         if broadcast == "call":
             hvd.broadcast_model(model, root)
@@ -286,7 +288,7 @@ def test_a_normalization_that_one_rank_has_adapted(hvd, broadcast):
             callbacks=callbacks if broadcast == "callback" else [],
         )
         outputs = same_everywhere(model.predict(x, verbose=0).tolist())
-        # As Keras has it in a model that has never known other values.
+        # The reference is a new model, which never had other values.
         fresh = keras.models.clone_model(model)
         fresh.set_weights(model.get_weights())
         fresh.layers[0].finalize_state()
@@ -294,8 +296,8 @@ def test_a_normalization_that_one_rank_has_adapted(hvd, broadcast):
 
 
 @pytest.mark.parametrize("differing", ["units", "layers", "frozen units", "frozen layers"])
-def test_different_models_in_a_window_are_an_error_on_every_rank(hvd, differing):
-    """In its first batches nothing is reduced that would tell."""
+def test_different_models_raise_within_an_accumulation_window(hvd, differing):
+    """The first batches of a window reduce no gradients, so their check does not run."""
     import keras
 
     from hvdkit.core.consistency import RankMismatchError
@@ -312,8 +314,8 @@ def test_different_models_in_a_window_are_an_error_on_every_rank(hvd, differing)
 
 
 @pytest.mark.parametrize("alike", [False, True])
-def test_an_error_in_fit_leaves_nothing_in_the_accumulation_window(hvd, alike):
-    """Ranks may have accumulated different numbers of batches when they left `fit`."""
+def test_an_error_in_fit_discards_the_accumulation_window(hvd, alike):
+    """Ranks may have accumulated different numbers of batches when `fit` raised."""
     import keras
 
     def windowed():
@@ -329,7 +331,7 @@ def test_an_error_in_fit_leaves_nothing_in_the_accumulation_window(hvd, alike):
     fit(expected, hvd.rank())
     model = windowed()
     start = model.get_weights()
-    # TensorFlow has an error of its own for it.
+    # TensorFlow raises an error of another class.
     with pytest.raises(Exception, match="InterruptedError|^$"):
         model.fit(broken_batches(), steps_per_epoch=9, verbose=0)
     model.set_weights(start)
@@ -339,7 +341,7 @@ def test_an_error_in_fit_leaves_nothing_in_the_accumulation_window(hvd, alike):
 
 @pytest.mark.parametrize("validation", [False, True])
 def test_moving_statistics_are_averaged(hvd, validation):
-    """Those of a local layer are each rank's."""
+    """The statistics of a local layer are not averaged."""
     import keras
 
     keras.utils.set_random_seed(1)
@@ -386,8 +388,8 @@ def test_moving_statistics_are_averaged(hvd, validation):
     assert len(same_everywhere(seen)) == (2 if validation else 0)
 
 
-def test_statistics_of_separate_models_stay_separate(hvd):
-    """A callback asks for metrics of all ranks, and nothing reduces gradients."""
+def test_moving_statistics_of_separate_models_are_not_averaged(hvd):
+    """With a plain optimizer and a callback that reduces metrics."""
     import keras
 
     keras.utils.set_random_seed(1)
@@ -406,8 +408,8 @@ def test_statistics_of_separate_models_stay_separate(hvd):
     np.testing.assert_allclose(mean, 0.5 * (1.0 + hvd.rank()))
 
 
-def test_values_that_differ_by_rounding_are_equal(hvd):
-    """Processors of different kinds round differently."""
+def test_check_values_allows_rounding(hvd):
+    """Different processors may round differently."""
     import keras
 
     from hvdkit.core.consistency import RankMismatchError
@@ -438,20 +440,20 @@ def test_values_that_differ_by_rounding_are_equal(hvd):
             check_values(group, pairs)
 
 
-def test_a_plain_optimizer_is_said_once_to_train_separate_models(hvd):
-    from hvdkit.keras import training
+def test_a_plain_optimizer_logs_one_warning(hvd):
+    from hvdkit.keras import coordination
 
-    training._said.discard("separate")
+    coordination._logged.discard("separate")
     model = classifier("sgd")
-    with recorded("hvdkit.keras") as said:
+    with recorded("hvdkit.keras") as records:
         for _ in range(2):
             fit(model, hvd.rank())
-    messages = [each.getMessage() for each in said if "separate" in each.msg]
+    messages = [each.getMessage() for each in records if "separate" in each.msg]
     assert len(messages) == (hvd.rank() == 0)
     assert all("each of 2 ranks" in message for message in messages)
 
 
-def test_one_rank_fits_a_model_of_its_own(hvd):
+def test_local_fit_on_one_rank(hvd):
     model = classifier("sgd")
     if hvd.rank() == 0:
         with hvd.local_fit():
@@ -459,8 +461,8 @@ def test_one_rank_fits_a_model_of_its_own(hvd):
     same_everywhere("the others did not wait")
 
 
-def test_an_optimizer_that_is_wrapped_after_a_fit(hvd):
-    """The function that the first fit has traced does not reduce."""
+def test_wrapping_an_optimizer_after_a_fit(hvd):
+    """The training function of the first `fit` does not reduce gradients."""
     import keras
 
     optimizer = keras.optimizers.SGD(0.1)
@@ -473,8 +475,8 @@ def test_an_optimizer_that_is_wrapped_after_a_fit(hvd):
 
 
 @pytest.mark.parametrize("kind", ["two optimizers", "tape"])
-def test_a_train_step_of_its_own_is_coordinated(hvd, kind, tmp_path):
-    """One rank writes; all stop together; metrics are those of all ranks."""
+def test_a_custom_train_step_is_coordinated(hvd, kind, tmp_path):
+    """One rank writes files, all ranks stop together, and metrics are reduced."""
     import keras
 
     class Own(keras.Model):

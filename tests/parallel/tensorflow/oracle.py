@@ -1,15 +1,15 @@
-"""The oracle: one process with the data of all ranks; and checks that ranks are equal."""
+"""Random numbers, and assertions about all ranks."""
 
 import numpy as np
 
 
 def numbers(seed, *shape, dtype="float64"):
-    """Normally distributed, for everyone the same."""
+    """Return normally distributed numbers, the same on every rank for equal seeds."""
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
 def assert_raised_on_all_ranks(hvd, error, match, function):
-    """`function` raises on every rank, and afterwards collectives still work."""
+    """Assert that `function` raises on every rank, and that collectives work afterwards."""
     import pytest
     import tensorflow as tf
 
@@ -19,10 +19,10 @@ def assert_raised_on_all_ranks(hvd, error, match, function):
 
 
 def assert_same_on_all_ranks(hvd, values):
-    """Bit for bit."""
+    """Assert that the values are bit-identical on all ranks."""
     import tensorflow as tf
 
     flat = np.concatenate([np.asarray(value).ravel() for value in values])
-    everyones = hvd.allgather(tf.constant(flat)[None]).numpy()
-    for other in everyones:
-        np.testing.assert_array_equal(other, everyones[0])
+    gathered = hvd.allgather(tf.constant(flat)[None]).numpy()
+    for other in gathered:
+        np.testing.assert_array_equal(other, gathered[0])

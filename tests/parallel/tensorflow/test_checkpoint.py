@@ -1,4 +1,4 @@
-"""`hvd.Checkpointer` and `hvd.ResumableSampler` on real ranks, and the examples that use them."""
+"""`hvd.Checkpointer` and `hvd.ResumableSampler` on several ranks, and examples with them."""
 
 import contextlib
 import os
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from hvdkit.checkpoint.store import Store
+from hvdkit.errors import UsageError
 from tests.parallel.rank_pool import Configuration, start_ranks_of
 from tests.parallel.tensorflow.test_digits import QUIET, example
 
@@ -37,19 +38,19 @@ def batches(sampler, data):
 
 
 @pytest.mark.parametrize("count", [8, 13, 23])
-def test_every_sample_once_on_one_rank_in_equal_steps(hvd, count):
+def test_ranks_share_all_samples_in_equal_steps(hvd, count):
     sampler = hvd.ResumableSampler(count, 3, seed=1)
     data = sampler.dataset()
     for _ in range(2):
-        everyones = of_every_rank(hvd, batches(sampler, data))
-        assert {len(each) for each in everyones} == {sampler.batches_per_epoch}
-        seen = sorted(i for each in everyones for batch in each for i in batch)
+        by_rank = of_every_rank(hvd, batches(sampler, data))
+        assert {len(each) for each in by_rank} == {sampler.batches_per_epoch}
+        seen = sorted(i for each in by_rank for batch in each for i in batch)
         extra = len(seen) - count
         assert 0 <= extra < hvd.size()
         assert set(seen) == set(range(count))
 
 
-def test_what_is_left_is_divided_among_another_number_of_ranks(hvd):
+def test_the_rest_of_an_epoch_on_another_number_of_ranks(hvd):
     size, count = hvd.size(), 61
     sampler = hvd.ResumableSampler(count, 2, seed=1)
     iterator = sampler.batches(sampler.dataset())
@@ -68,8 +69,8 @@ def test_what_is_left_is_divided_among_another_number_of_ranks(hvd):
         hvd.remove_process_set(half)
 
 
-def trained(hvd, folder, compression, broken_after=None):
-    """The losses and the bytes after a loop of 24 steps."""
+def trained(hvd, folder, compression, interrupted_after=None):
+    """Return the bytes of the state and the losses after 24 steps; None if interrupted."""
     import keras
     import tensorflow as tf
 
@@ -106,27 +107,27 @@ def trained(hvd, folder, compression, broken_after=None):
                 losses.append(float(train_step(batch)).hex())
                 step += 1
                 checkpointer.maybe_save(step, sampler.epoch)
-                if step == broken_after:
+                if step == interrupted_after:
                     return None
                 if step == 24:
                     break
-    # Metadata are the first rank's.
+    # After a restore, all ranks have the first rank's metadata.
     content = [v.numpy().tobytes() for v in [*model.weights, *optimizer.variables]]
     return content, losses if hvd.rank() == 0 else losses[-8:]
 
 
-@pytest.mark.parametrize("compression", ["none", "fp16"])
-def test_a_loop_that_goes_on_ends_with_the_same_bytes(hvd, compression):
+@pytest.mark.parametrize("compression", [pytest.param("none", marks=pytest.mark.long), "fp16"])
+def test_a_resumed_loop_is_bit_identical(hvd, compression):
     with common_folder(hvd) as folder, common_folder(hvd) as other:
-        assert trained(hvd, folder, compression, broken_after=14) is None
-        forget_what_wire_formats_learned()
+        assert trained(hvd, folder, compression, interrupted_after=14) is None
+        clear_reducers()
         resumed = trained(hvd, folder, compression)
-        forget_what_wire_formats_learned()
+        clear_reducers()
         assert resumed == trained(hvd, other, compression)
         assert len({str(content) for content, _ in of_every_rank(hvd, resumed)}) == 1
 
 
-def forget_what_wire_formats_learned():
+def clear_reducers():
     """Reset the reducers to the state of a new process."""
     from hvdkit.tensorflow import tape
 
@@ -144,7 +145,7 @@ def count_until_stopped(hvd, folder, variable):
             checkpointer.maybe_save(step)
 
 
-def test_a_stop_of_one_rank_saves_and_ends_all(hvd):
+def test_a_signal_to_one_rank_saves_and_stops_all(hvd):
     import tensorflow as tf
 
     variable = tf.Variable([1.0])
@@ -157,7 +158,7 @@ def test_a_stop_of_one_rank_saves_and_ends_all(hvd):
     assert variable.numpy() == [1.0 + stopped.value.step]
 
 
-def test_statistics_of_a_rank_come_back_to_it(hvd):
+def test_moving_statistics_are_restored_on_their_rank(hvd):
     import keras
     import tensorflow as tf
 
@@ -179,7 +180,7 @@ def test_statistics_of_a_rank_come_back_to_it(hvd):
         assert len({value.tobytes() for value in of_every_rank(hvd, own[0])}) == hvd.size()
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(hvd):
+def test_a_checkpoint_of_other_variables_raises_on_every_rank(hvd):
     import tensorflow as tf
 
     from hvdkit.errors import UsageError
@@ -194,8 +195,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(hvd):
         assert not own.numpy().any()
 
 
-# The examples as a user runs them: all ranks killed, started again, and compared with a run that
-# was not.
+# Kill all ranks of an example, start it again, and compare with an uninterrupted run.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "framework"),
     [
@@ -203,9 +204,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(hvd):
         pytest.param("keras_digits", "keras-torch", marks=pytest.mark.long),
     ],
 )
-def test_digits_go_on_after_a_kill(name, framework, tmp_path):
+def test_digits_resume_after_a_kill(name, framework, tmp_path):
     two = Configuration(framework, "gloo", 2)
-    # TensorFlow's files of generated code stay there when it is killed.
+    # A killed TensorFlow leaves files with generated code there.
     environment = QUIET | {"TMPDIR": str(tmp_path)}
 
     def start(folder):
@@ -239,8 +240,10 @@ def tensors_of(file):
     return {name: array.tobytes() for name, array in load_file(file).items()}
 
 
-@pytest.mark.parametrize("name", ["tensorflow_digits", "keras_digits"])
-def test_resuming_needs_a_folder(name):
+@pytest.mark.parametrize(
+    "name", ["tensorflow_digits", pytest.param("keras_digits", marks=pytest.mark.long)]
+)
+def test_resume_needs_a_folder(name):
     from tests.parallel.torch.test_digits import run_plain
 
     done = run_plain(sys.executable, example(name), "--resume")
@@ -248,7 +251,23 @@ def test_resuming_needs_a_folder(name):
     assert "--resume needs --checkpoint-dir" in done.stderr
 
 
-def test_a_variable_that_is_divided_between_the_ranks(hvd):
+def test_another_model_on_one_rank_is_an_error_at_the_save(hvd):
+    import keras
+
+    def built(units):
+        model = keras.Sequential([keras.layers.Dense(units)])
+        model.build((None, 3))
+        return model
+
+    with common_folder(hvd) as folder:
+        checkpointer = hvd.Checkpointer(folder, model=built(2 if hvd.rank() == 0 else 4))
+        with pytest.raises(UsageError, match=r"rank 1 has .*kernel F32\[3, 4\] where rank 0 has"):
+            checkpointer.save(1)
+        assert checkpointer.latest() is None
+        checkpointer.close()
+
+
+def test_sharded_variables(hvd):
     import tensorflow as tf
 
     size, rank = hvd.size(), hvd.rank()

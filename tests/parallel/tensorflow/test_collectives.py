@@ -1,4 +1,4 @@
-"""Collectives as a user calls them, and core's, eagerly and while a graph is traced."""
+"""Public collectives and those for core, eagerly and while a graph is traced."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def traced(function):
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_cores_collectives(hvd, where):
+def test_collectives_for_core(hvd, where):
     from hvdkit.tensorflow.collectives import TensorFlowCollectives
 
     collectives = TensorFlowCollectives(hvd.global_process_set)
@@ -65,7 +65,7 @@ def test_cores_collectives(hvd, where):
     assert list(collectives.ranks) == list(range(n))
 
 
-def test_ranks_that_disagree_while_tracing(hvd):
+def test_a_consistency_check_while_tracing_raises_on_every_rank(hvd):
     from hvdkit.tensorflow.collectives import TensorFlowCollectives
 
     collectives = TensorFlowCollectives(hvd.global_process_set)
@@ -79,7 +79,7 @@ def test_ranks_that_disagree_while_tracing(hvd):
     )
 
 
-def test_a_process_set_of_some(hvd):
+def test_process_set(hvd):
     import tensorflow as tf
 
     from hvdkit.tensorflow.collectives import TensorFlowCollectives
@@ -103,7 +103,7 @@ def test_a_process_set_of_some(hvd):
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_ops_that_know_the_job(hvd, where):
+def test_rank_and_size_ops(hvd, where):
     def of_the_job():
         return (
             hvd.rank_op(),
@@ -134,13 +134,13 @@ def test_grouped_and_scattering_collectives(hvd, where):
         )
 
     factor = n * (n + 1) / 2
-    everyones = [np.arange(2.0 * n) * (r + 1) for r in range(n)]
+    by_rank = [np.arange(2.0 * n) * (r + 1) for r in range(n)]
     part = np.arange(2.0 * rank, 2.0 * rank + 2) * factor
     expected = [
         np.arange(2.0 * n) * factor,
         2 * np.arange(2.0 * n) * factor,
         np.zeros(n),
-        np.concatenate([x[: r + 1] for r, x in enumerate(everyones)]),
+        np.concatenate([x[: r + 1] for r, x in enumerate(by_rank)]),
         part,
         part,
         3 * part,
@@ -163,8 +163,8 @@ def test_gradients_through_collectives(hvd, where):
             lambda x: hvd.grouped_allreduce([x, x * x], op=hvd.Sum, name="two-sums")[1],
             lambda x: hvd.allgather(x, name="rows-of-all"),
             lambda x: hvd.reducescatter(x, op=hvd.Sum, name="shares"),
-            # Last, because the root's graph has an operation less, and Horovod takes the names of
-            # gradients from those of operations.
+            # Last, because the root's graph has one operation less. Horovod names gradients after
+            # operations.
             lambda x: hvd.broadcast(x, root_rank=1, name="rows-of-one"),
         ):
             with tf.GradientTape() as tape:
@@ -175,15 +175,15 @@ def test_gradients_through_collectives(hvd, where):
 
     own = rank + 1.0
     x = tf.fill([2 * n, 3], own)
-    # As Horovod defines them: of an average the mean, of a sum the sum of the ranks' gradients;
-    # rows that came from a rank get the mean of what the ranks say.
+    # Horovod defines the gradient of an average as the mean of the ranks' gradients, that of a sum
+    # as their sum, and that of gathered rows as their mean.
     expected = [6 * own, 6 * own * n, 3, 3 * n, 3 if rank == 1 else 0]
     for value, wanted in zip(run(gradients, where, x), expected, strict=True):
         np.testing.assert_allclose(value.numpy(), np.full((2 * n, 3), wanted))
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
-def test_an_allreduce_that_is_compressed(hvd, compression):
+def test_allreduce_with_compression(hvd, compression):
     import tensorflow as tf
 
     kind = getattr(hvd.Compression, compression)
@@ -197,13 +197,13 @@ def test_an_allreduce_that_is_compressed(hvd, compression):
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_join_lets_ranks_have_different_numbers_of_batches(hvd, where):
+def test_join_with_different_numbers_of_batches(hvd, where):
     import tensorflow as tf
 
     from hvdkit.tensorflow import runtime
 
     join = tf.function(hvd.join) if where == "graph" else hvd.join
-    # To TensorFlow an op without inputs is a constant.
+    # Several times, because TensorFlow treats an op without inputs as a constant.
     for epoch in range(3):
         for i in range(hvd.rank() + 1):
             total = hvd.allreduce(tf.ones(2), op=hvd.Sum, name=f"batch{i}")
@@ -215,11 +215,11 @@ def test_join_lets_ranks_have_different_numbers_of_batches(hvd, where):
         last = join()
         assert last.shape == ()
         assert last.numpy() == hvd.size() - 1
-        # What the ranks had agreed on before is void.
+        # Earlier consistency checks are void.
         assert runtime.generation() == before + 1
 
 
-def test_different_shapes_are_an_error_on_every_rank(hvd):
+def test_different_shapes_raise_on_every_rank(hvd):
     import tensorflow as tf
 
     own = tf.ones(3 + min(hvd.rank(), 1))

@@ -1,4 +1,4 @@
-"""The TensorFlow and Keras examples, run as a user runs them; Keras also on PyTorch."""
+"""Run the TensorFlow and Keras examples; the latter on both backends."""
 
 import re
 import sys
@@ -8,7 +8,7 @@ import pytest
 from tests.parallel.rank_pool import REPOSITORY, Configuration, start_ranks_of
 from tests.parallel.torch.test_digits import minimal_accuracy, run_plain
 
-# TensorFlow logs nothing with these, so the ranks that print nothing have no output at all.
+# With these variables TensorFlow logs nothing, so ranks other than 0 have no output.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_ENABLE_ONEDNN_OPTS": "0"}
 EXAMPLES = [
     ("tensorflow_digits", "tensorflow"),
@@ -29,8 +29,9 @@ def accuracy(name, configuration, *arguments):
     return float(re.fullmatch(r"accuracy=(0\.\d{4}|1\.0000)", last).group(1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "framework"), EXAMPLES)
-def test_two_ranks_learn_digits_in_a_few_epochs(name, framework):
+def test_accuracy_of_two_ranks_after_six_epochs(name, framework):
     assert accuracy(name, Configuration(framework, "gloo", 2), "--epochs", "6") > 0.9
 
 
@@ -59,9 +60,12 @@ def test_accuracy_is_the_same_on_one_two_and_four_ranks(name, framework):
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("tensorflow_digits", ["--epochs", "0"]), ("keras_digits", ["--batch-size", "100000"])],
+    [
+        pytest.param("tensorflow_digits", ["--epochs", "0"], marks=pytest.mark.long),
+        ("keras_digits", ["--batch-size", "100000"]),
+    ],
 )
-def test_impossible_arguments_are_refused(name, arguments):
+def test_invalid_arguments_exit_with_status_2(name, arguments):
     done = run_plain(sys.executable, example(name), *arguments)
     assert done.returncode == 2
     assert "expected at least 1 of each" in done.stderr

@@ -1,4 +1,4 @@
-"""States of an elastic job: saved, restored, brought to all ranks."""
+"""Elastic states: save, restore, sync; and a job whose ranks change."""
 
 import sys
 
@@ -42,9 +42,9 @@ def test_a_keras_model(hvd, has_trained):
         train(model, 2 + hvd.rank())
     state = hvd.elastic.TensorFlowKerasState(model, epoch=hvd.rank(), batch=0)
     variables = [*model.variables, *model.optimizer.variables]
-    of_rank_0 = hvd.broadcast_object(values(variables), root_rank=0)
+    root_values = hvd.broadcast_object(values(variables), root_rank=0)
     state.sync()
-    assert_equal(values(variables), of_rank_0)
+    assert_equal(values(variables), root_values)
     assert state.epoch == 0
     state.epoch = 7
     train(model, 1)
@@ -74,14 +74,14 @@ def test_variables(hvd):
     assert state.step == 0
 
 
-def test_a_model_that_is_not_built(hvd):
+def test_a_model_that_is_not_built_raises(hvd):
     import keras
 
     with pytest.raises(UsageError, match="the model is not built"):
         hvd.elastic.TensorFlowKerasState(keras.Sequential([keras.layers.Dense(1)]))
 
 
-OTHER_RANKS = """
+CHANGING_RANKS = """
 import os
 import time
 
@@ -132,10 +132,10 @@ if first:
 """
 
 
-def test_functions_are_traced_again_for_other_ranks():
-    """A job of one rank grows to two and shrinks again; the second rank has no trace yet."""
+def test_functions_are_traced_again_if_the_ranks_change():
+    """A job grows from one rank to two and shrinks again. The second rank has no traces."""
     env = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20"}
-    command = [sys.executable, "-c", OTHER_RANKS]
+    command = [sys.executable, "-c", CHANGING_RANKS]
     ranks = start_ranks_of(Configuration("tensorflow", "gloo", 2), command, env)
     found = [
         [line.split()[1:] for line in result.output.splitlines() if line.startswith("gradients")]

@@ -1,6 +1,6 @@
-"""The engine under TensorFlow: values, and what its patches change.
+"""The engine under TensorFlow: results of collectives, and effects of its patches.
 
-TensorFlow is imported by the ranks, not by the process that collects these tests.
+Only functions import TensorFlow, because the pytest process collects tests without a framework.
 """
 
 import numpy as np
@@ -118,7 +118,7 @@ def test_bfloat16_variables_are_broadcast_in_place(hvd):
 def test_keras_3_variables_are_broadcast(hvd):
     import keras
 
-    # Horovod's own: ours takes another way.
+    # Horovod's function; hvdkit's has another implementation.
     from horovod.tensorflow import broadcast_variables
 
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(2)])

@@ -1,4 +1,4 @@
-"""Ranks leave no files: TensorFlow writes one for each function that it traces."""
+"""Temporary files of ranks: TensorFlow writes one for each function that it traces."""
 
 import tempfile
 from pathlib import Path
@@ -21,7 +21,7 @@ def trace_a_function(hvd):
     assert list(Path(tempfile.gettempdir()).glob(GENERATED))
 
 
-def test_what_a_pool_of_ranks_leaves_is_removed():
+def test_a_stopped_pool_of_ranks_leaves_no_files():
     pool = RankPool(Configuration("tensorflow", "gloo", 1))
     pool.start()
     try:

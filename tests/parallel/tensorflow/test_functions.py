@@ -1,4 +1,4 @@
-"""Variables and objects that every rank gets from one."""
+"""Broadcast of variables, and broadcast and allgather of objects."""
 
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def every_kind(rank):
-    """Variables of every dtype and some shapes, with values that tell ranks apart."""
+def variables_of_all_dtypes(rank):
+    """Return variables of all dtypes and some shapes, with different values on each rank."""
     import tensorflow as tf
 
     generator = np.random.default_rng(rank)
@@ -41,21 +41,21 @@ def assert_values(variables, expected):
 def test_variables_of_every_dtype(hvd, where, root):
     import tensorflow as tf
 
-    variables = every_kind(hvd.rank())
+    variables = variables_of_all_dtypes(hvd.rank())
 
     def broadcast():
         return hvd.broadcast_variables(variables.values(), root_rank=root)
 
     run = broadcast if where == "eager" else tf.function(broadcast)
     assert run() is None
-    assert_values(variables, every_kind(root))
+    assert_values(variables, variables_of_all_dtypes(root))
 
 
 @pytest.mark.parametrize("where", ["eager", "graph"])
 def test_variables_in_place(hvd, where):
     import tensorflow as tf
 
-    # Two of them have the same name, which is another one on every rank.
+    # Two variables have the same name, which differs between ranks.
     variables = [
         tf.Variable(tf.fill((3, k), 10.0 * hvd.rank() + k), name=f"of_rank_{hvd.rank()}")
         for k in (1, 2)
@@ -70,7 +70,7 @@ def test_variables_in_place(hvd, where):
     assert variables[2].numpy().tolist() == [1, 2, 3, 4]
 
 
-def test_small_variables_travel_together(hvd):
+def test_small_variables_share_a_broadcast(hvd):
     import tensorflow as tf
     from horovod.tensorflow import mpi_ops
 
@@ -88,7 +88,7 @@ def test_small_variables_travel_together(hvd):
     assert (large.numpy() == 1).all()
 
 
-def test_a_variable_larger_than_mpi_can_count(hvd):
+def test_a_large_variable_is_sent_in_chunks(hvd):
     import tensorflow as tf
 
     from hvdkit.tensorflow import functions
@@ -106,7 +106,7 @@ def test_a_keras_model_and_its_optimizer(hvd):
     import keras
 
     def make(rank):
-        # Layers of one rank have other numbers in their names than those of another.
+        # The numbers in the names of layers differ between ranks.
         for _ in range(rank):
             keras.layers.Dense(1)
         keras.utils.set_random_seed(rank)
@@ -133,17 +133,17 @@ def test_a_keras_model_and_its_optimizer(hvd):
     hvd.broadcast_variables(variables, root_rank=root)
     wanted = [*expected.variables, *expected.optimizer.variables]
     for own, other, old in zip(variables, wanted, before, strict=True):
-        # Each rank's Dropout draws masks of its own.
+        # Seeds are not broadcast.
         kept = own.name == "seed_generator_state"
         np.testing.assert_array_equal(own.numpy(), old if kept else other.numpy())
     (seed,) = (v.numpy() for v in variables if v.name == "seed_generator_state")
-    everyones = hvd.allgather(seed[None].astype("int64")).numpy()
-    assert len(np.unique(everyones, axis=0)) == hvd.size()
+    by_rank = hvd.allgather(seed[None].astype("int64")).numpy()
+    assert len(np.unique(by_rank, axis=0)) == hvd.size()
     assert_same_on_all_ranks(hvd, [v.numpy() for v in model.trainable_variables])
 
 
-def test_a_broadcast_after_the_first_step_of_a_graph(hvd):
-    # As Horovod's examples do it.
+def test_broadcast_in_the_first_step_of_a_graph(hvd):
+    # Horovod's examples do this.
     import keras
     import tensorflow as tf
 
@@ -168,7 +168,7 @@ def test_a_broadcast_after_the_first_step_of_a_graph(hvd):
         assert_same_on_all_ranks(hvd, [v.numpy() for v in model.variables])
 
 
-def test_different_variables_are_an_error_on_every_rank(hvd):
+def test_different_variables_raise_on_every_rank(hvd):
     import tensorflow as tf
 
     other = hvd.rank() == hvd.size() - 1
@@ -179,7 +179,7 @@ def test_different_variables_are_an_error_on_every_rank(hvd):
         r"'b', float32 \(2,\).*'b', float32 \(3,\)",
         lambda: hvd.broadcast_variables(variables, root_rank=0),
     )
-    # Ranks trace at different times, so a graph compares nothing but sizes, when it runs.
+    # Ranks may trace at different times, so only Horovod compares sizes, when the graph runs.
     assert_raised_on_all_ranks(
         hvd,
         tf.errors.FailedPreconditionError,
@@ -188,7 +188,7 @@ def test_different_variables_are_an_error_on_every_rank(hvd):
     )
 
 
-def test_what_cannot_be_broadcast(hvd):
+def test_invalid_variables_raise(hvd):
     import tensorflow as tf
 
     for variables, root, message in (
@@ -203,7 +203,7 @@ def test_what_cannot_be_broadcast(hvd):
         hvd.broadcast_variables([], root_rank=0)
 
 
-def test_only_the_ranks_of_a_process_set_take_part(hvd):
+def test_process_set(hvd):
     import tensorflow as tf
 
     members = [1] if hvd.size() == 2 else [1, 3]
@@ -223,7 +223,7 @@ def test_only_the_ranks_of_a_process_set_take_part(hvd):
 
 
 @pytest.mark.parametrize("where", ["eager", "while tracing"])
-def test_objects_may_differ_in_type_between_ranks(hvd, where):
+def test_objects_of_different_types(hvd, where):
     import tensorflow as tf
 
     def exchange():
@@ -247,7 +247,7 @@ def test_objects_may_differ_in_type_between_ranks(hvd, where):
     assert from_0 == [0]
 
 
-def test_objects_of_any_size(hvd):
+def test_a_large_object_is_sent_in_chunks(hvd):
     from hvdkit.tensorflow import collectives
 
     size, collectives._CHUNK_BYTES = collectives._CHUNK_BYTES, 1000
@@ -259,7 +259,7 @@ def test_objects_of_any_size(hvd):
     assert taken == np.random.default_rng(1).bytes(12_345)
 
 
-def test_an_object_that_cannot_be_pickled_is_an_error_on_every_rank(hvd):
+def test_an_object_that_cannot_be_pickled_raises_on_every_rank(hvd):
     import threading
 
     own = threading.Lock() if hvd.rank() == 1 else 0

@@ -1,4 +1,4 @@
-"""Reduce gradients inside a graph, with core's wire formats."""
+"""`GradientReducer` in graphs and eagerly, with each wire format."""
 
 import math
 
@@ -56,7 +56,7 @@ def test_means(hvd, name, bucket_bytes, traced):
         for result, mean, size in zip(
             function(own), mean_of(hvd, step), magnitudes(hvd, step), strict=True
         ):
-            # What is subnormal in float16 is far below these.
+            # Values that are subnormal in float16 are much smaller.
             bound = (hvd.size() + 1) * ROUNDING[name] * size + 1e-6
             assert (np.abs(result.numpy() - mean) <= bound).all()
 
@@ -73,7 +73,7 @@ MAGNITUDES = {
 
 
 @pytest.mark.parametrize("name", MAGNITUDES)
-def test_float16_repeats_what_overflows_inside_the_graph(hvd, name):
+def test_float16_repeats_buckets_after_an_overflow(hvd, name):
     import tensorflow as tf
 
     function = tf.function(reducer(Float16(), bucket_bytes=4000))
@@ -82,7 +82,7 @@ def test_float16_repeats_what_overflows_inside_the_graph(hvd, name):
         for result, mean, size in zip(
             function(own), mean_of(hvd, step, scale), magnitudes(hvd, step, scale), strict=True
         ):
-            # A step that is suddenly much smaller may lose what is below the scale's reach.
+            # If a step has much smaller gradients, float16 loses those below this limit.
             reach = 2.0**-33 * (max(MAGNITUDES[name][: step + 1]) * 8)
             bound = (hvd.size() + 1) * 2.0**-11 * size + reach
             assert (np.abs(result.numpy() - mean) <= bound).all(), f"step {step}"
@@ -90,7 +90,7 @@ def test_float16_repeats_what_overflows_inside_the_graph(hvd, name):
 
 @pytest.mark.parametrize("poison", [math.inf, math.nan])
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_infinity_comes_through_on_every_rank(hvd, name, poison):
+def test_infinity_and_nan_reach_every_rank(hvd, name, poison):
     import tensorflow as tf
 
     function = tf.function(reducer(FORMATS[name]()))
@@ -103,8 +103,8 @@ def test_an_infinity_comes_through_on_every_rank(hvd, name, poison):
         assert finite == [True, step != 2, True, True]
 
 
-def test_the_state_of_float16_is_cores(hvd):
-    """The graph's scale follows from the same rule as the one that Python steps through."""
+def test_the_float16_state_equals_that_of_the_simulation(hvd):
+    """The scale computed in the graph equals that computed by Python."""
     import tensorflow as tf
 
     from hvdkit.tensorflow.reducer import GradientReducer
@@ -125,9 +125,11 @@ def test_the_state_of_float16_is_cores(hvd):
         assert tuple(state) == simulated.codecs[0].state, f"step {step}"
 
 
-@pytest.mark.parametrize("saved_after", [1, 3, 5])
-def test_a_checkpoint_goes_on_with_the_same_bytes_eagerly_and_in_graphs(hvd, saved_after):
-    """`fit` does both: it reduces in a graph, and eagerly where `flush` ends a window."""
+@pytest.mark.parametrize(
+    "saved_after", [3, *(pytest.param(k, marks=pytest.mark.long) for k in (1, 5))]
+)
+def test_a_restored_state_is_bit_identical_eagerly_and_in_graphs(hvd, saved_after):
+    """`fit` reduces in a graph, and eagerly if `flush` closes an accumulation window."""
     import tensorflow as tf
 
     from hvdkit.tensorflow.reducer import GradientReducer
@@ -137,12 +139,12 @@ def test_a_checkpoint_goes_on_with_the_same_bytes_eagerly_and_in_graphs(hvd, sav
     def start(state=None):
         reduce = GradientReducer(Reduction(Float16(), bucket_bytes=4000))
         if state is not None:
-            reduce.adopt_state(state)
+            reduce.restore_state(state)
         return reduce, tf.function(lambda *gradients: reduce(gradients, variables))
 
     def run(reduce, function, steps):
         for step in steps:
-            # The scales grow again, in each step by another factor.
+            # Gradients shrink, so that the scale grows in each step.
             own = [tf.constant(g) for g in gradients_of(hvd.rank(), step, 1e8 / 50.0**step)]
             reduced = function(*own) if step % 3 else reduce(own, variables)
             yield b"".join(gradient.numpy().tobytes() for gradient in reduced)
@@ -165,7 +167,7 @@ def test_float64_keeps_its_precision(hvd):
         np.testing.assert_allclose(result.numpy(), mean, rtol=1e-14, atol=1e-15)
 
 
-def test_a_mean_over_passes_too(hvd):
+def test_mean_over_passes(hvd):
     import tensorflow as tf
 
     own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0)]
@@ -185,14 +187,14 @@ def test_sums_and_predivided_averages(hvd):
 
 
 @pytest.mark.parametrize("as_dense", [False, True])
-def test_rows_are_gathered(hvd, as_dense):
+def test_sparse_gradients(hvd, as_dense):
     import tensorflow as tf
 
     from hvdkit.tensorflow.reducer import GradientReducer
 
     reduce = GradientReducer(Reduction(NoCompression(), sparse_as_dense=as_dense))
     table = tf.Variable(tf.zeros((50, 4)))
-    # Each rank has another number of rows, and row 1 is everyone's.
+    # Ranks have different numbers of rows, and all have row 1.
     indices = [1, *range(2, 3 + hvd.rank())]
 
     @tf.function
@@ -209,7 +211,7 @@ def test_rows_are_gathered(hvd, as_dense):
     np.testing.assert_allclose(result.numpy(), expected, rtol=1e-6)
 
 
-def test_none_stays_none(hvd):
+def test_missing_gradients(hvd):
     import tensorflow as tf
 
     reduce = reducer()
@@ -220,8 +222,8 @@ def test_none_stays_none(hvd):
     np.testing.assert_allclose(results[2].numpy(), mean_of(hvd, 0)[2], rtol=1e-5, atol=1e-6)
 
 
-def test_another_trace_needs_no_agreement(hvd):
-    """A rank whose last batch is smaller traces again, on its own."""
+def test_another_trace_needs_no_consistency_check(hvd):
+    """A rank with a smaller last batch traces again, without the other ranks."""
     import tensorflow as tf
 
     from hvdkit.tensorflow.reducer import GradientReducer
@@ -240,7 +242,7 @@ def test_another_trace_needs_no_agreement(hvd):
 
 
 class Int8(WireFormat):
-    """One byte per value, written for graphs."""
+    """A wire format of one byte per value, for graphs."""
 
     name = "int8"
 
@@ -253,17 +255,17 @@ class Int8(WireFormat):
         memory.unpack(wire, scaling.total / factor)
 
 
-def test_a_format_of_ones_own(hvd):
+def test_a_custom_wire_format(hvd):
     import tensorflow as tf
 
     function = tf.function(reducer(Int8(), bucket_bytes=4000))
     own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0)]
     for result, mean in zip(function(own), mean_of(hvd, 0), strict=True):
-        # Half a step each, of the bucket's largest value.
+        # Each rank rounds by half a quantization step of the bucket's largest value.
         assert np.abs(result.numpy() - mean).max() <= 8.0 / (127 // hvd.size())
 
 
-def test_ranks_that_disagree_hear_of_it_while_tracing(hvd):
+def test_different_variables_raise_while_tracing(hvd):
     import tensorflow as tf
 
     from hvdkit.tensorflow.reducer import GradientReducer

@@ -1,4 +1,4 @@
-"""Batch normalization over all ranks is that of one process with the whole batch."""
+"""`SyncBatchNormalization` compared with one process that has the whole batch."""
 
 import numpy as np
 import pytest
@@ -9,12 +9,12 @@ WHERE = ["eager", "graph"]
 
 
 def batch_of(rank, shape, count, offset=0.0):
-    """Ranks have different numbers of samples, about different means."""
+    """Return a rank's samples. Mean and standard deviation depend on the rank."""
     return numbers(rank, count, *shape) * (rank + 1) + rank + offset
 
 
 def forward_and_back(layer, x, where, mask=None):
-    """Output, gradients of inputs and weights of a loss in which every element counts its own."""
+    """Return the output, and the gradients of a loss with a different weight for each element."""
     import tensorflow as tf
 
     def run(x):
@@ -44,7 +44,7 @@ def assert_as_one_process(hvd, where, batches, masks=None, tolerance=1e-11, **op
     )
     start = sum(len(b) for b in batches[:rank])
     here = slice(start, start + len(batches[rank]))
-    # Relative to what the inputs' size makes of rounding.
+    # Rounding errors are relative to the largest element.
     np.testing.assert_allclose(y, whole_y[here], rtol=tolerance, atol=tolerance)
     scale = np.abs(whole_of_x).max()
     np.testing.assert_allclose(of_x, whole_of_x[here], rtol=tolerance, atol=tolerance * scale)
@@ -83,17 +83,17 @@ def test_batch_renormalization(hvd, where):
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_masked_samples_do_not_count(hvd, where):
+def test_masked_samples(hvd, where):
     batches = [batch_of(rank, (4, 3), 3) for rank in range(hvd.size())]
     masks = [np.random.default_rng(rank).random((3, 4)) < 0.6 for rank in range(hvd.size())]
-    # One rank has nothing but padding, which may hold anything.
+    # One rank has only masked samples, whose values do not matter.
     masks[1][:] = False
     batches[1][:] = np.inf
-    assert_as_one_process_where_it_counts(hvd, where, batches, masks)
+    assert_masked_as_one_process(hvd, where, batches, masks)
 
 
-def assert_as_one_process_where_it_counts(hvd, where, batches, masks):
-    # The loss of infinite elements is none, so what is compared with is finite.
+def assert_masked_as_one_process(hvd, where, batches, masks):
+    # The loss of infinite elements is not a number, so compare with finite elements.
     finite = [np.where(np.isfinite(b), b, 0.0) for b in batches]
     assert_as_one_process(hvd, where, finite, masks)
     import tensorflow as tf
@@ -106,7 +106,7 @@ def assert_as_one_process_where_it_counts(hvd, where, batches, masks):
     assert np.isfinite(layer.moving_variance.numpy()).all()
 
 
-def test_nothing_but_padding_anywhere(hvd):
+def test_masked_samples_only(hvd):
     batches = [batch_of(rank, (4, 3), 3) for rank in range(hvd.size())]
     assert_as_one_process(hvd, "graph", batches, [np.zeros((3, 4), bool)] * hvd.size())
 
@@ -118,7 +118,7 @@ def test_a_rank_without_samples(hvd, where):
 
 
 def test_values_far_from_zero(hvd):
-    # E[x^2] - E[x]^2 in float32 would be nothing but rounding, of 10^8.
+    # E[x^2] - E[x]^2 in float32 would be only rounding errors of 10^8.
     batches = [
         batch_of(rank, (6,), 8, offset=10_000).astype("float32") for rank in range(hvd.size())
     ]
@@ -141,7 +141,7 @@ def test_narrow_inputs(hvd, policy):
     np.testing.assert_allclose(layer.moving_variance.numpy(), whole.var(axis=0), rtol=1e-5)
 
 
-def test_inference_and_frozen_layers_communicate_nothing(hvd):
+def test_inference_and_frozen_layers_do_not_communicate(hvd):
     layer = hvd.SyncBatchNormalization()
     x = batch_of(0, (3,), 4).astype("float32")
     layer.build(x.shape)
@@ -154,7 +154,7 @@ def test_inference_and_frozen_layers_communicate_nothing(hvd):
 
 
 @pytest.mark.parametrize("run_eagerly", [True, False])
-def test_fit_of_a_model_with_several(hvd, run_eagerly):
+def test_a_model_with_several_layers(hvd, run_eagerly):
     import keras
     import tensorflow as tf
 
@@ -165,7 +165,7 @@ def test_fit_of_a_model_with_several(hvd, run_eagerly):
         def dense(units):
             return keras.layers.Dense(units, use_bias=False, dtype="float64")
 
-        # Two branches, whose layers are at work at the same time, and one layer that is used twice.
+        # Two branches, whose layers run concurrently, and one layer that is called twice.
         left = kind(dtype="float64")(dense(5)(inputs))
         right = kind(dtype="float64")(dense(5)(inputs))
         shared = kind(dtype="float64")
@@ -173,7 +173,7 @@ def test_fit_of_a_model_with_several(hvd, run_eagerly):
         return keras.Model(inputs, outputs)
 
     def trained(model, x, wrap):
-        # Small steps, so that differences in rounding stay what they are.
+        # Small steps, so that rounding differences do not grow.
         optimizer = keras.optimizers.SGD(0.001)
 
         def step(x):
@@ -188,7 +188,7 @@ def test_fit_of_a_model_with_several(hvd, run_eagerly):
             step(tf.constant(x))
         return [v.numpy() for v in model.variables]
 
-    # Layers of one rank have other numbers in their names.
+    # The numbers in the names of layers differ between ranks.
     for _ in range(hvd.rank()):
         keras.layers.Dense(1)
         hvd.SyncBatchNormalization()
@@ -219,7 +219,7 @@ def test_keras_fit(hvd):
     n = hvd.size()
     shares = [(numbers(rank, 12, 4) + rank).astype("float32") for rank in range(n)]
     own = fitted(hvd.SyncBatchNormalization, shares[hvd.rank()], 6, hvd.DistributedOptimizer)
-    # Each batch of one process holds the ranks' batches of that step.
+    # A batch of one process consists of the ranks' batches of that step.
     whole = np.concatenate([share[k : k + 6] for k in (0, 6) for share in shares])
     plain = fitted(keras.layers.BatchNormalization, whole, 6 * n, lambda optimizer: optimizer)
     for mine, theirs in zip(own, plain, strict=True):

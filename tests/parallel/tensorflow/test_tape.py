@@ -1,4 +1,4 @@
-"""Gradient tapes whose gradients are those of one process with everyone's data."""
+"""Distributed gradient tapes compared with one process that has the data of all ranks."""
 
 import itertools
 import tempfile
@@ -19,7 +19,7 @@ BATCH, INPUTS, HIDDEN = 6, 5, 7
 
 
 def variables_of(seed=0, dtype="float64"):
-    """The weights of two layers, with the default names, which are all the same."""
+    """Return the weights of two layers, all with the same default name."""
     import tensorflow as tf
 
     shapes = [(INPUTS, HIDDEN), (HIDDEN,), (HIDDEN, 1), (1,)]
@@ -46,13 +46,13 @@ def plain_gradients(loss, variables):
 
 
 def expected_gradients(variables, ranks, op="mean"):
-    """Of the mean or the sum of the ranks' losses."""
+    """Return the gradients of the mean or the sum of the ranks' losses."""
     each = [plain_gradients(lambda r=r: loss_of(variables, data_of(r)), variables) for r in ranks]
     return [getattr(np, op)([g.numpy() for g in gs], axis=0) for gs in zip(*each, strict=True)]
 
 
 def reduced_gradients(hvd, variables, where, x, wrap=None, **options):
-    """Return the tape's gradients for this rank's data, of the second call, too."""
+    """Return the tape's gradients for this rank's data, in the second call."""
     import tensorflow as tf
 
     wrap = wrap or hvd.DistributedGradientTape
@@ -76,7 +76,7 @@ def assert_close(gradients, expected, tolerance=1e-12):
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("op", ["Average", "Sum"])
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
-def test_gradients_are_those_of_everyones_data(hvd, where, op, compression):
+def test_gradients_equal_those_of_one_process_with_all_data(hvd, where, op, compression):
     variables = variables_of()
     gradients = reduced_gradients(
         hvd,
@@ -93,12 +93,12 @@ def test_gradients_are_those_of_everyones_data(hvd, where, op, compression):
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_a_compressor_of_horovods_kind(hvd, where):
+def test_a_custom_compressor(hvd, where):
     import tensorflow as tf
     from horovod.tensorflow.compression import Compressor
 
     class Tenths(Compressor):
-        """Whole numbers of tenths."""
+        """Round to tenths, and send integers."""
 
         @staticmethod
         def compress(tensor):
@@ -124,7 +124,7 @@ def test_a_compressor_of_horovods_kind(hvd, where):
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("groups", ["one", "hundred", "num_groups", "lists", "some"])
-def test_groups_change_nothing_but_the_buckets(hvd, where, groups):
+def test_groups(hvd, where, groups):
     variables = variables_of()
     elsewhere = variables_of(seed=50)
     options = {
@@ -139,7 +139,7 @@ def test_groups_change_nothing_but_the_buckets(hvd, where, groups):
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_only_the_ranks_of_a_process_set_reduce(hvd, where):
+def test_process_set(hvd, where):
     members = [0] if hvd.size() == 2 else [0, 2, 3]
     process_set = hvd.add_process_set(members)
     try:
@@ -155,7 +155,7 @@ def test_only_the_ranks_of_a_process_set_reduce(hvd, where):
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("scaled", [True, False])
-def test_local_sources_stay_local(hvd, where, scaled):
+def test_local_sources_are_not_reduced(hvd, where, scaled):
     import tensorflow as tf
 
     variables = variables_of()
@@ -168,17 +168,17 @@ def test_local_sources_stay_local(hvd, where, scaled):
         return tape
 
     gradients = reduced_gradients(hvd, variables, where, data_of(hvd.rank()), wrap)
-    everyones = expected_gradients(variables, range(hvd.size()))
+    of_all_ranks = expected_gradients(variables, range(hvd.size()))
     own = expected_gradients(variables, [hvd.rank()])
     factor = 1 / hvd.size() if scaled else 1
-    assert_close(gradients, [factor * own[k] if k in local else everyones[k] for k in range(4)])
+    assert_close(gradients, [factor * own[k] if k in local else of_all_ranks[k] for k in range(4)])
 
     with tf.GradientTape() as tape:
         loss = loss_of(variables, data_of(hvd.rank()))
     of_local, of_others = wrap(tape).get_local_and_global_gradients(loss, variables)
     assert all(source is variables[k] for (source, _), k in zip(of_local, (1, 2), strict=True))
     assert_close([g for _, g in of_local], [factor * own[k] for k in (1, 2)])
-    assert_close([g for _, g in of_others], [everyones[k] for k in (0, 3)])
+    assert_close([g for _, g in of_others], [of_all_ranks[k] for k in (0, 3)])
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -203,7 +203,7 @@ def test_local_layers_of_a_keras_model(hvd, where):
 
     variables = model.trainable_variables
     own = gradients_with(lambda tape: tape, [v.value for v in variables])
-    everyones = [
+    of_all_ranks = [
         np.mean(np.stack(each), axis=0) for each in zip(*hvd.allgather_object(own), strict=True)
     ]
     # Keras's variables and the tf.Variables in them are equivalent.
@@ -215,11 +215,11 @@ def test_local_layers_of_a_keras_model(hvd, where):
                 ),
                 sources,
             )
-            expected = [*everyones[:2], *(g / hvd.size() for g in own[2:])]
+            expected = [*of_all_ranks[:2], *(g / hvd.size() for g in own[2:])]
             for gradient, wanted in zip(reduced, expected, strict=True):
                 np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
     reduced = gradients_with(hvd.PartialDistributedGradientTape, variables)
-    for gradient, wanted in zip(reduced, everyones, strict=True):
+    for gradient, wanted in zip(reduced, of_all_ranks, strict=True):
         np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
 
 
@@ -251,7 +251,7 @@ def test_gradients_of_embeddings(hvd, where, dense):
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_a_gradient_that_does_not_exist(hvd, where):
+def test_a_missing_gradient(hvd, where):
     import tensorflow as tf
 
     variables = variables_of()
@@ -272,7 +272,7 @@ def test_a_gradient_that_does_not_exist(hvd, where):
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_ranks_use_different_variables(hvd, where, compression):
-    """A table that some ranks use is sparse, also on a rank that has not used it."""
+    """The gradient of a table is sparse, also on ranks that do not use the table."""
     import tensorflow as tf
 
     variables = variables_of()
@@ -296,7 +296,7 @@ def test_ranks_use_different_variables(hvd, where, compression):
         return tape.gradient(value, sources)
 
     def input_of(rank, step):
-        # Of other rows in every step, and of other numbers of rows.
+        # Rows and their number differ between steps.
         return tf.constant(data_of(rank, step)), tf.constant(
             [0, 3, 3, step][: 1 + (rank + step) % 4]
         )
@@ -325,8 +325,8 @@ def test_ranks_use_different_variables(hvd, where, compression):
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_a_bucket_that_a_rank_has_no_gradient_for(hvd, kind):
-    """In a graph that is traced once: no collective may be taken for a constant."""
+def test_a_bucket_without_gradients_on_one_rank(hvd, kind):
+    """TensorFlow must not fold a collective of zeros into a constant."""
     import tensorflow as tf
 
     weight, other = tf.Variable(tf.ones(3)), tf.Variable(tf.ones((5, 2)))
@@ -352,8 +352,8 @@ def test_a_bucket_that_a_rank_has_no_gradient_for(hvd, kind):
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("compression", ["none", "fp16"])
-def test_each_rank_has_its_own_order_of_tasks(hvd, where, compression):
-    """Each has a head. A variable of unknown shape has no gradient."""
+def test_each_rank_trains_another_task(hvd, where, compression):
+    """Each task has a head. A variable of unknown shape has no gradient."""
     import tensorflow as tf
 
     shared = tf.Variable(numbers(1, 3))
@@ -398,8 +398,8 @@ def test_a_rank_without_any_gradient(hvd):
         assert_close(gradients, expected)
 
 
-def test_two_tapes_and_twin_models_in_one_graph(hvd):
-    # A GAN's step: both are of the same shapes and names, and their reductions at work together.
+def test_two_tapes_and_equal_models_in_one_graph(hvd):
+    # As in a GAN: two models with equal shapes and names are reduced concurrently.
     import tensorflow as tf
 
     one, other = variables_of(), variables_of(seed=50)
@@ -429,7 +429,7 @@ def test_two_tapes_and_twin_models_in_one_graph(hvd):
 
 
 def test_ranks_may_trace_at_different_times(hvd):
-    # A graph is traced again for a batch of another size, which one rank alone may have.
+    # A graph is traced again for a batch of another size, perhaps on one rank only.
     import tensorflow as tf
 
     variables = variables_of()
@@ -450,7 +450,7 @@ def test_ranks_may_trace_at_different_times(hvd):
         assert_close(gradients, expected)
 
 
-def test_training_with_a_loop_of_ones_own(hvd):
+def test_training_in_a_custom_loop(hvd):
     import keras
     import tensorflow as tf
 
@@ -492,7 +492,7 @@ def test_training_with_a_loop_of_ones_own(hvd):
         ("shape", r"\[2\].*\[3\]"),
     ],
 )
-def test_ranks_that_disagree_all_hear_of_it(hvd, where, difference, message):
+def test_differences_between_ranks_raise_on_every_rank(hvd, where, difference, message):
     import tensorflow as tf
 
     odd = hvd.rank() == hvd.size() - 1
@@ -517,7 +517,7 @@ _models = itertools.count(1)
 
 
 def own_values(hvd, seed=0, name=None):
-    """Variables that each rank has initialised for itself, and that no other test has."""
+    """Return variables with different values on each rank, and with a name for this test."""
     import tensorflow as tf
 
     name = name or "v" * next(_models)
@@ -529,7 +529,7 @@ def own_values(hvd, seed=0, name=None):
 
 
 def step_of(hvd, variables, where, others=(), **options):
-    """A training step, which also asks for the gradients of `others`, which have none."""
+    """Return a training step, which also requests gradients of `others`, which have none."""
     import tensorflow as tf
 
     def step():
@@ -545,15 +545,15 @@ def step_of(hvd, variables, where, others=(), **options):
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_values_that_are_never_made_equal(hvd, where):
+def test_different_values_raise(hvd, where):
     import tensorflow as tf
 
     step = step_of(hvd, own_values(hvd, name="never"), where)
-    with recorded("hvdkit.tensorflow") as said:
+    with recorded("hvdkit.tensorflow") as records:
         for _ in range(170):
             step()
-    messages = [each.getMessage() for each in said]
-    # Of the second, third, sixth, ... reduction.
+    messages = [each.getMessage() for each in records]
+    # Before the second, third, sixth, ... reduction.
     assert len(messages) == (7 if hvd.rank() == 0 else 0)
     assert all("after 170 reductions" in message for message in messages)
     with pytest.raises(
@@ -562,54 +562,54 @@ def test_values_that_are_never_made_equal(hvd, where):
         step()
     assert "rank 0: " in str(caught.value)
     assert "check_parameters=False to hvd.Distributed" in str(caught.value)
-    # A next one of this kind is counted from 0.
-    with recorded("hvdkit.tensorflow") as said:
+    # After an error, reductions are counted from 0.
+    with recorded("hvdkit.tensorflow") as records:
         step_of(hvd, own_values(hvd, name="never"), where)()
-    assert not said
+    assert not records
 
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(("reductions", "expected"), [(1, 0), (25, 5)])
-def test_values_that_a_late_broadcast_makes_equal(hvd, where, reductions, expected):
+def test_a_late_broadcast(hvd, where, reductions, expected):
     """A loop may reduce many times before its first update."""
     variables = own_values(hvd)
     step = step_of(hvd, variables, where)
-    with recorded("hvdkit.tensorflow") as said:
+    with recorded("hvdkit.tensorflow") as records:
         for done in range(200):
             if done == reductions:
                 hvd.broadcast_variables(variables, root_rank=0)
             step()
-    assert len(said) == (expected if hvd.rank() == 0 else 0)
+    assert len(records) == (expected if hvd.rank() == 0 else 0)
     assert_same_on_all_ranks(hvd, [v.numpy() for v in variables])
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_what_each_rank_has_for_itself_is_not_compared(hvd, where):
-    """Values that are meant to differ, and those of what has no gradient."""
+def test_local_values_are_not_compared(hvd, where):
+    """With check_parameters=False, or without gradients, values may differ."""
     shared, statistics = own_values(hvd), own_values(hvd, seed=100)
     hvd.broadcast_variables(shared, root_rank=0)
     meant = step_of(hvd, own_values(hvd), where, check_parameters=False)
     moving = step_of(hvd, shared, where, others=statistics)
-    with recorded("hvdkit.tensorflow") as said:
+    with recorded("hvdkit.tensorflow") as records:
         for _ in range(175):
             meant()
             moving()
-    assert not said
+    assert not records
 
 
-def test_twins_that_take_turns_are_both_compared(hvd):
+def test_two_equal_models_are_both_compared(hvd):
     twins = [own_values(hvd, name="twin"), own_values(hvd, seed=50, name="twin")]
     hvd.broadcast_variables(twins[0], root_rank=0)
     steps = [step_of(hvd, twin, "eager") for twin in twins]
-    with recorded("hvdkit.tensorflow") as said:
+    with recorded("hvdkit.tensorflow") as records:
         for _ in range(4):
             for step in steps:
                 step()
-    assert bool(said) == (hvd.rank() == 0)
+    assert bool(records) == (hvd.rank() == 0)
 
 
-def test_ranks_that_have_joined_after_different_numbers_of_steps(hvd):
-    """After `join` they use a graph that was traced before it."""
+def test_value_checks_after_join(hvd):
+    """After `join`, ranks use a graph that was traced before."""
     variables = own_values(hvd)
     hvd.broadcast_variables(variables, root_rank=0)
     step = step_of(hvd, variables, "graph")
@@ -621,7 +621,7 @@ def test_ranks_that_have_joined_after_different_numbers_of_steps(hvd):
     assert_same_on_all_ranks(hvd, [v.numpy() for v in variables])
 
 
-def test_a_module_whose_training_step_was_traced_can_be_saved(hvd):
+def test_a_module_with_a_traced_training_step_can_be_saved(hvd):
     import tensorflow as tf
 
     class Trainer(tf.Module):
@@ -651,7 +651,7 @@ def test_adasum(hvd):
         with pytest.raises(UsageError, match="over MPI only"):
             reduced_gradients(hvd, variables, "eager", data_of(0), op=hvd.Adasum)
         return
-    # Of equal gradients Adasum is the mean, of orthogonal ones the sum.
+    # Adasum is the mean of equal gradients, and the sum of orthogonal ones.
     same = reduced_gradients(hvd, variables, "eager", data_of(0), op=hvd.Adasum)
     assert_close(same, expected_gradients(variables, [0]), 1e-6)
     import tensorflow as tf

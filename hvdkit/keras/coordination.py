@@ -1,0 +1,327 @@
+"""The collectives and joint decisions of the ranks that run one `fit` together."""
+
+import logging
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+
+from hvdkit.core.bucketing import without_layer_numbers
+from hvdkit.core.consistency import check_consistency, texts_by_rank
+from hvdkit.errors import UsageError
+from hvdkit.keras import backend
+from hvdkit.keras.functions import broadcast_model
+from hvdkit.keras.metrics import MetricState, flatten, reduce_logs
+from hvdkit.keras.models import distributions_of, has_own_step
+from hvdkit.keras.statistics import average_statistics, statistics_of
+from hvdkit.keras.value_check import check_values, digest_of
+
+log = logging.getLogger("hvdkit.keras")
+
+# A rank that waits this long for other ranks at the beginning of `fit` logs a warning.
+_WARN_SECONDS = 10.0
+
+_logged: set[str] = set()
+
+_BATCH_HOOKS = ("on_train_batch_begin", "on_batch_begin", "on_train_batch_end", "on_batch_end")
+
+
+class HasLocalVariables(keras.callbacks.Callback):
+    """Base of callbacks with variables that are local to each rank.
+
+    Attributes:
+        local_variables: each one a `keras.Variable` or a variable of the framework.
+    """
+
+    local_variables: list[Any]
+
+
+class Coordination:
+    """The collectives and joint decisions of one `fit` or `evaluate`.
+
+    Args:
+        model: the model.
+        requested: whether a callback on this rank requests metrics over all ranks.
+
+    Attributes:
+        in_use: whether this rank has an object that needs coordination.
+        group: the collectives of the coordinated ranks.
+        checks_loss: whether a callback on any rank reacts to a loss that is not finite.
+        stops_at_batches: whether a callback on any rank may stop training after a batch.
+    """
+
+    def __init__(self, model: Any, requested: bool) -> None:
+        self.model = model
+        self.distributions = distributions_of(model)
+        self.in_use = requested or bool(self.distributions) or has_own_step(model)
+        first = self.distributions[0] if self.distributions else None
+        self.group = first.collectives if first else backend.collectives()
+        # The same on every rank, unlike the callbacks.
+        self.checks_loss = False
+        self.stops_at_batches = False
+        self._stop_deferred = False
+        self._compares_values = False
+        # The id of a variable without gradients -> digest of its value at the beginning.
+        self._before: dict[int, int] = {}
+        self._trains_one_model = False
+        self._trained: MetricState | None = None
+        self._validated: set[str] = set()
+        self._averaged: set[str] = set()
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether an optimizer accumulates batches."""
+        return any(d.accumulation_steps > 1 for d in self.distributions)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank, which logs and writes files."""
+        return bool(backend.hvd.rank() == self.group.ranks[0])
+
+    def enter(self, params: Mapping[str, Any]) -> bool:
+        """Return whether the `fit` is coordinated. A collective.
+
+        Args:
+            params: the parameters of the callbacks: `steps` in an epoch, None if unknown, and
+                `epochs`.
+
+        Raises:
+            UsageError: on every rank, if the numbers of steps or epochs differ.
+            BackwardFailed: on every rank, if an earlier `fit` has raised on some ranks only.
+        """
+        for distribution in self.distributions:
+            distribution.end_interrupted()
+        steps, epochs = params.get("steps"), int(params.get("epochs") or 0)
+        known = steps is not None
+        own = [int(steps or 0), epochs]
+        values = [1, int(self.in_use), int(known), *own, *(n * n for n in own)]
+        with self._warning_while_waiting():
+            count, in_use, all_known, *sums = self.group.sum(values, "hvdkit.keras.fit")
+        if not in_use:
+            if self.is_first and "separate" not in _logged:
+                log.warning(
+                    "fit trains a separate model on each of %d ranks, because their gradients are "
+                    "not reduced. Compile the model with hvd.DistributedOptimizer(optimizer). If "
+                    "each rank should have its own model, call fit in `with hvd.local_fit():`.",
+                    count,
+                )
+            _logged.add("separate")
+            return False
+        # n numbers are equal exactly if n * sum(x^2) == sum(x)^2.
+        differ = [count * sums[k + 2] != sums[k] ** 2 for k in range(2)]
+        if (differ[0] and all_known == count) or differ[1]:
+            mine = f"{steps} steps in each of {epochs} epochs"
+            by_rank = "; ".join(texts_by_rank(self.group, mine, "hvdkit.keras.fit.who"))
+            raise UsageError(
+                f"ranks call fit with different numbers of steps or epochs ({by_rank}), so the job "
+                f"would hang. Give all ranks the same number of batches, with hvd.shard(data) or "
+                f"steps_per_epoch=, and the same epochs="
+            )
+        return True
+
+    @contextmanager
+    def _warning_while_waiting(self) -> Iterator[None]:
+        timer = threading.Timer(
+            _WARN_SECONDS,
+            log.warning,
+            (
+                "rank %d has waited for other ranks in fit for %.0f seconds: every rank must call "
+                "fit. To train on this rank only, call fit in `with hvd.local_fit():`.",
+                backend.hvd.rank(),
+                _WARN_SECONDS,
+            ),
+        )
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def begin(self, callbacks: list[Any], restores: bool) -> None:
+        """Set the same settings on every rank. A collective.
+
+        Discards gradients that an earlier `fit` has left in an accumulation window when it raised.
+
+        Args:
+            callbacks: the callbacks of this rank.
+            restores: broadcast the model and the initial epoch of the first rank, which may have
+                restored a backup.
+        """
+        terminates = any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks)
+        acts = any(map(_acts_on_batches, callbacks))
+        restores = restores and self.is_first
+        restored = (self.model._initial_epoch or 0) if restores else 0
+        reducing = self._distributions_of_group
+        compares = any(d.check_parameters for d in reducing)
+        left_open = any(d.in_fit for d in self.distributions)
+        own = [terminates, acts, restores, restored, compares, bool(reducing), True, left_open]
+        counts = self.group.sum([int(value) for value in own], "hvdkit.keras.begin")
+        self.checks_loss, self.stops_at_batches = bool(counts[0]), bool(counts[1])
+        self._compares_values, self._trains_one_model = (n == counts[6] for n in counts[4:6])
+        for distribution in self.distributions:
+            if counts[7]:
+                distribution.discard()
+            distribution.in_fit = True
+        if counts[2]:
+            broadcast_model(self.model, self.group.ranks[0], self.group.process_set)
+            if counts[3]:
+                # `fit` reads this after `on_train_begin`.
+                self.model._initial_epoch = counts[3]
+        if self._compares_values:
+            self._before = {id(v): digest_of(v) for v in self._untrained_variables()}
+
+    def end(self) -> None:
+        """Record that `fit` has ended without an error. Not a collective."""
+        for distribution in self.distributions:
+            distribution.in_fit = False
+
+    @property
+    def _distributions_of_group(self) -> list[Any]:
+        """The distributions that reduce over the same ranks as this coordination."""
+        ranks = list(self.group.ranks)
+        return [d for d in self.distributions if list(d.collectives.ranks) == ranks]
+
+    def compare_values(self, callbacks: Sequence[Any]) -> None:
+        """Compare the model's variables between ranks, in the first call. A collective.
+
+        Call it after a batch, because a callback may broadcast after the first batch. Compared are
+        the variables whose gradients are reduced, and other variables that the batch has not
+        changed on any rank, for example of frozen layers or of an adapted `Normalization`. A
+        variable that the batch has changed without a gradient, such as a counter of a layer, may
+        differ between ranks.
+
+        Args:
+            callbacks: the callbacks of `fit`. Their local variables, on any rank, are not compared.
+
+        Raises:
+            RankMismatchError: on every rank, if variables or their values differ between ranks.
+        """
+        if not self._compares_values:
+            return
+        self._compares_values = False
+        checked = [d for d in self._distributions_of_group if d.check_parameters]
+        shared = [v for d in checked for v in d.shared_variables]
+        trained = {id(variable) for variable in shared}
+        others = [v for v in self._untrained_variables() if id(v) not in trained]
+        variables = [*shared, *others]
+        check_consistency(
+            self.group,
+            [f"{without_layer_numbers(v.path)}, {v.dtype} {list(v.shape)}" for v in variables],
+            "the variables of the model",
+        )
+        having_local = [c for c in callbacks if isinstance(c, HasLocalVariables)]
+        local = {id(v) for c in having_local for v in c.local_variables}
+        digests = [digest_of(v) for v in variables]
+        excluded = [
+            backend.is_among(v, local)
+            or (id(v) not in trained and self._before.get(id(v)) != digest)
+            for v, digest in zip(variables, digests, strict=True)
+        ]
+        anywhere = self.group.max([int(value) for value in excluded], "hvdkit.keras.local")
+        triples = zip(variables, digests, anywhere, strict=True)
+        check_values(self.group, [(v, digest) for v, digest, skip in triples if not skip])
+        self._before = {}
+
+    def _untrained_variables(self) -> list[Any]:
+        """Return variables without gradients, except seeds and moving statistics."""
+        moving = {id(variable) for variable in statistics_of(self.model)}
+        return [
+            variable
+            for variable in self.model.non_trainable_weights
+            if id(variable) not in moving
+            and not any(d.is_local(variable) for d in self.distributions)
+        ]
+
+    def check_loss(self, logs: dict[str, Any] | None) -> tuple[dict[str, Any] | None, bool]:
+        """Set the loss to NaN if it is not finite on another rank. A collective.
+
+        Returns:
+            The logs of the batch, and whether the loss is not finite on any rank.
+        """
+        loss = float((logs or {}).get("loss", 0.0))
+        broken = not math.isfinite(loss)
+        if not self.group.max([int(broken)], "hvdkit.keras.loss")[0]:
+            return logs, False
+        return {**(logs or {}), "loss": loss if broken else math.nan}, True
+
+    def synchronize_stop(self) -> None:
+        """Set `stop_training` on every rank if it is set on one. A collective."""
+        own = bool(self.model.stop_training or self._stop_deferred)
+        self._stop_deferred = False
+        (stop,) = self.group.max([int(own)], "hvdkit.keras.stop")
+        if stop and not own:
+            log.info("training stops, because a callback on another rank has stopped it")
+        self.model.stop_training = bool(stop)
+
+    def defer_stop(self) -> None:
+        """Defer a stop of this rank until the next `synchronize_stop`. Not a collective."""
+        self._stop_deferred = self._stop_deferred or bool(self.model.stop_training)
+        self.model.stop_training = False
+
+    def end_training_batches(self) -> None:
+        """Complete the training batches of an epoch. A collective.
+
+        Closes the accumulation window, averages moving statistics, and copies the metrics, because
+        validation resets them.
+        """
+        for distribution in self.distributions:
+            if distribution.accumulation_steps > 1:
+                distribution.flush()
+        if self._trains_one_model:
+            average_statistics(
+                self.model, self.group, lambda v: any(d.is_local(v) for d in self.distributions)
+            )
+        self._trained = self._metrics()
+
+    def end_validation(self, logs: dict[str, Any]) -> None:
+        """Reduce the logs of a validation in place. A collective."""
+        ranks, validating = self.group.sum([1, 1], "hvdkit.keras.epoch")
+        everyone = validating == ranks
+        logs.update(reduce_logs(self.model, self._metrics(), logs, self.group, everyone))
+        self._validated = {f"val_{name}" for name in logs}
+
+    def end_epoch(self, logs: dict[str, Any]) -> None:
+        """Reduce in place the logs of an epoch that `end_validation` has not. A collective."""
+        if self._trained is None:
+            self.end_training_batches()
+        flatten(logs)
+        # A script may validate on some ranks only. The other ranks call this method earlier, and
+        # get the result here, because callbacks on `val_loss` must decide equally on all ranks.
+        while self.group.sum([1, 0], "hvdkit.keras.epoch")[1]:
+            theirs = reduce_logs(self.model, None, {}, self.group, everyone=False)
+            logs.update({f"val_{name}": value for name, value in theirs.items()})
+            self._validated = {f"val_{name}" for name in theirs}
+        own = {name: value for name, value in logs.items() if name not in self._validated}
+        logs.update(reduce_logs(self.model, self._trained, own, self.group, everyone=True))
+        self._trained, self._validated = None, set()
+
+    def reduce_evaluation(self, logs: dict[str, Any]) -> None:
+        """Reduce in place the logs of an `evaluate` outside of `fit`. A collective."""
+        logs.update(reduce_logs(self.model, self._metrics(), logs, self.group, everyone=True))
+
+    def _metrics(self) -> MetricState:
+        state = MetricState.of(self.model)
+        for name in set(state.averaged()) - self._averaged if self.is_first else ():
+            log.warning(
+                "the results of metric %r are averaged over ranks, because its class is not known "
+                "to be additive. If its variables are sums over samples, mark its class with "
+                "hvdkit.keras.callbacks.additive.",
+                name,
+            )
+        self._averaged.update(state.averaged())
+        return state
+
+
+def _acts_on_batches(callback: Any) -> bool:
+    """Return whether a callback of a user has hooks for batches, and may stop training there."""
+    for name in _BATCH_HOOKS:
+        hook = getattr(callback, name)
+        # A LambdaCallback's hooks are a user's functions.
+        owner = (getattr(hook, "__module__", None) or "").split(".")[0]
+        if owner not in ("keras", "hvdkit"):
+            return True
+    return False
