@@ -1,4 +1,4 @@
-"""The float16 wire format, with a scale for each bucket that follows the largest sums."""
+"""The float16 wire format. Each bucket has a scale, which is adapted to its largest sums."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,16 +16,16 @@ from hvdkit.core.wire_format import (
     WireFormat,
 )
 
-#: The scale brings the largest sum below 2^10. float16 ends at 2^16.
+#: The scale brings the largest sum below 2^10. The largest float16 number is just below 2^16.
 _TARGET_EXPONENT = 10
-#: Scales are 2^-100 to 2^100, which a float32 gradient can be multiplied by. A bucket that needs
-#: another scale is sent in float32.
+#: Scales are 2^-100 to 2^100, so that float32 can hold the scaled gradients. A bucket that needs a
+#: scale outside of this range is sent in float32.
 _EXPONENT_RANGE = 100
-#: The scale fits the largest sum of this many steps. Sums more than 2^20 above the last sum are
-#: ignored, because their scale would cost the last sum too many bits.
+#: The scale fits the largest sum of this many steps. Sums larger than 2^20 times the last sum are
+#: ignored, because with their scale the last sum would lose too many bits.
 _STEPS_REMEMBERED = 8
 _SPREAD = 20
-#: Steps in float32 after several overflows in a row: at most this many.
+#: The most steps in float32 after several overflows in a row.
 _STEPS_WIDE = 64
 # Added to exponents: `GlobalMax` takes non-negative values, and 0 stands for "only zeros".
 _EXPONENT_CODE = 2000
@@ -35,13 +35,14 @@ class Float16(WireFormat):
     """Send gradients as float16, scaled so that sums neither overflow nor become subnormal.
 
     Each bucket is multiplied by a power of two, so that the largest sum of the last 8 steps is
-    between 2^9 and 2^10. The sum can grow 64 times before it overflows, and values down to 2^-33 of
-    it still count. The first step is sent in float32 to learn the magnitude.
+    between 2^9 and 2^10. The sum can become 64 times as large before it overflows. Values down to
+    2^-33 times the sum are not lost. The first step is sent in float32 to learn the magnitude.
 
-    A bucket whose float16 sum is not finite is reduced again in float32 in the same step, and sent
-    in float32 in the next step. So is a bucket whose sum was all zeros. After repeated failures the
-    bucket is sent in float32 for more steps, up to 64. This is the loss scaling of Micikevicius et
-    al. (arXiv:1710.03740), for each bucket and on the wire only.
+    If a float16 sum is not finite, the bucket is reduced again in float32 in the same step, and is
+    sent in float32 in the next step. A bucket whose sum was all zeros is also sent in float32 in
+    the next step. After repeated failures the bucket is sent in float32 for more steps, up to 64.
+    This is the loss scaling of Micikevicius et al. (arXiv:1710.03740), for each bucket and only on
+    the wire.
 
     With n ranks, |error of the mean| <= (n + 1) 2^-11 mean|x_i|, and 2^-25 / scale more for each
     of the n hops whose value is a subnormal float16 number.
@@ -50,7 +51,7 @@ class Float16(WireFormat):
     name = "fp16"
 
     def codec(self, dtype: str) -> WireFormat:
-        """Return a codec with a scale of its own; for other than real floats the plain one."""
+        """Return a codec with its own scale. Dtypes other than real floats are sent unchanged."""
         return _Codec(dtype) if dtype in ("float64", "float32", *NARROW) else WireFormat()
 
 
@@ -66,10 +67,11 @@ class _Codec(WireFormat):
             lambda: self._reduce_narrow(memory, scaling, scale.exponent),
             lambda: self._reduce_wide(memory, scaling),
         )
-        # Infinities that the gradients contained are left to the user's loss scaler.
+        # If the gradients themselves are not finite, the scale stays: the user's loss scaler
+        # handles this step.
         finite = ops.is_finite(abs_max)
         nonzero = ops.logical_and(finite, ops.less(0.0, abs_max))
-        # The ranks' sums may differ in the last bit, and at a power of two in the exponent.
+        # The ranks' sums may differ in the last bit, and near a power of two also in the exponent.
         code = yield GlobalMax(
             ops.where(nonzero, ops.exponent(abs_max) + _EXPONENT_CODE, 0), deferred=True
         )
@@ -113,10 +115,10 @@ class _Scale:
     Attributes:
         known: 1 if the next step can be sent in float16, otherwise 0.
         exponent: the scale is 2^exponent.
-        wide_left: steps in float32 that are left.
-        wide_next: steps in float32 after the next overflow.
-        successes: steps in float16 without overflow since the last overflow.
-        sums: codes of the largest sums of the last steps; 0 where there was none.
+        wide_left: the number of steps that will still be sent in float32.
+        wide_next: the number of steps in float32 after the next overflow.
+        successes: the number of steps in float16 since the last overflow.
+        sums: codes of the largest sums of the last steps (exponent + _EXPONENT_CODE); 0 for none.
     """
 
     known: Scalar = 0
@@ -128,7 +130,7 @@ class _Scale:
 
     @classmethod
     def of(cls, values: tuple[Scalar, ...]) -> "_Scale":
-        """Return the state that `values` was called on."""
+        """Return the state from a result of `values`."""
         known, exponent, wide_left, wide_next, successes, *sums = values
         return cls(known, exponent, wide_left, wide_next, successes, tuple(sums))
 
@@ -141,7 +143,7 @@ class _Scale:
         """Return the state after a step.
 
         Args:
-            code: of the largest sum; 0 if all were zeros.
+            code: the code of the largest sum; 0 if the sum was all zeros.
             overflowed: whether the sum did not fit into float16.
             ops: operations on these scalars.
         """

@@ -1,4 +1,7 @@
-"""Start and shut down Horovod in a process. Each adapter makes one `Runtime` for its Horovod."""
+"""Start and shut down Horovod in a process.
+
+Each adapter (`hvdkit.torch`, `hvdkit.tensorflow`) makes one `Runtime` for its framework's Horovod.
+"""
 
 import logging
 import os
@@ -10,8 +13,9 @@ from typing import Any, Protocol
 
 from hvdkit.errors import HvdkitError, UsageError
 
-#: Seconds after which a collective that some ranks never entered ends the job. The value is the
-#: timeout of torch.distributed for Gloo: longer than rank 0 needs for a checkpoint or a validation.
+#: Seconds after which Horovod ends the job if some ranks have not entered a collective. The value
+#: is the default of torch.distributed for Gloo. It is longer than rank 0 needs for a checkpoint or
+#: a validation.
 STALL_SHUTDOWN_SECONDS = 1800
 
 # Variables of MPI and Slurm with the number of processes that they started.
@@ -46,7 +50,7 @@ class Engine(Protocol):
 
     @property
     def patches(self) -> Collection[str]:
-        """The names of hvdkit's patches that it was built with."""
+        """The names of the hvdkit patches that it was built with."""
         ...
 
     @property
@@ -168,26 +172,26 @@ class Runtime:
         return self._generation
 
     def begin_generation(self) -> None:
-        """Increase `generation`, to invalidate earlier agreements between the ranks."""
+        """Increase `generation`: the ranks must check their consistency again."""
         self._generation += 1
 
     def init(self, *args: Any, **kwargs: Any) -> None:
         """Initialise Horovod. Takes the arguments of Horovod's `init`: `comm`, `process_sets`.
 
         Differences from Horovod:
-        - A collective that not all ranks enter ends the job after half an hour, not never, unless
-          HOROVOD_STALL_SHUTDOWN_TIME_SECONDS or a related variable is set.
+        - If not all ranks enter a collective, the job ends after half an hour. Horovod would wait
+          forever. HOROVOD_STALL_SHUTDOWN_TIME_SECONDS and related variables change this.
         - `python script.py` is a job of one rank, without MPI and without a network.
-        - Ranks that torchrun started find each other through its store.
-        - If several ranks share a host, the default GPU is the one of the local rank, unless the
-          script chooses another.
+        - Ranks that torchrun started connect to each other through torchrun's store.
+        - If several ranks share a host, the default GPU is the one with the number of the local
+          rank, unless the script chooses another GPU.
 
         Raises:
             HvdkitError: a launcher started several processes, but they did not form one job.
         """
         horovod = self._horovod
         limit_stalls(os.environ)
-        # Ranks given as `comm` may be a part of the started ones.
+        # `comm` may name only some of the ranks that were started.
         whole_world = not (args or kwargs.get("comm"))
         by_torchrun = ranks_started_by_torchrun(os.environ)
         if by_torchrun > 1:
@@ -197,7 +201,7 @@ class Runtime:
                     f"{self._engine.version} has no Gloo to connect them. Run `hvdkit build "
                     f"--controllers gloo,mpi`, or start the script with mpirun."
                 )
-            # They stay set, for `init` after `shutdown`.
+            # The variables stay set, because `init` may be called again after `shutdown`.
             os.environ.update(self._torchrun_variables())
         processes = 1 if by_torchrun == 1 else processes_started_for_mpi(os.environ)
         if processes > 1 and not horovod.mpi_built():
@@ -257,14 +261,16 @@ class Runtime:
 
 
 def limit_stalls(environ: MutableMapping[str, str]) -> None:
-    """Let a collective that not all ranks enter end the job, unless variables say otherwise.
+    """Limit how long Horovod waits for ranks that do not enter a collective.
+
+    Variables that the user has set are kept.
 
     Raises:
         UsageError: one of Horovod's variables for the stall check is not a whole number.
     """
     if _integer(environ, "HOROVOD_STALL_CHECK_DISABLE"):
         return
-    # Horovod ignores a shutdown time below its check time (default 60 s), so keep it above.
+    # Horovod ignores a shutdown time below its check time (60 s by default).
     check = _integer(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS")
     shutdown = _integer(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
     if shutdown is None:
@@ -309,7 +315,8 @@ def ranks_started_by_torchrun(environ: Mapping[str, str]) -> int:
 def processes_started_for_mpi(environ: Mapping[str, str]) -> int:
     """Return the number of processes that mpirun or srun started, including this one.
 
-    1 without mpirun and srun; 0 if unknown, which includes Horovod's own launchers.
+    Return 1 without mpirun and srun, and 0 if the number is not known. It is not known under
+    Horovod's own launchers.
     """
     if "HOROVOD_SIZE" in environ or "HOROVOD_RANK" in environ:
         return 0

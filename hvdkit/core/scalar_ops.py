@@ -1,7 +1,7 @@
 """Scalar operations that work on Python numbers and on scalars of a traced graph.
 
-A wire format that decides by a scalar uses these operations instead of `if`, `max` and `math`,
-which cannot read a scalar whose value only the running graph knows.
+While a framework traces a graph, a scalar of the graph has no value yet. `if`, `max` and `math`
+need a value, so a wire format that depends on a scalar uses these operations instead.
 """
 
 import math
@@ -13,7 +13,7 @@ Scalar = Any
 
 
 class ScalarOps(Protocol):
-    """Operations for which Python's operators do not work on a graph's scalars."""
+    """Operations that Python's own operators cannot do with a graph's scalars."""
 
     def where(self, condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
         """Return the integer `a` where the condition is true, otherwise the integer `b`."""
@@ -36,7 +36,7 @@ class ScalarOps(Protocol):
         ...
 
     def largest(self, values: Sequence[Scalar]) -> Scalar:
-        """Return the largest of some integers."""
+        """Return the largest of several integers."""
         ...
 
     def is_finite(self, x: Scalar) -> Scalar:

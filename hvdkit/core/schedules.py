@@ -10,14 +10,15 @@ from hvdkit.errors import UsageError
 class WarmupCosine:
     """Linear warm-up to a scaled peak, then half a cosine down to zero.
 
-    With n ranks a step uses n times the data of one rank, so there are n times fewer steps. The
-    linear scaling rule makes the rate n times as large, and needs a warm-up (Goyal et al.,
-    arXiv:1706.02677). The cosine is Loshchilov and Hutter's, without restarts (arXiv:1608.03983).
+    With n ranks, a step uses n times as much data as with one rank, so an epoch has n times fewer
+    steps. The linear scaling rule makes the rate n times as large, and needs a warm-up (Goyal et
+    al., arXiv:1706.02677). The cosine is from Loshchilov and Hutter, without restarts
+    (arXiv:1608.03983).
 
     Attributes:
         base_lr: the rate for one rank.
-        total_steps: steps of the whole training, on each rank.
-        warmup_steps: steps until the peak is reached.
+        total_steps: the number of steps of the whole training.
+        warmup_steps: the number of steps until the peak rate is reached.
         scale: peak rate / `base_lr`, usually the number of ranks.
 
     Raises:

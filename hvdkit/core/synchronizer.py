@@ -2,7 +2,7 @@
 
 It works in rounds. In a round every rank reduces every bucket once:
 
-    mark_ready(i) ...   during the backward pass; the next call after a bucket is full sends it
+    mark_ready(i) ...   record a gradient during the backward pass; start buckets that were full
     send()              start the buckets that have not started
     wait()              wait for all buckets; afterwards every gradient is the reduced gradient
 
@@ -47,7 +47,7 @@ class _RunningReduction(Generic[Handle]):
 
     Attributes:
         steps: the wire format's generator.
-        name: of the bucket's collectives.
+        name: the name of the bucket's collectives.
         request: the request that the generator waits for; None when the reduction is done.
         handle: the collective in flight.
         collectives: the number of collectives started.
@@ -68,7 +68,7 @@ class _Round(Generic[Handle]):
         generation: the generation of the collectives when the round began.
         missing: for each bucket, the number of gradients that have not arrived.
         arrived: the parameters whose gradients have arrived, in that order.
-        full: buckets whose gradients have all arrived, with the thread of the last one.
+        full: buckets whose gradients have all arrived, each with the thread of its last gradient.
         reductions: bucket index -> its running reduction.
     """
 
@@ -85,10 +85,11 @@ class Synchronizer(Generic[Buffer, Handle]):
     Args:
         specs: the parameters, in the order of the forward pass.
         backend: the framework.
-        collectives: of the process set that the backend uses.
+        collectives: the collectives of the backend's process set.
         reduction: how to reduce the gradients.
         window: the accumulation window that the rounds belong to.
-        context: further lines that must be the same on every rank; errors show them first.
+        context: further lines of text that must be equal on all ranks. If they differ, the error
+            shows them first.
 
     Raises:
         UsageError: the specs or settings are invalid; nothing has been communicated.
@@ -110,7 +111,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         self._reduction = reduction
         self._window = window or Window(1)
         self._context = tuple(context)
-        # Gradients on several devices arrive in a thread each.
+        # Gradients of different devices arrive in different threads.
         self._lock = threading.RLock()
         self._agreed: int | None = None
         self._plan: BucketPlan | None = None
@@ -119,7 +120,8 @@ class Synchronizer(Generic[Buffer, Handle]):
         self._codecs: Sequence[WireFormat] = ()
         self._buckets: AgreedBuckets | None = None
         self._resumed: ReductionState | None = None
-        # The generation, the reductions that wait for a deferred request, and its result.
+        # The generation, the reductions that wait for a deferred request, and a function that
+        # returns the results of the request.
         self._deferred: (
             tuple[int, list[_RunningReduction[Handle]], Callable[[], list[int]]] | None
         ) = None
@@ -156,7 +158,7 @@ class Synchronizer(Generic[Buffer, Handle]):
     def resume(self, state: ReductionState | None) -> None:
         """Restore a state: the next `agree` makes the same plan and the same scales.
 
-        Ignore a state of other gradients.
+        A state of other gradients is ignored.
 
         Args:
             state: a value of the property `state`, the same on every rank.
@@ -165,15 +167,15 @@ class Synchronizer(Generic[Buffer, Handle]):
         self.forget()
 
     def forget(self) -> None:
-        """Drop the plan, on all ranks alike: the next round begins with `agree`."""
+        """Drop the plan, so that the next round begins with `agree`. Every rank must call this."""
         self._agreed = None
         self._begin_round()
 
     def mark_ready(self, i: int) -> None:
         """Record that the gradient of parameter `i` has arrived in this round.
 
-        A full bucket is packed when the next gradient arrives, because the user's hooks that run
-        after ours may still change the bucket's last gradient.
+        A full bucket is packed when the next gradient arrives. Until then, the user's hooks that
+        run after ours may change the last gradient of the bucket.
 
         Raises:
             HvdkitError: the gradient is in a bucket that has started.
@@ -220,7 +222,7 @@ class Synchronizer(Generic[Buffer, Handle]):
             self._resumed,
         )
         self._resumed = None
-        # These requests belong to the previous plan, and fail if Horovod was shut down meanwhile.
+        # These requests belong to the previous plan. They fail if Horovod was shut down meanwhile.
         with suppress(Exception):
             self.complete_deferred()
         self._buckets = buckets
@@ -233,7 +235,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         """Start a few of the buckets that have not started; `wait` starts the others.
 
         A gradient that does not exist counts as zeros, so ranks may use different parts of the
-        model. `agree` comes first.
+        model. The ranks must have agreed on the buckets (`agree`).
         """
         with self._lock:
             assert self._plan is not None
@@ -243,7 +245,7 @@ class Synchronizer(Generic[Buffer, Handle]):
                 self._start(bucket)
 
     def wait(self) -> None:
-        """Wait for every bucket that `send` has started, and unpack it."""
+        """Start the buckets that `send` has not started. Wait for all buckets and unpack them."""
         try:
             self._finish()
         except BaseException:
@@ -271,7 +273,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         generation, waiting, result = self._deferred
         self._deferred = None
         if generation != self._collectives.generation:
-            return  # Horovod was shut down, and the collective with it.
+            return  # Horovod was shut down, which ended the collective.
         for reduction, value in zip(waiting, result(), strict=True):
             self._advance(reduction, value)
 
@@ -356,8 +358,8 @@ class Synchronizer(Generic[Buffer, Handle]):
         assert self._plan is not None
         buckets = self._plan.buckets
         reductions = self._round.reductions
-        # Wait in the order of buckets, which all ranks share, not in the order of their start. Only
-        # a few are in flight, because all of them may need more memory in the first round.
+        # Wait in the order of the buckets, which is the same on all ranks. Buckets may have started
+        # in another order. Only a few are in flight, to limit the memory in the first round.
         for bucket in buckets:
             if bucket.index not in reductions:
                 self._start(bucket)

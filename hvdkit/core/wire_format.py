@@ -14,12 +14,13 @@ as a collective, and receives their results:
 The synchronizer starts the generator when the bucket is full, runs the generators of all buckets
 concurrently and combines requests where it can.
 
-Every rank must make the same requests. Decide only by results of requests. Decide by an `AbsMax`
-only whether it is finite, because the ranks' sums may differ in the last bit.
+Every rank must make the same requests, so a format may depend only on the results of requests. A
+reduced buffer may differ between ranks in the last bit, because MPI does not promise equal sums.
+So its `AbsMax` may only decide whether the buffer is finite.
 
 TensorFlow runs a generator once, while it traces a graph. Results and `state` are then scalars of
-the graph: a format that depends on them computes with `self.ops` and yields a `Cond` instead of
-using `if`. docs/synchronizer.md shows a complete format.
+the graph. A format that depends on them must compute with `self.ops`, and must yield a `Cond`
+instead of using `if`. docs/synchronizer.md shows a complete format.
 """
 
 import copy
@@ -49,7 +50,7 @@ class Gather:
 class AbsMax:
     """Request: the absolute maximum of a buffer; not finite if an element is not finite.
 
-    On an accelerator one copy to the host serves all buckets.
+    On an accelerator, the results of all buckets are copied to the host together.
 
     Attributes:
         immediate: do not wait for the other buckets, so that the buffer is freed earlier.
@@ -61,12 +62,12 @@ class AbsMax:
 
 @dataclass(frozen=True)
 class GlobalMax:
-    """Request: the maximum of a value over the ranks. One collective serves all buckets.
+    """Request: the maximum of a value over the ranks. All buckets share one collective.
 
     Attributes:
         value: this rank's value, an integer >= 0.
-        deferred: the result may arrive as late as the bucket's next reduction. The gradients must
-            be final before it.
+        deferred: the result may arrive as late as the bucket's next reduction. The bucket must be
+            unpacked before this request.
     """
 
     value: Scalar
@@ -78,9 +79,9 @@ class Cond:
     """Request: run one of two reductions. The result is the return value of that reduction.
 
     Attributes:
-        condition: whether to run the first; the same on every rank.
-        if_true: starts a reduction, which may make any request but `GlobalMax`.
-        if_false: the same; returns as many scalars of the same dtypes.
+        condition: whether to run `if_true`; the same on every rank.
+        if_true: starts a reduction, which may make any request except `GlobalMax`.
+        if_false: like `if_true`. Both must return the same number of scalars, of the same dtypes.
     """
 
     condition: Scalar
@@ -107,13 +108,13 @@ def run_conditions(reduction: BucketReduction) -> BucketReduction:
             result = yield request
 
 
-#: Dtypes that round or flush values which are divided before the sum.
+#: Dtypes in which values lose bits if they are divided before the sum.
 NARROW = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Factors that make the gradient for the optimizer out of a sum over ranks.
+    """Factors that turn a sum over ranks into the gradient for the optimizer.
 
     Attributes:
         total: the product of all factors; 1 / (ranks x passes) for a mean.
@@ -128,9 +129,9 @@ class Scaling:
     def split(self, dtype: str) -> tuple[float, float]:
         """Return the factors before and after the sum, for values of `dtype` on the wire.
 
-        The whole factor comes before the sum, where packing applies it for free. float16 would
-        lose small values by that and bfloat16 would round once more: their factor comes after the
-        sum, as in Horovod.
+        For most dtypes the whole factor is applied before the sum, where it takes no extra time:
+        packing multiplies by it. For float16 and bfloat16 it is applied after the sum, as in
+        Horovod. Before the sum, float16 would lose small values and bfloat16 would round again.
         """
         if self.predivide is not None:
             return 1.0 / self.predivide, self.total * self.predivide
@@ -138,7 +139,7 @@ class Scaling:
 
 
 class WireFormat:
-    """An encoding of gradients for the network, and this base class the encoding unchanged.
+    """An encoding of gradients for the network. This base class sends them unchanged.
 
     Each bucket has its own copy, the bucket codec: attributes that `reduce` sets belong to the
     bucket.
@@ -146,8 +147,8 @@ class WireFormat:
     Attributes:
         name: the name in settings and errors; ranks compare it.
         tensor_by_tensor: whether every parameter has its own bucket.
-        state: integers that the codec has learned from the steps before, the same on every rank. A
-            graph and a checkpoint keep the state, and no other attribute.
+        state: integers that the codec has learned in earlier steps, the same on every rank. A
+            graph and a checkpoint store the state, but no other attribute.
         ops: operations on scalars of a running step.
     """
 
@@ -170,7 +171,10 @@ class WireFormat:
 
 
 class SparseRows(WireFormat):
-    """Sparse gradients: every rank receives the rows of all ranks; equal indices add up."""
+    """Send sparse gradients: every rank receives the rows of all ranks.
+
+    Rows with the same index are added.
+    """
 
     name = "sparse rows"
 

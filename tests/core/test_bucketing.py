@@ -7,6 +7,7 @@ from hvdkit.core.bucketing import (
     MB,
     ParameterSpec,
     describe_devices,
+    even_groups,
     plan,
 )
 from hvdkit.errors import UsageError
@@ -189,3 +190,12 @@ def test_bad_input_is_refused():
         plan([spec("a", 1), spec("a", 2)])
     with pytest.raises(UsageError, match="at least 1"):
         plan([spec("a", 1)], bucket_bytes=0)
+
+
+@pytest.mark.parametrize(("count", "groups"), [(0, 3), (2, 5), (7, 1), (7, 3), (7, 7), (5, 0)])
+def test_even_groups_are_not_empty(count, groups):
+    found = even_groups(count, groups)
+    assert len(found) == min(count, groups)
+    assert all(found)
+    assert [k for group in found for k in group] == (list(range(count)) if groups else [])
+    assert max(map(len, found), default=0) - min(map(len, found), default=0) <= 1

@@ -1,6 +1,8 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hvdkit.core.consistency import RankMismatchError, check_consistency, digest
+from hvdkit.core.consistency import RankMismatchError, are_equal, check_consistency, digest
 from tests.core.simulated_ranks import on_every_rank
 
 
@@ -27,6 +29,18 @@ def test_one_rank_that_differs_is_named_on_every_rank(size):
     assert f"rank {odd_one}: weight [3]" in str(errors[0])
     assert "weight [4]" in str(errors[0])
     assert "the model" in str(errors[0])
+
+
+@given(st.lists(st.integers(0, 2**24 - 1), min_size=1, max_size=4), st.booleans())
+def test_equal_numbers(numbers, repeat):
+    """Compared by one sum of squares."""
+    if repeat:
+        numbers = numbers[:1] * len(numbers)
+
+    def check(collectives):
+        return are_equal(collectives, numbers[collectives.rank], "numbers")
+
+    assert on_every_rank(len(numbers), check) == [len(set(numbers)) == 1] * len(numbers)
 
 
 def test_a_shorter_description_differs():

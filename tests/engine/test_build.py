@@ -84,14 +84,13 @@ def test_installed_engine_finds_mpi_beside_itself(engine):
     assert (engine.path / "torch" / "../../../../.." / "lib").resolve().is_dir()
 
 
-def test_the_cache_gives_the_same_engine_into_a_folder_within_seconds(engine, tmp_path):
+def test_the_cache_gives_the_same_engine_into_a_folder(engine, tmp_path):
     made = plan.make_plan(plan.Request())
     if cache.lookup(made.key) is None:
         pytest.skip("the cache has no engine for the installed frameworks")
-    began = time.monotonic()
     answer = run_build("--target", str(tmp_path / "engine"), cache_dir=cache.folder())
     assert answer.returncode == 0, answer.stderr
-    assert time.monotonic() - began < 60
+    assert "Building Horovod" not in answer.stdout
     there = describe.installed(tmp_path / "engine")
     assert there.record == engine.record
     assert f"Installed Horovod {there.version}" in answer.stdout
@@ -117,12 +116,13 @@ def test_a_failed_build_changes_nothing_and_says_why(engine, private_cache, tmp_
     assert scratch_folders() <= before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "status"),
     [
         (signal.SIGTERM, 143),
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.long),
-        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.long),
+        (signal.SIGINT, 130),
+        (signal.SIGHUP, 129),
     ],
 )
 def test_an_interrupted_build_leaves_nothing(engine, private_cache, tmp_path, number, status):

@@ -1,6 +1,8 @@
 """The smoke test rejects a broken engine, and then nothing is installed."""
 
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,11 +11,14 @@ from hvdkit.errors import HvdkitError
 
 
 @pytest.fixture
-def copy_of_engine(tmp_path):
+def copy_of_engine(tmp_path, monkeypatch):
     engine = describe.installed()
     if engine is None or "torch" not in engine.frameworks:
         pytest.skip("no engine with torch is installed: run `hvdkit build`")
     shutil.copytree(engine.path, tmp_path / "horovod")
+    # The libraries look for MPI relative to site-packages, which the copy has left, and in the
+    # environment of the build, which is gone if the engine came from the cache.
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(Path(sys.prefix) / "lib"))
     return tmp_path
 
 
