@@ -20,7 +20,7 @@ install_hvdkit() {
     fi
     # Nothing to do is the usual case, and asking pip takes seconds: remember what was installed.
     local wanted stamp="$venv/.hvdkit-installed"
-    wanted="$1 $(cat "$root/setup.cfg" "$root/scripts/constraints.txt" | cksum)"
+    wanted="$1 $(cat "$root/pyproject.toml" "$root/scripts/constraints.txt" | cksum)"
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         rm -f "$stamp"
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \

@@ -11,7 +11,6 @@ It uses the standard library and this Python's pip.
 """
 
 import ast
-import configparser
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Iterable, Sequence
 from email.parser import HeaderParser
@@ -102,12 +102,9 @@ def run(folder: Path, python_version: str) -> int:
 
 
 def requirements() -> list[str]:
-    """Return what hvdkit, its tests and its build need, as setup.cfg and this module list it."""
-    parser = configparser.ConfigParser()
-    parser.read(REPOSITORY / "setup.cfg", encoding="utf-8")
-    lines = parser["options"]["install_requires"].splitlines()
-    own = [re.sub(r"\s*([<>=!~,]+)\s*", r"\1", line.strip()) for line in lines]
-    return [line for line in own if line and not line.startswith("#")] + list(_MORE)
+    """Return the requirements of hvdkit, of its tests and of its build."""
+    pyproject = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    return [*pyproject["project"]["dependencies"], *_MORE]
 
 
 def sdist_name() -> str:
