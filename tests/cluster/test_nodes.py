@@ -192,7 +192,7 @@ def test_a_node_may_connect_again_while_others_are_missing(start):
 
 def test_nodes_with_different_commands(start):
     first, second = start(0, "true"), start(1, "false")
-    reason = "host1: its command is `false`, that of node 0 is `true`"
+    reason = "host1: its command is `false`, but that of node 0 is `true`"
     assert reason in end(first)[2]
     status, _, stderr = end(second)
     assert (status, reason in stderr) == (1, True), stderr

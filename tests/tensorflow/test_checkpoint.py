@@ -98,9 +98,9 @@ def test_another_seed_or_number_of_samples_raises(hvd):
     from hvdkit.errors import UsageError
 
     state = hvd.ResumableSampler(10, 2, seed=1).save()
-    with pytest.raises(UsageError, match="seed 1, and this ResumableSampler has seed 2"):
+    with pytest.raises(UsageError, match="seed 1, but this one has seed 2"):
         hvd.ResumableSampler(10, 2, seed=2).plan_restore(state)
-    with pytest.raises(UsageError, match="samples 10, and this"):
+    with pytest.raises(UsageError, match="samples 10, but this"):
         hvd.ResumableSampler(12, 2, seed=1).plan_restore(state)
     for arguments in ((0, 1), (4, 0), (4, 2.0)):
         with pytest.raises(UsageError, match="expected a whole number"):

@@ -222,7 +222,7 @@ def test_generators_with_other_names(hvd, tmp_path, names):
         saving.save(1)
     own = {name: random.Random(2) for name in names}
     with (
-        pytest.raises(UsageError, match="has generators 'noise', and generators= has "),
+        pytest.raises(UsageError, match="has the generators 'noise', but generators= has "),
         checkpointer(own) as restoring,
     ):
         restoring.restore()

@@ -569,7 +569,7 @@ def test_another_generator_on_one_rank_is_an_error_on_all(hvd):
             checkpointer.save(1)
         own = np.random.default_rng(1) if hvd.rank() == hvd.size() - 1 else random.Random(1)
         with (
-            pytest.raises(UsageError, match=r"generators\['x'\] was random.Random"),
+            pytest.raises(UsageError, match=r"generators\['x'\] was of kind random\.Random"),
             hvd.Checkpointer(folder, model=nn.Linear(1, 1), generators={"x": own}) as checkpointer,
         ):
             checkpointer.restore()
