@@ -238,6 +238,7 @@ def _gone(pid):
     return True
 
 
+@pytest.mark.long
 def test_the_time_limit_ends_the_process_group_and_the_next_part_runs(checkout):
     checkout.add("slow", then=_SLEEPS, seconds=4)
     checkout.add("next")

@@ -234,6 +234,7 @@ def test_a_rank_that_is_killed(launches):
     assert "rank 1 on host1 failed: killed by signal 9 (Killed)" in done.stderr
 
 
+@pytest.mark.long
 def test_ranks_that_ignore_sigterm_are_killed(launches):
     code = (
         "signal.signal(15, signal.SIG_IGN); print('ignoring');"

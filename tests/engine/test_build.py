@@ -84,6 +84,7 @@ def test_installed_engine_finds_mpi_beside_itself(engine):
     assert (engine.path / "torch" / "../../../../.." / "lib").resolve().is_dir()
 
 
+@pytest.mark.long
 def test_the_cache_gives_the_same_engine_into_a_folder(engine, tmp_path):
     made = plan.make_plan(plan.Request())
     if cache.lookup(made.key) is None:

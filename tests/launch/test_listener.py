@@ -56,6 +56,7 @@ def test_strangers_are_refused(listener, data):
     assert connect(listener, data) is None
 
 
+@pytest.mark.long
 def test_agents_get_heartbeats_while_others_are_missing(listener, monkeypatch):
     """Otherwise agents would take the launcher for lost after LOST_SECONDS."""
     monkeypatch.setattr(messages, "HEARTBEAT_SECONDS", 0.05)

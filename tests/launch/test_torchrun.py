@@ -129,6 +129,7 @@ def test_a_single_rank_of_torchrun(engine, tmp_path):
     assert run(program, tmp_path, "--standalone", "--nproc-per-node", 1) == ["1"]
 
 
+@pytest.mark.long
 def test_tensorflow_under_torchrun_is_refused(tmp_path):
     skip_where_unsupported(Configuration("tensorflow", "gloo", 2))
     program = """

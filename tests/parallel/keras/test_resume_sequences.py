@@ -5,6 +5,7 @@ import tempfile
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 
 from tests.parallel.keras.job import distributed, of_every_rank
@@ -125,6 +126,7 @@ _SAMPLERS = st.fixed_dictionaries(
 _JOBS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12)), min_size=2, max_size=4)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_jobs_of_different_sizes_train_each_sample_of_an_epoch(rank_pool, request):
     @settings(
         max_examples=_LONG if request.config.getoption("--long") else _SHORT,

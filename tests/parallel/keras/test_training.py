@@ -88,6 +88,7 @@ def test_all_callbacks_read_reduced_logs(hvd):
     }
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_training_metrics_without_validation_are_reduced(hvd):
     history = fit(hvd, classifier(distributed(hvd)), epochs=2).history
     expected = classifier("sgd").evaluate(*all_samples(hvd.size()), verbose=0, return_dict=True)
@@ -95,6 +96,7 @@ def test_training_metrics_without_validation_are_reduced(hvd):
         close({name: values[epoch] for name, values in history.items()}, expected)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_validation_every_other_epoch(hvd):
     model = classifier(distributed(hvd))
     validation = samples(hvd.rank(), 1)
@@ -103,6 +105,7 @@ def test_validation_every_other_epoch(hvd):
     same_everywhere(history)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_logs_of_validation_on_one_rank_reach_all_ranks(hvd):
     import keras
 
@@ -119,6 +122,7 @@ def test_logs_of_validation_on_one_rank_reach_all_ranks(hvd):
     close({name: history[f"val_{name}"][0] for name in expected}, expected)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_custom_metrics(hvd):
     import keras
 
@@ -207,6 +211,7 @@ def test_other_logs_are_averaged(hvd):
     assert history["last"] == history["name"] == [pytest.approx(last)]
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_different_metrics_raise(hvd):
     from hvdkit.core.consistency import RankMismatchError
 
@@ -259,6 +264,7 @@ def test_learning_rates_of_plateaus_are_the_same_on_all_ranks(hvd):
     assert rates[-1] < 0.05
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_only_rank_0_writes_files(hvd):
     import keras
 
@@ -325,6 +331,7 @@ def test_terminate_on_nan_on_one_rank_stops_all_ranks(hvd):
     assert same_everywhere(int(model.optimizer.iterations)) == 1
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_stop_at_the_end_of_an_epoch_on_one_rank_stops_all(hvd):
     import keras
 
@@ -356,6 +363,7 @@ def test_a_stop_after_a_batch_on_one_rank_stops_all(hvd):
         assert same_everywhere(int(model.optimizer.iterations)) == 2
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_stop_without_batch_hooks_takes_effect_at_the_end_of_the_epoch(hvd):
     import keras
 
@@ -370,6 +378,7 @@ def test_a_stop_without_batch_hooks_takes_effect_at_the_end_of_the_epoch(hvd):
     assert same_everywhere(int(model.optimizer.iterations)) == 2 * STEPS
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_an_accumulation_window_closes_before_validation(hvd):
     import keras
 
@@ -420,6 +429,7 @@ def test_backup_and_restore_resumes_all_ranks(hvd):
         assert int(again.optimizer.iterations) == 4 * STEPS
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_evaluate_outside_of_fit_is_not_coordinated(hvd):
     model = classifier(distributed(hvd))
     fit(hvd, model)
@@ -432,6 +442,7 @@ def test_evaluate_outside_of_fit_is_not_coordinated(hvd):
     fit(hvd, model)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_evaluate_with_a_metric_average_callback_is_exact(hvd):
     model = classifier(distributed(hvd))
     callback = hvd.callbacks.MetricAverageCallback()
@@ -443,6 +454,7 @@ def test_evaluate_with_a_metric_average_callback_is_exact(hvd):
         close(found, expected)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_evaluate_in_a_callback_of_one_rank(hvd):
     import keras
 
@@ -459,6 +471,7 @@ def test_evaluate_in_a_callback_of_one_rank(hvd):
     assert history["loss"][0] == pytest.approx(history["loss"][1], rel=1e-6)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_metric_average_callback_reduces_with_a_plain_optimizer(hvd):
     expected = classifier("sgd").evaluate(*all_samples(hvd.size()), verbose=0, return_dict=True)
 

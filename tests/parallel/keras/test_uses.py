@@ -146,6 +146,7 @@ def test_a_layer_without_gradients_on_some_ranks(hvd):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.long_with("keras-tensorflow")
 def test_predict_divides_the_rows(hvd, rows):
     import keras
 
@@ -218,6 +219,7 @@ def test_different_numbers_of_steps_raise_on_every_rank(hvd):
 
 
 @pytest.mark.parametrize("broadcast", ["forgotten", "by a callback", "not wanted"])
+@pytest.mark.long_with("keras-tensorflow")
 def test_different_initial_values_raise(hvd, broadcast):
     import keras
 
@@ -237,6 +239,7 @@ def test_different_initial_values_raise(hvd, broadcast):
         same_everywhere(weights_of(model))
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_different_frozen_layer_raises(hvd):
     """A frozen layer has no gradients, but affects those of all other layers."""
     import keras
@@ -257,6 +260,7 @@ def test_a_different_frozen_layer_raises(hvd):
 
 
 @pytest.mark.parametrize("broadcast", ["forgotten", "call", "callback"])
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_normalization_adapted_on_one_rank(hvd, broadcast):
     """On TensorFlow the layer computes with constants, which a broadcast must update."""
     import keras
@@ -296,6 +300,7 @@ def test_a_normalization_adapted_on_one_rank(hvd, broadcast):
 
 
 @pytest.mark.parametrize("differing", ["units", "layers", "frozen units", "frozen layers"])
+@pytest.mark.long_with("keras-tensorflow")
 def test_different_models_raise_within_an_accumulation_window(hvd, differing):
     """The first batches of a window reduce no gradients, so their check does not run."""
     import keras
@@ -314,6 +319,7 @@ def test_different_models_raise_within_an_accumulation_window(hvd, differing):
 
 
 @pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.long_with("keras-tensorflow")
 def test_an_error_in_fit_discards_the_accumulation_window(hvd, alike):
     """Ranks may have accumulated different numbers of batches when `fit` raised."""
     import keras

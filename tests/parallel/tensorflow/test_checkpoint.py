@@ -116,7 +116,8 @@ def trained(hvd, folder, compression, interrupted_after=None):
     return content, losses if hvd.rank() == 0 else losses[-8:]
 
 
-@pytest.mark.parametrize("compression", [pytest.param("none", marks=pytest.mark.long), "fp16"])
+@pytest.mark.long
+@pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_a_resumed_loop_is_bit_identical(hvd, compression):
     with common_folder(hvd) as folder, common_folder(hvd) as other:
         assert trained(hvd, folder, compression, interrupted_after=14) is None

@@ -35,7 +35,10 @@ def test_accuracy_of_two_ranks_after_six_epochs(name, framework):
     assert accuracy(name, Configuration(framework, "gloo", 2), "--epochs", "6") > 0.9
 
 
-@pytest.mark.parametrize(("name", "framework"), EXAMPLES)
+@pytest.mark.parametrize(
+    ("name", "framework"),
+    [EXAMPLES[0], pytest.param(*EXAMPLES[1], marks=pytest.mark.long), EXAMPLES[2]],
+)
 def test_the_minimal_examples_learn(name, framework):
     name = name.partition("_")[0]
     assert minimal_accuracy(Configuration(framework, "gloo", 2), name, QUIET) > 0.9

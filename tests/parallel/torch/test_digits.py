@@ -24,6 +24,7 @@ def accuracy(configuration, *arguments):
     return float(re.fullmatch(r"accuracy=(0\.\d{4}|1\.0000)", last).group(1))
 
 
+@pytest.mark.long
 def test_two_ranks_learn_digits_in_a_few_epochs_and_the_same_ones_again():
     two = Configuration("torch", "gloo", 2)
     first = accuracy(two, "--epochs", "8", "--seed", "3")

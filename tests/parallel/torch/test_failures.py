@@ -10,6 +10,8 @@ from hvdkit.ranks import RanksFailed
 from tests.parallel.rank_pool import Configuration, start_ranks_of
 
 BOTH = [Configuration("torch", "gloo", 3), Configuration("torch", "mpi", 3)]
+# For tests in which the controllers differ little.
+GLOO_FIRST = [BOTH[0], pytest.param(BOTH[1], marks=pytest.mark.long)]
 
 SCRIPT = """
 import sys, time, os, signal
@@ -26,7 +28,7 @@ def run(configuration, code, timeout, failure_grace=20.0, **env):
     return start_ranks_of(configuration, command, env).wait(timeout, failure_grace)
 
 
-@pytest.mark.parametrize("configuration", BOTH, ids=str)
+@pytest.mark.parametrize("configuration", GLOO_FIRST, ids=str)
 def test_a_rank_that_never_comes_ends_the_job(configuration):
     engine = installed()
     if configuration.controller == "gloo" and engine is not None and not engine.ours:
@@ -158,7 +160,7 @@ print("trained", flush=True)
     assert "trained" in caught.value.results[1].output
 
 
-@pytest.mark.parametrize("configuration", BOTH, ids=str)
+@pytest.mark.parametrize("configuration", GLOO_FIRST, ids=str)
 def test_a_gather_while_a_rank_has_joined(configuration):
     """It is an error, as Horovod specifies, also if the ranks have cached the gather."""
     code = """
@@ -180,7 +182,7 @@ hvd.allreduce(torch.ones(3), name="all are back")
         assert result.output.count("not supported with Join") == 2
 
 
-@pytest.mark.parametrize("configuration", BOTH, ids=str)
+@pytest.mark.parametrize("configuration", GLOO_FIRST, ids=str)
 def test_the_last_rank_goes_on_alone(configuration):
     """A sum to which only the highest rank contributes, because buffers are indexed by rank."""
     code = """
@@ -196,7 +198,7 @@ print("joined", flush=True)
         assert "joined" in result.output
 
 
-@pytest.mark.parametrize("configuration", BOTH, ids=str)
+@pytest.mark.parametrize("configuration", GLOO_FIRST, ids=str)
 def test_unnamed_collectives_after_join(configuration):
     code = """
 for _ in range(hvd.rank()):
