@@ -143,6 +143,12 @@ class Manager:
         self._parts = dict(parts)
         self._rank_parts = dict(rank_parts or {})
         self._alike = [name for name in self._parts if name in alike]
+        # The positions in `alike` are compared by content, and may be objects of the user's.
+        self._compared = {
+            name: part
+            for name, part in self._parts.items()
+            if isinstance(part, ComparedItem) and name not in self._alike
+        }
         self._sharded = {
             name: part for name, part in self._parts.items() if isinstance(part, ShardedItem)
         }
@@ -159,8 +165,6 @@ class Manager:
         self._window_open = window_open
         self._closed = False
         self._last_step = 0
-        # The number and metrics of the step that the state is of, if it was saved or restored.
-        self._current: tuple[int, Mapping[str, float]] | None = None
         self._unknown_metrics: set[str] = set()
         # Monotonic: the time of day may jump.
         self._last_time = time.monotonic()
@@ -193,8 +197,8 @@ class Manager:
             step: the number of steps trained, the same on all ranks.
             epoch: the epoch of the step, for people.
             metrics: values by name, for `keep_best` and for people. The first rank's are saved. A
-                second save of a step, or the save of the step that was restored, replaces the
-                step and keeps its metrics that are not given again.
+                second save of a step replaces it. If the tensors are the same as before, it keeps
+                the metrics that are not given again.
             wait: return after everything is on the disk.
 
         Raises:
@@ -220,11 +224,7 @@ class Manager:
             if self._first:
                 self._writer.open()
             trees = {name: self._parts[name].save() for name in self._parts_to_save()}
-            signatures = {
-                name: part.signature()
-                for name, part in self._parts.items()
-                if isinstance(part, ComparedItem)
-            }
+            signatures = {name: part.signature() for name, part in self._compared.items()}
             gathers = {
                 name: part.prepare_gather(self._first) for name, part in self._sharded.items()
             }
@@ -253,9 +253,6 @@ class Manager:
             if rows.part is not None:
                 content[name] = rows.part
         ranks = gather(self._collectives, own, "hvdkit.checkpoint.ranks")
-        if self._current is not None and self._current[0] == step:
-            values = {**self._current[1], **values}
-        self._current = int(step), values
         self._last_step, self._last_time = int(step), time.monotonic()
         if self._first:
             snapshot = Snapshot(
@@ -464,14 +461,12 @@ class Manager:
         found = restoring.run(self._store.search(step, run) if self._first else None)
         if found is None:
             return None
-        self._current = None
         self._last_time = time.monotonic()
         if only is not None:
             # Another training, with its own count of steps.
             self._writer.begin_run()
         else:
             self._last_step = found.step
-            self._current = found.step, found.metrics
             if self._first:
                 self._writer.restored(found)
         return Restored(found.step, found.epoch, found.metrics, found.world_size)

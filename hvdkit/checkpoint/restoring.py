@@ -12,6 +12,7 @@ from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import OpenCheckpoint, Outline, rank_tree
 from hvdkit.checkpoint.state import (
     CheckedRankItem,
+    DependentItem,
     PartialItem,
     RankItem,
     RequiredRankItem,
@@ -251,9 +252,10 @@ class Restoring:
         same_size = outline.manifest.world_size == len(self._collectives.ranks)
         parts: dict[str, Tree] = {}
         not_restored: list[str] = []
-        for name in self._names(outline, same_size):
+        names = self._names(outline, same_size)
+        for name in sorted(names, key=lambda n: isinstance(self._parts[n], DependentItem)):
             try:
-                parts[name] = self._prepare_part(name, outline, not_restored)
+                parts[name] = self._prepare_part(name, outline, parts, not_restored)
             except UsageError as error:
                 if self._strict:
                     raise
@@ -281,21 +283,27 @@ class Restoring:
                 not_restored.append(str(error))
         return _Prepared(outline, parts, Broadcast(parts, outline), own, not_restored)
 
-    def _prepare_part(self, name: str, outline: Outline, not_restored: list[str]) -> Tree:
+    def _prepare_part(
+        self, name: str, outline: Outline, planned: Collection[str], not_restored: list[str]
+    ) -> Tree:
         """Plan the restore of a part.
 
         Args:
             name: the name of the part.
             outline: the outline of the step.
+            planned: the names of the parts that have been planned.
             not_restored: descriptions of the state that is not restored. The function appends.
 
         Raises:
             UsageError: the state does not fit.
         """
         part, tree = self._parts[name], outline.tree(name)
-        if self._strict or not isinstance(part, PartialItem):
+        if self._strict or not isinstance(part, PartialItem | DependentItem):
             return part.plan_restore(tree)
-        prepared, lines = part.plan_partial_restore(tree)
+        if isinstance(part, DependentItem):
+            prepared, lines = part.plan_dependent_restore(tree, self._wanted, planned)
+        else:
+            prepared, lines = part.plan_partial_restore(tree)
         not_restored += [f"{name}: {line}" for line in lines]
         return prepared
 

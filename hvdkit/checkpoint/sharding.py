@@ -38,7 +38,8 @@ class Shard:
 
     Attributes:
         tensor: the rows, of shape [rows, ...]; `rows` may be 0. Or a function that returns them at
-            each save and restore, for a tensor that is replaced during training.
+            each save and restore, for a tensor that is replaced during training. A restore writes
+            into the result, so it must not be a copy.
         first: the index of the first of these rows in the whole tensor.
         total: the number of rows of the whole tensor.
     """
@@ -55,15 +56,22 @@ class ShardedItem:
         shards: the shards of this rank.
         tensor: converts a framework's tensor to a `Tensor`; its second argument names the tensor
             in errors.
+        identity: returns a value that is equal for two objects if they have the same memory.
 
     Raises:
         UsageError: a name or a shard is not valid.
     """
 
-    def __init__(self, shards: Mapping[str, Shard], tensor: Callable[[Any, str], Tensor]) -> None:
+    def __init__(
+        self,
+        shards: Mapping[str, Shard],
+        tensor: Callable[[Any, str], Tensor],
+        identity: Callable[[Any], Any] = id,
+    ) -> None:
         if not isinstance(shards, Mapping):
             raise UsageError(f"sharded is a {type(shards).__name__}: expected a dict of hvd.Shard")
         self._tensor = tensor
+        self._identity = identity
         for name in shards:
             # safetensors reserves the second name.
             if not isinstance(name, str) or name in ("", "__metadata__"):
@@ -85,17 +93,7 @@ class ShardedItem:
             UsageError: they do not fit the whole tensor.
         """
         shard, subject = self._shards[name], _subject(name)
-        if callable(shard.tensor):
-            try:
-                tensor = shard.tensor()
-            except Exception as error:
-                raise UsageError(
-                    f"the function of {subject} raised {type(error).__name__}: {error}; expected "
-                    f"this rank's rows"
-                ) from error
-        else:
-            tensor = shard.tensor
-        own = self._tensor(tensor, subject)
+        own = self._tensor(self._given(name), subject)
         if not own.spec.shape:
             raise UsageError(f"{subject} has no dimensions: expected a tensor with rows")
         rows = own.spec.shape[0]
@@ -105,6 +103,39 @@ class ShardedItem:
                 f"first + rows to be at most total"
             )
         return _Rows(own, shard.first, shard.total)
+
+    def _given(self, name: str) -> Any:
+        """Return the framework's tensor of a shard.
+
+        Raises:
+            UsageError: its function raised an error.
+        """
+        given = self._shards[name].tensor
+        if not callable(given):
+            return given
+        try:
+            return given()
+        except Exception as error:
+            raise UsageError(
+                f"the function of {_subject(name)} raised {type(error).__name__}: {error}; "
+                f"expected this rank's rows"
+            ) from error
+
+    def _expect_no_copies(self) -> None:
+        """Check that the functions return the memory of the model.
+
+        Raises:
+            UsageError: a function returns new memory.
+        """
+        for name, shard in self._shards.items():
+            # Both are kept meanwhile, so that they cannot have the same address by chance.
+            first, second = self._given(name), self._given(name)
+            if callable(shard.tensor) and self._identity(first) != self._identity(second):
+                raise UsageError(
+                    f"the function of {_subject(name)} returns a new copy at each call, so a "
+                    f"restore would be lost: expected the tensor that the training uses, without "
+                    f"clone(), cpu() or arithmetic"
+                )
 
     def _rows(self) -> dict[str, _Rows]:
         return {name: self._rows_of(name) for name in self._shards}
@@ -137,7 +168,12 @@ class ShardedItem:
         return prepared
 
     def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
-        """Plan the restore of the tensors that have the same name, shape and dtype."""
+        """Plan the restore of the tensors that have the same name, shape and dtype.
+
+        Raises:
+            UsageError: a function returns a copy, or rows that do not fit the whole tensor.
+        """
+        self._expect_no_copies()
         own = self._rows()
         left = [
             f"{name} is {_text(rows.spec)} here and {_text(tree.get(name))} in the checkpoint"

@@ -9,6 +9,7 @@ A stateful item is an object whose state a checkpoint holds. A part is the saved
 a tree, and one file for its tensors.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -125,6 +126,26 @@ class PartialItem(StatefulItem, Protocol):
         Returns:
             The tree, with a `Discarded` for each saved tensor that does not fit; and a description
             of each tensor that is not restored, of the checkpoint or of the item.
+        """
+        ...
+
+
+@runtime_checkable
+class DependentItem(StatefulItem, Protocol):
+    """An item whose partial restore depends on other items, such as an optimizer on its models."""
+
+    def plan_dependent_restore(
+        self, tree: Tree, wanted: Collection[str], planned: Collection[str]
+    ) -> tuple[Tree, list[str]]:
+        """Return destinations for the tensors that fit, after all other items have planned.
+
+        Args:
+            tree: the saved state.
+            wanted: the names of the parts that the restore was asked for.
+            planned: the names of those that it restores, maybe in part.
+
+        Returns:
+            As `PartialItem.plan_partial_restore`.
         """
         ...
 

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from hvdkit.checkpoint import manifest, tensors
+from hvdkit.checkpoint.chunks import FileRecord
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import examine
@@ -254,10 +255,26 @@ class Writer:
             commit=self._writer.commit_number,
             run=self.run,
             time=time.time(),
-            metrics={metric: float(value) for metric, value in snapshot.metrics.items()},
+            metrics=self._metrics(snapshot, files),
             versions=snapshot.versions,
             files=files,
         )
+
+    def _metrics(self, snapshot: Snapshot, files: Mapping[str, FileRecord]) -> dict[str, float]:
+        """Return the metrics of a snapshot, and those that its step already has.
+
+        A script that saves its last step a second time, without metrics, must not lose them. A step
+        of the same number whose tensors differ is another state.
+        """
+        given = {metric: float(value) for metric, value in snapshot.metrics.items()}
+        known: dict[str, float] = {}
+        for entry in self._writer.entries():
+            made = entry.manifest
+            if made is None or (entry.step, entry.run) != (snapshot.step, self.run):
+                continue
+            if _of_tensors(made.files) == _of_tensors(files):
+                known |= made.metrics
+        return known | given
 
     def _copy_files(self, entry: Entry, base: Manifest, draft: Draft) -> Manifest:
         """Copy the files of a step. Return the manifest of the copy."""
@@ -304,6 +321,12 @@ class Writer:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _of_tensors(files: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+    """Return the records of the files of tensors; of the other state if there are no tensors."""
+    found = {n: made for n, made in files.items() if n.endswith(manifest.TENSORS_SUFFIX)}
+    return found or {manifest.STATE: files[manifest.STATE]}
 
 
 def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Iterable[memoryview]]]:

@@ -179,14 +179,23 @@ class Batches(Iterator[Any]):
 
     def __next__(self) -> Any:
         """Return the next batch, and count it. The first call begins the loop."""
-        if self._counted is None:
-            self._counted = iter(())
-            if self._sampler.begin_iteration():
-                self._length = self._sampler.batches_left
-                self._counted = self._sampler.count(self._read())
-            else:
-                self._length = 0
-        return next(self._counted)
+        sampler = self._sampler
+        try:
+            if self._counted is None:
+                if sampler.begin_iteration():
+                    self._length = sampler.batches_left
+                    self._counted = sampler.count(self._read())
+                else:
+                    self._length = 0
+                    self._counted = iter(())
+            return next(self._counted)
+        except (StopIteration, UsageError):
+            raise
+        except BaseException:
+            # Reading failed. The next call, or the next loop, reads from the same position again.
+            self._counted = None
+            sampler.cancel_iteration()
+            raise
 
 
 class _Loop:
@@ -359,6 +368,11 @@ class Epochs:
         self._iterated = True
         self._loop = _Loop()
         return True
+
+    def cancel_iteration(self) -> None:
+        """Let the next loop begin at the position of the current one, as after an error."""
+        self._end_loop()
+        self._iterated = False
 
     def _end_loop(self, problem: str = "") -> None:
         """End the loop over `count`, if there is one: with an error if `problem` is given."""

@@ -73,6 +73,8 @@ class Checkpoint(LastCallback):
         metadata: your own plain values in the checkpoint. A resume updates them.
     """
 
+    needs_one_model = True
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -172,7 +174,15 @@ class Checkpoint(LastCallback):
         progress.callbacks = [callback for callback in callbacks if callback is not self]
         steps = progress.epoch_steps = self.params.get("steps")
         progress.fit += 1
-        if self._data is not None and steps not in (None, self._data.batches_per_epoch):
+        if self._data is not None and steps is None:
+            raise UsageError(
+                f"the number of batches of fit's data is unknown, as after filter() or "
+                f"from_generator(): the ResumableSampler counts {self._data.batches_per_epoch} "
+                f"batches in an epoch. Leave out samples before the sampler. If the dataset has "
+                f"all of these batches, say so with "
+                f"dataset.apply(tf.data.experimental.assert_cardinality(sampler.batches_per_epoch))"
+            )
+        if self._data is not None and steps != self._data.batches_per_epoch:
             raise UsageError(
                 f"an epoch of fit has {steps} steps, and the ResumableSampler has "
                 f"{self._data.batches_per_epoch} batches: omit steps_per_epoch, or give the "
@@ -237,6 +247,12 @@ class Checkpoint(LastCallback):
         in_epoch = progress.batches > 0
         if in_epoch and self._data is not None:
             progress.batches = self._data.batches_per_epoch - self._data.batches_left
+            if not self._data.batches_left:
+                # More ranks than before drop the samples that are left.
+                self._data.end_epoch()
+                progress.epoch, progress.batches = progress.epoch + 1, 0
+                progress.epoch_began, self._metrics.in_epoch = None, False
+                in_epoch = False
         elif in_epoch:
             progress.rescale()
             in_epoch = progress.batches > 0

@@ -45,6 +45,8 @@ class Coordination:
     Args:
         model: the model.
         requested: whether a callback on this rank requests metrics over all ranks.
+        needs_one_model: whether a callback on this rank cannot work with a separate model on each
+            rank.
 
     Attributes:
         in_use: whether this rank has an object that needs coordination.
@@ -53,8 +55,9 @@ class Coordination:
         stops_at_batches: whether a callback on any rank may stop training after a batch.
     """
 
-    def __init__(self, model: Any, requested: bool) -> None:
+    def __init__(self, model: Any, requested: bool, needs_one_model: bool = False) -> None:
         self.model = model
+        self._needs_one_model = needs_one_model
         self.distributions = distributions_of(model)
         self.in_use = requested or bool(self.distributions) or has_own_step(model)
         first = self.distributions[0] if self.distributions else None
@@ -89,7 +92,8 @@ class Coordination:
                 `epochs`.
 
         Raises:
-            UsageError: on every rank, if the numbers of steps or epochs differ.
+            UsageError: on every rank, if the numbers of steps or epochs differ, or if a callback
+                needs one model and each rank would train its own.
             BackwardFailed: on every rank, if an earlier `fit` has raised on some ranks only.
         """
         for distribution in self.distributions:
@@ -97,9 +101,16 @@ class Coordination:
         steps, epochs = params.get("steps"), int(params.get("epochs") or 0)
         known = steps is not None
         own = [int(steps or 0), epochs]
-        values = [1, int(self.in_use), int(known), *own, *(n * n for n in own)]
+        values = [1, int(self.in_use), int(self._needs_one_model), int(known)]
+        values += [*own, *(n * n for n in own)]
         with self._warning_while_waiting():
-            count, in_use, all_known, *sums = self.group.sum(values, "hvdkit.keras.fit")
+            count, in_use, needs, all_known, *sums = self.group.sum(values, "hvdkit.keras.fit")
+        if not in_use and needs:
+            raise UsageError(
+                f"hvd.callbacks.Checkpoint saves one model, but fit would train a separate one on "
+                f"each of {count} ranks, because their gradients are not reduced. Compile the "
+                f"model with hvd.DistributedOptimizer(optimizer)"
+            )
         if not in_use:
             if self.is_first and "separate" not in _logged:
                 log.warning(

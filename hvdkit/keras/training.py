@@ -95,7 +95,12 @@ class LastCallback(keras.callbacks.Callback):
     """Base of callbacks that run after all other callbacks and after the ranks' coordination.
 
     It has hooks of its own. Keras would call its hooks in a thread, and lose their exceptions.
+
+    Attributes:
+        needs_one_model: whether all ranks must train the same model.
     """
+
+    needs_one_model = False
 
     def fit_begins(self, callbacks: Sequence[Any]) -> None:
         """Called after `on_train_begin` of the other callbacks."""
@@ -125,8 +130,9 @@ class _CoordinatedList:
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if not self._coordination.enter(self.params or {}):
-            self.__class__ = self._own_class
-            self.on_train_begin(logs)
+            followed = isinstance(self, _FollowedList)
+            self.__class__ = _mixed(_FollowedList, self._own_class) if followed else self._own_class
+            self._own_class.on_train_begin(self, logs)  # type: ignore[attr-defined]
             return
         self._drop_writers()
         if self._restores and not self._coordination.model.built:
@@ -251,7 +257,10 @@ def _coordinate(callback_list: Any, model: Any) -> None:
     if _local.get() or not backend.hvd.is_initialized():
         return
     requesting = [c for c in callback_list.callbacks if isinstance(c, ReducesMetrics)]
-    coordination = Coordination(model, bool(requesting))
+    needs_one_model = any(
+        isinstance(c, LastCallback) and c.needs_one_model for c in callback_list.callbacks
+    )
+    coordination = Coordination(model, bool(requesting), needs_one_model)
     if coordination.group.single_rank and not coordination.has_windows:
         return
     for callback in requesting:

@@ -31,6 +31,7 @@ from hvdkit.torch.items import (
     ReductionItem,
     StateDictItem,
     Statistics,
+    identity,
     on_host,
     without_tensors,
     writable,
@@ -136,7 +137,7 @@ class Checkpointer(Manager):
         for name, each in optimizers.items():
             if not isinstance(each, torch.optim.Optimizer):
                 raise UsageError(f"{name} is a {type(each).__name__}: expected a torch optimizer")
-            parts[name] = OptimizerItem(each, name, list(model_items.values()))
+            parts[name] = OptimizerItem(each, name, model_items)
         parts["reduction"] = ReductionItem(optimizers)
         for argument, given in (("lr_scheduler", lr_scheduler), ("scaler", scaler)):
             for name, each in several(argument, given).items():
@@ -145,7 +146,7 @@ class Checkpointer(Manager):
         shared, own = data_parts(data)
         parts |= shared
         if sharded is not None:
-            parts["sharded"] = ShardedItem(sharded, writable)
+            parts["sharded"] = ShardedItem(sharded, writable, identity)
         parts["metadata"] = kept_in(self.metadata)
         wrapped = [o for o in optimizers.values() if isinstance(o, WrappedOptimizer)]
         super().__init__(

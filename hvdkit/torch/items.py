@@ -3,7 +3,7 @@
 import itertools
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -135,6 +135,11 @@ def writable(tensor: torch.Tensor, subject: str) -> TorchTensor:
             f"expected a tensor that a restore can write to. Use clone() or contiguous() before"
         )
     return wrapped
+
+
+def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a value that is equal for tensors of the same memory."""
+    return tensor.data_ptr(), tensor.device
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
@@ -273,8 +278,8 @@ class ModelItem:
         self._model = model
         self._subject = subject
         self._to_load: list[str] = []
-        # The addresses of tensors that a partial restore leaves as they are.
-        self._left: set[int] = set()
+        # The addresses of the parameters that the planned partial restore restores.
+        self._restored: set[int] = set()
         #: Name in the restored tree -> name in the module's `state_dict`.
         self._names: dict[str, str] = {}
 
@@ -329,7 +334,6 @@ class ModelItem:
         Raises:
             UsageError: names, shapes or dtypes differ; the message has the first differences.
         """
-        self._left = set()
         own, lines = self._compared(tree)
         lines += [line for _, line in self._separate_in_checkpoint(tree, own)]
         if lines:
@@ -342,14 +346,23 @@ class ModelItem:
         for name, line in self._separate_in_checkpoint(tree, own):
             del own[name]
             lines.append(line)
-        state = self._state({*tree, *tree.get(TIED, {})})
-        addresses = {n: value.data_ptr() for n, value in state.items() if _is_tensor(value)}
-        self._left = {*addresses.values()} - {addresses[name] for name in own}
+        plain = _without_prefixes(self._model)
+        fitting = {self._names[name] for name in own}
+        self._restored = {
+            parameter.data_ptr()
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+            # If everything fits, a `state_dict` may even have other names.
+            if not lines or name in fitting or plain(name) in own
+        }
         return self._destinations(tree, own), lines
 
-    def leaves(self, parameter: torch.Tensor) -> bool:
-        """Return whether the planned restore leaves a parameter of the model as it is."""
-        return parameter.data_ptr() in self._left
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Return whether `parameter` is one of the model's."""
+        return any(parameter is own for own in self._model.parameters())
+
+    def restores(self, parameter: torch.Tensor) -> bool:
+        """Return whether the last `plan_partial_restore` restores a parameter of the model."""
+        return parameter.data_ptr() in self._restored
 
     def _separate_in_checkpoint(
         self, tree: Tree, own: Mapping[str, torch.Tensor]
@@ -425,7 +438,6 @@ class ModelItem:
 
     def restore(self, tree: Tree) -> None:
         """Load the values that were not written in place."""
-        self._left = set()
         tied = tree.get(TIED, {})
         loaded = {name: tree[tied.get(name, name)].tensor for name in self._to_load}
         extra = {
@@ -483,19 +495,19 @@ class OptimizerItem:
     Args:
         optimizer: the optimizer.
         subject: its name in errors.
-        models: the models of its parameters. A partial restore that leaves a parameter as it is
-            also leaves its optimizer state. The models are planned and restored first.
+        models: part -> the model. A partial restore that leaves a parameter of a model as it is
+            also leaves its optimizer state.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         subject: str = "optimizer",
-        models: Sequence[ModelItem] = (),
+        models: Mapping[str, ModelItem] | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._subject = subject
-        self._models = models
+        self._models = dict(models or {})
         # Indices of the parameters whose state a partial restore leaves as it is.
         self._left: set[int] = set()
 
@@ -586,17 +598,29 @@ class OptimizerItem:
             "param_groups": _mapped(tree["param_groups"], into_group),
         }
 
-    def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
+    def plan_dependent_restore(
+        self, tree: Tree, wanted: Collection[str], planned: Collection[str]
+    ) -> tuple[Tree, list[str]]:
         """Plan the restore of the state of those parameters that are restored as well.
+
+        The state of a parameter is also restored if none of its models is wanted.
 
         Raises:
             UsageError: see `plan_restore`.
         """
         prepared = self.plan_restore(tree)
+        models = {name: model for name, model in self._models.items() if name in wanted}
+
+        def is_left(parameter: torch.Tensor) -> bool:
+            of = [name for name, model in models.items() if model.has(parameter)]
+            return bool(of) and not any(
+                name in planned and models[name].restores(parameter) for name in of
+            )
+
         self._left = {
             index
             for index, parameter in enumerate(self._parameters())
-            if index in tree["state"] and any(model.leaves(parameter) for model in self._models)
+            if index in tree["state"] and is_left(parameter)
         }
         for index in self._left:
             prepared["state"][index] = _mapped(
@@ -706,11 +730,12 @@ class StateDictItem:
                 A version of PyTorch may add entries, so a difference on one side is allowed.
         """
         own = self._stateful.state_dict()
-        if isinstance(own, dict) and own and tree == {}:
+        is_enabled = getattr(self._stateful, "is_enabled", None)
+        if tree == {} and is_enabled is not None and is_enabled():
             raise UsageError(
-                f"{self._subject} is a {type(self._stateful).__name__} with {', '.join(own)}, and "
-                f"was saved without any state, as a disabled GradScaler is: expected the same "
-                f"options. With strict=False it is not restored"
+                f"{self._subject} is an enabled {type(self._stateful).__name__}, but was disabled "
+                f"when it was saved: expected the same options. With strict=False it is not "
+                f"restored"
             )
         if isinstance(own, dict) and isinstance(tree, dict):
             saved_alone, own_alone = tree.keys() - own.keys(), own.keys() - tree.keys()

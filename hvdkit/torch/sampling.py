@@ -176,7 +176,7 @@ class ResumableSampler(Epochs, Sampler[int]):
         # A generator that wraps a DataLoader creates the DataLoader's iterator only now.
         with self._without_draws(generator):
             first = list(itertools.islice(batches, 1))
-        return itertools.chain(first, batches)
+        return _followed(first, batches)
 
     @contextmanager
     def _without_draws(self, generator: torch.Generator) -> Iterator[None]:
@@ -285,6 +285,13 @@ def _random_numbers(seed: list[int]) -> Iterator[None]:
             random.setstate(python_state)
             np.random.set_state(numpy_state)
             torch.default_generator.set_state(torch_state)
+
+
+def _followed(first: list[Any], batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield what is in `first`, without keeping it, and then `batches`."""
+    while first:
+        yield first.pop()
+    yield from batches
 
 
 def _seed_from(numbers: list[int]) -> int:

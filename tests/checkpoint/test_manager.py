@@ -228,6 +228,22 @@ def test_the_best_step_is_never_forgotten(tmp_path_factory, saves, keep_last):
     on_ranks(run, 1)
 
 
+def test_another_state_does_not_get_the_metrics_of_its_step(tmp_path):
+    """A script that restores a step and counts its own steps from 0 may save this number again."""
+
+    def run(collectives):
+        part = state(1)
+        with make(collectives, tmp_path, part) as saving:
+            saving.save(1, metrics={"accuracy": 0.9})
+        with make(collectives, tmp_path, part) as saving:
+            saving.restore()
+            part.arrays["weights"][:] = 2
+            saving.save(1)
+            assert saving.steps()[-1].metrics == {}
+
+    on_ranks(run, 1)
+
+
 @pytest.mark.parametrize("value", ["0.1", b"1", 10**400, None])
 def test_a_metric_that_is_no_number(tmp_path, value):
     def run(collectives):

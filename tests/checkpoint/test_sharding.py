@@ -214,6 +214,20 @@ def test_tensors_that_are_replaced_during_training(tmp_path):
     on_ranks(2, run)
 
 
+def test_a_function_that_returns_copies(tmp_path):
+    """A restore into a copy would be lost."""
+
+    def run(collectives):
+        first = 3 * collectives.rank
+        part = ShardedItem({"a": Shard(lambda: whole(1)[first : first + 3], first, 6)}, ArrayTensor)
+        with manager(collectives, tmp_path, part) as saving:
+            saving.save(1)
+            with pytest.raises(UsageError, match=r"of sharded\['a'\] returns a new copy at each"):
+                saving.restore()
+
+    on_ranks(2, run)
+
+
 def test_the_memory_of_the_whole_tensors_is_freed_after_the_write(tmp_path, monkeypatch):
     allocated = []
 

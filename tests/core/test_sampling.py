@@ -149,6 +149,27 @@ def test_two_loops_at_once_raise():
         next(left)
 
 
+@pytest.mark.parametrize("failing", range(5))
+@pytest.mark.parametrize("again", ["same loop", "new loop"])
+def test_after_an_error_the_batch_is_read_again(failing, again):
+    sampler = epochs()
+    errors = [OSError("stale file handle")]
+
+    def read():
+        epoch, mine = sampler.left()
+        for k in range(0, len(mine), sampler.batch_size):
+            if sampler.position.consumed == failing * sampler.batch_size and errors:
+                raise errors.pop()
+            yield epoch, mine[k : k + sampler.batch_size].tolist()
+
+    batches, seen = Batches(sampler, read), []
+    with pytest.raises(OSError, match="stale"):
+        seen.extend(batches)
+    seen += batches if again == "same loop" else Batches(sampler, read)
+    assert seen == list(looped(epochs()))
+    assert sampler.epoch == 1
+
+
 @pytest.mark.parametrize("done", [1, 3, 5])
 def test_a_restore_in_a_loop_raises_at_the_next_batch(done):
     saved = epochs().save()

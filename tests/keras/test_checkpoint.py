@@ -342,6 +342,16 @@ def test_steps_per_epoch_must_match_the_sampler(hvd, tmp_path):
         callback.fit_begins([])
 
 
+def test_data_of_unknown_length_with_a_sampler_raise(hvd, tmp_path):
+    from hvdkit.errors import UsageError
+
+    callback = hvd.callbacks.Checkpoint(tmp_path, data=hvd.ResumableSampler(12, batch_size=4))
+    callback.set_model(compiled())
+    callback.set_params({"steps": None, "epochs": 1})
+    with pytest.raises(UsageError, match="number of batches of fit's data is unknown"):
+        callback.fit_begins([])
+
+
 def test_a_loader_that_gives_batches_out_of_order_raises(hvd, tmp_path):
     import inspect
 

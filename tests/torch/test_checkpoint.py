@@ -743,6 +743,103 @@ def test_weights_that_are_not_restored_keep_their_optimizer_state(hvd, tmp_path,
         assert all(optimizer.state[p]["step"] == 5 for p in model.parameters())
 
 
+def trained_linear():
+    import torch
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def with_copies(name):
+    """Return a module whose `state_dict` has copies."""
+    import torch
+
+    class Copying(torch.nn.ModuleDict):
+        def state_dict(self, *args, **kwargs):
+            return {k: v.clone() for k, v in super().state_dict(*args, **kwargs).items()}
+
+    return Copying({name: torch.nn.Linear(2, 1)})
+
+
+def test_a_model_that_is_not_in_the_checkpoint_keeps_its_optimizer_state(hvd, tmp_path):
+    model, optimizer = trained_linear()
+    with hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer) as saving:
+        saving.save(1)
+    model, optimizer = trained_linear()
+    optimizer.state.clear()
+    with hvd.Checkpointer(tmp_path, model={"net": model}, optimizer=optimizer) as restoring:
+        restoring.restore(strict=False)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("name", ["old", "new"])
+def test_a_state_dict_of_copies_restored_in_part(hvd, tmp_path, name):
+    """The optimizer state follows the parameter, whose memory is not in the `state_dict`."""
+    import torch
+
+    def checkpointer(layer):
+        model = with_copies(layer)
+        optimizer = torch.optim.Adam(model.parameters())
+        return model, optimizer, hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer)
+
+    model, optimizer, saving = checkpointer("old")
+    model["old"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with saving:
+        saving.save(1)
+    restored, optimizer, restoring = checkpointer(name)
+    with restoring:
+        restoring.restore(strict=False)
+    assert torch.equal(model["old"].weight, restored[name].weight) == (name == "old")
+    assert bool(optimizer.state) == (name == "old")
+
+
+def test_a_parameter_that_one_of_two_models_restores(hvd, tmp_path):
+    import torch
+
+    def checkpointer(name):
+        shared = torch.nn.Linear(2, 1)
+        models = {"a": torch.nn.ModuleDict({"x": shared}), "b": torch.nn.ModuleDict({name: shared})}
+        optimizer = torch.optim.Adam(shared.parameters())
+        made = hvd.Checkpointer(tmp_path, model=models, optimizer=optimizer)
+        return shared, optimizer, made
+
+    shared, optimizer, saving = checkpointer("x")
+    shared(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with saving:
+        saving.save(1)
+    again, optimizer, restoring = checkpointer("y")
+    with restoring:
+        restoring.restore(strict=False)
+    assert torch.equal(shared.weight, again.weight)
+    assert optimizer.state[again.weight]["step"] == 1
+
+
+def test_an_object_whose_saved_state_is_empty(hvd, tmp_path):
+    import torch
+
+    class Meter:
+        values: dict
+
+        def state_dict(self):
+            return dict(self.values)
+
+        def load_state_dict(self, state):
+            self.values = dict(state)
+
+    meter = Meter()
+    meter.values = {}
+    with hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), lr_scheduler=meter) as saving:
+        saving.save(1)
+        meter.values = {"seen": 3}
+        saving.restore()
+    assert meter.values == {}
+
+
 def test_statistics_of_a_layer_that_changed(hvd, tmp_path):
     """They are a rank's own state, whose sizes nothing else compares."""
     import torch
@@ -776,7 +873,7 @@ def test_a_scaler_that_was_disabled(hvd, tmp_path):
         saving.save(1)
     model, restoring = checkpointer(2.0, enabled=True)
     with restoring:
-        with pytest.raises(UsageError, match="was saved without any state, as a disabled GradSc"):
+        with pytest.raises(UsageError, match="is an enabled GradScaler, but was disabled when"):
             restoring.restore()
         assert model.weight.item() == 2.0
         restoring.restore(strict=False)

@@ -276,12 +276,26 @@ def test_a_sampler_that_is_not_passed_to_the_callback_raises(hvd):
         model.fit(data, shuffle=False, verbose=0, callbacks=[hvd.callbacks.Checkpoint(folder)])
 
 
+@pytest.mark.parametrize("reduced", [True, False])
 @pytest.mark.long_with("keras-tensorflow")
-def test_without_a_checkpoint_fit_counts_the_epochs_of_a_sampler(hvd):
-    model = model_of(distributed(hvd), 1)
+def test_without_a_checkpoint_fit_counts_the_epochs_of_a_sampler(hvd, reduced):
+    import keras
+
+    model = model_of(distributed(hvd) if reduced else keras.optimizers.SGD(), 1)
     sampler, data = sampled(hvd)
     model.fit(data, epochs=2, shuffle=False, verbose=0)
     assert sampler.epoch == 2
+
+
+@pytest.mark.long_with("keras-tensorflow")
+def test_a_checkpoint_of_separate_models_raises(hvd):
+    import keras
+
+    from hvdkit.errors import UsageError
+
+    model = model_of(keras.optimizers.SGD(), 1)
+    with common_folder(hvd) as folder, pytest.raises(UsageError, match="would train a separate"):
+        model.fit(*values(), verbose=0, callbacks=[hvd.callbacks.Checkpoint(folder)])
 
 
 @pytest.mark.long_with("keras-tensorflow")

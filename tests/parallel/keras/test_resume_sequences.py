@@ -55,6 +55,10 @@ def fit(hvd, folder, sampler, process_set, interrupted_after):
         def on_train_batch_begin(self, batch, logs=None):
             place[1:] = [batch]
 
+        def on_epoch_end(self, epoch, logs=None):
+            # ModelCheckpoint overwrites the best model after an epoch without a loss.
+            assert "loss" in logs
+
     place = []
     keras.utils.set_random_seed(1)
     resumable, data = sampled(hvd, sampler, process_set)
