@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from benchmarks import hosts as network_hosts
-from benchmarks.variants import BEFORE, Machine, Variant
+from benchmarks.variants import BEFORE, FLAT, Machine, Variant
 from hvdkit.errors import HvdkitError
 from hvdkit.ranks import RankCommand, RankGroup, start_mpi, start_ranks
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
@@ -61,6 +61,8 @@ class Job:
         }
         engine = machine.engine(variant)
         self._environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict(env or {})
+        if variant.optimizer == FLAT:
+            self._environment["HVDKIT_COLLECTIVES"] = "flat"
         if engine is not None:
             path = [str(engine.path.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
             checkout = REPOSITORY

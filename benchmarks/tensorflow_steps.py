@@ -35,6 +35,7 @@ BENCHMARK = Benchmark(
     wires={
         ("hvdkit", "gloo"): ("fp32", "fp16", "bf16"),
         ("hvdkit", "mpi"): ("fp32", "fp16", "bf16"),
+        ("flat", "gloo"): ("fp32", "fp16"),
         ("before", "gloo"): ("fp32", "fp16", "bf16"),
         ("stock", "gloo"): ("fp32", "fp16"),
         ("stock", "mpi"): ("fp32", "fp16"),
@@ -46,6 +47,8 @@ BENCHMARK = Benchmark(
         (BARE, "gloo"): ("fp32", "fp16"),
     },
     pairs=(
+        ("hvdkit-gloo-fp32", "flat-gloo-fp32"),
+        ("hvdkit-gloo-fp16", "flat-gloo-fp16"),
         ("hvdkit-gloo-fp32", "before-gloo-fp32"),
         ("hvdkit-gloo-fp16", "before-gloo-fp16"),
         ("hvdkit-gloo-bf16", "before-gloo-bf16"),

@@ -38,6 +38,7 @@ BENCHMARK = Benchmark(
     wires={
         ("hvdkit", "gloo"): ("fp32", "fp16", "bf16"),
         ("hvdkit", "mpi"): ("fp32", "fp16", "bf16"),
+        ("flat", "gloo"): ("fp32", "fp16"),
         ("before", "gloo"): ("fp32", "fp16", "bf16"),
         ("stock", "gloo"): ("fp32", "fp16"),
         ("stock", "mpi"): ("fp32", "fp16"),
@@ -47,6 +48,8 @@ BENCHMARK = Benchmark(
         (KERAS, "gloo"): ("fp32", "fp16"),
     },
     pairs=(
+        ("hvdkit-gloo-fp32", "flat-gloo-fp32"),
+        ("hvdkit-gloo-fp16", "flat-gloo-fp16"),
         ("hvdkit-gloo-fp32", "before-gloo-fp32"),
         ("hvdkit-gloo-fp16", "before-gloo-fp16"),
         ("hvdkit-gloo-bf16", "before-gloo-bf16"),

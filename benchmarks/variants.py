@@ -13,8 +13,10 @@ from hvdkit.errors import HvdkitError, UsageError
 BACKWARD = "backward"
 #: The optimizer of another checkout of hvdkit.
 BEFORE = "before"
+#: hvdkit with HVDKIT_COLLECTIVES=flat, without shared memory.
+FLAT = "flat"
 #: The optimizers that are hvdkit's.
-HVDKIT = ("hvdkit", BEFORE)
+HVDKIT = ("hvdkit", FLAT, BEFORE)
 
 NETWORKS = ("loopback", "1gbit")
 

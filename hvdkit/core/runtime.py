@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
+from hvdkit.core.host_memory import HostMemory, check_choice
 from hvdkit.errors import HvdkitError, UsageError
 
 #: Seconds after which Horovod ends the job if some ranks have not entered a collective. The value
@@ -60,7 +61,13 @@ class Engine(Protocol):
 
 
 class Horovod(Protocol):
-    """The functions of a framework's `horovod.*.mpi_ops` that this module uses."""
+    """The functions of a framework's `horovod.*.mpi_ops` that this module uses.
+
+    Attributes:
+        _basics: a `horovod.common.basics.HorovodBasics`, which has the loaded extension.
+    """
+
+    _basics: Any
 
     def init(self, *args: Any, **kwargs: Any) -> None:
         """Initialise Horovod."""
@@ -165,6 +172,8 @@ class Runtime:
         self._torchrun_variables = torchrun_variables
         self._generation = 0
         self._warned = False
+        #: The memory that the ranks of a host share.
+        self.host_memory = HostMemory(horovod._basics.MPI_LIB_CTYPES)
 
     @property
     def generation(self) -> int:
@@ -186,9 +195,14 @@ class Runtime:
         - If several ranks share a host, the default GPU is the one with the number of the local
           rank, unless the script chooses another GPU.
 
+        - Buckets of ranks on one host are reduced in shared memory, unless a rank has
+          HVDKIT_COLLECTIVES=flat.
+
         Raises:
             HvdkitError: a launcher started several processes, but they did not form one job.
+            UsageError: HVDKIT_COLLECTIVES has an unknown value.
         """
+        check_choice()
         horovod = self._horovod
         limit_stalls(os.environ)
         # `comm` may name only some of the ranks that were started.
@@ -228,11 +242,21 @@ class Runtime:
         if horovod.local_size() > 1:
             self._use_own_gpu(horovod.local_rank())
         self.begin_generation()
+        self._report()
         self._warn_once()
 
     def shutdown(self) -> None:
         """Shut down Horovod in this process. Ranks that wait for this one get an error."""
         self._horovod.shutdown()
+
+    def _report(self) -> None:
+        """Log on rank 0 how buckets are reduced."""
+        if self._horovod.rank() != 0 or self._horovod.size() == 1:
+            return
+        reason = self.host_memory.flat_reason()
+        logging.getLogger(f"hvdkit.{self._framework}").info(
+            "buckets are reduced %s", f"through sockets: {reason}" if reason else "in shared memory"
+        )
 
     def _warn_once(self) -> None:
         """Warn on rank 0 about an engine without hvdkit's patches or for another version."""

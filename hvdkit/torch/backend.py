@@ -8,6 +8,7 @@ from horovod.torch import mpi_ops
 
 from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
 from hvdkit.errors import UsageError
+from hvdkit.torch import shared_memory
 from hvdkit.torch.collectives import TorchCollectives
 
 # Elements. PyTorch has no CPU operation that multiplies and casts in one pass, so do both for
@@ -85,7 +86,10 @@ class TorchMemory:
         if dtype in self._kept:
             return self._kept[dtype]
         device = torch.device(self._bucket.device)
-        flat = torch.empty(self._bucket.elements, dtype=dtype, device=device)
+        if keep and device.type == "cpu":
+            flat = shared_memory.empty(self._bucket.elements, dtype)
+        else:
+            flat = torch.empty(self._bucket.elements, dtype=dtype, device=device)
         views = [self._view(flat, k) for k in range(len(self._parameters))]
         if keep:
             self._kept[dtype] = flat, views

@@ -23,6 +23,9 @@ STOCK = SimpleNamespace(version="0.28.1", frameworks={"torch": "2.13.0"}, ours=F
 class SimulatedHorovod:
     """A simulated mpi_ops that records its calls and the environment variables at each call."""
 
+    #: The extension of an engine without shared memory.
+    _basics = SimpleNamespace(MPI_LIB_CTYPES=SimpleNamespace())
+
     def __init__(self, size=1, rank=0, mpi=True, gloo=True, local=(0, 1)):
         self._local = local
         self._size, self._rank, self._mpi, self._gloo = size, rank, mpi, gloo
@@ -170,6 +173,25 @@ def test_ranks_of_one_mpi_job(no_launcher):
     horovod = SimulatedHorovod(size=3)
     runtime_of(horovod).init()
     assert horovod.calls == [("init", (), {}, None)]
+
+
+def test_init_refuses_an_unknown_choice_of_collectives(no_launcher):
+    no_launcher.setenv("HVDKIT_COLLECTIVES", "ring")
+    horovod = SimulatedHorovod()
+    with pytest.raises(UsageError, match="HVDKIT_COLLECTIVES is 'ring': expected flat"):
+        runtime_of(horovod).init()
+    assert not horovod.calls
+
+
+def test_rank_0_logs_why_collectives_are_flat(no_launcher, caplog):
+    caplog.set_level(logging.INFO, "hvdkit")
+    no_launcher.setenv("PMI_SIZE", "2")
+    for rank in (1, 0):
+        runtime_of(SimulatedHorovod(size=2, rank=rank)).init()
+    assert caplog.messages == [
+        "buckets are reduced through sockets: the engine was not built by `hvdkit build`, or by an "
+        "older one"
+    ]
 
 
 @pytest.mark.parametrize(("local", "told"), [((1, 2), [1]), ((0, 2), [0]), ((0, 1), [])])

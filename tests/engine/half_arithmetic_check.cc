@@ -21,11 +21,18 @@ void in_pieces(bool scalar, size_t n, Call call) {
 }  // namespace
 
 #define CONVERSIONS(TYPE)                                                  \
-  void TYPE##_to_floats(const uint16_t* in, float* out, size_t n) {        \
-    std::transform(in, in + n, out, hvdkit::TYPE##_to_float);              \
+  void TYPE##_widen(bool scalar, float* out, const float* addend,          \
+                    const uint16_t* in, size_t n) {                        \
+    in_pieces(scalar, n, [=](size_t i, size_t length) {                    \
+      hvdkit::TYPE##_widen(out + i, addend ? addend + i : nullptr, in + i, \
+                           length);                                        \
+    });                                                                    \
   }                                                                        \
-  void floats_to_##TYPE(const float* in, uint16_t* out, size_t n) {        \
-    std::transform(in, in + n, out, hvdkit::float_to_##TYPE);              \
+  void TYPE##_narrow(bool scalar, uint16_t* out, const float* in,          \
+                     size_t n) {                                           \
+    in_pieces(scalar, n, [=](size_t i, size_t length) {                    \
+      hvdkit::TYPE##_narrow(out + i, in + i, length);                      \
+    });                                                                    \
   }                                                                        \
   void TYPE##_scale(bool scalar, uint16_t* out, const uint16_t* in,        \
                     float factor, size_t n) {                              \

@@ -154,34 +154,45 @@ def combine(library, kind, operation, scalar, out, a, b):
     function(ctypes.c_bool(scalar), pointer(out), pointer(a), pointer(b), ctypes.c_size_t(out.size))
 
 
-def floats_of(library, kind, bits):
+def floats_of(library, kind, bits, scalar, addend=None):
     floats = np.empty(bits.size, dtype=np.float32)
-    function = getattr(library, f"{kind.name}_to_floats")
-    function(pointer(bits), pointer(floats), ctypes.c_size_t(floats.size))
+    function = getattr(library, f"{kind.name}_widen")
+    first = None if addend is None else pointer(addend)
+    function(
+        *(ctypes.c_bool(scalar), pointer(floats), first, pointer(bits)),
+        ctypes.c_size_t(floats.size),
+    )
     return floats
 
 
-def bits_of(library, kind, floats):
+def bits_of(library, kind, floats, scalar):
     bits = np.empty(floats.size, dtype=np.uint16)
-    function = getattr(library, f"floats_to_{kind.name}")
-    function(pointer(floats), pointer(bits), ctypes.c_size_t(floats.size))
+    function = getattr(library, f"{kind.name}_narrow")
+    function(ctypes.c_bool(scalar), pointer(bits), pointer(floats), ctypes.c_size_t(floats.size))
     return bits
 
 
-def test_all_bits_are_converted_to_the_right_float(library, kind):
-    floats = floats_of(library, kind, ALL_BITS)
+def test_all_bits_are_converted_to_the_right_float(library, kind, scalar):
+    floats = floats_of(library, kind, ALL_BITS, scalar)
     expected = kind.widened(ALL_BITS)
     number = ~np.isnan(expected)
     np.testing.assert_array_equal(np.isnan(floats), ~number)
     np.testing.assert_array_equal(floats[number].view(np.uint32), expected[number].view(np.uint32))
 
 
-def test_both_conversions_together_keep_all_bits(library, kind):
-    bits = bits_of(library, kind, floats_of(library, kind, ALL_BITS))
+def test_both_conversions_together_keep_all_bits(library, kind, scalar):
+    bits = bits_of(library, kind, floats_of(library, kind, ALL_BITS, scalar), scalar)
     assert_same_bits(kind, bits, kind.widened(ALL_BITS))
 
 
-def test_floats_are_rounded_to_the_nearest_and_ties_to_even(library, kind):
+def test_a_sum_in_float32(library, kind, scalar):
+    bits, _ = operands(kind)
+    addend = np.random.default_rng(4).standard_normal(bits.size).astype(np.float32)
+    sums = floats_of(library, kind, bits, scalar, addend)
+    np.testing.assert_array_equal(sums, addend + kind.widened(bits))
+
+
+def test_floats_are_rounded_to_the_nearest_and_ties_to_even(library, kind, scalar):
     finite = kind.widened(ALL_BITS[: kind.infinity])
     # Halve before the addition, because the sum of two large numbers is infinite.
     ties = np.append(finite[:-1] / 2 + finite[1:] / 2, kind.first_infinite)
@@ -195,7 +206,7 @@ def test_floats_are_rounded_to_the_nearest_and_ties_to_even(library, kind):
         rng.integers(*kind.rounded_floats, 10**6, dtype=np.uint32).view(np.float32),
     ]
     floats = np.concatenate([*hard, *(-x for x in hard)])
-    assert_same_bits(kind, bits_of(library, kind, floats), floats)
+    assert_same_bits(kind, bits_of(library, kind, floats, scalar), floats)
 
 
 def test_a_nan_stays_a_nan_and_is_quiet(library, kind, scalar):

@@ -58,7 +58,8 @@ def test_a_file_that_differs_is_named_and_nothing_is_written(pristine, tmp_path)
     changed = tree / last.diff[-1].path
     changed.write_text(changed.read_text() + "# one more line\n")
     before = {file: file.read_bytes() for file in tree.rglob("*") if file.is_file()}
-    with pytest.raises(PatchFailed, match=r"the patch `\S+` does not fit setup.py: its git hash"):
+    refusal = rf"the patch `\S+` does not fit {last.diff[-1].path}: its git hash"
+    with pytest.raises(PatchFailed, match=refusal):
         patches.apply(patches.series(), tree)
     assert before == {file: file.read_bytes() for file in tree.rglob("*") if file.is_file()}
 

@@ -46,7 +46,7 @@ _ONE_JOB = (
 )
 
 #: Tests of the engine, which run with each controller. Other tests do so only with --long.
-_ENGINE = ("test_collectives", "test_engine", "test_exactness")
+_ENGINE = ("test_collectives", "test_engine", "test_exactness", "test_shared_memory")
 
 START_SECONDS = 60.0
 TEST_SECONDS = 120.0

@@ -178,6 +178,26 @@ __attribute__((target("avx,f16c"))) inline size_t half_scale_vector(
   return i;
 }
 
+__attribute__((target("avx,f16c"))) inline size_t half_widen_vector(float* out, const float* addend,
+                                                                   const uint16_t* in, size_t n) {
+  size_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(in + i)));
+    _mm256_storeu_ps(out + i, addend ? _mm256_add_ps(_mm256_loadu_ps(addend + i), wide) : wide);
+  }
+  return i;
+}
+
+__attribute__((target("avx,f16c"))) inline size_t half_narrow_vector(uint16_t* out, const float* in,
+                                                                    size_t n) {
+  size_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    _mm_storeu_si128((__m128i*)(out + i),
+                     _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+  }
+  return i;
+}
+
 inline bool cpu_widens_bfloat16s() {
   static const bool answer = __builtin_cpu_supports("avx2");
   return answer;
@@ -232,6 +252,30 @@ __attribute__((target("avx2"))) inline size_t bfloat16_scale_vector(
     __m256 even = _mm256_mul_ps(even_bfloat16s(values), factors);
     __m256 odd = _mm256_mul_ps(odd_bfloat16s(values), factors);
     _mm256_storeu_si256((__m256i*)(out + i), interleaved_bfloat16s(even, odd));
+  }
+  return i;
+}
+
+__attribute__((target("avx2"))) inline size_t bfloat16_widen_vector(float* out, const float* addend,
+                                                                   const uint16_t* in, size_t n) {
+  size_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    __m256i eight = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(in + i)));
+    __m256 wide = _mm256_castsi256_ps(_mm256_slli_epi32(eight, 16));
+    _mm256_storeu_ps(out + i, addend ? _mm256_add_ps(_mm256_loadu_ps(addend + i), wide) : wide);
+  }
+  return i;
+}
+
+__attribute__((target("avx2"))) inline size_t bfloat16_narrow_vector(uint16_t* out, const float* in,
+                                                                    size_t n) {
+  size_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    __m256i low = _mm256_srli_epi32(rounded_bfloat16s(_mm256_loadu_ps(in + i)), 16);
+    __m256i high = _mm256_srli_epi32(rounded_bfloat16s(_mm256_loadu_ps(in + i + 8)), 16);
+    // Packs the lower and the upper halves of both registers in turns.
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+    _mm256_storeu_si256((__m256i*)(out + i), packed);
   }
   return i;
 }
@@ -292,6 +336,55 @@ inline void bfloat16_scale(uint16_t* out, const uint16_t* in, float factor, size
 #endif
   for (; i < n; ++i) {
     out[i] = float_to_bfloat16(factor * bfloat16_to_float(in[i]));
+  }
+}
+
+// out[i] = addend[i] + in[i], or in[i] where `addend` is null; out may be addend.
+inline void half_widen(float* out, const float* addend, const uint16_t* in, size_t n) {
+  size_t i = 0;
+#if defined(__x86_64__)
+  if (cpu_converts_halves()) {
+    i = half_widen_vector(out, addend, in, n);
+  }
+#endif
+  for (; i < n; ++i) {
+    out[i] = addend ? addend[i] + half_to_float(in[i]) : half_to_float(in[i]);
+  }
+}
+
+inline void half_narrow(uint16_t* out, const float* in, size_t n) {
+  size_t i = 0;
+#if defined(__x86_64__)
+  if (cpu_converts_halves()) {
+    i = half_narrow_vector(out, in, n);
+  }
+#endif
+  for (; i < n; ++i) {
+    out[i] = float_to_half(in[i]);
+  }
+}
+
+inline void bfloat16_widen(float* out, const float* addend, const uint16_t* in, size_t n) {
+  size_t i = 0;
+#if defined(__x86_64__)
+  if (cpu_widens_bfloat16s()) {
+    i = bfloat16_widen_vector(out, addend, in, n);
+  }
+#endif
+  for (; i < n; ++i) {
+    out[i] = addend ? addend[i] + bfloat16_to_float(in[i]) : bfloat16_to_float(in[i]);
+  }
+}
+
+inline void bfloat16_narrow(uint16_t* out, const float* in, size_t n) {
+  size_t i = 0;
+#if defined(__x86_64__)
+  if (cpu_widens_bfloat16s()) {
+    i = bfloat16_narrow_vector(out, in, n);
+  }
+#endif
+  for (; i < n; ++i) {
+    out[i] = float_to_bfloat16(in[i]);
   }
 }
 

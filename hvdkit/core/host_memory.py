@@ -1,0 +1,75 @@
+"""Memory that all ranks of a host share, from the engine.
+
+The engine reduces buckets in this memory where they are, without copying them through sockets
+(`hvdkit/engine/sources/host_group.h`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import MutableMapping
+from typing import Any
+
+from hvdkit.errors import UsageError
+
+#: `flat` turns shared memory off, on all ranks if one of them has it.
+VARIABLE = "HVDKIT_COLLECTIVES"
+
+#: Bytes. The engine copies smaller tensors to a page that it shares: they need no memory from here.
+SMALLEST = 1025
+
+
+class HostMemory:
+    """The engine's shared memory.
+
+    Args:
+        library: the loaded extension of Horovod.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def allocate(self, size: int) -> int | None:
+        """Return the address of `size` zeroed bytes.
+
+        Returns None if the tensors of this size need no shared memory, if `flat_reason` says that
+        there is none, or if too little is left.
+        """
+        allocate = self._function("allocate")
+        if allocate is None or size < SMALLEST:
+            return None
+        allocate.restype = ctypes.c_void_p
+        address: int | None = allocate(ctypes.c_size_t(size))
+        return address
+
+    def release(self, address: int) -> None:
+        """Return memory to the engine."""
+        if release := self._function("release"):
+            release(ctypes.c_void_p(address))
+
+    def flat_reason(self) -> str:
+        """Return why buckets are not reduced in shared memory; "" if they are."""
+        describe = self._function("flat_reason")
+        if describe is None:
+            return "the engine was not built by `hvdkit build`, or by an older one"
+        text = ctypes.create_string_buffer(1000)
+        describe(text, ctypes.c_size_t(len(text)))
+        return text.value.decode(errors="replace")
+
+    def _function(self, name: str) -> Any:
+        return getattr(self._library, f"horovod_hvdkit_{name}", None)
+
+
+def check_choice(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Check the environment variable.
+
+    Raises:
+        UsageError: it has an unknown value.
+    """
+    choice = environ.get(VARIABLE, "")
+    if choice not in ("", "flat"):
+        raise UsageError(
+            f"{VARIABLE} is {choice!r}: expected flat, or no such variable to reduce in the shared "
+            f"memory of a host where that is possible"
+        )

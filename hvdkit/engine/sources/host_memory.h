@@ -1,0 +1,255 @@
+// Memory of a rank that the other ranks of its host map, too. Part of hvdkit (Apache-2.0).
+
+#ifndef HVDKIT_HOST_MEMORY_H
+#define HVDKIT_HOST_MEMORY_H
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <linux/memfd.h>
+
+namespace hvdkit {
+
+// Tensors up to this size, in bytes, are copied to the board; they need no shared memory of their own.
+constexpr size_t kSmall = 1024;
+
+// The first bytes of a rank's memory. The other ranks of the host read it to see how far the rank is.
+struct Board {
+  // The addresses of one tensor. `offset` is that in the rank's arena, or kElsewhere.
+  struct Post {
+    uint64_t offset, input, output;
+  };
+  static constexpr uint64_t kElsewhere = ~0ull;
+
+  uint64_t token[2];
+  alignas(64) std::atomic<uint32_t> progress;  // a futex
+  std::atomic<uint32_t> waiters;               // threads that sleep until `progress` changes
+  std::atomic<uint32_t> failed;
+  // Two of each, because a rank may post its next tensor while another one still reads the last.
+  alignas(64) Post posts[2];
+  alignas(64) char small[2][kSmall];
+};
+static_assert(ATOMIC_INT_LOCK_FREE == 2, "boards are shared between processes");
+
+// The shared memory of this process, from which buckets are allocated.
+//
+// It is an anonymous file (memfd): no name that could stay behind, and no limit of /dev/shm. Its
+// address space is reserved at once, and its pages when they are allocated, because a page that
+// cannot be had later would end the process with SIGBUS.
+class Arena {
+ public:
+  // Never destroyed: tensors may outlive the static objects at the process's end.
+  static Arena& instance() {
+    static auto* arena = new Arena;
+    return *arena;
+  }
+
+  // Replaces the memory by new memory with the same content at the same addresses, so that processes
+  // that have mapped the old memory can no longer change it. Returns "" or why there is none.
+  std::string renew(size_t ranks) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    shared_ = false;
+    rlimit limit;
+    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
+      return "the address space is limited (ulimit -v)";
+    }
+    size_t capacity = capacity_ ? capacity_ : capacity_for(ranks);
+    int file = (int)syscall(SYS_memfd_create, "hvdkit", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (file < 0) {
+      return std::string("memfd_create: ") + std::strerror(errno);
+    }
+    std::string problem = fill(file, capacity);
+    if (!problem.empty()) {
+      close(file);
+      return problem;
+    }
+    if (file_ >= 0) {
+      close(file_);
+    }
+    file_ = file;
+    static const int registered = pthread_atfork(nullptr, nullptr, [] { instance().in_child(); });
+    (void)registered;
+    return "";
+  }
+
+  int file() const { return file_; }
+  size_t capacity() const { return capacity_; }
+  Board& board() const { return *reinterpret_cast<Board*>(base_); }
+
+  // Whether the other ranks have mapped the memory. Only then is any allocated.
+  void share(bool shared) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    shared_ = shared;
+  }
+
+  // Returns zeroed memory of whole pages, or null where there is none.
+  void* allocate(size_t bytes) {
+    if (child_.load() || bytes == 0) {
+      return nullptr;
+    }
+    std::lock_guard<std::mutex> guard(mutex_);
+    size_t size = pages(bytes);
+    for (auto hole = free_.begin(); shared_ && hole != free_.end(); ++hole) {
+      if (hole->second < size) {
+        continue;
+      }
+      size_t offset = hole->first;
+      if (fallocate(file_, 0, (off_t)offset, (off_t)size) != 0) {
+        return nullptr;
+      }
+      size_t rest = hole->second - size;
+      free_.erase(hole);
+      if (rest) {
+        free_[offset + size] = rest;
+      }
+      used_[offset] = size;
+      return base_ + offset;
+    }
+    return nullptr;
+  }
+
+  void release(void* memory) {
+    if (child_.load()) {
+      return;
+    }
+    std::lock_guard<std::mutex> guard(mutex_);
+    auto found = used_.find((size_t)((char*)memory - base_));
+    if (found == used_.end()) {
+      return;
+    }
+    size_t offset = found->first, size = found->second;
+    used_.erase(found);
+    fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)size);
+    auto after = free_.lower_bound(offset);
+    if (after != free_.end() && offset + size == after->first) {
+      size += after->second;
+      after = free_.erase(after);
+    }
+    if (after != free_.begin()) {
+      auto before = std::prev(after);
+      if (before->first + before->second == offset) {
+        before->second += size;
+        return;
+      }
+    }
+    free_[offset] = size;
+  }
+
+  // The offset of memory that `allocate` returned, or kElsewhere.
+  uint64_t offset_of(const void* memory, size_t bytes) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    auto* at = static_cast<const char*>(memory);
+    if (!base_ || at < base_ || at >= base_ + capacity_) {
+      return Board::kElsewhere;
+    }
+    size_t offset = (size_t)(at - base_);
+    auto next = used_.upper_bound(offset);
+    if (next == used_.begin()) {
+      return Board::kElsewhere;
+    }
+    auto owner = std::prev(next);
+    bool inside = offset + bytes <= owner->first + owner->second;
+    return inside ? offset : Board::kElsewhere;
+  }
+
+  // Closes a file in a forked child. The array must not be moved while the process may fork.
+  void close_in_child(const std::vector<int>* files) { files_of_group_.store(files); }
+
+ private:
+  static size_t page() {
+    static const size_t size = (size_t)sysconf(_SC_PAGESIZE);
+    return size;
+  }
+
+  static size_t pages(size_t bytes) { return (bytes + page() - 1) / page() * page(); }
+
+  // Address space costs nothing, but each rank maps that of all ranks of its host.
+  static size_t capacity_for(size_t ranks) {
+    size_t memory = (size_t)sysconf(_SC_PHYS_PAGES) * page();
+    return pages(std::min({memory, (size_t)256 << 30, ((size_t)32 << 40) / std::max<size_t>(ranks, 1)}));
+  }
+
+  std::string fill(int file, size_t capacity) {
+    auto failed = [](const char* call) { return std::string(call) + ": " + std::strerror(errno); };
+    if (ftruncate(file, (off_t)capacity) != 0) {
+      return failed("ftruncate");
+    }
+    size_t head = pages(sizeof(Board));
+    if (fallocate(file, 0, 0, (off_t)head) != 0) {
+      return failed("fallocate");
+    }
+    for (auto& block : used_) {
+      if (fallocate(file, 0, (off_t)block.first, (off_t)block.second) != 0) {
+        return failed("fallocate");
+      }
+      for (size_t done = 0; done < block.second;) {
+        ssize_t wrote = pwrite(file, base_ + block.first + done, block.second - done,
+                               (off_t)(block.first + done));
+        if (wrote < 0) {
+          return failed("pwrite");
+        }
+        done += (size_t)wrote;
+      }
+    }
+    if (fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+      return failed("F_ADD_SEALS");
+    }
+    void* base = mmap(base_, capacity, PROT_READ | PROT_WRITE,
+                      MAP_SHARED | MAP_NORESERVE | (base_ ? MAP_FIXED : 0), file, 0);
+    if (base == MAP_FAILED) {
+      return failed("mmap");
+    }
+    madvise(base, capacity, MADV_DONTDUMP);
+    madvise(base, capacity, MADV_HUGEPAGE);
+    if (!base_) {
+      base_ = static_cast<char*>(base);
+      capacity_ = capacity;
+      free_[head] = capacity - head;
+    }
+    return "";
+  }
+
+  // A forked child, such as a worker of a DataLoader, must not change the gradients of its parent, nor
+  // keep the connections open by which the other ranks notice the parent's death.
+  void in_child() {
+    child_.store(true);
+    if (base_) {
+      mmap(base_, capacity_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, file_, 0);
+    }
+    if (auto* files = files_of_group_.load()) {
+      for (int file : *files) {
+        if (file >= 0) {
+          close(file);
+        }
+      }
+    }
+  }
+
+  std::mutex mutex_;
+  std::atomic<bool> child_{false};
+  std::atomic<const std::vector<int>*> files_of_group_{nullptr};
+  bool shared_ = false;
+  int file_ = -1;
+  char* base_ = nullptr;
+  size_t capacity_ = 0;
+  std::map<size_t, size_t> free_, used_;  // offset -> bytes, whole pages
+};
+
+}  // namespace hvdkit
+
+#endif  // HVDKIT_HOST_MEMORY_H

@@ -1,0 +1,130 @@
+// Sums over buffers of several ranks, chunk by chunk. Part of hvdkit (Apache-2.0).
+
+#ifndef HVDKIT_HOST_SUMS_H
+#define HVDKIT_HOST_SUMS_H
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "half_arithmetic.h"
+
+namespace hvdkit {
+
+enum class Element { kFloat32, kFloat64, kFloat16, kBfloat16, kInt32, kInt64 };
+
+inline size_t size_of(Element element) {
+  switch (element) {
+    case Element::kFloat64:
+    case Element::kInt64:
+      return 8;
+    case Element::kFloat16:
+    case Element::kBfloat16:
+      return 2;
+    default:
+      return 4;
+  }
+}
+
+// Each dtype's arithmetic on a chunk, in a dtype that is wide enough: sums of halves are rounded once.
+template <typename T>
+struct Plain {
+  using Stored = T;
+  using Wide = T;
+  static void set(T* sum, const T* in, size_t n) { std::memcpy(sum, in, n * sizeof(T)); }
+  static void add(T* sum, const T* in, size_t n) {
+    for (size_t i = 0; i < n; ++i) {
+      sum[i] += in[i];
+    }
+  }
+  // As Horovod's ScaleBuffer: integers are rounded towards zero.
+  static void scale(T* sum, double factor, size_t n) {
+    for (size_t i = 0; i < n; ++i) {
+      sum[i] = (T)(factor * sum[i]);
+    }
+  }
+  static void get(T* out, const T* sum, size_t n) { std::memcpy(out, sum, n * sizeof(T)); }
+  static void add_two(T* out, const T* a, const T* b, size_t n) {
+    for (size_t i = 0; i < n; ++i) {
+      out[i] = a[i] + b[i];
+    }
+  }
+};
+
+template <>
+inline void Plain<float>::scale(float* sum, double factor, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    sum[i] *= (float)factor;
+  }
+}
+
+template <void (*Widen)(float*, const float*, const uint16_t*, size_t),
+          void (*Narrow)(uint16_t*, const float*, size_t),
+          void (*AddTwo)(void*, const void*, const void*, size_t)>
+struct Widened {
+  using Stored = uint16_t;
+  using Wide = float;
+  static void set(float* sum, const uint16_t* in, size_t n) { Widen(sum, nullptr, in, n); }
+  static void add(float* sum, const uint16_t* in, size_t n) { Widen(sum, sum, in, n); }
+  static void scale(float* sum, double factor, size_t n) { Plain<float>::scale(sum, factor, n); }
+  static void get(uint16_t* out, const float* sum, size_t n) { Narrow(out, sum, n); }
+  static void add_two(uint16_t* out, const uint16_t* a, const uint16_t* b, size_t n) {
+    AddTwo(out, a, b, n);
+  }
+};
+
+using Half = Widened<half_widen, half_narrow, half_combine<HalfSum>>;
+using Bfloat16 = Widened<bfloat16_widen, bfloat16_narrow, bfloat16_combine<HalfSum>>;
+
+// Computes factor x (inputs[0][i] + inputs[1][i] + …), in this order, for `count` elements, and writes
+// it to each of the `outputs`. An output may be one of the inputs.
+template <typename Arithmetic>
+void sum_to_all(const std::vector<const void*>& inputs, const std::vector<void*>& outputs,
+                size_t count, double factor) {
+  using Stored = typename Arithmetic::Stored;
+  constexpr size_t kChunk = 2048;  // stays in the first cache
+  alignas(64) typename Arithmetic::Wide sum[kChunk];
+  alignas(64) Stored result[kChunk];
+  for (size_t at = 0; at < count; at += kChunk) {
+    size_t n = count - at < kChunk ? count - at : kChunk;
+    auto in = [&](size_t rank) { return static_cast<const Stored*>(inputs[rank]) + at; };
+    if (inputs.size() == 2 && factor == 1.0) {
+      Arithmetic::add_two(result, in(0), in(1), n);
+    } else {
+      Arithmetic::set(sum, in(0), n);
+      for (size_t rank = 1; rank < inputs.size(); ++rank) {
+        Arithmetic::add(sum, in(rank), n);
+      }
+      if (factor != 1.0) {
+        Arithmetic::scale(sum, factor, n);
+      }
+      Arithmetic::get(result, sum, n);
+    }
+    for (void* output : outputs) {
+      std::memcpy(static_cast<Stored*>(output) + at, result, n * sizeof(Stored));
+    }
+  }
+}
+
+inline void sum_to_all(Element element, const std::vector<const void*>& inputs,
+                       const std::vector<void*>& outputs, size_t count, double factor) {
+  switch (element) {
+    case Element::kFloat32:
+      return sum_to_all<Plain<float>>(inputs, outputs, count, factor);
+    case Element::kFloat64:
+      return sum_to_all<Plain<double>>(inputs, outputs, count, factor);
+    case Element::kFloat16:
+      return sum_to_all<Half>(inputs, outputs, count, factor);
+    case Element::kBfloat16:
+      return sum_to_all<Bfloat16>(inputs, outputs, count, factor);
+    case Element::kInt32:
+      return sum_to_all<Plain<int32_t>>(inputs, outputs, count, factor);
+    case Element::kInt64:
+      return sum_to_all<Plain<int64_t>>(inputs, outputs, count, factor);
+  }
+}
+
+}  // namespace hvdkit
+
+#endif  // HVDKIT_HOST_SUMS_H

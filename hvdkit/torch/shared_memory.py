@@ -1,0 +1,25 @@
+"""Tensors in the shared memory of the ranks of one host."""
+
+import ctypes
+import weakref
+
+import torch
+
+from hvdkit.torch import runtime
+
+
+def empty(elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialized tensor of shape [elements] on the CPU.
+
+    The tensor is in shared memory if all ranks are on one host, the engine supports it, and enough
+    memory is left. The memory is returned when no tensor uses it any more.
+    """
+    size = elements * dtype.itemsize
+    host_memory = runtime.host_memory
+    address = host_memory.allocate(size)
+    if address is None:
+        return torch.empty(elements, dtype=dtype)
+    memory = (ctypes.c_char * size).from_address(address)
+    # Not at the end of the process, when other threads may still use the tensor.
+    weakref.finalize(memory, host_memory.release, address).atexit = False
+    return torch.frombuffer(memory, dtype=dtype)
