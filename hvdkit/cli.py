@@ -15,9 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 import hvdkit
+from hvdkit.console import Console
 from hvdkit.errors import HvdkitError, UsageError, status_before_start
 from hvdkit.signals import STOP_SIGNALS, handle_stop_signals
 

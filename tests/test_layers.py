@@ -15,6 +15,7 @@ FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod"}
 #: Package or module -> its layer. It may import from lower layers, and as ALLOWED.
 LAYERS = {
     "errors": 0,
+    "console": 0,
     "diagnostics": 0,
     "mesh": 0,
     "processes": 0,

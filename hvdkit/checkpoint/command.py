@@ -6,12 +6,11 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-
 from hvdkit.checkpoint import report
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.retention import KeepBest, Retention
 from hvdkit.checkpoint.store import Store
+from hvdkit.console import Console
 from hvdkit.errors import UsageError
 
 HELP = "list, verify, prune and export the checkpoints in a folder"
