@@ -5,15 +5,17 @@ from __future__ import annotations
 import ipaddress
 import os
 import platform
+import resource
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
+from hvdkit.core import host_memory
 from hvdkit.diagnostics import ERROR, OK, WARNING, Diagnostic
 from hvdkit.engine import cuda, describe, frameworks, mpi, toolchain
 from hvdkit.errors import HvdkitError
@@ -26,7 +28,8 @@ def examine() -> list[Diagnostic]:
     """Check what training on this machine depends on. Changes nothing."""
     installed, found = _installed_frameworks()
     results = [_python(), _system(), _memory(), _gpus(), *found, _compiler(), _cmake()]
-    results += [_mpi(), _nccl(installed), *_horovod(installed), _shared_memory(), _hostname()]
+    results += [_mpi(), _nccl(installed), *_horovod(installed), _shared_memory()]
+    results += [_collectives(), _hostname()]
     return results
 
 
@@ -248,6 +251,40 @@ def _shared_memory() -> Diagnostic:
             "emptyDir with medium Memory",
         )
     return Diagnostic("/dev/shm", OK, text)
+
+
+def _collectives(environ: Mapping[str, str] = os.environ) -> Diagnostic:
+    """Return how ranks of this host reduce tensors on the CPU."""
+    name = "reductions"
+    if environ.get(host_memory.VARIABLE) == "flat":
+        return Diagnostic(name, OK, f"through sockets, because {host_memory.VARIABLE} is flat")
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return Diagnostic(
+            name,
+            WARNING,
+            "through sockets, because the address space is limited (ulimit -v)",
+            "ulimit -v unlimited: ranks of one host then reduce in shared memory, which is faster",
+        )
+    try:
+        os.close(os.memfd_create("hvdkit"))
+        scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+        forbidden = scope.exists() and int(scope.read_text()) > 1
+    except (OSError, ValueError) as error:
+        return Diagnostic(
+            name,
+            WARNING,
+            f"through sockets, because this system has no shared memory ({error})",
+            "check the system calls that the container permits: memfd_create",
+        )
+    if forbidden:
+        return Diagnostic(
+            name,
+            WARNING,
+            "in shared memory; tensors outside of hvdkit's buckets through sockets, because "
+            "kernel.yama.ptrace_scope forbids processes to read each other's memory",
+            "sysctl kernel.yama.ptrace_scope=1, if your security policy permits it",
+        )
+    return Diagnostic(name, OK, "in shared memory between ranks of one host")
 
 
 def _hostname(resolve: Callable[[str], str] = socket.gethostbyname) -> Diagnostic:

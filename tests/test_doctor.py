@@ -22,7 +22,7 @@ def test_doctor_checks_this_machine():
     names = [f["name"] for f in report["findings"]]
     for name in ("Python", "system", "CPU and RAM", "GPUs", "compiler", "CMake", "MPI"):
         assert name in names
-    for name in ("CUDA, NCCL", "Horovod", "/dev/shm", "hostname"):
+    for name in ("CUDA, NCCL", "Horovod", "/dev/shm", "reductions", "hostname"):
         assert name in names
     assert all(f["advice"] for f in report["findings"] if f["status"] != "ok")
     assert (answer.returncode == 1) == (report["status"] == "error")
@@ -84,3 +84,12 @@ def test_advice_is_shown_below_the_line():
     assert lines[0].split() == ["ok", "one", "fine"]
     assert lines[1].split() == ["warning", "two", "[odd]"]
     assert lines[2].strip() == "-> do this"
+
+
+def test_why_ranks_of_one_host_use_sockets(monkeypatch):
+    assert doctor._collectives({}).status == OK
+    assert "HVDKIT_COLLECTIVES is flat" in doctor._collectives({"HVDKIT_COLLECTIVES": "flat"}).found
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (2**40, 2**40))
+    limited = doctor._collectives({})
+    assert limited.status == WARNING
+    assert "ulimit -v" in limited.advice

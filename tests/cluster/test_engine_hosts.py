@@ -3,13 +3,12 @@
 import os
 import sys
 
+import pytest
+
 from benchmarks.hosts import INTERFACE
-from hvdkit.ranks import RankCommand, start_ranks
+from hvdkit.ranks import RankCommand, RanksFailed, start_ranks
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
-
-HOSTS, RANKS_PER_HOST = 2, 2
-SIZE = HOSTS * RANKS_PER_HOST
 
 PROCESS_SETS = """
 import torch
@@ -32,27 +31,28 @@ hvd.shutdown()
 """
 
 
-def start_on_hosts(cluster, command):
-    """Start `command` as the ranks of one job over Gloo, in the order of hosts."""
+def start_on_hosts(cluster, command, sizes=(2, 2), **env):
+    """Start `command` as the ranks of one job over Gloo; `sizes` are the ranks of each host."""
     server = RendezvousServer(cluster.address)
-    places = [(host, i) for host in range(HOSTS) for i in range(RANKS_PER_HOST)]
+    places = [(host, local) for host, size in enumerate(sizes) for local in range(size)]
     return start_ranks(
         [
             RankCommand(
                 cluster.hosts[host].command(command),
                 os.environ
                 | {"OMP_NUM_THREADS": "1"}
+                | env
                 | gloo_environment(
                     rank,
-                    SIZE,
+                    len(places),
                     server.address,
                     server.port,
                     interface=INTERFACE,
                     hostname=cluster.hosts[host].name,
                     local_rank=local_rank,
-                    local_size=RANKS_PER_HOST,
-                    cross_rank=host,
-                    cross_size=HOSTS,
+                    local_size=sizes[host],
+                    cross_rank=sum(size > local_rank for size in sizes[:host]),
+                    cross_size=sum(size > local_rank for size in sizes),
                 ),
             )
             for rank, (host, local_rank) in enumerate(places)
@@ -63,8 +63,106 @@ def start_on_hosts(cluster, command):
 
 
 def test_process_sets_use_the_chosen_interface(make_hosts):
-    skip_where_unsupported(Configuration("torch", "gloo", SIZE))
-    with make_hosts(HOSTS) as cluster:
+    skip_where_unsupported(Configuration("torch", "gloo", 4))
+    with make_hosts(2) as cluster:
         group = start_on_hosts(cluster, [sys.executable, "-c", PROCESS_SETS])
         results = group.wait(timeout=90)
-    assert [result.output for result in results] == [f"reduced over {SIZE} ranks\n"] * SIZE
+    assert [result.output for result in results] == ["reduced over 4 ranks\n"] * 4
+
+
+SUMS = """
+import sys
+from pathlib import Path
+import torch
+from horovod.torch import mpi_ops
+import hvdkit.torch as hvd
+from hvdkit.torch import runtime, shared_memory
+
+def reduce(tensor, name="sum", op=hvd.Sum):
+    return mpi_ops.synchronize(mpi_ops.allreduce_async_(tensor, name=name, op=op))
+
+def values(size, dtype, rank):
+    return ((torch.arange(size) * 7 + rank * 5) % 31).to(dtype)
+
+def sent():
+    return int(Path(f"/sys/class/net/{sys.argv[1]}/statistics/tx_bytes").read_text())
+
+hvd.init()
+assert runtime.host_memory.flat_reason() == "", runtime.host_memory.flat_reason()
+for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64):
+    for size in (3, 20_000, 33_333, 262_144, 1_500_001):
+        expected = sum(values(size, dtype, rank).double() for rank in range(hvd.size()))
+        for new in (shared_memory.empty, lambda size, dtype: torch.empty(size, dtype=dtype)):
+            tensor = new(size, dtype).copy_(values(size, dtype, hvd.rank()))
+            reduce(tensor)
+            assert torch.equal(tensor.double(), expected), (dtype, size)
+# Shared on some ranks only.
+new = shared_memory.empty if hvd.rank() % 2 else lambda size, dtype: torch.empty(size, dtype=dtype)
+tensor = new(300_000, torch.float32).fill_(hvd.rank())
+assert reduce(tensor, op=hvd.Average).eq((hvd.size() - 1) / 2).all()
+torch.manual_seed(hvd.rank())
+bits = reduce(shared_memory.empty(500_009, torch.float32).copy_(torch.randn(500_009)))
+assert len(set(map(bytes, hvd.allgather_object(bits.numpy().tobytes())))) == 1
+for number in range(hvd.rank() + 1):
+    tensor = shared_memory.empty(50_000, torch.float32).fill_(1.0)
+    assert reduce(tensor, f"joined {number}").eq(hvd.size() - number).all()
+hvd.join()
+tensor = shared_memory.empty(5_000_000, torch.float32).zero_()
+reduce(tensor, "warm")
+hvd.barrier()
+before = sent()
+reduce(tensor, "warm")
+hvd.barrier()
+print("sent", (sent() - before) / 20e6, flush=True)
+hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 1), *[pytest.param(s, marks=pytest.mark.long) for s in [(2, 2), (1, 3), (2, 1, 1)]]],
+    ids=str,
+)
+def test_sums_of_hosts_with_several_ranks(make_hosts, sizes):
+    skip_where_unsupported(Configuration("torch", "gloo", 4))
+    with make_hosts(len(sizes)) as cluster:
+        command = [sys.executable, "-c", SUMS, INTERFACE]
+        results = start_on_hosts(cluster, command, sizes).wait(timeout=120)
+    hosts = len(sizes)
+    for result in results:
+        # With the headers of packets, and their acknowledgements.
+        assert 0.9 < float(result.output.split()[-1]) / (2 * (hosts - 1) / hosts) < 1.06
+
+
+DIES = """
+import os, signal, sys, time
+import torch
+from horovod.torch import mpi_ops
+import hvdkit.torch as hvd
+from hvdkit.torch import shared_memory
+hvd.init()
+tensor = shared_memory.empty(5_000_000, torch.float32)
+if hvd.rank() == 1:
+    signal.setitimer(signal.ITIMER_REAL, float(sys.argv[1]))
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+try:
+    while True:
+        began = time.monotonic()
+        mpi_ops.synchronize(mpi_ops.allreduce_async_(tensor.zero_(), name="hvdkit.x", op=hvd.Sum))
+except hvd.HorovodInternalError as error:
+    print(f"ended after {time.monotonic() - began:.2f} s: {error}", flush=True)
+    sys.exit(1)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("after", [0.01, 0.1, 0.2, 0.3, 0.4])
+def test_a_rank_dies_during_a_sum(make_hosts, after):
+    with make_hosts(2) as cluster:
+        group = start_on_hosts(cluster, [sys.executable, "-c", DIES, str(after)])
+        with pytest.raises(RanksFailed) as caught:
+            group.wait(timeout=80, failure_grace=60)
+    assert not caught.value.timed_out
+    for rank in (0, 2, 3):
+        output = caught.value.results[rank].output
+        assert float(output.partition("ended after ")[2].partition(" s:")[0]) < 5, output

@@ -10,14 +10,17 @@
 #include <vector>
 
 #include "hvdkit_host_group.h"
+#if HAVE_GLOO
+#include "hvdkit_gloo_network.h"
+#endif
 #include "ops/collective_operations.h"
 
 namespace hvdkit {
 
 namespace hvd = horovod::common;
 
-// Reduces the tensors of the global process set if all of its ranks are on one host, and passes what is
-// out of its reach to the operation that would do it otherwise.
+// Reduces the tensors of the global process set if a host has several of its ranks, and passes what is out
+// of its reach to the operation that would do it otherwise.
 class HostAllreduce : public hvd::AllreduceOp {
  public:
   HostAllreduce(hvd::HorovodGlobalState* state, std::vector<std::shared_ptr<hvd::AllreduceOp>> flat)
@@ -28,8 +31,15 @@ class HostAllreduce : public hvd::AllreduceOp {
     auto& controller = *global_state_->global_controller;
     const char* seconds = std::getenv("HOROVOD_GLOO_TIMEOUT_SECONDS");
     const char* collectives = std::getenv("HVDKIT_COLLECTIVES");
+    std::unique_ptr<Network> network;
+#if HAVE_GLOO
+    if (global_state_->control_operation == hvd::LibType::GLOO) {
+      network.reset(new GlooNetwork(global_state_->process_set_table.Get(0).gloo_context.ctx));
+    }
+#endif
     group_.reset(new HostGroup(controller.GetRank(), controller.GetSize(),
-                               std::chrono::seconds(seconds ? std::max(std::atol(seconds), 1L) : 30)));
+                               std::chrono::seconds(seconds ? std::max(std::atol(seconds), 1L) : 30),
+                               std::move(network)));
     auto reason = group_->connect(collectives && std::string(collectives) == "flat",
                                   [&](std::vector<long long>& words) {
                                     controller.CrossRankBitwiseOr(words, (int)words.size());

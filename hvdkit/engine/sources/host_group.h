@@ -1,10 +1,17 @@
-// Allreduce between the ranks of one host, without copies through sockets. Part of hvdkit (Apache-2.0).
+// Allreduce that knows which ranks share a host. Part of hvdkit (Apache-2.0).
 //
-// Each rank sums one slice of the tensor. If the tensors of all ranks are in their arenas
+// Within a host nothing goes through sockets. Each rank sums one slice of the tensor. If the tensors of all ranks are in their arenas
 // (host_memory.h), which all ranks of the host have mapped, a rank adds its slice of all tensors and
 // writes the sum into all of them. Otherwise it reads the slices of the others with process_vm_readv,
 // and afterwards their sums. Sums are taken in the order of the ranks, so that the result does not
 // depend on which rank computes it.
+//
+// Between hosts, each slice is reduced by ranks with the same place on their hosts: each host gets one
+// part of the sums of all hosts, adds them in the order of the hosts, and sends the result to all. So
+// every host sends and receives 2 (n - 1) / n of the tensor over n hosts, whatever the number of its
+// ranks. A ring of all ranks sends more as soon as a host has several: its neighbours in the ring are on
+// other hosts. See BlueConnect (https://arxiv.org/abs/1908.11645) and Open MPI's coll/han. Chunks are
+// pipelined, so that a host adds the next one while the network has the last.
 //
 // Open MPI's coll/xhc and MPICH's release-gather synchronize in the same way: by counters in shared
 // memory that only their owner writes.
@@ -25,12 +32,15 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <map>
+#include <memory>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "hvdkit_host_memory.h"
+#include "hvdkit_host_network.h"
 #include "hvdkit_host_sums.h"
 
 namespace hvdkit {
@@ -46,7 +56,7 @@ struct Introduction {
 };
 
 // Why a rank takes part in flat collectives only.
-enum Refusal : uint64_t { kNone, kRequested, kNoMemory, kNoSocket, kNotConnected };
+enum Refusal : uint64_t { kNone, kRequested, kNoMemory, kNoSocket, kNotConnected, kCannotRead };
 
 class HostGroup {
  public:
@@ -54,8 +64,9 @@ class HostGroup {
   // Replaces the words of all ranks by their bitwise or, which every rank gets.
   using Exchange = std::function<void(std::vector<long long>&)>;
 
-  HostGroup(int rank, int size, std::chrono::milliseconds timeout)
-      : rank_(rank), size_(size), timeout_(timeout), peers_(size, -1), boards_(size), pids_(size) {}
+  // `network` connects this rank with all others; null where it cannot be used for this.
+  HostGroup(int rank, int size, std::chrono::milliseconds timeout, std::unique_ptr<Network> network)
+      : rank_(rank), size_(size), timeout_(timeout), network_(std::move(network)) {}
 
   HostGroup(const HostGroup&) = delete;
   HostGroup& operator=(const HostGroup&) = delete;
@@ -79,12 +90,16 @@ class HostGroup {
       if (all[rank].version != own.version) {
         return withdraw("rank " + std::to_string(rank) + " has another version of the engine");
       }
-      if (all[rank].host != own.host) {
-        return withdraw("the ranks are on several hosts");
-      }
     }
     if (size_ == 1) {
       return "there is one rank";
+    }
+    find_hosts(all);
+    if (most_ == 1) {
+      return withdraw("each rank is on a host of its own");
+    }
+    if (hosts_.size() > 1 && !network_) {
+      return withdraw("the ranks are on several hosts, and the controller is MPI");
     }
     // A second exchange, because a rank may have failed to connect.
     Verdict mine;
@@ -95,6 +110,10 @@ class HostGroup {
       mine.refused = kNotConnected;
     }
     mine.cannot_read = !mine.refused && !can_read(all);
+    if (mine.cannot_read && hosts_.size() > 1) {
+      // Otherwise a tensor might be within reach on one host, and not on another one.
+      mine.refused = kCannotRead;
+    }
     auto verdicts = gather(mine, exchange);
     readable_ = true;
     for (int rank = 0; rank < size_; ++rank) {
@@ -112,12 +131,12 @@ class HostGroup {
     connected_.store(false);
     Arena::instance().share(false);
     Arena::instance().close_in_child(nullptr);
-    for (int rank = 0; rank < size_; ++rank) {
-      if (rank != rank_ && boards_[rank]) {
-        munmap(boards_[rank], Arena::instance().capacity());
+    for (size_t i = 0; i < boards_.size(); ++i) {
+      if ((int)i != here_ && boards_[i]) {
+        munmap(boards_[i], Arena::instance().capacity());
       }
-      boards_[rank] = nullptr;
-      close_file(peers_[rank]);
+      boards_[i] = nullptr;
+      close_file(peers_[i]);
     }
     close_file(listener_);
   }
@@ -127,35 +146,45 @@ class HostGroup {
   // Whether memory outside of the arenas can be read, too.
   bool readable() const { return readable_; }
 
+  size_t hosts() const { return hosts_.size(); }
+
   // Computes output = factor x (sum of the inputs of all ranks). The output may be the input. Returns
   // false on all ranks, and does nothing, where the memory of a rank is not within reach.
   // Throws std::runtime_error where a rank has died or does not answer.
   bool allreduce(const void* input, void* output, size_t count, Element element, double factor) {
     size_t bytes = count * size_of(element);
+    if (hosts_.size() > 1 && bytes < kSmallest) {
+      return false;
+    }
     if (bytes <= kSmall) {
       small(input, output, count, element, factor);
       return true;
     }
-    Board& own = *boards_[rank_];
+    Board& own = *boards_[here_];
     auto& post = own.posts[operation_ & 1];
     post.offset = input == output ? Arena::instance().offset_of(output, bytes) : Board::kElsewhere;
     post.input = (uint64_t)input;
     post.output = (uint64_t)output;
-    std::vector<Board::Post> posts(size_);
+    std::vector<Board::Post> posts(boards_.size());
     advance();
     bool shared = true;
-    for (int rank = 0; rank < size_; ++rank) {
-      await(rank);
-      posts[rank] = boards_[rank]->posts[operation_ & 1];
-      shared = shared && posts[rank].offset != Board::kElsewhere;
+    for (size_t i = 0; i < boards_.size(); ++i) {
+      await(i);
+      posts[i] = boards_[i]->posts[operation_ & 1];
+      shared = shared && posts[i].offset != Board::kElsewhere;
     }
     ++operation_;
-    if (shared) {
-      add_in_place(posts, count, element, factor);
-    } else if (readable_) {
-      read_and_add(posts, count, element, factor);
+    if (!shared && !readable_) {
+      return false;
     }
-    return shared || readable_;
+    try {
+      reduce(posts, shared, count, element, factor);
+    } catch (const std::exception& error) {
+      // Whatever it was: the other ranks of the host must not wait for this one.
+      abandon();
+      throw;
+    }
+    return true;
   }
 
  private:
@@ -165,7 +194,7 @@ class HostGroup {
 
   struct Hello {
     uint64_t secret;
-    int64_t rank;
+    int64_t member;
     uint64_t capacity;
     uint64_t board;  // the address in the sender's process
   };
@@ -174,85 +203,213 @@ class HostGroup {
     size_t begin, count;
   };
 
-  // The slice of a rank, in elements: whole cache lines, so that no two ranks write to one.
-  Slice slice(int rank, size_t count, Element element) const {
-    size_t line = 64 / size_of(element);
+  // The slice of a rank of this host, in elements: whole cache lines, so that no two ranks write to one.
+  // Ranks beyond the number of those on the smallest host have none.
+  Slice slice(size_t member, size_t count, Element element) const {
+    if (member >= slices_) {
+      return {count, 0};
+    }
+    return part(count, size_of(element), member, slices_);
+  }
+
+  // Part `index` of `parts` of `count` elements.
+  static Slice part(size_t count, size_t size, size_t index, size_t parts) {
+    size_t line = 64 / size;
     size_t lines = (count + line - 1) / line;
-    size_t begin = std::min(count, lines * (size_t)rank / size_ * line);
-    size_t end = std::min(count, lines * ((size_t)rank + 1) / size_ * line);
+    size_t begin = std::min(count, lines * index / parts * line);
+    size_t end = std::min(count, lines * (index + 1) / parts * line);
     return {begin, end - begin};
   }
 
   // A tensor of at most kSmall bytes: each rank adds up the boards of all.
   void small(const void* input, void* output, size_t count, Element element, double factor) {
     size_t at = operation_++ & 1;
-    std::memcpy(boards_[rank_]->small[at], input, count * size_of(element));
+    std::memcpy(boards_[here_]->small[at], input, count * size_of(element));
     advance();
-    std::vector<const void*> inputs(size_);
-    for (int rank = 0; rank < size_; ++rank) {
-      await(rank);
-      inputs[rank] = boards_[rank]->small[at];
+    std::vector<const void*> inputs(boards_.size());
+    for (size_t i = 0; i < boards_.size(); ++i) {
+      await(i);
+      inputs[i] = boards_[i]->small[at];
     }
     sum_to_all(element, inputs, {output}, count, factor);
   }
 
-  void add_in_place(const std::vector<Board::Post>& posts, size_t count, Element element,
-                    double factor) {
-    auto own = slice(rank_, count, element);
-    const size_t chunk = (256 << 10) / size_of(element);
-    std::vector<const void*> inputs(size_);
-    std::vector<void*> outputs(size_);
-    for (size_t done = 0; done < own.count; done += chunk) {
-      check();
-      for (int rank = 0; rank < size_; ++rank) {
-        outputs[rank] = (char*)boards_[rank] + posts[rank].offset +
-                        (own.begin + done) * size_of(element);
-        inputs[rank] = outputs[rank];
-      }
-      sum_to_all(element, inputs, outputs, std::min(chunk, own.count - done), factor);
+  // One allreduce of this rank.
+  struct Job {
+    const std::vector<Board::Post>& posts;
+    bool shared;  // all tensors are in arenas
+    size_t size;  // of an element
+    Element element;
+    double factor;
+  };
+
+  void reduce(const std::vector<Board::Post>& posts, bool shared, size_t count, Element element,
+              double factor) {
+    Job job{posts, shared, size_of(element), element, factor};
+    auto own = slice(here_, count, element);
+    if (hosts_.size() > 1) {
+      reduce_between_hosts(job, own);
+    } else {
+      for_chunks(own, job.size, [&](size_t begin, size_t n) {
+        add_on_host(job, begin, n, factor, shared);
+      });
+    }
+    synchronize();
+    if (shared) {
+      return;
+    }
+    // The others cannot write to this rank's memory: it reads their sums.
+    for (size_t step = 1; step < boards_.size(); ++step) {
+      size_t i = (here_ + step) % boards_.size();
+      for_chunks(slice(i, count, element), job.size, [&](size_t begin, size_t n) {
+        read(i, (char*)posts[here_].output + begin * job.size, posts[i].output + begin * job.size,
+             n * job.size);
+      });
     }
     synchronize();
   }
 
-  void read_and_add(const std::vector<Board::Post>& posts, size_t count, Element element,
-                    double factor) {
-    const size_t size = size_of(element);
-    const size_t chunk = kChunk / size;
-    scratch_.resize(kChunk * (size_ - 1));
-    auto own = slice(rank_, count, element);
-    std::vector<const void*> inputs(size_);
-    for (size_t done = 0; done < own.count; done += chunk) {
-      size_t n = std::min(chunk, own.count - done), at = (own.begin + done) * size;
-      char* free = scratch_.data();
-      for (int rank = 0; rank < size_; ++rank) {
-        if (rank == rank_) {
-          inputs[rank] = (char*)posts[rank].input + at;
-        } else {
-          read(rank, free, posts[rank].input + at, n * size);
-          inputs[rank] = free;
-          free += kChunk;
+  template <typename Call>
+  static void for_chunks(Slice slice, size_t size, Call call) {
+    for (size_t done = 0; done < slice.count; done += kChunk / size) {
+      call(slice.begin + done, std::min(kChunk / size, slice.count - done));
+    }
+  }
+
+  char* own_output(const Job& job, size_t begin) const {
+    return (char*)job.posts[here_].output + begin * job.size;
+  }
+
+  // Adds a chunk of the tensors of this host, into the own output, or into all of them.
+  void add_on_host(const Job& job, size_t begin, size_t n, double factor, bool to_all) {
+    std::vector<const void*> inputs(boards_.size());
+    std::vector<void*> outputs{own_output(job, begin)};
+    if (job.shared) {
+      check();
+      for (size_t i = 0; i < boards_.size(); ++i) {
+        inputs[i] = in_arena(job, i, begin);
+      }
+      if (to_all) {
+        outputs.clear();
+        for (size_t i = 0; i < boards_.size(); ++i) {
+          outputs.push_back(in_arena(job, i, begin));
         }
       }
-      sum_to_all(element, inputs, {(char*)posts[rank_].output + at}, n, factor);
-    }
-    synchronize();
-    for (int step = 1; step < size_; ++step) {
-      int rank = (rank_ + step) % size_;
-      auto theirs = slice(rank, count, element);
-      for (size_t done = 0; done < theirs.count; done += chunk) {
-        size_t n = std::min(chunk, theirs.count - done), at = (theirs.begin + done) * size;
-        read(rank, (char*)posts[rank_].output + at, posts[rank].output + at, n * size);
+    } else {
+      scratch_.resize(kChunk * boards_.size());
+      for (size_t i = 0; i < boards_.size(); ++i) {
+        if ((int)i == here_) {
+          inputs[i] = (char*)job.posts[i].input + begin * job.size;
+        } else {
+          char* copy = scratch_.data() + kChunk * i;
+          read(i, copy, job.posts[i].input + begin * job.size, n * job.size);
+          inputs[i] = copy;
+        }
       }
     }
-    synchronize();
+    sum_to_all(job.element, inputs, outputs, n, factor);
   }
 
-  void read(int rank, void* into, uint64_t from, size_t bytes) {
+  char* in_arena(const Job& job, size_t member, size_t begin) const {
+    return (char*)boards_[member] + job.posts[member].offset + begin * job.size;
+  }
+
+  // -- Between hosts -------------------------------------------------------------------------------
+
+  // A chunk on its way.
+  struct Flight {
+    size_t begin = 0, count = 0;
+    std::vector<char> received;  // the parts of the other hosts, in their order
+    std::unique_ptr<Channel> sums, parts, results;
+  };
+
+  void reduce_between_hosts(const Job& job, Slice own) {
+    const size_t chunk = kNetworkChunk / job.size;
+    const size_t chunks = (own.count + chunk - 1) / chunk;
+    Flight flights[3];
+    for (size_t k = 0; k < chunks + 2; ++k) {
+      if (k < chunks) {
+        auto& flight = flights[k % 3];
+        flight.begin = own.begin + k * chunk;
+        flight.count = std::min(chunk, own.count - k * chunk);
+        send_sums(job, flight, k);
+      }
+      if (k >= 1 && k - 1 < chunks) {
+        send_results(job, flights[(k - 1) % 3], k - 1);
+      }
+      if (k >= 2) {
+        receive_results(job, flights[(k - 2) % 3]);
+      }
+    }
+  }
+
+  // The rank of another host that reduces the same slice.
+  int counterpart(size_t host) const { return hosts_[host][(size_t)here_]; }
+
+  static uint32_t tag(size_t chunk, uint32_t phase) { return (uint32_t)(chunk % 4096) * 2 + phase; }
+
+  // Adds the chunk on this host, and sends each other host its part of it.
+  void send_sums(const Job& job, Flight& flight, size_t chunk) {
+    for_chunks({flight.begin, flight.count}, job.size, [&](size_t begin, size_t n) {
+      add_on_host(job, begin, n, 1.0, false);
+    });
+    const Slice own = part(flight.count, job.size, host_, hosts_.size());
+    const size_t bytes = own.count * job.size;
+    flight.received.resize(bytes * hosts_.size());
+    char* memory = own_output(job, flight.begin);
+    flight.sums = network_->channel(memory, flight.count * job.size);
+    flight.parts = network_->channel(flight.received.data(), flight.received.size());
+    flight.results = network_->channel(memory, flight.count * job.size);
+    for (size_t step = 1; step < hosts_.size(); ++step) {
+      size_t host = (host_ + step) % hosts_.size();
+      auto theirs = part(flight.count, job.size, host, hosts_.size());
+      flight.parts->receive(counterpart(host), tag(chunk, 0), host * bytes, bytes);
+      flight.sums->send(counterpart(host), tag(chunk, 0), theirs.begin * job.size,
+                        theirs.count * job.size);
+    }
+  }
+
+  // Adds this host's part of the chunk over all hosts, and sends the result to all.
+  void send_results(const Job& job, Flight& flight, size_t chunk) {
+    flight.parts->wait();
+    // The parts are sent from where the results of the other hosts will be.
+    flight.sums->wait();
+    check();
+    const Slice own = part(flight.count, job.size, host_, hosts_.size());
+    const size_t bytes = own.count * job.size;
+    char* mine = own_output(job, flight.begin + own.begin);
+    std::vector<const void*> inputs(hosts_.size());
+    for (size_t host = 0; host < hosts_.size(); ++host) {
+      inputs[host] = host == host_ ? mine : flight.received.data() + host * bytes;
+    }
+    sum_to_all(job.element, inputs, {mine}, own.count, job.factor);
+    for (size_t step = 1; step < hosts_.size(); ++step) {
+      size_t host = (host_ + step) % hosts_.size();
+      auto theirs = part(flight.count, job.size, host, hosts_.size());
+      flight.results->receive(counterpart(host), tag(chunk, 1), theirs.begin * job.size,
+                              theirs.count * job.size);
+      flight.results->send(counterpart(host), tag(chunk, 1), own.begin * job.size, bytes);
+    }
+  }
+
+  // Copies the chunk to the other ranks of this host.
+  void receive_results(const Job& job, Flight& flight) {
+    flight.results->wait();
+    check();
+    for (size_t i = 0; job.shared && i < boards_.size(); ++i) {
+      if ((int)i != here_) {
+        std::memcpy(in_arena(job, i, flight.begin), own_output(job, flight.begin),
+                    flight.count * job.size);
+      }
+    }
+  }
+
+  void read(size_t member, void* into, uint64_t from, size_t bytes) {
     check();
     iovec local{into, bytes}, remote{(void*)from, bytes};
-    ssize_t got = process_vm_readv(pids_[rank], &local, 1, &remote, 1, 0);
+    ssize_t got = process_vm_readv(pids_[member], &local, 1, &remote, 1, 0);
     if (got != (ssize_t)bytes) {
-      fail(rank, got < 0 && errno == ESRCH ? "has ended"
+      fail(member, got < 0 && errno == ESRCH ? "has ended"
                                            : std::string("cannot be read: ") + std::strerror(errno));
     }
   }
@@ -265,7 +422,7 @@ class HostGroup {
   }
 
   void advance() {
-    Board& own = *boards_[rank_];
+    Board& own = *boards_[here_];
     ++step_;
     own.progress.store(step_);
     if (own.waiters.load() > 0) {
@@ -273,30 +430,32 @@ class HostGroup {
     }
   }
 
-  // Waits until all ranks have done as many steps as this one.
+  // Waits until all ranks of the host have done as many steps as this one.
   void synchronize() {
     advance();
-    for (int rank = 0; rank < size_; ++rank) {
-      await(rank);
+    for (size_t i = 0; i < boards_.size(); ++i) {
+      await(i);
     }
   }
 
-  bool reached(int rank) const { return (int32_t)(boards_[rank]->progress.load() - step_) >= 0; }
+  bool reached(size_t member) const {
+    return (int32_t)(boards_[member]->progress.load() - step_) >= 0;
+  }
 
-  void await(int rank) {
-    if (reached(rank)) {
+  void await(size_t member) {
+    if (reached(member)) {
       return;
     }
     auto begin = Clock::now();
     if (spin_) {
       // Longer than a switch between threads takes, but not so long that others miss the core.
       while (Clock::now() - begin < std::chrono::microseconds(20)) {
-        if (reached(rank)) {
+        if (reached(member)) {
           return;
         }
       }
     }
-    Board& board = *boards_[rank];
+    Board& board = *boards_[member];
     const timespec pause{0, 20 * 1000 * 1000};
     while (true) {
       board.waiters.fetch_add(1);
@@ -305,41 +464,47 @@ class HostGroup {
         futex(board.progress, FUTEX_WAIT, seen, &pause);
       }
       board.waiters.fetch_sub(1);
-      if (reached(rank)) {
+      if (reached(member)) {
         return;
       }
       check();
-      for (int other = 0; other < size_; ++other) {
-        if (other != rank_ && closed(other) && !reached(other)) {
+      for (size_t other = 0; other < boards_.size(); ++other) {
+        if ((int)other != here_ && closed(other) && !reached(other)) {
           fail(other, "has ended");
         }
       }
       if (Clock::now() - begin > timeout_) {
-        fail(rank, "has not answered for " + std::to_string(timeout_.count() / 1000) +
-                       " s (HOROVOD_GLOO_TIMEOUT_SECONDS)");
+        fail(member, "has not answered for " + std::to_string(timeout_.count() / 1000) +
+                         " s (HOROVOD_GLOO_TIMEOUT_SECONDS)");
       }
     }
   }
 
-  bool closed(int rank) const {
-    pollfd file{peers_[rank], POLLRDHUP, 0};
+  bool closed(size_t member) const {
+    pollfd file{peers_[member], POLLRDHUP, 0};
     return poll(&file, 1, 0) > 0 && (file.revents & (POLLRDHUP | POLLHUP | POLLERR));
   }
 
-  // Throws where a rank has failed, so that no rank waits for one that has given up.
+  // Throws where a rank of the host has failed, so that no rank waits for one that has given up.
   void check() {
-    for (int rank = 0; rank < size_; ++rank) {
-      if (boards_[rank]->failed.load()) {
-        fail(rank, "has failed in an earlier or in this collective");
+    for (size_t i = 0; i < boards_.size(); ++i) {
+      if (boards_[i]->failed.load()) {
+        fail(i, "has failed in an earlier or in this collective");
       }
     }
   }
 
-  [[noreturn]] void fail(int rank, const std::string& what) {
-    Board& own = *boards_[rank_];
+  [[noreturn]] void fail(size_t member, const std::string& what) {
+    abandon();
+    throw std::runtime_error("allreduce in shared memory: rank " +
+                             std::to_string(members()[member]) + " " + what);
+  }
+
+  // Tells the other ranks of the host that this one takes no further part.
+  void abandon() {
+    Board& own = *boards_[here_];
     own.failed.store(1);
     futex(own.progress, FUTEX_WAKE, INT32_MAX, nullptr);
-    throw std::runtime_error("allreduce in shared memory: rank " + std::to_string(rank) + " " + what);
   }
 
   // -- Connecting ----------------------------------------------------------------------------------
@@ -394,15 +559,13 @@ class HostGroup {
       own.refused = kNoMemory;
       return own;
     }
-    boards_[rank_] = &Arena::instance().board();
-    boards_[rank_]->token[0] = own.socket;
-    boards_[rank_]->token[1] = own.secret;
+    auto& board = Arena::instance().board();
+    board.token[0] = own.socket;
+    board.token[1] = own.secret;
     // Open MPI asks for this, too: Yama lets no process read another one that is not its child.
     if (content_of("/proc/sys/kernel/yama/ptrace_scope").substr(0, 1) == "1") {
       prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
     }
-    cpu_set_t cores;
-    spin_ = sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) >= size_;
     listener_ = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     socklen_t length;
     auto address = address_of(own.socket, length);
@@ -435,6 +598,9 @@ class HostGroup {
       case kNoSocket:
         text += "has no Unix socket";
         break;
+      case kCannotRead:
+        text += "cannot read the memory of the other ranks of its host";
+        break;
       default:
         text += "cannot reach the other ranks of its host";
     }
@@ -446,26 +612,58 @@ class HostGroup {
     return why;
   }
 
-  // Connects to the ranks below this one, and lets those above connect. Throws std::runtime_error.
+  const std::vector<int>& members() const { return hosts_[host_]; }
+
+  // Groups the ranks by host: hosts in the order of their first ranks, ranks in order.
+  void find_hosts(const std::vector<Introduction>& all) {
+    hosts_.clear();
+    std::map<uint64_t, size_t> known;
+    for (int rank = 0; rank < size_; ++rank) {
+      auto found = known.emplace(all[rank].host, hosts_.size());
+      if (found.second) {
+        hosts_.emplace_back();
+      }
+      hosts_[found.first->second].push_back(rank);
+    }
+    host_ = known[all[rank_].host];
+    here_ = (int)(std::find(members().begin(), members().end(), rank_) - members().begin());
+    slices_ = most_ = members().size();
+    for (auto& ranks : hosts_) {
+      slices_ = std::min(slices_, ranks.size());
+      most_ = std::max(most_, ranks.size());
+    }
+    peers_.assign(members().size(), -1);
+    boards_.assign(members().size(), nullptr);
+    pids_.assign(members().size(), 0);
+    addresses_.assign(members().size(), 0);
+    boards_[here_] = &Arena::instance().board();
+    cpu_set_t cores;
+    spin_ = sched_getaffinity(0, sizeof cores, &cores) == 0 &&
+            (size_t)CPU_COUNT(&cores) >= members().size();
+  }
+
+  // Connects to the ranks of the host below this one, and lets those above connect. Throws
+  // std::runtime_error.
   void meet(const std::vector<Introduction>& all) {
     // Sooner than the exchange gives up in which the other ranks wait.
     auto deadline = Clock::now() + std::min<Clock::duration>(timeout_ / 2, std::chrono::seconds(10));
-    for (int rank = 0; rank < rank_; ++rank) {
+    for (int i = 0; i < here_; ++i) {
+      int rank = members()[i];
       socklen_t length;
       auto address = address_of(all[rank].socket, length);
-      peers_[rank] = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-      limit(peers_[rank], deadline);
-      if (peers_[rank] < 0 || ::connect(peers_[rank], (sockaddr*)&address, length) != 0) {
+      peers_[i] = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+      limit(peers_[i], deadline);
+      if (peers_[i] < 0 || ::connect(peers_[i], (sockaddr*)&address, length) != 0) {
         throw std::runtime_error("connect to rank " + std::to_string(rank) + ": " +
                                  std::strerror(errno));
       }
-      pids_[rank] = owner_of(peers_[rank]);
-      if (pids_[rank] < 0) {
+      pids_[i] = owner_of(peers_[i]);
+      if (pids_[i] < 0) {
         throw std::runtime_error("rank " + std::to_string(rank) + " belongs to another user");
       }
-      send_hello(peers_[rank], all[rank].secret);
+      send_hello(peers_[i], all[rank].secret);
     }
-    for (int missing = size_ - 1 - rank_; missing > 0;) {
+    for (size_t missing = members().size() - 1 - (size_t)here_; missing > 0;) {
       pollfd waiting{listener_, POLLIN, 0};
       auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
       if (left.count() <= 0 || poll(&waiting, 1, (int)left.count()) < 0) {
@@ -481,28 +679,28 @@ class HostGroup {
       // Every process of the network namespace can connect. Only ranks of this job are let in.
       pid_t pid = owner_of(file);
       bool known = pid >= 0 && receive_hello(file, hello, arena) &&
-                   hello.secret == all[rank_].secret && hello.rank > rank_ && hello.rank < size_ &&
-                   peers_[hello.rank] < 0;
+                   hello.secret == all[rank_].secret && hello.member > here_ &&
+                   hello.member < (int64_t)members().size() && peers_[hello.member] < 0;
       if (!known) {
         close_file(file);
         close_file(arena);
         continue;
       }
-      int rank = (int)hello.rank;
-      peers_[rank] = file;
-      pids_[rank] = pid;
-      map(rank, hello, arena, all);
-      send_hello(file, all[rank].secret);
+      size_t i = (size_t)hello.member;
+      peers_[i] = file;
+      pids_[i] = pid;
+      map(i, hello, arena, all);
+      send_hello(file, all[members()[i]].secret);
       --missing;
     }
-    for (int rank = 0; rank < rank_; ++rank) {
+    for (int i = 0; i < here_; ++i) {
       int arena = -1;
       Hello hello{};
-      if (!receive_hello(peers_[rank], hello, arena) || hello.secret != all[rank_].secret) {
+      if (!receive_hello(peers_[i], hello, arena) || hello.secret != all[rank_].secret) {
         close_file(arena);
-        throw std::runtime_error("rank " + std::to_string(rank) + " has not answered");
+        throw std::runtime_error("rank " + std::to_string(members()[i]) + " has not answered");
       }
-      map(rank, hello, arena, all);
+      map((size_t)i, hello, arena, all);
     }
     close_file(listener_);
     Arena::instance().close_in_child(&peers_);
@@ -526,7 +724,7 @@ class HostGroup {
   }
 
   void send_hello(int file, uint64_t secret) {
-    Hello hello{secret, rank_, Arena::instance().capacity(), (uint64_t)boards_[rank_]};
+    Hello hello{secret, here_, Arena::instance().capacity(), (uint64_t)boards_[here_]};
     iovec content{&hello, sizeof hello};
     alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
     msghdr message{};
@@ -561,7 +759,8 @@ class HostGroup {
     return got == (ssize_t)sizeof hello && arena >= 0;
   }
 
-  void map(int rank, const Hello& hello, int arena, const std::vector<Introduction>& all) {
+  void map(size_t member, const Hello& hello, int arena, const std::vector<Introduction>& all) {
+    const int rank = members()[member];
     struct stat facts;
     int seals = fcntl(arena, F_GET_SEALS);
     bool fits = fstat(arena, &facts) == 0 && (uint64_t)facts.st_size == hello.capacity &&
@@ -578,24 +777,25 @@ class HostGroup {
     madvise(base, hello.capacity, MADV_DONTDUMP);
     // A forked child has no use for it.
     madvise(base, hello.capacity, MADV_DONTFORK);
-    boards_[rank] = static_cast<Board*>(base);
-    addresses_.resize(size_);
-    addresses_[rank] = hello.board;
-    if (boards_[rank]->token[0] != all[rank].socket || boards_[rank]->token[1] != all[rank].secret) {
+    boards_[member] = static_cast<Board*>(base);
+    addresses_[member] = hello.board;
+    if (boards_[member]->token[0] != all[rank].socket ||
+        boards_[member]->token[1] != all[rank].secret) {
       throw std::runtime_error("the memory of rank " + std::to_string(rank) + " is another one's");
     }
   }
 
   // Whether this rank may read the memory of all others. Containers and Yama may forbid it.
   bool can_read(const std::vector<Introduction>& all) const {
-    for (int rank = 0; rank < size_; ++rank) {
-      if (rank == rank_) {
+    for (size_t i = 0; i < boards_.size(); ++i) {
+      if ((int)i == here_) {
         continue;
       }
+      const int rank = members()[i];
       uint64_t token[2] = {};
-      iovec local{token, sizeof token}, remote{(void*)addresses_[rank], sizeof token};
-      if (pids_[rank] <= 0 ||
-          process_vm_readv(pids_[rank], &local, 1, &remote, 1, 0) != (ssize_t)sizeof token ||
+      iovec local{token, sizeof token}, remote{(void*)addresses_[i], sizeof token};
+      if (pids_[i] <= 0 ||
+          process_vm_readv(pids_[i], &local, 1, &remote, 1, 0) != (ssize_t)sizeof token ||
           token[0] != all[rank].socket || token[1] != all[rank].secret) {
         return false;
       }
@@ -610,19 +810,30 @@ class HostGroup {
     }
   }
 
+  // Bytes. A chunk of a sum stays in the cache.
   static constexpr size_t kChunk = 256 << 10;
+  // Of a slice; each host sends two parts of it.
+  static constexpr size_t kNetworkChunk = 1 << 20;
+  // Between hosts, smaller tensors take less time in a ring of all ranks.
+  static constexpr size_t kSmallest = 64 << 10;
 
   const int rank_, size_;
   const std::chrono::milliseconds timeout_;
+  const std::unique_ptr<Network> network_;
   std::atomic<bool> connected_{false};
   bool readable_ = false, spin_ = false;
   int listener_ = -1;
   uint32_t step_ = 0;
   size_t operation_ = 0;
-  std::vector<int> peers_;              // connections; -1 for this rank
-  std::vector<Board*> boards_;          // the mapped arenas, which begin with the boards
+  std::vector<std::vector<int>> hosts_;  // the ranks of each host
+  size_t host_ = 0;                      // this host
+  int here_ = 0;                         // the place of this rank among those of its host
+  size_t slices_ = 1, most_ = 1;         // the fewest and the most ranks of a host
+  // Of the ranks of this host:
+  std::vector<int> peers_;           // connections; -1 for this rank
+  std::vector<Board*> boards_;       // the mapped arenas, which begin with the boards
   std::vector<pid_t> pids_;
-  std::vector<uint64_t> addresses_;     // of the boards, in the other processes
+  std::vector<uint64_t> addresses_;  // of the boards, in the other processes
   std::vector<char> scratch_;
 };
 
