@@ -450,6 +450,7 @@ class HostGroup {
       return;
     }
     auto begin = Clock::now();
+    Clock::duration waited{};
     if (spin_) {
       // Longer than a switch between threads takes, but not so long that others miss the core.
       while (Clock::now() - begin < std::chrono::microseconds(20)) {
@@ -476,7 +477,11 @@ class HostGroup {
           fail(other, "has ended");
         }
       }
-      if (Clock::now() - begin > timeout_) {
+      // While the whole job is suspended (SIGSTOP, a sleeping laptop), time passes for all ranks.
+      auto now = Clock::now();
+      waited += std::min<Clock::duration>(now - begin, std::chrono::milliseconds(500));
+      begin = now;
+      if (waited > timeout_) {
         fail(member, "has not answered for " + std::to_string(timeout_.count() / 1000) +
                          " s (HOROVOD_GLOO_TIMEOUT_SECONDS)");
       }

@@ -82,7 +82,10 @@ class Arena {
       close(file_);
     }
     file_ = file;
-    static const int registered = pthread_atfork(nullptr, nullptr, [] { instance().in_child(); });
+    // No block is allocated or released while the process forks.
+    static const int registered = pthread_atfork([] { instance().mutex_.lock(); },
+                                                 [] { instance().mutex_.unlock(); },
+                                                 [] { instance().in_child(); });
     (void)registered;
     return "";
   }
@@ -216,6 +219,7 @@ class Arena {
     }
     madvise(base, capacity, MADV_DONTDUMP);
     madvise(base, capacity, MADV_HUGEPAGE);
+    madvise(base, capacity, MADV_DONTFORK);
     if (!base_) {
       base_ = static_cast<char*>(base);
       capacity_ = capacity;
@@ -225,12 +229,15 @@ class Arena {
   }
 
   // A forked child, such as a worker of a DataLoader, must not change the gradients of its parent, nor
-  // keep the connections open by which the other ranks notice the parent's death.
+  // keep the connections open by which the other ranks notice the parent's death. Only the blocks in
+  // use are mapped: a system that does not overcommit counts private memory at once.
   void in_child() {
     child_.store(true);
-    if (base_) {
-      mmap(base_, capacity_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, file_, 0);
+    for (auto& block : used_) {
+      mmap(base_ + block.first, block.second, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, file_,
+           (off_t)block.first);
     }
+    mutex_.unlock();
     if (auto* files = files_of_group_.load()) {
       for (int file : *files) {
         if (file >= 0) {

@@ -209,9 +209,25 @@ except hvd.HorovodInternalError as error:
 """
 
 
-def run(code, *arguments, ranks=2, **env):
+SUSPENDED = """
+import subprocess
+one_sum()
+tensor = shared_memory.empty(5_000_000, torch.float32)
+ranks = " ".join(map(str, hvd.allgather_object(os.getpid())))
+if hvd.rank() == 0:
+    suspend = f"sleep 0.5; kill -STOP {ranks}; sleep 4; kill -CONT {ranks}"
+    subprocess.Popen(["sh", "-c", suspend])
+end = time.monotonic() + 6
+while hvd.allreduce(torch.tensor(float(time.monotonic() < end)), op=hvd.Sum) == hvd.size():
+    reduce(tensor.fill_(1.0))
+    assert tensor[:: 1000].eq(hvd.size()).all()
+print("ended", flush=True)
+"""
+
+
+def run(code, *arguments, ranks=2, controller="gloo", **env):
     command = [sys.executable, "-c", SCRIPT + code, *arguments]
-    return start_ranks_of(Configuration("torch", "gloo", ranks), command, env)
+    return start_ranks_of(Configuration("torch", controller, ranks), command, env)
 
 
 @pytest.mark.parametrize(
@@ -250,3 +266,10 @@ def test_a_rank_dies_during_a_sum(after):
 def test_a_rank_is_stopped_during_a_sum():
     group = run(OFTEN, "0.3", "SIGSTOP", ranks=3, HOROVOD_GLOO_TIMEOUT_SECONDS="6")
     assert max(times_of_the_end(group, 3, died=1)) < 15
+
+
+@pytest.mark.long
+def test_a_suspended_job_continues():
+    """Over MPI, because Gloo's own connections time out."""
+    group = run(SUSPENDED, controller="mpi", HOROVOD_GLOO_TIMEOUT_SECONDS="2")
+    assert all("ended" in result.output for result in group.wait(timeout=60))
