@@ -10,6 +10,9 @@ from rich.table import Table
 
 from benchmarks.variants import Benchmark
 
+#: Bytes of each wire format, relative to float32. int8 has a scale of 4 bytes for each 256 numbers.
+_SHARE_OF_FLOAT32 = {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": 260 / 1024}
+
 
 def console() -> Console:
     """Return a console that is wide enough for the tables."""
@@ -42,7 +45,7 @@ def show(benchmark: Benchmark, run: Mapping[str, Any]) -> None:
         cells.append(f"{statistics.median(run['cpu'][name]) * 1e3:.1f}")
         cells.append(f"{run['idle'][name]:.0%}")
         if rate and name not in benchmark.alone:
-            limit = ring / rate / (1 if name.endswith("fp32") else 2)
+            limit = ring / rate * _SHARE_OF_FLOAT32[name.rpartition("-")[2]]
             cells += [f"{limit * 1e3:.1f}", f"{middle / limit:.3f}"]
         table.add_row(name, *cells)
     console().print(table)

@@ -33,8 +33,8 @@ BENCHMARK = Benchmark(
     step="forward, backward and synchronisation",
     models=("resnet50",),
     wires={
-        ("hvdkit", "gloo"): ("fp32", "fp16", "bf16"),
-        ("hvdkit", "mpi"): ("fp32", "fp16", "bf16"),
+        ("hvdkit", "gloo"): ("fp32", "fp16", "bf16", "int8"),
+        ("hvdkit", "mpi"): ("fp32", "fp16", "bf16", "int8"),
         ("flat", "gloo"): ("fp32", "fp16"),
         ("before", "gloo"): ("fp32", "fp16", "bf16"),
         ("stock", "gloo"): ("fp32", "fp16"),
@@ -58,6 +58,7 @@ BENCHMARK = Benchmark(
         ("hvdkit-gloo-fp32", "strategy-gloo-fp32"),
         ("hvdkit-gloo-fp16", "hvdkit-gloo-fp32"),
         ("hvdkit-gloo-bf16", "hvdkit-gloo-fp16"),
+        ("hvdkit-gloo-int8", "hvdkit-gloo-fp16"),
         ("hvdkit-mpi-fp32", "stock-mpi-fp32"),
         ("hvdkit-mpi-fp16", "stock-mpi-fp16"),
         ("hvdkit-mpi-fp32", "engine-mpi-fp32"),
@@ -75,7 +76,14 @@ BENCHMARK = Benchmark(
     alone=(BACKWARD, KERAS),
     # bfloat16 over MPI gives the same as over Gloo.
     on_demand=frozenset(
-        {"hvdkit-mpi-bf16", "strategy-gloo-fp32", "bare-gloo-fp32", "bare-gloo-fp16", KERAS}
+        {
+            "hvdkit-mpi-bf16",
+            "hvdkit-mpi-int8",
+            "strategy-gloo-fp32",
+            "bare-gloo-fp32",
+            "bare-gloo-fp16",
+            KERAS,
+        }
         | {f"{KERAS}-{controller}-{w}" for controller in ("gloo", "mpi") for w in ("fp32", "fp16")}
     ),
 )

@@ -36,8 +36,8 @@ BENCHMARK = Benchmark(
     step="backward and synchronisation",
     models=("resnet50", "transformer"),
     wires={
-        ("hvdkit", "gloo"): ("fp32", "fp16", "bf16"),
-        ("hvdkit", "mpi"): ("fp32", "fp16", "bf16"),
+        ("hvdkit", "gloo"): ("fp32", "fp16", "bf16", "int8"),
+        ("hvdkit", "mpi"): ("fp32", "fp16", "bf16", "int8"),
         ("flat", "gloo"): ("fp32", "fp16"),
         ("before", "gloo"): ("fp32", "fp16", "bf16"),
         ("stock", "gloo"): ("fp32", "fp16"),
@@ -60,8 +60,10 @@ BENCHMARK = Benchmark(
         ("hvdkit-mpi-fp32", "engine-mpi-fp32"),
         ("hvdkit-gloo-fp16", "stock-gloo-fp16"),
         ("hvdkit-gloo-fp16", "ddp-gloo-fp16"),
+        ("hvdkit-gloo-int8", "ddp-gloo-fp16"),
         ("hvdkit-gloo-fp16", "hvdkit-gloo-fp32"),
         ("hvdkit-gloo-bf16", "hvdkit-gloo-fp16"),
+        ("hvdkit-gloo-int8", "hvdkit-gloo-fp16"),
         ("hvdkit-mpi-fp16", "stock-mpi-fp16"),
         ("hvdkit-mpi-fp16", "hvdkit-mpi-fp32"),
         ("engine-gloo-fp32", "stock-gloo-fp32"),
@@ -71,7 +73,9 @@ BENCHMARK = Benchmark(
         ("keras-gloo-fp16", "hvdkit-gloo-fp16"),
     ),
     # bfloat16 over MPI gives the same as over Gloo.
-    on_demand=frozenset({"hvdkit-mpi-bf16", "keras-gloo-fp32", "keras-gloo-fp16"}),
+    on_demand=frozenset(
+        {"hvdkit-mpi-bf16", "hvdkit-mpi-int8", "keras-gloo-fp32", "keras-gloo-fp16"}
+    ),
 )
 
 PROBE_SECONDS = 900

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from hvdkit.core import host_memory
+from hvdkit.core import host_collectives
 from hvdkit.diagnostics import ERROR, OK, WARNING, Diagnostic
 from hvdkit.engine import cuda, describe, frameworks, mpi, toolchain
 from hvdkit.errors import HvdkitError
@@ -256,8 +256,8 @@ def _shared_memory() -> Diagnostic:
 def _collectives(environ: Mapping[str, str] = os.environ) -> Diagnostic:
     """Return how ranks of this host reduce tensors on the CPU."""
     name = "reductions"
-    if environ.get(host_memory.VARIABLE) == "flat":
-        return Diagnostic(name, OK, f"through sockets, because {host_memory.VARIABLE} is flat")
+    if environ.get(host_collectives.VARIABLE) == "flat":
+        return Diagnostic(name, OK, f"through sockets, because {host_collectives.VARIABLE} is flat")
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return Diagnostic(
             name,

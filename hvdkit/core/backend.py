@@ -63,6 +63,10 @@ class Backend(Protocol[Buffer, Handle]):
         """Start to add up `buffer` in place over the ranks, under `name`."""
         ...
 
+    def sum_blocks(self, buffer: Buffer, name: str) -> Handle:
+        """Start to add up `buffer`, float32, in place; send it as blocks of 8-bit integers."""
+        ...
+
     def gather(self, rows: Any, name: str) -> Handle:
         """Start to gather every rank's `rows`."""
         ...

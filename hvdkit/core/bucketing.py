@@ -6,7 +6,7 @@ become ready, avoid both (Li et al., PyTorch Distributed, VLDB 2020, section 3.2
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -65,6 +65,7 @@ class Bucket:
         elements: the length of the bucket, in elements.
         dtype: the element type of all gradients.
         device: the device of all gradients.
+        kind: the wire format's name for gradients that are sent alike, see `WireFormat.kind`.
         sparse_dims: 0 for a dense bucket. Otherwise the bucket has one sparse gradient, which is
             gathered instead of summed, and this is the number of its sparse dimensions.
     """
@@ -75,6 +76,7 @@ class Bucket:
     elements: int
     dtype: str
     device: str
+    kind: str = ""
     sparse_dims: int = 0
 
 
@@ -175,11 +177,13 @@ def plan(
     order: Sequence[int] | None = None,
     groups: Sequence[Sequence[int]] = (),
     sparse_dims: Mapping[int, int] | None = None,
+    kind: Callable[[ParameterSpec], str] = lambda _: "",
 ) -> BucketPlan:
     """Assign the gradients of `specs` to buckets.
 
-    A bucket has one dtype and one device. A parameter larger than `bucket_bytes` has its own
-    bucket, and so has each sparse parameter. The first bucket is smaller (`FIRST_BUCKET_BYTES`).
+    A bucket has one dtype, one device and one kind. A parameter larger than `bucket_bytes` has its
+    own bucket, and so has each sparse parameter. The first bucket is smaller
+    (`FIRST_BUCKET_BYTES`).
 
     Args:
         specs: the parameters in the order of the forward pass, the same on every rank.
@@ -189,6 +193,7 @@ def plan(
             layer.
         groups: sets of parameters; each set has its own bucket of any size.
         sparse_dims: parameters with sparse gradients -> the number of sparse dimensions.
+        kind: returns the kind of a parameter's gradient, see `WireFormat.kind`.
 
     Raises:
         UsageError: see `check`.
@@ -200,14 +205,15 @@ def plan(
     limits = [min(FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes]
 
     closed: list[list[int]] = []
-    filling: dict[tuple[str, str, int | None], list[int]] = {}
-    size: dict[tuple[str, str, int | None], int] = {}
+    kinds = [kind(spec) for spec in specs]
+    filling: dict[tuple[str, str, str, int | None], list[int]] = {}
+    size: dict[tuple[str, str, str, int | None], int] = {}
     for i in order:
         if i in sparse:
             closed.append([i])
             continue
         group = group_of.get(i)
-        key = (specs[i].dtype, specs[i].device, group)
+        key = (specs[i].dtype, specs[i].device, kinds[i], group)
         members = filling.setdefault(key, [])
         limit = limits[1] if closed else limits[0]
         if group is None and members and size[key] + specs[i].nbytes > limit:
@@ -219,14 +225,14 @@ def plan(
     return BucketPlan(
         tuple(specs),
         tuple(
-            _bucket(index, specs, members, sparse.get(members[0], 0))
+            _bucket(index, specs, members, kinds[members[0]], sparse.get(members[0], 0))
             for index, members in enumerate(closed)
         ),
     )
 
 
 def _bucket(
-    index: int, specs: Sequence[ParameterSpec], members: Sequence[int], sparse_dims: int
+    index: int, specs: Sequence[ParameterSpec], members: Sequence[int], kind: str, sparse_dims: int
 ) -> Bucket:
     offsets = []
     elements = 0
@@ -235,5 +241,12 @@ def _bucket(
         elements += specs[i].elements
     first = specs[members[0]]
     return Bucket(
-        index, tuple(members), tuple(offsets), elements, first.dtype, first.device, sparse_dims
+        index,
+        tuple(members),
+        tuple(offsets),
+        elements,
+        first.dtype,
+        first.device,
+        kind,
+        sparse_dims,
     )

@@ -1,4 +1,4 @@
-"""The wire formats that `compression=` names: none, fp16 and bf16."""
+"""The wire formats that `compression=` names: none, fp16, bf16 and int8."""
 
 import functools
 import logging
@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdkit.core.backend import BucketMemory
+from hvdkit.core.bfloat16 import BFloat16, reduce_as
 from hvdkit.core.float16 import Float16
+from hvdkit.core.int8 import Int8
 from hvdkit.core.runtime import Engine
-from hvdkit.core.wire_format import NARROW, BucketReduction, Scaling, Sum, WireFormat
+from hvdkit.core.wire_format import BucketReduction, Scaling, WireFormat
 from hvdkit.errors import UsageError
-
-_WIDE = ("float64", "float32")
 
 
 class NoCompression(WireFormat):
@@ -29,48 +29,35 @@ class NoCompression(WireFormat):
     def reduce(self, memory: BucketMemory[Any], scaling: Scaling) -> BucketReduction:
         """Reduce the gradients in place."""
         if memory.dtype in self._instead:
-            return _reduce_as(self._instead[memory.dtype], memory, scaling)
+            return reduce_as(self._instead[memory.dtype], memory, scaling)
         return super().reduce(memory, scaling)
 
 
-class BFloat16(WireFormat):
-    """Send gradients as bfloat16: half the bytes of float32, its range, 8 bits of precision.
-
-    Args:
-        wire: another dtype on the wire, where the installed Horovod lacks bfloat16.
-    """
-
-    name = "bf16"
-
-    def __init__(self, wire: str = "bfloat16") -> None:
-        self._wire = wire
-
-    def reduce(self, memory: BucketMemory[Any], scaling: Scaling) -> BucketReduction:
-        """Cast the gradients and reduce them."""
-        if memory.dtype == self._wire or memory.dtype not in (*_WIDE, *NARROW):
-            return super().reduce(memory, scaling)
-        return _reduce_as(self._wire, memory, scaling)
-
-
-def _reduce_as(wire_dtype: str, memory: BucketMemory[Any], scaling: Scaling) -> BucketReduction:
-    before = 1.0 / scaling.predivide if scaling.predivide is not None else 1.0
-    wire = memory.pack(wire_dtype, before)
-    yield Sum(wire)
-    memory.unpack(wire, scaling.total / before)
-
-
 def by_name(name: str) -> WireFormat:
-    """Return the format with the name `none`, `fp16` or `bf16`.
+    """Return the format with the name `none`, `fp16`, `bf16` or `int8`.
 
     Raises:
         UsageError: there is no such format.
     """
-    formats = {f.name: f for f in (NoCompression, Float16, BFloat16)}
+    formats = {f.name: f for f in (NoCompression, Float16, BFloat16, Int8)}
     if name not in formats:
         raise UsageError(
             f"compression is {name!r}: expected one of {', '.join(map(repr, formats))}"
         )
     return formats[name]()
+
+
+def check_adasum(format_: WireFormat) -> None:
+    """Check that gradients can be reduced by Adasum in this format.
+
+    Raises:
+        UsageError: the format is `Int8`.
+    """
+    if isinstance(format_, Int8):
+        raise UsageError(
+            "compression is int8 and op is hvd.Adasum: Adasum compresses gradients one by one, so "
+            "it supports 'none', 'fp16' and 'bf16' only"
+        )
 
 
 class TensorByTensor(WireFormat):
@@ -117,23 +104,23 @@ def resolve(
     if isinstance(name, str):
         if "bfloat16" in engine.patches:
             return by_name(name)
-        if name == BFloat16.name:
+        if name in (BFloat16.name, Int8.name):
             if rank() == 0:
                 _warn_without_bfloat16(engine.version)
-            return BFloat16(wire="float32")
+            return BFloat16("float32") if name == BFloat16.name else Int8(bf16_wire="float32")
         return NoCompression({"bfloat16": "float32"}) if name == "none" else by_name(name)
     if all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
         return tensor_by_tensor(compression)
     raise UsageError(
-        f"compression is {compression!r}: expected 'none', 'fp16', 'bf16', one of hvd.Compression, "
-        f"or a class with compress(tensor) and decompress(tensor, ctx)"
+        f"compression is {compression!r}: expected 'none', 'fp16', 'bf16', 'int8', one of "
+        f"hvd.Compression, or a class with compress(tensor) and decompress(tensor, ctx)"
     )
 
 
 @functools.cache
 def _warn_without_bfloat16(version: str) -> None:
     logging.getLogger("hvdkit").warning(
-        "Horovod %s has no bfloat16: gradients are sent as float32. Run `hvdkit build` for a "
-        "Horovod with bfloat16.",
+        "Horovod %s has no bfloat16: float32 is sent instead. Run `hvdkit build` for a Horovod "
+        "with bfloat16.",
         version,
     )

@@ -50,7 +50,7 @@ class Float16(WireFormat):
 
     name = "fp16"
 
-    def codec(self, dtype: str) -> WireFormat:
+    def codec(self, dtype: str, kind: str = "") -> WireFormat:  # noqa: ARG002
         """Return a codec with its own scale. Dtypes other than real floats are sent unchanged."""
         return _Codec(dtype) if dtype in ("float64", "float32", *NARROW) else WireFormat()
 

@@ -128,7 +128,11 @@ def agree_on_buckets(
     """
     global _next_number
     settings = [*context, *reduction.describe(), f"accumulation_steps: {window}"]
-    described = bucketing.describe(specs)
+    kinds = [reduction.format.kind(spec) for spec in specs]
+    described = [
+        f"{line}, sent as {kind}" if kind else line
+        for line, kind in zip(bucketing.describe(specs), kinds, strict=True)
+    ]
     gradients = digest([*settings, *described]).hex()
     if resumed is not None and resumed.gradients != gradients:
         resumed = None
@@ -154,9 +158,10 @@ def agree_on_buckets(
         if reduction.format.tensor_by_tensor
         else reduction.groups,
         sparse_dims={i: count for i, count in enumerate(dims) if count > 0},
+        kind=reduction.format.kind,
     )
     codecs = [
-        SparseRows() if bucket.sparse_dims else reduction.format.codec(bucket.dtype)
+        SparseRows() if bucket.sparse_dims else reduction.format.codec(bucket.dtype, bucket.kind)
         for bucket in plan.buckets
     ]
     if resumed is not None and len(resumed.codecs) == len(codecs):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
-from hvdkit.core.host_memory import HostMemory, check_choice
+from hvdkit.core.host_collectives import HostCollectives, check_choice
 from hvdkit.errors import HvdkitError, UsageError
 
 #: Seconds after which Horovod ends the job if some ranks have not entered a collective. The value
@@ -172,8 +172,8 @@ class Runtime:
         self._torchrun_variables = torchrun_variables
         self._generation = 0
         self._warned = False
-        #: The memory that the ranks of a host share.
-        self.host_memory = HostMemory(horovod._basics.MPI_LIB_CTYPES)
+        #: The engine's collectives that know which ranks share a host.
+        self.host_collectives = HostCollectives(horovod._basics.MPI_LIB_CTYPES)
 
     @property
     def generation(self) -> int:
@@ -194,7 +194,6 @@ class Runtime:
         - Ranks that torchrun started connect to each other through torchrun's store.
         - If several ranks share a host, the default GPU is the one with the number of the local
           rank, unless the script chooses another GPU.
-
         - Buckets of ranks on one host are reduced in shared memory, unless a rank has
           HVDKIT_COLLECTIVES=flat.
 
@@ -253,7 +252,7 @@ class Runtime:
         """Log on rank 0 how buckets are reduced."""
         if self._horovod.rank() != 0 or self._horovod.size() == 1:
             return
-        reason = self.host_memory.flat_reason()
+        reason = self.host_collectives.flat_reason()
         logging.getLogger(f"hvdkit.{self._framework}").info(
             "buckets are reduced %s", f"through sockets: {reason}" if reason else "in shared memory"
         )

@@ -26,6 +26,7 @@ from hvdkit.core.collectives import Collectives
 from hvdkit.core.reduction import AgreedBuckets, Reduction, ReductionState, agree_on_buckets
 from hvdkit.core.wire_format import (
     AbsMax,
+    BlockSum,
     BucketReduction,
     Gather,
     GlobalMax,
@@ -39,6 +40,9 @@ from hvdkit.errors import HvdkitError
 
 # Buckets that `wait` starts ahead of the bucket that it waits for.
 _IN_FLIGHT = 4
+
+# Requests of a single bucket that are collectives.
+_COLLECTIVES = (Sum, BlockSum, Gather)
 
 
 @dataclass
@@ -327,13 +331,15 @@ class Synchronizer(Generic[Buffer, Handle]):
         except StopIteration:
             reduction.request = None
             return
-        if isinstance(reduction.request, Sum | Gather):
+        if isinstance(reduction.request, _COLLECTIVES):
             name = reduction.name
             if reduction.collectives:
                 name += f".{reduction.collectives}"
             reduction.collectives += 1
             if isinstance(reduction.request, Sum):
                 reduction.handle = self._backend.sum(reduction.request.buffer, name)
+            elif isinstance(reduction.request, BlockSum):
+                reduction.handle = self._backend.sum_blocks(reduction.request.buffer, name)
             else:
                 reduction.handle = self._backend.gather(reduction.request.rows, name)
 
@@ -341,7 +347,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         """Advance a bucket until it is done or makes a request that all buckets make together."""
         while True:
             request = reduction.request
-            if isinstance(request, Sum | Gather):
+            if isinstance(request, _COLLECTIVES):
                 assert reduction.handle is not None
                 handle, reduction.handle = reduction.handle, None
                 self._advance(reduction, self._backend.wait(handle))

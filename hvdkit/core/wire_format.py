@@ -29,12 +29,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdkit.core.backend import BucketMemory
+from hvdkit.core.bucketing import ParameterSpec
 from hvdkit.core.scalar_ops import PYTHON_OPS, Scalar, ScalarOps
 
 
 @dataclass(frozen=True)
 class Sum:
     """Request: add up a buffer in place over the ranks. The result is the buffer."""
+
+    buffer: Any
+
+
+@dataclass(frozen=True)
+class BlockSum:
+    """Request: add up a float32 buffer in place, sent as blocks of 8-bit integers (`Int8`).
+
+    The result is the buffer.
+    """
 
     buffer: Any
 
@@ -89,7 +100,7 @@ class Cond:
     if_false: Callable[[], "BucketReduction"]
 
 
-Request = Sum | Gather | AbsMax | GlobalMax | Cond
+Request = Sum | BlockSum | Gather | AbsMax | GlobalMax | Cond
 BucketReduction = Generator[Request, Any, Any]
 
 
@@ -110,6 +121,7 @@ def run_conditions(reduction: BucketReduction) -> BucketReduction:
 
 #: Dtypes in which values lose bits if they are divided before the sum.
 NARROW = ("float16", "bfloat16")
+WIDE = ("float64", "float32")
 
 
 @dataclass(frozen=True)
@@ -157,8 +169,12 @@ class WireFormat:
     state: tuple[Scalar, ...] = ()
     ops: ScalarOps = PYTHON_OPS
 
-    def codec(self, dtype: str) -> "WireFormat":  # noqa: ARG002
-        """Return a new codec for a bucket of gradients of `dtype`."""
+    def kind(self, spec: ParameterSpec) -> str:  # noqa: ARG002
+        """Return a name for gradients that are sent alike. Different kinds never share a bucket."""
+        return ""
+
+    def codec(self, dtype: str, kind: str = "") -> "WireFormat":  # noqa: ARG002
+        """Return a new codec for a bucket of gradients of one `dtype` and one `kind`."""
         return copy.copy(self)
 
     def reduce(self, memory: BucketMemory[Any], scaling: Scaling) -> BucketReduction:

@@ -38,6 +38,7 @@ from hvdkit.keras.training import local_fit, wrap_callback_lists
 Adasum = backend.hvd.Adasum
 Average = backend.hvd.Average
 Compression = backend.hvd.Compression
+Int8 = backend.hvd.Int8
 ProcessSet = backend.hvd.ProcessSet
 Sum = backend.hvd.Sum
 add_process_set = backend.hvd.add_process_set
@@ -72,6 +73,7 @@ __all__ = [
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "Int8",
     "KeepBest",
     "PartialDistributedOptimizer",
     "ProcessSet",

@@ -51,9 +51,9 @@ def DistributedOptimizer(
         device_dense: for compatibility with Horovod; ignored. Gradients are reduced on their
             device.
         device_sparse: the same.
-        compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, one of `hvd.Compression`, a
-            `hvdkit.core.wire_format.WireFormat`, or a class with the interface of Horovod's
-            compressors, which gets gradients one by one.
+        compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, `"int8"`, one of
+            `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat` such as `hvd.Int8()`, or a
+            class with the interface of Horovod's compressors, which gets gradients one by one.
         sparse_as_dense: reduce `tf.IndexedSlices` as dense gradients. Otherwise gather their rows.
         gradient_predivide_factor: with `Average`, gradients are divided by this factor before the
             sum and by size / factor after it. Default: the wire format decides.

@@ -80,6 +80,7 @@ from horovod.tensorflow.util import _executing_eagerly as _executing_eagerly
 from hvdkit.checkpoint.manager import Stopped
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.sharding import Shard
+from hvdkit.core.int8 import Int8
 from hvdkit.core.schedules import WarmupCosine
 from hvdkit.errors import RESUMABLE
 from hvdkit.tensorflow import elastic
@@ -112,6 +113,7 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "HorovodInternalError",
+    "Int8",
     "KeepBest",
     "LocalGradientAggregationHelper",
     "Max",

@@ -6,9 +6,11 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from hvdkit.core.host_collectives import int8_name
 from hvdkit.core.scalar_ops import Scalar
 from hvdkit.core.wire_format import (
     AbsMax,
+    BlockSum,
     BucketReduction,
     Cond,
     Gather,
@@ -17,7 +19,9 @@ from hvdkit.core.wire_format import (
     Sum,
 )
 from hvdkit.errors import HvdkitError
+from hvdkit.tensorflow import runtime
 from hvdkit.tensorflow.backend import GraphMemory, Wire, abs_max, multiply
+from hvdkit.tensorflow.block_sums import sum_blocks
 
 
 class TracedReduction:
@@ -64,6 +68,10 @@ class TracedReduction:
                 # A user's compressor may sum plain tensors.
                 return self._sum(Wire(wire))
             wire.tensor, wire.factor = self._sum(wire), 1.0
+            return wire
+        if isinstance(request, BlockSum):
+            wire = request.buffer
+            wire.tensor, wire.factor = self._sum_blocks(wire), 1.0
             return wire
         if isinstance(request, Gather):
             indices, values = request.rows
@@ -114,10 +122,29 @@ class TracedReduction:
             tensor, factor = multiply(tensor, factor), 1.0
         return allreduce(tensor, self._next_name(), self._process_set, prescale_factor=factor)
 
+    def _sum_blocks(self, wire: Wire) -> tf.Tensor:
+        name = self._next_name()
+        if wire.tensor.shape.num_elements() == 0:
+            return wire.tensor
+        if engine_sends_int8(self._process_set):
+            options = {"prescale_factor": wire.factor}
+            return allreduce(wire.tensor, int8_name(name), self._process_set, **options)
+        return sum_blocks(multiply(wire.tensor, wire.factor), name, self._process_set)
+
     def _gather(self, rows: tf.Tensor) -> tf.Tensor:
         return mpi_ops.allgather(
             rows, name=self._next_name(), ignore_name_scope=True, process_set=self._process_set
         )
+
+
+def engine_sends_int8(process_set: mpi_ops.ProcessSet) -> bool:
+    """Return whether the engine sends 8-bit integers itself. It does so for the CPU.
+
+    Ranks may differ only in whether they have GPUs.
+    """
+    gpus = tf.config.list_logical_devices("GPU")
+    in_engine = process_set.process_set_id == 0 and not gpus
+    return in_engine and runtime.host_collectives.sends_int8()
 
 
 def allreduce(

@@ -1,6 +1,6 @@
 """TensorFlow's values for `compression=`: wire formats, and Horovod's compressors."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
@@ -8,10 +8,18 @@ from horovod.tensorflow.compression import Compressor, FP16Compressor, NoneCompr
 
 from hvdkit.core.compression import TensorByTensor, resolve
 from hvdkit.core.wire_format import BucketReduction, Scaling, Sum, WireFormat
+from hvdkit.errors import UsageError
 from hvdkit.tensorflow import runtime
 from hvdkit.tensorflow.backend import GraphMemory, Wire
 
-__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
+__all__ = [
+    "BF16Compressor",
+    "Compression",
+    "Compressor",
+    "FP16Compressor",
+    "Int8Compressor",
+    "NoneCompressor",
+]
 
 
 class BF16Compressor(Compressor):
@@ -29,6 +37,21 @@ class BF16Compressor(Compressor):
         return tf.cast(tensor, ctx)
 
 
+class Int8Compressor(Compressor):
+    """Stands for the wire format `hvd.Int8()`. It cannot compress a single tensor."""
+
+    @staticmethod
+    def compress(tensor: Any) -> NoReturn:  # noqa: ARG004
+        """Raise UsageError."""
+        raise UsageError(
+            "Compression.int8 was given for a single tensor, or for op=hvd.Adasum: int8 is for the "
+            "gradients of a DistributedOptimizer or DistributedGradientTape with op=hvd.Average or "
+            "hvd.Sum. Use Compression.fp16 or Compression.bf16 here"
+        )
+
+    decompress = compress
+
+
 class Compression:
     """Wire formats for gradients, with the names of Horovod.
 
@@ -40,9 +63,15 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    int8 = Int8Compressor
 
 
-_BY_COMPRESSOR = {NoneCompressor: "none", FP16Compressor: "fp16", BF16Compressor: "bf16"}
+_BY_COMPRESSOR = {
+    NoneCompressor: "none",
+    FP16Compressor: "fp16",
+    BF16Compressor: "bf16",
+    Int8Compressor: "int8",
+}
 
 
 def wire_format(compression: Any) -> WireFormat:

@@ -12,10 +12,12 @@ from horovod.tensorflow import mpi_ops
 from tensorflow.python.ops import control_flow_util
 
 from hvdkit.core.bucketing import ParameterSpec, unique_names, without_layer_numbers
+from hvdkit.core.int8 import Int8
 from hvdkit.core.reduction import ABSENT, AgreedBuckets, Reduction, agree_on_buckets
 from hvdkit.core.wire_format import Scaling
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.tensorflow.backend import multiply
+from hvdkit.tensorflow.bucket_reduction import engine_sends_int8
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.graphs import retrace_after_init
 from hvdkit.tensorflow.plan import CodecStates, Plan
@@ -154,7 +156,7 @@ class GradientReducer:
                 else ABSENT
                 for gradient in gradients
             ],
-            context=self._context,
+            context=[*self._context, *self._path()],
         )
         ranks = len(self._collectives.ranks)
         total = 1.0 / self._passes / (ranks if self._reduction.average else 1)
@@ -164,6 +166,13 @@ class GradientReducer:
         values = ValueCheck([spec.name for spec in specs], agreed.name, process_set)
         self._plans[key] = Plan(agreed, scaling, states, process_set, values, eager)
         return self._plans[key]
+
+    def _path(self) -> list[str]:
+        """Return a line that differs where ranks would start different collectives."""
+        if self._reduction.format.name != Int8.name:
+            return []
+        in_engine = engine_sends_int8(self._collectives.process_set)
+        return [f"int8: sent by {'the engine' if in_engine else 'alltoall'}"]
 
     def _states_of(self, agreed: AgreedBuckets) -> CodecStates:
         """Return the states of an earlier plan with the same buckets, of a checkpoint, or new."""

@@ -31,6 +31,7 @@ def _refuse_torchrun() -> NoReturn:
 _runtime = Runtime("tensorflow", tf.__version__, engine, mpi_ops, use_own_gpu, _refuse_torchrun)
 
 shutdown = _runtime.shutdown
+host_collectives = _runtime.host_collectives
 
 
 def init(*args: Any, **kwargs: Any) -> None:

@@ -10,6 +10,7 @@ from horovod import tensorflow as horovod
 from horovod.tensorflow import mpi_ops
 
 from hvdkit.core import bucketing
+from hvdkit.core.compression import check_adasum
 from hvdkit.core.reduction import Reduction
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.compression import Compression, wire_format
@@ -47,9 +48,9 @@ def DistributedGradientTape(
         gradtape: the tape to wrap.
         device_dense: the device to reduce on, as for `tf.device`. Default: the gradients' device.
         device_sparse: the same; used only if `device_dense` is not given.
-        compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, one of `hvd.Compression`, a
-            `hvdkit.core.wire_format.WireFormat`, or a class with the interface of Horovod's
-            compressors, which gets gradients one by one.
+        compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, `"int8"`, one of
+            `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat` such as `hvd.Int8()`, or a
+            class with the interface of Horovod's compressors, which gets gradients one by one.
         sparse_as_dense: reduce `tf.IndexedSlices` as dense gradients. Otherwise gather their rows.
         op: `Average` or `Sum` over the ranks, or Horovod's `Adasum`, which reduces gradients one by
             one.
@@ -76,7 +77,9 @@ def DistributedGradientTape(
         gradients = tape.gradient(loss, model.trainable_variables)
     """
     _check_arguments(gradtape, op, gradient_predivide_factor, process_set)
-    wire_format(compression)
+    resolved = wire_format(compression)
+    if op == mpi_ops.Adasum:
+        check_adasum(resolved)
     make_groups = _group_maker(groups if groups is not None else num_groups)
     predivide = None if gradient_predivide_factor == 1.0 else float(gradient_predivide_factor)
 

@@ -83,6 +83,7 @@ from hvdkit.checkpoint.sharding import Shard
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.coordination import BackwardFailed, GradientsChanged
+from hvdkit.core.int8 import Int8
 from hvdkit.core.schedules import WarmupCosine
 from hvdkit.errors import RESUMABLE
 from hvdkit.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm  # noqa: F401
@@ -115,6 +116,7 @@ __all__ = [
     "GradScaler",
     "GradientsChanged",
     "HorovodInternalError",
+    "Int8",
     "KeepBest",
     "Max",
     "Min",

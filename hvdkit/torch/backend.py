@@ -7,8 +7,10 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
+from hvdkit.core.host_collectives import int8_name
 from hvdkit.errors import UsageError
-from hvdkit.torch import shared_memory
+from hvdkit.torch import runtime, shared_memory
+from hvdkit.torch.block_sums import BlockSum
 from hvdkit.torch.collectives import TorchCollectives
 
 # Elements. PyTorch has no CPU operation that multiplies and casts in one pass, so do both for
@@ -319,6 +321,18 @@ class TorchBackend:
             buffer, name=name, op=mpi_ops.Sum, process_set=self._collectives.process_set
         )
 
+    @torch.no_grad()
+    def sum_blocks(self, buffer: torch.Tensor, name: str) -> Any:
+        """See `Backend`. The engine's own sum on the CPU, otherwise `BlockSum`."""
+        if self._collectives.single_rank or not buffer.numel():
+            return buffer
+        process_set = self._collectives.process_set
+        in_engine = buffer.device.type == "cpu" and process_set.process_set_id == 0
+        if in_engine and runtime.host_collectives.sends_int8():
+            return self.sum(buffer, int8_name(name))
+        _refuse_capture(buffer)
+        return BlockSum(buffer, name, process_set)
+
     def gather(self, rows: tuple[torch.Tensor, torch.Tensor], name: str) -> Any:
         """See `Backend`: one allgather for the indices and one for the values."""
         if self._collectives.single_rank:
@@ -334,9 +348,11 @@ class TorchBackend:
         )
 
     def wait(self, handle: Any) -> Any:
-        """Wait for `sum` or `gather`. Raises HorovodInternalError if it failed."""
+        """Wait for `sum`, `sum_blocks` or `gather`. Raises HorovodInternalError if it failed."""
         if isinstance(handle, int):
             return mpi_ops.synchronize(handle)
+        if isinstance(handle, BlockSum):
+            return handle.wait()
         if isinstance(handle, tuple) and len(handle) == 3:
             indices, content, dtype = handle
             return mpi_ops.synchronize(indices), mpi_ops.synchronize(content).view(dtype)

@@ -10,6 +10,7 @@ from horovod.torch.optimizer import DistributedOptimizer as HorovodDistributedOp
 
 from hvdkit.core import bucketing
 from hvdkit.core.accumulation import Window
+from hvdkit.core.compression import check_adasum
 from hvdkit.core.reduction import Reduction
 from hvdkit.errors import UsageError
 from hvdkit.torch.compression import Compression, wire_format
@@ -45,9 +46,9 @@ def DistributedOptimizer(
         optimizer: any optimizer of torch.optim except LBFGS.
         named_parameters: usually `model.named_parameters()`; the names appear in errors. Must
             contain all of the optimizer's parameters.
-        compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, the same of `hvd.Compression`, a
-            `hvdkit.core.wire_format.WireFormat`, or a class with the interface of Horovod's
-            compressors, which is called for each gradient.
+        compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, `"int8"`, the same of
+            `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat` such as `hvd.Int8()`, or a
+            class with the interface of Horovod's compressors, which is called for each gradient.
         backward_passes_per_step: backward passes before each `step()`, whose gradients are summed.
         op: `Average` or `Sum` over the ranks; or `Adasum`, which returns Horovod's optimizer.
         gradient_predivide_factor: with `Average`, gradients are divided by this before the sum
@@ -96,6 +97,7 @@ def DistributedOptimizer(
     named = None if named_parameters is None else list(named_parameters)
     names = _parameter_names(optimizer, named)
     if op == mpi_ops.Adasum:
+        check_adasum(wire_format(compression))
         return _horovods_adasum(optimizer, names, compression, backward_passes_per_step)
     reduction = Reduction(
         format=wire_format(compression),

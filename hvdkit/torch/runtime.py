@@ -24,7 +24,7 @@ with loading("torch", torch.__version__, engine):
 _runtime = Runtime("torch", torch.__version__, engine, mpi_ops, use_own_gpu, _torchrun_variables)
 
 init = _runtime.init
-host_memory = _runtime.host_memory
+host_collectives = _runtime.host_collectives
 shutdown = _runtime.shutdown
 
 

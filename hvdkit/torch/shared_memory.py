@@ -15,11 +15,11 @@ def empty(elements: int, dtype: torch.dtype) -> torch.Tensor:
     memory is left. The memory is returned when no tensor uses it any more.
     """
     size = elements * dtype.itemsize
-    host_memory = runtime.host_memory
-    address = host_memory.allocate(size)
+    host_collectives = runtime.host_collectives
+    address = host_collectives.allocate(size)
     if address is None:
         return torch.empty(elements, dtype=dtype)
     memory = (ctypes.c_char * size).from_address(address)
     # Not at the end of the process, when other threads may still use the tensor.
-    weakref.finalize(memory, host_memory.release, address).atexit = False
+    weakref.finalize(memory, host_collectives.release, address).atexit = False
     return torch.frombuffer(memory, dtype=dtype)

@@ -70,8 +70,24 @@ def test_process_sets_use_the_chosen_interface(make_hosts):
     assert [result.output for result in results] == ["reduced over 4 ranks\n"] * 4
 
 
+#: Bytes per number: a block of 256 numbers has a scale of 4 bytes.
+INT8_BYTES = 260 / 256
+
+
+def check_sent(outputs, hosts, expected):
+    """Check how much each host has sent, with the headers of packets and their acknowledgements.
+
+    Args:
+        outputs: of each rank. The last word is what its host has sent, relative to the tensor.
+        hosts: the number of hosts.
+        expected: the same for a host that sends its tensor once.
+    """
+    for output in outputs:
+        ratio = float(output.split()[-1]) / (2 * (hosts - 1) / hosts * expected)
+        assert 0.9 < ratio < 1.1, output
+
+
 SUMS = """
-import sys
 from pathlib import Path
 import torch
 from horovod.torch import mpi_ops
@@ -85,10 +101,11 @@ def values(size, dtype, rank):
     return ((torch.arange(size) * 7 + rank * 5) % 31).to(dtype)
 
 def sent():
-    return int(Path(f"/sys/class/net/{sys.argv[1]}/statistics/tx_bytes").read_text())
+    counters = Path("/sys/class/net").glob("e*/statistics/tx_bytes")
+    return sum(int(counter.read_text()) for counter in counters)
 
 hvd.init()
-assert runtime.host_memory.flat_reason() == "", runtime.host_memory.flat_reason()
+assert runtime.host_collectives.flat_reason() == "", runtime.host_collectives.flat_reason()
 for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64):
     for size in (3, 20_000, 33_333, 262_144, 1_500_001):
         expected = sum(values(size, dtype, rank).double() for rank in range(hvd.size()))
@@ -126,12 +143,58 @@ hvd.shutdown()
 def test_sums_of_hosts_with_several_ranks(make_hosts, sizes):
     skip_where_unsupported(Configuration("torch", "gloo", 4))
     with make_hosts(len(sizes)) as cluster:
-        command = [sys.executable, "-c", SUMS, INTERFACE]
+        command = [sys.executable, "-c", SUMS]
         results = start_on_hosts(cluster, command, sizes).wait(timeout=120)
-    hosts = len(sizes)
-    for result in results:
-        # With the headers of packets, and their acknowledgements.
-        assert 0.9 < float(result.output.split()[-1]) / (2 * (hosts - 1) / hosts) < 1.06
+    check_sent([result.output for result in results], len(sizes), 1.0)
+
+
+INT8 = """
+from pathlib import Path
+import torch
+import hvdkit.torch as hvd
+from hvdkit.torch import runtime, shared_memory
+from tests.parallel.torch.int8_oracle import check_engine, reduce_in_engine
+
+def sent():
+    counters = Path("/sys/class/net").glob("e*/statistics/tx_bytes")
+    return sum(int(counter.read_text()) for counter in counters)
+
+hvd.init()
+assert runtime.host_collectives.sends_int8()
+new = lambda size: shared_memory.empty(size, torch.float32)
+check_engine(hvd, new)
+check_engine(hvd)
+if hvd.rank() == 0:
+    for number in range(3):
+        assert reduce_in_engine(new(50_000).fill_(1.0)).eq(hvd.size()).all()
+    hvd.join()
+else:
+    for number in range(3):
+        assert reduce_in_engine(new(50_000).fill_(1.0)).eq(hvd.size()).all()
+    assert reduce_in_engine(new(50_000).fill_(1.0)).eq(hvd.size() - 1).all()
+    hvd.join()
+tensor = new(5_000_000).zero_()
+reduce_in_engine(tensor)
+hvd.barrier()
+before = sent()
+reduce_in_engine(tensor)
+hvd.barrier()
+print("sent", (sent() - before) / 5e6, flush=True)
+hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1), (2, 1), *[pytest.param(s, marks=pytest.mark.long) for s in [(2, 2), (2, 1, 1)]]],
+    ids=str,
+)
+def test_int8_between_hosts(make_hosts, sizes):
+    skip_where_unsupported(Configuration("torch", "gloo", 4))
+    with make_hosts(len(sizes)) as cluster:
+        command = [sys.executable, "-c", INT8]
+        results = start_on_hosts(cluster, command, sizes).wait(timeout=120)
+    check_sent([result.output for result in results], len(sizes), INT8_BYTES)
 
 
 DIES = """

@@ -199,3 +199,11 @@ def test_even_groups_are_not_empty(count, groups):
     assert all(found)
     assert [k for group in found for k in group] == (list(range(count)) if groups else [])
     assert max(map(len, found), default=0) - min(map(len, found), default=0) <= 1
+
+
+def test_gradients_of_different_kinds_do_not_share_a_bucket():
+    specs = [spec(f"p{i}", size) for i, size in enumerate([10, 5000, 20, 6000])]
+    made = plan(specs, groups=[[0, 1]], kind=lambda s: "int8" if s.elements > 100 else "bf16")
+    kinds = {bucket.parameters: bucket.kind for bucket in made.buckets}
+    assert kinds == {(0,): "bf16", (1,): "int8", (2,): "bf16", (3,): "int8"}
+    assert made.digest != plan(specs, groups=[[0, 1]]).digest

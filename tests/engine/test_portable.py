@@ -18,7 +18,9 @@ from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="only for x86-64")
 
 # The functions that are called only after a check of the CPU.
-MARKED = re.compile(r"hvdkit\d+(half|bfloat16)_(combine|scale|widen|narrow)_vector")
+MARKED = re.compile(
+    r"hvdkit\d+((half|bfloat16)_(combine|scale|widen|narrow)|int8_(largest|encode|decode))_vector"
+)
 
 # AVX and its successors (FMA, F16C, AVX2, AVX-512) have the VEX or EVEX encoding and names that
 # begin with v. Two older instructions about segments, verr and verw, also begin with v.

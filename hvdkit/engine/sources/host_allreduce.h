@@ -13,46 +13,44 @@
 #if HAVE_GLOO
 #include "hvdkit_gloo_network.h"
 #endif
+#if HAVE_MPI
+#include "hvdkit_mpi_network.h"
+#endif
 #include "ops/collective_operations.h"
 
 namespace hvdkit {
 
 namespace hvd = horovod::common;
 
-// Reduces the tensors of the global process set if a host has several of its ranks, and passes what is out
-// of its reach to the operation that would do it otherwise.
+// Reduces the tensors of the global process set if a host has several of its ranks, and passes tensors
+// out of its reach to the operation that would reduce them otherwise. Tensors with kInt8Mark in their
+// names are sent between hosts as blocks of 8-bit integers; then every rank may be on a host of its own.
 class HostAllreduce : public hvd::AllreduceOp {
  public:
   HostAllreduce(hvd::HorovodGlobalState* state, std::vector<std::shared_ptr<hvd::AllreduceOp>> flat)
       : hvd::AllreduceOp(state), flat_(std::move(flat)) {}
 
-  // Connects the ranks of the host. All ranks call it, at the end of the initialization.
+  // Connects the ranks. All ranks call it, at the end of the initialization.
   void connect() {
     auto& controller = *global_state_->global_controller;
     const char* seconds = std::getenv("HOROVOD_GLOO_TIMEOUT_SECONDS");
     const char* collectives = std::getenv("HVDKIT_COLLECTIVES");
-    std::unique_ptr<Network> network;
-#if HAVE_GLOO
-    if (global_state_->control_operation == hvd::LibType::GLOO) {
-      network.reset(new GlooNetwork(global_state_->process_set_table.Get(0).gloo_context.ctx));
-    }
-#endif
-    group_.reset(new HostGroup(controller.GetRank(), controller.GetSize(),
-                               std::chrono::seconds(seconds ? std::max(std::atol(seconds), 1L) : 30),
-                               std::move(network)));
-    auto reason = group_->connect(collectives && std::string(collectives) == "flat",
-                                  [&](std::vector<long long>& words) {
-                                    controller.CrossRankBitwiseOr(words, (int)words.size());
-                                  });
+    const std::chrono::seconds timeout(seconds ? std::max(std::atol(seconds), 1L) : 30);
+    std::unique_ptr<HostGroup> group(
+        new HostGroup(controller.GetRank(), controller.GetSize(), timeout, network(timeout)));
+    auto reason = group->connect(collectives && std::string(collectives) == "flat",
+                                 [&](std::vector<long long>& words) {
+                                   controller.CrossRankBitwiseOr(words, (int)words.size());
+                                 });
     std::lock_guard<std::mutex> guard(mutex_);
+    group_ = std::move(group);
     flat_reason_ = reason;
   }
 
+  // Ends the connections, before those end that they use.
   void disconnect() {
-    if (group_) {
-      group_->disconnect();
-    }
     std::lock_guard<std::mutex> guard(mutex_);
+    group_.reset();
     flat_reason_ = "Horovod is not initialized";
   }
 
@@ -62,12 +60,18 @@ class HostAllreduce : public hvd::AllreduceOp {
     return flat_reason_;
   }
 
+  // Whether tensors with kInt8Mark in their names are sent as blocks of 8-bit integers.
+  bool has_int8() const {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return group_ && group_->serves(Wire::kInt8);
+  }
+
   bool Enabled(const hvd::ParameterManager&, const std::vector<hvd::TensorTableEntry>& entries,
                const hvd::Response& response) const override {
     // The same on all ranks: it depends on the response and on what they agreed about in `connect`.
     hvd::ReduceOp op = response.reduce_op();
     Element element;
-    return group_ && group_->connected() && entries[0].device == CPU_DEVICE_ID &&
+    return group_ && group_->serves(wire_of(entries, response)) && entries[0].device == CPU_DEVICE_ID &&
            entries[0].process_set_id == 0 &&
            (op == hvd::ReduceOp::SUM || op == hvd::ReduceOp::AVERAGE) &&
            (group_->readable() || (entries.size() == 1 && response.prescale_factor() == 1.0)) &&
@@ -99,7 +103,8 @@ class HostAllreduce : public hvd::AllreduceOp {
       factor /= global_state_->global_controller->GetSize();
     }
     timeline.ActivityStartAll(entries, "HOST_ALLREDUCE");
-    bool done = group_->allreduce(input, output, count, element, factor);
+    bool done = group_->allreduce(input, output, count, element, factor,
+                                  wire_of(entries, response));
     timeline.ActivityEndAll(entries);
     if (!done) {
       return flat(entries, response);
@@ -113,6 +118,29 @@ class HostAllreduce : public hvd::AllreduceOp {
   }
 
  private:
+  static constexpr const char* kInt8Mark = "hvdkit.int8.";
+
+  // The same on all ranks: they negotiate names and dtypes.
+  static Wire wire_of(const std::vector<hvd::TensorTableEntry>& entries,
+                      const hvd::Response& response) {
+    bool int8 = entries.size() == 1 && entries[0].tensor->dtype() == hvd::HOROVOD_FLOAT32 &&
+                response.tensor_names()[0].find(kInt8Mark) != std::string::npos;
+    return int8 ? Wire::kInt8 : Wire::kElements;
+  }
+
+  std::unique_ptr<Network> network(std::chrono::milliseconds timeout) const {
+    auto& global = global_state_->process_set_table.Get(0);
+#if HAVE_MPI
+    if (global_state_->control_operation == hvd::LibType::MPI) {
+      return std::unique_ptr<Network>(
+          new MpiNetwork(global.mpi_context.GetMPICommunicator(hvd::Communicator::GLOBAL), timeout));
+    }
+#endif
+#if HAVE_GLOO
+    return std::unique_ptr<Network>(new GlooNetwork(global.gloo_context.ctx));
+#endif
+  }
+
   hvd::Status flat(std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response) {
     for (auto& operation : flat_) {
       if (operation->Enabled(global_state_->parameter_manager, entries, response)) {

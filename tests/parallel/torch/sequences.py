@@ -24,8 +24,8 @@ from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.coordination import BackwardFailed, GradientsChanged
 from hvdkit.errors import HvdkitError
 
-#: Relative error of one rounding on the wire.
-ROUNDING = {"none": 1e-14, "fp16": 2**-11, "bf16": 2**-8}
+#: Relative error of one rounding on the wire; of int8, relative to the largest number.
+ROUNDING = {"none": 1e-14, "fp16": 2**-11, "bf16": 2**-8, "int8": 1 / 254}
 
 
 class Model(nn.Module):
@@ -153,7 +153,7 @@ class World:
                 for name, p in self.model.named_parameters()
                 if any(p is q for q in parameters)
             ],
-            compression=self.setting.compression,
+            compression=self.compression,
             op=self.hvd.Average if self.setting.average else self.hvd.Sum,
             bucket_bytes=self.setting.bucket_bytes,
             find_unused_parameters=self.setting.unused,
@@ -161,6 +161,13 @@ class World:
             backward_passes_per_step=PASSES if self.setting.window == "sum" else 1,
             process_set=self.process_set,
         )
+
+    @property
+    def compression(self) -> Any:
+        if self.setting.compression != "int8":
+            return self.setting.compression
+        # The gradients are small, and would be sent as bfloat16.
+        return self.hvd.Int8(as_bf16=lambda name, shape: not shape)
 
     @property
     def ranks(self) -> list[int]:

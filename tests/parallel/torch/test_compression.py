@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hvdkit.core.compression import Sum, WireFormat
 from hvdkit.core.consistency import RankMismatchError
+from hvdkit.core.wire_format import Sum, WireFormat
 from hvdkit.engine.describe import installed
 from hvdkit.errors import UsageError
 from tests.parallel.torch.oracle import (

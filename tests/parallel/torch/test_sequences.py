@@ -13,7 +13,7 @@ _STEPS = st.lists(
 )
 _SETTINGS = st.builds(
     Setting,
-    compression=st.sampled_from(["none", "fp16", "bf16"]),
+    compression=st.sampled_from(["none", "fp16", "bf16", "int8"]),
     average=st.booleans(),
     kind=st.sampled_from(["sgd", "adamw"]),
     bucket_bytes=st.sampled_from([100, 1000, 10**7]),
@@ -22,12 +22,17 @@ _SETTINGS = st.builds(
 _COMPILED = st.builds(Setting, compression=st.just("none"), compiled=st.just("aot_eager"))
 _WINDOWS = st.builds(
     Setting,
-    compression=st.sampled_from(["none", "fp16", "bf16"]),
+    compression=st.sampled_from(["none", "fp16", "bf16", "int8"]),
     average=st.booleans(),
     bucket_bytes=st.sampled_from([100, 10**7]),
     window=st.sampled_from(["mean", "sum"]),
 )
-_MEMBERS = st.builds(Setting, average=st.booleans(), members=st.just(True))
+_MEMBERS = st.builds(
+    Setting,
+    compression=st.sampled_from(["none", "int8"]),
+    average=st.booleans(),
+    members=st.just(True),
+)
 _SEVERAL = st.builds(
     Setting,
     compression=st.sampled_from(["none", "fp16"]),

@@ -52,7 +52,7 @@ def reduce_all(tensor, name, op=mpi_ops.Sum):
 
 
 def test_ranks_of_one_host_are_connected(hvd):
-    assert runtime.host_memory.flat_reason() == ""
+    assert runtime.host_collectives.flat_reason() == ""
     assert is_shared(shared_memory.empty(1000, torch.float32))
 
 
@@ -180,7 +180,7 @@ def reduce(tensor):
 def one_sum():
     hvd.init()
     tensor = reduce(shared_memory.empty(5000, torch.float32).fill_(1.0))
-    print("sum", tensor[0].item(), runtime.host_memory.flat_reason(), flush=True)
+    print("sum", tensor[0].item(), runtime.host_collectives.flat_reason(), flush=True)
 """
 
 LITTLE_ADDRESS_SPACE = """

@@ -1,7 +1,7 @@
-"""Memory that all ranks of a host share, from the engine.
+"""The engine's collectives that know which ranks share a host.
 
-The engine reduces buckets in this memory where they are, without copying them through sockets
-(`hvdkit/engine/sources/host_group.h`).
+The engine reduces buckets in memory that the ranks of a host share, without copying them through
+sockets. Between hosts it can send them as 8-bit integers (`hvdkit/engine/sources/host_group.h`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ VARIABLE = "HVDKIT_COLLECTIVES"
 SMALLEST = 1025
 
 
-class HostMemory:
-    """The engine's shared memory.
+class HostCollectives:
+    """The engine's shared memory and its paths between hosts.
 
     Args:
         library: the loaded extension of Horovod.
@@ -57,8 +57,28 @@ class HostMemory:
         describe(text, ctypes.c_size_t(len(text)))
         return text.value.decode(errors="replace")
 
+    def sends_int8(self) -> bool:
+        """Return whether tensors on the CPU named `int8_name(...)` are sent as 8-bit integers.
+
+        It is the same on all ranks.
+        """
+        answer = self._function("has_int8")
+        if answer is None:
+            return False
+        answer.restype = ctypes.c_bool
+        return bool(answer())
+
     def _function(self, name: str) -> Any:
         return getattr(self._library, f"horovod_hvdkit_{name}", None)
+
+
+def int8_name(name: str) -> str:
+    """Return the name of a float32 sum that the engine sends as 8-bit integers.
+
+    Args:
+        name: a name that begins with `hvdkit.`.
+    """
+    return f"hvdkit.int8.{name.removeprefix('hvdkit.')}"
 
 
 def check_choice(environ: MutableMapping[str, str] = os.environ) -> None:

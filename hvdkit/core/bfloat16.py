@@ -1,0 +1,33 @@
+"""The bfloat16 wire format."""
+
+from typing import Any
+
+from hvdkit.core.backend import BucketMemory
+from hvdkit.core.wire_format import NARROW, WIDE, BucketReduction, Scaling, Sum, WireFormat
+
+
+class BFloat16(WireFormat):
+    """Send gradients as bfloat16: half the bytes of float32, its range, 8 bits of precision.
+
+    Args:
+        wire: another dtype on the wire, where the installed Horovod lacks bfloat16.
+    """
+
+    name = "bf16"
+
+    def __init__(self, wire: str = "bfloat16") -> None:
+        self._wire = wire
+
+    def reduce(self, memory: BucketMemory[Any], scaling: Scaling) -> BucketReduction:
+        """Cast the gradients and reduce them."""
+        if memory.dtype == self._wire or memory.dtype not in (*WIDE, *NARROW):
+            return super().reduce(memory, scaling)
+        return reduce_as(self._wire, memory, scaling)
+
+
+def reduce_as(wire_dtype: str, memory: BucketMemory[Any], scaling: Scaling) -> BucketReduction:
+    """Reduce a bucket in another dtype."""
+    before = 1.0 / scaling.predivide if scaling.predivide is not None else 1.0
+    wire = memory.pack(wire_dtype, before)
+    yield Sum(wire)
+    memory.unpack(wire, scaling.total / before)
