@@ -197,6 +197,30 @@ def test_int8_between_hosts(make_hosts, sizes):
     check_sent([result.output for result in results], len(sizes), INT8_BYTES)
 
 
+SCATTER = """
+import hvdkit.torch as hvd
+from hvdkit.torch import runtime
+from tests.parallel.torch.scatter_oracle import check_all
+hvd.init()
+assert runtime.host_collectives.flat_reason() == ""
+check_all(hvd, least=64 << 10)
+print("ok", flush=True)
+hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 1), *[pytest.param(s, marks=pytest.mark.long) for s in [(2, 2), (1, 3), (2, 1, 1)]]],
+    ids=str,
+)
+def test_reducescatter_and_allgather(make_hosts, sizes):
+    skip_where_unsupported(Configuration("torch", "gloo", 4))
+    with make_hosts(len(sizes)) as cluster:
+        results = start_on_hosts(cluster, [sys.executable, "-c", SCATTER], sizes).wait(timeout=120)
+    assert [result.output for result in results] == ["ok\n"] * sum(sizes)
+
+
 DIES = """
 import os, signal, sys, time
 import torch

@@ -1,21 +1,5 @@
-// Allreduce that knows which ranks share a host. Part of hvdkit (Apache-2.0).
-//
-// Within a host nothing goes through sockets. Each rank sums one slice of the tensor. If the tensors of
-// all ranks are in their arenas (host_memory.h), which all ranks of the host have mapped, a rank adds
-// its slice of all tensors and writes the sum into all of them. Otherwise it reads the slices of the
-// others with process_vm_readv, and afterwards their sums. Sums are taken in the order of the ranks, so
-// that the result does not depend on which rank computes it.
-//
-// Between hosts, each slice is reduced by ranks with the same place on their hosts: each host gets one
-// part of the sums of all hosts, adds them in the order of the hosts, and sends the result to all. So
-// every host sends and receives 2 (n - 1) / n of the tensor over n hosts, whatever the number of its
-// ranks. A ring of all ranks sends more as soon as a host has several: its neighbours in the ring are on
-// other hosts. See BlueConnect (https://arxiv.org/abs/1908.11645) and Open MPI's coll/han. Chunks are
-// pipelined, so that a host adds the next one while the network has the last.
-//
-// With Wire::kInt8 the parts and the results go to other hosts as blocks of 8-bit integers
-// (int8_blocks.h). The host that computes a result uses the decoded blocks, too, so that all ranks get
-// the same bits.
+// The ranks that reduce together, by host, and how they reach each other's memory. Part of hvdkit
+// (Apache-2.0).
 
 #ifndef HVDKIT_HOST_GROUP_H
 #define HVDKIT_HOST_GROUP_H
@@ -28,8 +12,6 @@
 #include "hvdkit_host_network.h"
 #include "hvdkit_host_peers.h"
 #include "hvdkit_host_progress.h"
-#include "hvdkit_host_sums.h"
-#include "hvdkit_int8_blocks.h"
 
 namespace hvdkit {
 
@@ -53,179 +35,57 @@ class HostGroup {
     return why;
   }
 
-  // Whether `allreduce` can be called. The same on all ranks.
+  // Whether the collectives can be called. The same on all ranks.
   bool serves(Wire wire) const {
     return connected_ && (peers_.shared() || wire == Wire::kInt8);
   }
 
-  // Whether memory outside of the arenas can be read, too. The same on all ranks.
-  bool readable() const { return peers_.readable(); }
+  HostPeers& peers() { return peers_; }
+  HostProgress& progress() { return progress_; }
+  Network& network() { return *network_; }
 
-  // Computes output = factor x (sum of the inputs of all ranks). The output may be the input. Returns
-  // false on all ranks, and does nothing, where the memory of a rank is not within reach.
-  // Throws std::exception where a rank has died or does not answer.
-  bool allreduce(const void* input, void* output, size_t count, Element element, double factor,
-                 Wire wire) {
-    const size_t bytes = count * size_of(element);
-    if (peers_.hosts() > 1 && bytes < kSmallest) {
-      return false;
-    }
-    if (bytes <= kSmall) {
-      small(input, output, count, element, factor);
-      return true;
-    }
-    auto& post = own_board().posts[operation_ & 1];
-    post.offset = peers_.shared() && input == output ? Arena::instance().offset_of(output, bytes)
-                                                     : Board::kElsewhere;
-    post.input = (uint64_t)input;
-    post.output = (uint64_t)output;
-    std::vector<Board::Post> posts(peers_.size());
+  // The offset in this rank's arena, or kElsewhere.
+  uint64_t offset_of(const void* memory, size_t bytes) const {
+    return peers_.shared() ? Arena::instance().offset_of(memory, bytes) : Board::kElsewhere;
+  }
+
+  // Tells the other ranks of this host where a tensor is. Returns the posts of all of them.
+  std::vector<Board::Post> post(const void* input, void* output, uint64_t offset) {
+    const size_t at = operation_++ & 1;
+    own_board().posts[at] = {offset, (uint64_t)input, (uint64_t)output};
     progress_.advance();
-    bool shared = true;
+    std::vector<Board::Post> posts(peers_.size());
     for (size_t i = 0; i < peers_.size(); ++i) {
       progress_.await(i);
-      posts[i] = peers_.board(i).posts[operation_ & 1];
-      shared = shared && posts[i].offset != Board::kElsewhere;
+      posts[i] = peers_.board(i).posts[at];
     }
-    ++operation_;
-    if (!shared && !peers_.readable()) {
-      return false;
-    }
-    try {
-      reduce({posts, shared, element, size_of(element), factor, wire}, count);
-    } catch (const std::exception& error) {
-      // Whatever it was: the other ranks of the host must not wait for this one.
-      progress_.abandon();
-      throw;
-    }
-    return true;
+    return posts;
   }
 
- private:
-  // One allreduce.
-  struct Job {
-    const std::vector<Board::Post>& posts;
-    bool shared;  // all tensors are in arenas
-    Element element;
-    size_t size;  // of an element
-    double factor;
-    Wire wire;
-
-    // Of `count` elements, sent to another host.
-    size_t wire_bytes(size_t count) const {
-      return wire == Wire::kInt8 ? int8_bytes(count) : count * size;
-    }
-  };
-
-  struct Slice {
-    size_t begin, count;
-  };
-
-  Board& own_board() const { return peers_.board((size_t)peers_.here()); }
-
-  // The slice of a rank of this host, in elements. Ranks beyond the number of those on the smallest
-  // host have none.
-  Slice slice(const Job& job, size_t member, size_t count) const {
-    if (member >= peers_.slices()) {
-      return {count, 0};
-    }
-    return part(job, count, member, peers_.slices());
-  }
-
-  // Part `index` of `parts` of `count` elements. It begins with a block of int8_blocks.h, and so with a
-  // cache line: no two ranks write to one.
-  static Slice part(const Job& job, size_t count, size_t index, size_t parts) {
-    const size_t line = kBlock * sizeof(float) / job.size;
-    const size_t lines = (count + line - 1) / line;
-    size_t begin = std::min(count, lines * index / parts * line);
-    size_t end = std::min(count, lines * (index + 1) / parts * line);
-    return {begin, end - begin};
-  }
-
-  // A tensor of at most kSmall bytes: each rank adds up the boards of all.
-  void small(const void* input, void* output, size_t count, Element element, double factor) {
-    size_t at = operation_++ & 1;
-    std::memcpy(own_board().small[at], input, count * size_of(element));
+  // Copies at most kSmall bytes to the own board. Returns where those of all ranks of this host are,
+  // until the collective after the next one.
+  std::vector<const void*> post_small(const void* input, size_t bytes) {
+    const size_t at = operation_++ & 1;
+    std::memcpy(own_board().small[at], input, bytes);
     progress_.advance();
     std::vector<const void*> inputs(peers_.size());
     for (size_t i = 0; i < peers_.size(); ++i) {
       progress_.await(i);
       inputs[i] = peers_.board(i).small[at];
     }
-    sum_to_all(element, inputs, {output}, count, factor);
+    return inputs;
   }
 
-  void reduce(const Job& job, size_t count) {
-    auto own = slice(job, (size_t)peers_.here(), count);
-    if (peers_.hosts() > 1) {
-      reduce_between_hosts(job, own);
-    } else {
-      for_chunks(job, own, [&](size_t begin, size_t n) {
-        add_on_host(job, begin, n, job.factor, job.shared);
-      });
-    }
-    progress_.synchronize();
-    if (job.shared) {
-      return;
-    }
-    // The others cannot write to this rank's memory: it reads their sums.
-    for (size_t step = 1; step < peers_.size(); ++step) {
-      size_t i = ((size_t)peers_.here() + step) % peers_.size();
-      for_chunks(job, slice(job, i, count), [&](size_t begin, size_t n) {
-        read(i, own_output(job, begin), job.posts[i].output + begin * job.size, n * job.size);
-      });
-    }
-    progress_.synchronize();
+  static bool all_in_arenas(const std::vector<Board::Post>& posts) {
+    return std::all_of(posts.begin(), posts.end(),
+                       [](const Board::Post& post) { return post.offset != Board::kElsewhere; });
   }
 
-  template <typename Call>
-  static void for_chunks(const Job& job, Slice slice, Call call) {
-    const size_t chunk = kChunk / job.size;
-    for (size_t done = 0; done < slice.count; done += chunk) {
-      call(slice.begin + done, std::min(chunk, slice.count - done));
-    }
+  char* in_arena(size_t member, uint64_t offset) const {
+    return (char*)&peers_.board(member) + offset;
   }
 
-  char* own_output(const Job& job, size_t begin) const {
-    return (char*)job.posts[(size_t)peers_.here()].output + begin * job.size;
-  }
-
-  // Adds a chunk of the tensors of this host, into the own output, or into all of them.
-  void add_on_host(const Job& job, size_t begin, size_t n, double factor, bool to_all) {
-    std::vector<const void*> inputs(peers_.size());
-    std::vector<void*> outputs{own_output(job, begin)};
-    if (job.shared) {
-      progress_.check();
-      for (size_t i = 0; i < peers_.size(); ++i) {
-        inputs[i] = in_arena(job, i, begin);
-      }
-      if (to_all) {
-        outputs.clear();
-        for (size_t i = 0; i < peers_.size(); ++i) {
-          outputs.push_back(in_arena(job, i, begin));
-        }
-      }
-    } else {
-      scratch_.resize(kChunk * peers_.size());
-      for (size_t i = 0; i < peers_.size(); ++i) {
-        if ((int)i == peers_.here()) {
-          inputs[i] = (char*)job.posts[i].input + begin * job.size;
-        } else {
-          char* copy = scratch_.data() + kChunk * i;
-          read(i, copy, job.posts[i].input + begin * job.size, n * job.size);
-          inputs[i] = copy;
-        }
-      }
-    }
-    if (inputs.size() > 1 || factor != 1.0 || inputs[0] != outputs[0]) {
-      sum_to_all(job.element, inputs, outputs, n, factor);
-    }
-  }
-
-  char* in_arena(const Job& job, size_t member, size_t begin) const {
-    return (char*)&peers_.board(member) + job.posts[member].offset + begin * job.size;
-  }
-
+  // Copies memory of another rank of this host.
   void read(size_t member, void* into, uint64_t from, size_t bytes) {
     progress_.check();
     auto problem = peers_.read(member, into, from, bytes);
@@ -234,173 +94,30 @@ class HostGroup {
     }
   }
 
-  // -- Between hosts -------------------------------------------------------------------------------
-
-  // A chunk on its way.
-  struct Flight {
-    size_t number = 0, begin = 0, count = 0;
-    std::vector<char> received;  // this host's part of the sums of the others, in their order
-    std::vector<char> encoded;   // the chunk as it is sent, if that is not the output itself
-    std::unique_ptr<Channel> sums, parts, results;
-  };
-
-  void reduce_between_hosts(const Job& job, Slice own) {
-    const size_t chunk = (job.wire == Wire::kInt8 ? kInt8Chunk : kNetworkChunk) / job.size;
-    const size_t chunks = (own.count + chunk - 1) / chunk;
-    // The thread of another rank may have to wait for a core. So several chunks are on their way.
-    constexpr size_t kLag = 2;
-    Flight flights[2 * kLag + 1];
-    auto flight_of = [&](size_t k) -> Flight& { return flights[k % (2 * kLag + 1)]; };
-    for (size_t k = 0; k < chunks + 2 * kLag; ++k) {
-      if (k < chunks) {
-        auto& flight = flight_of(k);
-        flight.number = k;
-        flight.begin = own.begin + k * chunk;
-        flight.count = std::min(chunk, own.count - k * chunk);
-        send_sums(job, flight);
-      }
-      if (k >= kLag && k - kLag < chunks) {
-        send_results(job, flight_of(k - kLag));
-      }
-      if (k >= 2 * kLag) {
-        receive_results(job, flight_of(k - 2 * kLag));
-      }
-    }
-  }
-
-  // A host's part of a chunk, relative to the chunk's begin.
-  Slice part_of(const Job& job, const Flight& flight, size_t host) const {
-    return part(job, flight.count, host, peers_.hosts());
-  }
-
-  // Where an element of the chunk is on the wire. Parts begin with a block.
-  char* on_wire(const Job& job, Flight& flight, size_t begin) const {
-    return wire_memory(job, flight) + job.wire_bytes(begin);
-  }
-
-  char* wire_memory(const Job& job, Flight& flight) const {
-    return job.wire == Wire::kInt8 ? flight.encoded.data() : own_output(job, flight.begin);
-  }
-
-  // Calls call(host, part of the host) for the other hosts, beginning after this one.
+  // Calls `call`. If it throws, the other ranks of the host do not wait for this one.
   template <typename Call>
-  void for_others(const Job& job, const Flight& flight, Call call) const {
-    for (size_t step = 1; step < peers_.hosts(); ++step) {
-      size_t host = (peers_.host() + step) % peers_.hosts();
-      call(host, part_of(job, flight, host));
-    }
-  }
-
-  static uint32_t tag(const Flight& flight, uint32_t phase) {
-    return (uint32_t)(flight.number % 4096) * 2 + phase;
-  }
-
-  // Adds the chunk on this host, and sends each other host its part of it.
-  void send_sums(const Job& job, Flight& flight) {
-    for_chunks(job, {flight.begin, flight.count}, [&](size_t begin, size_t n) {
-      add_on_host(job, begin, n, 1.0, false);
-    });
-    if (job.wire == Wire::kInt8) {
-      flight.encoded.resize(job.wire_bytes(flight.count));
-      for_others(job, flight, [&](size_t, Slice theirs) {
-        int8_encode(on_wire(job, flight, theirs.begin),
-                    (const float*)own_output(job, flight.begin + theirs.begin), theirs.count);
-      });
-    }
-    const size_t bytes = job.wire_bytes(part_of(job, flight, peers_.host()).count);
-    flight.received.resize(bytes * peers_.hosts());
-    flight.sums = network_->channel(wire_memory(job, flight), job.wire_bytes(flight.count));
-    flight.parts = network_->channel(flight.received.data(), flight.received.size());
-    flight.results = network_->channel(wire_memory(job, flight), job.wire_bytes(flight.count));
-    for_others(job, flight, [&](size_t host, Slice theirs) {
-      const int rank = peers_.counterpart(host);
-      flight.parts->receive(rank, tag(flight, 0), host * bytes, bytes);
-      flight.sums->send(rank, tag(flight, 0), job.wire_bytes(theirs.begin),
-                        job.wire_bytes(theirs.count));
-    });
-  }
-
-  // Adds this host's part of the chunk over all hosts, and sends the result to all.
-  void send_results(const Job& job, Flight& flight) {
-    flight.parts->wait();
-    // The parts are sent from where the results of the other hosts will be.
-    flight.sums->wait();
-    progress_.check();
-    const Slice own = part_of(job, flight, peers_.host());
-    const size_t bytes = job.wire_bytes(own.count);
-    if (job.wire == Wire::kInt8) {
-      add_blocks(job, flight, own, bytes);
-    } else {
-      char* mine = own_output(job, flight.begin + own.begin);
-      std::vector<const void*> inputs(peers_.hosts());
-      for (size_t host = 0; host < peers_.hosts(); ++host) {
-        inputs[host] = host == peers_.host() ? mine : flight.received.data() + host * bytes;
-      }
-      sum_to_all(job.element, inputs, {mine}, own.count, job.factor);
-    }
-    for_others(job, flight, [&](size_t host, Slice theirs) {
-      const int rank = peers_.counterpart(host);
-      flight.results->receive(rank, tag(flight, 1), job.wire_bytes(theirs.begin),
-                              job.wire_bytes(theirs.count));
-      flight.results->send(rank, tag(flight, 1), job.wire_bytes(own.begin), bytes);
-    });
-  }
-
-  // Adds the received blocks to the own part of the chunk, and encodes the sums. Some blocks at a time,
-  // which stay in the cache.
-  void add_blocks(const Job& job, Flight& flight, Slice own, size_t bytes) {
-    constexpr size_t kStep = 8 * kBlock;
-    decoded_.resize(kStep * peers_.hosts());
-    std::vector<const void*> inputs(peers_.hosts());
-    for (size_t done = 0; done < own.count; done += kStep) {
-      const size_t n = std::min(kStep, own.count - done);
-      auto* mine = (float*)own_output(job, flight.begin + own.begin + done);
-      for (size_t host = 0; host < peers_.hosts(); ++host) {
-        float* decoded = decoded_.data() + kStep * host;
-        inputs[host] = host == peers_.host() ? mine : decoded;
-        if (host != peers_.host()) {
-          int8_decode(decoded, flight.received.data() + host * bytes + int8_bytes(done), n);
-        }
-      }
-      sum_to_all(job.element, inputs, {mine}, n, job.factor);
-      char* result = on_wire(job, flight, own.begin + done);
-      int8_encode(result, mine, n);
-      int8_decode(mine, result, n);
-    }
-  }
-
-  // Copies the chunk to the other ranks of this host.
-  void receive_results(const Job& job, Flight& flight) {
-    flight.results->wait();
-    progress_.check();
-    if (job.wire == Wire::kInt8) {
-      for_others(job, flight, [&](size_t, Slice theirs) {
-        int8_decode((float*)own_output(job, flight.begin + theirs.begin),
-                    on_wire(job, flight, theirs.begin), theirs.count);
-      });
-    }
-    for (size_t i = 0; job.shared && i < peers_.size(); ++i) {
-      if ((int)i != peers_.here()) {
-        std::memcpy(in_arena(job, i, flight.begin), own_output(job, flight.begin),
-                    flight.count * job.size);
-      }
+  void guarded(Call call) {
+    try {
+      call();
+    } catch (const std::exception& error) {
+      progress_.abandon();
+      throw;
     }
   }
 
   // Bytes. A chunk of a sum stays in the cache.
   static constexpr size_t kChunk = 256 << 10;
-  // Of a slice; each host sends two parts of it. 128 KB to 1 MB make no difference at 1 Gbit/s.
-  static constexpr size_t kNetworkChunk = 512 << 10, kInt8Chunk = 2 << 20;
   // Between hosts, smaller tensors take less time in a ring of all ranks.
   static constexpr size_t kSmallest = 64 << 10;
+
+ private:
+  Board& own_board() const { return peers_.board((size_t)peers_.here()); }
 
   HostPeers peers_;
   HostProgress progress_;
   const std::unique_ptr<Network> network_;
   bool connected_ = false;
   size_t operation_ = 0;
-  std::vector<char> scratch_;
-  std::vector<float> decoded_;
 };
 
 }  // namespace hvdkit

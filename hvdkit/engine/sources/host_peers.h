@@ -138,6 +138,28 @@ class HostPeers {
   // The rank with this one's place on another host. Only for places below `slices`.
   int counterpart(size_t host) const { return hosts_[host][(size_t)here_]; }
 
+  // The rank of another host that serves the one with the place `member` on this host.
+  int partner(size_t host, size_t member) const {
+    return hosts_[host][member % hosts_[host].size()];
+  }
+
+  // The ranks of another host whose partner here has the place `member`.
+  std::vector<int> served_by(size_t host, size_t member) const {
+    std::vector<int> ranks;
+    for (size_t place = member; place < hosts_[host].size(); place += size()) {
+      ranks.push_back(hosts_[host][place]);
+    }
+    return ranks;
+  }
+
+  // Calls call(host) for the other hosts, beginning after this one.
+  template <typename Call>
+  void for_other_hosts(Call call) const {
+    for (size_t step = 1; step < hosts_.size(); ++step) {
+      call((host_ + step) % hosts_.size());
+    }
+  }
+
   // The first bytes of a rank's memory, which its arena follows.
   Board& board(size_t member) const { return *boards_[member]; }
 
@@ -152,13 +174,17 @@ class HostPeers {
 
   // Copies another rank's memory. Returns "" or what is wrong.
   std::string read(size_t member, void* into, uint64_t from, size_t bytes) const {
-    iovec local{into, bytes}, remote{(void*)from, bytes};
-    ssize_t got = process_vm_readv(pids_[member], &local, 1, &remote, 1, 0);
-    if (got == (ssize_t)bytes) {
-      return "";
+    // The kernel copies at most 2 GiB in one call.
+    for (size_t done = 0; done < bytes;) {
+      iovec local{(char*)into + done, bytes - done}, remote{(char*)from + done, bytes - done};
+      ssize_t got = process_vm_readv(pids_[member], &local, 1, &remote, 1, 0);
+      if (got <= 0) {
+        return got < 0 && errno == ESRCH ? "has ended"
+                                         : std::string("cannot be read: ") + std::strerror(errno);
+      }
+      done += (size_t)got;
     }
-    return got < 0 && errno == ESRCH ? "has ended"
-                                     : std::string("cannot be read: ") + std::strerror(errno);
+    return "";
   }
 
  private:

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <climits>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -35,19 +34,15 @@ class MpiChannel : public Channel {
   }
 
   void send(int rank, uint32_t tag, size_t offset, size_t bytes) override {
-    if (bytes) {
-      requests_.emplace_back();
-      check(MPI_Isend(memory_ + offset, count(bytes), MPI_BYTE, rank, (int)tag, communicator_,
-                      &requests_.back()));
-    }
+    in_pieces(offset, bytes, [&](char* piece, int count) {
+      return MPI_Isend(piece, count, MPI_BYTE, rank, (int)tag, communicator_, &requests_.back());
+    });
   }
 
   void receive(int rank, uint32_t tag, size_t offset, size_t bytes) override {
-    if (bytes) {
-      requests_.emplace_back();
-      check(MPI_Irecv(memory_ + offset, count(bytes), MPI_BYTE, rank, (int)tag, communicator_,
-                      &requests_.back()));
-    }
+    in_pieces(offset, bytes, [&](char* piece, int count) {
+      return MPI_Irecv(piece, count, MPI_BYTE, rank, (int)tag, communicator_, &requests_.back());
+    });
   }
 
   void wait() override {
@@ -73,11 +68,14 @@ class MpiChannel : public Channel {
   }
 
  private:
-  static int count(size_t bytes) {
-    if (bytes > INT_MAX) {
-      throw std::logic_error("a message has more than 2^31 bytes");
+  // MPI counts in 32 bits.
+  template <typename Call>
+  void in_pieces(size_t offset, size_t bytes, Call call) {
+    constexpr size_t kPiece = 1 << 30;
+    for (size_t done = 0; done < bytes; done += kPiece) {
+      requests_.emplace_back(MPI_REQUEST_NULL);
+      check(call(memory_ + offset + done, (int)std::min(kPiece, bytes - done)));
     }
-    return (int)bytes;
   }
 
   static void check(int status) {

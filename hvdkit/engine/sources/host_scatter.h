@@ -1,0 +1,231 @@
+// Reducescatter and allgather that know which ranks share a host. Part of hvdkit (Apache-2.0).
+//
+// Each rank has one part of a tensor, of any size. Reducescatter: a rank adds its part of the tensors of
+// its host itself. The parts of ranks of other hosts are added on this host by the rank with the same
+// place, and sent to the owner, which adds those of all hosts in their order. Allgather: a rank sends its
+// part to the rank with the same place on each other host, from which the others of that host read it.
+// So each host sends and receives (n - 1) / n of the tensor over n hosts.
+//
+// The sums are those of host_allreduce.h, bit by bit.
+
+#ifndef HVDKIT_HOST_SCATTER_H
+#define HVDKIT_HOST_SCATTER_H
+
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "hvdkit_host_group.h"
+#include "hvdkit_host_sums.h"
+
+namespace hvdkit {
+
+// The parts of a tensor that the ranks own, in elements.
+class Parts {
+ public:
+  explicit Parts(std::vector<size_t> counts) : counts_(std::move(counts)), begins_(counts_.size()) {
+    std::partial_sum(counts_.begin(), counts_.end() - 1, begins_.begin() + 1);
+  }
+
+  size_t count(int rank) const { return counts_[(size_t)rank]; }
+  size_t begin(int rank) const { return begins_[(size_t)rank]; }
+  size_t total() const { return begins_.back() + counts_.back(); }
+
+ private:
+  std::vector<size_t> counts_, begins_;
+};
+
+class GroupReducescatter {
+ public:
+  explicit GroupReducescatter(HostGroup& group)
+      : group_(group), peers_(group.peers()), progress_(group.progress()) {}
+
+  // Computes output = factor x (sum of this rank's part of the inputs of all ranks). The output is other
+  // memory than the input. Returns false on all ranks, and does nothing, where the memory of a rank is
+  // not within reach. Throws std::exception where a rank has died or does not answer.
+  bool run(const void* input, void* output, const Parts& parts, Element element, double factor) {
+    const size_t size = size_of(element), bytes = parts.total() * size;
+    const Slice own{parts.begin(rank()), parts.count(rank())};
+    if (peers_.hosts() > 1 && bytes < HostGroup::kSmallest) {
+      return false;
+    }
+    if (bytes <= kSmall) {
+      auto inputs = group_.post_small(input, bytes);
+      for (auto& each : inputs) {
+        each = (const char*)each + own.begin * size;
+      }
+      sum_to_all(element, inputs, {output}, own.count, factor);
+      return true;
+    }
+    auto posts = group_.post(input, output, group_.offset_of(input, bytes));
+    const bool shared = HostGroup::all_in_arenas(posts);
+    if (!shared && !peers_.readable()) {
+      return false;
+    }
+    group_.guarded([&] {
+      const Job job{posts, shared, element, size};
+      if (peers_.hosts() > 1) {
+        reduce_between_hosts(job, parts, own, output, factor);
+      } else {
+        add_on_host(job, own, output, factor);
+      }
+      // Until then, the others read the input of this rank.
+      progress_.synchronize();
+    });
+    return true;
+  }
+
+ private:
+  struct Slice {
+    size_t begin, count;
+  };
+
+  struct Job {
+    const std::vector<Board::Post>& posts;
+    bool shared;  // all inputs are in arenas
+    Element element;
+    size_t size;  // of an element
+  };
+
+  int rank() const { return peers_.rank_of((size_t)peers_.here()); }
+
+  // Adds a slice of the inputs of this host.
+  void add_on_host(const Job& job, Slice slice, void* output, double factor) {
+    const size_t chunk = HostGroup::kChunk / job.size;
+    std::vector<const void*> inputs(peers_.size());
+    for (size_t done = 0; done < slice.count; done += chunk) {
+      const size_t n = std::min(chunk, slice.count - done);
+      const size_t at = (slice.begin + done) * job.size;
+      for (size_t i = 0; i < peers_.size(); ++i) {
+        if (job.shared) {
+          inputs[i] = group_.in_arena(i, job.posts[i].offset) + at;
+        } else if ((int)i == peers_.here()) {
+          inputs[i] = (const char*)job.posts[i].input + at;
+        } else {
+          scratch_.resize(HostGroup::kChunk * peers_.size());
+          char* copy = scratch_.data() + HostGroup::kChunk * i;
+          group_.read(i, copy, job.posts[i].input + at, n * job.size);
+          inputs[i] = copy;
+        }
+      }
+      progress_.check();
+      sum_to_all(job.element, inputs, {(char*)output + done * job.size}, n, factor);
+    }
+  }
+
+  // The sums of one rank of another host, on their way to it.
+  struct Parcel {
+    std::vector<char> sums;
+    std::unique_ptr<Channel> channel;
+  };
+
+  void reduce_between_hosts(const Job& job, const Parts& parts, Slice own, void* output,
+                            double factor) {
+    const size_t bytes = own.count * job.size;
+    std::vector<char> received(bytes * peers_.hosts());
+    auto arrivals = group_.network().channel(received.data(), received.size());
+    peers_.for_other_hosts([&](size_t host) {
+      const int from = peers_.partner(host, (size_t)peers_.here());
+      arrivals->receive(from, kTag, host * bytes, bytes);
+    });
+    std::vector<Parcel> parcels;
+    peers_.for_other_hosts([&](size_t host) {
+      for (int owner : peers_.served_by(host, (size_t)peers_.here())) {
+        parcels.emplace_back();
+        auto& parcel = parcels.back();
+        parcel.sums.resize(parts.count(owner) * job.size);
+        add_on_host(job, {parts.begin(owner), parts.count(owner)}, parcel.sums.data(), 1.0);
+        parcel.channel = group_.network().channel(parcel.sums.data(), parcel.sums.size());
+        parcel.channel->send(owner, kTag, 0, parcel.sums.size());
+      }
+    });
+    add_on_host(job, own, received.data() + peers_.host() * bytes, 1.0);
+    arrivals->wait();
+    std::vector<const void*> inputs(peers_.hosts());
+    for (size_t host = 0; host < peers_.hosts(); ++host) {
+      inputs[host] = received.data() + host * bytes;
+    }
+    sum_to_all(job.element, inputs, {output}, own.count, factor);
+    for (auto& parcel : parcels) {
+      parcel.channel->wait();
+    }
+  }
+
+  static constexpr uint32_t kTag = 1 << 13;  // beyond those of GroupAllreduce
+
+  HostGroup& group_;
+  HostPeers& peers_;
+  HostProgress& progress_;
+  std::vector<char> scratch_;
+};
+
+class GroupAllgather {
+ public:
+  explicit GroupAllgather(HostGroup& group)
+      : group_(group), peers_(group.peers()), progress_(group.progress()) {}
+
+  // Whether `run` can be called for so many bytes in all. The same on all ranks.
+  bool serves(size_t bytes) const {
+    return peers_.readable() && (peers_.hosts() == 1 || bytes >= HostGroup::kSmallest);
+  }
+
+  // Writes the inputs of all ranks one after the other to the output. `parts` are in bytes.
+  // Throws std::exception where a rank has died or does not answer.
+  void run(const void* input, void* output, const Parts& parts) {
+    auto posts = group_.post(input, output, Board::kElsewhere);
+    group_.guarded([&] {
+      const int rank = peers_.rank_of((size_t)peers_.here());
+      auto at = [&](int owner) { return (char*)output + parts.begin(owner); };
+      auto arrivals = group_.network().channel(output, parts.total());
+      auto departures = group_.network().channel(const_cast<void*>(input), parts.count(rank));
+      peers_.for_other_hosts([&](size_t host) {
+        for (int owner : peers_.served_by(host, (size_t)peers_.here())) {
+          arrivals->receive(owner, kTag, parts.begin(owner), parts.count(owner));
+        }
+        departures->send(peers_.partner(host, (size_t)peers_.here()), kTag, 0, parts.count(rank));
+      });
+      std::memcpy(at(rank), input, parts.count(rank));
+      for (size_t step = 1; step < peers_.size(); ++step) {
+        const size_t i = ((size_t)peers_.here() + step) % peers_.size();
+        const int owner = peers_.rank_of(i);
+        if (parts.count(owner)) {
+          group_.read(i, at(owner), posts[i].input, parts.count(owner));
+        }
+      }
+      arrivals->wait();
+      progress_.synchronize();
+      if (peers_.hosts() > 1) {
+        read_from_others(posts, output, parts);
+        departures->wait();
+        // Until then, the others read the output of this rank.
+        progress_.synchronize();
+      }
+    });
+  }
+
+ private:
+  // Reads the parts of other hosts that other ranks of this host have received.
+  void read_from_others(const std::vector<Board::Post>& posts, void* output, const Parts& parts) {
+    for (size_t step = 1; step < peers_.size(); ++step) {
+      const size_t i = ((size_t)peers_.here() + step) % peers_.size();
+      peers_.for_other_hosts([&](size_t host) {
+        for (int owner : peers_.served_by(host, i)) {
+          if (parts.count(owner)) {
+            group_.read(i, (char*)output + parts.begin(owner), posts[i].output + parts.begin(owner),
+                        parts.count(owner));
+          }
+        }
+      });
+    }
+  }
+
+  static constexpr uint32_t kTag = (1 << 13) + 1;
+
+  HostGroup& group_;
+  HostPeers& peers_;
+  HostProgress& progress_;
+};
+
+}  // namespace hvdkit
+
+#endif  // HVDKIT_HOST_SCATTER_H
