@@ -59,12 +59,12 @@ class Backend(Protocol[Buffer, Handle]):
         """Return access to the bucket's gradients. Called once per bucket of a plan."""
         ...
 
-    def sum(self, buffer: Buffer, name: str) -> Handle:
-        """Start to add up `buffer` in place over the ranks, under `name`."""
+    def sum(self, buffer: Buffer, name: str, factor: float) -> Handle:
+        """Start to add up `buffer` in place over the ranks, under `name`; then times `factor`."""
         ...
 
-    def sum_blocks(self, buffer: Buffer, name: str) -> Handle:
-        """Start to add up `buffer`, float32, in place; send it as blocks of 8-bit integers."""
+    def sum_blocks(self, buffer: Buffer, name: str, factor: float) -> Handle:
+        """Start the same for a float32 buffer, sent as blocks of 8-bit integers."""
         ...
 
     def gather(self, rows: Any, name: str) -> Handle:

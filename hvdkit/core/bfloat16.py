@@ -27,7 +27,6 @@ class BFloat16(WireFormat):
 
 def reduce_as(wire_dtype: str, memory: BucketMemory[Any], scaling: Scaling) -> BucketReduction:
     """Reduce a bucket in another dtype."""
-    before = 1.0 / scaling.predivide if scaling.predivide is not None else 1.0
-    wire = memory.pack(wire_dtype, before)
+    wire = memory.pack(wire_dtype, scaling.before)
     yield Sum(wire)
-    memory.unpack(wire, scaling.total / before)
+    memory.unpack(wire, scaling.after)

@@ -81,13 +81,9 @@ class _Blocks(WireFormat):
 
     def reduce(self, memory: BucketMemory[Any], scaling: Scaling) -> BucketReduction:
         """Add up the bucket in blocks."""
-        before, after = scaling.split("float32")
         if memory.dtype == "float32":
-            buffer = memory.in_place(before)
-            yield BlockSum(buffer)
-            if after != 1.0:
-                memory.scale(buffer, after)
+            yield BlockSum(memory.in_place(scaling.before), scaling.after)
         else:
-            buffer = memory.pack("float32", before)
+            buffer = memory.pack("float32", scaling.before)
             yield BlockSum(buffer)
-            memory.unpack(buffer, after)
+            memory.unpack(buffer, scaling.after)

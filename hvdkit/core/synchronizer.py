@@ -336,12 +336,12 @@ class Synchronizer(Generic[Buffer, Handle]):
             if reduction.collectives:
                 name += f".{reduction.collectives}"
             reduction.collectives += 1
-            if isinstance(reduction.request, Sum):
-                reduction.handle = self._backend.sum(reduction.request.buffer, name)
-            elif isinstance(reduction.request, BlockSum):
-                reduction.handle = self._backend.sum_blocks(reduction.request.buffer, name)
-            else:
+            if isinstance(reduction.request, Gather):
                 reduction.handle = self._backend.gather(reduction.request.rows, name)
+            else:
+                blocks = isinstance(reduction.request, BlockSum)
+                start = self._backend.sum_blocks if blocks else self._backend.sum
+                reduction.handle = start(reduction.request.buffer, name, reduction.request.factor)
 
     def _advance_bucket(self, reduction: _RunningReduction[Handle]) -> None:
         """Advance a bucket until it is done or makes a request that all buckets make together."""

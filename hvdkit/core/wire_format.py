@@ -35,19 +35,22 @@ from hvdkit.core.scalar_ops import PYTHON_OPS, Scalar, ScalarOps
 
 @dataclass(frozen=True)
 class Sum:
-    """Request: add up a buffer in place over the ranks. The result is the buffer."""
+    """Request: add up a buffer in place over the ranks. The result is the buffer.
+
+    Attributes:
+        factor: multiply the sum by it. hvdkit's engine does so while it adds, in the same pass.
+    """
 
     buffer: Any
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
 class BlockSum:
-    """Request: add up a float32 buffer in place, sent as blocks of 8-bit integers (`Int8`).
-
-    The result is the buffer.
-    """
+    """Request: like `Sum` of a float32 buffer, sent as blocks of 8-bit integers (`Int8`)."""
 
     buffer: Any
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def run_conditions(reduction: BucketReduction) -> BucketReduction:
             result = yield request
 
 
-#: Dtypes in which values lose bits if they are divided before the sum.
+#: Dtypes of real floating-point numbers.
 NARROW = ("float16", "bfloat16")
 WIDE = ("float64", "float32")
 
@@ -138,16 +141,18 @@ class Scaling:
     predivide: float | None = None
     ranks: int = 1
 
-    def split(self, dtype: str) -> tuple[float, float]:
-        """Return the factors before and after the sum, for values of `dtype` on the wire.
+    @property
+    def before(self) -> float:
+        """The factor before the sum; 1 unless the user has chosen it, as in Horovod.
 
-        For most dtypes the whole factor is applied before the sum, where it takes no extra time:
-        packing multiplies by it. For float16 and bfloat16 it is applied after the sum, as in
-        Horovod. Before the sum, float16 would lose small values and bfloat16 would round again.
+        Before the sum, float16 would lose small values and bfloat16 would round again.
         """
-        if self.predivide is not None:
-            return 1.0 / self.predivide, self.total * self.predivide
-        return (1.0, self.total) if dtype in NARROW else (self.total, 1.0)
+        return 1.0 if self.predivide is None else 1.0 / self.predivide
+
+    @property
+    def after(self) -> float:
+        """The factor after the sum."""
+        return self.total / self.before
 
 
 class WireFormat:
@@ -179,11 +184,7 @@ class WireFormat:
 
     def reduce(self, memory: BucketMemory[Any], scaling: Scaling) -> BucketReduction:
         """Pack the bucket, make requests and unpack the result, once per step."""
-        before, after = scaling.split(memory.dtype)
-        buffer = memory.in_place(before)
-        yield Sum(buffer)
-        if after != 1.0:
-            memory.scale(buffer, after)
+        yield Sum(memory.in_place(scaling.before), scaling.after)
 
 
 class SparseRows(WireFormat):

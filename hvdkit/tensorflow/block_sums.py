@@ -10,14 +10,17 @@ from horovod.tensorflow import mpi_ops
 from hvdkit.core.int8 import BLOCK, BLOCK_BYTES
 
 
-def sum_blocks(buffer: tf.Tensor, name: str, process_set: mpi_ops.ProcessSet) -> tf.Tensor:
-    """Return the sum over the ranks.
+def sum_blocks(
+    buffer: tf.Tensor, name: str, factor: float, process_set: mpi_ops.ProcessSet
+) -> tf.Tensor:
+    """Return the sum over the ranks, times a factor.
 
     Each rank gets one part of the buffer from all ranks, adds the parts, and sends the sums to all.
 
     Args:
         buffer: float32, of shape [elements].
         name: the prefix of the collectives' names.
+        factor: multiply the sum by it.
         process_set: the ranks.
     """
     elements, ranks = buffer.shape.num_elements(), process_set.size()
@@ -35,7 +38,7 @@ def sum_blocks(buffer: tf.Tensor, name: str, process_set: mpi_ops.ProcessSet) ->
     for part in parts:  # in the order of the ranks
         total += part
     sums = mpi_ops.allgather(
-        encode(total), name=f"{name}.sums", ignore_name_scope=True, process_set=process_set
+        encode(total * factor), name=f"{name}.sums", ignore_name_scope=True, process_set=process_set
     )
     return tf.reshape(decode(tf.ensure_shape(sums, [blocks, BLOCK_BYTES])), [-1])[:elements]
 

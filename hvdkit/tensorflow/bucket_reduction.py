@@ -62,16 +62,13 @@ class TracedReduction:
         return request.value
 
     def _result_of(self, request: Request) -> Any:
-        if isinstance(request, Sum):
+        if isinstance(request, Sum | BlockSum):
             wire = request.buffer
+            add = self._sum if isinstance(request, Sum) else self._sum_blocks
             if not isinstance(wire, Wire):
                 # A user's compressor may sum plain tensors.
-                return self._sum(Wire(wire))
-            wire.tensor, wire.factor = self._sum(wire), 1.0
-            return wire
-        if isinstance(request, BlockSum):
-            wire = request.buffer
-            wire.tensor, wire.factor = self._sum_blocks(wire), 1.0
+                return add(Wire(wire), request.factor)
+            wire.tensor, wire.factor = add(wire, request.factor), 1.0
             return wire
         if isinstance(request, Gather):
             indices, values = request.rows
@@ -113,23 +110,30 @@ class TracedReduction:
         self._collectives += 1
         return f"{self._name}.{self._collectives}"
 
-    def _sum(self, wire: Wire) -> tf.Tensor:
-        tensor, factor = wire.tensor, wire.factor
-        if tensor.shape.num_elements() == 0:
-            return tensor
-        if tensor.dtype == tf.float64:
-            # Horovod's factor is an attribute of the op, which has only float32 precision.
-            tensor, factor = multiply(tensor, factor), 1.0
-        return allreduce(tensor, self._next_name(), self._process_set, prescale_factor=factor)
-
-    def _sum_blocks(self, wire: Wire) -> tf.Tensor:
-        name = self._next_name()
+    def _sum(self, wire: Wire, factor: float, name: str | None = None) -> tf.Tensor:
         if wire.tensor.shape.num_elements() == 0:
             return wire.tensor
+        name = name or self._next_name()
+        if wire.tensor.dtype == tf.float64:
+            # Horovod's factors are attributes of the op, which have only float32 precision.
+            before = multiply(wire.tensor, wire.factor)
+            return multiply(allreduce(before, name, self._process_set), factor)
+        return allreduce(
+            wire.tensor,
+            name,
+            self._process_set,
+            prescale_factor=wire.factor,
+            postscale_factor=factor,
+        )
+
+    def _sum_blocks(self, wire: Wire, factor: float) -> tf.Tensor:
+        name = self._next_name()
         if engine_sends_int8(self._process_set):
-            options = {"prescale_factor": wire.factor}
-            return allreduce(wire.tensor, int8_name(name), self._process_set, **options)
-        return sum_blocks(multiply(wire.tensor, wire.factor), name, self._process_set)
+            return self._sum(wire, factor, int8_name(name))
+        if wire.tensor.shape.num_elements() == 0:
+            return wire.tensor
+        before = multiply(wire.tensor, wire.factor)
+        return sum_blocks(before, name, factor, self._process_set)
 
     def _gather(self, rows: tf.Tensor) -> tf.Tensor:
         return mpi_ops.allgather(

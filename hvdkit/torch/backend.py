@@ -312,26 +312,31 @@ class TorchBackend:
         parameters = [self._parameters[i] for i in bucket.parameters]
         return TorchMemory(bucket, parameters, self._see_sparse)
 
-    def sum(self, buffer: torch.Tensor, name: str) -> Any:
+    @torch.no_grad()
+    def sum(self, buffer: torch.Tensor, name: str, factor: float) -> Any:
         """See `Backend`: an in-place allreduce."""
         if self._collectives.single_rank or not buffer.numel():
-            return buffer
+            return buffer if factor == 1.0 else buffer.mul_(factor)
         _refuse_capture(buffer)
         return mpi_ops.allreduce_async_(
-            buffer, name=name, op=mpi_ops.Sum, process_set=self._collectives.process_set
+            buffer,
+            name=name,
+            op=mpi_ops.Sum,
+            postscale_factor=factor,
+            process_set=self._collectives.process_set,
         )
 
     @torch.no_grad()
-    def sum_blocks(self, buffer: torch.Tensor, name: str) -> Any:
+    def sum_blocks(self, buffer: torch.Tensor, name: str, factor: float) -> Any:
         """See `Backend`. The engine's own sum on the CPU, otherwise `BlockSum`."""
         if self._collectives.single_rank or not buffer.numel():
-            return buffer
+            return self.sum(buffer, name, factor)
         process_set = self._collectives.process_set
         in_engine = buffer.device.type == "cpu" and process_set.process_set_id == 0
         if in_engine and runtime.host_collectives.sends_int8():
-            return self.sum(buffer, int8_name(name))
+            return self.sum(buffer, int8_name(name), factor)
         _refuse_capture(buffer)
-        return BlockSum(buffer, name, process_set)
+        return BlockSum(buffer, name, factor, process_set)
 
     def gather(self, rows: tuple[torch.Tensor, torch.Tensor], name: str) -> Any:
         """See `Backend`: one allgather for the indices and one for the values."""

@@ -18,12 +18,16 @@ class BlockSum:
     Args:
         buffer: float32, of shape [elements].
         name: the prefix of the collectives' names.
+        factor: multiply the sum by it.
         process_set: the ranks.
     """
 
-    def __init__(self, buffer: torch.Tensor, name: str, process_set: mpi_ops.ProcessSet) -> None:
+    def __init__(
+        self, buffer: torch.Tensor, name: str, factor: float, process_set: mpi_ops.ProcessSet
+    ) -> None:
         self._buffer = buffer
         self._name = name
+        self._factor = factor
         self._process_set = process_set
         self._ranks = process_set.size()
         blocks = -(-buffer.numel() // BLOCK)
@@ -45,7 +49,9 @@ class BlockSum:
         total = parts[0].clone()
         for part in parts[1:]:  # in the order of the ranks
             total += part
-        handle = mpi_ops.allgather_async(encode(total), f"{self._name}.sums", self._process_set)
+        handle = mpi_ops.allgather_async(
+            encode(total * self._factor), f"{self._name}.sums", self._process_set
+        )
         sums = decode(mpi_ops.synchronize(handle)).view(-1)
         return self._buffer.copy_(sums[: self._buffer.numel()])
 

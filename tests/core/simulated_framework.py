@@ -1,5 +1,6 @@
 """A simulated framework whose gradients are NumPy arrays."""
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -180,9 +181,12 @@ class NumpyBackend:
         self.diary.append(name)
         return self.collectives.group.begin(self.collectives.rank, name, value, finish)
 
-    def sum(self, buffer: np.ndarray, name: str) -> InFlight:
+    def sum(self, buffer: np.ndarray, name: str, factor: float) -> InFlight:
         self.sent[name] = buffer.copy()
-        return self._begin(buffer, name, _sum_in_place)
+        return self._begin(buffer, name, functools.partial(_sum_in_place, factor))
+
+    # The numbers here are small, and are not rounded.
+    sum_blocks = sum
 
     def gather(self, rows: Rows, name: str) -> InFlight:
         return self._begin(rows, name, _gather)
@@ -199,8 +203,8 @@ class NumpyBackend:
         return int(isinstance(self.gradients[i], Rows))
 
 
-def _sum_in_place(buffers: list[np.ndarray]) -> list[np.ndarray]:
-    total = ring_sum(buffers)
+def _sum_in_place(factor: float, buffers: list[np.ndarray]) -> list[np.ndarray]:
+    total = (ring_sum(buffers) * factor).astype(buffers[0].dtype)
     for buffer in buffers:
         buffer[:] = total
     return buffers

@@ -132,7 +132,7 @@ def test_a_predivision_happens_before_the_sum():
             sent += {float(x) for buffer in backend.sent.values() for x in buffer}
         return sent
 
-    assert on_ranks(2, run) == [[8.0, 16.0, 2.0]] * 2
+    assert on_ranks(2, run) == [[16.0, 16.0, 2.0]] * 2
 
 
 def test_a_window_of_passes_is_averaged_and_a_cut_one_over_what_it_has():
@@ -754,10 +754,10 @@ def test_few_buckets_are_in_flight_at_once_in_the_first_step(wire_format, batche
         synchronizer, backend = make(collectives, specs, wire_format, batches=batches)
         begin, wait, flying, most = backend.sum, backend.wait, [], []
 
-        def count_up(buffer, name):
+        def count_up(buffer, name, factor):
             flying.append(name)
             most.append(len(flying))
-            return begin(buffer, name)
+            return begin(buffer, name, factor)
 
         def count_down(handle):
             flying.remove(handle.name)
@@ -795,12 +795,12 @@ def test_gradients_may_arrive_in_several_threads():
         synchronizer, backend = make(collectives, specs, bucket_bytes=16)
         begin, inside, most = backend.sum, [], []
 
-        def one_at_a_time(buffer, name):
+        def one_at_a_time(buffer, name, factor):
             inside.append(name)
             time.sleep(0.001)
             most.append(len(inside))
             inside.remove(name)
-            return begin(buffer, name)
+            return begin(buffer, name, factor)
 
         backend.sum = one_at_a_time
         for _ in range(3):

@@ -195,7 +195,7 @@ def test_a_reduction_during_a_capture_is_refused(hvd):
         parameter = torch.nn.Parameter(torch.empty(3, 2, device="cuda"))
         backend = TorchBackend([parameter], TorchCollectives(hvd.global_process_set))
         with pytest.raises(UsageError, match="make_graphed_callables"):
-            backend.sum(torch.empty(6, device="cuda"), "sum")
+            backend.sum(torch.empty(6, device="cuda"), "sum", 1.0)
         rows = torch.empty(1, 1, dtype=torch.int64, device="cuda"), torch.empty(1, 2, device="cuda")
         with pytest.raises(UsageError, match="make_graphed_callables"):
             backend.gather(rows, "rows")

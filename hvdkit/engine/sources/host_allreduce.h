@@ -34,15 +34,16 @@ class GroupAllreduce {
   explicit GroupAllreduce(HostGroup& group)
       : group_(group), peers_(group.peers()), progress_(group.progress()) {}
 
+  // Whether `run` can be called for a tensor of this size. The same on all ranks.
+  bool serves(size_t bytes) const { return peers_.hosts() == 1 || bytes >= HostGroup::kSmallest; }
+
   // Computes output = factor x (sum of the inputs of all ranks). The output may be the input. Returns
-  // false on all ranks, and does nothing, where the memory of a rank is not within reach.
+  // false on all ranks, and does nothing, where the memory of a rank is not within reach; never if
+  // memory outside of the arenas can be read.
   // Throws std::exception where a rank has died or does not answer.
   bool run(const void* input, void* output, size_t count, Element element, double factor,
            Wire wire) {
     const size_t bytes = count * size_of(element);
-    if (peers_.hosts() > 1 && bytes < HostGroup::kSmallest) {
-      return false;
-    }
     if (bytes <= kSmall) {
       small(input, output, count, element, factor);
       return true;

@@ -51,6 +51,7 @@ class HostGroup {
 
   // Tells the other ranks of this host where a tensor is. Returns the posts of all of them.
   std::vector<Board::Post> post(const void* input, void* output, uint64_t offset) {
+    progress_.check();
     const size_t at = operation_++ & 1;
     own_board().posts[at] = {offset, (uint64_t)input, (uint64_t)output};
     progress_.advance();
@@ -65,6 +66,7 @@ class HostGroup {
   // Copies at most kSmall bytes to the own board. Returns where those of all ranks of this host are,
   // until the collective after the next one.
   std::vector<const void*> post_small(const void* input, size_t bytes) {
+    progress_.check();
     const size_t at = operation_++ & 1;
     std::memcpy(own_board().small[at], input, bytes);
     progress_.advance();

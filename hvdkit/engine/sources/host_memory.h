@@ -25,6 +25,16 @@
 
 namespace hvdkit {
 
+// Calls a system function again while signals interrupt it.
+template <typename Call>
+auto restarted(Call call) -> decltype(call()) {
+  decltype(call()) result;
+  do {
+    result = call();
+  } while (result < 0 && errno == EINTR);
+  return result;
+}
+
 // Tensors up to this size, in bytes, are copied to the board; they need no shared memory of their own.
 constexpr size_t kSmall = 1024;
 
@@ -112,7 +122,7 @@ class Arena {
         continue;
       }
       size_t offset = hole->first;
-      if (fallocate(file_, 0, (off_t)offset, (off_t)size) != 0) {
+      if (!reserve(file_, offset, size)) {
         return nullptr;
       }
       size_t rest = hole->second - size;
@@ -137,7 +147,9 @@ class Arena {
     }
     size_t offset = found->first, size = found->second;
     used_.erase(found);
-    fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)size);
+    restarted([&] {
+      return fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)size);
+    });
     auto after = free_.lower_bound(offset);
     if (after != free_.end() && offset + size == after->first) {
       size += after->second;
@@ -181,6 +193,11 @@ class Arena {
 
   static size_t pages(size_t bytes) { return (bytes + page() - 1) / page() * page(); }
 
+  // Allocates the pages of a part of the file.
+  static bool reserve(int file, size_t offset, size_t size) {
+    return restarted([&] { return fallocate(file, 0, (off_t)offset, (off_t)size); }) == 0;
+  }
+
   // Address space costs nothing, but each rank maps that of all ranks of its host.
   static size_t capacity_for(size_t ranks) {
     size_t memory = (size_t)sysconf(_SC_PHYS_PAGES) * page();
@@ -193,16 +210,18 @@ class Arena {
       return failed("ftruncate");
     }
     size_t head = pages(sizeof(Board));
-    if (fallocate(file, 0, 0, (off_t)head) != 0) {
+    if (!reserve(file, 0, head)) {
       return failed("fallocate");
     }
     for (auto& block : used_) {
-      if (fallocate(file, 0, (off_t)block.first, (off_t)block.second) != 0) {
+      if (!reserve(file, block.first, block.second)) {
         return failed("fallocate");
       }
       for (size_t done = 0; done < block.second;) {
-        ssize_t wrote = pwrite(file, base_ + block.first + done, block.second - done,
-                               (off_t)(block.first + done));
+        ssize_t wrote = restarted([&] {
+          return pwrite(file, base_ + block.first + done, block.second - done,
+                        (off_t)(block.first + done));
+        });
         if (wrote < 0) {
           return failed("pwrite");
         }
@@ -230,15 +249,19 @@ class Arena {
 
   // A forked child, such as a worker of a DataLoader, must not change the gradients of its parent, nor
   // keep the connections open by which the other ranks notice the parent's death. Only the blocks in
-  // use are mapped: a system that does not overcommit counts private memory at once.
+  // use are mapped: a system that does not overcommit counts private memory at once. A child's own child
+  // inherits what the child has.
   void in_child() {
-    child_.store(true);
+    if (child_.exchange(true)) {
+      mutex_.unlock();
+      return;
+    }
     for (auto& block : used_) {
       mmap(base_ + block.first, block.second, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, file_,
            (off_t)block.first);
     }
     mutex_.unlock();
-    if (auto* files = files_of_group_.load()) {
+    if (auto* files = files_of_group_.exchange(nullptr)) {
       for (int file : *files) {
         if (file >= 0) {
           close(file);

@@ -57,9 +57,8 @@ class HostCollectives {
   // Connects the ranks. All ranks call it, at the end of the initialization.
   void connect() {
     auto& controller = *state_->global_controller;
-    const char* seconds = std::getenv("HOROVOD_GLOO_TIMEOUT_SECONDS");
     const char* collectives = std::getenv("HVDKIT_COLLECTIVES");
-    const std::chrono::seconds timeout(seconds ? std::max(std::atol(seconds), 1L) : 30);
+    const auto timeout = timeout_for(state_->control_operation);
     std::unique_ptr<HostGroup> group(
         new HostGroup(controller.GetRank(), controller.GetSize(), timeout, network(timeout)));
     auto reason = group->connect(collectives && std::string(collectives) == "flat",
@@ -94,6 +93,15 @@ class HostCollectives {
   HostGroup* group() const { return group_.get(); }
 
  private:
+  // How long a rank may not answer. MPI waits for ever, and so do collectives beside it. A rank that has
+  // ended is noticed in any case.
+  static std::chrono::seconds timeout_for(hvd::LibType controller) {
+    if (const char* seconds = std::getenv("HOROVOD_GLOO_TIMEOUT_SECONDS")) {
+      return std::chrono::seconds(std::max(std::atol(seconds), 1L));
+    }
+    return controller == hvd::LibType::MPI ? std::chrono::hours(24 * 365) : std::chrono::seconds(30);
+  }
+
   std::unique_ptr<Network> network(std::chrono::milliseconds timeout) const {
     auto& global = state_->process_set_table.Get(0);
 #if HAVE_MPI
@@ -140,6 +148,14 @@ class HostOperation : public Operation {
     throw std::logic_error("no operation is enabled for " + entries[0].tensor_name);
   }
 
+  static size_t elements(const std::vector<hvd::TensorTableEntry>& entries) {
+    size_t count = 0;
+    for (auto& entry : entries) {
+      count += (size_t)entry.tensor->shape().num_elements();
+    }
+    return count;
+  }
+
   static bool sums(const hvd::Response& response) {
     return response.reduce_op() == hvd::ReduceOp::SUM ||
            response.reduce_op() == hvd::ReduceOp::AVERAGE;
@@ -167,9 +183,11 @@ class HostAllreduce : public HostOperation<hvd::AllreduceOp> {
                const hvd::Response& response) const override {
     Element element;
     return serves(entries, wire_of(entries, response)) && sums(response) &&
+           element_of(entries[0].tensor->dtype(), element) &&
+           GroupAllreduce(group()).serves(elements(entries) * size_of(element)) &&
+           // `Execute` scales before it knows whether the memory of all ranks is within reach.
            (group().peers().readable() ||
-            (entries.size() == 1 && response.prescale_factor() == 1.0)) &&
-           element_of(entries[0].tensor->dtype(), element);
+            (entries.size() == 1 && response.prescale_factor() == 1.0));
   }
 
   hvd::Status Execute(std::vector<hvd::TensorTableEntry>& entries,
@@ -179,7 +197,7 @@ class HostAllreduce : public HostOperation<hvd::AllreduceOp> {
     auto& first = entries[0];
     Element element = Element::kFloat32;
     element_of(first.tensor->dtype(), element);
-    const size_t count = (size_t)NumElements(entries);
+    const size_t count = elements(entries);
     const void* input = first.tensor->data();
     void* output = const_cast<void*>(first.output->data());
     if (entries.size() > 1) {
@@ -227,7 +245,8 @@ class HostReducescatter : public HostOperation<hvd::ReducescatterOp> {
                const hvd::Response& response) const override {
     Element element;
     return entries.size() == 1 && serves(entries, Wire::kElements) && sums(response) &&
-           response.prescale_factor() == 1.0 && element_of(entries[0].tensor->dtype(), element);
+           response.prescale_factor() == 1.0 && element_of(entries[0].tensor->dtype(), element) &&
+           GroupReducescatter(group()).serves(elements(entries) * size_of(element));
   }
 
   hvd::Status Execute(std::vector<hvd::TensorTableEntry>& entries,

@@ -111,7 +111,7 @@ class HostPeers {
     Arena::instance().close_in_child(nullptr);
     for (size_t i = 0; i < boards_.size(); ++i) {
       if ((int)i != here_ && boards_[i]) {
-        munmap(boards_[i], Arena::instance().capacity());
+        munmap(boards_[i], capacities_[i]);
       }
       boards_[i] = nullptr;
       close_file(files_[i]);
@@ -340,6 +340,7 @@ class HostPeers {
     boards_.assign(members().size(), nullptr);
     pids_.assign(members().size(), 0);
     addresses_.assign(members().size(), 0);
+    capacities_.assign(members().size(), 0);
     boards_[here_] = &board;
     cpu_set_t cores;
     enough_cores_ = sched_getaffinity(0, sizeof cores, &cores) == 0 &&
@@ -356,8 +357,12 @@ class HostPeers {
       socklen_t length;
       auto address = address_of(all[rank].socket, length);
       files_[i] = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+      if (files_[i] < 0) {
+        throw std::runtime_error(std::string("socket: ") + std::strerror(errno));
+      }
       limit(files_[i], deadline);
-      if (files_[i] < 0 || ::connect(files_[i], (sockaddr*)&address, length) != 0) {
+      // An interrupted connect to a Unix socket has not begun, and can be repeated.
+      if (restarted([&] { return ::connect(files_[i], (sockaddr*)&address, length); }) != 0) {
         throw std::runtime_error("connect to rank " + std::to_string(rank) + ": " +
                                  std::strerror(errno));
       }
@@ -370,12 +375,18 @@ class HostPeers {
     for (size_t missing = members().size() - 1 - (size_t)here_; missing > 0;) {
       pollfd waiting{listener_, POLLIN, 0};
       auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
-      if (left.count() <= 0 || poll(&waiting, 1, (int)left.count()) < 0) {
+      if (left.count() <= 0) {
         throw std::runtime_error(std::to_string(missing) + " ranks have not connected");
+      }
+      if (poll(&waiting, 1, (int)left.count()) <= 0) {
+        continue;  // the time is over, or a signal came
       }
       int file = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
       if (file < 0) {
-        continue;
+        if (errno == EINTR || errno == EAGAIN || errno == ECONNABORTED) {
+          continue;
+        }
+        throw std::runtime_error(std::string("accept: ") + std::strerror(errno));
       }
       int arena = -1;
       Hello hello{};
@@ -442,7 +453,7 @@ class HostPeers {
     header->cmsg_len = CMSG_LEN(sizeof(int));
     int arena = Arena::instance().file();
     std::memcpy(CMSG_DATA(header), &arena, sizeof arena);
-    if (sendmsg(file, &message, MSG_NOSIGNAL) != (ssize_t)sizeof hello) {
+    if (restarted([&] { return sendmsg(file, &message, MSG_NOSIGNAL); }) != (ssize_t)sizeof hello) {
       throw std::runtime_error(std::string("sendmsg: ") + std::strerror(errno));
     }
   }
@@ -455,7 +466,7 @@ class HostPeers {
     message.msg_iovlen = 1;
     message.msg_control = control;
     message.msg_controllen = sizeof control;
-    ssize_t got = recvmsg(file, &message, MSG_CMSG_CLOEXEC);
+    ssize_t got = restarted([&] { return recvmsg(file, &message, MSG_CMSG_CLOEXEC); });
     cmsghdr* header = got < 0 ? nullptr : CMSG_FIRSTHDR(&message);
     if (header && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
       std::memcpy(&arena, CMSG_DATA(header), sizeof arena);
@@ -468,8 +479,7 @@ class HostPeers {
     struct stat facts;
     int seals = fcntl(arena, F_GET_SEALS);
     bool fits = fstat(arena, &facts) == 0 && (uint64_t)facts.st_size == hello.capacity &&
-                hello.capacity == Arena::instance().capacity() && seals >= 0 &&
-                (seals & F_SEAL_SHRINK);
+                hello.capacity >= sizeof(Board) && seals >= 0 && (seals & F_SEAL_SHRINK);
     void* base = MAP_FAILED;
     if (fits) {
       base = mmap(nullptr, hello.capacity, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, arena, 0);
@@ -483,6 +493,7 @@ class HostPeers {
     madvise(base, hello.capacity, MADV_DONTFORK);
     boards_[member] = static_cast<Board*>(base);
     addresses_[member] = hello.board;
+    capacities_[member] = hello.capacity;
     if (boards_[member]->token[0] != all[rank].socket ||
         boards_[member]->token[1] != all[rank].secret) {
       throw std::runtime_error("the memory of rank " + std::to_string(rank) + " is another one's");
@@ -528,6 +539,7 @@ class HostPeers {
   std::vector<Board*> boards_;
   std::vector<pid_t> pids_;
   std::vector<uint64_t> addresses_;      // of the boards, in the other processes
+  std::vector<size_t> capacities_;       // bytes that are mapped
 };
 
 }  // namespace hvdkit

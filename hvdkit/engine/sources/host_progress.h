@@ -44,6 +44,46 @@ class HostProgress {
 
   // Waits until another rank has done as many steps as this one.
   void await(size_t member) {
+    wait_for(member);
+    // A rank sets its mark of failure before its later steps, which do not count.
+    if (peers_.board(member).failed.load()) {
+      fail(member, kFailed);
+    }
+  }
+
+  // Throws where a rank of the host has failed, so that no rank waits for one that has given up.
+  void check() {
+    for (size_t i = 0; i < peers_.size(); ++i) {
+      if (peers_.board(i).failed.load()) {
+        fail(i, kFailed);
+      }
+    }
+  }
+
+  [[noreturn]] void fail(size_t member, const std::string& what) {
+    abandon();
+    throw std::runtime_error("collective in shared memory: rank " +
+                             std::to_string(peers_.rank_of(member)) + " " + what);
+  }
+
+  // Tells the other ranks of the host that this one takes no further part.
+  void abandon() {
+    Board& own = peers_.board((size_t)peers_.here());
+    own.failed.store(1);
+    // A stopped rank that continues may still add to the memory of this one: no new tensor goes there.
+    Arena::instance().share(false);
+    futex(own.progress, FUTEX_WAKE, INT32_MAX, nullptr);
+  }
+
+ private:
+  static constexpr const char* kFailed = "has failed in an earlier or in this collective";
+
+  static long futex(std::atomic<uint32_t>& word, int operation, uint32_t value,
+                    const timespec* time) {
+    return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, time, nullptr, 0);
+  }
+
+  void wait_for(size_t member) {
     if (reached(member)) {
       return;
     }
@@ -84,34 +124,6 @@ class HostProgress {
                          " s (HOROVOD_GLOO_TIMEOUT_SECONDS)");
       }
     }
-  }
-
-  // Throws where a rank of the host has failed, so that no rank waits for one that has given up.
-  void check() {
-    for (size_t i = 0; i < peers_.size(); ++i) {
-      if (peers_.board(i).failed.load()) {
-        fail(i, "has failed in an earlier or in this collective");
-      }
-    }
-  }
-
-  [[noreturn]] void fail(size_t member, const std::string& what) {
-    abandon();
-    throw std::runtime_error("allreduce in shared memory: rank " +
-                             std::to_string(peers_.rank_of(member)) + " " + what);
-  }
-
-  // Tells the other ranks of the host that this one takes no further part.
-  void abandon() {
-    Board& own = peers_.board((size_t)peers_.here());
-    own.failed.store(1);
-    futex(own.progress, FUTEX_WAKE, INT32_MAX, nullptr);
-  }
-
- private:
-  static long futex(std::atomic<uint32_t>& word, int operation, uint32_t value,
-                    const timespec* time) {
-    return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, time, nullptr, 0);
   }
 
   bool reached(size_t member) const {

@@ -40,15 +40,15 @@ class GroupReducescatter {
   explicit GroupReducescatter(HostGroup& group)
       : group_(group), peers_(group.peers()), progress_(group.progress()) {}
 
+  // Whether `run` can be called for a tensor of this size. The same on all ranks.
+  bool serves(size_t bytes) const { return peers_.hosts() == 1 || bytes >= HostGroup::kSmallest; }
+
   // Computes output = factor x (sum of this rank's part of the inputs of all ranks). The output is other
   // memory than the input. Returns false on all ranks, and does nothing, where the memory of a rank is
   // not within reach. Throws std::exception where a rank has died or does not answer.
   bool run(const void* input, void* output, const Parts& parts, Element element, double factor) {
     const size_t size = size_of(element), bytes = parts.total() * size;
     const Slice own{parts.begin(rank()), parts.count(rank())};
-    if (peers_.hosts() > 1 && bytes < HostGroup::kSmallest) {
-      return false;
-    }
     if (bytes <= kSmall) {
       auto inputs = group_.post_small(input, bytes);
       for (auto& each : inputs) {

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "half_arithmetic.h"
@@ -27,6 +28,17 @@ inline size_t size_of(Element element) {
   }
 }
 
+// Integers wrap around, where the sum of signed ones would be undefined.
+template <typename T>
+T sum_of(T a, T b) {
+  if constexpr (std::is_integral<T>::value) {
+    using Unsigned = typename std::make_unsigned<T>::type;
+    return (T)((Unsigned)a + (Unsigned)b);
+  } else {
+    return a + b;
+  }
+}
+
 // Each dtype's arithmetic on a chunk, in a dtype that is wide enough: sums of halves are rounded once.
 template <typename T>
 struct Plain {
@@ -35,7 +47,7 @@ struct Plain {
   static void set(T* sum, const T* in, size_t n) { std::memcpy(sum, in, n * sizeof(T)); }
   static void add(T* sum, const T* in, size_t n) {
     for (size_t i = 0; i < n; ++i) {
-      sum[i] += in[i];
+      sum[i] = sum_of(sum[i], in[i]);
     }
   }
   // As Horovod's ScaleBuffer: integers are rounded towards zero.
@@ -47,7 +59,7 @@ struct Plain {
   static void get(T* out, const T* sum, size_t n) { std::memcpy(out, sum, n * sizeof(T)); }
   static void add_two(T* out, const T* a, const T* b, size_t n) {
     for (size_t i = 0; i < n; ++i) {
-      out[i] = a[i] + b[i];
+      out[i] = sum_of(a[i], b[i]);
     }
   }
 };
@@ -77,29 +89,39 @@ struct Widened {
 using Half = Widened<half_widen, half_narrow, half_combine<HalfSum>>;
 using Bfloat16 = Widened<bfloat16_widen, bfloat16_narrow, bfloat16_combine<HalfSum>>;
 
+template <typename Arithmetic>
+void scale(typename Arithmetic::Wide* sum, double factor, size_t n) {
+  if (factor != 1.0) {
+    Arithmetic::scale(sum, factor, n);
+  }
+}
+
 // Computes factor x (inputs[0][i] + inputs[1][i] + …), in this order, for `count` elements, and writes
 // it to each of the `outputs`. An output may be one of the inputs.
 template <typename Arithmetic>
 void sum_to_all(const std::vector<const void*>& inputs, const std::vector<void*>& outputs,
                 size_t count, double factor) {
   using Stored = typename Arithmetic::Stored;
+  using Wide = typename Arithmetic::Wide;
   constexpr size_t kChunk = 2048;  // stays in the first cache
-  alignas(64) typename Arithmetic::Wide sum[kChunk];
+  alignas(64) Wide wide[kChunk];
   alignas(64) Stored result[kChunk];
   for (size_t at = 0; at < count; at += kChunk) {
     size_t n = count - at < kChunk ? count - at : kChunk;
     auto in = [&](size_t rank) { return static_cast<const Stored*>(inputs[rank]) + at; };
-    if (inputs.size() == 2 && factor == 1.0) {
+    constexpr bool plain = std::is_same<Wide, Stored>::value;
+    if (inputs.size() == 2 && (plain || factor == 1.0)) {
       Arithmetic::add_two(result, in(0), in(1), n);
+      if constexpr (plain) {
+        scale<Arithmetic>(result, factor, n);
+      }
     } else {
-      Arithmetic::set(sum, in(0), n);
+      Arithmetic::set(wide, in(0), n);
       for (size_t rank = 1; rank < inputs.size(); ++rank) {
-        Arithmetic::add(sum, in(rank), n);
+        Arithmetic::add(wide, in(rank), n);
       }
-      if (factor != 1.0) {
-        Arithmetic::scale(sum, factor, n);
-      }
-      Arithmetic::get(result, sum, n);
+      scale<Arithmetic>(wide, factor, n);
+      Arithmetic::get(result, wide, n);
     }
     for (void* output : outputs) {
       std::memcpy(static_cast<Stored*>(output) + at, result, n * sizeof(Stored));

@@ -296,7 +296,11 @@ def test_ranks_use_different_parts_of_the_model(hvd, find_unused_parameters):
 
 @pytest.mark.parametrize(
     ("option", "tolerance"),
-    [('compression="fp16"', 2e-3), ("bucket_bytes=25_000_000", 1e-12)],
+    [
+        ('compression="fp16"', 2e-3),
+        ('compression="int8"', 1e-2),
+        ("bucket_bytes=25_000_000", 1e-12),
+    ],
 )
 def test_options(hvd, option, tolerance):
     model = small_model()

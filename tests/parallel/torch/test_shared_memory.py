@@ -156,6 +156,27 @@ def test_a_forked_child_cannot_change_a_bucket(hvd):
     assert tensor.eq(hvd.size()).all()
 
 
+def test_a_child_of_a_forked_child_has_the_files_and_the_memory_of_its_parent(hvd):
+    tensor = shared_memory.empty(10_000, torch.float32).fill_(1.0)
+    child = os.fork()
+    if child == 0:
+        try:
+            tensor.fill_(2.0)
+            # They get the numbers of the files that the fork has closed.
+            files = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]
+            grandchild = os.fork()
+            if grandchild == 0:
+                for file in files:
+                    os.fstat(file)
+                os._exit(0 if tensor.eq(2.0).all() else 1)
+            os._exit(os.waitpid(grandchild, 0)[1] != 0)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    reduce_all(tensor, "after two forks")
+    assert tensor.eq(hvd.size()).all()
+
+
 def test_buckets_of_an_optimizer_are_shared(hvd):
     model = torch.nn.Linear(300, 300)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
@@ -209,6 +230,27 @@ except hvd.HorovodInternalError as error:
 """
 
 
+OTHER_COLLECTIVES = """
+hvd.init()
+tensor = torch.ones(2_000_000)
+calls = {
+    "allgather": lambda: mpi_ops.allgather(tensor, name="gather"),
+    "min": lambda: mpi_ops.allreduce(tensor, op=hvd.Min, name="min"),
+    "broadcast": lambda: mpi_ops.broadcast(tensor, 0, name="broadcast"),
+}
+if hvd.rank() == 1:
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+try:
+    while True:
+        last = time.monotonic()
+        calls[sys.argv[1]]()
+except hvd.HorovodInternalError as error:
+    print(f"ended after {time.monotonic() - last:.2f} s: {error}", flush=True)
+    hvd.shutdown()
+    time.sleep(40)  # the others must not depend on the end of this process
+"""
+
 SUSPENDED = """
 import subprocess
 one_sum()
@@ -260,6 +302,21 @@ def times_of_the_end(group, ranks, died, timeout=60):
 def test_a_rank_dies_during_a_sum(after):
     times = times_of_the_end(run(OFTEN, str(after), "SIGKILL", ranks=3), 3, died=1)
     assert max(times) < 5
+
+
+@pytest.mark.parametrize(
+    "call", ["broadcast", *[pytest.param(c, marks=pytest.mark.long) for c in ("allgather", "min")]]
+)
+def test_a_rank_dies_during_another_collective(call):
+    """Ranks far from it in the ring notice that others have shut down."""
+    group = run(OTHER_COLLECTIVES, call, ranks=4)
+    with pytest.raises(RanksFailed) as caught:
+        group.wait(timeout=60, failure_grace=8)
+    for rank in (0, 2, 3):
+        output = caught.value.results[rank].output
+        found = re.search(r"ended after ([\d.]+) s", output)
+        assert found, f"rank {rank}: {output}"
+        assert float(found[1]) < 5
 
 
 @pytest.mark.long
