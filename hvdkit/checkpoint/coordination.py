@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -138,7 +138,7 @@ _BITS = 15
 
 @dataclass(frozen=True)
 class StepWord:
-    """Flags of each rank at a step, summed over the ranks in one int64.
+    """Flags of each rank at the beginning of a call of the manager, summed over the ranks.
 
     Attributes:
         present: 1. A sum below the number of ranks shows that some have called `join`.
@@ -147,21 +147,30 @@ class StepWord:
         in_window: 1 in the middle of an accumulation window.
         late: 1 on the first rank if a save is due by its clock.
         failed: 1 on the first rank if a write has failed.
+        elsewhere: 1 if this rank is in another call than `maybe_save`.
+        backward: 1 if the step is lower than that of an earlier call.
     """
 
-    present: int
-    due: int
-    stops: int
-    in_window: int
-    late: int
-    failed: int
+    present: int = 1
+    due: int = 0
+    stops: int = 0
+    in_window: int = 0
+    late: int = 0
+    failed: int = 0
+    elsewhere: int = 0
+    backward: int = 0
 
     def sum(self, collectives: Collectives) -> "StepWord":
         """Return the sum of all ranks' words. A collective."""
-        word = self.late | self.failed << 1
-        for k, count in enumerate((self.present, self.due, self.stops, self.in_window)):
-            word |= count << (2 + k * _BITS)
-        (total,) = collectives.sum([word], "hvdkit.checkpoint.step")
-        mask = (1 << _BITS) - 1
-        present, due, stops, in_window = (total >> (2 + k * _BITS) & mask for k in range(4))
-        return StepWord(present, due, stops, in_window, total & 1, total >> 1 & 1)
+        counts = astuple(self)
+        words = [_packed(counts[:4]), _packed(counts[4:])]
+        totals = collectives.sum(words, "hvdkit.checkpoint.step")
+        return StepWord(*(count for total in totals for count in _unpacked(total)))
+
+
+def _packed(counts: Sequence[int]) -> int:
+    return sum(count << k * _BITS for k, count in enumerate(counts))
+
+
+def _unpacked(word: int) -> list[int]:
+    return [word >> k * _BITS & (1 << _BITS) - 1 for k in range(4)]

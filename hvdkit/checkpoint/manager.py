@@ -164,7 +164,10 @@ class Manager:
         self._signals = StopSignals(stop_signals)
         self._window_open = window_open
         self._closed = False
+        self._half_restored = False
         self._last_step = 0
+        # The highest step that a call was given, or the restored step.
+        self._seen_step = 0
         self._unknown_metrics: set[str] = set()
         # Monotonic: the time of day may jump.
         self._last_time = time.monotonic()
@@ -207,7 +210,7 @@ class Manager:
                 was restored.
             CheckpointError: on all ranks: this write or the previous one failed.
         """
-        self._check_open()
+        self._begin("save")
         message: dict[str, Any] = {}
         problem: Exception | None = None
         consequence = f"step {step} was not saved"
@@ -216,6 +219,7 @@ class Manager:
         self._finish("save", consequence)
         try:
             values = _checked(step, epoch, metrics or {})
+            self._expect_whole_state()
             if self._window_open():
                 raise UsageError(
                     f"save({step}) in the middle of an accumulation window: save after its last "
@@ -254,6 +258,7 @@ class Manager:
                 content[name] = rows.part
         ranks = gather(self._collectives, own, "hvdkit.checkpoint.ranks")
         self._last_step, self._last_time = int(step), time.monotonic()
+        self._seen_step = max(self._seen_step, int(step))
         if self._first:
             snapshot = Snapshot(
                 step=int(step),
@@ -327,8 +332,8 @@ class Manager:
     ) -> bool:
         """Save if a save is due, and stop if the job was asked to. A collective, for every step.
 
-        Costs one allreduce of 8 bytes. It may be called after every pass of an accumulation window;
-        a save that is due inside a window happens at its end.
+        Costs one allreduce of 16 bytes. It may be called after every pass of an accumulation
+        window; a save that is due inside a window happens at its end.
 
         Returns:
             Whether the state was saved.
@@ -336,10 +341,12 @@ class Manager:
         Raises:
             Stopped: on all ranks: a rank got a stop signal, and the state is on the disk. The
                 process exits with status 75 (`RESUMABLE`).
-            UsageError: see `save`.
+            UsageError: see `save`; also if the step is lower than an earlier one, as that of a loop
+                that counts the batches of each epoch from 0.
             CheckpointError: see `save`; also if an earlier write failed and no save is due.
         """
         self._check_open()
+        self._expect_whole_state()
         self._signals.install()
         if self._first:
             # Report a folder that cannot be written at the first step, not at the first save.
@@ -352,16 +359,21 @@ class Manager:
             time.monotonic() - self._last_time >= self._every_seconds
         )
         agreed = StepWord(
-            present=1,
             due=int(due),
             stops=int(bool(self._signals.asked)),
             in_window=int(bool(self._window_open())),
             late=int(late and self._first),
             failed=int(self._writer.failed),
+            backward=int(step < self._seen_step),
         ).sum(self._collectives)
         if agreed.present < ranks:
             # Some ranks have called `join`, and take part in reductions only.
             return False
+        if agreed.elsewhere:
+            self._compare_calls("maybe_save")
+        if agreed.backward:
+            self._refuse_to_go_back(step)
+        self._seen_step = max(self._seen_step, step)
         if agreed.failed:
             self.wait()
         if agreed.due not in (0, ranks):
@@ -395,6 +407,7 @@ class Manager:
                 "asked to stop%s: step %d is saved, and the job can be resumed; exit status %d",
                 *(why, step, RESUMABLE),
             )
+        self._signals.unanswered = None
         raise Stopped(step)
 
     def request_stop(self, reason: str = "request_stop()") -> None:
@@ -431,7 +444,7 @@ class Manager:
         tensors were restored, the next older step is restored over it. If that fails, the error
         says that the state is half restored; after any other error nothing has changed.
         """
-        self._check_open()
+        self._begin("restore")
         self._finish("restore", NOTHING_RESTORED)
         message: dict[str, Any] = {}
         problem: Exception | None = None
@@ -458,15 +471,20 @@ class Manager:
             wanted=parts,
             strict=strict,
         )
-        found = restoring.run(self._store.search(step, run) if self._first else None)
+        try:
+            found = restoring.run(self._store.search(step, run) if self._first else None)
+        finally:
+            self._half_restored |= restoring.half_restored
         if found is None:
             return None
+        self._half_restored = False
+        self._seen_step = 0
         self._last_time = time.monotonic()
         if only is not None:
             # Another training, with its own count of steps.
             self._writer.begin_run()
         else:
-            self._last_step = found.step
+            self._last_step = self._seen_step = found.step
             if self._first:
                 self._writer.restored(found)
         return Restored(found.step, found.epoch, found.metrics, found.world_size)
@@ -548,7 +566,7 @@ class Manager:
         Raises:
             UsageError, CheckpointError: on all ranks: the call raised.
         """
-        self._check_open()
+        self._begin("look")
         self._finish("look")
         sent = b""
         problem: Exception | None = None
@@ -567,7 +585,53 @@ class Manager:
         Raises:
             CheckpointError: on all ranks: a write failed.
         """
+        self._begin("wait")
         self._finish("wait")
+
+    def _begin(self, call: str) -> None:
+        """Begin a call other than `maybe_save`. A collective, the same as in `maybe_save`.
+
+        Otherwise, a rank in `maybe_save` and a rank in another call would wait for each other.
+
+        Raises:
+            UsageError: on all ranks that are in a call: the manager is closed, the calls differ, or
+                a rank is in `join`.
+        """
+        self._check_open()
+        agreed = StepWord(elsewhere=1).sum(self._collectives)
+        ranks = len(self._collectives.ranks)
+        if agreed.present < ranks:
+            raise UsageError(
+                f"{call}() while {ranks - agreed.present} of {ranks} ranks wait in join(): "
+                f"expected all ranks to call it. Call it after join(), or call maybe_save(), which "
+                f"does nothing until then"
+            )
+        if agreed.elsewhere < ranks:
+            self._compare_calls(call)
+
+    def _compare_calls(self, call: str) -> None:
+        """Raise on all ranks, because they are in different calls. A collective."""
+        told = exchange(self._collectives, {"call": call})
+        compare(self._collectives, [each.get("call") for each in told], "what to do")
+
+    def _refuse_to_go_back(self, step: int) -> None:
+        """Raise on all ranks, because a rank's step is lower than an earlier one. A collective."""
+        problem = None
+        if step < self._seen_step:
+            problem = UsageError(
+                f"maybe_save({step}) after step {self._seen_step}: expected the number of steps "
+                f"trained since the beginning, which does not start again with an epoch, such as "
+                f"epoch * len(loader) + batch. To go back in a training, call restore()"
+            )
+        exchange(self._collectives, {}, problem)
+
+    def _expect_whole_state(self) -> None:
+        """Raise UsageError if the last restore failed after it had changed the state."""
+        if self._half_restored:
+            raise UsageError(
+                "the state is half restored, because restore() failed: expected a successful "
+                "restore() before the state is saved"
+            )
 
     def _finish(self, call: str, consequence: str = "") -> None:
         """Wait for the current write, if any. A collective.
@@ -599,12 +663,14 @@ class Manager:
         """
         if self._closed:
             return
-        self._closed = True
         try:
             self.wait()
         finally:
+            self._closed = True
             self._signals.remove()
             self._writer.close()
+        # A signal after the last `maybe_save`.
+        self._signals.deliver()
 
     def abandon(self) -> None:
         """Close on this rank alone, and log an error instead of raising it. Not a collective.

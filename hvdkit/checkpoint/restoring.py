@@ -28,7 +28,7 @@ _log = logging.getLogger("hvdkit.checkpoint")
 
 #: Text that errors add before any state has changed, and after that.
 NOTHING_RESTORED = "nothing was restored"
-_HALF_RESTORED = "the state is half restored: end the job"
+_HALF_RESTORED = "the state is half restored: restore another step, or end the job"
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,8 @@ class Restoring:
         self._of_this_size = set(of_this_size)
         self._wanted = set(wanted)
         self._strict = strict
+        #: Whether `run` has begun to change the state and has not completed. Equal on all ranks.
+        self.half_restored = False
         # Text that errors add. It changes if a step turns out to be damaged while it is read.
         self._consequence = NOTHING_RESTORED
 
@@ -105,6 +107,7 @@ class Restoring:
                 if not sent:
                     return None
                 prepared = self._agree(sent, own)
+                self.half_restored = True
                 damaged = self._fill(opened, prepared)
             finally:
                 if opened is not None:
@@ -118,6 +121,7 @@ class Restoring:
             # Free the tensors of this step before the next step is prepared.
             del prepared
         self._restore_items(prepared)
+        self.half_restored = False
         if search is not None:
             self._end(search)
         return prepared.outline.manifest

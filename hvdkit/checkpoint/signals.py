@@ -31,6 +31,7 @@ class StopSignals:
 
     Attributes:
         asked: the name of the last signal, such as "SIGTERM"; empty if there was none.
+        unanswered: the last signal, until the job is stopped for it; None if there is none.
 
     Raises:
         UsageError: a number is not a signal that a process can handle.
@@ -38,6 +39,7 @@ class StopSignals:
 
     def __init__(self, numbers: Sequence[int] = STOP_SIGNALS) -> None:
         self.asked = ""
+        self.unanswered: int | None = None
         try:
             self._numbers = [signal.Signals(number) for number in numbers]
         except ValueError as error:
@@ -69,6 +71,12 @@ class StopSignals:
                 self._restore(number)
             self._installed = False
 
+    def deliver(self) -> None:
+        """After `remove`: give a signal that stopped nothing its original effect."""
+        number, self.unanswered = self.unanswered, None
+        if number is not None:
+            signal.raise_signal(number)
+
     def _restore(self, number: int) -> None:
         previous = self._previous.pop(number)
         # Keep a handler that the user has installed since. None stands for a handler that was not
@@ -78,7 +86,9 @@ class StopSignals:
 
     def _record(self, number: int, _frame: FrameType | None) -> None:
         self.asked = signal.Signals(number).name
+        self.unanswered = number
         now = time.monotonic()
         if now > self._since.setdefault(number, now) + _SAME_SECONDS:
             self._restore(number)
+            self.unanswered = None
             signal.raise_signal(number)

@@ -305,9 +305,14 @@ def open_storage(
 
     Raises:
         UsageError: fsspec is not installed or does not know the protocol; or there are options for
-            a path.
+            a path; or the place is empty.
     """
     text = os.fspath(place)
+    if not text:
+        raise UsageError(
+            "the checkpoint folder is an empty text: expected a path or a URL; '.' is the current "
+            "folder"
+        )
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/([^/]|$)", text):
         raise UsageError(
             f"the checkpoint folder is {text}, a URL with only one slash. pathlib.Path removes the "

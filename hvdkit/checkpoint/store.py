@@ -336,6 +336,16 @@ class Search:
         self._opened: Entry | None = None
         self._looks = _LOOKS
 
+    def _expect_no_quarantine(self) -> None:
+        """Raise CheckpointError if all steps are in quarantine: training must not start anew."""
+        names = self._store.quarantined()
+        if names:
+            raise CheckpointError(
+                f"{self._store.location} has no good step, only damaged ones in quarantine: "
+                f"{', '.join(names)}. To train from the beginning, delete them or give another "
+                f"folder."
+            )
+
     def open_next(self, *, whole: bool) -> OpenCheckpoint | None:
         """Open the newest step that is not known to be damaged.
 
@@ -347,7 +357,8 @@ class Search:
             The step; None if there are no steps at all.
 
         Raises:
-            CheckpointError: there are steps, and none is good; or the one asked for is damaged.
+            CheckpointError: there are steps, quarantined ones included, and none is good; or the
+                one asked for is damaged.
             UsageError: there is no such step.
         """
         store = self._store
@@ -356,6 +367,7 @@ class Search:
             listed = store.candidates(self._step, self._run)
             if not listed and not self._damaged:
                 if self._opened is None:
+                    self._expect_no_quarantine()
                     return None
                 raise CheckpointError(
                     f"step {self._opened.step} in {store.location} was removed while it was read, "

@@ -16,6 +16,7 @@ from hvdkit.checkpoint.state import RankItem, StatefulItem, Tree
 from hvdkit.errors import UsageError
 from hvdkit.torch.items import Randomness, with_small_tensors, without_small_tensors
 from hvdkit.torch.sampling import ResumableSampler, sampler_of
+from hvdkit.torch.workers import shield_workers
 
 # Bytes of JSON. The first rank has the states of all ranks in memory.
 _LARGEST_STATE = 16_000_000
@@ -56,6 +57,7 @@ class DataState:
 
     def __init__(self, stateful: Any, subject: str) -> None:
         _check_stateful(stateful, subject)
+        shield_workers(stateful)
         self._stateful = stateful
         self._subject = subject
 

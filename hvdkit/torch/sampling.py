@@ -22,6 +22,7 @@ from torch.utils.data import distributed as torch_distributed
 
 from hvdkit.core.sampling import Batches, Epochs, Order
 from hvdkit.errors import UsageError
+from hvdkit.torch.workers import shield_workers
 
 
 class DistributedSampler(torch_distributed.DistributedSampler):
@@ -154,6 +155,7 @@ class ResumableSampler(Epochs, Sampler[int]):
                 another loop has begun, or the sampler was restored.
         """
         check_loader(loader, self)
+        shield_workers(loader)
         return Batches(self, self._numbers if loader is None else partial(self._begin, loader))
 
     def _numbers(self) -> Iterator[torch.Tensor]:

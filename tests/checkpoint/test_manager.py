@@ -28,7 +28,7 @@ from hvdkit.core.collectives import check_member
 from hvdkit.errors import RESUMABLE, UsageError
 from tests.checkpoint.material import as_version_1, forge, remove, step_folder
 from tests.checkpoint.simulated_state import Arrays, ArrayTensor, Own
-from tests.core.simulated_ranks import on_every_rank
+from tests.core.simulated_ranks import SimulatedCollectives, SimulatedGroup, on_every_rank
 
 SIZE = 3
 
@@ -743,7 +743,7 @@ def test_where_all_prove_to_be_damaged_the_error_says_half_restored(place, small
             corrupt(place, 2)
         with (
             make(collectives, place, part := state(0)) as restoring,
-            pytest.raises(CheckpointError, match="is damaged.*half restored: end the job"),
+            pytest.raises(CheckpointError, match="is damaged.*half restored: restore another step"),
         ):
             restoring.restore(wanted)
         assert part.adopted == 0
@@ -769,6 +769,103 @@ def test_an_older_step_that_does_not_fit_leaves_the_state_half_restored(place, s
             restoring.restore(run=2)
 
     on_ranks(run)
+
+
+@pytest.mark.parametrize("call", ["save", "maybe_save"])
+def test_a_half_restored_state_is_not_saved(place, small_chunks, call):
+    def run(collectives):
+        saved(collectives, place, 1, 2)
+        if collectives.rank == 0:
+            corrupt(place, 1)
+        with make(collectives, place, state(0), every_steps=1) as restoring:
+            with pytest.raises(CheckpointError, match="half restored"):
+                restoring.restore(1)
+            with pytest.raises(UsageError, match="half restored, because restore"):
+                getattr(restoring, call)(3)
+            with pytest.raises(UsageError, match="there is no step 7"):
+                restoring.restore(7)
+            with pytest.raises(UsageError, match="half restored, because restore"):
+                getattr(restoring, call)(3)
+            assert restoring.restore(2).step == 2
+            getattr(restoring, call)(3)
+
+    on_ranks(run)
+    assert [info.step for info in Store(str(place)).steps()] == [1, 2, 3]
+
+
+def test_steps_that_start_again_with_an_epoch_are_an_error(tmp_path):
+    """Otherwise nothing would be saved after the first epoch."""
+
+    def run(collectives):
+        with make(collectives, tmp_path, every_steps=4) as saving:
+            for step in (0, 0, 1, 2, 3):
+                assert not saving.maybe_save(step)
+            expected = "rank 1: maybe_save.1. after step 3: expected the number of steps trained"
+            with pytest.raises(UsageError, match=expected):
+                saving.maybe_save(1 if collectives.rank == 1 else 3)
+            saving.save(6)
+            with pytest.raises(UsageError, match="after step 6"):
+                saving.maybe_save(5)
+            saving.save(5)
+            assert saving.restore(5).step == 5
+            assert not saving.maybe_save(5)
+            saving.restore(6, only=("model",))
+            assert saving.maybe_save(1) is False
+
+    on_ranks(run)
+
+
+@pytest.mark.parametrize("call", ["save", "close", "restore", "steps", "wait"])
+def test_a_rank_in_another_call_than_maybe_save_is_an_error_on_all_ranks(tmp_path, call):
+    def run(collectives):
+        manager = make(collectives, tmp_path, every_steps=5)
+        arguments = (1,) if call == "save" else ()
+        name = {"close": "wait", "steps": "look"}.get(call, call)
+        with pytest.raises(UsageError, match=rf"what to do \(rank 0: {name}; rank.* maybe_save"):
+            getattr(manager, call)(*arguments) if collectives.rank == 0 else manager.maybe_save(1)
+        manager.abandon()
+
+    on_ranks(run)
+
+
+def test_a_folder_of_damaged_steps_alone_does_not_start_from_zero(place):
+    def run(collectives):
+        saved(collectives, place, 1, 2)
+        if collectives.rank == 0:
+            corrupt(place, 1)
+            store = Store(str(place))
+            for entry in store.entries():
+                store._storage.quarantine(entry)
+        with (
+            make(collectives, place) as restoring,
+            pytest.raises(CheckpointError, match="only damaged ones in quarantine: .*step-0"),
+        ):
+            restoring.restore()
+
+    on_ranks(run)
+
+
+def test_a_signal_after_the_last_step_has_its_usual_effect_at_the_end(tmp_path):
+    previous = signal.signal(signal.SIGUSR1, lambda *_: got.append("own"))
+    got = []
+    try:
+        for stop in (False, True):
+            collectives = SimulatedCollectives(SimulatedGroup(1), 0)
+            try:
+                with make(collectives, tmp_path / str(stop), every_steps=5) as saving:
+                    signal.raise_signal(signal.SIGUSR1)
+                    if stop:
+                        saving.maybe_save(1)
+                    saving.save(2)
+                    assert got == []
+            except Stopped:
+                saving.close()
+            assert got == ([] if stop else ["own"])
+            got.clear()
+        assert steps(tmp_path / "False") == [2]
+        assert steps(tmp_path / "True") == [1]
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
 
 
 @pytest.mark.parametrize("wait", [True, False])

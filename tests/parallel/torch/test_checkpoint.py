@@ -1,11 +1,14 @@
 """Checkpoints of PyTorch training on real ranks."""
 
 import itertools
+import multiprocessing
 import os
 import random
 import shutil
 import signal
+import subprocess
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -503,6 +506,39 @@ def test_a_signal_to_one_rank_stops_all_with_everything_saved(hvd):
         assert (stopped.code, stopped.step) == (hvd.RESUMABLE, 3)
         assert [info.step for info in Store(folder).steps()] == [3]
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_signal_to_all_processes_leaves_the_workers_of_a_loader(hvd):
+    """As Slurm's scancel sends it. A worker that ended would end the rank before it has saved."""
+    dataset = torch.utils.data.TensorDataset(torch.arange(64.0))
+    sampler = hvd.ResumableSampler(dataset, batch_size=2)
+    loader = torch.utils.data.DataLoader(dataset, 2, sampler=sampler, num_workers=2)
+    with shared_folder(hvd) as folder:
+        step, stopped = 0, None
+        with hvd.Checkpointer(
+            folder, model=nn.Linear(1, 1), data=sampler, every_steps=1000
+        ) as checkpointer:
+            try:
+                for _ in sampler.batches(loader):
+                    step += 1
+                    if step == 2:
+                        workers = multiprocessing.active_children()
+                        # From a process that is not their parent.
+                        for process in (*(worker.pid for worker in workers), os.getpid()):
+                            subprocess.run(["kill", "-TERM", str(process)], check=True)
+                        time.sleep(0.3)
+                        assert all(worker.is_alive() for worker in workers)
+                    checkpointer.maybe_save(step)
+            except hvd.Stopped as error:
+                stopped = error
+        assert stopped is not None
+        assert len(workers) == 2
+        assert step == 2
+        assert [info.step for info in Store(folder).steps()] == [2]
+        # Their parent can still end them.
+        workers[0].terminate()
+        workers[0].join(5)
+        assert workers[0].exitcode == 0
 
 
 def test_a_folder_that_vanishes_is_an_error_on_every_rank(hvd):
