@@ -247,7 +247,7 @@ def _shared_memory() -> Diagnostic:
             "/dev/shm",
             WARNING,
             text,
-            "ranks on one host share buffers there; give a container more: --shm-size=8g, or an "
+            "Open MPI and NCCL have buffers there; give a container more: --shm-size=8g, or an "
             "emptyDir with medium Memory",
         )
     return Diagnostic("/dev/shm", OK, text)

@@ -105,8 +105,8 @@ class Manager:
             is refused there.
         run: the run of an earlier manager of this process, to be continued.
         stop_signals: signals that make `maybe_save` save and stop the job; see `StopSignals`.
-        window_open: returns whether this rank is inside an accumulation window, where the state
-            cannot be saved.
+        cannot_save_now: returns whether this rank has gradients that wait for a step, for example
+            inside an accumulation window.
         allocate: allocates the first rank's memory for its copy of the state.
 
     Raises:
@@ -129,7 +129,7 @@ class Manager:
         overwrite: bool = False,
         run: int | None = None,
         stop_signals: Sequence[int] = STOP_SIGNALS,
-        window_open: Callable[[], bool] = lambda: False,
+        cannot_save_now: Callable[[], bool] = lambda: False,
         allocate: Allocate = memory.allocate,
     ) -> None:
         if every_steps is not None and (not isinstance(every_steps, int) or every_steps < 1):
@@ -162,7 +162,7 @@ class Manager:
         self._every_seconds = None if every_minutes is None else 60 * every_minutes
         self._asynchronous = asynchronous
         self._signals = StopSignals(stop_signals)
-        self._window_open = window_open
+        self._cannot_save_now = cannot_save_now
         self._closed = False
         self._half_restored = False
         self._last_step = 0
@@ -220,10 +220,11 @@ class Manager:
         try:
             values = _checked(step, epoch, metrics or {})
             self._expect_whole_state()
-            if self._window_open():
+            if self._cannot_save_now():
                 raise UsageError(
-                    f"save({step}) in the middle of an accumulation window: save after its last "
-                    f"pass, or end it with flush(); maybe_save() waits for its end by itself"
+                    f"save({step}) while gradients wait for a step: after backward() and before "
+                    f"step(), or inside an accumulation window. Call save() after step(), or "
+                    f"maybe_save(), which waits for the end of a window"
                 )
             if self._first:
                 self._writer.open()
@@ -299,13 +300,13 @@ class Manager:
         for kind, subject in (
             ("step", "the step to save"),
             ("wait", "whether to wait until it is written"),
-            ("ranks", "what each rank has for itself"),
+            ("ranks", "which items have a state on each rank"),
             ("parts", "the parts"),
         ):
             compare(self._collectives, [each[kind] for each in gathered], subject, consequence)
         for name in self._alike:
             positions = [each["alike"][name] for each in gathered]
-            compare(self._collectives, positions, f"where they are in {name!r}", consequence)
+            compare(self._collectives, positions, f"the position in {name!r}", consequence)
         for name, lines in signatures.items():
             digests = [each["signatures"][name] for each in gathered]
             compare_lines(self._collectives, digests, lines, name, consequence)
@@ -361,7 +362,7 @@ class Manager:
         agreed = StepWord(
             due=int(due),
             stops=int(bool(self._signals.asked)),
-            in_window=int(bool(self._window_open())),
+            in_window=int(bool(self._cannot_save_now())),
             late=int(late and self._first),
             failed=int(self._writer.failed),
             backward=int(step < self._seen_step),
@@ -464,7 +465,7 @@ class Manager:
             compare(
                 self._collectives,
                 [each[subject] for each in asked],
-                f"the {subject} to restore",
+                f"the argument {subject!r} of restore()",
             )
         restoring = Restoring(
             *(self._collectives, self._parts, self._rank_parts, self._of_this_size),
@@ -526,10 +527,12 @@ class Manager:
         wanted, steps = KeepBest(metric, mode), self.steps()
         if steps and not any(metric in saved.metrics for saved in steps):
             known = sorted({name for saved in steps for name in saved.metrics})
-            raise UsageError(
-                f"none of the steps has the metric {metric!r}: expected one of "
-                f"{', '.join(known) or 'none, because none was given to save()'}"
+            expected = (
+                f"expected one of {', '.join(known)}"
+                if known
+                else (f"save() was called without metrics: pass metrics={{{metric!r}: ...}}")
             )
+            raise UsageError(f"no step has the metric {metric!r}: {expected}")
         return wanted.of([(saved.step, saved.metrics) for saved in steps])
 
     def delete(self, step: int) -> None:
@@ -612,7 +615,7 @@ class Manager:
     def _compare_calls(self, call: str) -> None:
         """Raise on all ranks, because they are in different calls. A collective."""
         told = exchange(self._collectives, {"call": call})
-        compare(self._collectives, [each.get("call") for each in told], "what to do")
+        compare(self._collectives, [each.get("call") for each in told], "which method to call")
 
     def _refuse_to_go_back(self, step: int) -> None:
         """Raise on all ranks, because a rank's step is lower than an earlier one. A collective."""
@@ -652,7 +655,7 @@ class Manager:
             except Exception as error:
                 problem = error
             told = exchange(self._collectives, message, problem, consequence)
-            compare(self._collectives, [each.get("call") for each in told], "what to do")
+            compare(self._collectives, [each.get("call") for each in told], "which method to call")
             going_on = told[0]["going on"]
 
     def close(self) -> None:

@@ -349,7 +349,8 @@ class Restoring:
         unused |= outline.rank_parts - self._rank_parts.keys()
         if unused and self._first:
             _log.warning(
-                "step %d has %s, which this job does not restore", step, ", ".join(sorted(unused))
+                "step %d also contains %s, for which this checkpointer has no item: not restored",
+                *(step, ", ".join(sorted(unused))),
             )
         return [
             name

@@ -10,8 +10,8 @@ which optimizers have gradients on any rank, which ranks are late, and whose bac
 Every rank then takes part in the round of each optimizer that has gradients on any rank, and
 contributes zeros for gradients that it does not have.
 
-A late rank is one that made no backward pass since its last step. It enters the rounds of the other
-ranks when it reaches its step (`reduce_at_step`).
+A rank is late in a round if it enters the round from its step (`reduce_at_step`) and not from a
+backward pass, because it made no pass or has gradients that no pass has reduced.
 
 A rank that is still in user code cannot be told from a slow rank. Horovod's stall limit ends a job
 that waits too long for it.
@@ -56,7 +56,7 @@ class _Slot:
             that the last step left.
         failed: the backward pass raised.
         outdated: parameters have another dtype or device than the buckets.
-        sparse: a gradient is sparse whose bucket is dense.
+        sparse: a sparse gradient has a dense bucket.
         unagreed: the ranks have not agreed on the buckets.
         digest: a number that is equal on ranks in the same round (`Rounds.digest`).
         squares: `digest` squared.

@@ -51,7 +51,7 @@ class LocalGradients(Protocol):
         """Return whether a gradient has an unreduced part.
 
         Args:
-            assigned: count a gradient that the user has assigned as unreduced.
+            assigned: treat a gradient that the script has assigned (`p.grad = ...`) as unreduced.
         """
         ...
 
@@ -86,8 +86,8 @@ class LocalGradients(Protocol):
         gradient.
 
         Args:
-            assigned: count a gradient that the user has assigned as unreduced; otherwise it counts
-                as reduced.
+            assigned: treat a gradient that the script has assigned (`p.grad = ...`) as unreduced;
+                otherwise it counts as reduced.
         """
         ...
 
@@ -96,7 +96,7 @@ class LocalGradients(Protocol):
         ...
 
     def end_step(self) -> None:
-        """Count the gradients as they are now as reduced, because a step has used them."""
+        """Mark all current gradients as reduced, because a step has used them."""
         ...
 
     def is_busy(self) -> bool:
@@ -104,7 +104,7 @@ class LocalGradients(Protocol):
         ...
 
     def needs_sparse_bucket(self) -> bool:
-        """Return whether a gradient is sparse whose bucket is dense."""
+        """Return whether a sparse gradient has a dense bucket."""
         ...
 
     def make_sparse(self) -> None:

@@ -3,8 +3,8 @@
 It works in rounds. In a round every rank reduces every bucket once:
 
     mark_ready(i) ...   record a gradient during the backward pass; start buckets that were full
-    send()              start the buckets that have not started
-    wait()              wait for all buckets; afterwards every gradient is the reduced gradient
+    send()              start a few of the buckets that have not started
+    wait()              start the others and wait for all; then every gradient is the reduced one
 
 `hvdkit.core.coordination` decides when there is a round. No decision about a collective depends on
 data of one rank alone. Before the first bucket the ranks compare their parameters and settings.

@@ -231,7 +231,9 @@ class Checkpoint(LastCallback):
             },
             alike=("data", "progress"),
             versions={"keras": keras.__version__, backend.NAME: backend.framework_version()},
-            window_open=lambda: progress.at_end or bool(distribution and distribution.window_open),
+            cannot_save_now=lambda: (
+                progress.at_end or bool(distribution and distribution.window_open)
+            ),
             # A second `fit` continues the run of the first.
             run=None if self._manager is None else self._manager.run,
             overwrite=self._overwrite,

@@ -154,9 +154,9 @@ class Failures:
         after = [f for f in others if f.kind == _LOST_PEER and first.kind < _LOST_PEER]
         if after:
             parts.append(f"{_count(len(after))} failed after it, because a peer was lost")
-        if ended:
-            parts.append(f"the {ended} that still ran {'was' if ended == 1 else 'were'} ended")
         lines = ["; ".join(parts) + "."]
+        if ended:
+            lines[0] += f" The launcher ended {ended} other rank{'' if ended == 1 else 's'}."
         if first.kind == _LOST_PEER:
             stopped = [each.rank for each in self._found if each.status == RESUMABLE]
             lines.append(_without_cause(self._describe, finished, stopped))

@@ -365,7 +365,7 @@ def _amount(
     known = {host: facts[key] for host, facts in found.items() if facts[key] is not None}
     missing = [host for host in found if host not in known]
     if missing:
-        return Diagnostic(name, WARNING, f"missing on {_named(missing)}", advice)
+        return Diagnostic(name, WARNING, f"cannot be determined on {_named(missing)}", advice)
     lowest = min(known, key=lambda host: known[host])
     text = f"at least {known[lowest] / 1e9:.1f} GB"
     text += f" ({lowest.name})" if len(known) > 1 else ""

@@ -145,7 +145,7 @@ class Checkpointer(Manager):
             asynchronous=asynchronous,
             overwrite=overwrite,
             stop_signals=stop_signals,
-            window_open=lambda: any(d.window_open for d in distributions.values()),
+            cannot_save_now=lambda: any(d.window_open for d in distributions.values()),
         )
 
 

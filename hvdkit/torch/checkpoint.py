@@ -172,7 +172,7 @@ class Checkpointer(Manager):
             asynchronous=asynchronous,
             overwrite=overwrite,
             stop_signals=stop_signals,
-            window_open=lambda: not all(each.is_between_steps() for each in wrapped),
+            cannot_save_now=lambda: not all(each.is_between_steps() for each in wrapped),
             allocate=host_memory,
         )
 

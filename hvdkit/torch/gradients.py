@@ -370,7 +370,7 @@ class OptimizerGradients:
         self._changed = False
 
     def end_step(self) -> None:
-        """Count the gradients as they are now as reduced, because a step has used them."""
+        """Mark all current gradients as reduced, because a step has used them."""
         for number, p in enumerate(self._parameters):
             if number not in self._unreduced and number not in self._bases:
                 self._after_round[number] = _snapshot(p.grad)
@@ -418,7 +418,7 @@ class OptimizerGradients:
         return bool(self._expected) or self.any_arrived
 
     def needs_sparse_bucket(self) -> bool:
-        """Return whether a gradient is sparse whose bucket is dense."""
+        """Return whether a sparse gradient has a dense bucket."""
         if self._reduction.sparse_as_dense:
             return False
         return any(

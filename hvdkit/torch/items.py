@@ -387,8 +387,8 @@ class ModelItem:
         own = {n: v for n, v in self._state(names).items() if _is_tensor(v)}
         saved = {name: spec for name, spec in tree.items() if isinstance(spec, TensorSpec)}
         named = saved | {name: saved[holder] for name, holder in tree.get(TIED, {}).items()}
-        lines = [f"it has no {name}" for name in own if name not in named]
-        lines += [f"it has {name}, which is missing here" for name in named if name not in own]
+        lines = [f"the checkpoint has no {name}" for name in own if name not in named]
+        lines += [f"the model has no {name}" for name in named if name not in own]
         alike = {}
         for name in own:
             here = TorchTensor(own[name], _at(self._subject, (name,))).spec

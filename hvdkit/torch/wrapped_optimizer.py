@@ -231,8 +231,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def _pass_raised(self) -> bool:
         """Whether a backward pass raised and has not been completed since.
 
-        Outside of backward passes this is also True for a pass whose end was not reported, although
-        its re-entrant checkpoints have ended. Such a pass may have raised or not.
+        PyTorch does not report the end of a pass that raises after a re-entrant checkpoint. Outside
+        of backward passes, a pass whose end was not reported counts as raised.
         """
         if self.graph_task is None:
             return False

@@ -501,10 +501,10 @@ def test_what_is_due_in_a_window_happens_at_its_end(place):
             passes += 1
             return saving.maybe_save(passes)
 
-        with make(collectives, place, every_steps=1, window_open=lambda: passes % 3) as saving:
+        with make(collectives, place, every_steps=1, cannot_save_now=lambda: passes % 3) as saving:
             saved = [passes for _ in range(9) if one_more()]
             passes = 1
-            with pytest.raises(UsageError, match="in the middle of an accumulation window"):
+            with pytest.raises(UsageError, match="inside an accumulation window"):
                 saving.save(10)
         return saved
 
@@ -515,7 +515,7 @@ def test_windows_that_differ_between_ranks_are_told(place):
     def run(collectives):
         with (
             make(
-                collectives, place, every_steps=1, window_open=lambda: collectives.rank == 1
+                collectives, place, every_steps=1, cannot_save_now=lambda: collectives.rank == 1
             ) as saving,
             pytest.raises(UsageError, match="rank 1: .*accumulation window"),
         ):
@@ -527,7 +527,7 @@ def test_windows_that_differ_between_ranks_are_told(place):
 def test_a_job_that_is_asked_to_stop_saves_and_exits_resumable(place, caplog):
     def run(collectives):
         passes = 1
-        with make(collectives, place, window_open=lambda: passes % 2) as saving:
+        with make(collectives, place, cannot_save_now=lambda: passes % 2) as saving:
             if collectives.rank == 2:
                 saving.request_stop("a test")
             assert not saving.maybe_save(1)
@@ -821,7 +821,9 @@ def test_a_rank_in_another_call_than_maybe_save_is_an_error_on_all_ranks(tmp_pat
         manager = make(collectives, tmp_path, every_steps=5)
         arguments = (1,) if call == "save" else ()
         name = {"close": "wait", "steps": "look"}.get(call, call)
-        with pytest.raises(UsageError, match=rf"what to do \(rank 0: {name}; rank.* maybe_save"):
+        with pytest.raises(
+            UsageError, match=rf"which method to call \(rank 0: {name}; rank.* maybe_save"
+        ):
             getattr(manager, call)(*arguments) if collectives.rank == 0 else manager.maybe_save(1)
         manager.abandon()
 
@@ -966,8 +968,8 @@ def test_an_interrupt_while_a_write_begins_writes_nothing(tmp_path, monkeypatch,
     ("call", "said"),
     [
         (lambda saving, rank: saving.save(1, wait=rank == 0), "whether to wait"),
-        (lambda saving, rank: saving.save(1) if rank else saving.restore(), "what to do"),
-        (lambda saving, rank: saving.wait() if rank else saving.steps(), "what to do"),
+        (lambda saving, rank: saving.save(1) if rank else saving.restore(), "which method to call"),
+        (lambda saving, rank: saving.wait() if rank else saving.steps(), "which method to call"),
     ],
 )
 def test_ranks_that_call_otherwise_are_told(tmp_path, call, said):
@@ -1099,7 +1101,7 @@ def test_parts_that_the_checkpoint_does_not_have_are_named(place, caplog):
             assert restoring.restore().step == 2
 
     on_ranks(run)
-    assert "step 2 has scaler, which this job does not restore" in caplog.text
+    assert "step 2 also contains scaler, for which this checkpointer has no item" in caplog.text
 
 
 @pytest.mark.parametrize("broken", ["write", "restore"])
@@ -1362,7 +1364,7 @@ def test_ranks_that_ask_for_different_steps(place):
         saved(collectives, place, 1, 2)
         with (
             make(collectives, place) as restoring,
-            pytest.raises(UsageError, match="ranks disagree about the step to restore"),
+            pytest.raises(UsageError, match="ranks disagree about the argument .step. of restore"),
         ):
             restoring.restore(1 if collectives.rank else None)
 

@@ -222,7 +222,7 @@ def test_the_job_ends_with_the_status_of_the_rank_that_failed(launches):
     assert done.returncode == 3
     lines = done.stderr.splitlines()
     assert lines[0] == (
-        "hvdkit run: rank 1 on host1 failed: exit status 3; the 1 that still ran was ended."
+        "hvdkit run: rank 1 on host1 failed: exit status 3. The launcher ended 1 other rank."
     )
     assert lines[1:] == ["Rank 1's last lines:", *(f"  line {i}" for i in range(10, 30))]
 

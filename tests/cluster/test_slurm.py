@@ -152,7 +152,7 @@ def test_the_job_ends_with_the_status_of_the_rank_that_failed(jobs):
     code = "print('last words'); sys.exit(3) if rank == 2 else time.sleep(60)"
     done = jobs.run(*UNEVEN, *_HVDKIT, "run", *python(code))
     assert done.returncode == 3
-    assert "rank 2 on host1 failed: exit status 3; the 2 that still ran were ended" in done.stderr
+    assert "rank 2 on host1 failed: exit status 3. The launcher ended 2 other ranks." in done.stderr
     assert "  last words" in done.stderr
 
 

@@ -57,7 +57,7 @@ def test_tied_weights(hvd, tied_there, tied_here):
     saved, restored = model(tied_there, False), model(tied_here, True)
     lines = take_over(saved, restored)
     two = ["b.weight and a.weight are one tensor here, and two in the checkpoint"]
-    own = ["it has no c.bias", "it has no c.weight"]
+    own = ["the checkpoint has no c.bias", "the checkpoint has no c.weight"]
     assert sorted(lines) == (two if tied_here and not tied_there else []) + own
     assert torch.equal(restored["a"].bias, saved["a"].bias)
     assert torch.equal(restored["a"].weight, saved["a"].weight)

@@ -307,7 +307,7 @@ def test_several_data_keep_their_places(hvd):
         with checkpointer_of(hvd, folder, data, overwrite=True) as checkpointer:
             if hvd.rank() == 1:
                 data["images"].advance()
-            with pytest.raises(UsageError, match="where they are in 'data-images'"):
+            with pytest.raises(UsageError, match="the position in 'data-images'"):
                 checkpointer.save(2)
 
 
@@ -427,7 +427,7 @@ def test_ranks_with_different_kinds_of_data_get_an_error(hvd):
     with (
         shared_folder(hvd) as folder,
         checkpointer_of(hvd, folder, data) as checkpointer,
-        pytest.raises(UsageError, match="ranks disagree about what each rank has for itself"),
+        pytest.raises(UsageError, match="about which items have a state on each rank"),
     ):
         checkpointer.save(1)
 
@@ -656,7 +656,7 @@ def test_ranks_with_different_orders_get_an_error(hvd):
         checkpointer_of(hvd, folder, sampler) as checkpointer,
     ):
         next(sampler.batches())
-        with pytest.raises(UsageError, match="disagree about where they are in 'data'"):
+        with pytest.raises(UsageError, match="disagree about the position in 'data'"):
             checkpointer.save(1)
 
 
