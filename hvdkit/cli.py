@@ -95,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(verbs)
     _add_run(verbs)
     _add_checkpoint(verbs)
+    _add_why(verbs)
+    _add_inspect(verbs)
     _add_generate(verbs)
     return parser
 
@@ -156,7 +158,7 @@ def _add_build(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--jobs",
         type=int,
         metavar="N",
-        help="compilers at once (default: limited by cores and RAM / 2 GB)",
+        help="compilers at once (default: one per core); never more than RAM / 2 GB",
     )
     verb.add_argument(
         "--sdist", type=Path, metavar="FILE", help="Horovod's sdist, to build without a network"
@@ -251,6 +253,58 @@ def _add_checkpoint(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) 
     verb = _add_verb(verbs, "checkpoint", command.HELP, command.EXAMPLE)
     actions = verb.add_subparsers(dest="action", metavar="ACTION", required=True)
     command.add_actions(partial(_add_verb, actions), _export)
+
+
+def _add_why(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    verb = _add_verb(
+        verbs,
+        "why",
+        "explain why a job hung or failed, from the records in its output folder",
+        "  hvdkit run -np 4 --output-dir runs/ python train.py\n  hvdkit why runs/",
+    )
+    verb.add_argument(
+        "folder", type=Path, help="a folder of `hvdkit run --output-dir`, or of HVDKIT_RECORD_DIR"
+    )
+    _add_timeline(verb)
+    verb.set_defaults(run=_why, when_ended="nothing was changed.")
+
+
+def _why(options: Namespace) -> int:
+    from hvdkit.faults import command
+
+    print(command.why(options.folder, options.timeline))
+    return EXIT_OK
+
+
+def _add_inspect(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    verb = _add_verb(
+        verbs,
+        "inspect",
+        "show what the ranks of running jobs on this host do",
+        "  hvdkit inspect --live",
+    )
+    verb.add_argument(
+        "--live", action="store_true", required=True, help="ask the ranks that run on this host"
+    )
+    _add_timeline(verb)
+    verb.set_defaults(run=_inspect, when_ended="nothing was changed.")
+
+
+def _inspect(options: Namespace) -> int:
+    from hvdkit.faults import command
+
+    print(command.inspect_live(options.timeline))
+    return EXIT_OK
+
+
+def _add_timeline(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--timeline",
+        type=int,
+        default=20,
+        metavar="N",
+        help="the number of collectives in the timeline (default: 20)",
+    )
 
 
 def _add_generate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

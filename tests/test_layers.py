@@ -24,6 +24,7 @@ LAYERS = {
     "signals": 0,
     "core": 1,
     "engine": 1,
+    "faults": 1,
     "checkpoint": 1,
     "launch": 1,
     "monitor": 1,
@@ -43,7 +44,9 @@ ALLOWED = {
     ("rendezvous", "mesh"),
     ("checkpoint", "core"),
     ("cli", "bench"),
+    ("launch", "core"),
     ("launch", "engine"),
+    ("launch", "faults"),
     # hvdkit.keras imports one of the two adapters, for the user's Keras backend.
     ("keras", "torch"),
     ("keras", "tensorflow"),

@@ -414,7 +414,7 @@ class Search:
             if self._quarantine:
                 self._store.quarantine(entry, problems)
             else:
-                self._store.say_damaged(entry.step, problems, "it was passed over.")
+                self._store.say_damaged(entry.step, problems, "it was skipped.")
         self._damaged = []
 
     def _none_good(self) -> CheckpointError:

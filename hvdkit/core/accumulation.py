@@ -11,7 +11,10 @@ from hvdkit.errors import HvdkitError, UsageError
 
 
 class PassesDiffer(HvdkitError):
-    """Ranks have accumulated different numbers of backward passes."""
+    """Ranks are not at the same point of a step.
+
+    Their numbers of backward passes or optimizers differ, or the gradients that they need.
+    """
 
 
 class Window:

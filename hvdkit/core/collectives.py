@@ -102,6 +102,10 @@ class Collectives(Protocol):
         """
         ...
 
+    def describe(self, name: str, text: str) -> None:
+        """Set the text for the collective `name` in verdicts on hangs. Not a collective."""
+        ...
+
     def sum(self, values: Sequence[int], name: str) -> list[int]:
         """Return the element-wise sum over the ranks. A rank in `join` contributes zeros."""
         ...

@@ -57,7 +57,7 @@ class _Slot:
         failed: the backward pass raised.
         outdated: parameters have another dtype or device than the buckets.
         sparse: a sparse gradient has a dense bucket.
-        unagreed: the ranks have not agreed on the buckets.
+        unplanned: the ranks have not agreed on the buckets.
         digest: a number that is equal on ranks in the same round (`Rounds.digest`).
         squares: `digest` squared.
     """
@@ -72,7 +72,7 @@ class _Slot:
     failed: int = 0
     outdated: int = 0
     sparse: int = 0
-    unagreed: int = 0
+    unplanned: int = 0
     digest: int = 0
     squares: int = 0
 
@@ -84,12 +84,12 @@ class _Slot:
             or self.failed > 0
             or self.busy > 0
             or 0 < self.outdated < count
-            or 0 < self.unagreed < count
+            or 0 < self.unplanned < count
         )
 
-    def needs_agreement(self, count: int) -> bool:
+    def needs_plan(self, count: int) -> bool:
         """Return whether the ranks must agree on the buckets, given the sums over `count` ranks."""
-        return self.unagreed == count == self.present and self.failed == 0 and self.busy == 0
+        return self.unplanned == count == self.present and self.failed == 0 and self.busy == 0
 
     @property
     def numbers(self) -> list[int]:
@@ -269,9 +269,9 @@ class Coordinator:
                 self._complete_rounds(entry, result)
                 continue
             own, slot = result.slots[0] if len(result.slots) == 1 else (None, _Slot())
-            if own is rounds and slot.unreduced and slot.needs_agreement(result.count):
-                # The error of `agree` names the first difference between ranks.
-                rounds.agree()
+            if own is rounds and slot.unreduced and slot.needs_plan(result.count):
+                # The error of `make_plan` names the first difference between ranks.
+                rounds.make_plan()
             if own is not rounds or slot.is_void(result.count):
                 raise self._make_error(entry, result)
             # No rank made a pass since its last step, but the script has written gradients.
@@ -282,8 +282,8 @@ class Coordinator:
                 rounds.gradients.mark_changed_unreduced()
             if (slot.unreduced or written) and not only_rounds_of_others:
                 rounds.begin()
-                if not rounds.agreed:
-                    rounds.agree()
+                if not rounds.planned:
+                    rounds.make_plan()
                 if not slot.outdated:
                     rounds.send()
                 rounds.complete(bool(slot.outdated), bool(slot.sparse))
@@ -307,8 +307,8 @@ class Coordinator:
                 errors[rounds] = error
 
         for rounds, slot in result.in_pass:
-            if rounds and slot.needs_agreement(result.count):
-                attempt(rounds, rounds.agree)
+            if rounds and slot.needs_plan(result.count):
+                attempt(rounds, rounds.make_plan)
         left = [(rounds, slot) for rounds, slot in result.in_pass if rounds not in errors]
         if any(slot.is_void(result.count) for _, slot in left):
             failure = self._make_error(entry, result)
@@ -358,7 +358,7 @@ class Coordinator:
         ordinary = late is None and not failed and not outdated
         for rounds in passed:
             rounds.begin()
-            ordinary = ordinary and rounds.agreed and not rounds.gradients.needs_sparse_bucket()
+            ordinary = ordinary and rounds.planned and not rounds.gradients.needs_sparse_bucket()
             changed = rounds.has_late_ranks and rounds.gradients.changed_since_round()
             ordinary = ordinary and not changed
         newest_first = [each and each.rounds for each in self._newest_first()]
@@ -368,7 +368,7 @@ class Coordinator:
         values = [1, int(not ordinary), digest, digest * digest, length, length * length]
         header = self._collectives.start_sum(values, "hvdkit.rounds.header")
         for rounds in passed:
-            if rounds.agreed and rounds not in outdated:
+            if rounds.planned and rounds not in outdated:
                 rounds.send()
         return Entry(passed, failed, late, outdated, header)
 
@@ -423,7 +423,7 @@ class Coordinator:
             failed=int(rounds in entry.failed),
             outdated=int(rounds in entry.outdated or (not passed and rounds.plan_outdated)),
             sparse=int(gradients.needs_sparse_bucket()),
-            unagreed=int(not rounds.agreed),
+            unplanned=int(not rounds.planned),
             digest=digest,
             squares=digest * digest,
         )
@@ -458,16 +458,16 @@ class Coordinator:
         """Return the error of rounds that cannot be used, the same on every rank. A collective."""
         # Ranks have sent buckets, which must not stay in flight.
         sent = [(r, slot) for r, slot in result.in_pass if r and slot.present == result.count]
-        plans = [rounds.plans_agreed for rounds, _ in sent]
-        if any(slot.unagreed for _, slot in sent):
+        plans = [rounds.plans_made for rounds, _ in sent]
+        if any(slot.unplanned for _, slot in sent):
             fewest = self._collectives.max(
                 [_MAX_SYNCHRONIZERS - n for n in plans], "hvdkit.rounds.plans"
             )
             plans = [_MAX_SYNCHRONIZERS - n for n in fewest]
-        for (rounds, slot), agreed in zip(sent, plans, strict=True):
+        for (rounds, slot), plan in zip(sent, plans, strict=True):
             if rounds not in entry.passed and not slot.busy:
                 rounds.begin()
-            rounds.abandon(agreed)
+            rounds.abandon(plan)
         joined = len(self._collectives.ranks) - result.count
         if joined:
             # Ranks in `join` take part in sums only.

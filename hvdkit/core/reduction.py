@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hvdkit.core import bucketing
-from hvdkit.core.bucketing import BucketPlan, ParameterSpec
+from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import check_consistency, digest
 from hvdkit.core.wire_format import SparseRows, WireFormat
@@ -72,7 +72,7 @@ class ReductionState:
 
 
 @dataclass(frozen=True)
-class AgreedBuckets:
+class PlannedBuckets:
     """The buckets that the ranks have agreed on.
 
     Attributes:
@@ -99,7 +99,7 @@ class AgreedBuckets:
         )
 
 
-def agree_on_buckets(
+def plan_buckets(
     collectives: Collectives,
     specs: Sequence[ParameterSpec],
     reduction: Reduction,
@@ -108,7 +108,7 @@ def agree_on_buckets(
     order: Callable[[], Sequence[int]] | None = None,
     context: Sequence[str] = (),
     resumed: ReductionState | None = None,
-) -> AgreedBuckets:
+) -> PlannedBuckets:
     """Compare the gradients and settings of all ranks, and plan the buckets. A collective.
 
     Args:
@@ -145,11 +145,11 @@ def agree_on_buckets(
     number, *dims = collectives.max([_next_number, *sparse_dims], "hvdkit.agreement.number")
     _next_number = number + 1
     if resumed is not None and resumed.order:
-        agreed_order: Sequence[int] | None = resumed.order
+        common_order: Sequence[int] | None = resumed.order
     else:
-        agreed_order = order() if order else None
+        common_order = order() if order else None
     absent = {i for i, number_of_dims in enumerate(dims) if number_of_dims == ABSENT}
-    ready = agreed_order if agreed_order is not None else range(len(specs) - 1, -1, -1)
+    ready = common_order if common_order is not None else range(len(specs) - 1, -1, -1)
     plan = bucketing.plan(
         specs,
         reduction.bucket_bytes,
@@ -171,4 +171,15 @@ def agree_on_buckets(
     # The engine never fuses names with "hvdkit." in them, because buckets are large already.
     prefix = "hvdkit_tensors" if reduction.format.tensor_by_tensor else "hvdkit"
     name = f"{prefix}.{plan.digest[:16]}.{number}"
-    return AgreedBuckets(plan, name, codecs, gradients, agreed_order)
+    for bucket in plan.buckets:
+        collectives.describe(f"{name}.{bucket.index}", _label(bucket, plan, specs))
+    return PlannedBuckets(plan, name, codecs, gradients, common_order)
+
+
+def _label(bucket: Bucket, plan: BucketPlan, specs: Sequence[ParameterSpec]) -> str:
+    """Return a text for a bucket, which names its first and last gradient."""
+    names = [specs[i].name for i in bucket.parameters]
+    size = sum(specs[i].nbytes for i in bucket.parameters)
+    text = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size:,} bytes"
+    shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    return f"bucket {bucket.index + 1} of {len(plan.buckets)} ({shown}; {text})"

@@ -171,14 +171,14 @@ class Rounds:
     # --- the position of this rank --------------------------------------------------------------
 
     @property
-    def agreed(self) -> bool:
+    def planned(self) -> bool:
         """Whether the ranks have agreed on the buckets."""
-        return all(synchronizer.agreed for synchronizer in self.gradients.synchronizers)
+        return all(synchronizer.planned for synchronizer in self.gradients.synchronizers)
 
     @property
     def plan_outdated(self) -> bool:
-        """Whether parameters have another dtype or device than the agreed buckets."""
-        return self.agreed and not self._collectives.single_rank and self.gradients.plan_outdated()
+        """Whether parameters have another dtype or device than the planned buckets."""
+        return self.planned and not self._collectives.single_rank and self.gradients.plan_outdated()
 
     @property
     def has_window(self) -> bool:
@@ -237,7 +237,7 @@ class Rounds:
         """Leave in each gradient only its unreduced part."""
         self.gradients.begin_round(not self.participated)
 
-    def agree(self) -> None:
+    def make_plan(self) -> None:
         """Compare parameters and settings with the other ranks and plan buckets. A collective.
 
         Raises:
@@ -246,8 +246,8 @@ class Rounds:
         if self.gradients.plan_outdated():
             self.gradients.replan()
         for synchronizer in self.gradients.synchronizers:
-            if not synchronizer.agreed:
-                synchronizer.agree()
+            if not synchronizer.planned:
+                synchronizer.make_plan()
         if self._compare is None:
             return
         # A rank that called `join` before its first step did not take part in the comparison.
@@ -256,18 +256,18 @@ class Rounds:
             if not compared:
                 self._compare()
         except BaseException:
-            self.forget_agreement()
+            self.forget_plan()
             raise
         self._compared = True
 
-    def forget_agreement(self) -> None:
-        """Begin the next round with `agree`, including the additional consistency check."""
+    def forget_plan(self) -> None:
+        """Begin the next round with `make_plan`, including the additional consistency check."""
         self._compared = False
         for synchronizer in self.gradients.synchronizers:
             synchronizer.forget()
 
     def send(self) -> None:
-        """Start the buckets that have not started. `agree` comes first."""
+        """Start the buckets that have not started. `make_plan` comes first."""
         self._send(len(self.gradients.synchronizers))
 
     def complete(self, outdated: bool, sparse: bool) -> None:
@@ -280,7 +280,7 @@ class Rounds:
         if outdated:
             self.gradients.replan()
             for synchronizer in self.gradients.synchronizers:
-                synchronizer.agree()
+                synchronizer.make_plan()
             self.send()
         used = self._wait(len(self.gradients.synchronizers))
         known = len(self.gradients.synchronizers)
@@ -297,16 +297,16 @@ class Rounds:
         self.no_sync_used = False
 
     @property
-    def plans_agreed(self) -> int:
-        """The number of synchronizers before the first without agreed buckets."""
-        agreed = [synchronizer.agreed for synchronizer in self.gradients.synchronizers]
-        return agreed.index(False) if False in agreed else len(agreed)
+    def plans_made(self) -> int:
+        """The number of synchronizers before the first without planned buckets."""
+        planned = [synchronizer.planned for synchronizer in self.gradients.synchronizers]
+        return planned.index(False) if False in planned else len(planned)
 
     def abandon(self, plans: int) -> None:
         """Wait for the buckets of a round that cannot be used. A collective.
 
         Args:
-            plans: the smallest `plans_agreed` of all ranks.
+            plans: the smallest `plans_made` of all ranks.
         """
         self._send(plans)
         self._wait(plans)
@@ -321,7 +321,7 @@ class Rounds:
         self._reset_counters()
         self.gradients.invalidate(reason)
         if not same_parameters:
-            self.forget_agreement()
+            self.forget_plan()
 
     def reduce_locally(self) -> None:
         """Reduce the gradients of a single rank: divide them by the passes of the window."""

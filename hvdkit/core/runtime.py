@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 from hvdkit.core.host_collectives import HostCollectives, check_choice
+from hvdkit.core.recorder import Recorder, stall_seconds
 from hvdkit.errors import HvdkitError, UsageError
 
 #: Seconds after which Horovod ends the job if some ranks have not entered a collective. The value
@@ -174,6 +175,8 @@ class Runtime:
         self._warned = False
         #: The engine's collectives that know which ranks share a host.
         self.host_collectives = HostCollectives(horovod._basics.MPI_LIB_CTYPES)
+        #: The engine's flight recorder.
+        self.recorder = Recorder(horovod._basics.MPI_LIB_CTYPES)
 
     @property
     def generation(self) -> int:
@@ -199,9 +202,10 @@ class Runtime:
 
         Raises:
             HvdkitError: a launcher started several processes, but they did not form one job.
-            UsageError: HVDKIT_COLLECTIVES has an unknown value.
+            UsageError: HVDKIT_COLLECTIVES or HVDKIT_STALL_TIMEOUT has an invalid value.
         """
         check_choice()
+        stall_seconds(os.environ)
         horovod = self._horovod
         limit_stalls(os.environ)
         # `comm` may name only some of the ranks that were started.
@@ -241,11 +245,13 @@ class Runtime:
         if horovod.local_size() > 1:
             self._use_own_gpu(horovod.local_rank())
         self.begin_generation()
+        self.recorder.watch(horovod.rank(), horovod.size())
         self._report()
         self._warn_once()
 
     def shutdown(self) -> None:
         """Shut down Horovod in this process. Ranks that wait for this one get an error."""
+        self.recorder.unwatch()
         self._horovod.shutdown()
 
     def _report(self) -> None:

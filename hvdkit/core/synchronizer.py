@@ -23,7 +23,7 @@ from hvdkit.core.accumulation import Window
 from hvdkit.core.backend import Backend, BucketMemory, Buffer, Handle
 from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.reduction import AgreedBuckets, Reduction, ReductionState, agree_on_buckets
+from hvdkit.core.reduction import PlannedBuckets, Reduction, ReductionState, plan_buckets
 from hvdkit.core.wire_format import (
     AbsMax,
     BlockSum,
@@ -117,12 +117,12 @@ class Synchronizer(Generic[Buffer, Handle]):
         self._context = tuple(context)
         # Gradients of different devices arrive in different threads.
         self._lock = threading.RLock()
-        self._agreed: int | None = None
+        self._planned_generation: int | None = None
         self._plan: BucketPlan | None = None
         self._name = ""
         self._memory: list[BucketMemory[Buffer]] = []
         self._codecs: Sequence[WireFormat] = ()
-        self._buckets: AgreedBuckets | None = None
+        self._buckets: PlannedBuckets | None = None
         self._resumed: ReductionState | None = None
         # The generation, the reductions that wait for a deferred request, and a function that
         # returns the results of the request.
@@ -137,9 +137,9 @@ class Synchronizer(Generic[Buffer, Handle]):
         return self._specs
 
     @property
-    def agreed(self) -> bool:
+    def planned(self) -> bool:
         """Whether the ranks have agreed on the buckets since the last `init` and `join`."""
-        return self._agreed == self._collectives.generation
+        return self._planned_generation == self._collectives.generation
 
     @property
     def plan(self) -> BucketPlan | None:
@@ -148,7 +148,7 @@ class Synchronizer(Generic[Buffer, Handle]):
 
     @property
     def name(self) -> str:
-        """The prefix of the buckets' names; empty before the ranks have agreed."""
+        """The prefix of the buckets' names; empty before `make_plan`."""
         return self._name
 
     @property
@@ -160,7 +160,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         return self._buckets.state
 
     def resume(self, state: ReductionState | None) -> None:
-        """Restore a state: the next `agree` makes the same plan and the same scales.
+        """Restore a state: the next `make_plan` makes the same plan and the same scales.
 
         A state of other gradients is ignored.
 
@@ -171,8 +171,8 @@ class Synchronizer(Generic[Buffer, Handle]):
         self.forget()
 
     def forget(self) -> None:
-        """Drop the plan, so that the next round begins with `agree`. Every rank must call this."""
-        self._agreed = None
+        """Drop the plan: the next round begins with `make_plan`. Every rank must call this."""
+        self._planned_generation = None
         self._begin_round()
 
     def mark_ready(self, i: int) -> None:
@@ -195,9 +195,9 @@ class Synchronizer(Generic[Buffer, Handle]):
                     raise HvdkitError(self._arrived_late(i))
                 return
             current.arrived[i] = None
-            # Start nothing before the ranks have agreed: a bucket that only some ranks have would
+            # Start nothing before the ranks have a plan: a bucket that only some ranks have would
             # stay in flight.
-            if self._plan is None or not self.agreed:
+            if self._plan is None or not self.planned:
                 return
             thread = threading.get_ident()
             for entry in [entry for entry in current.full if entry[0] == thread]:
@@ -208,20 +208,20 @@ class Synchronizer(Generic[Buffer, Handle]):
             if not current.missing[bucket.index]:
                 current.full.append((thread, bucket))
 
-    def agree(self) -> None:
+    def make_plan(self) -> None:
         """Compare parameters and settings with the other ranks and plan the buckets. A collective.
 
         Raises:
             RankMismatchError: on every rank, when their parameters or settings differ.
         """
         dense = self._reduction.sparse_as_dense
-        buckets = agree_on_buckets(
+        buckets = plan_buckets(
             self._collectives,
             self._specs,
             self._reduction,
             self._window.size if self._window.mean else 1,
             [0 if dense else self._backend.sparse_dims(i) for i in range(len(self._specs))],
-            self._agree_on_order,
+            self._common_order,
             self._context,
             self._resumed,
         )
@@ -232,14 +232,14 @@ class Synchronizer(Generic[Buffer, Handle]):
         self._buckets = buckets
         self._plan, self._name, self._codecs = buckets.plan, buckets.name, buckets.codecs
         self._memory = [self._backend.memory(bucket) for bucket in self._plan.buckets]
-        self._agreed = self._collectives.generation
+        self._planned_generation = self._collectives.generation
         self._begin_round()
 
     def send(self) -> None:
         """Start a few of the buckets that have not started; `wait` starts the others.
 
         A gradient that does not exist counts as zeros, so ranks may use different parts of the
-        model. The ranks must have agreed on the buckets (`agree`).
+        model. The ranks must have agreed on the buckets (`make_plan`).
         """
         with self._lock:
             assert self._plan is not None
@@ -253,20 +253,20 @@ class Synchronizer(Generic[Buffer, Handle]):
         try:
             self._finish()
         except BaseException:
-            # Collectives may still write into the buffers. `agree` makes new ones.
-            self._agreed = None
+            # Collectives may still write into the buffers. `make_plan` makes new ones.
+            self._planned_generation = None
             raise
         finally:
             self._begin_round()
 
     def synchronize(self) -> None:
-        """Reduce every gradient: `agree` if needed, `send`, `wait`. A collective.
+        """Reduce every gradient: `make_plan` if needed, `send`, `wait`. A collective.
 
         Raises:
-            RankMismatchError: see `agree`.
+            RankMismatchError: see `make_plan`.
         """
-        if not self.agreed:
-            self.agree()
+        if not self.planned:
+            self.make_plan()
         self.send()
         self.wait()
 
@@ -294,7 +294,7 @@ class Synchronizer(Generic[Buffer, Handle]):
             f"use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
         )
 
-    def _agree_on_order(self) -> list[int]:
+    def _common_order(self) -> list[int]:
         """Return the parameters by their gradients' mean position in the ranks' backward passes."""
         # Gradients that have not arrived come last, in the reverse order of the forward pass.
         count = len(self._specs)

@@ -133,7 +133,7 @@ class Scaling:
 
     Attributes:
         total: the product of all factors; 1 / (ranks x passes) for a mean.
-        predivide: the divisor that the user wants applied before the sum, or None.
+        predivide: the divisor to apply before the sum, or None.
         ranks: the number of ranks whose values are added.
     """
 

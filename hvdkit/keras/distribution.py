@@ -18,7 +18,7 @@ _ATTRIBUTE = "_hvdkit_distribution"
 
 
 class Distribution:
-    """Reduces and accumulates the gradients of one optimizer.
+    """Reduce and accumulate the gradients of one optimizer.
 
     Attributes:
         process_set: the ranks to reduce over.

@@ -341,7 +341,7 @@ def _share_of_batches(dataset: Any, group: Any, padded: bool) -> ShareOfBatches:
             first = dataset[0]
             problem = _unweightable(first) if padded else ""
     except Exception as error:
-        # User code may raise anything, and the other ranks must be told.
+        # User code may raise anything, and the other ranks must raise too.
         problem = f"the PyDataset cannot be read: {type(error).__name__}: {error}"
         cause = error
     _check(group, problem, [f"{count} batches"], cause)

@@ -6,7 +6,8 @@ the list:
 
 - to `_CoordinatedList` in a job of several ranks. On a single rank, only if `accumulation_steps` is
   used, to close accumulation windows.
-- to `_FollowedList` if there is a `LastCallback` or a `ResumableSampler`, also on a single rank.
+- to `_ListWithLastCallbacks` if there is a `LastCallback` or a `ResumableSampler`, also on a single
+  rank.
 
 A `fit` in a job of several ranks begins with one small collective, because perhaps only one rank
 has an object of hvdkit, for example a callback that reduces metrics. If no rank has one, Keras's
@@ -26,8 +27,8 @@ A coordinated list does the following, in this order (see `hvdkit.keras.coordina
   average the moving statistics of `BatchNormalization`.
 - Reduce metrics over all ranks, also those of validation, before any callback reads them.
 
-A followed list calls each `LastCallback` after all other callbacks, and counts the epochs of every
-`ResumableSampler`.
+A list with last callbacks calls each `LastCallback` after all other callbacks, and counts the
+epochs of every `ResumableSampler`.
 
 An `evaluate` outside of `fit` is not coordinated, because scripts call it on rank 0 only. To reduce
 its metrics, pass a `MetricAverageCallback` to it on every rank.
@@ -130,8 +131,10 @@ class _CoordinatedList:
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if not self._coordination.enter(self.params or {}):
-            followed = isinstance(self, _FollowedList)
-            self.__class__ = _mixed(_FollowedList, self._own_class) if followed else self._own_class
+            has_last = isinstance(self, _ListWithLastCallbacks)
+            self.__class__ = (
+                _mixed(_ListWithLastCallbacks, self._own_class) if has_last else self._own_class
+            )
             self._own_class.on_train_begin(self, logs)  # type: ignore[attr-defined]
             return
         self._drop_writers()
@@ -197,7 +200,7 @@ class _CoordinatedList:
         super().on_train_end(logs)  # type: ignore[misc]
 
 
-class _FollowedList:
+class _ListWithLastCallbacks:
     """Mixin for the class of a `CallbackList` that calls each `LastCallback` after the others."""
 
     callbacks: list[Any]
@@ -240,8 +243,8 @@ def _mixed(mixin: type, cls: Any) -> type:
     return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {})
 
 
-def _follow(callback_list: Any) -> None:
-    """Add `_FollowedList` if there is a `LastCallback` or a sampler."""
+def _call_last(callback_list: Any) -> None:
+    """Add `_ListWithLastCallbacks` if there is a `LastCallback` or a sampler."""
     callback_list._last = [c for c in callback_list.callbacks if isinstance(c, LastCallback)]
     if not callback_list._last and not any_samplers():
         return
@@ -249,7 +252,7 @@ def _follow(callback_list: Any) -> None:
         # Otherwise Keras may call the other callbacks later, in a thread.
         callback_list._async_train = False
     kind: Any = type(callback_list)
-    callback_list.__class__ = _mixed(_FollowedList, kind)
+    callback_list.__class__ = _mixed(_ListWithLastCallbacks, kind)
 
 
 def _coordinate(callback_list: Any, model: Any) -> None:
@@ -287,9 +290,9 @@ def wrap_callback_lists() -> None:
 
     @functools.wraps(original)
     def set_model(self: Any, model: Any) -> None:
-        if model is not None and not isinstance(self, _CoordinatedList | _FollowedList):
+        if model is not None and not isinstance(self, _CoordinatedList | _ListWithLastCallbacks):
             _coordinate(self, model)
-            _follow(self)
+            _call_last(self)
         original(self, model)
 
     CallbackList.set_model = set_model

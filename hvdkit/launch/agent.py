@@ -26,7 +26,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
+
+from hvdkit.core.recorder import FOLDER_VARIABLE
 from hvdkit.errors import HvdkitError
+from hvdkit.faults.record_folder import RecordFolder
+from hvdkit.faults.verdict import STOPPED
 from hvdkit.launch import messages, open_files
 from hvdkit.launch.host_facts import facts
 from hvdkit.launch.messages import Message
@@ -41,9 +46,12 @@ _READ_BYTES = 65536
 #: With more bytes than this to send, the agent stops reading the ranks' output.
 _UNSENT_BYTES = 1_000_000
 _ENDING_POLL_SECONDS = 0.05
+#: Seconds between two looks for new records of the ranks.
+_RECORDS_SECONDS = 1.0
 _STREAMS = ("stdout", "stderr")
 #: The variables in which Open MPI, Hydra and Slurm store the rank. Slurm is last, because srun may
 #: have started mpirun.
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
@@ -103,6 +111,8 @@ class Agent:
         self._unsent = bytearray(messages.GREETING)
         self._group = ProcessGroup()
         self._ranks: list[_Rank] = []
+        self._records = RecordFolder()
+        self._records_at = 0.0
         self._task: Message = {}
         self._ending: Iterator[None] | None = None
         self._last_received = time.monotonic()
@@ -131,11 +141,12 @@ class Agent:
             # Also after an exception, no process of the job may remain.
             for _ in self._group.terminate(ORPHAN_GRACE):
                 time.sleep(_ENDING_POLL_SECONDS)
+            self._records.remove()
         self._flush()
 
     def _step(self) -> None:
         self._select_pipes()
-        poll = messages.HEARTBEAT_SECONDS if self._ending is None else _ENDING_POLL_SECONDS
+        poll = _RECORDS_SECONDS if self._ending is None else _ENDING_POLL_SECONDS
         ready = self._selector.select(poll)
         if any(key.fd == self._receive_fd for key, _ in ready):
             self._receive()
@@ -150,6 +161,8 @@ class Agent:
                     os.read(self._signals, _READ_BYTES)
             elif key.fd != self._send_fd:
                 self._forward(key.fd, key.data)
+        if time.monotonic() > self._records_at + _RECORDS_SECONDS:
+            self._send_records()
         self._send_pending()
         self._report_ends()
 
@@ -232,6 +245,9 @@ class Agent:
             case "end":
                 # Restart the ending even if it has begun: the new grace may be shorter.
                 self._ending = self._group.terminate(message["grace"])
+            case "record":
+                self._records.request()
+                self._send("states", states={r.rank: _state(r.process.pid) for r in self._ranks})
             case "outcome":
                 self.outcome = self.outcome or message
 
@@ -252,7 +268,7 @@ class Agent:
         hydra = self._keep_rank_variables and "PMI_FD" in os.environ
         process = self._group.start(
             self._task["command"],
-            rank["defaults"] | env | rank["env"],
+            rank["defaults"] | env | rank["env"] | {FOLDER_VARIABLE: str(self._records.path)},
             self._task["directory"],
             stdin=stdin,
             stdout=stdout,
@@ -303,11 +319,17 @@ class Agent:
         self._send("output", rank=rank.rank, stream=rank.pipes[pipe], text=text)
         return True
 
+    def _send_records(self) -> None:
+        self._records_at = time.monotonic()
+        for text in self._records.changed():
+            self._send("record", text=text)
+
     def _report_ends(self) -> None:
         for rank in self._ranks:
             if rank.reported or rank.process.poll() is None:
                 continue
             rank.reported = True
+            self._send_records()
             for pipe in list(rank.pipes):
                 while self._forward(pipe, rank):
                     pass
@@ -349,6 +371,17 @@ def _same_command(first: Sequence[str], second: Sequence[str]) -> bool:
     if all(program.startswith("python") for program in programs):
         return first[1:] == second[1:]
     return first == second
+
+
+def _state(pid: int) -> str:
+    """Return `STOPPED` if a process or one of its children is stopped; "" otherwise."""
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+        stopped = any(p.status() in _STOPPED for p in family)
+    except psutil.Error:
+        return ""
+    return STOPPED if stopped else ""
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

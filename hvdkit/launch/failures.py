@@ -171,7 +171,9 @@ class Failures:
                 lines.append(tail_of(failure.rank, failure.tail))
         same = sum(failure.last_line == first.last_line for failure in similar)
         if same:
-            lines.append(f"{_count(same)} more failed like rank {first.rank}.")
+            lines.append(
+                f"{same} more rank{'s' if same > 1 else ''} failed like rank {first.rank}."
+            )
         return "\n".join(lines)
 
 

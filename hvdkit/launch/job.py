@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from types import FrameType
 
 from hvdkit.errors import RESUMABLE
+from hvdkit.faults.verdict import Verdict
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection
 from hvdkit.launch.failures import Failure, Failures, tail_of
 from hvdkit.launch.messages import LOST_SECONDS, Message, as_bytes
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
+from hvdkit.launch.stalls import Stalls
 from hvdkit.signals import handle_stop_signals
 
 _POLL_SECONDS = 0.1
@@ -22,6 +24,9 @@ _POLL_SECONDS = 0.1
 _NOW_SECONDS = 1.0
 # Time for SIGKILL and the agent's answer, after the grace.
 _ANSWER_SECONDS = 15.0
+
+
+_LIMIT = "It ends after HOROVOD_STALL_SHUTDOWN_TIME_SECONDS (30 minutes by default)."
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class Job:
         self._started_at = time.monotonic()
         self._statuses: dict[int, int] = {}
         self._failures = Failures(self._ranks)
+        self._stalls = Stalls(plan.size, output.directory, self._ask_for_records)
         self._problem = ""
         self._ended_by_launcher = 0
         self._finished: set[Connection] = set()
@@ -120,6 +126,10 @@ class Job:
             case "output":
                 text = as_bytes(message["text"])
                 self._output.write(message["rank"], message["stream"], text)
+            case "record":
+                self._stalls.add(message["text"], time.monotonic())
+            case "states":
+                self._stalls.set_states({int(r): s for r, s in message["states"].items()})
             case "ended":
                 self._on_rank_ended(message["rank"], message["status"])
             case "failed":
@@ -169,6 +179,8 @@ class Job:
         now = time.monotonic()
         if not self._all_registered:
             self._check_registered(now)
+        if (verdict := self._stalls.check(now, self._statuses)) is not None:
+            self._on_stall(verdict)
         if self._output.stdout_closed and self._stopped_by is None:
             # Other programs end at once if their output is closed. Here the ranks may save first.
             self._stop(signal.SIGPIPE)
@@ -184,6 +196,19 @@ class Job:
             unconfirmed = f"{names} did not confirm that its ranks have ended; look with `ps` there"
             self._problem = f"{self._problem}\n{unconfirmed}".lstrip()
             self._finished.update(silent)
+
+    def _ask_for_records(self) -> None:
+        for connection in self._agents.connections:
+            connection.send("record")
+
+    def _on_stall(self, verdict: Verdict) -> None:
+        """Show a verdict on a stall. End the job if no rank can continue."""
+        if self._ending:
+            return
+        if verdict.deadlock:
+            self._fail(verdict.text)
+        else:
+            self._say(f"{verdict.text}\nThe job waits. {_LIMIT}")
 
     def _running(self) -> list[int]:
         """Return the ranks that have not ended."""

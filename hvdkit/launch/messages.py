@@ -11,6 +11,8 @@ To the agent:
                 size}                        number of the job's ranks
     signal     {number}                      send this signal to the ranks
     end        {grace}                       end every process: SIGTERM, `grace` seconds, SIGKILL
+    record     {}                            ask the ranks for records, and send the states of their
+                                             processes
     heartbeat  {}                            the launcher still runs
     outcome    {status, report}              how the job ended, for agents of `--nodes`
 
@@ -21,6 +23,8 @@ From the agent:
     answer     {answer}                      the answer to a question
     output     {rank, stream, text}          bytes that a rank has written
     ended      {rank, status}                the status is negative for a signal
+    record     {text}                        a record that a rank has written (`hvdkit.faults`)
+    states     {states: {rank: state}}       the states of the ranks' processes: "stopped", or ""
     signal     {number}                      a user on the agent's host asks the job to stop
     failed     {reason}                      the agent cannot continue
     done       {}                            no process of the job is left on this host

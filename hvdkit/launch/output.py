@@ -49,6 +49,7 @@ class Output:
         progress: whether `status` draws a line.
 
     Attributes:
+        directory: the folder for one file per rank; None for no files.
         stdout_closed: whether the reader of standard output has closed it, as `| head` does.
 
     Raises:
@@ -80,7 +81,7 @@ class Output:
         self._status = _StatusLine(self._streams["stderr"] if progress else io.BytesIO())
         # None for a file that cannot be written to any more.
         self._files: list[IO[bytes] | None] = []
-        self._directory = directory
+        self.directory = directory
         self._warned_of_files = False
         if directory is not None:
             try:
@@ -161,7 +162,7 @@ class Output:
             if not self._warned_of_files:
                 self._warned_of_files = True
                 self._say(
-                    f"--output-dir {self._directory}: {error.strerror}. From now on, the output "
+                    f"--output-dir {self.directory}: {error.strerror}. From now on, the output "
                     f"of rank {rank}, and of other ranks whose files fail, is not kept"
                 )
 

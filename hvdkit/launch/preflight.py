@@ -28,6 +28,9 @@ _DISK_BYTES = 1_000_000_000
 _SKEW_SECONDS = 2.0
 
 _BANDWIDTH_SECONDS = 2.0
+#: Bytes per second. Below, int8 saves more time on the network than it costs on the CPU
+#: (docs/synchronizer.md).
+_INT8_BELOW = 5e9 / 8
 _NAMED_HOSTS = 4
 #: With more hosts than this, each host connects only to `_FULL_MESH_HOSTS - 1` other hosts.
 _FULL_MESH_HOSTS = 32
@@ -308,6 +311,8 @@ def _bandwidth(questions: _Questions, targets: Mapping[str, tuple[str, int]]) ->
     arguments = {"address": address, "port": port, "seconds": _BANDWIDTH_SECONDS}
     speed = questions.each("send", {first: arguments})[first]
     text = f"{8 * speed / 1e9:.2f} Gbit/s from {first.name} to {second.name}, one connection"
+    if speed < _INT8_BELOW:
+        text += '; so slow that compression="int8" may be faster than "fp16"'
     return Diagnostic("bandwidth", OK, text)
 
 

@@ -44,6 +44,10 @@ class TensorFlowCollectives:
         """A number that `init` and `join` change."""
         return runtime.generation()
 
+    def describe(self, name: str, text: str) -> None:
+        """Set the text for the collective `name` in verdicts on hangs."""
+        runtime.recorder.describe(name, text)
+
     def sum(self, values: Sequence[int], name: str) -> list[int]:
         """Return the element-wise sum of 64-bit integers."""
         return self._reduce(values, name, mpi_ops.Sum)

@@ -239,7 +239,7 @@ def _check_examples(
             count = _count(dataset, rank)
             first, digest = _first_and_digest(dataset)
     except Exception as error:
-        # User code may raise anything, and the other ranks must be told.
+        # User code may raise anything, and the other ranks must raise too.
         problem = f"the dataset cannot be read: {type(error).__name__}: {error}"
     lines = [problem or f"{count} elements", settings, str(dataset.element_spec), digest]
     check_consistency(collectives, lines, _SUBJECT)

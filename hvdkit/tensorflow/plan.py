@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.reduction import AgreedBuckets
+from hvdkit.core.reduction import PlannedBuckets
 from hvdkit.core.wire_format import Scaling, WireFormat
 from hvdkit.tensorflow.backend import GraphMemory, GraphOps
 from hvdkit.tensorflow.bucket_reduction import TracedReduction, allreduce
@@ -53,7 +53,7 @@ class Plan:
     """The buckets of one sequence of variables, and the ops that reduce their gradients.
 
     Args:
-        agreed: the buckets.
+        planned: the buckets.
         scaling: the factors of the sums.
         states: the states of the buckets' codecs.
         process_set: the ranks to reduce over.
@@ -64,19 +64,19 @@ class Plan:
 
     def __init__(
         self,
-        agreed: AgreedBuckets,
+        planned: PlannedBuckets,
         scaling: Scaling,
         states: CodecStates,
         process_set: mpi_ops.ProcessSet,
         values: ValueCheck,
         eager: bool,
     ) -> None:
-        self._agreed = agreed
+        self._buckets = planned
         self._scaling = scaling
         self._values = values
         self._process_set = process_set
         self._eager = eager
-        buckets = agreed.plan.buckets
+        buckets = planned.plan.buckets
         self._planned = sorted(i for bucket in buckets for i in bucket.parameters)
         self._sparse = {i for bucket in buckets if bucket.sparse_dims for i in bucket.parameters}
         self._states = states.variables
@@ -116,7 +116,7 @@ class Plan:
 
     def _as_planned(self, i: int, gradient: Any) -> Any:
         """Return a gradient as the bucket expects it, sparse or dense; zeros if it is missing."""
-        spec = self._agreed.plan.specs[i]
+        spec = self._buckets.plan.specs[i]
         if i not in self._sparse:
             if gradient is None:
                 return self._zeros(spec.shape, spec.dtype)
@@ -139,11 +139,11 @@ class Plan:
 
     def _reduce_counted(self, gradients: Mapping[int, Any], has: tf.Tensor) -> Any:
         """Reduce, and count the ranks that have each gradient."""
-        ranks = allreduce(has, f"{self._agreed.name}.used", self._process_set)
+        ranks = allreduce(has, f"{self._buckets.name}.used", self._process_set)
         return self._reduce(gradients), ranks
 
     def _reduce(self, gradients: Mapping[int, Any]) -> dict[int, Any]:
-        plan = self._agreed.plan
+        plan = self._buckets.plan
         memories = [
             GraphMemory(bucket, plan.specs, [gradients[i] for i in bucket.parameters])
             for bucket in plan.buckets
@@ -153,11 +153,11 @@ class Plan:
                 TracedReduction(
                     memory,
                     codec.reduce(memory, self._scaling),
-                    f"{self._agreed.name}.{index}",
+                    f"{self._buckets.name}.{index}",
                     self._process_set,
                 )
                 for index, (memory, codec) in enumerate(
-                    zip(memories, self._agreed.codecs, strict=True)
+                    zip(memories, self._buckets.codecs, strict=True)
                 )
             ]
             self._run(reductions)
@@ -170,17 +170,17 @@ class Plan:
     @contextmanager
     def _symbolic_states(self) -> Iterator[None]:
         """Make the codecs read and write their states in the graph."""
-        for codec, state in zip(self._agreed.codecs, self._states, strict=True):
+        for codec, state in zip(self._buckets.codecs, self._states, strict=True):
             codec.ops = GraphOps()
             if state is not None:
                 codec.state = tuple(tf.unstack(state.read_value()))
         try:
             yield
-            for codec, state in zip(self._agreed.codecs, self._states, strict=True):
+            for codec, state in zip(self._buckets.codecs, self._states, strict=True):
                 if state is not None:
                     state.assign(tf.stack(codec.state))
         finally:
-            for codec in self._agreed.codecs:
+            for codec in self._buckets.codecs:
                 codec.state = ()
 
     def _run(self, reductions: Sequence["TracedReduction"]) -> None:
@@ -189,7 +189,7 @@ class Plan:
         rounds = 0
         while waiting := [k for k, value in enumerate(requested) if value is not None]:
             values = tf.stack([tf.cast(requested[k], tf.int32) for k in waiting])
-            name = f"{self._agreed.name}.largest.{rounds}"
+            name = f"{self._buckets.name}.largest.{rounds}"
             largest = allreduce(values, name, self._process_set, op=mpi_ops.Max)
             for k, result in zip(waiting, tf.unstack(largest), strict=True):
                 requested[k] = reductions[k].run(result)

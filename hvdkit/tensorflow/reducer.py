@@ -13,7 +13,7 @@ from tensorflow.python.ops import control_flow_util
 
 from hvdkit.core.bucketing import ParameterSpec, unique_names, without_layer_numbers
 from hvdkit.core.int8 import Int8
-from hvdkit.core.reduction import ABSENT, AgreedBuckets, Reduction, agree_on_buckets
+from hvdkit.core.reduction import ABSENT, PlannedBuckets, Reduction, plan_buckets
 from hvdkit.core.wire_format import Scaling
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.tensorflow.backend import multiply
@@ -145,7 +145,7 @@ class GradientReducer:
         key = (self._collectives.generation, eager, absent, tuple(specs))
         if key in self._plans:
             return self._plans[key]
-        agreed = agree_on_buckets(
+        planned = plan_buckets(
             self._collectives,
             specs,
             self._reduction,
@@ -161,10 +161,10 @@ class GradientReducer:
         ranks = len(self._collectives.ranks)
         total = 1.0 / self._passes / (ranks if self._reduction.average else 1)
         scaling = Scaling(total, self._reduction.predivide, ranks)
-        states = self._states_of(agreed)
+        states = self._states_of(planned)
         process_set = self._collectives.process_set
-        values = ValueCheck([spec.name for spec in specs], agreed.name, process_set)
-        self._plans[key] = Plan(agreed, scaling, states, process_set, values, eager)
+        values = ValueCheck([spec.name for spec in specs], planned.name, process_set)
+        self._plans[key] = Plan(planned, scaling, states, process_set, values, eager)
         return self._plans[key]
 
     def _path(self) -> list[str]:
@@ -174,12 +174,12 @@ class GradientReducer:
         in_engine = engine_sends_int8(self._collectives.process_set)
         return [f"int8: sent by {'the engine' if in_engine else 'alltoall'}"]
 
-    def _states_of(self, agreed: AgreedBuckets) -> CodecStates:
+    def _states_of(self, planned: PlannedBuckets) -> CodecStates:
         """Return the states of an earlier plan with the same buckets, of a checkpoint, or new."""
-        digest = agreed.plan.digest
+        digest = planned.plan.digest
         key = (self._collectives.generation, digest)
         if key not in self._states:
-            self._states[key] = CodecStates(agreed.codecs, self._saved.pop(digest, None))
+            self._states[key] = CodecStates(planned.codecs, self._saved.pop(digest, None))
         return self._states[key]
 
 

@@ -32,6 +32,7 @@ _runtime = Runtime("tensorflow", tf.__version__, engine, mpi_ops, use_own_gpu, _
 
 shutdown = _runtime.shutdown
 host_collectives = _runtime.host_collectives
+recorder = _runtime.recorder
 
 
 def init(*args: Any, **kwargs: Any) -> None:

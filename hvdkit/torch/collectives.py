@@ -36,6 +36,10 @@ class TorchCollectives:
         """A number that `init` and the return from `join` increase."""
         return runtime.generation()
 
+    def describe(self, name: str, text: str) -> None:
+        """Set the text for the collective `name` in verdicts on hangs."""
+        runtime.recorder.describe(name, text)
+
     def sum(self, values: Sequence[int], name: str) -> list[int]:
         """Return the element-wise sum of 64-bit integers."""
         return self.start_sum(values, name)()

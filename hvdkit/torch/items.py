@@ -33,7 +33,7 @@ class TorchTensor:
     """A `hvdkit.checkpoint.state.Tensor` for a torch tensor on any device.
 
     Args:
-        tensor: not of a class that overrides operations, which may keep its content elsewhere.
+        tensor: of a class that overrides no operations; others may keep their content elsewhere.
         subject: its name in errors.
 
     Raises:

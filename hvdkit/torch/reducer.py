@@ -222,8 +222,8 @@ class GradientReducer:
             BackwardFailed: on every rank, when the backward pass raised on some only.
         """
         synchronizer = known.synchronizer
-        if not synchronizer.agreed:
-            synchronizer.agree()
+        if not synchronizer.planned:
+            synchronizer.make_plan()
         failed = gradients is None
         given = gradients or [None] * len(known.parameters)
         values = [*(int(gradient is not None) for gradient in given), int(failed)]

@@ -25,6 +25,7 @@ _runtime = Runtime("torch", torch.__version__, engine, mpi_ops, use_own_gpu, _to
 
 init = _runtime.init
 host_collectives = _runtime.host_collectives
+recorder = _runtime.recorder
 shutdown = _runtime.shutdown
 
 

@@ -14,7 +14,7 @@ from gpu_checks.report import Report, Skip
 #: N: the undisturbed run has twice as many.
 STEPS = 12
 
-#: What a job trains, one run after the other. `first` goes on for two steps while its checkpoint
+#: What a job trains, one run after the other. `first` trains two more steps while its checkpoint
 #: is written; `resumed` does not see these.
 RUNS: Mapping[str, Mapping[str, Any]] = {
     "undisturbed": {"restore": False, "save_at": None, "until": 2 * STEPS},
@@ -139,7 +139,7 @@ def _check(report: Report, case: Case, found: Answers) -> None:
         if lines:
             raise ValueError("; ".join(lines))
         values["detail"] = (
-            "weights and optimizer are restored, and steps go on"
+            "weights and optimizer are restored, and training continues"
             if moves
             else f"weights, optimizer, random numbers after {2 * STEPS} steps"
         )

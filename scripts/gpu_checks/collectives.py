@@ -40,7 +40,7 @@ def run(setting: Setting, report: Report) -> None:
             ]
             if failed:
                 raise AssertionError("; ".join(failed))
-    with report.check("two ranks on one GPU with NCCL are refused in a sentence of ours") as values:
+    with report.check("two ranks on one GPU with NCCL are refused by hvdkit's error") as values:
         if setting.dry:
             raise Skip("a dry run has no NCCL")
         for rank, result in enumerate(_start(setting, "nccl", "gloo", 2, "shared")):

@@ -67,7 +67,7 @@ def holder(tmp_path):
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(lock, "LEASE_TIMEOUT_SECONDS", 0.5)
 
 
 def leave_lease(folder, **changes):
@@ -106,7 +106,7 @@ def test_a_second_writer_on_this_host(tmp_path, holder):
     process.wait(timeout=30)
     began = time.monotonic()
     save(tmp_path, 1)
-    assert time.monotonic() - began < lock.PATIENCE_SECONDS
+    assert time.monotonic() - began < lock.LEASE_TIMEOUT_SECONDS
     assert not (tmp_path / ".writing-of-the-holder").exists()
 
 

@@ -39,8 +39,8 @@ CHANGES = {"PUT", "POST", "DELETE"}
 @pytest.fixture
 def quick(monkeypatch):
     """Give up a failing request soon."""
-    monkeypatch.setattr(bucket, "PATIENCE_SECONDS", 0.01)
-    monkeypatch.setattr(bucket, "FIRST_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(bucket, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(bucket, "FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.setattr(bucket, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
 
@@ -351,7 +351,7 @@ def leave_writer(place, **changes):
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr(objects, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(objects, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(objects, "LEASE_TIMEOUT_SECONDS", 0.5)
 
 
 def test_a_second_writer(on_s3, impatient):

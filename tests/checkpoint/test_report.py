@@ -121,7 +121,7 @@ def test_show_passes_over_a_damaged_step_and_changes_nothing(store, run, caplog)
     assert status == 0
     assert "step     200" in out
     assert "step 300 in" in caplog.text
-    assert "it was passed over" in caplog.text
+    assert "it was skipped" in caplog.text
     assert store.quarantined() == []
     status, _, err = run("show", store.location, 300)
     assert status == 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-_PATIENCE = 10.0
+_TIMEOUT = 10.0
 
 
 class InFlight:
@@ -48,7 +48,7 @@ class SimulatedGroup:
             self.arrived.notify_all()
             everyone = set(range(self.size)) - self.joined
             if not self.arrived.wait_for(
-                lambda: self.slots[key].keys() >= everyone, timeout=_PATIENCE
+                lambda: self.slots[key].keys() >= everyone, timeout=_TIMEOUT
             ):
                 raise TimeoutError(f"rank {rank}: {name}: only {sorted(self.slots[key])} came")
             return [self.slots[key][r] for r in sorted(self.slots[key])]
@@ -81,7 +81,7 @@ class SimulatedGroup:
     def wait(self, handle: InFlight) -> Any:
         """Wait for a started collective and return its result; drop references to its memory."""
         with self.arrived:
-            if not self.arrived.wait_for(lambda: handle.done, timeout=_PATIENCE):
+            if not self.arrived.wait_for(lambda: handle.done, timeout=_TIMEOUT):
                 raise TimeoutError(f"{handle.name}: not all ranks came")
         result, handle.value, handle.result = handle.result, None, None
         return result
@@ -108,6 +108,7 @@ class SimulatedCollectives:
         self.rank = rank
         self.generation = 1
         self.names: list[str] = []
+        self.labels: dict[str, str] = {}
         self._turns: dict[str, int] = {}
 
     @property
@@ -122,6 +123,9 @@ class SimulatedCollectives:
     @property
     def single_rank(self) -> bool:
         return self.group.size == 1
+
+    def describe(self, name: str, text: str) -> None:
+        self.labels[name] = text
 
     def sum(self, values: Sequence[int], name: str) -> list[int]:
         return [sum(column) for column in zip(*self.exchange(list(values), name), strict=True)]

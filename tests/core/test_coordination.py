@@ -370,7 +370,7 @@ def in_one_process(ranks, count, iterations):
 
 
 def run_examples(examples, monkeypatch):
-    monkeypatch.setattr(simulated_ranks, "_PATIENCE", 3.0)
+    monkeypatch.setattr(simulated_ranks, "_TIMEOUT", 3.0)
     ends = {"right": 0, "error": 0}
 
     @settings(

@@ -298,7 +298,7 @@ def check(setting, drawn):
 
 def run_examples(count, monkeypatch):
     """Check `count` drawn scenarios; return the number of scenarios with each error."""
-    monkeypatch.setattr(simulated_ranks, "_PATIENCE", 3.0)
+    monkeypatch.setattr(simulated_ranks, "_TIMEOUT", 3.0)
     ends: dict[str | None, int] = {}
 
     @settings(

@@ -170,11 +170,11 @@ def test_a_window_that_is_flushed_steps_with_the_mean_of_its_passes(size, passes
 
 
 @pytest.mark.parametrize("passes", [[3, 2], [2, 3, 3], [0, 1], [3, 0, 1]])
-@pytest.mark.parametrize("agreed", [False, True])
-def test_windows_with_different_passes_that_are_flushed_are_an_error(passes, agreed):
+@pytest.mark.parametrize("planned", [False, True])
+def test_windows_with_different_passes_that_are_flushed_are_an_error(passes, planned):
     def run(collectives):
         optimizer = SimulatedOptimizer(collectives, window=Window(3))
-        if agreed:
+        if planned:
             optimizer.flush()
 
         def passes_and_flush(count):
@@ -440,11 +440,11 @@ def test_different_numbers_of_passes_in_a_window_of_a_sum_are_an_error():
 
 @pytest.mark.parametrize("others", ["in a pass", "at their step"])
 @pytest.mark.parametrize("wire_format", [NoCompression(), Float16()])
-@pytest.mark.parametrize("agreed", [False, True])
-def test_a_pass_that_raises_is_an_error_on_every_rank(others, wire_format, agreed):
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_pass_that_raises_is_an_error_on_every_rank(others, wire_format, planned):
     def run(collectives):
         optimizer = SimulatedOptimizer(collectives, format=wire_format)
-        if agreed:
+        if planned:
             train(optimizer, 1.0)
         optimizer.zero()
         in_pass = collectives.rank == 1 or others == "in a pass"
@@ -454,7 +454,7 @@ def test_a_pass_that_raises_is_an_error_on_every_rank(others, wire_format, agree
         return str(caught.value), [train(optimizer, 2.0) for _ in range(3)]
 
     for message, values in on_ranks(3, run):
-        assert f"rank 1: step {1 + agreed}, reduction 1, in a backward pass, which raised" in (
+        assert f"rank 1: step {1 + planned}, reduction 1, in a backward pass, which raised" in (
             message
         )
         assert values == [2.0] * 3

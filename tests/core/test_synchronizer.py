@@ -222,17 +222,17 @@ def test_a_full_bucket_starts_at_the_next_arrival_in_its_thread_and_not_before()
 def test_a_gradient_that_arrives_again_before_its_bucket_starts_counts_once():
     def run(collectives):
         synchronizer, backend = make(collectives)
-        for agreed in (False, True):
+        for planned in (False, True):
             give(backend, 1.0)
             seen = arrive(synchronizer, backend, order=[3, 3, 2])
             backend.gradients[3][:] = 5.0
             seen += arrive(synchronizer, backend, order=[3, 2, 1])
-            # Neither a repeated arrival nor one before `agree` starts a bucket.
-            assert seen[-3:] == [0, 0, int(agreed)]
+            # Neither a repeated arrival nor one before `make_plan` starts a bucket.
+            assert seen[-3:] == [0, 0, int(planned)]
             seen += arrive(synchronizer, backend, order=[1, 0])
             synchronizer.synchronize()
             assert members(synchronizer) == [(3, 2), (1, 0)]
-            assert len(backend.diary) == (4 if agreed else 2)
+            assert len(backend.diary) == (4 if planned else 2)
         return [float(gradient[0]) for gradient in backend.gradients]
 
     assert on_ranks(2, run) == [[2.0, 2.0, 2.0, 10.0]] * 2
@@ -947,9 +947,9 @@ def test_a_synchronizer_that_forgets_its_agreement_begins_anew():
     def run(collectives):
         synchronizer, backend = make(collectives)
         step(synchronizer, backend, 1.0, [0, 1, 2, 3])
-        assert synchronizer.agreed
+        assert synchronizer.planned
         synchronizer.forget()
-        assert not synchronizer.agreed
+        assert not synchronizer.planned
         give(backend, 2.0)
         assert arrive(synchronizer, backend) == [0] * 4
         synchronizer.synchronize()

@@ -72,7 +72,7 @@ def test_each_kind_of_failure_is_shown_once():
         "launcher ended 1 other rank."
     )
     assert "rank 3 failed, too: exit status 2." in report
-    assert "1 rank more failed like rank 1." in report
+    assert "1 more rank failed like rank 1." in report
     assert "rank 2 has" not in report
     assert "HorovodInternalError" not in report
 
@@ -86,7 +86,7 @@ def test_a_rank_that_ended_without_an_error_is_named():
 def test_an_error_that_all_ranks_raise():
     report = failures((0, 1, MISMATCH), (1, 1, MISMATCH)).report(ended=0, finished=[])
     assert "lost a peer" not in report
-    assert "1 rank more failed like rank 0." in report
+    assert "1 more rank failed like rank 0." in report
 
 
 def test_a_rank_that_has_stopped_in_order_is_named():

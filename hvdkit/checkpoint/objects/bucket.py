@@ -33,9 +33,9 @@ SOON_SECONDS = 10.0
 FIRST_PAUSE_SECONDS = 0.3
 LONGEST_PAUSE_SECONDS = 10.0
 #: Seconds after which a request is not repeated.
-PATIENCE_SECONDS = 120.0
+RETRY_SECONDS = 120.0
 #: The same, and the deadline of a request, before the first reply: the address may be wrong.
-FIRST_PATIENCE_SECONDS = 10.0
+FIRST_RETRY_SECONDS = 10.0
 FIRST_REQUEST_SECONDS = 15.0
 
 #: Bytes of a part of a multipart upload, and the number of parts sent at the same time.
@@ -379,8 +379,8 @@ class Bucket:
                 if isinstance(error, FileNotFoundError) and not repeated:
                     self._reached = True
                     raise
-                patience = PATIENCE_SECONDS if self._reached else FIRST_PATIENCE_SECONDS
-                late = time.monotonic() - began > patience
+                limit = RETRY_SECONDS if self._reached else FIRST_RETRY_SECONDS
+                late = time.monotonic() - began > limit
                 # The first attempt of a long request may take all of the time: repeat it once.
                 if _is_lasting(error) or (late and (tries > 1 or not self._reached)):
                     advice = self._advice(error)

@@ -38,9 +38,10 @@ from hvdkit.checkpoint.storage import Draft, Entry, StepFiles, in_commit_order, 
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two heartbeats; and without one, until a writer counts as dead.
+#: Seconds between two heartbeats.
 BEAT_SECONDS = 10.0
-PATIENCE_SECONDS = 60.0
+#: Seconds without a heartbeat after which a writer is considered dead.
+LEASE_TIMEOUT_SECONDS = 60.0
 
 _NAME = re.compile(r"step-(\d{12})(?:-run(\d{1,9}))?-[0-9a-f]{8}-\d{1,9}")
 _FILE = re.compile(r"steps/([^/]+)/([^/]+)")
@@ -266,8 +267,9 @@ class ObjectWriter:
         self._lease = Lease.own()
         self._head = Head()
         self._attempts = 0
-        # Steps that a record may list which is still on its way; and that could not be deleted.
+        # Steps of records whose request has no reply yet.
         self._unknown: set[str] = set()
+        # Steps whose objects could not be deleted.
         self._left: set[str] = set()
         # Steps that were found whole. No other process changes them.
         self._entries: dict[str, Entry] = {}
@@ -291,7 +293,7 @@ class ObjectWriter:
 
     @property
     def commit_number(self) -> int:
-        """Of the next record."""
+        """The commit number of the next record."""
         return self._head.number + 1
 
     def check(self) -> None:
@@ -389,7 +391,7 @@ class ObjectWriter:
                 writer = head.record.writer
                 wait_for_death(
                     *(url, self._lease, writer, partial(self._read_heartbeat, writer)),
-                    PATIENCE_SECONDS,
+                    LEASE_TIMEOUT_SECONDS,
                 )
             sizes = _sizes(self._bucket)
             there = [each for each in head.steps if not _is_gone(self._bucket, each, sizes)]
@@ -445,7 +447,7 @@ class ObjectWriter:
             WriterConflict: another writer has.
         """
         if self._bucket.size(log.name_of(self._head.number)) is None:
-            raise taken_over(self._bucket.url, self._lease, None, PATIENCE_SECONDS)
+            raise taken_over(self._bucket.url, self._lease, None, LEASE_TIMEOUT_SECONDS)
 
     def _append(
         self,
@@ -493,7 +495,7 @@ class ObjectWriter:
         """
         self._unknown.clear()
         if record.writer.token != self._lease.token:
-            raise taken_over(self._bucket.url, self._lease, record.writer, PATIENCE_SECONDS)
+            raise taken_over(self._bucket.url, self._lease, record.writer, LEASE_TIMEOUT_SECONDS)
         self._head = Head(record.number, record)
 
     def _delete(self, names: Sequence[str]) -> None:

@@ -26,9 +26,10 @@ LOCK_FILE, LEASE_FILE = ".lock", ".writer"
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two heartbeats; and without one, until a writer counts as dead.
+#: Seconds between two heartbeats.
 BEAT_SECONDS = 5.0
-PATIENCE_SECONDS = 20.0
+#: Seconds without a heartbeat after which a writer is considered dead.
+LEASE_TIMEOUT_SECONDS = 20.0
 
 _MAX_LEASE_BYTES = 4096
 
@@ -102,7 +103,7 @@ class FolderLock:
             )
         found = Lease.parse(_read_lease(self._folder))
         if found is None or found.token != self.lease.token:
-            raise taken_over(str(self._path), self.lease, found, PATIENCE_SECONDS)
+            raise taken_over(str(self._path), self.lease, found, LEASE_TIMEOUT_SECONDS)
 
     def close(self) -> None:
         """Release the lock. May be called more than once."""
@@ -136,13 +137,13 @@ class FolderLock:
                 self.lease,
                 Lease.parse(content),
                 lambda: _read_lease(self._folder),
-                PATIENCE_SECONDS,
+                LEASE_TIMEOUT_SECONDS,
             )
         # The holder of the lock may be a dead process that the system, or a file server, has not
         # cleaned up; or a live one that is taking the folder over now.
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + LEASE_TIMEOUT_SECONDS
         while locked is False and time.monotonic() < deadline:
-            time.sleep(PATIENCE_SECONDS / 200)
+            time.sleep(LEASE_TIMEOUT_SECONDS / 200)
             locked = self._lock()
             if (now := _read_lease(self._folder)) != content and now is not None:
                 raise self._conflict(Lease.parse(now))

@@ -2,7 +2,7 @@
 // (Apache-2.0).
 //
 // All arithmetic is in binary32 and rounded once, with a binary32 factor, as half_arithmetic.h does
-// it: this takes a GPU of no particular architecture, and gives the bits that a CPU gives.
+// it: so the kernels run on any GPU architecture, with the same bits as on a CPU.
 
 #ifndef HVDKIT_BFLOAT16_KERNELS_H
 #define HVDKIT_BFLOAT16_KERNELS_H
@@ -60,8 +60,8 @@ inline void scale_bfloat16(const void* in_, void* out_, int64_t n, double factor
   }
 }
 
-// More special than Horovod's template of this name, which asks for arithmetic of the type's own.
-// Word is what is read at once; `size` is in bytes.
+// An overload of Horovod's template, which needs bfloat16 arithmetic of the GPU. Word is the type of one
+// memory access; `size` is in bytes.
 template <typename Word, int blocks_per_copy>
 __device__ void batched_scaled_memcpy_d(size_t idx, const __nv_bfloat16* in, __nv_bfloat16* out,
                                         size_t size, const float factor) {

@@ -1,5 +1,5 @@
-// How Horovod treats hvdkit's buckets: what they are called, and how the background thread sleeps
-// until one arrives. Part of hvdkit (Apache-2.0).
+// Names of hvdkit's buckets, and a sleep of the background thread that ends when one is enqueued. Part of
+// hvdkit (Apache-2.0).
 
 #ifndef HVDKIT_BUCKETS_H
 #define HVDKIT_BUCKETS_H
@@ -12,14 +12,13 @@
 
 namespace hvdkit {
 
-// Buckets are called `hvdkit.x`. The frameworks put a prefix of their own before a name:
-// `allreduce.hvdkit.x`.
+// Buckets are called `hvdkit.x`. The frameworks add a prefix: `allreduce.hvdkit.x`.
 inline bool is_bucket(const std::string& name) {
   auto at = name.find("hvdkit.");
   return at != std::string::npos && (at == 0 || !std::isalnum((unsigned char)name[at - 1]));
 }
 
-// Tells the background thread, between two cycles, that a tensor has been handed in.
+// Wakes the background thread between two cycles when a tensor has been enqueued.
 class Arrivals {
  public:
   using Clock = std::chrono::steady_clock;
@@ -39,8 +38,8 @@ class Arrivals {
     changed_.notify_one();
   }
 
-  // Sleep until a bucket arrives, or until the cycle after another tensor has arrived: it can then
-  // be fused with what arrives by then. Not longer than until `latest`.
+  // Sleeps until a bucket is enqueued; or, after another tensor was enqueued, until the end of the current
+  // cycle, so that tensors can be fused; but at most until `latest`.
   void await_tensor(Clock::time_point last_cycle, Clock::duration cycle, Clock::time_point latest) {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait_until(lock, latest, [&] { return tensor_; });
@@ -50,7 +49,7 @@ class Arrivals {
     }
   }
 
-  // To be called before the background thread looks whether anything has arrived.
+  // To be called before the background thread reads its queue.
   void forget() {
     std::lock_guard<std::mutex> guard(mutex_);
     tensor_ = bucket_ = false;

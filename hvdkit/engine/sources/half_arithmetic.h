@@ -103,9 +103,10 @@ inline uint16_t float_to_bfloat16(float value) {
   return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Each operation says how it treats two floats, and eight, whichever type they were read from.
-// Minimum and maximum follow std::min and std::max, which return their first argument where one of
-// the two is NaN. What `eight` needs is less than what its callers need, so that it is inlined.
+// Each operation is defined on two floats (`one`) and on two vectors of 8 floats (`eight`), for both
+// 16-bit types. Minimum and maximum follow std::min and std::max, which return their first argument if
+// one of the two is NaN. The target attributes of `eight` are a subset of those of its callers, so the
+// compiler can inline it.
 struct HalfSum {
   static float one(float a, float b) { return a + b; }
 #if defined(__x86_64__)

@@ -1,21 +1,21 @@
-// Allreduce that knows which ranks share a host. Part of hvdkit (Apache-2.0).
+// Allreduce in two levels: within hosts in shared memory, between hosts over the network. Part of hvdkit
+// (Apache-2.0).
 //
-// Within a host nothing goes through sockets. Each rank sums one slice of the tensor. If the tensors of
-// all ranks are in their arenas (host_memory.h), which all ranks of the host have mapped, a rank adds
-// its slice of all tensors and writes the sum into all of them. Otherwise it reads the slices of the
-// others with process_vm_readv, and afterwards their sums. Sums are taken in the order of the ranks, so
-// that the result does not depend on which rank computes it.
+// Within a host, no data are sent through sockets. Each rank sums one slice of the tensor. If the tensors
+// of all ranks are in their arenas (host_memory.h), which all ranks of the host have mapped, a rank sums
+// its slice of all tensors and writes the sum into all of them. Otherwise the rank reads the slices of
+// the other ranks with process_vm_readv, and then the sums of the other slices. The ranks' values are
+// added in the order of the ranks, so the result does not depend on the rank that computes it.
 //
-// Between hosts, each slice is reduced by ranks with the same place on their hosts: each host gets one
-// part of the sums of all hosts, adds them in the order of the hosts, and sends the result to all. So
-// every host sends and receives 2 (n - 1) / n of the tensor over n hosts, whatever the number of its
-// ranks. A ring of all ranks sends more as soon as a host has several: its neighbours in the ring are on
-// other hosts. See BlueConnect (https://arxiv.org/abs/1908.11645) and Open MPI's coll/han. Chunks are
-// pipelined, so that a host adds the next one while the network has the last.
+// Between hosts, each slice is reduced by the ranks with the same local rank: each host receives one part
+// of the sums of all hosts, adds these sums in the order of the hosts, and sends the result to all hosts.
+// So over n hosts every host sends and receives 2 (n - 1) / n of the tensor, whatever the number of its
+// ranks. A ring over R ranks sends 2 (R - 1) / R of the tensor through each host's link, which is more if
+// hosts have several ranks. See BlueConnect (https://arxiv.org/abs/1908.11645) and Open MPI's coll/han.
+// Chunks are pipelined: a host sums the next chunk while the network transfers the last one.
 //
-// With Wire::kInt8 the parts and the results go to other hosts as blocks of 8-bit integers
-// (int8_blocks.h). The host that computes a result uses the decoded blocks, too, so that all ranks get
-// the same bits.
+// With Wire::kInt8 the parts and the results are sent as blocks of 8-bit integers (int8_blocks.h). The
+// host that computes a result also decodes its own blocks, so all ranks get the same bits.
 
 #ifndef HVDKIT_HOST_ALLREDUCE_H
 #define HVDKIT_HOST_ALLREDUCE_H
@@ -35,16 +35,16 @@ class GroupAllreduce {
       : group_(group), peers_(group.peers()), progress_(group.progress()) {}
 
   // Whether `run` can be called for a tensor of this size. The same on all ranks.
-  bool serves(size_t bytes) const { return peers_.hosts() == 1 || bytes >= HostGroup::kSmallest; }
+  bool serves(size_t bytes) const { return peers_.hosts() == 1 || bytes >= HostGroup::kMinTwoLevelBytes; }
 
-  // Computes output = factor x (sum of the inputs of all ranks). The output may be the input. Returns
-  // false on all ranks, and does nothing, where the memory of a rank is not within reach; never if
+  // Computes output = factor x (sum of the inputs of all ranks). The output may be the input. If the
+  // other ranks cannot read a rank's memory, does nothing and returns false on all ranks; never if
   // memory outside of the arenas can be read.
-  // Throws std::exception where a rank has died or does not answer.
+  // Throws std::exception if a rank has died or does not answer.
   bool run(const void* input, void* output, size_t count, Element element, double factor,
            Wire wire) {
     const size_t bytes = count * size_of(element);
-    if (bytes <= kSmall) {
+    if (bytes <= kMaxBoardBytes) {
       small(input, output, count, element, factor);
       return true;
     }
@@ -83,10 +83,10 @@ class GroupAllreduce {
   // The slice of a rank of this host, in elements. Ranks beyond the number of those on the smallest
   // host have none.
   Slice slice(const Job& job, size_t member, size_t count) const {
-    if (member >= peers_.slices()) {
+    if (member >= peers_.min_local_size()) {
       return {count, 0};
     }
-    return part(job, count, member, peers_.slices());
+    return part(job, count, member, peers_.min_local_size());
   }
 
   // Part `index` of `parts` of `count` elements. It begins with a block of int8_blocks.h, and so with a
@@ -99,13 +99,13 @@ class GroupAllreduce {
     return {begin, end - begin};
   }
 
-  // A tensor of at most kSmall bytes: each rank adds up the boards of all.
+  // A tensor of at most kMaxBoardBytes bytes: each rank adds up the boards of all.
   void small(const void* input, void* output, size_t count, Element element, double factor) {
     sum_to_all(element, group_.post_small(input, count * size_of(element)), {output}, count, factor);
   }
 
   void reduce(const Job& job, size_t count) {
-    auto own = slice(job, (size_t)peers_.here(), count);
+    auto own = slice(job, (size_t)peers_.local_rank(), count);
     if (peers_.hosts() > 1) {
       reduce_between_hosts(job, own);
     } else {
@@ -119,7 +119,7 @@ class GroupAllreduce {
     }
     // The others cannot write to this rank's memory: it reads their sums.
     for (size_t step = 1; step < peers_.size(); ++step) {
-      size_t i = ((size_t)peers_.here() + step) % peers_.size();
+      size_t i = ((size_t)peers_.local_rank() + step) % peers_.size();
       for_chunks(job, slice(job, i, count), [&](size_t begin, size_t n) {
         group_.read(i, own_output(job, begin), job.posts[i].output + begin * job.size, n * job.size);
       });
@@ -136,7 +136,7 @@ class GroupAllreduce {
   }
 
   char* own_output(const Job& job, size_t begin) const {
-    return (char*)job.posts[(size_t)peers_.here()].output + begin * job.size;
+    return (char*)job.posts[(size_t)peers_.local_rank()].output + begin * job.size;
   }
 
   // Adds a chunk of the tensors of this host, into the own output, or into all of them.
@@ -157,7 +157,7 @@ class GroupAllreduce {
     } else {
       scratch_.resize(kChunk * peers_.size());
       for (size_t i = 0; i < peers_.size(); ++i) {
-        if ((int)i == peers_.here()) {
+        if ((int)i == peers_.local_rank()) {
           inputs[i] = (char*)job.posts[i].input + begin * job.size;
         } else {
           char* copy = scratch_.data() + kChunk * i;
@@ -177,7 +177,7 @@ class GroupAllreduce {
 
   // -- Between hosts -------------------------------------------------------------------------------
 
-  // A chunk on its way.
+  // A chunk in flight.
   struct Flight {
     size_t number = 0, begin = 0, count = 0;
     std::vector<char> received;  // this host's part of the sums of the others, in their order
@@ -188,7 +188,7 @@ class GroupAllreduce {
   void reduce_between_hosts(const Job& job, Slice own) {
     const size_t chunk = (job.wire == Wire::kInt8 ? kInt8Chunk : kNetworkChunk) / job.size;
     const size_t chunks = (own.count + chunk - 1) / chunk;
-    // The thread of another rank may have to wait for a core. So several chunks are on their way.
+    // Keep several chunks in flight: the thread of another rank may have to wait for a core.
     constexpr size_t kLag = 2;
     Flight flights[2 * kLag + 1];
     auto flight_of = [&](size_t k) -> Flight& { return flights[k % (2 * kLag + 1)]; };
@@ -261,7 +261,7 @@ class GroupAllreduce {
   // Adds this host's part of the chunk over all hosts, and sends the result to all.
   void send_results(const Job& job, Flight& flight) {
     flight.parts->wait();
-    // The parts are sent from where the results of the other hosts will be.
+    // The results of the other hosts will overwrite the memory that is being sent.
     flight.sums->wait();
     progress_.check();
     const Slice own = part_of(job, flight, peers_.host());
@@ -318,7 +318,7 @@ class GroupAllreduce {
       });
     }
     for (size_t i = 0; job.shared && i < peers_.size(); ++i) {
-      if ((int)i != peers_.here()) {
+      if ((int)i != peers_.local_rank()) {
         std::memcpy(in_arena(job, i, flight.begin), own_output(job, flight.begin),
                     flight.count * job.size);
       }

@@ -1,4 +1,4 @@
-// The ranks that reduce together, by host, and how they reach each other's memory. Part of hvdkit
+// The ranks of a collective by host, and their access to each other's memory. Part of hvdkit
 // (Apache-2.0).
 
 #ifndef HVDKIT_HOST_GROUP_H
@@ -27,8 +27,8 @@ class HostGroup {
   HostGroup(const HostGroup&) = delete;
   HostGroup& operator=(const HostGroup&) = delete;
 
-  // Connects the ranks. All ranks call it, and all get the same answer: "", or why no ranks share
-  // memory. `exchange` may throw.
+  // Connects the ranks. A collective. Returns "", or the reason why no ranks share memory, the same
+  // on all ranks. `exchange` may throw.
   std::string connect(bool flat, const HostPeers::Exchange& exchange) {
     auto why = peers_.connect(flat, exchange);
     connected_ = peers_.same_version();
@@ -44,12 +44,12 @@ class HostGroup {
   HostProgress& progress() { return progress_; }
   Network& network() { return *network_; }
 
-  // The offset in this rank's arena, or kElsewhere.
+  // The offset in this rank's arena, or kElsewhere if the memory is not in the arena.
   uint64_t offset_of(const void* memory, size_t bytes) const {
     return peers_.shared() ? Arena::instance().offset_of(memory, bytes) : Board::kElsewhere;
   }
 
-  // Tells the other ranks of this host where a tensor is. Returns the posts of all of them.
+  // Publishes the addresses of a tensor to the other ranks of this host. Returns those of all ranks.
   std::vector<Board::Post> post(const void* input, void* output, uint64_t offset) {
     progress_.check();
     const size_t at = operation_++ & 1;
@@ -63,8 +63,8 @@ class HostGroup {
     return posts;
   }
 
-  // Copies at most kSmall bytes to the own board. Returns where those of all ranks of this host are,
-  // until the collective after the next one.
+  // Copies at most kMaxBoardBytes to this rank's board. Returns the addresses of the copies of all ranks
+  // of this host. They are valid until the collective after the next one.
   std::vector<const void*> post_small(const void* input, size_t bytes) {
     progress_.check();
     const size_t at = operation_++ & 1;
@@ -96,7 +96,7 @@ class HostGroup {
     }
   }
 
-  // Calls `call`. If it throws, the other ranks of the host do not wait for this one.
+  // Calls `call`. If it throws, the other ranks of the host stop waiting for this one.
   template <typename Call>
   void guarded(Call call) {
     try {
@@ -107,13 +107,13 @@ class HostGroup {
     }
   }
 
-  // Bytes. A chunk of a sum stays in the cache.
+  // Bytes. The chunks of one sum fit into the cache.
   static constexpr size_t kChunk = 256 << 10;
-  // Between hosts, smaller tensors take less time in a ring of all ranks.
-  static constexpr size_t kSmallest = 64 << 10;
+  // Bytes. Between hosts, a ring over all ranks is faster for smaller tensors.
+  static constexpr size_t kMinTwoLevelBytes = 64 << 10;
 
  private:
-  Board& own_board() const { return peers_.board((size_t)peers_.here()); }
+  Board& own_board() const { return peers_.board((size_t)peers_.local_rank()); }
 
   HostPeers peers_;
   HostProgress progress_;

@@ -1,4 +1,4 @@
-// Memory of a rank that the other ranks of its host map, too. Part of hvdkit (Apache-2.0).
+// Memory that the ranks of a host share. Part of hvdkit (Apache-2.0).
 
 #ifndef HVDKIT_HOST_MEMORY_H
 #define HVDKIT_HOST_MEMORY_H
@@ -35,12 +35,13 @@ auto restarted(Call call) -> decltype(call()) {
   return result;
 }
 
-// Tensors up to this size, in bytes, are copied to the board; they need no shared memory of their own.
-constexpr size_t kSmall = 1024;
+// Tensors up to this size, in bytes, are copied to the board, wherever they are.
+constexpr size_t kMaxBoardBytes = 1024;
 
-// The first bytes of a rank's memory. The other ranks of the host read it to see how far the rank is.
+// Control data at the beginning of a rank's shared memory: the rank's progress, and the addresses of its
+// current tensor. The other ranks of the host read it.
 struct Board {
-  // The addresses of one tensor. `offset` is that in the rank's arena, or kElsewhere.
+  // The addresses of one tensor. `offset` is its offset in the rank's arena, or kElsewhere.
   struct Post {
     uint64_t offset, input, output;
   };
@@ -50,17 +51,17 @@ struct Board {
   alignas(64) std::atomic<uint32_t> progress;  // a futex
   std::atomic<uint32_t> waiters;               // threads that sleep until `progress` changes
   std::atomic<uint32_t> failed;
-  // Two of each, because a rank may post its next tensor while another one still reads the last.
+  // Two of each: a rank may post its next tensor while another rank still reads the previous one.
   alignas(64) Post posts[2];
-  alignas(64) char small[2][kSmall];
+  alignas(64) char small[2][kMaxBoardBytes];
 };
-static_assert(ATOMIC_INT_LOCK_FREE == 2, "boards are shared between processes");
+static_assert(ATOMIC_INT_LOCK_FREE == 2, "atomic<uint32_t> must be lock-free: processes share it");
 
 // The shared memory of this process, from which buckets are allocated.
 //
-// It is an anonymous file (memfd): no name that could stay behind, and no limit of /dev/shm. Its
-// address space is reserved at once, and its pages when they are allocated, because a page that
-// cannot be had later would end the process with SIGBUS.
+// It is an anonymous file (memfd), which has no name that could be left behind and does not count
+// against the size of /dev/shm. The address space is reserved at once. Pages are reserved when they are
+// allocated: if the system had no page at the first access, the process would end with SIGBUS.
 class Arena {
  public:
   // Never destroyed: tensors may outlive the static objects at the process's end.
@@ -70,7 +71,8 @@ class Arena {
   }
 
   // Replaces the memory by new memory with the same content at the same addresses, so that processes
-  // that have mapped the old memory can no longer change it. Returns "" or why there is none.
+  // that have mapped the old memory can no longer change it. Returns "", or the reason why shared
+  // memory is not available.
   std::string renew(size_t ranks) {
     std::lock_guard<std::mutex> guard(mutex_);
     shared_ = false;
@@ -92,7 +94,7 @@ class Arena {
       close(file_);
     }
     file_ = file;
-    // No block is allocated or released while the process forks.
+    // Do not allocate or release blocks while the process forks.
     static const int registered = pthread_atfork([] { instance().mutex_.lock(); },
                                                  [] { instance().mutex_.unlock(); },
                                                  [] { instance().in_child(); });
@@ -104,13 +106,13 @@ class Arena {
   size_t capacity() const { return capacity_; }
   Board& board() const { return *reinterpret_cast<Board*>(base_); }
 
-  // Whether the other ranks have mapped the memory. Only then is any allocated.
+  // Sets whether the other ranks have mapped the memory. `allocate` returns memory only if they have.
   void share(bool shared) {
     std::lock_guard<std::mutex> guard(mutex_);
     shared_ = shared;
   }
 
-  // Returns zeroed memory of whole pages, or null where there is none.
+  // Returns zeroed memory of whole pages, or null if there is none.
   void* allocate(size_t bytes) {
     if (child_.load() || bytes == 0) {
       return nullptr;
@@ -182,7 +184,8 @@ class Arena {
     return inside ? offset : Board::kElsewhere;
   }
 
-  // Closes a file in a forked child. The array must not be moved while the process may fork.
+  // Sets the descriptors that a forked child closes; null for none. The vector must stay at its address
+  // while the process may fork.
   void close_in_child(const std::vector<int>* files) { files_of_group_.store(files); }
 
  private:
@@ -198,7 +201,7 @@ class Arena {
     return restarted([&] { return fallocate(file, 0, (off_t)offset, (off_t)size); }) == 0;
   }
 
-  // Address space costs nothing, but each rank maps that of all ranks of its host.
+  // Address space is free, but each rank maps the memory of all ranks of its host.
   static size_t capacity_for(size_t ranks) {
     size_t memory = (size_t)sysconf(_SC_PHYS_PAGES) * page();
     return pages(std::min({memory, (size_t)256 << 30, ((size_t)32 << 40) / std::max<size_t>(ranks, 1)}));
@@ -247,10 +250,10 @@ class Arena {
     return "";
   }
 
-  // A forked child, such as a worker of a DataLoader, must not change the gradients of its parent, nor
-  // keep the connections open by which the other ranks notice the parent's death. Only the blocks in
-  // use are mapped: a system that does not overcommit counts private memory at once. A child's own child
-  // inherits what the child has.
+  // A forked child, such as a worker of a DataLoader, must not change the gradients of its parent. It
+  // must not keep the connections open either: the other ranks detect the parent's death by their end.
+  // Only the blocks in use are mapped, because a system without overcommit counts private memory at
+  // once. A child of the child inherits the child's mappings.
   void in_child() {
     if (child_.exchange(true)) {
       mutex_.unlock();

@@ -9,7 +9,7 @@
 
 namespace hvdkit {
 
-// Sends and receives parts of one piece of memory.
+// Sends and receives slices of one contiguous buffer.
 class Channel {
  public:
   virtual ~Channel() = default;
@@ -19,8 +19,8 @@ class Channel {
   virtual void send(int rank, uint32_t tag, size_t offset, size_t bytes) = 0;
   virtual void receive(int rank, uint32_t tag, size_t offset, size_t bytes) = 0;
 
-  // Waits until all of it is done. Throws std::exception where a connection breaks or a rank does not
-  // answer.
+  // Waits until all messages are sent and received. Throws std::exception if a connection breaks or a
+  // rank does not answer.
   virtual void wait() = 0;
 };
 

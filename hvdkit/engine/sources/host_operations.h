@@ -1,4 +1,4 @@
-// Horovod's operations for collectives that know which ranks share a host. Part of hvdkit (Apache-2.0).
+// The two-level collectives as operations of Horovod. Part of hvdkit (Apache-2.0).
 
 #ifndef HVDKIT_HOST_OPERATIONS_H
 #define HVDKIT_HOST_OPERATIONS_H
@@ -54,7 +54,7 @@ class HostCollectives {
  public:
   explicit HostCollectives(hvd::HorovodGlobalState* state) : state_(state) {}
 
-  // Connects the ranks. All ranks call it, at the end of the initialization.
+  // Connects the ranks. A collective, at the end of the initialization.
   void connect() {
     auto& controller = *state_->global_controller;
     const char* collectives = std::getenv("HVDKIT_COLLECTIVES");
@@ -70,14 +70,14 @@ class HostCollectives {
     flat_reason_ = reason;
   }
 
-  // Ends the connections, before those end that they use.
+  // Closes the connections. To be called before Horovod closes its own.
   void disconnect() {
     std::lock_guard<std::mutex> guard(mutex_);
     group_.reset();
     flat_reason_ = "Horovod is not initialized";
   }
 
-  // Why all collectives are flat; "" if buckets are reduced in the memory of the host.
+  // The reason why all collectives are flat; "" if buckets are reduced in shared memory.
   std::string flat_reason() const {
     std::lock_guard<std::mutex> guard(mutex_);
     return flat_reason_;
@@ -93,8 +93,8 @@ class HostCollectives {
   HostGroup* group() const { return group_.get(); }
 
  private:
-  // How long a rank may not answer. MPI waits for ever, and so do collectives beside it. A rank that has
-  // ended is noticed in any case.
+  // The time in which a rank must answer. MPI itself has no such limit, so over MPI it is as good as
+  // infinite. A rank that has ended is detected in any case.
   static std::chrono::seconds timeout_for(hvd::LibType controller) {
     if (const char* seconds = std::getenv("HOROVOD_GLOO_TIMEOUT_SECONDS")) {
       return std::chrono::seconds(std::max(std::atol(seconds), 1L));
@@ -121,8 +121,8 @@ class HostCollectives {
   std::string flat_reason_ = "Horovod is not initialized";
 };
 
-// Base class of the operations. It passes tensors out of the group's reach to the operation that would
-// be used without it.
+// Base class of the operations. If the group cannot serve a tensor, `flat` passes the tensor to the first
+// enabled operation of Horovod.
 template <typename Operation>
 class HostOperation : public Operation {
  public:
@@ -131,7 +131,7 @@ class HostOperation : public Operation {
       : Operation(state), collectives_(std::move(collectives)), flat_(std::move(flat)) {}
 
  protected:
-  // The same on all ranks: it depends on the response and on what they agreed about in `connect`.
+  // The same on all ranks: it depends only on the response and on the result of `connect`.
   bool serves(const std::vector<hvd::TensorTableEntry>& entries, Wire wire) const {
     return collectives_->group() && collectives_->group()->serves(wire) &&
            entries[0].device == CPU_DEVICE_ID && entries[0].process_set_id == 0;
@@ -185,7 +185,7 @@ class HostAllreduce : public HostOperation<hvd::AllreduceOp> {
     return serves(entries, wire_of(entries, response)) && sums(response) &&
            element_of(entries[0].tensor->dtype(), element) &&
            GroupAllreduce(group()).serves(elements(entries) * size_of(element)) &&
-           // `Execute` scales before it knows whether the memory of all ranks is within reach.
+           // `Execute` scales before it can find out that a rank's memory cannot be read.
            (group().peers().readable() ||
             (entries.size() == 1 && response.prescale_factor() == 1.0));
   }

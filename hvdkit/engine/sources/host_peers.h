@@ -24,23 +24,23 @@
 
 namespace hvdkit {
 
-// One rank's part of what all ranks tell each other before they connect.
-struct Introduction {
+// What a rank sends to all ranks before the ranks of each host connect.
+struct RankInfo {
   static constexpr uint64_t kVersion = 2;
   uint64_t version = kVersion;
   uint64_t host = 0;     // a hash of the boot id and the network namespace
   uint64_t socket = 0;   // the name of the rank's socket
   uint64_t secret = 0;   // proves that a connection is of this job
-  uint64_t refused = 0;  // a Refusal
+  uint64_t flat_reason = 0;  // a FlatReason
 };
 
-// Why a rank shares no memory with the others of its host.
-enum Refusal : uint64_t { kNone, kRequested, kNoMemory, kNoSocket, kNotConnected, kCannotRead };
+// Why a rank cannot share memory with the other ranks of its host.
+enum FlatReason : uint64_t { kNone, kRequested, kNoMemory, kNoSocket, kNotConnected, kCannotRead };
 
 class HostPeers {
  public:
   using Clock = std::chrono::steady_clock;
-  // Replaces the words of all ranks by their bitwise or, which every rank gets.
+  // An allreduce of the words, in place: their bitwise or.
   using Exchange = std::function<void(std::vector<long long>&)>;
 
   HostPeers(int rank, int size, std::chrono::milliseconds timeout)
@@ -50,55 +50,55 @@ class HostPeers {
   HostPeers& operator=(const HostPeers&) = delete;
   ~HostPeers() { disconnect(); }
 
-  // Connects the ranks of each host. All ranks call it, and all get the same answer: "", or why no
-  // ranks share memory. Then each rank counts as a host of its own. `exchange` may throw.
+  // Connects the ranks of each host. A collective. Returns "", or the reason why no ranks share memory,
+  // the same on all ranks; then each rank counts as a host of its own. `exchange` may throw.
   std::string connect(bool flat, const Exchange& exchange) {
-    Introduction own;
+    RankInfo own;
     std::string detail;
     if (flat) {
-      own.refused = kRequested;
+      own.flat_reason = kRequested;
     } else if (size_ > 1) {
-      own = introduce(detail);
+      own = prepare(detail);
     }
     auto all = gather(own, exchange);
     for (int rank = 0; rank < size_; ++rank) {
       same_version_ = same_version_ && all[rank].version == own.version;
     }
     for (int rank = 0; rank < size_; ++rank) {
-      if (all[rank].refused) {
-        return separate(reason(rank, (Refusal)all[rank].refused, detail));
+      if (all[rank].flat_reason) {
+        return fall_back(reason(rank, (FlatReason)all[rank].flat_reason, detail));
       }
       if (all[rank].version != own.version) {
-        return separate("rank " + std::to_string(rank) + " has another version of the engine");
+        return fall_back("rank " + std::to_string(rank) + " has another version of the engine");
       }
     }
     if (size_ == 1) {
-      return separate("there is one rank");
+      return fall_back("there is one rank");
     }
     find_hosts(all);
-    if (most_ == 1) {
-      return separate("each rank is on a host of its own");
+    if (max_local_size_ == 1) {
+      return fall_back("each rank is on a host of its own");
     }
     // A second exchange, because a rank may have failed to connect.
-    Verdict mine;
+    ConnectResult mine;
     try {
-      meet(all);
+      connect_local_ranks(all);
     } catch (const std::runtime_error& error) {
       detail = error.what();
-      mine.refused = kNotConnected;
+      mine.flat_reason = kNotConnected;
     }
-    mine.cannot_read = !mine.refused && !can_read(all);
+    mine.cannot_read = !mine.flat_reason && !can_read(all);
     if (mine.cannot_read && hosts_.size() > 1) {
-      // Otherwise a tensor might be within reach on one host, and not on another one.
-      mine.refused = kCannotRead;
+      // Otherwise the ranks of one host could read a tensor, and those of another host could not.
+      mine.flat_reason = kCannotRead;
     }
-    auto verdicts = gather(mine, exchange);
+    auto results = gather(mine, exchange);
     readable_ = true;
     for (int rank = 0; rank < size_; ++rank) {
-      if (verdicts[rank].refused) {
-        return separate(reason(rank, (Refusal)verdicts[rank].refused, detail));
+      if (results[rank].flat_reason) {
+        return fall_back(reason(rank, (FlatReason)results[rank].flat_reason, detail));
       }
-      readable_ = readable_ && !verdicts[rank].cannot_read;
+      readable_ = readable_ && !results[rank].cannot_read;
     }
     Arena::instance().share(true);
     shared_ = true;
@@ -110,7 +110,7 @@ class HostPeers {
     Arena::instance().share(false);
     Arena::instance().close_in_child(nullptr);
     for (size_t i = 0; i < boards_.size(); ++i) {
-      if ((int)i != here_ && boards_[i]) {
+      if ((int)i != local_rank_ && boards_[i]) {
         munmap(boards_[i], capacities_[i]);
       }
       boards_[i] = nullptr;
@@ -122,28 +122,28 @@ class HostPeers {
   // Whether the ranks of a host share memory. If not, each rank counts as a host of its own.
   bool shared() const { return shared_; }
 
-  // Whether memory outside of the arenas can be read, too.
+  // Whether ranks of a host can also read each other's memory outside of the arenas.
   bool readable() const { return readable_; }
 
   // Whether all ranks have the same version of these sources.
   bool same_version() const { return same_version_; }
 
   size_t size() const { return boards_.size(); }  // ranks of this host
-  int here() const { return here_; }              // the place of this rank among them
+  int local_rank() const { return local_rank_; }  // the index of this rank among them
   int rank_of(size_t member) const { return members()[member]; }
   size_t hosts() const { return hosts_.size(); }
   size_t host() const { return host_; }      // this host
-  size_t slices() const { return slices_; }  // the fewest ranks of a host
+  size_t min_local_size() const { return min_local_size_; }  // the fewest ranks of a host
 
-  // The rank with this one's place on another host. Only for places below `slices`.
-  int counterpart(size_t host) const { return hosts_[host][(size_t)here_]; }
+  // The rank of another host with the same local rank. Only for local ranks below `min_local_size`.
+  int counterpart(size_t host) const { return hosts_[host][(size_t)local_rank_]; }
 
-  // The rank of another host that serves the one with the place `member` on this host.
+  // The rank of another host that communicates for local rank `member` of this host.
   int partner(size_t host, size_t member) const {
     return hosts_[host][member % hosts_[host].size()];
   }
 
-  // The ranks of another host whose partner here has the place `member`.
+  // The ranks of another host for which local rank `member` of this host communicates.
   std::vector<int> served_by(size_t host, size_t member) const {
     std::vector<int> ranks;
     for (size_t place = member; place < hosts_[host].size(); place += size()) {
@@ -152,7 +152,7 @@ class HostPeers {
     return ranks;
   }
 
-  // Calls call(host) for the other hosts, beginning after this one.
+  // Calls call(host) for the other hosts, in the order of their numbers, beginning after this one.
   template <typename Call>
   void for_other_hosts(Call call) const {
     for (size_t step = 1; step < hosts_.size(); ++step) {
@@ -160,7 +160,7 @@ class HostPeers {
     }
   }
 
-  // The first bytes of a rank's memory, which its arena follows.
+  // The control data at the beginning of a rank's shared memory.
   Board& board(size_t member) const { return *boards_[member]; }
 
   // Whether the host has a core for each of its ranks.
@@ -172,7 +172,7 @@ class HostPeers {
     return poll(&file, 1, 0) > 0 && (file.revents & (POLLRDHUP | POLLHUP | POLLERR));
   }
 
-  // Copies another rank's memory. Returns "" or what is wrong.
+  // Copies another rank's memory. Returns "" or the error.
   std::string read(size_t member, void* into, uint64_t from, size_t bytes) const {
     // The kernel copies at most 2 GiB in one call.
     for (size_t done = 0; done < bytes;) {
@@ -188,11 +188,11 @@ class HostPeers {
   }
 
  private:
-  struct Verdict {
-    uint64_t refused = 0, cannot_read = 0;
+  struct ConnectResult {
+    uint64_t flat_reason = 0, cannot_read = 0;
   };
 
-  struct Hello {
+  struct Handshake {
     uint64_t secret;
     int64_t member;
     uint64_t capacity;
@@ -239,20 +239,20 @@ class HostPeers {
     return parts;
   }
 
-  Introduction introduce(std::string& detail) {
-    Introduction own;
+  RankInfo prepare(std::string& detail) {
+    RankInfo own;
     own.host = hash(content_of("/proc/sys/kernel/random/boot_id") + link_of("/proc/self/ns/net"));
     own.socket = draw();
     own.secret = draw();
     detail = Arena::instance().renew(size_);
     if (!detail.empty()) {
-      own.refused = kNoMemory;
+      own.flat_reason = kNoMemory;
       return own;
     }
     auto& board = Arena::instance().board();
     board.token[0] = own.socket;
     board.token[1] = own.secret;
-    // Open MPI asks for this, too: Yama lets no process read another one that is not its child.
+    // Yama allows a process to read only its children. Open MPI sets this, too.
     if (content_of("/proc/sys/kernel/yama/ptrace_scope").substr(0, 1) == "1") {
       prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
     }
@@ -262,12 +262,12 @@ class HostPeers {
     if (listener_ < 0 || bind(listener_, (sockaddr*)&address, length) != 0 ||
         listen(listener_, SOMAXCONN) != 0) {
       detail = std::string("Unix socket: ") + std::strerror(errno);
-      own.refused = kNoSocket;
+      own.flat_reason = kNoSocket;
     }
     return own;
   }
 
-  // An abstract socket: a name in the network namespace, with no file behind it.
+  // The address of an abstract socket: a name in the network namespace, without a file.
   static sockaddr_un address_of(uint64_t name, socklen_t& length) {
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
@@ -277,9 +277,9 @@ class HostPeers {
     return address;
   }
 
-  std::string reason(int rank, Refusal refusal, const std::string& detail) const {
+  std::string reason(int rank, FlatReason reason_code, const std::string& detail) const {
     std::string text = "rank " + std::to_string(rank) + " ";
-    switch (refusal) {
+    switch (reason_code) {
       case kRequested:
         return text + "has HVDKIT_COLLECTIVES=flat";
       case kNoMemory:
@@ -298,7 +298,7 @@ class HostPeers {
   }
 
   // Makes each rank a host of its own.
-  std::string separate(const std::string& why) {
+  std::string fall_back(const std::string& why) {
     disconnect();
     hosts_.clear();
     for (int rank = 0; rank < size_; ++rank) {
@@ -306,7 +306,7 @@ class HostPeers {
     }
     host_ = (size_t)rank_;
     place(0, own_board_);
-    slices_ = most_ = 1;
+    min_local_size_ = max_local_size_ = 1;
     readable_ = true;
     return why;
   }
@@ -314,7 +314,7 @@ class HostPeers {
   const std::vector<int>& members() const { return hosts_[host_]; }
 
   // Groups the ranks by host: hosts in the order of their first ranks, ranks in order.
-  void find_hosts(const std::vector<Introduction>& all) {
+  void find_hosts(const std::vector<RankInfo>& all) {
     hosts_.clear();
     std::map<uint64_t, size_t> known;
     for (int rank = 0; rank < size_; ++rank) {
@@ -325,34 +325,34 @@ class HostPeers {
       hosts_[found.first->second].push_back(rank);
     }
     host_ = known[all[rank_].host];
-    int here = (int)(std::find(members().begin(), members().end(), rank_) - members().begin());
-    slices_ = most_ = members().size();
+    int local_rank = (int)(std::find(members().begin(), members().end(), rank_) - members().begin());
+    min_local_size_ = max_local_size_ = members().size();
     for (auto& ranks : hosts_) {
-      slices_ = std::min(slices_, ranks.size());
-      most_ = std::max(most_, ranks.size());
+      min_local_size_ = std::min(min_local_size_, ranks.size());
+      max_local_size_ = std::max(max_local_size_, ranks.size());
     }
-    place(here, Arena::instance().board());
+    place(local_rank, Arena::instance().board());
   }
 
-  void place(int here, Board& board) {
-    here_ = here;
+  void place(int local_rank, Board& board) {
+    local_rank_ = local_rank;
     files_.assign(members().size(), -1);
     boards_.assign(members().size(), nullptr);
     pids_.assign(members().size(), 0);
     addresses_.assign(members().size(), 0);
     capacities_.assign(members().size(), 0);
-    boards_[here_] = &board;
+    boards_[local_rank_] = &board;
     cpu_set_t cores;
     enough_cores_ = sched_getaffinity(0, sizeof cores, &cores) == 0 &&
                     (size_t)CPU_COUNT(&cores) >= members().size();
   }
 
-  // Connects to the ranks of the host below this one, and lets those above connect. Throws
+  // Connects to the lower local ranks, and accepts the connections of the higher ones. Throws
   // std::runtime_error.
-  void meet(const std::vector<Introduction>& all) {
-    // Sooner than the exchange gives up in which the other ranks wait.
+  void connect_local_ranks(const std::vector<RankInfo>& all) {
+    // Earlier than the timeout of the exchange in which the other ranks wait.
     auto deadline = Clock::now() + std::min<Clock::duration>(timeout_ / 2, std::chrono::seconds(10));
-    for (int i = 0; i < here_; ++i) {
+    for (int i = 0; i < local_rank_; ++i) {
       int rank = members()[i];
       socklen_t length;
       auto address = address_of(all[rank].socket, length);
@@ -370,16 +370,16 @@ class HostPeers {
       if (pids_[i] < 0) {
         throw std::runtime_error("rank " + std::to_string(rank) + " belongs to another user");
       }
-      send_hello(files_[i], all[rank].secret);
+      send_handshake(files_[i], all[rank].secret);
     }
-    for (size_t missing = members().size() - 1 - (size_t)here_; missing > 0;) {
+    for (size_t missing = members().size() - 1 - (size_t)local_rank_; missing > 0;) {
       pollfd waiting{listener_, POLLIN, 0};
       auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
       if (left.count() <= 0) {
         throw std::runtime_error(std::to_string(missing) + " ranks have not connected");
       }
       if (poll(&waiting, 1, (int)left.count()) <= 0) {
-        continue;  // the time is over, or a signal came
+        continue;  // the deadline, or a signal
       }
       int file = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
       if (file < 0) {
@@ -389,33 +389,33 @@ class HostPeers {
         throw std::runtime_error(std::string("accept: ") + std::strerror(errno));
       }
       int arena = -1;
-      Hello hello{};
+      Handshake handshake{};
       limit(file, deadline);
-      // Every process of the network namespace can connect. Only ranks of this job are let in.
+      // Every process of the network namespace can connect. Accept only ranks of this job.
       pid_t pid = owner_of(file);
-      bool known = pid >= 0 && receive_hello(file, hello, arena) &&
-                   hello.secret == all[rank_].secret && hello.member > here_ &&
-                   hello.member < (int64_t)members().size() && files_[hello.member] < 0;
+      bool known = pid >= 0 && receive_handshake(file, handshake, arena) &&
+                   handshake.secret == all[rank_].secret && handshake.member > local_rank_ &&
+                   handshake.member < (int64_t)members().size() && files_[handshake.member] < 0;
       if (!known) {
         close_file(file);
         close_file(arena);
         continue;
       }
-      size_t i = (size_t)hello.member;
+      size_t i = (size_t)handshake.member;
       files_[i] = file;
       pids_[i] = pid;
-      map(i, hello, arena, all);
-      send_hello(file, all[members()[i]].secret);
+      map(i, handshake, arena, all);
+      send_handshake(file, all[members()[i]].secret);
       --missing;
     }
-    for (int i = 0; i < here_; ++i) {
+    for (int i = 0; i < local_rank_; ++i) {
       int arena = -1;
-      Hello hello{};
-      if (!receive_hello(files_[i], hello, arena) || hello.secret != all[rank_].secret) {
+      Handshake handshake{};
+      if (!receive_handshake(files_[i], handshake, arena) || handshake.secret != all[rank_].secret) {
         close_file(arena);
         throw std::runtime_error("rank " + std::to_string(members()[i]) + " has not answered");
       }
-      map((size_t)i, hello, arena, all);
+      map((size_t)i, handshake, arena, all);
     }
     close_file(listener_);
     Arena::instance().close_in_child(&files_);
@@ -429,8 +429,8 @@ class HostPeers {
     setsockopt(file, SOL_SOCKET, SO_SNDTIMEO, &time, sizeof time);
   }
 
-  // Returns the process at the other end, 0 where it is in another namespace of processes, and -1
-  // where it is another user's.
+  // Returns the process id of the peer; 0 if the peer is in another process namespace, -1 if it
+  // belongs to another user.
   static pid_t owner_of(int file) {
     ucred owner{};
     socklen_t length = sizeof owner;
@@ -438,9 +438,9 @@ class HostPeers {
     return known && owner.uid == geteuid() ? owner.pid : -1;
   }
 
-  void send_hello(int file, uint64_t secret) {
-    Hello hello{secret, here_, Arena::instance().capacity(), (uint64_t)boards_[here_]};
-    iovec content{&hello, sizeof hello};
+  void send_handshake(int file, uint64_t secret) {
+    Handshake handshake{secret, local_rank_, Arena::instance().capacity(), (uint64_t)boards_[local_rank_]};
+    iovec content{&handshake, sizeof handshake};
     alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
     msghdr message{};
     message.msg_iov = &content;
@@ -453,13 +453,13 @@ class HostPeers {
     header->cmsg_len = CMSG_LEN(sizeof(int));
     int arena = Arena::instance().file();
     std::memcpy(CMSG_DATA(header), &arena, sizeof arena);
-    if (restarted([&] { return sendmsg(file, &message, MSG_NOSIGNAL); }) != (ssize_t)sizeof hello) {
+    if (restarted([&] { return sendmsg(file, &message, MSG_NOSIGNAL); }) != (ssize_t)sizeof handshake) {
       throw std::runtime_error(std::string("sendmsg: ") + std::strerror(errno));
     }
   }
 
-  static bool receive_hello(int file, Hello& hello, int& arena) {
-    iovec content{&hello, sizeof hello};
+  static bool receive_handshake(int file, Handshake& handshake, int& arena) {
+    iovec content{&handshake, sizeof handshake};
     alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
     msghdr message{};
     message.msg_iov = &content;
@@ -471,39 +471,40 @@ class HostPeers {
     if (header && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
       std::memcpy(&arena, CMSG_DATA(header), sizeof arena);
     }
-    return got == (ssize_t)sizeof hello && arena >= 0;
+    return got == (ssize_t)sizeof handshake && arena >= 0;
   }
 
-  void map(size_t member, const Hello& hello, int arena, const std::vector<Introduction>& all) {
+  void map(size_t member, const Handshake& handshake, int arena, const std::vector<RankInfo>& all) {
     const int rank = members()[member];
     struct stat facts;
     int seals = fcntl(arena, F_GET_SEALS);
-    bool fits = fstat(arena, &facts) == 0 && (uint64_t)facts.st_size == hello.capacity &&
-                hello.capacity >= sizeof(Board) && seals >= 0 && (seals & F_SEAL_SHRINK);
+    bool fits = fstat(arena, &facts) == 0 && (uint64_t)facts.st_size == handshake.capacity &&
+                handshake.capacity >= sizeof(Board) && seals >= 0 && (seals & F_SEAL_SHRINK);
     void* base = MAP_FAILED;
     if (fits) {
-      base = mmap(nullptr, hello.capacity, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, arena, 0);
+      base = mmap(nullptr, handshake.capacity, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, arena, 0);
     }
     close(arena);
     if (base == MAP_FAILED) {
       throw std::runtime_error("the memory of rank " + std::to_string(rank) + " cannot be mapped");
     }
-    madvise(base, hello.capacity, MADV_DONTDUMP);
-    // A forked child has no use for it.
-    madvise(base, hello.capacity, MADV_DONTFORK);
+    madvise(base, handshake.capacity, MADV_DONTDUMP);
+    // A forked child does not use it.
+    madvise(base, handshake.capacity, MADV_DONTFORK);
     boards_[member] = static_cast<Board*>(base);
-    addresses_[member] = hello.board;
-    capacities_[member] = hello.capacity;
+    addresses_[member] = handshake.board;
+    capacities_[member] = handshake.capacity;
     if (boards_[member]->token[0] != all[rank].socket ||
         boards_[member]->token[1] != all[rank].secret) {
-      throw std::runtime_error("the memory of rank " + std::to_string(rank) + " is another one's");
+      throw std::runtime_error("the shared memory that rank " + std::to_string(rank) +
+                               " sent belongs to another process");
     }
   }
 
   // Whether this rank may read the memory of all others. Containers and Yama may forbid it.
-  bool can_read(const std::vector<Introduction>& all) const {
+  bool can_read(const std::vector<RankInfo>& all) const {
     for (size_t i = 0; i < boards_.size(); ++i) {
-      if ((int)i == here_) {
+      if ((int)i == local_rank_) {
         continue;
       }
       const int rank = members()[i];
@@ -531,9 +532,9 @@ class HostPeers {
   int listener_ = -1;
   std::vector<std::vector<int>> hosts_;  // the ranks of each host
   size_t host_ = 0;
-  int here_ = 0;
-  size_t slices_ = 1, most_ = 1;         // the fewest and the most ranks of a host
-  Board own_board_{};                    // of a rank that shares no memory
+  int local_rank_ = 0;
+  size_t min_local_size_ = 1, max_local_size_ = 1;  // the fewest and the most ranks of a host
+  Board own_board_{};                    // if no ranks share memory
   // Of the ranks of this host:
   std::vector<int> files_;               // connections; -1 for this rank
   std::vector<Board*> boards_;

@@ -16,7 +16,7 @@ namespace hvdkit {
 
 // Counts the steps of each rank of the host. The counters are in shared memory, and only their owner
 // writes them, as in Open MPI's coll/xhc and in MPICH's release-gather. Every call that waits throws
-// std::runtime_error where a rank has died or does not answer.
+// std::runtime_error if a rank has died or does not answer.
 class HostProgress {
  public:
   using Clock = std::chrono::steady_clock;
@@ -26,7 +26,7 @@ class HostProgress {
 
   // Ends a step of this rank.
   void advance() {
-    Board& own = peers_.board((size_t)peers_.here());
+    Board& own = peers_.board((size_t)peers_.local_rank());
     ++step_;
     own.progress.store(step_);
     if (own.waiters.load() > 0) {
@@ -34,7 +34,7 @@ class HostProgress {
     }
   }
 
-  // Ends a step, and waits until all ranks of the host have done as many.
+  // Ends a step, and waits until all ranks of the host have ended as many.
   void synchronize() {
     advance();
     for (size_t i = 0; i < peers_.size(); ++i) {
@@ -45,13 +45,13 @@ class HostProgress {
   // Waits until another rank has done as many steps as this one.
   void await(size_t member) {
     wait_for(member);
-    // A rank sets its mark of failure before its later steps, which do not count.
+    // A failed rank may advance after it has set `failed`; those steps do not count.
     if (peers_.board(member).failed.load()) {
       fail(member, kFailed);
     }
   }
 
-  // Throws where a rank of the host has failed, so that no rank waits for one that has given up.
+  // Throws if a rank of the host has failed, so that no rank waits for a failed one.
   void check() {
     for (size_t i = 0; i < peers_.size(); ++i) {
       if (peers_.board(i).failed.load()) {
@@ -66,11 +66,11 @@ class HostProgress {
                              std::to_string(peers_.rank_of(member)) + " " + what);
   }
 
-  // Tells the other ranks of the host that this one takes no further part.
+  // Marks this rank as failed, for the other ranks of the host.
   void abandon() {
-    Board& own = peers_.board((size_t)peers_.here());
+    Board& own = peers_.board((size_t)peers_.local_rank());
     own.failed.store(1);
-    // A stopped rank that continues may still add to the memory of this one: no new tensor goes there.
+    // A stopped rank may continue later and still write to this rank's memory: allocate no tensor there.
     Arena::instance().share(false);
     futex(own.progress, FUTEX_WAKE, INT32_MAX, nullptr);
   }
@@ -90,7 +90,7 @@ class HostProgress {
     auto begin = Clock::now();
     Clock::duration waited{};
     if (peers_.enough_cores()) {
-      // Longer than a switch between threads takes, but not so long that others miss the core.
+      // Longer than a context switch, but not so long that other threads starve.
       while (Clock::now() - begin < std::chrono::microseconds(20)) {
         if (reached(member)) {
           return;
@@ -111,7 +111,7 @@ class HostProgress {
       }
       check();
       for (size_t other = 0; other < peers_.size(); ++other) {
-        if ((int)other != peers_.here() && peers_.ended(other) && !reached(other)) {
+        if ((int)other != peers_.local_rank() && peers_.ended(other) && !reached(other)) {
           fail(other, "has ended");
         }
       }

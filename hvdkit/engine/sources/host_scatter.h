@@ -1,10 +1,11 @@
-// Reducescatter and allgather that know which ranks share a host. Part of hvdkit (Apache-2.0).
+// Reducescatter and allgather in two levels, like host_allreduce.h. Part of hvdkit (Apache-2.0).
 //
-// Each rank has one part of a tensor, of any size. Reducescatter: a rank adds its part of the tensors of
-// its host itself. The parts of ranks of other hosts are added on this host by the rank with the same
-// place, and sent to the owner, which adds those of all hosts in their order. Allgather: a rank sends its
-// part to the rank with the same place on each other host, from which the others of that host read it.
-// So each host sends and receives (n - 1) / n of the tensor over n hosts.
+// Each rank owns one part of a tensor, of any size. Reducescatter: a rank sums its part over the ranks of
+// its host. For an owner on another host, the rank with the same local rank sums the part over this host,
+// and sends the sum to the owner. The owner adds the sums of all hosts in the order of the hosts.
+// Allgather: a rank sends its part to the rank with the same local rank on each other host; the other
+// ranks of that host read it from there. So over n hosts each host sends and receives (n - 1) / n of the
+// tensor.
 //
 // The sums are those of host_allreduce.h, bit by bit.
 
@@ -41,15 +42,15 @@ class GroupReducescatter {
       : group_(group), peers_(group.peers()), progress_(group.progress()) {}
 
   // Whether `run` can be called for a tensor of this size. The same on all ranks.
-  bool serves(size_t bytes) const { return peers_.hosts() == 1 || bytes >= HostGroup::kSmallest; }
+  bool serves(size_t bytes) const { return peers_.hosts() == 1 || bytes >= HostGroup::kMinTwoLevelBytes; }
 
-  // Computes output = factor x (sum of this rank's part of the inputs of all ranks). The output is other
-  // memory than the input. Returns false on all ranks, and does nothing, where the memory of a rank is
-  // not within reach. Throws std::exception where a rank has died or does not answer.
+  // Computes output = factor x (sum of this rank's part of the inputs of all ranks). The output does not
+  // overlap the input. If the other ranks cannot read a rank's memory, does nothing and returns false on
+  // all ranks. Throws std::exception if a rank has died or does not answer.
   bool run(const void* input, void* output, const Parts& parts, Element element, double factor) {
     const size_t size = size_of(element), bytes = parts.total() * size;
     const Slice own{parts.begin(rank()), parts.count(rank())};
-    if (bytes <= kSmall) {
+    if (bytes <= kMaxBoardBytes) {
       auto inputs = group_.post_small(input, bytes);
       for (auto& each : inputs) {
         each = (const char*)each + own.begin * size;
@@ -87,9 +88,9 @@ class GroupReducescatter {
     size_t size;  // of an element
   };
 
-  int rank() const { return peers_.rank_of((size_t)peers_.here()); }
+  int rank() const { return peers_.rank_of((size_t)peers_.local_rank()); }
 
-  // Adds a slice of the inputs of this host.
+  // Sums a slice of the inputs over the ranks of this host.
   void add_on_host(const Job& job, Slice slice, void* output, double factor) {
     const size_t chunk = HostGroup::kChunk / job.size;
     std::vector<const void*> inputs(peers_.size());
@@ -99,7 +100,7 @@ class GroupReducescatter {
       for (size_t i = 0; i < peers_.size(); ++i) {
         if (job.shared) {
           inputs[i] = group_.in_arena(i, job.posts[i].offset) + at;
-        } else if ((int)i == peers_.here()) {
+        } else if ((int)i == peers_.local_rank()) {
           inputs[i] = (const char*)job.posts[i].input + at;
         } else {
           scratch_.resize(HostGroup::kChunk * peers_.size());
@@ -113,7 +114,7 @@ class GroupReducescatter {
     }
   }
 
-  // The sums of one rank of another host, on their way to it.
+  // The sums for one rank of another host, while they are being sent.
   struct Parcel {
     std::vector<char> sums;
     std::unique_ptr<Channel> channel;
@@ -125,12 +126,12 @@ class GroupReducescatter {
     std::vector<char> received(bytes * peers_.hosts());
     auto arrivals = group_.network().channel(received.data(), received.size());
     peers_.for_other_hosts([&](size_t host) {
-      const int from = peers_.partner(host, (size_t)peers_.here());
+      const int from = peers_.partner(host, (size_t)peers_.local_rank());
       arrivals->receive(from, kTag, host * bytes, bytes);
     });
     std::vector<Parcel> parcels;
     peers_.for_other_hosts([&](size_t host) {
-      for (int owner : peers_.served_by(host, (size_t)peers_.here())) {
+      for (int owner : peers_.served_by(host, (size_t)peers_.local_rank())) {
         parcels.emplace_back();
         auto& parcel = parcels.back();
         parcel.sums.resize(parts.count(owner) * job.size);
@@ -151,7 +152,7 @@ class GroupReducescatter {
     }
   }
 
-  static constexpr uint32_t kTag = 1 << 13;  // beyond those of GroupAllreduce
+  static constexpr uint32_t kTag = 1 << 13;  // GroupAllreduce uses smaller tags
 
   HostGroup& group_;
   HostPeers& peers_;
@@ -166,27 +167,27 @@ class GroupAllgather {
 
   // Whether `run` can be called for so many bytes in all. The same on all ranks.
   bool serves(size_t bytes) const {
-    return peers_.readable() && (peers_.hosts() == 1 || bytes >= HostGroup::kSmallest);
+    return peers_.readable() && (peers_.hosts() == 1 || bytes >= HostGroup::kMinTwoLevelBytes);
   }
 
   // Writes the inputs of all ranks one after the other to the output. `parts` are in bytes.
-  // Throws std::exception where a rank has died or does not answer.
+  // Throws std::exception if a rank has died or does not answer.
   void run(const void* input, void* output, const Parts& parts) {
     auto posts = group_.post(input, output, Board::kElsewhere);
     group_.guarded([&] {
-      const int rank = peers_.rank_of((size_t)peers_.here());
+      const int rank = peers_.rank_of((size_t)peers_.local_rank());
       auto at = [&](int owner) { return (char*)output + parts.begin(owner); };
       auto arrivals = group_.network().channel(output, parts.total());
       auto departures = group_.network().channel(const_cast<void*>(input), parts.count(rank));
       peers_.for_other_hosts([&](size_t host) {
-        for (int owner : peers_.served_by(host, (size_t)peers_.here())) {
+        for (int owner : peers_.served_by(host, (size_t)peers_.local_rank())) {
           arrivals->receive(owner, kTag, parts.begin(owner), parts.count(owner));
         }
-        departures->send(peers_.partner(host, (size_t)peers_.here()), kTag, 0, parts.count(rank));
+        departures->send(peers_.partner(host, (size_t)peers_.local_rank()), kTag, 0, parts.count(rank));
       });
       std::memcpy(at(rank), input, parts.count(rank));
       for (size_t step = 1; step < peers_.size(); ++step) {
-        const size_t i = ((size_t)peers_.here() + step) % peers_.size();
+        const size_t i = ((size_t)peers_.local_rank() + step) % peers_.size();
         const int owner = peers_.rank_of(i);
         if (parts.count(owner)) {
           group_.read(i, at(owner), posts[i].input, parts.count(owner));
@@ -204,10 +205,10 @@ class GroupAllgather {
   }
 
  private:
-  // Reads the parts of other hosts that other ranks of this host have received.
+  // Reads, from the other ranks of this host, the parts that they have received from other hosts.
   void read_from_others(const std::vector<Board::Post>& posts, void* output, const Parts& parts) {
     for (size_t step = 1; step < peers_.size(); ++step) {
-      const size_t i = ((size_t)peers_.here() + step) % peers_.size();
+      const size_t i = ((size_t)peers_.local_rank() + step) % peers_.size();
       peers_.for_other_hosts([&](size_t host) {
         for (int owner : peers_.served_by(host, i)) {
           if (parts.count(owner)) {

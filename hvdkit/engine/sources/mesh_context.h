@@ -25,7 +25,7 @@ class MeshContext : public gloo::Context {
     setTimeout(timeout);
   }
 
-  // Connects this rank with all others. Returns false where the server has no such rendezvous.
+  // Connects this rank with all others. Returns false if the server has no such rendezvous.
   // Throws gloo::IoException.
   bool connect(const std::string& host, int port, const std::string& key, const std::string& scope,
                std::shared_ptr<gloo::transport::Device>& device) {

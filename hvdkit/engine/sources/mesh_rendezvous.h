@@ -49,7 +49,7 @@ class HttpRequest {
   HttpRequest(const HttpRequest&) = delete;
   HttpRequest& operator=(const HttpRequest&) = delete;
 
-  // Throws std::runtime_error where no complete answer comes before the deadline.
+  // Throws std::runtime_error if no complete answer arrives before the deadline.
   Answer perform(const std::string& method, const std::string& path, const std::string& key,
                  const char* body, size_t length) {
     connect_to_server();
@@ -173,7 +173,7 @@ class MeshRendezvous {
       : host_(host), port_(port), key_(key), rank_(rank), size_(size) {
     std::random_device random;
     std::ostringstream path;
-    // Of two parts, which is what the server of `horovodrun` takes.
+    // Two components, scope and key, as the server of `horovodrun` requires.
     path << "/mesh/" << size << "." << std::hex << random() << random() << std::dec << "." << rank
          << "." << scope;
     path_ = path.str();
@@ -183,8 +183,8 @@ class MeshRendezvous {
   // ranks), and puts into `theirs` the addresses of the others that are meant for this rank, in
   // the same order.
   //
-  // Returns false where the server does not know such requests: `horovodrun` has one of its own.
-  // Throws std::runtime_error when the server cannot be reached, or not all ranks have come.
+  // Returns false if the server does not support such requests: `horovodrun` has a server of its own.
+  // Throws std::runtime_error if the server cannot be reached, or not all ranks have sent addresses.
   bool exchange(const std::vector<char>& own, std::chrono::milliseconds timeout,
                 std::vector<std::vector<char>>& theirs) {
     const auto deadline = Clock::now() + timeout;
@@ -224,7 +224,7 @@ class MeshRendezvous {
       const auto left =
           std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
       const std::string path = path_ + "?" + std::to_string(std::max<long long>(left, 0));
-      // The server says first that time is over, because it knows which ranks are missing.
+      // 10 s longer than the server: its timeout answer names the missing ranks.
       return HttpRequest(host_, port_, deadline + std::chrono::seconds(10))
           .perform("GET", path, key_, nullptr, 0);
     });

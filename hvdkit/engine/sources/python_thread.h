@@ -8,7 +8,7 @@
 namespace hvdkit {
 
 // Gives the calling thread a Python thread state for as long as it runs, without Python's lock (GIL).
-// Does nothing where no Python is running. Waits for the GIL.
+// Does nothing if no Python interpreter is running. Waits for the GIL.
 //
 // PyTorch takes the GIL to free a tensor, which Horovod's thread does after each collective. A thread
 // without a state creates one each time, under a lock of Python's but without the GIL. If another

@@ -246,7 +246,7 @@ def test_bfloat16_adasum_is_refused(hvd):
     own = torch.ones(3, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="Adasum does not support bfloat16"):
         hvd.allreduce(own, op=hvd.Adasum, name="bfloat16 adasum")
-    # Nothing of it is left: its name is free, and the ranks go on.
+    # Its name can be used again, and the ranks continue.
     total = hvd.allreduce(own, op=hvd.Sum, name="bfloat16 adasum")
     assert total.tolist() == [hvd.size()] * 3
 

@@ -1,0 +1,131 @@
+"""The flight recorder of the engine: the last collectives of this rank, for a verdict on a hang.
+
+The engine records every collective (`hvdkit/engine/sources/recorder.h`). With HVDKIT_RECORD_DIR, it
+writes the record and the stacks of all threads to `rank-N.json` in that folder:
+
+- if a collective fails;
+- if a collective waits, and none has ended for HVDKIT_STALL_TIMEOUT seconds;
+- on SIGUSR2, and if the file `request` in the folder is touched.
+
+`hvdkit run` sets the folder. `hvdkit.faults` reads the files.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import math
+import os
+import signal
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from hvdkit.errors import UsageError
+
+#: The folder for records.
+FOLDER_VARIABLE = "HVDKIT_RECORD_DIR"
+#: Seconds without progress after which a record is written; 0 for never.
+STALL_VARIABLE = "HVDKIT_STALL_TIMEOUT"
+STALL_SECONDS = 60.0
+
+_log = logging.getLogger(__name__)
+_SIGNAL = signal.SIGUSR2
+
+
+class Recorder:
+    """The engine's flight recorder.
+
+    Args:
+        library: the loaded extension of Horovod.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        # faulthandler writes to its descriptor, so the file must stay open.
+        self._stacks: IO[bytes] | None = None
+
+    def describe(self, name: str, text: str) -> None:
+        """Set the text for a collective in verdicts, such as the parameters of a bucket.
+
+        Args:
+            name: the name of the collective, without the prefix of the framework.
+            text: what it reduces.
+        """
+        if call := self._function("describe"):
+            call(name.encode(), text.encode(errors="replace"))
+
+    def watch(self, rank: int, size: int, environ: Mapping[str, str] = os.environ) -> None:
+        """Start to write records, if HVDKIT_RECORD_DIR is set.
+
+        Raises:
+            UsageError: HVDKIT_STALL_TIMEOUT is not a number of seconds.
+        """
+        stall = stall_seconds(environ)
+        folder = environ.get(FOLDER_VARIABLE)
+        call = self._function("watch")
+        if not folder or call is None:
+            return
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            stacks = self._register(Path(folder) / f"rank-{rank}.stacks")
+        except OSError as error:
+            _log.warning("%s: %s. No records are written.", folder, error.strerror)
+            return
+        call(
+            os.fsencode(folder),
+            rank,
+            size,
+            socket.gethostname().encode(),
+            ctypes.c_double(stall),
+            stacks,
+            int(_SIGNAL),
+        )
+
+    def unwatch(self) -> None:
+        """Stop to write records. Collectives are still recorded."""
+        if call := self._function("unwatch"):
+            call()
+        if self._stacks is not None:
+            faulthandler.unregister(_SIGNAL)
+            signal.signal(_SIGNAL, signal.SIG_DFL)
+            self._stacks.close()
+            self._stacks = None
+
+    def _register(self, path: Path) -> int:
+        """Let the signal write all stacks to `path`. Return the descriptor; -1 for none."""
+        if self._stacks is None:
+            if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
+                return -1  # the script uses the signal
+            # The engine reads what faulthandler writes.
+            self._stacks = path.open("w+b", buffering=0)
+            # Unlike a handler in Python, it also runs while the GIL is held.
+            faulthandler.register(_SIGNAL, self._stacks, all_threads=True, chain=False)
+        return self._stacks.fileno()
+
+    def _function(self, name: str) -> Any:
+        return getattr(self._library, f"horovod_hvdkit_{name}", None)
+
+
+def stall_seconds(environ: Mapping[str, str]) -> float:
+    """Return the seconds without progress after which a record is written; 0 for never.
+
+    Raises:
+        UsageError: HVDKIT_STALL_TIMEOUT is not a number of seconds.
+    """
+    text = environ.get(STALL_VARIABLE)
+    if text is None:
+        disabled = environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0")
+        return 0.0 if disabled else STALL_SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise UsageError(
+            f"{STALL_VARIABLE} is {text!r}: expected a number of seconds, or 0 to write no record "
+            f"of a stall"
+        )
+    return seconds

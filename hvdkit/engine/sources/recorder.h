@@ -1,0 +1,320 @@
+// A flight recorder: the last collectives of this rank, and those that are not complete. Part of hvdkit
+// (Apache-2.0).
+//
+// Every collective of every framework is recorded when it is enqueued and when it ends. `watch` starts a
+// thread that writes the record to a file: when a collective fails, when no collective ends for some time
+// while others wait, and on request. The thread does not need Python's GIL, so it also works while Python
+// hangs. The format of the file is described in hvdkit/faults/records.py.
+
+#ifndef HVDKIT_RECORDER_H
+#define HVDKIT_RECORDER_H
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace hvdkit {
+
+class Recorder {
+ public:
+  using Clock = std::chrono::system_clock;
+
+  // Never destroyed: the background thread may outlive the static objects at the process's end.
+  static Recorder& instance() {
+    static auto* recorder = new Recorder;
+    return *recorder;
+  }
+
+  // Records a collective that is enqueued. Returns its number, for `end`.
+  uint64_t begin(const std::string& name, int operation, int set, int dtype, uint64_t bytes) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    const uint64_t number = ++last_;
+    uint64_t call = 0;
+    auto known = calls_.find(name);
+    if (known != calls_.end()) {
+      call = ++known->second;
+    } else if (calls_.size() < kNames) {
+      call = calls_[name] = 1;
+    }
+    open_.emplace(number, Entry{name, call, operation, set, dtype, bytes, Clock::now(), {}});
+    return number;
+  }
+
+  // Records that a collective has ended; `error` is empty after a success.
+  void end(uint64_t number, const std::string& error) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    auto found = open_.find(number);
+    if (found == open_.end()) {
+      return;
+    }
+    found->second.ended = progress_ = Clock::now();
+    if (!error.empty() && error_.empty()) {
+      error_ = error;
+      failed_ = found->second.name;
+      // Now, because the process may end before the thread wakes up.
+      write("error");
+    }
+    if (ring_.size() < kEntries) {
+      ring_.push_back(std::move(found->second));
+    } else {
+      ring_[next_] = std::move(found->second);
+      next_ = (next_ + 1) % kEntries;
+    }
+    open_.erase(found);
+  }
+
+  // Sets what the name of a collective stands for, such as the parameters of a bucket.
+  void describe(const std::string& name, const std::string& text) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    labels_[name] = text;
+  }
+
+  // Starts to write records to `directory`. A second call replaces the settings of the first.
+  //
+  //   stall   seconds without the end of a collective after which a record is written
+  //   stacks  a file to which a signal handler appends the stacks of all threads; -1 for none
+  //   number  the signal of the handler
+  //   groups  returns the ranks of the process sets as JSON, {"0": [0, 1]}; empty ranks for all
+  void watch(const std::string& directory, int rank, int size, const std::string& host, double stall,
+             int stacks, int number, std::string (*groups)()) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    path_ = directory + "/rank-" + std::to_string(rank) + ".json";
+    request_ = directory + "/request";
+    rank_ = rank;
+    size_ = size;
+    host_ = host;
+    stall_ = stall;
+    stacks_ = stacks;
+    signal_ = number;
+    groups_ = groups;
+    progress_ = Clock::now();
+    error_.clear();
+    written_ = length_of_stacks();
+    struct stat facts;
+    requested_ = stat(request_.c_str(), &facts) == 0 ? stamp(facts) : 0;
+    if (process_ != getpid()) {
+      // Signals of the script's are not for this thread.
+      sigset_t all, before;
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &before);
+      std::thread([this] { run(); }).detach();
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      process_ = getpid();
+    }
+  }
+
+  // Ends the writing of records. The collectives are still recorded.
+  void unwatch() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    path_.clear();
+  }
+
+ private:
+  struct Entry {
+    std::string name;
+    uint64_t call;  // the number of calls of this name up to this one; 0 if it was not counted
+    int operation, set, dtype;
+    uint64_t bytes;
+    Clock::time_point enqueued, ended;
+  };
+
+  // Scripts may make new names in each step, so the number of counted names is limited.
+  static constexpr size_t kEntries = 1000, kNames = 4096;
+  static constexpr auto kPeriod = std::chrono::milliseconds(200);
+
+  void run() {
+    while (true) {
+      std::this_thread::sleep_for(kPeriod);
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (path_.empty()) {
+        continue;
+      }
+      struct stat facts;
+      const uint64_t request = stat(request_.c_str(), &facts) == 0 ? stamp(facts) : 0;
+      const char* reason = nullptr;
+      if (request > requested_) {
+        requested_ = request;
+        reason = "request";
+      } else if (stalled()) {
+        told_ = progress_;
+        reason = "stall";
+      } else if (length_of_stacks() > written_) {
+        reason = "signal";
+      }
+      if (!reason) {
+        continue;
+      }
+      const bool signalled = reason[0] == 's' && reason[1] == 'i';
+      if (stacks_ >= 0 && !signalled) {
+        kill(getpid(), signal_);
+      }
+      // Time for the handler; and none of the lock for collectives to wait for.
+      lock.unlock();
+      std::this_thread::sleep_for(kPeriod);
+      lock.lock();
+      if (!path_.empty()) {
+        write(reason);
+      }
+    }
+  }
+
+  // Whether a collective waits, none has ended for `stall_` seconds, and this was not reported.
+  bool stalled() const {
+    if (open_.empty() || stall_ <= 0 || told_ == progress_) {
+      return false;
+    }
+    const auto limit = std::chrono::duration<double>(stall_);
+    const auto now = Clock::now();
+    return now - progress_ > limit && now - open_.begin()->second.enqueued > limit;
+  }
+
+  static uint64_t stamp(const struct stat& facts) {
+    return (uint64_t)facts.st_mtim.tv_sec * 1000000000ull + (uint64_t)facts.st_mtim.tv_nsec;
+  }
+
+  off_t length_of_stacks() const {
+    struct stat facts;
+    return stacks_ >= 0 && fstat(stacks_, &facts) == 0 ? facts.st_size : 0;
+  }
+
+  // Writes the record to a temporary file, and renames it.
+  void write(const char* reason) {
+    if (path_.empty()) {
+      return;
+    }
+    const std::string text = json(reason);
+    const std::string draft = path_ + ".tmp";
+    int file = open(draft.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    if (file < 0) {
+      return;
+    }
+    size_t done = 0;
+    while (done < text.size()) {
+      ssize_t wrote = ::write(file, text.data() + done, text.size() - done);
+      if (wrote < 0 && errno == EINTR) {
+        continue;
+      }
+      if (wrote <= 0) {
+        break;
+      }
+      done += (size_t)wrote;
+    }
+    close(file);
+    if (done < text.size() || rename(draft.c_str(), path_.c_str()) != 0) {
+      unlink(draft.c_str());
+    }
+  }
+
+  std::string json(const char* reason) {
+    std::string text = "{\"version\": 1, \"rank\": " + std::to_string(rank_) +
+                       ", \"size\": " + std::to_string(size_) + ", \"host\": " + quoted(host_) +
+                       ", \"pid\": " + std::to_string(getpid()) + ", \"reason\": " + quoted(reason) +
+                       ", \"time\": " + seconds(Clock::now()) + ", \"error\": " + quoted(error_) +
+                       ", \"failed\": " + quoted(failed_) + ", \"groups\": " +
+                       groups_() + ",\n\"labels\": {";
+    const char* separator = "";
+    for (auto& label : labels_) {
+      text += separator + quoted(label.first) + ": " + quoted(label.second);
+      separator = ",\n ";
+    }
+    text += "},\n\"calls\": {";
+    separator = "";
+    for (auto& entry : calls_) {
+      text += separator + quoted(entry.first) + ": " + std::to_string(entry.second);
+      separator = ", ";
+    }
+    text += "},\n\"open\": [";
+    separator = "";
+    for (auto& entry : open_) {
+      text += separator + json(entry.second);
+      separator = ",\n ";
+    }
+    text += "],\n\"done\": [";
+    separator = "";
+    for (size_t i = 0; i < ring_.size(); ++i) {
+      text += separator + json(ring_[(next_ + i) % ring_.size()]);
+      separator = ",\n ";
+    }
+    return text + "],\n\"stacks\": " + quoted(new_stacks()) + "}\n";
+  }
+
+  static std::string json(const Entry& entry) {
+    return "{\"name\": " + quoted(entry.name) + ", \"call\": " + std::to_string(entry.call) +
+           ", \"operation\": " + std::to_string(entry.operation) +
+           ", \"set\": " + std::to_string(entry.set) + ", \"dtype\": " + std::to_string(entry.dtype) +
+           ", \"bytes\": " + std::to_string(entry.bytes) + ", \"enqueued\": " +
+           seconds(entry.enqueued) + ", \"ended\": " +
+           (entry.ended == Clock::time_point() ? "null" : seconds(entry.ended)) + "}";
+  }
+
+  // What the signal handler has written since the last record, at most 100 kB.
+  std::string new_stacks() {
+    const off_t length = length_of_stacks();
+    std::string text((size_t)std::min<off_t>(std::max<off_t>(length - written_, 0), 100000), '\0');
+    ssize_t got = text.empty() ? 0 : pread(stacks_, &text[0], text.size(), written_);
+    text.resize(got > 0 ? (size_t)got : 0);
+    written_ = length;
+    return text;
+  }
+
+  // Seconds since 1970, with microseconds.
+  static std::string seconds(Clock::time_point time) {
+    auto since = std::chrono::duration_cast<std::chrono::microseconds>(time.time_since_epoch()).count();
+    char text[40];
+    std::snprintf(text, sizeof text, "%lld.%06lld", (long long)since / 1000000,
+                  (long long)since % 1000000);
+    return text;
+  }
+
+  static std::string quoted(const std::string& text) {
+    std::string result = "\"";
+    for (unsigned char c : text) {
+      if (c == '"' || c == '\\') {
+        result += '\\';
+        result += (char)c;
+      } else if (c < 0x20 || c >= 0x7f) {
+        char code[8];
+        std::snprintf(code, sizeof code, "\\u%04x", c);
+        result += code;
+      } else {
+        result += (char)c;
+      }
+    }
+    return result + "\"";
+  }
+
+  std::mutex mutex_;
+  uint64_t last_ = 0;
+  std::map<uint64_t, Entry> open_;  // by number, so the oldest is first
+  std::vector<Entry> ring_;
+  size_t next_ = 0;
+  std::unordered_map<std::string, uint64_t> calls_;
+  std::map<std::string, std::string> labels_;
+  std::string (*groups_)() = nullptr;
+  Clock::time_point progress_, told_;
+  std::string path_, request_, host_, error_, failed_;
+  int rank_ = 0, size_ = 0, stacks_ = -1, signal_ = 0;
+  pid_t process_ = 0;
+  double stall_ = 0;
+  off_t written_ = 0;
+  uint64_t requested_ = 0;
+};
+
+}  // namespace hvdkit
+
+#endif  // HVDKIT_RECORDER_H

@@ -1,0 +1,7 @@
+"""Find out why a job hangs or failed, from the records of its ranks.
+
+records   the files that the engine's flight recorder writes, one per rank
+stacks    Python's stacks in a record
+verdict   which ranks wait for which collective, and what the missing ranks do
+command   `hvdkit why`
+"""

@@ -1,0 +1,145 @@
+"""`hvdkit why` and `hvdkit inspect`: explain a job from its records."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.faults import records, stacks
+from hvdkit.faults.record_folder import PREFIX, request
+from hvdkit.faults.records import Record
+from hvdkit.faults.verdict import describe_call, judge, timeline
+
+#: In the output folder of a start: the folder for records, and the states of the ranks' processes.
+FOLDER, STATES = "records", "states.json"
+_ERROR, _LATEST = "error.json", "latest"
+_ANSWER_SECONDS = 3.0
+_POLL_SECONDS = 0.1
+
+
+def why(folder: Path, count: int = 20) -> str:
+    """Return why a job hung or failed.
+
+    Args:
+        folder: a folder of `--output-dir`, the folder of one start in it, or a folder of records.
+        count: the number of collectives in the timeline.
+
+    Raises:
+        UsageError: the folder has no records and no failure.
+    """
+    start = folder / _LATEST if (folder / _LATEST).is_dir() else folder
+    place = start / FOLDER if (start / FOLDER).is_dir() else start
+    found = records.read(place)
+    failure = _failure(start / _ERROR)
+    if not found and failure is None:
+        raise UsageError(
+            f"{folder} has neither records nor the failure of a rank: expected a folder of "
+            f"`hvdkit run --output-dir`, or of HVDKIT_RECORD_DIR. A job that succeeded has none"
+        )
+    paragraphs = [failure] if failure else []
+    paragraphs += _explain(found, _states(place / STATES), count)
+    return "\n\n".join(paragraphs)
+
+
+def inspect_live(count: int = 20, folder: Path | None = None) -> str:
+    """Return what the ranks of running jobs on this host do.
+
+    Args:
+        count: the number of collectives in the timeline.
+        folder: the temporary folder of this machine; default that of Python.
+
+    Raises:
+        UsageError: no job of `hvdkit run` runs here.
+    """
+    jobs = sorted((folder or Path(tempfile.gettempdir())).glob(f"{PREFIX}*"))
+    paragraphs = []
+    for job in jobs:
+        found = _ask(job)
+        if found:
+            size = next(iter(found.values())).size
+            title = f"{len(found)} of {size} ranks are on this host."
+            paragraphs += [title, *_explain(found, {}, count)]
+    if not paragraphs:
+        raise UsageError(
+            "no ranks of `hvdkit run` answer on this host: expected a job of this user that has "
+            "called hvd.init()"
+        )
+    return "\n\n".join(paragraphs)
+
+
+def _ask(folder: Path) -> dict[int, Record]:
+    """Ask the ranks that write to `folder` for records, and return the answers."""
+    try:
+        ranks = {path.stem for path in folder.glob("rank-*.stacks")}
+        asked = time.time()
+        request(folder)
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            files = {p.stem for p in folder.glob("rank-*.json") if p.stat().st_mtime >= asked}
+            if ranks and files >= ranks:
+                break
+        found = records.read(folder)
+    except (OSError, HvdkitError):
+        return {}  # another user's, or of a job that has ended meanwhile
+    return {rank: record for rank, record in found.items() if record.time >= asked}
+
+
+def _explain(found: Mapping[int, Record], states: Mapping[int, str], count: int) -> Iterator[str]:
+    if not found:
+        return
+    failed = sorted((r for r in found.values() if r.error), key=lambda record: record.time)
+    if failed:
+        yield "\n".join(_failed_line(record) for record in failed)
+    if len(failed) < len(found):
+        size = next(iter(found.values())).size
+        yield judge(found, states, size).text
+    by_stack: dict[tuple[stacks.Frame, ...], list[int]] = {}
+    for rank, record in sorted(found.items()):
+        if frames := stacks.main_thread(record.stacks):
+            by_stack.setdefault(tuple(frames), []).append(rank)
+    for stack, ranks in by_stack.items():
+        shown = [f"{rank} ({found[rank].host}, process {found[rank].pid})" for rank in ranks[:4]]
+        more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+        title = (
+            f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}{more}, innermost call first:"
+        )
+        yield "\n".join([title, *(f"  {frame}" for frame in stack)])
+    if any(record.done or record.open for record in found.values()):
+        yield "\n".join(
+            ["The last collectives, and when each rank called them:", *timeline(found, count)]
+        )
+
+
+def _failed_line(record: Record) -> str:
+    calls = [*record.done, *record.open]
+    call = next((call for call in reversed(calls) if call.name == record.failed), None)
+    name = describe_call(call, record) if call is not None else record.failed
+    text = record.error.removeprefix("failed: ").splitlines()
+    return f"Rank {record.rank} on {record.host}: {name} failed: {text[0] if text else ''}"
+
+
+def _failure(path: Path) -> str | None:
+    """Return a line about the failure that ended the job; None if there was none."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        ending = content["signal"] or f"exit status {content['status']}"
+        error = content["exception"] or next(iter(content["last_lines"][-1:]), "")
+        host = content["host"]
+        return f"Rank {content['rank']} on {host} failed first: {ending}. {error}".rstrip()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise HvdkitError(f"cannot read {path}: {error}") from error
+
+
+def _states(path: Path) -> dict[int, str]:
+    try:
+        return {int(rank): str(state) for rank, state in json.loads(path.read_text()).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}

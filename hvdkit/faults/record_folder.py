@@ -1,0 +1,61 @@
+"""The folder on a host to which the host's ranks write their records."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+#: Ranks write a record when this file is touched.
+REQUEST = "request"
+#: The beginning of the folder's name.
+PREFIX = "hvdkit-records-"
+
+
+class RecordFolder:
+    """A folder for records. It is made on the first use of `path`."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        # The size and time of each file that `changed` has returned.
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    @property
+    def path(self) -> Path:
+        """The path of the folder, which only this user can read."""
+        if self._path is None:
+            self._path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        return self._path
+
+    def request(self) -> None:
+        """Ask the ranks for records."""
+        request(self.path)
+
+    def changed(self) -> Iterator[str]:
+        """Yield the records that were written since the last call."""
+        if self._path is None:
+            return
+        with contextlib.suppress(OSError):
+            for file in sorted(self._path.glob("rank-*.json")):
+                facts = file.stat()
+                stamp = facts.st_size, facts.st_mtime_ns
+                if self._seen.get(file.name) != stamp:
+                    self._seen[file.name] = stamp
+                    yield file.read_text(encoding="utf-8", errors="replace")
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        if self._path is not None:
+            shutil.rmtree(self._path, ignore_errors=True)
+            self._path = None
+
+
+def request(folder: Path) -> None:
+    """Ask the ranks that write to `folder` for records."""
+    with contextlib.suppress(OSError):
+        file = folder / REQUEST
+        file.touch()
+        os.utime(file)

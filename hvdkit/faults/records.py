@@ -1,0 +1,183 @@
+"""Read the records that the engine's flight recorder writes (`engine/sources/recorder.h`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvdkit.errors import HvdkitError
+
+#: The version of the format.
+VERSION = 1
+
+_FILE = re.compile(r"rank-(\d+)\.json")
+# Horovod's numbers of requests and data types (`common/message.h`).
+_OPERATIONS = (
+    "allreduce",
+    "allgather",
+    "broadcast",
+    "join",
+    "adasum",
+    "alltoall",
+    "barrier",
+    "reducescatter",
+)
+_DTYPES = (
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "bool",
+    "bfloat16",
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a collective on one rank.
+
+    Attributes:
+        name: the name, the same on all ranks.
+        number: the number of calls of this name up to this one; 0 if it was not counted.
+        operation: such as `allreduce`.
+        group: the id of the process set.
+        dtype: such as `float32`.
+        bytes: the size of the rank's tensor.
+        enqueued: the time of the call, in seconds since 1970.
+        ended: the time of the end; None while it waits.
+    """
+
+    name: str
+    number: int
+    operation: str
+    group: int
+    dtype: str
+    bytes: int
+    enqueued: float
+    ended: float | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """The record of one rank.
+
+    Attributes:
+        rank: the rank.
+        size: the number of ranks of the job.
+        host: the rank's hostname.
+        pid: its process id.
+        reason: why it was written: `stall`, `request`, `signal` or `error`.
+        time: when it was written, in seconds since 1970.
+        error: the error of the first collective that failed; empty if none did.
+        failed: the name of that collective.
+        groups: id of a process set -> its ranks; empty ranks for all.
+        labels: part of a collective's name -> what it reduces.
+        calls: name -> number of calls.
+        open: the collectives that wait, oldest first.
+        done: the last collectives that ended, oldest first.
+        stacks: the stacks of the process's threads, as faulthandler writes them.
+    """
+
+    rank: int
+    size: int
+    host: str
+    pid: int
+    reason: str
+    time: float
+    error: str = ""
+    failed: str = ""
+    groups: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    calls: Mapping[str, int] = field(default_factory=dict)
+    open: Sequence[Call] = ()
+    done: Sequence[Call] = ()
+    stacks: str = ""
+
+    def label(self, name: str) -> str | None:
+        """Return what a collective reduces, such as a bucket's parameters; None if not known."""
+        # A bucket may take several collectives: NAME, NAME.1, …
+        name += "."
+        return next((text for part, text in self.labels.items() if f"{part}." in name), None)
+
+    def members(self, group: int) -> Sequence[int]:
+        """Return the ranks of a process set."""
+        return self.groups.get(group) or range(self.size)
+
+
+def parse(text: str) -> Record:
+    """Return the record in `text`.
+
+    Raises:
+        HvdkitError: it is not a record of this version.
+    """
+    try:
+        content: dict[str, Any] = json.loads(text)
+        if content["version"] != VERSION:
+            raise HvdkitError(
+                f"the record has version {content['version']}: expected {VERSION}. Read it with "
+                f"the hvdkit that wrote it"
+            )
+        return Record(
+            rank=int(content["rank"]),
+            size=int(content["size"]),
+            host=str(content["host"]),
+            pid=int(content["pid"]),
+            reason=str(content["reason"]),
+            time=float(content["time"]),
+            error=str(content["error"]),
+            failed=str(content["failed"]),
+            groups={int(group): list(ranks) for group, ranks in content["groups"].items()},
+            labels=dict(content["labels"]),
+            calls=dict(content["calls"]),
+            open=[_call(call) for call in content["open"]],
+            done=[_call(call) for call in content["done"]],
+            stacks=str(content["stacks"]),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HvdkitError(f"not a record of a rank: {error!r}") from error
+
+
+def _call(content: Mapping[str, Any]) -> Call:
+    ended = content["ended"]
+    return Call(
+        name=str(content["name"]),
+        number=int(content["call"]),
+        operation=_named(_OPERATIONS, content["operation"]),
+        group=int(content["set"]),
+        dtype=_named(_DTYPES, content["dtype"]),
+        bytes=int(content["bytes"]),
+        enqueued=float(content["enqueued"]),
+        ended=None if ended is None else float(ended),
+    )
+
+
+def _named(names: Sequence[str], number: int) -> str:
+    return names[number] if 0 <= number < len(names) else str(number)
+
+
+def read(folder: Path) -> dict[int, Record]:
+    """Return the records in a folder, by rank.
+
+    Raises:
+        HvdkitError: the folder cannot be read, or a file in it is not a record.
+    """
+    found = {}
+    try:
+        for path in sorted(folder.iterdir()):
+            if match := _FILE.fullmatch(path.name):
+                try:
+                    found[int(match[1])] = parse(path.read_text(encoding="utf-8"))
+                except HvdkitError as error:
+                    raise HvdkitError(f"{path}: {error}") from error
+    except OSError as error:
+        raise HvdkitError(f"cannot read {error.filename or folder}: {error.strerror}") from error
+    return found

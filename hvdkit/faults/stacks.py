@@ -1,0 +1,107 @@
+"""Read the stacks that `faulthandler` writes."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+")
+_FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
+_LIBRARIES = (
+    sysconfig.get_paths()["stdlib"],
+    "site-packages",
+    "dist-packages",
+    "<frozen",
+    "/lib/python3",
+)
+# The file of TensorFlow's generated functions, and of `python -c`.
+_GENERATED = "<string>"
+#: Functions that wait for a collective: the end of a file's path, and the functions.
+_WAITS = {
+    "horovod/torch/mpi_ops.py": None,
+    "horovod/tensorflow/mpi_ops.py": None,
+    "hvdkit/torch/collectives.py": None,
+    "hvdkit/tensorflow/collectives.py": None,
+    "hvdkit/core/synchronizer.py": {"wait", "_finish", "_advance_bucket", "send", "make_plan"},
+}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One frame of a stack.
+
+    Attributes:
+        file: the path of the source file.
+        line: the line, from 1.
+        function: the name of the function.
+    """
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_library(self) -> bool:
+        """Whether the file belongs to Python, hvdkit or an installed package."""
+        if self.file == _GENERATED:
+            return self.function.startswith("horovod_")
+        return "/hvdkit/" in self.file or any(part in self.file for part in _LIBRARIES)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the function waits for a collective."""
+        if self.file == _GENERATED and self.function.startswith("horovod_"):
+            return True
+        for end, functions in _WAITS.items():
+            if self.file.endswith(end) and (functions is None or self.function in functions):
+                return True
+        return False
+
+    def __str__(self) -> str:
+        source = linecache.getline(self.file, self.line).strip()
+        return f"{self.file}:{self.line} in {self.function}" + (f": {source}" if source else "")
+
+
+def main_thread(text: str) -> Sequence[Frame]:
+    """Return the frames of the main thread, innermost first; empty if they are not known.
+
+    The kernel prefers the main thread for a signal to the process, so it is the current thread.
+    """
+    return next((frames for current, frames in _threads(text) if current), [])
+
+
+def has_other_thread(text: str) -> bool:
+    """Return whether another thread than the main thread runs the user's code."""
+    others = (frames for current, frames in _threads(text) if not current)
+    return any(not frame.is_library for frames in others for frame in frames)
+
+
+def _threads(text: str) -> list[tuple[bool, list[Frame]]]:
+    """Return whether a thread is the current one, and its frames, for each thread.
+
+    If the text has several dumps, the threads of the last one come first.
+    """
+    found: list[tuple[bool, list[Frame]]] = []
+    for line in text.splitlines():
+        if thread := _THREAD.match(line):
+            found.append((thread[1] == "Current thread", []))
+        elif found and (frame := _FRAME.fullmatch(line)):
+            found[-1][1].append(Frame(frame[1], int(frame[2]), frame[3]))
+    # faulthandler writes the current thread last.
+    ends = [i for i, (current, _) in enumerate(found) if current]
+    begin = ends[-2] + 1 if len(ends) > 1 else 0
+    return found[begin:]
+
+
+def own_frame(frames: Sequence[Frame]) -> Frame | None:
+    """Return the innermost frame of the user's code; without one, the innermost frame."""
+    own = (frame for frame in frames if not frame.is_library)
+    return next(own, frames[0] if frames else None)
+
+
+def waits(frames: Sequence[Frame]) -> bool:
+    """Return whether the thread waits for a collective."""
+    return any(frame.waits for frame in frames[:8])

@@ -1,0 +1,258 @@
+"""Say which ranks wait for which collective, which ranks are missing, and what those do.
+
+A collective ends only after every rank of its process set has called it. So if a rank waits for
+call n of a collective, and another rank has made fewer calls of it, the other rank is missing.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdkit.faults import stacks
+from hvdkit.faults.records import Call, Record
+
+#: The most ranks that are described one by one.
+_SHOWN = 4
+#: A process state as /proc names it -> a text.
+STOPPED = "stopped"
+ENDED = "ended"
+
+
+# The names of hvdkit's own collectives -> what they do.
+_OWN = {
+    re.compile(pattern): text
+    for pattern, text in {
+        r"hvdkit\.rounds\.": "the comparison of the ranks' states",
+        r"hvdkit\.agreement": "the consistency check before the first step",
+        r"hvdkit\.[0-9a-f]{16}\.\d+\.used": "the number of ranks that use each gradient",
+        r"hvdkit\.[0-9a-f]{16}\.\d+\.largest": "the magnitude of the sums",
+        r"hvdkit\.checkpoint\.": "a call of the checkpointer",
+        r"hvdkit\.keras\.(metrics|logs|loss)": "the reduction of metrics",
+        r"hvdkit\.keras\.epoch": "the end of an epoch of fit",
+        r"hvdkit\.keras\.": "the coordination of fit",
+        r"hvdkit\.broadcast": "a broadcast of parameters or objects",
+        r"hvdkit\.allgather_object": "allgather_object",
+        r"hvdkit\.shard\.": "the comparison of the data's sizes",
+        r"sync_batch_norm": "a layer SyncBatchNorm",
+        r"^join": "join()",
+    }.items()
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What holds a job up.
+
+    Attributes:
+        text: a paragraph for the user.
+        waiting: the ranks that wait for the collective.
+        missing: the ranks that have not called it.
+        deadlock: whether no rank can continue, because each waits for another one.
+    """
+
+    text: str
+    waiting: Sequence[int] = ()
+    missing: Sequence[int] = ()
+    deadlock: bool = False
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """A collective that some ranks have called and that has not ended."""
+
+    call: Call
+    waiting: Sequence[int]
+    missing: Sequence[int]
+
+
+def judge(records: Mapping[int, Record], states: Mapping[int, str], size: int) -> Verdict:
+    """Return the verdict on a job without progress.
+
+    Args:
+        records: the records, by rank. A rank may have none.
+        states: rank -> `STOPPED` or `ENDED`, for ranks that are known to be.
+        size: the number of ranks of the job.
+    """
+    waits = _waits(records, states, size)
+    if not waits:
+        return Verdict(_without_wait(records, states, size))
+    # The ranks left the common path at the oldest call that is not complete on all ranks.
+    incomplete = [wait for wait in waits if wait.missing]
+    oldest = min(incomplete or waits, key=lambda wait: wait.call.enqueued)
+    # A bucket says more than the small collectives of hvdkit that are sent beside it.
+    alike = [w for w in incomplete or waits if w.missing == oldest.missing]
+    wait = min(alike, key=lambda w: (_is_internal(w.call), w.call.enqueued))
+    lines = [_first_line(wait, records)]
+    first = stacks.own_frame(stacks.main_thread(records[wait.waiting[0]].stacks))
+    if first is not None:
+        lines[0] += f" Rank {wait.waiting[0]} is at {first}."
+    if not wait.missing:
+        lines.append(_all_entered(states))
+    lines += [_describe(r, records.get(r), states.get(r)) for r in wait.missing[:_SHOWN]]
+    if len(wait.missing) > _SHOWN:
+        lines.append(f"{len(wait.missing) - _SHOWN} more ranks have not called it.")
+    deadlock = bool(incomplete) and _all_wait(records, states, size)
+    if deadlock:
+        lines.append(
+            "Every rank waits in a collective that another rank has not called: a deadlock."
+        )
+    return Verdict("\n".join(lines), wait.waiting, wait.missing, deadlock)
+
+
+def _waits(records: Mapping[int, Record], states: Mapping[int, str], size: int) -> list[_Wait]:
+    found: dict[tuple[str, int, int], Call] = {}
+    for record in records.values():
+        for call in record.open:
+            key = call.name, call.number, call.group
+            if key not in found or call.enqueued < found[key].enqueued:
+                found[key] = call
+    waits = []
+    for call in found.values():
+        owner = next(r for r in records.values() if any(c.name == call.name for c in r.open))
+        members = [rank for rank in owner.members(call.group) if rank < size]
+        entered = [r for r in members if r in records and _has_called(records[r], call)]
+        waiting = [r for r in entered if any(c.name == call.name for c in records[r].open)]
+        missing = [
+            r
+            for r in members
+            if r not in entered and (r in records or r in states or len(records) < len(members))
+        ]
+        waits.append(_Wait(call, waiting, missing))
+    return waits
+
+
+def _is_internal(call: Call) -> bool:
+    return any(pattern.search(call.name) for pattern in _OWN)
+
+
+def _has_called(record: Record, call: Call) -> bool:
+    for own in record.open:
+        if own.name == call.name and (own.number == call.number or 0 in (own.number, call.number)):
+            return True
+    return call.number > 0 and record.calls.get(call.name, 0) >= call.number
+
+
+def _first_line(wait: _Wait, records: Mapping[int, Record]) -> str:
+    record = records[wait.waiting[0]]
+    seconds = max(records[rank].time for rank in wait.waiting) - wait.call.enqueued
+    have = "have" if len(wait.waiting) > 1 else "has"
+    ranks = _ranks(wait.waiting)
+    return f"{ranks} {have} waited {seconds:.0f} s for {describe_call(wait.call, record)}."
+
+
+def describe_call(call: Call, record: Record) -> str:
+    """Return a text for a collective, such as a bucket with its parameters."""
+    label = record.label(call.name)
+    number = f", call {call.number:,}" if call.number > 1 else ""
+    if label is not None:
+        return f"{label}{number}"
+    if own := next((t for pattern, t in _OWN.items() if pattern.search(call.name)), None):
+        return f"{own} ({call.name}){number}"
+    size = f", {call.bytes:,} bytes of {call.dtype}" if call.bytes else ""
+    name = call.name.removeprefix(f"{call.operation}.")
+    return f"the {call.operation} {name!r}{size}{number}"
+
+
+def _describe(rank: int, record: Record | None, state: str | None) -> str:
+    """Return what a missing rank does."""
+    where = f"Rank {rank}" + (f" on {record.host}" if record else "")
+    if state == STOPPED:
+        return f"{where} has not called it: the process is stopped (SIGSTOP or a debugger)."
+    if state == ENDED:
+        return f"{where} has not called it: the process has ended."
+    if record is None:
+        return f"{where} has not called it, and did not report its state."
+    frames = stacks.main_thread(record.stacks)
+    if record.open and (not frames or stacks.waits(frames)):
+        doing = f"it waits for {describe_call(record.open[0], record)}"
+    else:
+        doing = "" if frames else "its stack is not known"
+    if frame := stacks.own_frame(frames):
+        doing += f"{', ' if doing else 'it is '}at {frame}"
+    text = f"{where} has not called it: {doing}."
+    if record.done:
+        last = record.done[-1]
+        since = record.time - (last.ended or record.time)
+        text += f" Its last collective, {describe_call(last, record)}, ended {since:.0f} s ago."
+    return text
+
+
+def _all_entered(states: Mapping[int, str]) -> str:
+    stopped = [rank for rank, state in states.items() if state == STOPPED]
+    if stopped:
+        verb = "is" if len(stopped) == 1 else "are"
+        return f"All ranks have called it. {_ranks(stopped)} {verb} stopped (SIGSTOP)."
+    return "All ranks have called it: the network or a rank does not transfer its data."
+
+
+def _without_wait(records: Mapping[int, Record], states: Mapping[int, str], size: int) -> str:
+    lines = ["No rank waits for a collective."]
+    lines += [
+        f"Rank {rank} is {state}." for rank, state in sorted(states.items()) if state == STOPPED
+    ]
+    for rank, record in sorted(records.items())[:_SHOWN]:
+        if frame := stacks.own_frame(stacks.main_thread(record.stacks)):
+            lines.append(f"Rank {rank} on {record.host} is at {frame}.")
+    silent = [rank for rank in range(size) if rank not in records and rank not in states]
+    if silent:
+        lines.append(f"{_ranks(silent)} did not report.")
+    return "\n".join(lines)
+
+
+def _all_wait(records: Mapping[int, Record], states: Mapping[int, str], size: int) -> bool:
+    """Return whether each rank's main thread waits for a collective, and no other thread runs
+    code of the user, which might call one.
+    """
+    for rank in range(size):
+        record = records.get(rank)
+        if rank in states or record is None or not record.open:
+            return False
+        if not stacks.waits(stacks.main_thread(record.stacks)):
+            return False
+        if stacks.has_other_thread(record.stacks):
+            return False
+    return True
+
+
+def timeline(records: Mapping[int, Record], count: int = 20) -> list[str]:
+    """Return a table of the last collectives: when each rank called them.
+
+    Args:
+        records: the records, by rank.
+        count: the number of collectives.
+    """
+    calls: dict[tuple[str, int], dict[int, Call]] = {}
+    for rank, record in records.items():
+        for call in [*record.done, *record.open]:
+            calls.setdefault((call.name, call.number), {})[rank] = call
+    last = sorted(calls.values(), key=lambda ranks: min(c.enqueued for c in ranks.values()))
+    ranks = sorted(records)
+    lines = [
+        "time             " + "".join(f"{f'rank {rank}':>10}" for rank in ranks) + "  collective"
+    ]
+    for row in last[-count:]:
+        first = min(call.enqueued for call in row.values())
+        cells = "".join(f"{_cell(row.get(rank), first):>10}" for rank in ranks)
+        owner = next(iter(row))
+        clock = time.strftime("%H:%M:%S", time.localtime(first)) + f".{int(first % 1 * 1000):03}"
+        ended = all(call.ended is not None for call in row.values()) and len(row) == len(ranks)
+        mark = "" if ended else "  (not complete)"
+        text = describe_call(row[owner], records[owner])
+        lines.append(f"{clock}     {cells}  {text}{mark}")
+    return lines
+
+
+def _cell(call: Call | None, first: float) -> str:
+    if call is None:
+        return "-"
+    waits = "" if call.ended is not None else " …"
+    return f"+{(call.enqueued - first) * 1000:.0f} ms{waits}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"Rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -1,0 +1,102 @@
+"""Find out why a job makes no progress: collect the ranks' records, and give a verdict.
+
+A rank writes a record when a collective has waited for too long (`hvdkit/core/recorder.py`). Then
+the launcher asks all ranks for records and waits for them for a few seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from hvdkit.errors import HvdkitError
+from hvdkit.faults import records
+from hvdkit.faults.command import FOLDER, STATES
+from hvdkit.faults.records import Record
+from hvdkit.faults.verdict import ENDED, Verdict, judge
+
+#: Seconds to wait for the records of all ranks.
+_ANSWER_SECONDS = 5.0
+#: Seconds after a verdict in which records of the same stall are not a new one.
+_PAUSE_SECONDS = 10.0
+#: The file with the last verdict.
+VERDICT = "verdict.txt"
+
+
+class Stalls:
+    """The stalls of a job.
+
+    Args:
+        size: the number of ranks.
+        output: the output folder of this start; None for none.
+        ask: asks all ranks for records.
+    """
+
+    def __init__(self, size: int, output: Path | None, ask: Callable[[], None]) -> None:
+        self._size = size
+        self._folder = None if output is None else output / FOLDER
+        self._ask = ask
+        self._records: dict[int, Record] = {}
+        self._received: dict[int, float] = {}
+        self._states: dict[int, str] = {}
+        self._asked_at = float("-inf")
+        self._judged_at = float("-inf")
+
+    def add(self, text: str, now: float) -> None:
+        """Add the record of a rank. If it reports a stall, ask all ranks."""
+        try:
+            record = records.parse(text)
+        except HvdkitError:
+            return  # written by another version of hvdkit
+        self._records[record.rank] = record
+        self._received[record.rank] = now
+        self._keep(f"rank-{record.rank}.json", text)
+        known = self._asking or now < self._judged_at + _PAUSE_SECONDS
+        if record.reason == "stall" and not known:
+            self._asked_at = now
+            self._ask()
+
+    def set_states(self, states: Mapping[int, str]) -> None:
+        """Set the states of the processes of some ranks."""
+        for rank, state in states.items():
+            if state:
+                self._states[rank] = state
+            else:
+                self._states.pop(rank, None)
+
+    def check(self, now: float, ended: Collection[int]) -> Verdict | None:
+        """Return a verdict when the ranks have answered, or when their time is over."""
+        if not self._asking:
+            return None
+        silent = [
+            rank
+            for rank in range(self._size)
+            if self._received.get(rank, float("-inf")) < self._asked_at and rank not in ended
+        ]
+        if silent and now < self._asked_at + _ANSWER_SECONDS:
+            return None
+        self._asked_at, self._judged_at = float("-inf"), now
+        # An older record of a silent rank does not say what the rank does now.
+        current = {rank: record for rank, record in self._records.items() if rank not in silent}
+        states = self._states | dict.fromkeys(ended, ENDED)
+        verdict = judge(current, states, self._size)
+        self._keep(STATES, json.dumps(states))
+        self._keep(VERDICT, f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{verdict.text}\n")
+        return verdict
+
+    @property
+    def _asking(self) -> bool:
+        return self._asked_at > float("-inf")
+
+    def _keep(self, name: str, text: str) -> None:
+        if self._folder is None:
+            return
+        with contextlib.suppress(OSError):  # a full disk must not end the job
+            self._folder.mkdir(exist_ok=True)
+            draft = self._folder / f".{name}.{os.getpid()}"
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(self._folder / name)

@@ -1,0 +1,89 @@
+"""`hvdkit why` on folders that a job has left."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.faults.command import why
+
+RECORD = {
+    "version": 1,
+    "rank": 0,
+    "size": 2,
+    "host": "host0",
+    "pid": 7,
+    "reason": "error",
+    "time": 100.5,
+    "error": "failed: Connection closed by peer\nsecond line",
+    "failed": "allreduce.loss",
+    "groups": {"0": [0, 1]},
+    "labels": {},
+    "calls": {"allreduce.loss": 3},
+    "open": [],
+    "done": [
+        {"name": "allreduce.loss", "call": 3, "operation": 0, "set": 0, "dtype": 7, "bytes": 4,
+         "enqueued": 99.0, "ended": 100.0}
+    ],
+    "stacks": "",
+}  # fmt: skip
+ERROR = {
+    "rank": 1,
+    "host": "host1",
+    "status": None,
+    "signal": "SIGKILL",
+    "exception": None,
+    "traceback": [],
+    "last_lines": ["step 3"],
+}
+
+
+@pytest.fixture
+def start(tmp_path):
+    """The folder of one start, as `--output-dir` has it."""
+    folder = tmp_path / "20261124-100000"
+    (folder / "records").mkdir(parents=True)
+    (tmp_path / "latest").symlink_to(folder.name)
+    return folder
+
+
+def test_the_failure_and_what_the_others_lost(tmp_path, start):
+    (start / "error.json").write_text(json.dumps(ERROR))
+    (start / "records" / "rank-0.json").write_text(json.dumps(RECORD))
+    text = why(tmp_path)
+    assert text.startswith("Rank 1 on host1 failed first: SIGKILL. step 3\n\n")
+    assert (
+        "Rank 0 on host0: the allreduce 'loss', 4 bytes of float32, call 3 failed: Connection "
+        "closed by peer"
+    ) in text
+    assert "rank 0  collective" in text
+    assert why(start) == text
+
+
+def test_a_folder_without_anything(tmp_path):
+    with pytest.raises(UsageError, match="neither records nor the failure of a rank"):
+        why(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [("{", "not a record of a rank"), (json.dumps(RECORD | {"version": 9}), "has version 9")],
+)
+def test_a_file_that_is_not_a_record(start, content, expected):
+    path = start / "records" / "rank-0.json"
+    path.write_text(content)
+    with pytest.raises(HvdkitError, match=expected) as caught:
+        why(start)
+    assert str(path) in str(caught.value)
+
+
+def test_the_command_line(tmp_path):
+    command = [sys.executable, "-m", "hvdkit", "why", str(tmp_path / "missing")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == f"hvdkit why: cannot read {tmp_path / 'missing'}: No such file or directory\n"
+    )

@@ -1,0 +1,157 @@
+"""Verdicts on simulated jobs: every rank runs the same collectives, except for one fault."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdkit.faults.records import Call, Record
+from hvdkit.faults.verdict import ENDED, STOPPED, judge, timeline
+
+WAITING = """Thread 0x01 (most recent call first):
+  <no Python frame>
+
+Current thread 0x02 (most recent call first):
+  File "/venv/site-packages/horovod/torch/mpi_ops.py", line 1324 in synchronize
+  File "/home/me/train.py", line 23 in <module>
+"""
+SLEEPING = """Current thread 0x02 (most recent call first):
+  File "/usr/lib/python3.11/socket.py", line 5 in recv
+  File "/home/me/loader.py", line 7 in load
+  File "/home/me/train.py", line 23 in <module>
+"""
+
+
+def call(name, number, at, ended=None, group=0):
+    return Call(f"allreduce.{name}", number, "allreduce", group, "float32", 64, at, ended)
+
+
+def simulate(size, program, stops, extra=None):
+    """Return the records of a job in which some ranks leave the common program.
+
+    Args:
+        size: the number of ranks.
+        program: the names of the collectives that all ranks call.
+        stops: rank -> the position in the program before which it stops.
+        extra: rank -> a collective that it calls there.
+    """
+    records = {}
+    last = min(stops.values(), default=len(program))
+    for rank in range(size):
+        counts, done, waiting = {}, [], []
+        for position, name in enumerate(program[: last + 1]):
+            if position >= stops.get(rank, len(program)):
+                break
+            counts[name] = counts.get(name, 0) + 1
+            ended = position + 0.5 if position < last else None
+            (done if ended else waiting).append(call(name, counts[name], position, ended))
+        if rank in (extra or {}):
+            counts[extra[rank]] = counts.get(extra[rank], 0) + 1
+            waiting.append(call(extra[rank], counts[extra[rank]], last + 0.1))
+        calls = {f"allreduce.{name}": count for name, count in counts.items()}
+        stacks = WAITING if waiting else SLEEPING
+        records[rank] = Record(
+            rank, size, f"host{rank}", 1, "stall", last + 60.0, calls=calls, open=waiting,
+            done=done, stacks=stacks, labels={"bucket": "bucket 1 of 1 (a to b; 1.0 MB)"},
+        )  # fmt: skip
+    return records
+
+
+@given(
+    size=st.integers(2, 6),
+    program=st.lists(st.sampled_from(["bucket", "loss", "hvdkit.rounds.header"]), min_size=1),
+    data=st.data(),
+)
+def test_the_rank_that_stops_is_named(size, program, data):
+    late = data.draw(st.integers(0, size - 1))
+    position = data.draw(st.integers(0, len(program) - 1))
+    verdict = judge(simulate(size, program, {late: position}), {}, size)
+    assert verdict.missing == [late]
+    assert list(verdict.waiting) == [rank for rank in range(size) if rank != late]
+    assert not verdict.deadlock
+    assert f"Rank {late} on host{late} has not called it: it is at /home/me/loader.py:7" in (
+        verdict.text
+    )
+
+
+@given(size=st.integers(2, 6), data=st.data())
+def test_ranks_that_wait_for_each_other_are_a_deadlock(size, data):
+    other = data.draw(st.integers(0, size - 1))
+    program = ["bucket"] * data.draw(st.integers(1, 5))
+    position = data.draw(st.integers(0, len(program) - 1))
+    verdict = judge(simulate(size, program, {other: position}, {other: "extra"}), {}, size)
+    assert verdict.deadlock
+    assert "a deadlock" in verdict.text
+
+
+def test_another_thread_of_the_user_may_call_the_collective():
+    records = simulate(2, ["bucket"], {1: 0}, {1: "extra"})
+    thread = 'Thread 0x03 (most recent call first):\n  File "/home/me/train.py", line 9 in run\n'
+    records[1] = replace(records[1], stacks=thread + "\n" + WAITING)
+    assert not judge(records, {}, 2).deadlock
+
+
+@pytest.mark.parametrize(
+    ("state", "text"), [(STOPPED, "the process is stopped"), (ENDED, "the process has ended")]
+)
+def test_a_rank_without_a_record(state, text):
+    records = simulate(3, ["bucket"], {2: 0})
+    del records[2]
+    verdict = judge(records, {2: state}, 3)
+    assert verdict.missing == [2]
+    assert text in verdict.text
+    assert not verdict.deadlock
+
+
+def test_a_rank_of_which_nothing_is_known_is_missing():
+    records = simulate(3, ["bucket"], {2: 0})
+    del records[2]
+    assert "Rank 2 has not called it, and did not report its state." in judge(records, {}, 3).text
+
+
+def test_only_ranks_of_the_process_set_are_missing():
+    records = simulate(3, ["bucket"], {})
+    waiting = call("in a set", 1, 5.0, group=1)
+    records[0] = replace(records[0], open=[waiting], groups={1: [0, 2]}, stacks=WAITING)
+    verdict = judge(records, {}, 3)
+    assert (verdict.waiting, verdict.missing) == ([0], [2])
+
+
+def test_a_name_that_is_not_counted_counts_while_it_is_open():
+    records = simulate(2, ["bucket"], {1: 0})
+    uncounted = replace(records[0].open[0], number=0)
+    records[0] = replace(records[0], open=[uncounted], calls={})
+    assert judge(records, {}, 2).missing == [1]
+    records[1] = replace(records[1], open=[uncounted])
+    assert judge(records, {}, 2).missing == []
+
+
+def test_a_stopped_rank_that_has_called_everything():
+    verdict = judge(simulate(2, ["bucket"], {}) | {}, {}, 2)
+    assert "No rank waits" in verdict.text
+    both = {
+        rank: replace(record, open=[call("bucket", 2, 3.0)], calls={"allreduce.bucket": 2})
+        for rank, record in simulate(2, ["bucket"], {}).items()
+    }
+    assert "Rank 1 is stopped" in judge(both, {1: STOPPED}, 2).text
+    assert "All ranks have called it" in judge(both, {}, 2).text
+
+
+def test_a_bucket_is_described_by_its_gradients():
+    verdict = judge(simulate(2, ["bucket", "bucket"], {1: 1}), {}, 2)
+    assert verdict.text.startswith(
+        "Rank 0 has waited 60 s for bucket 1 of 1 (a to b; 1.0 MB), call 2"
+    )
+
+
+def test_the_timeline_shows_who_came_when():
+    records = simulate(2, ["bucket", "loss"], {1: 1})
+    title, first, second = timeline(records)
+    assert "rank 0" in title
+    assert "rank 1" in title
+    assert first.count("+0 ms") == 2
+    assert "not complete" not in first
+    assert "+0 ms …" in second
+    assert "-" in second
+    assert second.endswith("(not complete)")

@@ -1,0 +1,141 @@
+"""The flight recorder and its verdicts, on jobs of `hvdkit run` with one fault each."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hvdkit.faults.command import why
+from tests.parallel.rank_pool import Configuration, skip_where_unsupported
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+import hvdkit.torch as hvd
+
+def fault():
+    {fault}
+
+hvd.init()
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), bucket_bytes=20_000)
+for step in range(12):
+    optimizer.zero_grad()
+    if hvd.rank() == {rank} and step == 10:
+        fault()
+    model(torch.rand(8, 64)).sum().backward()
+    optimizer.step()
+    time.sleep(0.05)
+print("trained", flush=True)
+"""
+STALL = {"HVDKIT_STALL_TIMEOUT": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "12"}
+
+
+def run(folder, fault, rank=1, ranks=4, *options, **env):
+    skip_where_unsupported(Configuration("torch", "gloo", ranks))
+    script = folder / "train.py"
+    script.write_text(SCRIPT.format(fault=fault, rank=rank))
+    command = [sys.executable, "-m", "hvdkit", "run", "-np", str(ranks), "--output-dir"]
+    return subprocess.run(
+        [*command, str(folder / "runs"), *options, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        env=dict(os.environ) | STALL | env,
+    )
+
+
+def test_a_rank_that_does_not_call_a_collective_is_named(tmp_path):
+    done = run(tmp_path, "time.sleep(5)", rank=2)
+    assert done.returncode == 0, done.stderr
+    assert "s for bucket 1 of 4 (6.bias to 6.weight; 16,640 bytes), call 11" in (done.stderr)
+    assert "Rank 2 on" in done.stderr
+    assert "in fault: time.sleep(5)" in done.stderr
+    assert "The job waits." in done.stderr
+    # The job goes on without another verdict, and its records stay.
+    assert done.stderr.count("has not called it") == 1
+    assert done.stdout.count("trained") == 4
+    assert "Ranks 0, 1, 3 have waited" in why(tmp_path / "runs")
+
+
+def test_ranks_that_wait_for_each_other_end_at_once(tmp_path):
+    began = time.monotonic()
+    fault = "hvd.allreduce(torch.ones(3), name='only on one rank')"
+    done = run(tmp_path, fault, 1, 2, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="600")
+    assert time.monotonic() - began < 40
+    assert done.returncode == 1
+    assert "the allreduce 'only on one rank', 12 bytes of float32" in done.stderr
+    assert "a deadlock" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "the process is stopped"),
+        ("time.sleep(60)", "in fault: time.sleep(60)"),
+        ("while True: pass", "in fault: while True: pass"),
+        ("import threading; threading.Event().wait(60)", "in fault: import threading"),
+        ("import socket; socket.socketpair()[0].recv(1)", "in fault: import socket"),
+    ],
+)
+def test_the_rank_at_fault_is_named(tmp_path, launcher, rank, fault, expected):
+    skip_where_unsupported(Configuration("torch", launcher, 4))
+    done = run(tmp_path, fault, rank, 4, "--launcher", launcher)
+    assert done.returncode != 0
+    assert f"Rank {rank}" in done.stderr
+    assert expected in done.stderr
+    assert "s for bucket 1 of 4" in done.stderr
+
+
+def test_a_lost_peer_leaves_records(tmp_path):
+    done = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", 1, 2)
+    assert done.returncode == 137
+    text = why(tmp_path / "runs")
+    assert text.startswith("Rank 1 on localhost failed first: SIGKILL.")
+    assert "Rank 0 on" in text
+    assert " failed: " in text
+
+
+def test_a_clean_job_leaves_no_records(tmp_path):
+    done = run(tmp_path, "pass", 1, 2)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "runs" / "latest" / "records").exists()
+
+
+def test_a_timeout_that_is_no_number(tmp_path):
+    done = run(tmp_path, "pass", 1, 2, HVDKIT_STALL_TIMEOUT="soon")
+    assert done.returncode == 1
+    assert "HVDKIT_STALL_TIMEOUT is 'soon': expected a number of seconds" in done.stderr
+
+
+def test_records_without_the_launcher(tmp_path):
+    """A folder of the user's own, for ranks that mpirun or horovodrun starts."""
+    skip_where_unsupported(Configuration("torch", "gloo", 1))
+    code = """
+import os, signal, time
+import torch, hvdkit.torch as hvd
+hvd.init()
+hvd.allreduce(torch.ones(3), name="x")
+os.kill(os.getpid(), signal.SIGUSR2)
+for _ in range(100):
+    if os.path.exists(os.environ["HVDKIT_RECORD_DIR"] + "/rank-0.json"):
+        break
+    time.sleep(0.1)
+hvd.shutdown()
+"""
+    env = dict(os.environ) | {"HVDKIT_RECORD_DIR": str(tmp_path / "records")}
+    subprocess.run([sys.executable, "-c", code], env=env, timeout=60, check=True)
+    record = json.loads((tmp_path / "records" / "rank-0.json").read_text())
+    assert record["reason"] == "signal"
+    assert [call["name"] for call in record["done"]][-1:] == ["allreduce.x"]
+    assert "Current thread" in record["stacks"]
