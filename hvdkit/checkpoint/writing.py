@@ -17,6 +17,7 @@ from hvdkit.checkpoint import manifest, tensors
 from hvdkit.checkpoint.chunks import FileRecord
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.progress import report_saved
 from hvdkit.checkpoint.reading import examine
 from hvdkit.checkpoint.retention import Retention
 from hvdkit.checkpoint.state import TensorSpec
@@ -218,7 +219,9 @@ class Writer:
             self._read_back(draft, step)
             if withdrawn is not None and withdrawn.is_set():
                 raise _interrupted(step)
-            return self._writer.commit(draft)
+            name = self._writer.commit(draft)
+            report_saved()
+            return name
         except BaseException:
             self._writer.discard(draft)
             raise

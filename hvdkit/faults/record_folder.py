@@ -11,6 +11,8 @@ from pathlib import Path
 
 #: Ranks write a record when this file is touched.
 REQUEST = "request"
+#: A checkpointer touches this file when it has saved a step (`hvdkit/checkpoint/progress.py`).
+SAVED = "saved"
 #: The beginning of the folder's name.
 PREFIX = "hvdkit-records-"
 
@@ -45,6 +47,18 @@ class RecordFolder:
                 if self._seen.get(file.name) != stamp:
                     self._seen[file.name] = stamp
                     yield file.read_text(encoding="utf-8", errors="replace")
+
+    def saved(self) -> bool:
+        """Return whether a step was saved since the last call."""
+        if self._path is None:
+            return False
+        try:
+            stamp = 0, (self._path / SAVED).stat().st_mtime_ns
+        except OSError:
+            return False
+        before = self._seen.get(SAVED)
+        self._seen[SAVED] = stamp
+        return before != stamp
 
     def remove(self) -> None:
         """Delete the folder."""

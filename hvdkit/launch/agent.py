@@ -323,6 +323,8 @@ class Agent:
         self._records_at = time.monotonic()
         for text in self._records.changed():
             self._send("record", text=text)
+        if self._records.saved():
+            self._send("saved")
 
     def _report_ends(self) -> None:
         for rank in self._ranks:

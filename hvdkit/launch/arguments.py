@@ -127,6 +127,27 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show all ranks of a job of more than 16, not only rank 0",
     )
+    restarts = verb.add_argument_group("restarts")
+    restarts.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="if the job fails, start it again, at most N times in a row without a new checkpoint "
+        "of hvdkit (default: 0)",
+    )
+    restarts.add_argument(
+        "--min-np",
+        type=int,
+        metavar="M",
+        help="restart with at least M ranks if hosts are lost, or fail twice (default: -np)",
+    )
+    restarts.add_argument(
+        "--host-discovery-script",
+        type=Path,
+        metavar="FILE",
+        help="a program that prints the hosts, HOST:SLOTS per line, before each start",
+    )
     output.add_argument(
         "--output-dir",
         type=Path,

@@ -7,7 +7,7 @@ import contextlib
 import os
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from hvdkit.launch import (
     preflight,
     prepare,
 )
+from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.allocation import Allocation
 from hvdkit.launch.gloo import Gloo
 from hvdkit.launch.job import Outcome, Timeouts
@@ -38,10 +39,13 @@ from hvdkit.launch.nodes.gathering import GatheredNodes
 from hvdkit.launch.nodes.settings import NodeSettings
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan, check_command, make_plan
+from hvdkit.launch.restarting import Supervisor, discover
 from hvdkit.launch.slurm import Slurm
 from hvdkit.launch.ssh import Ssh
 
 _SHOWN_HOSTS = 8
+# Time for hosts to answer before a restart.
+_PROBE_SECONDS = 15.0
 
 
 def examine(options: argparse.Namespace) -> list[Diagnostic]:
@@ -96,12 +100,68 @@ def run(options: argparse.Namespace) -> int:
         return _run_as_node(options, settings)
     _refuse_node_options(options)
     slurm_allocation = _allocation(options)
+    _check_restarts(options, slurm_allocation)
     plan = _plan(options, slurm_allocation)
     launcher = _launcher(plan, settings, options, slurm_allocation)
     if options.dry_run:
         print(launcher.describe(_say))
         return 0
-    return _run_job(plan, options, launcher.run)
+    if not options.restarts:
+        return _run_job(plan, options, launcher.run).status
+
+    def start(next_plan: Plan) -> Outcome:
+        launcher = _launcher(next_plan, settings, options, slurm_allocation)
+        return _run_job(next_plan, options, launcher.run)
+
+    # The hosts of an allocation stay the same.
+    fixed = slurm_allocation is not None or not (options.hostfile or options.host_discovery_script)
+    supervisor = Supervisor(
+        start=start,
+        make_plan=lambda given, size: make_plan(plan.command, plan.directory, given, size),
+        hosts=lambda: plan.hosts if fixed else _hosts(options) or [],
+        answering=lambda given: _answering(given, plan, settings),
+        size=plan.size,
+        min_size=options.min_np or plan.size,
+        restarts=options.restarts,
+        say=_say,
+    )
+    return supervisor.run(plan).status
+
+
+def _check_restarts(options: argparse.Namespace, slurm_allocation: Allocation | None) -> None:
+    if options.restarts < 0:
+        raise UsageError(f"--restarts is {options.restarts}: expected at least 0")
+    if options.min_np is not None:
+        if not options.restarts:
+            raise UsageError("--min-np needs --restarts N, the most restarts")
+        if options.min_np < 1 or options.min_np > (options.num_proc or options.min_np):
+            raise UsageError(f"--min-np is {options.min_np}: expected 1 to -np")
+        if slurm_allocation is not None:
+            raise UsageError(
+                "--min-np was given in a Slurm allocation, whose nodes stay the same. Use "
+                "`sbatch --requeue`, or remove --min-np"
+            )
+    if options.restarts and options.debug_rank is not None:
+        raise UsageError("--restarts cannot be combined with --debug-rank. Remove one of them")
+    if options.host_discovery_script and (options.hosts or options.hostfile):
+        raise UsageError(
+            "--host-discovery-script was given with hosts. Remove -H and --hostfile, or the script"
+        )
+
+
+def _answering(given: Sequence[hosts.Host], plan: Plan, settings: Settings) -> Sequence[hosts.Host]:
+    """Return the hosts that answer and can take part. Print the others."""
+    probe = make_plan(plan.command, plan.directory, given, hosts.total_slots(given))
+    with AgentPool() as agents:
+        prepare.start_agents(agents, probe, settings)
+        facts, problems = agents.collect_facts(prepare.task(probe), _PROBE_SECONDS)
+        for connection, found in facts.items():
+            if found["problems"]:
+                problems[connection] = "; ".join(found["problems"])
+        for connection, problem in problems.items():
+            _say(f"left out: {connection.host.name}: {problem}")
+        left_out = {connection.host for connection in problems}
+    return [host for host in given if host not in left_out]
 
 
 def _launcher(
@@ -131,8 +191,8 @@ def _run_job(
     plan: Plan,
     options: argparse.Namespace,
     run_ranks: Callable[[Output, Callable[[str], None]], Outcome],
-) -> int:
-    """Run the ranks, show their output and the outcome, and return the exit status."""
+) -> Outcome:
+    """Run the ranks, show their output and the outcome, and return the outcome."""
     _raise_file_limit(plan)
     shown = range(plan.size) if options.all_output else None
     folder = None if options.output_dir is None else output_folder.make(options.output_dir)
@@ -142,7 +202,7 @@ def _run_job(
         _say(outcome.report)
     if folder is not None and outcome.failure is not None:
         output_folder.write_error(folder, outcome.failure, plan, _say)
-    return outcome.status
+    return outcome
 
 
 def _run_as_node(options: argparse.Namespace, settings: Settings) -> int:
@@ -169,7 +229,7 @@ def _run_as_node(options: argparse.Namespace, settings: Settings) -> int:
             gathered.send_outcome(outcome)
             return outcome
 
-        return _run_job(plan, options, run_ranks)
+        return _run_job(plan, options, run_ranks).status
 
 
 def _node_settings(options: argparse.Namespace) -> NodeSettings:
@@ -186,6 +246,8 @@ def _node_settings(options: argparse.Namespace) -> NodeSettings:
         "--hostfile": options.hostfile,
         "--mpi": options.mpi,
         "--debug-rank": options.debug_rank,
+        "--restarts": options.restarts or None,
+        "--host-discovery-script": options.host_discovery_script,
         "--launcher": None if options.launcher in ("auto", "gloo") else options.launcher,
     }
     if given := [name for name, value in others.items() if value is not None]:
@@ -254,7 +316,7 @@ def _raise_file_limit(plan: Plan) -> None:
 
 def _allocation(options: argparse.Namespace) -> Allocation | None:
     """Return the Slurm allocation for the job; None if the job does not use Slurm."""
-    hosts_named = options.hosts is not None or options.hostfile is not None
+    hosts_named = any((options.hosts, options.hostfile, options.host_discovery_script))
     found = options.launcher == "auto" and not hosts_named and allocation.inside(os.environ)
     if not found and options.launcher != "slurm":
         if options.mpi is not None:
@@ -330,6 +392,8 @@ def _directory() -> str:
 
 
 def _hosts(options: argparse.Namespace) -> list[hosts.Host] | None:
+    if vars(options).get("host_discovery_script") is not None:
+        return discover(options.host_discovery_script)
     if options.hosts is not None:
         return hosts.parse_hosts(options.hosts)
     return None if options.hostfile is None else hosts.read_hostfile(options.hostfile)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 from hvdkit.errors import RESUMABLE
@@ -53,11 +53,15 @@ class Outcome:
             signal n 128 + n.
         report: the message for the user; empty after a success.
         failure: the failure that ended the job; None if there is none.
+        restartable: whether the job failed by itself. A stop on request is none.
+        saved: whether a checkpoint was saved.
     """
 
     status: int
     report: str = ""
     failure: Failure | None = None
+    restartable: bool = False
+    saved: bool = False
 
 
 class Job:
@@ -96,6 +100,7 @@ class Job:
         self._finished: set[Connection] = set()
         self._stopped_by: signal.Signals | None = None
         self._interrupts = 0
+        self._saved = False
         self._all_registered = False
         # Deadlines; infinite when inactive.
         self._start_deadline = float("inf")
@@ -116,7 +121,7 @@ class Job:
                     self._output.status(self._progress())
         finally:
             signal.signal(signal.SIGTSTP, previous)
-        return self._outcome()
+        return replace(self._outcome(), saved=self._saved)
 
     # Messages of agents
 
@@ -128,6 +133,8 @@ class Job:
                 self._output.write(message["rank"], message["stream"], text)
             case "record":
                 self._stalls.add(message["text"], time.monotonic())
+            case "saved":
+                self._saved = True
             case "states":
                 self._stalls.set_states({int(r): s for r, s in message["states"].items()})
             case "ended":
@@ -285,7 +292,7 @@ class Job:
         # After a stop signal, the ranks' statuses and a kill do not change the outcome.
         if self._stopped_by is not None and (self._problem or any(self._statuses.values())):
             return self._ended_by(self._stopped_by, 128 + self._stopped_by)
-        return Outcome(1, self._problem) if self._problem else Outcome(0)
+        return Outcome(1, self._problem, restartable=True) if self._problem else Outcome(0)
 
     def _failure(self) -> Outcome:
         if self._failures.resumable:
@@ -298,7 +305,8 @@ class Job:
             return self._ended_by(self._stopped_by, code)
         finished = [rank for rank, status in self._statuses.items() if status == 0]
         report = self._failures.report(self._ended_by_launcher, finished)
-        return Outcome(code, self._with_problem(report), cause)
+        restartable = self._stopped_by is None
+        return Outcome(code, self._with_problem(report), cause, restartable)
 
     def _ended_by(self, number: signal.Signals, code: int) -> Outcome:
         if number == signal.SIGPIPE:

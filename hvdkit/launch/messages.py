@@ -24,6 +24,7 @@ From the agent:
     output     {rank, stream, text}          bytes that a rank has written
     ended      {rank, status}                the status is negative for a signal
     record     {text}                        a record that a rank has written (`hvdkit.faults`)
+    saved      {}                            a checkpointer has saved a step
     states     {states: {rank: state}}       the states of the ranks' processes: "stopped", or ""
     signal     {number}                      a user on the agent's host asks the job to stop
     failed     {reason}                      the agent cannot continue

@@ -344,6 +344,50 @@ def test_an_agent_that_is_killed_is_noticed(launches, start):
     assert "lost host1" in err
 
 
+def test_a_job_is_restarted_when_an_agent_is_lost(launches, start, tmp_path):
+    marker = tmp_path / "second"
+    code = (
+        f"again = os.path.exists({str(marker)!r}); print('up', os.getppid()); "
+        "again or time.sleep(60)"
+    )
+    job = start(*BOTH, "--restarts", "1", "--min-np", "1", *python(code))
+    pids = {}
+    while len(pids) < 2:
+        rank, _, pid = job.stdout.readline().split()
+        pids[rank] = int(pid)
+    marker.touch()
+    os.kill(pids["[1]"], signal.SIGKILL)
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert "lost host1" in err
+    assert "restart 1 of 1" in err
+    # The host itself answers.
+    assert out.count("up") == 2
+
+
+@pytest.mark.long
+def test_a_job_is_restarted_without_a_lost_host(launches, start):
+    code = (
+        "size = int(os.environ['HOROVOD_SIZE']); print('size', size); size > 1 and time.sleep(300)"
+    )
+    job = start(*BOTH, "--restarts", "1", "--min-np", "1", *python(code))
+    wait_for(job, "[0] size 2", "[1] size 2")
+    second = launches.cluster.hosts[1]
+    link = ["ip", "-n", second.namespace, "link", "set", second.interface]
+    subprocess.run([*link, "down"], timeout=20, check=True)
+    try:
+        out, err = job.communicate(timeout=110)
+        assert job.returncode == 0, err
+        assert "left out: host1" in err
+        assert "1 rank instead of 2" in err
+        assert "[0] size 1" in out
+        deadline = time.monotonic() + 60
+        while rank_processes(second) and time.monotonic() < deadline:
+            time.sleep(0.5)
+    finally:
+        subprocess.run([*link, "up"], timeout=20, check=True)
+
+
 def doctor(launches, *arguments):
     command = [sys.executable, "-m", "hvdkit", "doctor", f"--ssh-arg=-F{launches.access.config}"]
     return subprocess.run(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -55,7 +56,8 @@ def run(folder, fault, rank=1, ranks=4, *options, **env):
 def test_a_rank_that_does_not_call_a_collective_is_named(tmp_path):
     done = run(tmp_path, "time.sleep(5)", rank=2)
     assert done.returncode == 0, done.stderr
-    assert "s for bucket 1 of 4 (6.bias to 6.weight; 16,640 bytes), call 11" in (done.stderr)
+    waits = r"Ranks 0, 1, 3 have waited \d+ s for bucket \d of 4 \(.*\), call 11\."
+    assert re.search(waits, done.stderr)
     assert "Rank 2 on" in done.stderr
     assert "in fault: time.sleep(5)" in done.stderr
     assert "The job waits." in done.stderr
@@ -94,7 +96,7 @@ def test_the_rank_at_fault_is_named(tmp_path, launcher, rank, fault, expected):
     assert done.returncode != 0
     assert f"Rank {rank}" in done.stderr
     assert expected in done.stderr
-    assert "s for bucket 1 of 4" in done.stderr
+    assert re.search(r"waited \d+ s for bucket \d of 4", done.stderr)
 
 
 def test_a_lost_peer_leaves_records(tmp_path):

@@ -1,0 +1,135 @@
+"""Restart a job that has failed: `hvdkit run --restarts N`.
+
+The ranks resume from their last checkpoint by themselves. A job that fails again and again without
+a new checkpoint ends. With `--min-np`, a restart leaves out hosts that are lost, cannot be reached,
+or have failed twice.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.launch.hosts import Host, parse_hosts, total_slots
+from hvdkit.launch.job import Outcome
+from hvdkit.launch.plan import Plan
+
+#: Seconds before a restart, after a failure without a new checkpoint: the first, and the longest.
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+#: Failures of ranks on one host after which a restart leaves the host out.
+_MOST_FAILURES = 2
+_SCRIPT_SECONDS = 60.0
+
+
+@dataclass
+class Supervisor:
+    """Start a job, and start it again if it fails.
+
+    Attributes:
+        start: starts the ranks of a plan, and returns the outcome of the job.
+        make_plan: returns the plan of a job of the given size on the given hosts.
+        hosts: returns the hosts of the next start.
+        answering: returns those of the given hosts that can be reached, and prints the others.
+        size: the number of ranks.
+        min_size: the smallest number of ranks of a restart.
+        restarts: the most restarts in a row without a new checkpoint.
+        say: prints a message for the user.
+        pause: waits for some seconds.
+    """
+
+    start: Callable[[Plan], Outcome]
+    make_plan: Callable[[Sequence[Host], int], Plan]
+    hosts: Callable[[], Sequence[Host]]
+    answering: Callable[[Sequence[Host]], Sequence[Host]]
+    size: int
+    min_size: int
+    restarts: int
+    say: Callable[[str], None]
+    pause: Callable[[float], None] = time.sleep
+    _failures: Counter[str] = field(default_factory=Counter)
+
+    def run(self, plan: Plan) -> Outcome:
+        """Run the job until it succeeds, is stopped, or fails too often.
+
+        Raises:
+            HvdkitError: the job could not be started for the first time.
+        """
+        outcome = self.start(plan)
+        used = 0
+        while outcome.restartable:
+            used = 0 if outcome.saved else used
+            if used == self.restarts:
+                count = f"{used + 1} times in a row" if used else "once"
+                self.say(f"the job failed {count} without a new checkpoint, and ends (--restarts)")
+                return outcome
+            if used:
+                self.pause(min(_FIRST_PAUSE * 2 ** (used - 1), _LONGEST_PAUSE))
+            used += 1
+            self.say(f"restart {used} of {self.restarts}")
+            try:
+                outcome = self.start(self._next_plan(plan, outcome))
+            except HvdkitError as error:
+                # A host may be about to come back.
+                self.say(str(error))
+                outcome = Outcome(1, restartable=True)
+        return outcome
+
+    def _next_plan(self, plan: Plan, outcome: Outcome) -> Plan:
+        if outcome.failure is not None:
+            self._failures[plan.places[outcome.failure.rank].host.name] += 1
+        hosts = list(self.hosts())
+        if self.min_size < self.size:
+            hosts = list(self.answering(self._without_failing(hosts)))
+        size = min(self.size, total_slots(hosts))
+        if size < self.min_size:
+            raise HvdkitError(
+                f"the hosts that can be used have {size} slots: expected at least {self.min_size} "
+                f"(--min-np, or -np without it)"
+            )
+        if size < self.size:
+            self.say(f"{size} rank{'s' if size > 1 else ''} instead of {self.size}")
+        return self.make_plan(hosts, size)
+
+    def _without_failing(self, hosts: Sequence[Host]) -> Sequence[Host]:
+        """Return the hosts without those that failed twice, unless too few are left."""
+        good = [host for host in hosts if self._failures[host.name] < _MOST_FAILURES]
+        if len(good) == len(hosts) or total_slots(good) < self.min_size:
+            return hosts
+        names = ", ".join(host.name for host in hosts if host not in good)
+        self.say(f"left out, because ranks failed there {_MOST_FAILURES} times: {names}")
+        return good
+
+
+def discover(script: Path) -> list[Host]:
+    """Return the hosts that a `--host-discovery-script` prints, as Horovod's scripts do.
+
+    A line is `HOST:SLOTS` or `HOST`, which has one slot.
+
+    Raises:
+        UsageError: the script fails, or a line is not a host.
+    """
+    try:
+        done = subprocess.run(
+            [str(script.absolute())],
+            capture_output=True,
+            text=True,
+            timeout=_SCRIPT_SECONDS,
+            check=False,
+        )
+    except OSError as error:
+        raise UsageError(f"--host-discovery-script {script}: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise UsageError(
+            f"--host-discovery-script {script} did not end within {_SCRIPT_SECONDS:g} s"
+        ) from error
+    if done.returncode != 0:
+        raise UsageError(
+            f"--host-discovery-script {script} failed with exit status {done.returncode}: "
+            f"{done.stderr.strip()[-500:]}"
+        )
+    return parse_hosts(",".join(done.stdout.split()))

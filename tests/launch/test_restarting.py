@@ -1,0 +1,210 @@
+"""`hvdkit run --restarts`."""
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.launch.failures import Failure
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.job import Outcome
+from hvdkit.launch.plan import make_plan
+from hvdkit.launch.restarting import Supervisor, discover
+from tests.parallel.rank_pool import Configuration, skip_where_unsupported
+
+HOSTS = [Host("host0", 2), Host("host1", 2)]
+FAILED = Outcome(1, restartable=True)
+SAVED = Outcome(1, restartable=True, saved=True)
+
+
+def supervise(outcomes, restarts=2, hosts=HOSTS, min_size=4, lost=()):
+    """Run a job with the given outcomes. Return the outcome, the plans' hosts, texts and pauses."""
+    left = list(outcomes)
+    plans, texts, pauses = [], [], []
+
+    def start(plan):
+        plans.append([f"{host.name}:{len(plan.on(host))}" for host in plan.hosts])
+        outcome = left.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def plan_for(given, size):
+        return make_plan(["true"], "/", given, size)
+
+    supervisor = Supervisor(
+        start,
+        plan_for,
+        lambda: hosts,
+        lambda given: [host for host in given if host.name not in lost],
+        size=4,
+        min_size=min_size,
+        restarts=restarts,
+        say=texts.append,
+        pause=pauses.append,
+    )
+    outcome = supervisor.run(plan_for(HOSTS, 4))
+    assert not left
+    return outcome, plans, texts, pauses
+
+
+def test_a_job_that_fails_is_restarted():
+    outcome, plans, texts, pauses = supervise([FAILED, Outcome(0)])
+    assert outcome.status == 0
+    assert plans == [["host0:2", "host1:2"]] * 2
+    assert texts == ["restart 1 of 2"]
+    assert pauses == []
+
+
+def test_a_job_without_progress_ends():
+    outcome, _, texts, pauses = supervise([FAILED, FAILED, FAILED])
+    assert outcome.status == 1
+    assert texts[-1].startswith("the job failed 3 times in a row without a new checkpoint")
+    assert pauses == [1.0]
+
+
+def test_each_checkpoint_permits_all_restarts_again():
+    outcome, *_ = supervise([FAILED, FAILED, SAVED, FAILED, Outcome(0)])
+    assert outcome.status == 0
+
+
+@pytest.mark.parametrize("outcome", [Outcome(75), Outcome(143), Outcome(0)])
+def test_a_job_that_was_stopped_is_not_restarted(outcome):
+    assert supervise([outcome])[0] == outcome
+
+
+def test_a_host_that_does_not_answer_is_left_out():
+    outcome, plans, texts, _ = supervise([FAILED, Outcome(0)], min_size=2, lost=["host0"])
+    assert outcome.status == 0
+    assert plans[1] == ["host1:2"]
+    assert "2 ranks instead of 4" in texts
+
+
+def test_a_host_where_ranks_fail_twice_is_left_out():
+    failure = Outcome(1, failure=Failure(3, 1, ()), restartable=True, saved=True)
+    _, plans, texts, _ = supervise([failure, failure, Outcome(0)], min_size=2)
+    assert plans == [["host0:2", "host1:2"]] * 2 + [["host0:2"]]
+    assert "left out, because ranks failed there 2 times: host1" in texts
+
+
+def test_too_few_hosts_use_up_the_restarts():
+    outcome, plans, texts, _ = supervise([FAILED], min_size=3, lost=["host0"])
+    assert outcome.status == 1
+    assert len(plans) == 1
+    assert texts.count("restart 2 of 2") == 1
+    assert any("have 2 slots: expected at least 3 (--min-np" in text for text in texts)
+
+
+def test_a_restart_that_cannot_start_is_tried_again():
+    outcome, *_ = supervise([FAILED, HvdkitError("host1: no route to host"), Outcome(0)])
+    assert outcome.status == 0
+
+
+def test_the_first_start_raises():
+    with pytest.raises(HvdkitError, match="no route"):
+        supervise([HvdkitError("host1: no route to host")])
+
+
+def script(tmp_path, text):
+    path = tmp_path / "hosts.sh"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_a_script_names_the_hosts(tmp_path):
+    assert discover(script(tmp_path, "echo host0:2; echo host1")) == [
+        Host("host0", 2),
+        Host("host1", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("exit 3", "failed with exit status 3"), ("echo -n", "no hosts in it"), ("echo ':'", "not a")],
+)
+def test_a_script_that_names_none(tmp_path, text, expected):
+    with pytest.raises(UsageError, match=expected):
+        discover(script(tmp_path, text))
+
+
+def test_a_script_that_is_missing(tmp_path):
+    with pytest.raises(UsageError, match="No such file"):
+        discover(tmp_path / "missing")
+
+
+TRAIN = """
+import os, signal, sys
+import torch
+import hvdkit.torch as hvd
+
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.Adam(model.parameters())
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+with hvd.Checkpointer("checkpoints", model=model, optimizer=optimizer) as checkpointer:
+    restored = checkpointer.restore()
+    step = restored.step if restored else 0
+    print("from", step, flush=True)
+    while step < 12:
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(100 * step + hvd.rank())
+        model(torch.rand(4, 8, generator=generator)).square().sum().backward()
+        optimizer.step()
+        step += 1
+        if step % 2 == 0:
+            checkpointer.save(step)
+            checkpointer.wait()
+        if hvd.rank() == 1 and step in {kills} and not os.path.exists(f"killed{{step}}"):
+            open(f"killed{{step}}", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+if hvd.rank() == 0:
+    print("weights", model.weight.detach().numpy().tobytes().hex(), flush=True)
+"""
+
+
+def train(folder, kills, *options):
+    skip_where_unsupported(Configuration("torch", "gloo", 2))
+    folder.mkdir()
+    (folder / "train.py").write_text(TRAIN.format(kills=kills))
+    command = [sys.executable, "-m", "hvdkit", "run", "-np", "2", *options, "train.py"]
+    env = {name: value for name, value in os.environ.items() if name != "PWD"}
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False, env=env
+    )
+    weights = [line for line in done.stdout.splitlines() if "weights" in line]
+    return done, weights
+
+
+def test_a_killed_job_ends_with_the_same_weights(tmp_path):
+    done, weights = train(tmp_path / "killed", [3, 7], "--restarts", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("killed by signal 9") == 2
+    assert done.stderr.count("restart 1 of 1") == 2
+    starts = [line for line in done.stdout.splitlines() if line.startswith("[0] from")]
+    assert starts == ["[0] from 0", "[0] from 2", "[0] from 6"]
+    undisturbed, expected = train(tmp_path / "undisturbed", [])
+    assert undisturbed.returncode == 0
+    assert weights == expected
+    assert len(weights) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--restarts", "-1"], "--restarts is -1: expected at least 0"),
+        (["--min-np", "1"], "--min-np needs --restarts N"),
+        (["--restarts", "1", "--min-np", "3"], "--min-np is 3: expected 1 to -np"),
+        (["--restarts", "1", "--debug-rank", "0"], "cannot be combined with --debug-rank"),
+        (["--host-discovery-script", "x", "-H", "localhost:2"], "was given with hosts"),
+    ],
+)
+def test_wrong_options(options, expected):
+    command = [sys.executable, "-m", "hvdkit", "run", "-np", "2", *options, "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert expected in done.stderr
