@@ -44,8 +44,8 @@ class Recorder:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        # faulthandler writes to its descriptor, so the file must stay open.
-        self._stacks: IO[bytes] | None = None
+        # faulthandler writes to the descriptor of the last file, so the files stay open.
+        self._stacks: list[IO[bytes]] = []
 
     def describe(self, name: str, text: str) -> None:
         """Set the text for a collective in verdicts, such as the parameters of a bucket.
@@ -86,24 +86,23 @@ class Recorder:
 
     def unwatch(self) -> None:
         """Stop to write records. Collectives are still recorded."""
+        # The signal's handler stays: without it, a signal that is on its way would end the process.
         if call := self._function("unwatch"):
             call()
-        if self._stacks is not None:
-            faulthandler.unregister(_SIGNAL)
-            signal.signal(_SIGNAL, signal.SIG_DFL)
-            self._stacks.close()
-            self._stacks = None
 
     def _register(self, path: Path) -> int:
         """Let the signal write all stacks to `path`. Return the descriptor; -1 for none."""
-        if self._stacks is None:
-            if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
-                return -1  # the script uses the signal
-            # The engine reads what faulthandler writes.
-            self._stacks = path.open("w+b", buffering=0)
-            # Unlike a handler in Python, it also runs while the GIL is held.
-            faulthandler.register(_SIGNAL, self._stacks, all_threads=True, chain=False)
-        return self._stacks.fileno()
+        known = [file for file in self._stacks if file.name == str(path)]
+        if known:
+            return known[0].fileno()
+        if not self._stacks and signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
+            return -1  # the script uses the signal
+        # The engine reads what faulthandler writes.
+        file = path.open("w+b", buffering=0)
+        # Unlike a handler in Python, it also runs while the GIL is held.
+        faulthandler.register(_SIGNAL, file, all_threads=True, chain=False)
+        self._stacks.append(file)
+        return file.fileno()
 
     def _function(self, name: str) -> Any:
         return getattr(self._library, f"horovod_hvdkit_{name}", None)

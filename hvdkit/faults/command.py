@@ -98,7 +98,7 @@ def _explain(found: Mapping[int, Record], states: Mapping[int, str], count: int)
         yield "\n".join(_failed_line(record) for record in failed)
     if len(failed) < len(found):
         size = next(iter(found.values())).size
-        yield judge(found, states, size).text
+        yield judge(found, states, size).whole_text
     by_stack: dict[tuple[stacks.Frame, ...], list[int]] = {}
     for rank, record in sorted(found.items()):
         if frames := stacks.main_thread(record.stacks):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hvdkit.faults import stacks
 from hvdkit.faults.records import Call, Record
 
+_DEADLOCK = "Every rank waits in a collective that another rank has not called: a deadlock."
 #: The most ranks that are described one by one.
 _SHOWN = 4
 #: A process state as /proc names it -> a text.
@@ -58,6 +59,11 @@ class Verdict:
     missing: Sequence[int] = ()
     deadlock: bool = False
 
+    @property
+    def whole_text(self) -> str:
+        """The paragraph, with a line about the deadlock if there is one."""
+        return f"{self.text}\n{_DEADLOCK}" if self.deadlock else self.text
+
 
 @dataclass(frozen=True)
 class _Wait:
@@ -95,10 +101,6 @@ def judge(records: Mapping[int, Record], states: Mapping[int, str], size: int) -
     if len(wait.missing) > _SHOWN:
         lines.append(f"{len(wait.missing) - _SHOWN} more ranks have not called it.")
     deadlock = bool(incomplete) and _all_wait(records, states, size)
-    if deadlock:
-        lines.append(
-            "Every rank waits in a collective that another rank has not called: a deadlock."
-        )
     return Verdict("\n".join(lines), wait.waiting, wait.missing, deadlock)
 
 
@@ -113,7 +115,11 @@ def _waits(records: Mapping[int, Record], states: Mapping[int, str], size: int) 
     for call in found.values():
         owner = next(r for r in records.values() if any(c.name == call.name for c in r.open))
         members = [rank for rank in owner.members(call.group) if rank < size]
-        entered = [r for r in members if r in records and _has_called(records[r], call)]
+        entered = [
+            r
+            for r in members
+            if r in records and (_has_called(records[r], call) or _has_joined(records[r], call))
+        ]
         waiting = [r for r in entered if any(c.name == call.name for c in records[r].open)]
         missing = [
             r
@@ -122,6 +128,11 @@ def _waits(records: Mapping[int, Record], states: Mapping[int, str], size: int) 
         ]
         waits.append(_Wait(call, waiting, missing))
     return waits
+
+
+def _has_joined(record: Record, call: Call) -> bool:
+    """Return whether the rank waits in `join`, where it counts as having called everything."""
+    return any(own.operation == "join" and own.group == call.group for own in record.open)
 
 
 def _is_internal(call: Call) -> bool:

@@ -213,7 +213,7 @@ class Job:
         if self._ending:
             return
         if verdict.deadlock:
-            self._fail(verdict.text)
+            self._fail(verdict.whole_text)
         else:
             self._say(f"{verdict.text}\nThe job waits. {_LIMIT}")
 

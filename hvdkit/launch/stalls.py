@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from hvdkit.errors import HvdkitError
@@ -21,6 +22,8 @@ from hvdkit.faults.verdict import ENDED, Verdict, judge
 
 #: Seconds to wait for the records of all ranks.
 _ANSWER_SECONDS = 5.0
+#: Seconds between two rounds of records, which confirm a deadlock.
+_CONFIRM_SECONDS = 3.0
 #: Seconds after a verdict in which records of the same stall are not a new one.
 _PAUSE_SECONDS = 10.0
 #: The file with the last verdict.
@@ -45,6 +48,9 @@ class Stalls:
         self._states: dict[int, str] = {}
         self._asked_at = float("-inf")
         self._judged_at = float("-inf")
+        # The ranks' states at the first verdict of a deadlock, and the time to ask again.
+        self._unconfirmed: object = None
+        self._confirm_at = float("inf")
 
     def add(self, text: str, now: float) -> None:
         """Add the record of a rank. If it reports a stall, ask all ranks."""
@@ -55,7 +61,9 @@ class Stalls:
         self._records[record.rank] = record
         self._received[record.rank] = now
         self._keep(f"rank-{record.rank}.json", text)
-        known = self._asking or now < self._judged_at + _PAUSE_SECONDS
+        known = (
+            self._asking or self._unconfirmed is not None or now < self._judged_at + _PAUSE_SECONDS
+        )
         if record.reason == "stall" and not known:
             self._asked_at = now
             self._ask()
@@ -70,6 +78,10 @@ class Stalls:
 
     def check(self, now: float, ended: Collection[int]) -> Verdict | None:
         """Return a verdict when the ranks have answered, or when their time is over."""
+        if now > self._confirm_at:
+            self._confirm_at = float("inf")
+            self._asked_at = now
+            self._ask()
         if not self._asking:
             return None
         silent = [
@@ -79,13 +91,22 @@ class Stalls:
         ]
         if silent and now < self._asked_at + _ANSWER_SECONDS:
             return None
-        self._asked_at, self._judged_at = float("-inf"), now
+        self._asked_at = float("-inf")
         # An older record of a silent rank does not say what the rank does now.
         current = {rank: record for rank, record in self._records.items() if rank not in silent}
         states = self._states | dict.fromkeys(ended, ENDED)
         verdict = judge(current, states, self._size)
+        if verdict.deadlock:
+            # The ranks do not write their records at the same time, and one may have continued
+            # meanwhile. States that are the same in two rounds are those of all ranks at a time.
+            seen = {rank: (record.calls, record.open) for rank, record in current.items()}
+            if self._unconfirmed is None:
+                self._unconfirmed, self._confirm_at = seen, now + _CONFIRM_SECONDS
+                return None
+            verdict = replace(verdict, deadlock=self._unconfirmed == seen)
+        self._unconfirmed, self._judged_at = None, now
         self._keep(STATES, json.dumps(states))
-        self._keep(VERDICT, f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{verdict.text}\n")
+        self._keep(VERDICT, f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{verdict.whole_text}\n")
         return verdict
 
     @property

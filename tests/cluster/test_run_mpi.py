@@ -41,7 +41,7 @@ def test_ranks_on_hosts_with_other_interface_names_reduce(launches):
     [
         ("2,1", SUMS, 1.0),
         ("1,1", INT8, INT8_BYTES),
-        ("2,1", SCATTER, None),
+        pytest.param("2,1", SCATTER, None, marks=pytest.mark.long),
         pytest.param("2,2", INT8, INT8_BYTES, marks=pytest.mark.long),
     ],
     ids=["sums", "int8", "scatter", "int8-2x2"],

@@ -82,7 +82,7 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock(size, data):
     position = data.draw(st.integers(0, len(program) - 1))
     verdict = judge(simulate(size, program, {other: position}, {other: "extra"}), {}, size)
     assert verdict.deadlock
-    assert "a deadlock" in verdict.text
+    assert verdict.whole_text.endswith("has not called: a deadlock.")
 
 
 def test_another_thread_of_the_user_may_call_the_collective():
@@ -108,6 +108,14 @@ def test_a_rank_of_which_nothing_is_known_is_missing():
     records = simulate(3, ["bucket"], {2: 0})
     del records[2]
     assert "Rank 2 has not called it, and did not report its state." in judge(records, {}, 3).text
+
+
+def test_a_rank_in_join_is_not_missing():
+    records = simulate(3, ["bucket"], {2: 0})
+    join = Call("join.noname", 1, "join", 0, "uint8", 0, 0.5, None)
+    records[1] = replace(records[1], open=[join], calls={"join.noname": 1})
+    verdict = judge(records, {}, 3)
+    assert verdict.missing == [2]
 
 
 def test_only_ranks_of_the_process_set_are_missing():

@@ -67,7 +67,9 @@ class Recorder {
       error_ = error;
       failed_ = found->second.name;
       // Now, because the process may end before the thread wakes up.
-      write("error");
+      if (!path_.empty()) {
+        write(path_, json("error"));
+      }
     }
     if (ring_.size() < kEntries) {
       ring_.push_back(std::move(found->second));
@@ -135,6 +137,9 @@ class Recorder {
 
   // Scripts may make new names in each step, so the number of counted names is limited.
   static constexpr size_t kEntries = 1000, kNames = 4096;
+  // In jobs of more ranks than this, only the last entries are written.
+  static constexpr int kManyRanks = 64;
+  static constexpr size_t kEntriesOfMany = 100;
   static constexpr auto kPeriod = std::chrono::milliseconds(200);
 
   void run() {
@@ -168,7 +173,10 @@ class Recorder {
       std::this_thread::sleep_for(kPeriod);
       lock.lock();
       if (!path_.empty()) {
-        write(reason);
+        const std::string path = path_, text = json(reason);
+        // The disk may be slow, and collectives wait for the lock.
+        lock.unlock();
+        write(path, text);
       }
     }
   }
@@ -192,13 +200,9 @@ class Recorder {
     return stacks_ >= 0 && fstat(stacks_, &facts) == 0 ? facts.st_size : 0;
   }
 
-  // Writes the record to a temporary file, and renames it.
-  void write(const char* reason) {
-    if (path_.empty()) {
-      return;
-    }
-    const std::string text = json(reason);
-    const std::string draft = path_ + ".tmp";
+  // Writes a record to a temporary file, and renames it.
+  static void write(const std::string& path, const std::string& text) {
+    const std::string draft = path + ".tmp";
     int file = open(draft.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
     if (file < 0) {
       return;
@@ -215,7 +219,7 @@ class Recorder {
       done += (size_t)wrote;
     }
     close(file);
-    if (done < text.size() || rename(draft.c_str(), path_.c_str()) != 0) {
+    if (done < text.size() || rename(draft.c_str(), path.c_str()) != 0) {
       unlink(draft.c_str());
     }
   }
@@ -246,7 +250,9 @@ class Recorder {
     }
     text += "],\n\"done\": [";
     separator = "";
-    for (size_t i = 0; i < ring_.size(); ++i) {
+    // The launcher of a large job reads the records of all ranks.
+    const size_t most = size_ > kManyRanks ? kEntriesOfMany : kEntries;
+    for (size_t i = ring_.size() - std::min(most, ring_.size()); i < ring_.size(); ++i) {
       text += separator + json(ring_[(next_ + i) % ring_.size()]);
       separator = ",\n ";
     }

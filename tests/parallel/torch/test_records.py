@@ -108,6 +108,7 @@ def test_a_lost_peer_leaves_records(tmp_path):
     assert " failed: " in text
 
 
+@pytest.mark.long
 def test_a_clean_job_leaves_no_records(tmp_path):
     done = run(tmp_path, "pass", 1, 2)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,76 @@
+"""The launcher's collection of records."""
+
+import json
+
+from hvdkit.launch.stalls import Stalls
+
+WAITS = """Current thread 0x02 (most recent call first):
+  File "/venv/site-packages/horovod/torch/mpi_ops.py", line 1 in synchronize
+  File "/home/me/train.py", line 2 in <module>
+"""
+
+
+def record(rank, name, reason="request", number=1):
+    call = {"name": name, "call": number, "operation": 0, "set": 0, "dtype": 7, "bytes": 4,
+            "enqueued": 1.0, "ended": None}  # fmt: skip
+    return json.dumps(
+        {"version": 1, "rank": rank, "size": 2, "host": "h", "pid": 1, "reason": reason,
+         "time": 61.0, "error": "", "failed": "", "groups": {}, "labels": {},
+         "calls": {name: number}, "open": [call], "done": [], "stacks": WAITS}
+    )  # fmt: skip
+
+
+def stalls(tmp_path=None):
+    asked = []
+    return Stalls(2, tmp_path, lambda: asked.append(1)), asked
+
+
+def answer(job, now, second="y", number=1):
+    job.add(record(0, "x"), now)
+    job.add(record(1, second, number=number), now)
+    return job.check(now, ())
+
+
+def test_a_stall_makes_the_launcher_ask_once():
+    job, asked = stalls()
+    job.add(record(0, "x", "stall"), 100.0)
+    job.add(record(1, "y", "stall"), 100.1)
+    assert len(asked) == 1
+
+
+def test_a_deadlock_is_confirmed_by_a_second_round():
+    job, asked = stalls()
+    job.add(record(0, "x", "stall"), 100.0)
+    assert answer(job, 101.0) is None
+    assert job.check(102.0, ()) is None
+    assert len(asked) == 1
+    assert job.check(105.0, ()) is None
+    assert len(asked) == 2
+    assert answer(job, 106.0).deadlock
+
+
+def test_a_rank_that_has_continued_meanwhile_is_no_deadlock():
+    job, _ = stalls()
+    job.add(record(0, "x", "stall"), 100.0)
+    assert answer(job, 101.0) is None
+    job.check(105.0, ())
+    verdict = answer(job, 106.0, number=2)
+    assert verdict is not None
+    assert not verdict.deadlock
+
+
+def test_silent_ranks_have_some_seconds(tmp_path):
+    job, _ = stalls(tmp_path)
+    job.add(record(0, "x", "stall"), 100.0)
+    assert job.check(104.0, ()) is None
+    job.set_states({1: "stopped"})
+    verdict = job.check(105.5, ())
+    assert verdict.missing == [1]
+    assert (tmp_path / "records" / "verdict.txt").exists()
+    assert json.loads((tmp_path / "records" / "states.json").read_text()) == {"1": "stopped"}
+
+
+def test_what_is_no_record_is_ignored():
+    job, asked = stalls()
+    job.add("{", 100.0)
+    assert not asked
