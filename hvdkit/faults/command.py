@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,7 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
     """
     jobs = sorted((folder or Path(tempfile.gettempdir())).glob(f"{PREFIX}*"))
     paragraphs = []
-    for job in jobs:
-        found = _ask(job)
+    for found in _ask(jobs):
         if found:
             size = next(iter(found.values())).size
             title = f"{len(found)} of {size} ranks are on this host."
@@ -72,22 +72,29 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _ask(folder: Path) -> dict[int, Record]:
-    """Ask the ranks that write to `folder` for records, and return the answers."""
+def _ask(folders: Sequence[Path]) -> list[dict[int, Record]]:
+    """Ask the ranks that write to the folders for records, and return the answers of each job."""
+    asked = time.time()
+    for folder in folders:
+        request(folder)
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while time.monotonic() < deadline and not all(_has_answered(f, asked) for f in folders):
+        time.sleep(_POLL_SECONDS)
+    answers = []
+    for folder in folders:
+        # Errors: another user's folder, or a job that has ended meanwhile.
+        with contextlib.suppress(HvdkitError):
+            found = records.read(folder)
+            answers.append({rank: r for rank, r in found.items() if r.time >= asked})
+    return answers
+
+
+def _has_answered(folder: Path, asked: float) -> bool:
     try:
         ranks = {path.stem for path in folder.glob("rank-*.stacks")}
-        asked = time.time()
-        request(folder)
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        while time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-            files = {p.stem for p in folder.glob("rank-*.json") if p.stat().st_mtime >= asked}
-            if ranks and files >= ranks:
-                break
-        found = records.read(folder)
-    except (OSError, HvdkitError):
-        return {}  # another user's, or of a job that has ended meanwhile
-    return {rank: record for rank, record in found.items() if record.time >= asked}
+        return ranks <= {p.stem for p in folder.glob("rank-*.json") if p.stat().st_mtime >= asked}
+    except OSError:
+        return True
 
 
 def _explain(found: Mapping[int, Record], states: Mapping[int, str], count: int) -> Iterator[str]:

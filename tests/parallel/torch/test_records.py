@@ -142,3 +142,42 @@ hvd.shutdown()
     assert record["reason"] == "signal"
     assert [call["name"] for call in record["done"]][-1:] == ["allreduce.x"]
     assert "Current thread" in record["stacks"]
+
+
+def test_a_running_job_is_inspected(tmp_path):
+    skip_where_unsupported(Configuration("torch", "gloo", 2))
+    code = """
+import time
+import torch
+import hvdkit.torch as hvd
+
+hvd.init()
+hvd.allreduce(torch.ones(3), name="all")
+print("waits", flush=True)
+if hvd.rank() == 1:
+    time.sleep(40)
+hvd.allreduce(torch.ones(3), name="late")
+"""
+    env = dict(os.environ) | {"TMPDIR": str(tmp_path)}
+    hvdkit = [sys.executable, "-m", "hvdkit"]
+    command = [*hvdkit, "run", "-np", "2", sys.executable, "-c", code]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as job:
+        try:
+            for _ in range(2):
+                assert "waits" in job.stdout.readline()
+            time.sleep(0.5)
+            done = subprocess.run(
+                [*hvdkit, "inspect", "--live"],
+                env=env, capture_output=True, text=True, timeout=60, check=True,
+            )  # fmt: skip
+        finally:
+            job.terminate()
+            job.communicate(timeout=60)
+    assert "2 of 2 ranks are on this host." in done.stdout
+    assert re.search(r"Rank 0 has waited \d+ s for the allreduce 'late', 12 bytes", done.stdout)
+    assert "Rank 1 on" in done.stdout
+    none = subprocess.run(
+        [*hvdkit, "inspect", "--live"], env=env, capture_output=True, text=True, check=False
+    )
+    assert none.returncode == 2
+    assert "no ranks of `hvdkit run` answer on this host" in none.stderr
