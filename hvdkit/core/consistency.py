@@ -86,14 +86,9 @@ def check_consistency(
         RankMismatchError: on every rank, naming the first line that differs and its value on each
             rank.
     """
-    # n values are all equal if and only if n * sum(x^2) == sum(x)^2. A rank that has called `join`
-    # adds zeros to all three sums, including n, so it does not count.
-    own = digest(lines)
-    sums = collectives.sum([1, *own, *(byte * byte for byte in own)], "hvdkit.agreement")
-    count, values, squares = sums[0], sums[1 : 1 + len(own)], sums[1 + len(own) :]
-    if all(count * square == value * value for value, square in zip(values, squares, strict=True)):
+    equal, joined = compare(collectives, digest(lines), "hvdkit.agreement")
+    if equal:
         return
-    joined = len(collectives.ranks) - count
     if joined:
         # Ranks in `join` take part in reductions only, so nothing can be gathered.
         raise RankMismatchError(
@@ -106,10 +101,35 @@ def check_consistency(
         rank: data.decode().split("\n")
         for rank, data in zip(collectives.ranks, gathered, strict=True)
     }
-    raise RankMismatchError(f"{_difference(by_rank, subject)} {advice}")
+    raise RankMismatchError(f"{first_difference(by_rank, subject)} {advice}")
 
 
-def _difference(by_rank: dict[int, list[str]], subject: str) -> str:
+def compare(collectives: Collectives, own: bytes, name: str) -> tuple[bool, int]:
+    """Return whether `own` is the same on all ranks, and the number of ranks in `join`.
+
+    A collective: one small allreduce. Ranks in `join` are not compared.
+
+    Args:
+        collectives: the collectives of the ranks.
+        own: this rank's bytes, of the same length on all ranks, such as a digest.
+        name: the name of the collective.
+    """
+    # n values are all equal if and only if n * sum(x^2) == sum(x)^2. A rank that has called `join`
+    # adds zeros to all three sums, including n, so it does not count.
+    sums = collectives.sum([1, *own, *(byte * byte for byte in own)], name)
+    count, values, squares = sums[0], sums[1 : 1 + len(own)], sums[1 + len(own) :]
+    pairs = zip(values, squares, strict=True)
+    equal = all(count * square == value * value for value, square in pairs)
+    return equal, len(collectives.ranks) - count
+
+
+def first_difference(by_rank: Mapping[int, Sequence[str]], subject: str) -> str:
+    """Return a sentence about the first line that differs between ranks.
+
+    Args:
+        by_rank: rank -> its lines.
+        subject: the name of the thing that the lines describe.
+    """
     longest = max(len(lines) for lines in by_rank.values())
     for number in range(longest):
         groups = _group(

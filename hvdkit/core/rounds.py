@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from hvdkit.core.accumulation import Window
 from hvdkit.core.collectives import Collectives
+from hvdkit.core.replicas import ReplicaCheck
 from hvdkit.core.synchronizer import Synchronizer
 
 
@@ -137,6 +138,8 @@ class Rounds:
         window: the accumulation window.
         compare: an additional consistency check, called once after the ranks have agreed for the
             first time. It raises on every rank or on none. All ranks pass one, or none does.
+        replicas: compares parameters and optimizer state every few steps. All ranks pass one, with
+            the same settings, or none does.
 
     Attributes:
         gradients: this rank's gradients.
@@ -153,6 +156,7 @@ class Rounds:
         gradients: LocalGradients,
         window: Window,
         compare: Callable[[], None] | None = None,
+        replicas: ReplicaCheck | None = None,
     ) -> None:
         self.gradients = gradients
         self.participated = False
@@ -161,6 +165,7 @@ class Rounds:
         self._collectives = collectives
         self._window = window
         self._compare = compare
+        self._replicas = replicas
         self._compared = False
         self._generation: int | None = None
         self._step = 0
@@ -276,6 +281,9 @@ class Rounds:
         Args:
             outdated: on all ranks, parameters have another dtype or device than the buckets.
             sparse: some rank has a sparse gradient whose bucket is dense.
+
+        Raises:
+            RankMismatchError: on every rank, see `ReplicaCheck.compare`.
         """
         if outdated:
             self.gradients.replan()
@@ -295,6 +303,10 @@ class Rounds:
         self._number += 1
         self.participated = True
         self.no_sync_used = False
+        # The ranks are in the same step, and no rank changes parameters in a backward pass.
+        replicas = self._replicas
+        if self._number == 1 and replicas is not None and replicas.is_due(self._step):
+            replicas.compare(self._step)
 
     @property
     def plans_made(self) -> int:

@@ -77,6 +77,7 @@ class Record:
         pid: its process id.
         reason: why it was written: `stall`, `request`, `signal` or `error`.
         time: when it was written, in seconds since 1970.
+        limit: the seconds that a collective may wait before the job ends; 0 for no limit.
         error: the error of the first collective that failed; empty if none did.
         failed: the name of that collective.
         groups: id of a process set -> its ranks; empty ranks for all.
@@ -93,6 +94,7 @@ class Record:
     pid: int
     reason: str
     time: float
+    limit: float = 0.0
     error: str = ""
     failed: str = ""
     groups: Mapping[int, Sequence[int]] = field(default_factory=dict)
@@ -133,6 +135,7 @@ def parse(text: str) -> Record:
             pid=int(content["pid"]),
             reason=str(content["reason"]),
             time=float(content["time"]),
+            limit=float(content.get("limit", 0)),
             error=str(content["error"]),
             failed=str(content["failed"]),
             groups={int(group): list(ranks) for group, ranks in content["groups"].items()},

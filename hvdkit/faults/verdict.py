@@ -15,6 +15,7 @@ from hvdkit.faults import stacks
 from hvdkit.faults.records import Call, Record
 
 _DEADLOCK = "Every rank waits in a collective that another rank has not called: a deadlock."
+_LIMIT = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 #: The most ranks that are described one by one.
 _SHOWN = 4
 #: A process state as /proc names it -> a text.
@@ -27,6 +28,7 @@ _OWN = {
     re.compile(pattern): text
     for pattern, text in {
         r"hvdkit\.rounds\.": "the comparison of the ranks' states",
+        r"hvdkit\.replicas": "the comparison of parameters and optimizer state",
         r"hvdkit\.agreement": "the consistency check before the first step",
         r"hvdkit\.[0-9a-f]{16}\.\d+\.used": "the number of ranks that use each gradient",
         r"hvdkit\.[0-9a-f]{16}\.\d+\.largest": "the magnitude of the sums",
@@ -51,18 +53,42 @@ class Verdict:
         text: a paragraph for the user.
         waiting: the ranks that wait for the collective.
         missing: the ranks that have not called it.
+        call: the collective; None if no rank waits.
+        waited: the seconds that it has waited.
+        limit: the seconds that it may wait before the job ends; 0 for no limit.
         deadlock: whether no rank can continue, because each waits for another one.
+        expired: whether the collective has waited for longer than its limit.
     """
 
     text: str
     waiting: Sequence[int] = ()
     missing: Sequence[int] = ()
+    call: Call | None = None
+    waited: float = 0.0
+    limit: float = 0.0
     deadlock: bool = False
+    expired: bool = False
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the job must end."""
+        return self.deadlock or self.expired
 
     @property
     def whole_text(self) -> str:
-        """The paragraph, with a line about the deadlock if there is one."""
-        return f"{self.text}\n{_DEADLOCK}" if self.deadlock else self.text
+        """The paragraph, with a line about why the job must end."""
+        if self.deadlock:
+            return f"{self.text}\n{_DEADLOCK}"
+        if self.expired:
+            return f"{self.text}\nIts limit of {self.limit:,.0f} s is over ({_LIMIT})."
+        return self.text
+
+    @property
+    def outlook(self) -> str:
+        """What happens to a job that need not end yet."""
+        if self.limit:
+            return f"The job waits. It ends after {self.limit:,.0f} s ({_LIMIT})."
+        return "The job waits." if self.waiting else "The job continues."
 
 
 @dataclass(frozen=True)
@@ -101,7 +127,17 @@ def judge(records: Mapping[int, Record], states: Mapping[int, str], size: int) -
     if len(wait.missing) > _SHOWN:
         lines.append(f"{len(wait.missing) - _SHOWN} more ranks have not called it.")
     deadlock = bool(incomplete) and _all_wait(records, states, size)
-    return Verdict("\n".join(lines), wait.waiting, wait.missing, deadlock)
+    # No rank may end the job before the most patient one.
+    limits = [records[rank].limit for rank in wait.waiting]
+    return Verdict(
+        "\n".join(lines),
+        wait.waiting,
+        wait.missing,
+        wait.call,
+        _seconds_waited(wait, records),
+        0.0 if 0.0 in limits else max(limits),
+        deadlock,
+    )
 
 
 def _waits(records: Mapping[int, Record], states: Mapping[int, str], size: int) -> list[_Wait]:
@@ -148,10 +184,14 @@ def _has_called(record: Record, call: Call) -> bool:
 
 def _first_line(wait: _Wait, records: Mapping[int, Record]) -> str:
     record = records[wait.waiting[0]]
-    seconds = max(records[rank].time for rank in wait.waiting) - wait.call.enqueued
+    seconds = _seconds_waited(wait, records)
     have = "have" if len(wait.waiting) > 1 else "has"
     ranks = _ranks(wait.waiting)
     return f"{ranks} {have} waited {seconds:.0f} s for {describe_call(wait.call, record)}."
+
+
+def _seconds_waited(wait: _Wait, records: Mapping[int, Record]) -> float:
+    return max(records[rank].time for rank in wait.waiting) - wait.call.enqueued
 
 
 def describe_call(call: Call, record: Record) -> str:

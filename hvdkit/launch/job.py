@@ -26,9 +26,6 @@ _NOW_SECONDS = 1.0
 _ANSWER_SECONDS = 15.0
 
 
-_LIMIT = "It ends after HOROVOD_STALL_SHUTDOWN_TIME_SECONDS (30 minutes by default)."
-
-
 @dataclass(frozen=True)
 class Timeouts:
     """Timeouts of a job, in seconds.
@@ -209,13 +206,13 @@ class Job:
             connection.send("record")
 
     def _on_stall(self, verdict: Verdict) -> None:
-        """Show a verdict on a stall. End the job if no rank can continue."""
+        """Show a verdict on a stall. End the job if no rank can continue, or after the limit."""
         if self._ending:
             return
-        if verdict.deadlock:
+        if verdict.is_final:
             self._fail(verdict.whole_text)
         else:
-            self._say(f"{verdict.text}\nThe job waits. {_LIMIT}")
+            self._say(f"{verdict.text}\n{verdict.outlook}")
 
     def _running(self) -> list[int]:
         """Return the ranks that have not ended."""

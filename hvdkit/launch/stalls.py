@@ -26,6 +26,9 @@ _ANSWER_SECONDS = 5.0
 _CONFIRM_SECONDS = 3.0
 #: Seconds after a verdict in which records of the same stall are not a new one.
 _PAUSE_SECONDS = 10.0
+#: Seconds after the limit of a stall in which the engine ends the job by itself. It cannot if the
+#: engine of a rank does not run, for example because the process is stopped.
+_ENGINE_SECONDS = 15.0
 #: The file with the last verdict.
 VERDICT = "verdict.txt"
 
@@ -51,6 +54,8 @@ class Stalls:
         # The ranks' states at the first verdict of a deadlock, and the time to ask again.
         self._unconfirmed: object = None
         self._confirm_at = float("inf")
+        # The time to check whether the limit of a stall is over.
+        self._expires_at = float("inf")
 
     def add(self, text: str, now: float) -> None:
         """Add the record of a rank. If it reports a stall, ask all ranks."""
@@ -78,8 +83,8 @@ class Stalls:
 
     def check(self, now: float, ended: Collection[int]) -> Verdict | None:
         """Return a verdict when the ranks have answered, or when their time is over."""
-        if now > self._confirm_at:
-            self._confirm_at = float("inf")
+        if now > self._confirm_at or now > self._expires_at:
+            self._confirm_at = self._expires_at = float("inf")
             self._asked_at = now
             self._ask()
         if not self._asking:
@@ -104,6 +109,10 @@ class Stalls:
                 self._unconfirmed, self._confirm_at = seen, now + _CONFIRM_SECONDS
                 return None
             verdict = replace(verdict, deadlock=self._unconfirmed == seen)
+        if verdict.limit:
+            left = verdict.limit - verdict.waited
+            verdict = replace(verdict, expired=left <= 0)
+            self._expires_at = now + max(left, 0) + _ENGINE_SECONDS
         self._unconfirmed, self._judged_at = None, now
         self._keep(STATES, json.dumps(states))
         self._keep(VERDICT, f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{verdict.whole_text}\n")

@@ -12,6 +12,7 @@ from hvdkit.core import bucketing
 from hvdkit.core.accumulation import Window
 from hvdkit.core.compression import check_adasum
 from hvdkit.core.reduction import Reduction
+from hvdkit.core.replicas import INTERVAL, STOP, CheckSettings
 from hvdkit.errors import UsageError
 from hvdkit.torch.compression import Compression, wire_format
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped
@@ -33,6 +34,8 @@ def DistributedOptimizer(
     find_unused_parameters: bool = False,
     bucket_bytes: int = bucketing.BUCKET_BYTES,
     check_parameters: bool = True,
+    check_interval: int = INTERVAL,
+    on_mismatch: str = STOP,
 ) -> torch.optim.Optimizer:
     """Wrap `optimizer` so that `loss.backward()` reduces the gradients over all ranks.
 
@@ -68,6 +71,12 @@ def DistributedOptimizer(
             every rank if they differ, for example because `hvd.broadcast_parameters` was forgotten.
             Frozen parameters in `named_parameters` are compared even if the optimizer does not have
             them.
+        check_interval: compare parameters, optimizer state and options every so many steps; 0 for
+            never. Needs `check_parameters`.
+        on_mismatch: what to do if such a comparison finds a difference: `"stop"` raises
+            `RankMismatchError` on every rank, unless the difference is as small as rounding, which
+            is logged; `"repair"` copies the values of the majority of ranks, and raises if there is
+            none, as with two ranks.
 
     Raises:
         UsageError: an argument is invalid; nothing has been communicated.
@@ -77,6 +86,7 @@ def DistributedOptimizer(
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     """
     _check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor)
+    replicas = CheckSettings(check_interval, on_mismatch)
     window = Window(accumulation_steps)
     if backward_passes_per_step > 1 and accumulation_steps == 1:
         window = Window(backward_passes_per_step, mean=False)
@@ -121,6 +131,7 @@ def DistributedOptimizer(
         _group_lists(groups or num_groups, names),
         process_set,
         check_parameters,
+        replicas,
         {name: p for name, p in named or () if p not in names and not p.requires_grad},
     )
     return result

@@ -35,12 +35,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hvdkit.core.accumulation import PassesDiffer, Window
 from hvdkit.core.coordination import BackwardFailed, Coordinator, entry_lock
 from hvdkit.core.reduction import Reduction, ReductionState
+from hvdkit.core.replicas import CheckSettings, ReplicaCheck
 from hvdkit.core.rounds import Rounds
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch import passes
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.digests import check_values
 from hvdkit.torch.gradients import OptimizerGradients
+from hvdkit.torch.replicas import TorchReplicas
 
 log = logging.getLogger("hvdkit.torch")
 
@@ -90,6 +92,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         groups: list[list[torch.nn.Parameter]],
         process_set: mpi_ops.ProcessSet,
         check_parameters: bool,
+        replicas: CheckSettings,
         frozen: dict[str, torch.nn.Parameter],
     ) -> None:
         # Copy the attributes instead of calling __init__, which would drop loaded state. An LR
@@ -106,6 +109,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._window = window
         self._should_synchronize = True
         self._check_parameters = check_parameters
+        self._check_settings = replicas
         # Frozen parameters of the model that the optimizer does not have.
         self._frozen = frozen
         # Whether the last step changed the parameters. After a fused step this is its tensor
@@ -139,6 +143,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self._gradients,
             window,
             (lambda: owner._check_values()) if check_parameters else None,
+            ReplicaCheck(self._collectives, replicas, lambda: owner._replicas())
+            if check_parameters
+            else None,
         )
         self.coordinator = _coordinator_of(process_set)
         self.coordinator.add(self)
@@ -532,11 +539,18 @@ class WrappedOptimizer(torch.optim.Optimizer):
             ),
             f"the optimizer has {len(parameters)} parameters",
             f"check_parameters: {self._check_parameters}",
+            f"check_interval: {self._check_settings.interval}",
+            f"on_mismatch: {self._check_settings.on_mismatch}",
         ]
 
     def _check_values(self) -> None:
-        named = {self._name_of(p): p for p in self._all_parameters()} | self._frozen
-        check_values(self._collectives, named)
+        check_values(self._collectives, self._compared_parameters())
+
+    def _replicas(self) -> TorchReplicas:
+        return TorchReplicas(self._compared_parameters(), self)
+
+    def _compared_parameters(self) -> dict[str, torch.nn.Parameter]:
+        return {self._name_of(p): p for p in self._all_parameters()} | self._frozen
 
     def _register_hooks(self, parameter: torch.nn.Parameter, number: int | None) -> None:
         reference = weakref.ref(self)

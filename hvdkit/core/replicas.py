@@ -1,0 +1,337 @@
+"""Compare the ranks' replicas of parameters and optimizer state while they train.
+
+All ranks apply the same reduced gradients, so their parameters stay equal to the last bit. They
+differ after a fault of memory or of a processor, and after code that changes parameters, optimizer
+state or a learning rate on some ranks only. Nothing else in data-parallel training notices this.
+
+Every `interval` steps each rank computes a digest, and one small allreduce compares the digests.
+Only if they differ, the ranks find the tensors, the ranks and the elements that differ.
+
+A wrong gradient before the sum cannot be found this way: all ranks apply the same wrong sum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvdkit.core.collectives import Collectives
+from hvdkit.core.consistency import RankMismatchError, compare, first_difference
+from hvdkit.errors import UsageError
+
+#: The default number of steps between two comparisons.
+INTERVAL = 100
+#: What to do about a difference.
+STOP, REPAIR = "stop", "repair"
+
+# Relative to the largest element of a tensor. Ranks on different processors may round a step
+# differently, by about 1e-7.
+_ROUNDING = 1e-4
+# Tensors that an error describes.
+_SHOWN = 3
+
+_OPTIONS_ADVICE = (
+    "Ranks with different options train different models. Change learning rates and other options "
+    "on all ranks alike, or call hvd.broadcast_optimizer_state(optimizer, root_rank=0)."
+)
+_VALUES_ADVICE = (
+    "All ranks have applied the same gradients. So memory or a processor of a host has failed, or "
+    "code changes parameters or optimizer state on some ranks only. Restore a checkpoint of an "
+    "earlier step. on_mismatch='repair' of hvd.DistributedOptimizer copies the values of the "
+    "majority instead."
+)
+_ROUNDING_ADVICE = (
+    "The differences are small, as if processors round differently. The job continues, and this is "
+    "logged once. on_mismatch='repair' of hvd.DistributedOptimizer keeps the ranks equal."
+)
+#: The folder for the versions of tensors that differ, in the working directory.
+FOLDER = "hvdkit-mismatch"
+
+_log = logging.getLogger("hvdkit")
+
+
+class Replicas(Protocol):
+    """The tensors and settings of one rank that must be equal on all ranks."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the tensors."""
+        ...
+
+    @property
+    def settings(self) -> Sequence[str]:
+        """Lines of text that must be equal, such as the learning rates."""
+        ...
+
+    def digests(self) -> Sequence[int]:
+        """Return a 64-bit digest of each tensor."""
+        ...
+
+    def read(self, index: int) -> np.ndarray:
+        """Return the bytes of a tensor as a one-dimensional uint8 array."""
+        ...
+
+    def write(self, index: int, data: np.ndarray) -> None:
+        """Set a tensor to the bytes of a result of `read`."""
+        ...
+
+    def values(self, index: int, data: np.ndarray) -> np.ndarray:
+        """Return the bytes of a tensor as its elements: float64, int64, complex128 or bool."""
+        ...
+
+    def save(self, indices: Sequence[int], path: Path) -> Path:
+        """Write tensors to a file. Return its path, with the suffix of the format."""
+        ...
+
+
+@dataclass(frozen=True)
+class CheckSettings:
+    """How often to compare replicas, and what to do about a difference.
+
+    Attributes:
+        interval: the number of steps between two comparisons; 0 for none.
+        on_mismatch: `stop` or `repair`.
+
+    Raises:
+        UsageError: a value is invalid.
+    """
+
+    interval: int = INTERVAL
+    on_mismatch: str = STOP
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.interval, int) or isinstance(self.interval, bool):
+            raise UsageError(f"check_interval is {self.interval!r}: expected a number of steps")
+        if self.interval < 0:
+            raise UsageError(
+                f"check_interval is {self.interval}: expected a number of steps, or 0 to compare "
+                f"nothing"
+            )
+        if self.on_mismatch not in (STOP, REPAIR):
+            raise UsageError(
+                f"on_mismatch is {self.on_mismatch!r}: expected {STOP!r} or {REPAIR!r}"
+            )
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """One tensor that differs between ranks.
+
+    Attributes:
+        index: its index among the names.
+        root: the first rank of the largest group of ranks that have equal values.
+        ranks: the ranks that differ from `root`.
+        majority: whether the largest group has more than half of the ranks.
+    """
+
+    index: int
+    root: int
+    ranks: Sequence[int]
+    majority: bool
+
+
+class ReplicaCheck:
+    """Compare the replicas of one optimizer. Every rank has one, with the same settings.
+
+    Args:
+        collectives: the collectives of the ranks to compare.
+        settings: the settings.
+        replicas: returns this rank's tensors.
+    """
+
+    def __init__(
+        self, collectives: Collectives, settings: CheckSettings, replicas: Callable[[], Replicas]
+    ) -> None:
+        self._collectives = collectives
+        self._settings = settings
+        self._replicas = replicas
+        self._saved = False
+        self._logged = False
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to compare after `step` steps. The same on all ranks."""
+        interval = self._settings.interval
+        return bool(interval) and step > 0 and step % interval == 0
+
+    def compare(self, step: int) -> None:
+        """Compare the replicas. A collective.
+
+        Args:
+            step: the number of steps that were made, for the error.
+
+        Raises:
+            RankMismatchError: on every rank, naming the tensors, the ranks and the elements.
+        """
+        own = self._replicas()
+        digests = np.array(own.digests(), np.uint64)
+        text = "\n".join([*own.settings, *own.names])
+        content = hashlib.sha256(text.encode() + digests.tobytes()).digest()
+        equal, joined = compare(self._collectives, content, "hvdkit.replicas")
+        # Ranks in `join` take part in reductions only, so nothing can be gathered. The difference
+        # is found at the next comparison.
+        if equal or joined:
+            return
+        texts = self._gather(text.encode(), "names")
+        if len(set(texts.values())) > 1:
+            by_rank = {rank: data.decode().split("\n") for rank, data in texts.items()}
+            raise RankMismatchError(
+                f"{first_difference(by_rank, f'the optimizer after step {step}')} {_OPTIONS_ADVICE}"
+            )
+        self._handle(step, own, self._differences(digests))
+
+    def _gather(self, data: bytes, name: str) -> dict[int, bytes]:
+        """Return rank -> its data. A collective."""
+        gathered = self._collectives.allgather(data, f"hvdkit.replicas.{name}")
+        return dict(zip(self._collectives.ranks, gathered, strict=True))
+
+    def _differences(self, digests: np.ndarray) -> list[_Difference]:
+        """Return the tensors that differ, and on which ranks. A collective."""
+        gathered = self._gather(digests.tobytes(), "digests")
+        table = {rank: np.frombuffer(data, np.uint64) for rank, data in gathered.items()}
+        found = []
+        for index in range(len(digests)):
+            ranks_of: dict[int, list[int]] = {}
+            for rank, row in table.items():
+                ranks_of.setdefault(int(row[index]), []).append(rank)
+            if len(ranks_of) > 1:
+                # Of groups of the same size, the one with the lowest rank.
+                largest = max(ranks_of.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+                others = [rank for rank in table if rank not in largest]
+                found.append(_Difference(index, largest[0], others, len(largest) > len(others)))
+        return found
+
+    def _handle(self, step: int, own: Replicas, differences: Sequence[_Difference]) -> None:
+        """Describe differences; then repair them, log them or raise. A collective."""
+        repairs = self._settings.on_mismatch == REPAIR and all(d.majority for d in differences)
+        if repairs:
+            self._save(step, own, differences)
+        found = [self._examine(own, difference, repairs) for difference in differences]
+        answer = {
+            "host": socket.gethostname(),
+            "processor": _processor(),
+            "far": any(far for far, _ in found),
+            "texts": [text for _, text in found[:_SHOWN]],
+        }
+        gathered = self._gather(json.dumps(answer).encode(), "values")
+        answers = {rank: json.loads(data) for rank, data in gathered.items()}
+        text = self._describe(step, own, differences, answers)
+        if repairs:
+            self._log(f"{text} The values of the majority were copied to these ranks.")
+        elif not any(answer["far"] for answer in answers.values()):
+            if not self._logged:
+                self._log(f"{text}{_processors(answers)} {_ROUNDING_ADVICE}")
+            self._logged = True
+        else:
+            self._save(step, own, differences)
+            raise RankMismatchError(
+                f"{text} {_VALUES_ADVICE} These ranks have saved the tensors in "
+                f"{FOLDER}/step-{step}-rank-N.*, in their working directories."
+            )
+
+    def _examine(self, own: Replicas, difference: _Difference, repairs: bool) -> tuple[bool, str]:
+        """Compare one tensor with that of `difference.root`. A collective.
+
+        Returns:
+            Whether it differs by more than rounding, and a text; the text is empty if it is equal.
+        """
+        data = own.read(difference.index)
+        root = difference.root
+        theirs = np.frombuffer(
+            self._collectives.broadcast(data.tobytes(), root, "hvdkit.replicas.tensor"), np.uint8
+        )
+        if self._collectives.rank not in difference.ranks:
+            return False, ""
+        if len(theirs) != len(data):
+            return True, f"has {len(data):,} bytes, and {len(theirs):,} on rank {root}"
+        far, text = _compare(
+            own.values(difference.index, data), own.values(difference.index, theirs), root
+        )
+        if repairs:
+            own.write(difference.index, theirs)
+        return far, text
+
+    def _describe(
+        self,
+        step: int,
+        own: Replicas,
+        differences: Sequence[_Difference],
+        answers: dict[int, dict[str, Any]],
+    ) -> str:
+        parts = []
+        for k, difference in enumerate(differences[:_SHOWN]):
+            name = own.names[difference.index]
+            for rank in difference.ranks[:_SHOWN]:
+                host, text = answers[rank]["host"], answers[rank]["texts"][k]
+                parts.append(f"{name} on rank {rank} (host {host}) {text}")
+            if len(difference.ranks) > _SHOWN:
+                more = len(difference.ranks) - _SHOWN
+                parts.append(f"{name} differs on {more} more ranks")
+        more = len(differences) - _SHOWN
+        rest = f" {more} more tensors differ." if more > 0 else ""
+        if not all(difference.majority for difference in differences):
+            rest += " No majority of ranks agrees, so either value may be the wrong one."
+        return f"ranks have different values after step {step}: {'; '.join(parts)}.{rest}"
+
+    def _save(self, step: int, own: Replicas, differences: Sequence[_Difference]) -> None:
+        """Save this rank's version of the tensors, once. Not a collective."""
+        rank = self._collectives.rank
+        indices = [d.index for d in differences if rank == d.root or rank in d.ranks]
+        if self._saved or not indices:
+            return
+        self._saved = True
+        try:
+            Path(FOLDER).mkdir(exist_ok=True)
+            own.save(indices, Path(FOLDER) / f"step-{step}-rank-{rank}")
+        except OSError as error:
+            _log.warning("rank %d cannot save the tensors that differ: %s", rank, error)
+
+    def _log(self, text: str) -> None:
+        if self._collectives.rank == self._collectives.ranks[0]:
+            _log.warning("%s", text)
+
+
+def _compare(own: np.ndarray, theirs: np.ndarray, root: int) -> tuple[bool, str]:
+    """Return whether values differ by more than rounding, and a text about the difference."""
+    equal = (own == theirs) | ((own != own) & (theirs != theirs))
+    where = np.flatnonzero(~equal)
+    if not where.size:
+        return False, f"has other bits than on rank {root} in elements that are zero or NaN"
+    first = int(where[0])
+    text = (
+        f"differs in {where.size:,} of {own.size:,} elements from rank {root}: element {first:,} "
+        f"is {own[first]}, and {theirs[first]} on rank {root}"
+    )
+    if own.dtype.kind not in "fc" or not np.all(
+        np.isfinite(own[where]) & np.isfinite(theirs[where])
+    ):
+        return True, text
+    largest = np.max(np.abs(theirs[np.isfinite(theirs)]), initial=0.0)
+    return bool(np.max(np.abs(own[where] - theirs[where])) > _ROUNDING * largest), text
+
+
+def _processor() -> str:
+    """Return the name of this host's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def _processors(answers: dict[int, dict[str, Any]]) -> str:
+    """Return a sentence with the processors of the ranks, if these differ."""
+    names = {answer["processor"]: rank for rank, answer in reversed(answers.items())}
+    if len(names) < 2:
+        return ""
+    listed = ", ".join(f"{name} (rank {rank})" for name, rank in sorted(names.items())[:_SHOWN])
+    return f" The processors are {listed}."
