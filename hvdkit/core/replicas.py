@@ -69,7 +69,7 @@ class Replicas(Protocol):
 
     @property
     def settings(self) -> Sequence[str]:
-        """Lines of text that must be equal, such as the learning rates."""
+        """Lines of text that must be equal, such as learning rates and the names of tensors."""
         ...
 
     def digests(self) -> Sequence[int]:
@@ -173,7 +173,7 @@ class ReplicaCheck:
         """
         own = self._replicas()
         digests = np.array(own.digests(), np.uint64)
-        text = "\n".join([*own.settings, *own.names])
+        text = "\n".join(own.settings)
         content = hashlib.sha256(text.encode() + digests.tobytes()).digest()
         equal, joined = compare(self._collectives, content, "hvdkit.replicas")
         # Ranks in `join` take part in reductions only, so nothing can be gathered. The difference

@@ -169,7 +169,8 @@ def is_among(variable: Any, identities: Collection[int]) -> bool:
     return id(variable) in identities or id(variable.value) in identities
 
 
-def _dtype_of(variable: Any) -> np.dtype:
+def dtype_of(variable: Any) -> np.dtype:
+    """Return the dtype of a `keras.Variable`."""
     # NumPy lacks bfloat16 and float8. Keras itself uses ml_dtypes for them.
     name = str(variable.dtype)
     return np.dtype(getattr(ml_dtypes, name, None) or name)
@@ -177,21 +178,21 @@ def _dtype_of(variable: Any) -> np.dtype:
 
 def bytes_of(variable: Any) -> int:
     """Return the size of a `keras.Variable` in bytes."""
-    return int(np.prod(variable.shape, dtype=np.int64)) * _dtype_of(variable).itemsize
+    return int(np.prod(variable.shape, dtype=np.int64)) * dtype_of(variable).itemsize
 
 
 def read(variable: Any) -> np.ndarray:
     """Return a `keras.Variable`'s content as uint8; it may share the variable's memory."""
     array = keras.ops.convert_to_numpy(variable)
     # On PyTorch, Keras returns bfloat16 as float32, which converts back without loss.
-    array = np.ascontiguousarray(array, dtype=_dtype_of(variable))
+    array = np.ascontiguousarray(array, dtype=dtype_of(variable))
     return array.reshape(-1).view(np.uint8)
 
 
 def write(variable: Any, content: np.ndarray) -> None:
     """Write a result of `read` into a `keras.Variable`."""
     # A copy, because `content` may be unaligned.
-    values = content.copy().view(_dtype_of(variable))
+    values = content.copy().view(dtype_of(variable))
     variable.assign(values.reshape(tuple(variable.shape)))
 
 

@@ -67,6 +67,8 @@ class Coordination:
         self.stops_at_batches = False
         self._stop_deferred = False
         self._compares_values = False
+        # Distributions whose variables are compared every few batches.
+        self._compared: list[Any] = []
         # The id of a variable without gradients -> digest of its value at the beginning.
         self._before: dict[int, int] = {}
         self._trains_one_model = False
@@ -169,7 +171,9 @@ class Coordination:
         reducing = self._distributions_of_group
         compares = any(d.check_parameters for d in reducing)
         left_open = any(d.in_fit for d in self.distributions)
+        batches = reducing[0].batches if reducing else 0
         own = [terminates, acts, restores, restored, compares, bool(reducing), True, left_open]
+        own += [batches, batches * batches]
         counts = self.group.sum([int(value) for value in own], "hvdkit.keras.begin")
         self.checks_loss, self.stops_at_batches = bool(counts[0]), bool(counts[1])
         self._compares_values, self._trains_one_model = (n == counts[6] for n in counts[4:6])
@@ -177,11 +181,16 @@ class Coordination:
             if counts[7]:
                 distribution.discard()
             distribution.in_fit = True
+        if counts[7] or counts[6] * counts[9] != counts[8] ** 2:
+            # Ranks have counted differently after an error, or some are new.
+            for distribution in reducing:
+                distribution.batches = 0
         if counts[2]:
             broadcast_model(self.model, self.group.ranks[0], self.group.process_set)
             if counts[3]:
                 # `fit` reads this after `on_train_begin`.
                 self.model._initial_epoch = counts[3]
+        self._compared = [d for d in reducing if d.check_parameters and self._compares_values]
         if self._compares_values:
             self._before = {id(v): digest_of(v) for v in self._untrained_variables()}
 
@@ -221,7 +230,10 @@ class Coordination:
         variables = [*shared, *others]
         check_consistency(
             self.group,
-            [f"{without_layer_numbers(v.path)}, {v.dtype} {list(v.shape)}" for v in variables],
+            [
+                *(f"{without_layer_numbers(v.path)}, {v.dtype} {list(v.shape)}" for v in variables),
+                *(str(d.check_settings) for d in checked),
+            ],
             "the variables of the model",
         )
         having_local = [c for c in callbacks if isinstance(c, HasLocalVariables)]
@@ -236,6 +248,17 @@ class Coordination:
         triples = zip(variables, digests, anywhere, strict=True)
         check_values(self.group, [(v, digest) for v, digest, skip in triples if not skip])
         self._before = {}
+
+    def compare_replicas(self) -> None:
+        """Count a batch, and compare trained variables if a comparison is due. A collective.
+
+        Raises:
+            RankMismatchError: on every rank, see `ReplicaCheck.compare`.
+        """
+        for distribution in self._compared:
+            distribution.batches += 1
+            if distribution.replicas.is_due(distribution.batches):
+                distribution.replicas.compare(distribution.batches)
 
     def _untrained_variables(self) -> list[Any]:
         """Return variables without gradients, except seeds and moving statistics."""

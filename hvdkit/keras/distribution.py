@@ -10,9 +10,11 @@ import keras
 from hvdkit.core import bucketing
 from hvdkit.core.accumulation import check_passes
 from hvdkit.core.reduction import Reduction
+from hvdkit.core.replicas import CheckSettings, ReplicaCheck
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.accumulation import AccumulationWindow
+from hvdkit.keras.replicas import KerasReplicas
 
 _ATTRIBUTE = "_hvdkit_distribution"
 
@@ -25,6 +27,8 @@ class Distribution:
         collectives: the `hvdkit.core.collectives.Collectives` of these ranks.
         accumulation_steps: batches per update.
         check_parameters: whether `fit` compares the variables' values between ranks.
+        replicas: compares trained variables and the optimizer's variables every few batches.
+        batches: the number of batches of coordinated `fit`s since the start.
         in_fit: True from the beginning of a coordinated `fit` until it ends without an error.
     """
 
@@ -39,11 +43,19 @@ class Distribution:
         averaged: bool,
         scale_local_gradients: bool,
         check_parameters: bool,
+        check_settings: CheckSettings,
     ) -> None:
         self.check_parameters = check_parameters
         self.in_fit = False
         self.process_set = process_set
         self.collectives = backend.collectives(process_set)
+        self.check_settings = check_settings
+        self.batches = 0
+        self.replicas = ReplicaCheck(
+            self.collectives,
+            check_settings,
+            lambda: KerasReplicas(self.shared_variables, self._optimizer),
+        )
         self.accumulation_steps = accumulation_steps
         self._reduction = reduction
         self._groups = groups

@@ -13,6 +13,7 @@ import keras
 from hvdkit.core import bucketing
 from hvdkit.core.accumulation import Window
 from hvdkit.core.reduction import Reduction
+from hvdkit.core.replicas import INTERVAL, STOP, CheckSettings
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.distribution import Distribution, distribution_of
@@ -39,6 +40,8 @@ def DistributedOptimizer(
     scale_local_gradients: bool = True,
     bucket_bytes: int = bucketing.BUCKET_BYTES,
     check_parameters: bool = True,
+    check_interval: int = INTERVAL,
+    on_mismatch: str = STOP,
 ) -> Any:
     """Make `optimizer` reduce gradients over all ranks before it applies them.
 
@@ -73,6 +76,12 @@ def DistributedOptimizer(
         bucket_bytes: the largest size in bytes of a bucket with several gradients.
         check_parameters: compare the variables' values between ranks after the first batch of each
             `fit`, and raise on every rank if they differ.
+        check_interval: in `fit`, compare the trained variables and the optimizer's variables every
+            so many batches; 0 for never. Needs `check_parameters`.
+        on_mismatch: what to do if such a comparison finds a difference: `"stop"` raises
+            `RankMismatchError` on every rank, unless the difference is as small as rounding, which
+            is logged; `"repair"` copies the values of the majority of ranks, and raises if there is
+            none, as with two ranks.
 
     Arguments after `op` are keyword-only, because their positions differ between `horovod.keras`
     and `horovod.tensorflow.keras`.
@@ -111,6 +120,7 @@ def DistributedOptimizer(
         averaged=averaged,
         scale_local_gradients=scale_local_gradients,
         check_parameters=check_parameters,
+        check_settings=CheckSettings(check_interval, on_mismatch),
     )
     return optimizer
 

@@ -18,7 +18,8 @@ A coordinated list does the following, in this order (see `hvdkit.keras.coordina
 - Raise an error if ranks have different numbers of steps or epochs.
 - Drop callbacks that write files or a progress bar on all ranks but the first. Broadcast the state
   that `BackupAndRestore` restores on the first rank.
-- After the first batch, compare the values of variables between ranks.
+- After the first batch, compare the values of variables between ranks. Every few batches, compare
+  the trained variables and those of the optimizer.
 - If there is a `TerminateOnNaN`, make the loss of a batch NaN on every rank if it is not finite on
   one rank.
 - If a callback stops training on one rank, stop on every rank: after the same batch if callbacks
@@ -166,6 +167,7 @@ class _CoordinatedList:
             logs, broken = coordination.check_loss(logs)
         super().on_train_batch_end(batch, logs)  # type: ignore[misc]
         coordination.compare_values(self.callbacks)
+        coordination.compare_replicas()
         if coordination.stops_at_batches or broken:
             if self._async_train:  # type: ignore[attr-defined]
                 self._flush_futures()  # type: ignore[attr-defined]

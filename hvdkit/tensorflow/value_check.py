@@ -19,10 +19,12 @@ from hvdkit.tensorflow.variables import tf_variable_or_none
 
 _log = logging.getLogger("hvdkit.tensorflow")
 
-#: Variables are compared before these reductions, counted from 0. Reduction 0 is not included,
-#: because Horovod's scripts broadcast after it. Models of the same architecture share a count. The
-#: numbers have all remainders modulo 2 and 3, so two or three models in turn are all compared.
+#: Variables are compared before these reductions, counted from 0, and then every `_INTERVAL`
+#: reductions. Reduction 0 is not included, because Horovod's scripts broadcast after it. Models of
+#: the same architecture share a count. The numbers have all remainders modulo 2 and 3, so two or
+#: three models in turn are all compared.
 _COMPARED = (1, 2, 5, 10, 21, 42, 85, 170, 341)
+_INTERVAL = 97
 #: A difference is an error from this reduction on, because a loop may reduce often before its first
 #: update.
 _ERROR = 170
@@ -68,7 +70,7 @@ class ValueCheck:
             RankMismatchError: on every rank, naming the first variable that differs.
         """
         count, self._counted = self._counted, self._counted + 1
-        if count in _COMPARED:
+        if count in _COMPARED or (count > _COMPARED[-1] and count % _INTERVAL == 0):
             self._check(tf.constant(count), variables())
 
     def compare_in_graph(self, variables: Mapping[int, Any]) -> Any:
@@ -82,13 +84,14 @@ class ValueCheck:
             self._counter = Counter()
         handle = self._counter.handle()
         count = Counter.read(handle)
+        later = tf.logical_and(count > _COMPARED[-1], tf.equal(count % _INTERVAL, 0))
         checked = tf.cond(
-            tf.reduce_any(tf.equal(count, _COMPARED)),
+            tf.logical_or(tf.reduce_any(tf.equal(count, _COMPARED)), later),
             lambda: self._check(count, variables),
             lambda: tf.constant(0),
         )
         with tf.control_dependencies([checked]):
-            return Counter.assign(handle, tf.minimum(count, _COMPARED[-1]) + 1)
+            return Counter.assign(handle, count + 1)
 
     def _check(self, count: tf.Tensor, variables: Mapping[int, Any]) -> tf.Tensor:
         found = {

@@ -26,8 +26,11 @@ class TorchReplicas:
         named = dict(_named_tensors(parameters, optimizer.state))
         #: The names of the tensors.
         self.names: Sequence[str] = list(named)
-        #: The options of the parameter groups, as text.
-        self.settings: Sequence[str] = list(_options(optimizer))
+        #: The options of the parameter groups and the names, as text.
+        self.settings: Sequence[str] = [
+            *_options(optimizer),
+            *(f"the optimizer has {name}" for name in self.names),
+        ]
         self._tensors = list(named.values())
 
     def digests(self) -> Sequence[int]:

@@ -1,0 +1,105 @@
+"""Variables that change on one rank only are found in `fit`."""
+
+import contextlib
+import re
+
+import numpy as np
+import pytest
+
+from hvdkit.core.consistency import RankMismatchError
+from hvdkit.core.replicas import FOLDER
+from tests.logs import recorded
+from tests.parallel.keras.test_uses import same_everywhere, weights_of
+
+
+def model_of(hvd, local=False, **options):
+    import keras
+
+    keras.utils.set_random_seed(1)
+    first, last = keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((3,)), first, last])
+    optimizer = keras.optimizers.Adam(0.01)
+    if local:
+        optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=first, **options)
+    else:
+        optimizer = hvd.DistributedOptimizer(optimizer, **options)
+    model.compile(optimizer, loss="mse")
+    return model
+
+
+def fit(hvd, model, change=lambda batch: None, batches=8, rank=-1):
+    """Train, and call `change(batch)` after each batch on one rank."""
+    import keras
+
+    class Change(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if hvd.rank() == rank % hvd.size():
+                change(batch)
+
+    x = np.random.default_rng(hvd.rank()).normal(size=(batches * 4, 3)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=4, shuffle=False, verbose=0, callbacks=[Change()])
+
+
+def times_two(variable):
+    variable.assign(variable * 2)
+
+
+@pytest.mark.parametrize("kind", ["weight", "slot", "learning rate"])
+def test_a_changed_variable_is_named(hvd, tmp_path, kind):
+    model = model_of(hvd, check_interval=3)
+
+    def change(batch):
+        if batch == 1:
+            times_two(
+                {
+                    "weight": model.layers[1].kernel,
+                    "slot": model.optimizer.variables[3],
+                    "learning rate": model.optimizer._learning_rate,
+                }[kind]
+            )
+
+    name = {
+        "weight": r"dense[_0-9]*/kernel' on",
+        "slot": r"dense[_0-9]*_kernel_velocity' on",
+        "learning rate": r"after step 3: '\w+/learning_rate' on",
+    }
+    with contextlib.chdir(tmp_path), pytest.raises(RankMismatchError) as caught:
+        fit(hvd, model, change)
+    assert "after step 3: " in str(caught.value)
+    assert re.search(name[kind], str(caught.value))
+    assert f"on rank {hvd.size() - 1} (host " in str(caught.value)
+    assert (tmp_path / FOLDER / f"step-3-rank-{hvd.rank()}.npz").exists()
+
+
+def test_the_majority_repairs(hvd, tmp_path):
+    model = model_of(hvd, check_interval=2, on_mismatch="repair")
+
+    def change(batch):
+        if batch == 2:
+            times_two(model.layers[0].kernel)
+
+    with contextlib.chdir(tmp_path), recorded("hvdkit") as log:
+        if hvd.size() == 2:
+            with pytest.raises(RankMismatchError, match="No majority of ranks agrees"):
+                fit(hvd, model, change, rank=0)
+            return
+        fit(hvd, model, change, rank=0)
+    assert any("were copied" in each.getMessage() for each in log) == (hvd.rank() == 0)
+    same_everywhere(weights_of(model))
+    same_everywhere([np.array(v) for v in model.optimizer.variables])
+
+
+def test_batches_of_several_fits_are_counted(hvd, tmp_path):
+    model = model_of(hvd, check_interval=10)
+    for _ in range(4):
+        fit(hvd, model, batches=2)
+    with (
+        contextlib.chdir(tmp_path),
+        pytest.raises(RankMismatchError, match="after step 10: "),
+    ):
+        fit(hvd, model, lambda batch: batch and times_two(model.layers[0].kernel), batches=4)
+
+
+def test_local_layers_differ(hvd):
+    model = model_of(hvd, local=True, check_interval=1)
+    fit(hvd, model)
