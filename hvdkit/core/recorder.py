@@ -57,15 +57,23 @@ class Recorder:
         if call := self._function("describe"):
             call(name.encode(), text.encode(errors="replace"))
 
-    def watch(self, rank: int, size: int, environ: Mapping[str, str] = os.environ) -> None:
+    def watch(
+        self, rank: int, size: int, limit: float, environ: Mapping[str, str] = os.environ
+    ) -> None:
         """Start to write records, if HVDKIT_RECORD_DIR is set.
+
+        Args:
+            rank: the rank.
+            size: the number of ranks.
+            limit: the seconds that a collective may wait before the job ends; 0 for no limit.
+            environ: the environment.
 
         Raises:
             UsageError: HVDKIT_STALL_TIMEOUT is not a number of seconds.
         """
         stall = stall_seconds(environ)
         folder = environ.get(FOLDER_VARIABLE)
-        call = self._function("watch")
+        call = self._function("write_records")
         if not folder or call is None:
             return
         try:
@@ -80,6 +88,7 @@ class Recorder:
             size,
             socket.gethostname().encode(),
             ctypes.c_double(stall),
+            ctypes.c_double(limit),
             stacks,
             int(_SIGNAL),
         )

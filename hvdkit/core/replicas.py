@@ -279,7 +279,7 @@ class ReplicaCheck:
         rest = f" {more} more tensors differ." if more > 0 else ""
         if not all(difference.majority for difference in differences):
             rest += " No majority of ranks agrees, so either value may be the wrong one."
-        return f"ranks have different values after step {step}: {'; '.join(parts)}.{rest}"
+        return f"Ranks have different values after step {step}: {'; '.join(parts)}.{rest}"
 
     def _save(self, step: int, own: Replicas, differences: Sequence[_Difference]) -> None:
         """Save this rank's version of the tensors, once. Not a collective."""

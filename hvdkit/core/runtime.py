@@ -245,7 +245,7 @@ class Runtime:
         if horovod.local_size() > 1:
             self._use_own_gpu(horovod.local_rank())
         self.begin_generation()
-        self.recorder.watch(horovod.rank(), horovod.size())
+        self.recorder.watch(horovod.rank(), horovod.size(), stall_limit(os.environ))
         self._report()
         self._warn_once()
 
@@ -307,6 +307,16 @@ def limit_stalls(environ: MutableMapping[str, str]) -> None:
         environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(shutdown)
     elif check is None and 0 < shutdown < 60:
         environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(max(1, shutdown // 2))
+
+
+def stall_limit(environ: Mapping[str, str]) -> int:
+    """Return the seconds that a collective may wait before the job ends; 0 for no limit.
+
+    Call `limit_stalls` before.
+    """
+    if _integer(environ, "HOROVOD_STALL_CHECK_DISABLE"):
+        return 0
+    return _integer(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int | None:

@@ -135,7 +135,7 @@ def parse(text: str) -> Record:
             pid=int(content["pid"]),
             reason=str(content["reason"]),
             time=float(content["time"]),
-            limit=float(content.get("limit", 0)),
+            limit=float(content["limit"]),
             error=str(content["error"]),
             failed=str(content["failed"]),
             groups={int(group): list(ranks) for group, ranks in content["groups"].items()},

@@ -127,15 +127,15 @@ def judge(records: Mapping[int, Record], states: Mapping[int, str], size: int) -
     if len(wait.missing) > _SHOWN:
         lines.append(f"{len(wait.missing) - _SHOWN} more ranks have not called it.")
     deadlock = bool(incomplete) and _all_wait(records, states, size)
-    # No rank may end the job before the most patient one.
-    limits = [records[rank].limit for rank in wait.waiting]
+    # The ranks may have different limits. `join` has none, because other ranks train meanwhile.
+    limits = [records[rank].limit for rank in wait.waiting if wait.call.operation != "join"]
     return Verdict(
         "\n".join(lines),
         wait.waiting,
         wait.missing,
         wait.call,
         _seconds_waited(wait, records),
-        0.0 if 0.0 in limits else max(limits),
+        0.0 if 0.0 in limits else max(limits, default=0.0),
         deadlock,
     )
 

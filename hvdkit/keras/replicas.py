@@ -1,5 +1,6 @@
 """The variables of an optimizer that must be equal on all ranks, see `hvdkit.core.replicas`."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from hvdkit.core.bucketing import unique_names, without_layer_numbers
+from hvdkit.core.bucketing import unique_names
 from hvdkit.keras import backend
+
+# Keras numbers layers of the same class, also within the name of a slot:
+# `adam/sequential_1_dense_2_kernel_momentum`.
+_NUMBER = re.compile(r"_\d+(?=[_/]|$)")
 
 
 class KerasReplicas:
@@ -30,7 +35,8 @@ class KerasReplicas:
         self.names: Sequence[str] = [repr(variable.path) for variable in self._variables]
         #: The names without these numbers.
         self.settings: Sequence[str] = [
-            f"variable {without_layer_numbers(variable.path)}" for variable in self._variables
+            f"variable {_NUMBER.sub('', variable.path)}, {variable.dtype} {list(variable.shape)}"
+            for variable in self._variables
         ]
 
     def digests(self) -> Sequence[int]:

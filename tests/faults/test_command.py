@@ -11,6 +11,7 @@ from hvdkit.faults.command import why
 
 RECORD = {
     "version": 1,
+    "limit": 0,
     "rank": 0,
     "size": 2,
     "host": "host0",

@@ -15,7 +15,7 @@ def record(rank, name, reason="request", number=1):
             "enqueued": 1.0, "ended": None}  # fmt: skip
     return json.dumps(
         {"version": 1, "rank": rank, "size": 2, "host": "h", "pid": 1, "reason": reason,
-         "time": 61.0, "error": "", "failed": "", "groups": {}, "labels": {},
+         "time": 61.0, "limit": 90, "error": "", "failed": "", "groups": {}, "labels": {},
          "calls": {name: number}, "open": [call], "done": [], "stacks": WAITS}
     )  # fmt: skip
 

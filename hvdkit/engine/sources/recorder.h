@@ -80,6 +80,12 @@ class Recorder {
     open_.erase(found);
   }
 
+  // Records progress: an operation of some ranks begins.
+  void operation_begins() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    progress_ = Clock::now();
+  }
+
   // Sets what the name of a collective stands for, such as the parameters of a bucket.
   void describe(const std::string& name, const std::string& text) {
     std::lock_guard<std::mutex> guard(mutex_);
@@ -89,11 +95,12 @@ class Recorder {
   // Starts to write records to `directory`. A second call replaces the settings of the first.
   //
   //   stall   seconds without the end of a collective after which a record is written
+  //   limit   seconds that a collective may wait before the job ends; 0 for no limit
   //   stacks  a file to which a signal handler appends the stacks of all threads; -1 for none
   //   number  the signal of the handler
   //   groups  returns the ranks of the process sets as JSON, {"0": [0, 1]}; empty ranks for all
   void watch(const std::string& directory, int rank, int size, const std::string& host, double stall,
-             int stacks, int number, std::string (*groups)()) {
+             double limit, int stacks, int number, std::string (*groups)()) {
     std::lock_guard<std::mutex> guard(mutex_);
     path_ = directory + "/rank-" + std::to_string(rank) + ".json";
     request_ = directory + "/request";
@@ -101,6 +108,7 @@ class Recorder {
     size_ = size;
     host_ = host;
     stall_ = stall;
+    limit_ = limit;
     stacks_ = stacks;
     signal_ = number;
     groups_ = groups;
@@ -228,7 +236,8 @@ class Recorder {
     std::string text = "{\"version\": 1, \"rank\": " + std::to_string(rank_) +
                        ", \"size\": " + std::to_string(size_) + ", \"host\": " + quoted(host_) +
                        ", \"pid\": " + std::to_string(getpid()) + ", \"reason\": " + quoted(reason) +
-                       ", \"time\": " + seconds(Clock::now()) + ", \"error\": " + quoted(error_) +
+                       ", \"time\": " + seconds(Clock::now()) + ", \"limit\": " +
+                       std::to_string((long long)limit_) + ", \"error\": " + quoted(error_) +
                        ", \"failed\": " + quoted(failed_) + ", \"groups\": " +
                        groups_() + ",\n\"labels\": {";
     const char* separator = "";
@@ -316,7 +325,7 @@ class Recorder {
   std::string path_, request_, host_, error_, failed_;
   int rank_ = 0, size_ = 0, stacks_ = -1, signal_ = 0;
   pid_t process_ = 0;
-  double stall_ = 0;
+  double stall_ = 0, limit_ = 0;
   off_t written_ = 0;
   uint64_t requested_ = 0;
 };
