@@ -178,7 +178,8 @@ def read(folder: Path) -> dict[int, Record]:
         for path in sorted(folder.iterdir()):
             if match := _FILE.fullmatch(path.name):
                 try:
-                    found[int(match[1])] = parse(path.read_text(encoding="utf-8"))
+                    text = path.read_text(encoding="utf-8", errors="replace")
+                    found[int(match[1])] = parse(text)
                 except HvdkitError as error:
                     raise HvdkitError(f"{path}: {error}") from error
     except OSError as error:

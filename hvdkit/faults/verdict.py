@@ -162,7 +162,9 @@ def _waits(records: Mapping[int, Record], states: Mapping[int, str], size: int) 
             for r in members
             if r not in entered and (r in records or r in states or len(records) < len(members))
         ]
-        waits.append(_Wait(call, waiting, missing))
+        # Records of an earlier start, with other process sets, do not fit together.
+        if waiting:
+            waits.append(_Wait(call, waiting, missing))
     return waits
 
 

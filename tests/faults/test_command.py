@@ -1,6 +1,8 @@
 """`hvdkit why` on folders that a job has left."""
 
+import contextlib
 import json
+import random
 import subprocess
 import sys
 
@@ -88,3 +90,29 @@ def test_the_command_line(tmp_path):
         done.stderr
         == f"hvdkit why: cannot read {tmp_path / 'missing'}: No such file or directory\n"
     )
+
+
+def a_call(draw):
+    return {
+        "name": draw.choice("ab"), "call": draw.randrange(4), "operation": draw.choice([0, 3, 99]),
+        "set": draw.choice([0, 1, 5]), "dtype": draw.choice([7, 99]), "bytes": draw.choice([0, 4]),
+        "enqueued": draw.uniform(0, 100), "ended": draw.choice([None, 50.0]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_records_that_do_not_fit_together(start, seed):
+    """Such as records of several starts with other numbers of ranks, or a file that was cut off."""
+    draw = random.Random(seed)
+    for rank in draw.sample(range(5), draw.choice([1, 2, 3])):
+        record = RECORD | {
+            "rank": rank, "size": draw.choice([1, 2, 3, 4]), "error": draw.choice(["", "failed: x"]),
+            "groups": draw.choice([{}, {"0": []}, {"1": [0, 2]}, {"5": [9]}]),
+            "open": [a_call(draw) for _ in range(draw.randrange(3))],
+            "done": [a_call(draw) for _ in range(draw.randrange(3))],
+        }  # fmt: skip
+        text = json.dumps(record).encode()
+        damaged = text[: draw.randrange(len(text))] + b"\xff" if draw.random() < 0.1 else text
+        (start / "records" / f"rank-{rank}.json").write_bytes(damaged)
+    with contextlib.suppress(HvdkitError):
+        assert why(start)
