@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 #: Ranks write a record when this file is touched.
 REQUEST = "request"
 #: A checkpointer touches this file when it has saved a step (`hvdkit/checkpoint/progress.py`).
 SAVED = "saved"
+#: The process that made the folder holds a lock on this file.
+_LOCK = "lock"
 #: The beginning of the folder's name.
 PREFIX = "hvdkit-records-"
 
@@ -22,6 +26,7 @@ class RecordFolder:
 
     def __init__(self) -> None:
         self._path: Path | None = None
+        self._lock: IO[str] | None = None
         # The size and time of each file that `changed` has returned.
         self._seen: dict[str, tuple[int, int]] = {}
 
@@ -29,7 +34,11 @@ class RecordFolder:
     def path(self) -> Path:
         """The path of the folder, which only this user can read."""
         if self._path is None:
+            _remove_abandoned(Path(tempfile.gettempdir()))
             self._path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            # The lock ends with the process, also after SIGKILL.
+            self._lock = (self._path / _LOCK).open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return self._path
 
     def request(self) -> None:
@@ -65,6 +74,18 @@ class RecordFolder:
         if self._path is not None:
             shutil.rmtree(self._path, ignore_errors=True)
             self._path = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Delete the folders in `parent` whose processes have ended without deleting them."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        # Errors: the folder is another user's, its process is alive, or it is new.
+        with contextlib.suppress(OSError), (folder / _LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def request(folder: Path) -> None:

@@ -106,7 +106,8 @@ def test_records_that_do_not_fit_together(start, seed):
     draw = random.Random(seed)
     for rank in draw.sample(range(5), draw.choice([1, 2, 3])):
         record = RECORD | {
-            "rank": rank, "size": draw.choice([1, 2, 3, 4]), "error": draw.choice(["", "failed: x"]),
+            "rank": rank, "size": draw.choice([1, 2, 3, 4]),
+            "error": draw.choice(["", "failed: x"]),
             "groups": draw.choice([{}, {"0": []}, {"1": [0, 2]}, {"5": [9]}]),
             "open": [a_call(draw) for _ in range(draw.randrange(3))],
             "done": [a_call(draw) for _ in range(draw.randrange(3))],

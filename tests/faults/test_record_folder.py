@@ -1,0 +1,48 @@
+"""The folder for records, and what is left of it when its process is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from hvdkit.faults.record_folder import PREFIX, RecordFolder
+
+
+@pytest.fixture
+def parent(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_folder_is_removed(parent):
+    folder = RecordFolder()
+    assert folder.path.name.startswith(PREFIX)
+    folder.remove()
+    assert not list(parent.iterdir())
+
+
+def test_the_folder_of_a_killed_process_is_removed_by_the_next(parent):
+    code = """
+import time
+from hvdkit.faults.record_folder import RecordFolder
+folder = RecordFolder()
+print(folder.path, flush=True)
+time.sleep(60)
+"""
+    env = dict(os.environ) | {"TMPDIR": str(parent)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True
+    ) as process:
+        killed = process.stdout.readline().strip()
+        first = RecordFolder()
+        assert len(list(parent.iterdir())) == len({killed, first.path})
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=10)
+    second = RecordFolder()
+    assert set(parent.iterdir()) == {first.path, second.path}
+    first.remove()
+    second.remove()
+    assert not list(parent.iterdir())
