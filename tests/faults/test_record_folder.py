@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -38,7 +39,7 @@ time.sleep(60)
     ) as process:
         killed = process.stdout.readline().strip()
         first = RecordFolder()
-        assert len(list(parent.iterdir())) == len({killed, first.path})
+        assert {Path(killed), first.path} == set(parent.iterdir())
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=10)
     second = RecordFolder()
