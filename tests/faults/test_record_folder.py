@@ -43,7 +43,7 @@ time.sleep(60)
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=10)
     second = RecordFolder()
-    assert set(parent.iterdir()) == {first.path, second.path}
+    assert {first.path, second.path} == set(parent.iterdir())
     first.remove()
     second.remove()
     assert not list(parent.iterdir())
