@@ -30,6 +30,7 @@ from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import group_by_text
 from hvdkit.core.rounds import Rounds
+from hvdkit.core.stragglers import UPDATE, WAIT, StepTimes, StragglerReport
 from hvdkit.errors import HvdkitError
 
 
@@ -168,6 +169,10 @@ class Coordinator:
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._optimizers: list[weakref.ref[Optimizer]] = []
+        #: The time that this rank spends in each section of its steps.
+        self.times = StepTimes()
+        #: Compares these times between ranks.
+        self.stragglers = StragglerReport(collectives, self.times)
 
     def add(self, optimizer: Optimizer) -> None:
         """Add an optimizer, and keep a weak reference to it.
@@ -208,9 +213,10 @@ class Coordinator:
             for rounds in entry.passed:
                 rounds.reduce_locally()
             return
-        with _invalidating(entry.passed):
-            result = self._wait_for_header(entry)
-        self._complete_rounds(entry, result)
+        with self._waiting():
+            with _invalidating(entry.passed):
+                result = self._wait_for_header(entry)
+            self._complete_rounds(entry, result)
 
     def reduce_at_step(self, rounds: Rounds) -> None:
         """Reduce all gradients of an optimizer before its step.
@@ -234,7 +240,7 @@ class Coordinator:
         reduced = rounds.participated and not rounds.has_late_ranks and not rounds.no_sync_used
         if reduced and not rounds.has_unreduced:
             return
-        with _invalidating([rounds]):
+        with self._waiting(), _invalidating([rounds]):
             self._enter_at_step(rounds)
         rounds.has_late_ranks = False
         rounds.participated = True
@@ -249,8 +255,17 @@ class Coordinator:
         """
         if not self._collectives.single_rank:
             rounds.check_generation()
-            with _invalidating([rounds]):
+            with self._waiting(), _invalidating([rounds]):
                 self._enter_at_step(rounds, only_rounds_of_others=True)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Count the time of the block as waiting for other ranks."""
+        self.times.enter(WAIT)
+        try:
+            yield
+        finally:
+            self.times.enter(UPDATE)
 
     # --- rounds ---------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from hvdkit.core.accumulation import Window
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.replicas import ReplicaCheck
+from hvdkit.core.stragglers import StragglerReport
 from hvdkit.core.synchronizer import Synchronizer
 
 
@@ -140,6 +141,7 @@ class Rounds:
             first time. It raises on every rank or on none. All ranks pass one, or none does.
         replicas: compares parameters and optimizer state every few steps. All ranks pass one, with
             the same settings, or none does.
+        stragglers: compares the ranks' times before each such comparison.
 
     Attributes:
         gradients: this rank's gradients.
@@ -157,6 +159,7 @@ class Rounds:
         window: Window,
         compare: Callable[[], None] | None = None,
         replicas: ReplicaCheck | None = None,
+        stragglers: StragglerReport | None = None,
     ) -> None:
         self.gradients = gradients
         self.participated = False
@@ -166,6 +169,7 @@ class Rounds:
         self._window = window
         self._compare = compare
         self._replicas = replicas
+        self._stragglers = stragglers
         self._compared = False
         self._generation: int | None = None
         self._step = 0
@@ -306,6 +310,8 @@ class Rounds:
         # The ranks are in the same step, and no rank changes parameters in a backward pass.
         replicas = self._replicas
         if self._number == 1 and replicas is not None and replicas.is_due(self._step):
+            if self._stragglers is not None:
+                self._stragglers.report()
             replicas.compare(self._step)
 
     @property

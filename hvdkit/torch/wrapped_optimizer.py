@@ -37,6 +37,7 @@ from hvdkit.core.coordination import BackwardFailed, Coordinator, entry_lock
 from hvdkit.core.reduction import Reduction, ReductionState
 from hvdkit.core.replicas import CheckSettings, ReplicaCheck
 from hvdkit.core.rounds import Rounds
+from hvdkit.core.stragglers import BACKWARD, FORWARD
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch import passes
 from hvdkit.torch.collectives import TorchCollectives
@@ -137,6 +138,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             window,
             keep_sparse=reduction.sparse_as_dense and isinstance(plain, torch.optim.SparseAdam),
         )
+        self.coordinator = _coordinator_of(process_set)
         #: The reduction rounds, which `hvdkit.torch.passes` enters when a pass ends.
         self.rounds = Rounds(
             self._collectives,
@@ -146,8 +148,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             ReplicaCheck(self._collectives, replicas, lambda: owner._replicas())
             if check_parameters
             else None,
+            self.coordinator.stragglers,
         )
-        self.coordinator = _coordinator_of(process_set)
         self.coordinator.add(self)
         _wrapped_optimizers.add(self)
 
@@ -190,6 +192,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._task_id = task
 
     def _begin_pass(self) -> None:
+        self.coordinator.times.enter(BACKWARD)
         self._check_usable()
         window = self._window
         if window.size > 1 and not self._no_sync and window.passes >= window.size:
@@ -213,6 +216,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             return False
         if self._window.size > 1 and not self._no_sync:
             self._window.passes += 1
+        if self._local_pass:
+            self.coordinator.times.enter(FORWARD)
         return not self._local_pass
 
     def _complete_earlier_passes(self) -> None:
@@ -388,6 +393,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._gradients.hook_unplanned_parameters()
         self.rounds.end_step()
         self._window.close()
+        self.coordinator.times.enter(FORWARD)
 
     def flush(self, step: Callable[[], Any] | None = None) -> bool:
         """End an accumulation window early, for instance because the data have ended.

@@ -1,0 +1,138 @@
+"""Find ranks that are slower than the others, and make all of them wait.
+
+A rank's own time is the time between two reductions: it reads data, computes and updates. The rest
+of its time it waits in reductions, for the network and for slower ranks. So all ranks have about
+the same time per step, and only the own times show which rank is slow.
+
+Own times are compared by the median, as in NVIDIA's resiliency extension
+(https://nvidia.github.io/nvidia-resiliency-ext/straggler_det/).
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from hvdkit.core.collectives import Collectives
+
+#: The sections of a step. `WAIT` is a reduction; the others are a rank's own time.
+FORWARD, BACKWARD, WAIT, UPDATE = "data and forward", "backward", "wait", "update"
+_SECTIONS = (FORWARD, BACKWARD, WAIT, UPDATE)
+
+# A rank is slow if its own time is this many times the median of the other ranks.
+_SLOW = 1.2
+# Consecutive reports in which a rank is slow before it is named.
+_REPORTS = 2
+# Reports of less time are ignored: the clock and the scheduler decide them.
+_SECONDS = 0.5
+
+_log = logging.getLogger("hvdkit")
+
+
+@dataclass
+class StepTimes:
+    """The time that this rank has spent in each section since the last report.
+
+    Attributes:
+        seconds: section -> seconds.
+        clock: returns seconds.
+    """
+
+    clock: Callable[[], float] = time.perf_counter
+    seconds: dict[str, float] = field(default_factory=dict)
+    _section: str = FORWARD
+    _since: float | None = None
+
+    def enter(self, section: str) -> None:
+        """Record that a section begins, and the current one ends."""
+        now = self.clock()
+        if self._since is not None:
+            spent = self.seconds.get(self._section, 0.0) + now - self._since
+            self.seconds[self._section] = spent
+        self._section, self._since = section, now
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds since the last call, and count from 0 again."""
+        self.enter(self._section)
+        taken, self.seconds = self.seconds, {}
+        return taken
+
+
+class StragglerReport:
+    """Compare the times of all ranks every few steps. Every rank has one.
+
+    Args:
+        collectives: the collectives of the ranks.
+        times: the times of this rank.
+    """
+
+    def __init__(self, collectives: Collectives, times: StepTimes) -> None:
+        self._collectives = collectives
+        self._times = times
+        # Rank -> the number of consecutive reports in which it was slow.
+        self._slow: dict[int, int] = {}
+
+    def report(self) -> None:
+        """Compare the times since the last report; a rank that is slow logs it. A collective.
+
+        Ranks in `join` are not compared.
+        """
+        own, ranks = self._times.take(), list(self._collectives.ranks)
+        microseconds = [0] * (len(ranks) * len(_SECTIONS))
+        place = ranks.index(self._collectives.rank) * len(_SECTIONS)
+        for k, section in enumerate(_SECTIONS):
+            microseconds[place + k] = int(own.get(section, 0.0) * 1e6)
+        summed = self._collectives.sum(microseconds, "hvdkit.stragglers")
+        times = {}
+        for k, rank in enumerate(ranks):
+            of_rank = summed[k * len(_SECTIONS) : (k + 1) * len(_SECTIONS)]
+            if any(of_rank):
+                times[rank] = {s: n / 1e6 for s, n in zip(_SECTIONS, of_rank, strict=True)}
+        if len(times) < 2 or max(sum(seconds.values()) for seconds in times.values()) < _SECONDS:
+            return
+        slow = {rank for rank in times if is_slow(rank, times)}
+        self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
+        if self._slow.get(self._collectives.rank) == _REPORTS:
+            _log.warning("%s", describe(self._collectives.rank, times))
+
+
+def own_time(seconds: Mapping[str, float]) -> float:
+    """Return the seconds outside of reductions."""
+    return sum(value for section, value in seconds.items() if section != WAIT)
+
+
+def is_slow(rank: int, times: Mapping[int, Mapping[str, float]]) -> bool:
+    """Return whether a rank needs 20 % more time of its own than the median of the others.
+
+    Args:
+        rank: the rank.
+        times: rank -> section -> seconds.
+    """
+    others = median(own_time(seconds) for other, seconds in times.items() if other != rank)
+    return own_time(times[rank]) > _SLOW * others
+
+
+def describe(rank: int, times: Mapping[int, Mapping[str, float]]) -> str:
+    """Return a line about a slow rank, in the process of that rank.
+
+    Args:
+        rank: the rank.
+        times: rank -> section -> seconds.
+    """
+    others = [seconds for other, seconds in times.items() if other != rank]
+    own, usual = own_time(times[rank]), median(map(own_time, others))
+    lost = {
+        section: times[rank][section] - median(seconds[section] for seconds in others)
+        for section in (FORWARD, BACKWARD, UPDATE)
+    }
+    worst = max(lost, key=lambda section: lost[section])
+    total = sum(times[rank].values())
+    return (
+        f"rank {rank} on host {socket.gethostname()} is slow: outside of reductions it needs "
+        f"{own:.1f} s, and the median of the other ranks is {usual:.1f} s. The largest difference "
+        f"is in {worst}. All ranks wait for it, {100 * (own - usual) / total:.0f} % of the time."
+    )

@@ -1,0 +1,72 @@
+"""Own times, and which ranks are slow."""
+
+import logging
+
+import pytest
+
+from hvdkit.core.stragglers import (
+    BACKWARD,
+    FORWARD,
+    UPDATE,
+    WAIT,
+    StepTimes,
+    StragglerReport,
+    describe,
+    is_slow,
+)
+from tests.core.simulated_ranks import SimulatedGroup, on_every_rank
+
+
+def times(forward, wait, backward=1.0, update=0.1):
+    return {FORWARD: forward, BACKWARD: backward, WAIT: wait, UPDATE: update}
+
+
+def test_sections_take_turns():
+    now = iter([0.0, 1.0, 3.0, 6.0, 10.0, 10.5])
+    measured = StepTimes(lambda: next(now))
+    for section in (FORWARD, BACKWARD, WAIT, UPDATE):
+        measured.enter(section)
+    assert measured.take() == {FORWARD: 1.0, BACKWARD: 2.0, WAIT: 3.0, UPDATE: 4.0}
+    assert measured.take() == {UPDATE: 0.5}
+
+
+@pytest.mark.parametrize(
+    ("own", "slow"),
+    [([1.0, 1.0], []), ([1.0, 1.5], [1]), ([1.0, 1.1, 1.2, 1.0], []), ([1, 1, 3, 1], [2])],
+)
+def test_slow_ranks(own, slow):
+    all_times = {rank: times(each, 5 - each) for rank, each in enumerate(own)}
+    assert [rank for rank in all_times if is_slow(rank, all_times)] == slow
+
+
+def test_the_line_names_the_section_and_the_time_lost():
+    line = describe(1, {0: times(1.0, 1.9), 1: times(2.8, 0.1), 2: times(1.0, 1.9)})
+    assert "rank 1 on host " in line
+    assert "needs 3.9 s, and the median of the other ranks is 2.1 s" in line
+    assert "in data and forward" in line
+    assert "45 % of the time" in line
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_rank_is_named_once_while_it_stays_slow(caplog, joined):
+    """Ranks in `join` contribute zeros, and are not compared."""
+
+    def rank(collectives):
+        if joined and collectives.rank == 3:
+            return
+        now = [0.0]
+        measured = StepTimes(lambda: now[0])
+        report = StragglerReport(collectives, measured)
+        for _ in range(4):
+            measured.enter(FORWARD)
+            now[0] += 2.0 if collectives.rank == 1 else 1.0
+            measured.enter(WAIT)
+            now[0] += 0.1 if collectives.rank == 1 else 1.1
+            report.report()
+
+    group = SimulatedGroup(4)
+    group.joined = {3} if joined else set()
+    with caplog.at_level(logging.WARNING, "hvdkit"):
+        assert on_every_rank(4, rank, group) == [None] * 4
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("rank 1 on host ")

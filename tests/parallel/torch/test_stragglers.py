@@ -1,0 +1,59 @@
+"""A rank that makes all others wait is named."""
+
+import time
+
+import pytest
+import torch
+
+from tests.logs import recorded
+from tests.parallel.torch.oracle import batch_of, loss_of, sgd, small_model
+
+
+class SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.02)
+        return gradient
+
+
+@pytest.mark.parametrize("where", ["data and forward", "backward", "nowhere"])
+def test_a_slow_rank_is_named(hvd, where):
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), check_interval=20
+    )
+    slow = hvd.rank() == 1
+    with recorded("hvdkit") as log:
+        for step in range(70):
+            optimizer.zero_grad()
+            if slow and where == "data and forward":
+                time.sleep(0.02)
+            hidden = model[0](batch_of(hvd.rank(), step))
+            hidden = SlowBackward.apply(hidden) if slow and where == "backward" else hidden
+            model[1:](hidden).square().mean().backward()
+            optimizer.step()
+            time.sleep(0.03)
+    lines = [record.getMessage() for record in log]
+    if not slow or where == "nowhere":
+        assert not lines
+        return
+    (line,) = lines
+    assert line.startswith("rank 1 on host ")
+    assert f"The largest difference is in {where}." in line
+
+
+def test_no_rank_is_named_for_waiting_at_join(hvd):
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), check_interval=5)
+    with recorded("hvdkit") as log:
+        for step in range(10 if hvd.rank() else 40):
+            optimizer.zero_grad()
+            loss_of(model, batch_of(hvd.rank(), step)).backward()
+            optimizer.step()
+            time.sleep(0.02)
+        hvd.join()
+    assert not log
