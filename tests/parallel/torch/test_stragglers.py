@@ -26,9 +26,10 @@ def test_a_slow_rank_is_named(hvd, where):
     optimizer = hvd.DistributedOptimizer(
         sgd(model.parameters()), model.named_parameters(), check_interval=20
     )
-    slow = hvd.rank() == 1
     with recorded("hvdkit") as log:
-        for step in range(70):
+        for step in range(90):
+            # The first report ends what an earlier test has left.
+            slow = hvd.rank() == 1 and step > 20
             optimizer.zero_grad()
             if slow and where == "data and forward":
                 time.sleep(0.02)
@@ -38,7 +39,7 @@ def test_a_slow_rank_is_named(hvd, where):
             optimizer.step()
             time.sleep(0.03)
     lines = [record.getMessage() for record in log]
-    if not slow or where == "nowhere":
+    if hvd.rank() != 1 or where == "nowhere":
         assert not lines
         return
     (line,) = lines
