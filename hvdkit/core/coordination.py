@@ -18,6 +18,7 @@ that waits too long for it.
 """
 
 import functools
+import logging
 import threading
 import weakref
 import zlib
@@ -29,9 +30,12 @@ from typing import Any, NoReturn, Protocol
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import group_by_text
+from hvdkit.core.nonfinite import RAISE, NonFiniteGradients, names_text
 from hvdkit.core.rounds import Rounds
 from hvdkit.core.stragglers import UPDATE, WAIT, StepTimes, StragglerReport
 from hvdkit.errors import HvdkitError
+
+_log = logging.getLogger("hvdkit")
 
 
 class BackwardFailed(HvdkitError):
@@ -59,6 +63,7 @@ class _Slot:
         outdated: parameters have another dtype or device than the buckets.
         sparse: a sparse gradient has a dense bucket.
         unplanned: the ranks have not agreed on the buckets.
+        nonfinite: unreduced gradients contain NaN or infinity, and `on_nonfinite` asks for them.
         digest: a number that is equal on ranks in the same round (`Rounds.digest`).
         squares: `digest` squared.
     """
@@ -74,6 +79,7 @@ class _Slot:
     outdated: int = 0
     sparse: int = 0
     unplanned: int = 0
+    nonfinite: int = 0
     digest: int = 0
     squares: int = 0
 
@@ -208,6 +214,7 @@ class Coordinator:
             BackwardFailed: on every rank, when the backward pass of a rank raised.
             RankMismatchError: on every rank, when their parameters or settings differ.
             GradientsChanged: on every rank, when reduced gradients were changed too early.
+            NonFiniteGradients: on every rank, with `on_nonfinite="raise"`.
         """
         if self._collectives.single_rank:
             for rounds in entry.passed:
@@ -301,7 +308,10 @@ class Coordinator:
                     rounds.make_plan()
                 if not slot.outdated:
                     rounds.send()
+                names = rounds.gradients.nonfinite()
                 rounds.complete(bool(slot.outdated), bool(slot.sparse))
+                if slot.nonfinite:
+                    self._report_nonfinite(rounds, names, slot, result)
             if rounds.has_late_ranks and slot.changed:
                 self._raise_changed([rounds], slot.changed, result.count)
             return
@@ -343,12 +353,19 @@ class Coordinator:
                 changed = max(changed, 0 if equal else slot.changed)
             if not slot.outdated:
                 attempt(rounds, rounds.send)
+        names = {rounds: rounds.gradients.nonfinite() for rounds, _ in running}
         for rounds, slot in running:
             if rounds not in errors:
                 complete = functools.partial(
                     rounds.complete, outdated=bool(slot.outdated), sparse=bool(slot.sparse)
                 )
                 attempt(rounds, complete)
+        for rounds, slot in running:
+            if slot.nonfinite and rounds not in errors:
+                report = functools.partial(
+                    self._report_nonfinite, rounds, names[rounds], slot, result
+                )
+                attempt(rounds, report)
         for rounds, _ in result.slots:
             if rounds and any_late:
                 rounds.has_late_ranks = True
@@ -375,7 +392,7 @@ class Coordinator:
             rounds.begin()
             ordinary = ordinary and rounds.planned and not rounds.gradients.needs_sparse_bucket()
             changed = rounds.has_late_ranks and rounds.gradients.changed_since_round()
-            ordinary = ordinary and not changed
+            ordinary = ordinary and not changed and not rounds.gradients.nonfinite()
         newest_first = [each and each.rounds for each in self._newest_first()]
         digests = [(newest_first.index(rounds), rounds.digest()) for rounds in passed]
         digest = zlib.crc32(repr(digests).encode()) & 0xFFFFFF
@@ -439,6 +456,7 @@ class Coordinator:
             outdated=int(rounds in entry.outdated or (not passed and rounds.plan_outdated)),
             sparse=int(gradients.needs_sparse_bucket()),
             unplanned=int(not rounds.planned),
+            nonfinite=int((passed or late) and bool(gradients.nonfinite())),
             digest=digest,
             squares=digest * digest,
         )
@@ -517,6 +535,39 @@ class Coordinator:
         # Ranks that are in different steps may have different parameters.
         self._reset([rounds for rounds, _ in result.slots], bool(failed), error)
         return error
+
+    def _report_nonfinite(
+        self, rounds: Rounds, names: list[str], slot: _Slot, result: _HeaderResult
+    ) -> None:
+        """Raise the error of gradients that are not finite, or let all ranks skip the step.
+
+        A collective: `slot` is the same on all ranks.
+
+        Args:
+            rounds: the rounds of the optimizer.
+            names: the names of this rank's gradients that are not finite.
+            slot: the sums of the optimizer's slots.
+            result: the sums of the header.
+
+        Raises:
+            NonFiniteGradients: on every rank.
+        """
+        text = (
+            f"gradients contain NaN or infinity on {slot.nonfinite} of {result.count} ranks, "
+            f"before the reduction"
+        )
+        # Ranks in `join` take part in sums only.
+        if result.count == len(self._collectives.ranks):
+            own = names_text(names)
+            groups = ". ".join(group_by_text(self._collectives, own, "hvdkit.rounds.nonfinite"))
+            text += f" (in the order in which they were computed: {groups})"
+        if rounds.on_nonfinite == RAISE:
+            error = NonFiniteGradients(f"{text}. Call optimizer.zero_grad() to continue.")
+            self._reset([rounds], True, error)
+            raise error
+        rounds.skips_step = True
+        if self._collectives.rank == self._collectives.ranks[0]:
+            _log.warning("%s. All ranks skip this step.", text)
 
     def _raise_changed(self, optimizers: Sequence[Rounds], changed: int, count: int) -> NoReturn:
         error = GradientsChanged(

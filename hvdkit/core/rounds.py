@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from hvdkit.core.accumulation import Window
 from hvdkit.core.collectives import Collectives
+from hvdkit.core.nonfinite import IGNORE
 from hvdkit.core.replicas import ReplicaCheck
 from hvdkit.core.stragglers import StragglerReport
 from hvdkit.core.synchronizer import Synchronizer
@@ -121,6 +122,13 @@ class LocalGradients(Protocol):
         """Record why the gradients cannot be used, and drop the bases."""
         ...
 
+    def nonfinite(self) -> list[str]:
+        """Return the names of the unreduced gradients with NaN or infinity.
+
+        Empty without `on_nonfinite`. In the order in which the gradients were computed.
+        """
+        ...
+
     def used_parameters(self) -> Sequence[int]:
         """Return 1 for each parameter with a gradient, else 0; empty without `find_unused`."""
         ...
@@ -142,12 +150,15 @@ class Rounds:
         replicas: compares parameters and optimizer state every few steps. All ranks pass one, with
             the same settings, or none does.
         stragglers: compares the ranks' times before each such comparison.
+        on_nonfinite: what to do about gradients with NaN or infinity, see `hvdkit.core.nonfinite`.
+            The same on all ranks.
 
     Attributes:
         gradients: this rank's gradients.
         participated: whether this rank has taken part in a round since its last step.
         no_sync_used: whether the script may have added gradients under `no_sync` since the last
             round, which only a step reduces. The same on all ranks.
+        skips_step: whether all ranks skip the next step, because gradients are not finite.
         has_late_ranks: whether a rank was late in a round of this step: it took part at a step of
             this or another optimizer. If so, all ranks send a header at this optimizer's step.
     """
@@ -160,8 +171,11 @@ class Rounds:
         compare: Callable[[], None] | None = None,
         replicas: ReplicaCheck | None = None,
         stragglers: StragglerReport | None = None,
+        on_nonfinite: str = IGNORE,
     ) -> None:
         self.gradients = gradients
+        self.on_nonfinite = on_nonfinite
+        self.skips_step = False
         self.participated = False
         self.has_late_ranks = False
         self.no_sync_used = False
@@ -233,12 +247,12 @@ class Rounds:
             self.gradients.end_step()
         self._step += 1
         self._number = 0
-        self.participated = self.has_late_ranks = self.no_sync_used = False
+        self.participated = self.has_late_ranks = self.no_sync_used = self.skips_step = False
 
     def _reset_counters(self) -> None:
         self._used = []
         self._step = self._number = 0
-        self.participated = self.has_late_ranks = self.no_sync_used = False
+        self.participated = self.has_late_ranks = self.no_sync_used = self.skips_step = False
 
     # --- a round --------------------------------------------------------------------------------
 

@@ -84,6 +84,7 @@ from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.coordination import BackwardFailed, GradientsChanged
 from hvdkit.core.int8 import Int8
+from hvdkit.core.nonfinite import NonFiniteGradients
 from hvdkit.core.schedules import WarmupCosine
 from hvdkit.errors import RESUMABLE
 from hvdkit.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm  # noqa: F401
@@ -120,6 +121,7 @@ __all__ = [
     "KeepBest",
     "Max",
     "Min",
+    "NonFiniteGradients",
     "PassesDiffer",
     "ProcessSet",
     "Product",

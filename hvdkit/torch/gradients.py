@@ -23,6 +23,7 @@ from hvdkit.errors import HvdkitError
 from hvdkit.torch.backend import TorchBackend, dtype_of_gradient, spec
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.digests import digests
+from hvdkit.torch.nonfinite import NonFiniteNames
 
 TorchSynchronizer = Synchronizer[torch.Tensor, Any]
 
@@ -82,6 +83,7 @@ class OptimizerGradients:
         groups: parameters that share a bucket.
         window: the accumulation window.
         keep_sparse: keep sparse gradients sparse although they are reduced as dense ones.
+        finds_nonfinite: find gradients with NaN or infinity before they are reduced.
 
     Attributes:
         synchronizers: see `LocalGradients`.
@@ -97,6 +99,7 @@ class OptimizerGradients:
         groups: Sequence[Sequence[torch.nn.Parameter]],
         window: Window,
         keep_sparse: bool,
+        finds_nonfinite: bool = False,
     ) -> None:
         self._owner = owner
         self._collectives = collectives
@@ -104,6 +107,7 @@ class OptimizerGradients:
         self._groups = groups
         self._window = window
         self._keep_sparse = keep_sparse
+        self._nonfinite = NonFiniteNames() if finds_nonfinite else None
         self.synchronizers: list[TorchSynchronizer] = []
         self.invalid_reason = ""
         self.awaits_step = False
@@ -243,9 +247,25 @@ class OptimizerGradients:
             self._bases[number] = self._bases[number].detach().clone()
         self._arrived.add(number)
         self._unreduced.add(number)
+        self.check_finite(number)
         if ready:
             part, index = self._locations[number]
             self.synchronizers[part].mark_ready(index)
+
+    def check_finite(self, number: int) -> None:
+        """Look for NaN and infinity in the unreduced gradient of a parameter, if requested."""
+        parameter = self._parameters[number]
+        if self._nonfinite is not None and parameter.grad is not None:
+            self._nonfinite.add(self._owner._name_of(parameter), parameter.grad)
+
+    def forget_nonfinite(self) -> None:
+        """Forget which gradients contain NaN or infinity."""
+        if self._nonfinite is not None:
+            self._nonfinite.clear()
+
+    def nonfinite(self) -> list[str]:
+        """Return the names of the unreduced gradients with NaN or infinity."""
+        return [] if self._nonfinite is None else self._nonfinite.names()
 
     def after_unplanned_accumulation(self) -> None:
         """Record that a gradient of a parameter without a plan has been accumulated."""
@@ -408,6 +428,7 @@ class OptimizerGradients:
                     p.grad = p.grad.to_sparse(1)
         self._bases.clear()
         self._unreduced.clear()
+        self.forget_nonfinite()
         self._in_round = False
         self._after_round = [_snapshot(p.grad) for p in self._parameters]
         self._changed = False
@@ -455,6 +476,7 @@ class OptimizerGradients:
         """Drop the bases and all records of passes and rounds."""
         self._bases.clear()
         self._unreduced.clear()
+        self.forget_nonfinite()
         self._in_round = False
         self._expected.clear()
         self._arrived.clear()

@@ -11,6 +11,7 @@ from horovod.torch.optimizer import DistributedOptimizer as HorovodDistributedOp
 from hvdkit.core import bucketing
 from hvdkit.core.accumulation import Window
 from hvdkit.core.compression import check_adasum
+from hvdkit.core.nonfinite import IGNORE, check_policy
 from hvdkit.core.reduction import Reduction
 from hvdkit.core.replicas import INTERVAL, STOP, CheckSettings
 from hvdkit.errors import UsageError
@@ -36,6 +37,7 @@ def DistributedOptimizer(
     check_parameters: bool = True,
     check_interval: int = INTERVAL,
     on_mismatch: str = STOP,
+    on_nonfinite: str = IGNORE,
 ) -> torch.optim.Optimizer:
     """Wrap `optimizer` so that `loss.backward()` reduces the gradients over all ranks.
 
@@ -77,6 +79,11 @@ def DistributedOptimizer(
             `RankMismatchError` on every rank, unless the difference is as small as rounding, which
             is logged; `"repair"` copies the values of the majority of ranks, and raises if there is
             none, as with two ranks.
+        on_nonfinite: what to do if a rank's gradients contain NaN or infinity before the reduction:
+            `"ignore"` does not look; `"raise"` raises `NonFiniteGradients` on every rank, with the
+            ranks and the parameters; `"skip"` logs them and skips the step on every rank. Reads
+            each gradient once, and waits for the device after the backward pass. Not for float16
+            with a `GradScaler`, which expects infinity.
 
     Raises:
         UsageError: an argument is invalid; nothing has been communicated.
@@ -132,6 +139,7 @@ def DistributedOptimizer(
         process_set,
         check_parameters,
         replicas,
+        check_policy(on_nonfinite),
         {name: p for name, p in named or () if p not in names and not p.requires_grad},
     )
     return result

@@ -34,6 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdkit.core.accumulation import PassesDiffer, Window
 from hvdkit.core.coordination import BackwardFailed, Coordinator, entry_lock
+from hvdkit.core.nonfinite import IGNORE, RAISE, SKIP, NonFiniteGradients, names_text
 from hvdkit.core.reduction import Reduction, ReductionState
 from hvdkit.core.replicas import CheckSettings, ReplicaCheck
 from hvdkit.core.rounds import Rounds
@@ -94,6 +95,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         process_set: mpi_ops.ProcessSet,
         check_parameters: bool,
         replicas: CheckSettings,
+        on_nonfinite: str,
         frozen: dict[str, torch.nn.Parameter],
     ) -> None:
         # Copy the attributes instead of calling __init__, which would drop loaded state. An LR
@@ -111,6 +113,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._should_synchronize = True
         self._check_parameters = check_parameters
         self._check_settings = replicas
+        self._on_nonfinite = on_nonfinite
         # Frozen parameters of the model that the optimizer does not have.
         self._frozen = frozen
         # Whether the last step changed the parameters. After a fused step this is its tensor
@@ -137,6 +140,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             groups,
             window,
             keep_sparse=reduction.sparse_as_dense and isinstance(plain, torch.optim.SparseAdam),
+            finds_nonfinite=on_nonfinite != IGNORE,
         )
         self.coordinator = _coordinator_of(process_set)
         #: The reduction rounds, which `hvdkit.torch.passes` enters when a pass ends.
@@ -149,6 +153,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             if check_parameters
             else None,
             self.coordinator.stragglers,
+            on_nonfinite,
         )
         self.coordinator.add(self)
         _wrapped_optimizers.add(self)
@@ -177,6 +182,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 "gradients of the step."
             )
         if self._nothing_to_reduce:
+            if number is not None:
+                self._gradients.check_finite(number)
             return
         if number is None:
             self._gradients.after_unplanned_accumulation()
@@ -212,6 +219,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._task_id = self.graph_task = None
         self._gradients.hook_unplanned_parameters()
         arrived = self._nothing_to_reduce or self._gradients.end_pass()
+        if self._collectives.single_rank and not self._local_pass:
+            self._report_nonfinite()
         if not arrived or self._nothing_to_reduce:
             return False
         if self._window.size > 1 and not self._no_sync:
@@ -219,6 +228,24 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if self._local_pass:
             self.coordinator.times.enter(FORWARD)
         return not self._local_pass
+
+    def _report_nonfinite(self) -> None:
+        """Do on a single rank what `Coordinator` does on several.
+
+        Raises:
+            NonFiniteGradients: with `on_nonfinite="raise"`.
+        """
+        names = self._gradients.nonfinite()
+        if not names:
+            return
+        text = f"gradients contain NaN or infinity: {names_text(names)}"
+        if self._on_nonfinite == RAISE:
+            error = NonFiniteGradients(f"{text}. Call optimizer.zero_grad() to continue.")
+            self._gradients.invalidate(str(error))
+            raise error
+        self._gradients.forget_nonfinite()
+        self.rounds.skips_step = True
+        log.warning("%s. The step is skipped.", text)
 
     def _complete_earlier_passes(self) -> None:
         """Complete earlier passes that raised; do nothing inside a backward pass.
@@ -349,7 +376,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         Do nothing inside a window of `accumulation_steps`; `stepped` is False then.
 
         Raises:
-            UsageError: a closure was passed with `accumulation_steps`.
+            UsageError: a closure was passed with `accumulation_steps` or `on_nonfinite="skip"`.
         """
         self._stepped = False
         if closure is not None and self._window.mean and self._window.size > 1:
@@ -358,12 +385,21 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 f"closure makes the passes itself. Accumulate in the closure, or call step() "
                 f"without a closure."
             )
+        if closure is not None and self._on_nonfinite == SKIP:
+            raise UsageError(
+                "step(closure) was called with on_nonfinite='skip', but the step has begun when "
+                "the closure computes the gradients. Use on_nonfinite='raise', or step() without "
+                "a closure."
+            )
         self._complete_earlier_passes()
         if self._window.open:
             return None
         if closure is None:
             if self._should_synchronize:
                 self.reduce()
+            if self.rounds.skips_step:
+                self.end_step()
+                return None
             result = super().step()
         else:
             result = super().step(self._reducing(closure) if self._should_synchronize else closure)
@@ -547,6 +583,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             f"check_parameters: {self._check_parameters}",
             f"check_interval: {self._check_settings.interval}",
             f"on_mismatch: {self._check_settings.on_mismatch}",
+            f"on_nonfinite: {self._on_nonfinite}",
         ]
 
     def _check_values(self) -> None:

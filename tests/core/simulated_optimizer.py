@@ -286,6 +286,9 @@ class SimulatedGradients:
             elif p.gradient is not None:
                 p.gradient *= factor
 
+    def nonfinite(self) -> list[str]:
+        return []
+
     def is_busy(self) -> bool:
         return False
 

@@ -1,0 +1,45 @@
+"""Find the gradients of a backward pass that contain NaN or infinity."""
+
+import torch
+
+
+class NonFiniteNames:
+    """The names of this rank's gradients with NaN or infinity, since the last round.
+
+    It computes the sum of each gradient, which is not finite if an element is not. The host reads
+    the sums of a device once, when the pass has ended.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+        self._found: dict[str, None] = {}
+
+    @torch.no_grad()
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        """Add the gradient of a parameter, in the order in which a pass computes them."""
+        values = gradient._values() if gradient.is_sparse else gradient
+        # At once: the gradient may be reduced in place before the pass ends.
+        if values.device.type == "cpu":
+            # A sum in float64 takes 4 times as long. The sum of finite elements may overflow.
+            if not values.sum().isfinite() and not values.isfinite().all():
+                self._found[name] = None
+            return
+        # In these types the sum does not overflow. The host does not wait for the device here.
+        wide = torch.complex128 if values.is_complex() else torch.float64
+        self._sums[name] = values.sum(dtype=wide)
+
+    @torch.no_grad()
+    def names(self) -> list[str]:
+        """Return the names, in the order in which the gradients were computed."""
+        if self._sums:
+            device = next(iter(self._sums.values())).device
+            finite = torch.stack([s.isfinite().to(device) for s in self._sums.values()]).tolist()
+            names = zip(self._sums, finite, strict=True)
+            self._found |= dict.fromkeys(name for name, is_finite in names if not is_finite)
+            self._sums.clear()
+        return list(self._found)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self._sums.clear()
+        self._found.clear()

@@ -1,0 +1,159 @@
+"""Gradients with NaN or infinity: their rank and parameter are named before the sum hides them."""
+
+import random
+
+import pytest
+import torch
+
+from hvdkit.core.nonfinite import NonFiniteGradients
+from hvdkit.errors import UsageError
+from tests.logs import recorded
+from tests.parallel.torch.oracle import (
+    assert_raised_on_all_ranks,
+    assert_same_on_all_ranks,
+    batch_of,
+    loss_of,
+    sgd,
+    small_model,
+)
+
+
+def spoil(parameter, value):
+    """Let the next gradient of a parameter contain a value that is not finite."""
+
+    def hook(gradient):
+        handle.remove()
+        spoiled = gradient.clone()
+        spoiled.view(-1)[-1] = value
+        return spoiled
+
+    handle = parameter.register_hook(hook)
+
+
+def wrapped(hvd, model, policy, **options):
+    return hvd.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), on_nonfinite=policy, **options
+    )
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16", "int8"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_rank_and_the_parameter_are_named(hvd, seed, compression):
+    draw = random.Random(seed)
+    model = small_model(torch.float32)
+    # Small buckets: some are reduced in place before the pass ends.
+    optimizer = wrapped(hvd, model, "raise", bucket_bytes=100, compression=compression)
+    name, parameter = draw.choice(list(model.named_parameters()))
+    bad, step = draw.randrange(hvd.size()), draw.randrange(3)
+    value = draw.choice([float("nan"), float("inf"), -float("inf")])
+    for now in range(4):
+        optimizer.zero_grad()
+        before = [p.detach().clone() for p in model.parameters()]
+        if now == step and hvd.rank() == bad:
+            spoil(parameter, value)
+        loss = loss_of(model, batch_of(hvd.rank(), now, torch.float32))
+        if now == step:
+            with pytest.raises(NonFiniteGradients) as caught:
+                loss.backward()
+            message = assert_raised_on_all_ranks(hvd, caught)
+            assert f"on 1 of {hvd.size()} ranks" in message
+            assert f"rank {bad}: '{name}'" in message
+            assert message.count("'") == 2
+            assert all(map(torch.equal, before, model.parameters()))
+            optimizer.zero_grad()
+            continue
+        loss.backward()
+        optimizer.step()
+    assert_same_on_all_ranks(hvd, model)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_all_ranks_skip_the_step(hvd, passes):
+    """Also if the gradient was spoiled in an earlier pass of a window."""
+    model, twin = small_model(), small_model()
+    optimizer = wrapped(hvd, model, "skip", accumulation_steps=passes)
+    other = hvd.DistributedOptimizer(
+        sgd(twin.parameters()), twin.named_parameters(), accumulation_steps=passes
+    )
+    with recorded("hvdkit") as log:
+        for step in range(6):
+            for k in range(passes):
+                if step == 3 and k == 0 and hvd.rank() == 1:
+                    spoil(model[0].bias, float("nan"))
+                loss_of(model, batch_of(hvd.rank(), step)).backward()
+            optimizer.step()
+            assert optimizer.stepped == (step != 3)
+            optimizer.zero_grad()
+            if step == 3:
+                continue
+            for _ in range(passes):
+                loss_of(twin, batch_of(hvd.rank(), step)).backward()
+            other.step()
+            other.zero_grad()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    assert_same_on_all_ranks(hvd, model)
+    lines = [record.getMessage() for record in log]
+    assert len(lines) == (hvd.rank() == 0)
+    assert all("rank 1: '0.bias'" in line and "skip this step" in line for line in lines)
+
+
+def test_a_rank_without_a_pass_skips_too(hvd):
+    model = small_model()
+    optimizer = wrapped(hvd, model, "skip")
+    for step in range(3):
+        optimizer.zero_grad()
+        if hvd.rank() == 1 and step == 1:
+            spoil(model[0].bias, float("nan"))
+        if hvd.rank() != 0 or step != 1:
+            loss_of(model, batch_of(hvd.rank(), step)).backward()
+        optimizer.step()
+        assert optimizer.stepped == (step != 1)
+    assert_same_on_all_ranks(hvd, model)
+
+
+def test_gradients_that_no_sync_has_added(hvd):
+    model = small_model()
+    optimizer = wrapped(hvd, model, "skip")
+    for step in range(3):
+        optimizer.zero_grad()
+        if hvd.rank() == 1 and step == 1:
+            spoil(model[0].bias, float("inf"))
+        with hvd.no_sync(optimizer):
+            loss_of(model, batch_of(hvd.rank(), step)).backward()
+        optimizer.step()
+        assert optimizer.stepped == (step != 1)
+    assert_same_on_all_ranks(hvd, model)
+
+
+def test_one_rank(hvd):
+    own = hvd.add_process_set([0])
+    try:
+        if hvd.rank() == 0:
+            model = small_model()
+            for policy in ("skip", "raise"):
+                optimizer = wrapped(hvd, model, policy, process_set=own)
+                spoil(model[0].bias, float("nan"))
+                if policy == "skip":
+                    loss_of(model, batch_of(0, 0)).backward()
+                    optimizer.step()
+                    assert not optimizer.stepped
+                    optimizer.zero_grad()
+                    loss_of(model, batch_of(0, 0)).backward()
+                    optimizer.step()
+                    assert optimizer.stepped
+                    optimizer.zero_grad()
+                    continue
+                with pytest.raises(NonFiniteGradients, match="infinity: '0.bias'. Call"):
+                    loss_of(model, batch_of(0, 0)).backward()
+    finally:
+        hvd.remove_process_set(own)
+
+
+def test_wrong_uses(hvd):
+    model = small_model()
+    with pytest.raises(UsageError, match="on_nonfinite is 'stop': expected 'ignore', 'raise' or"):
+        wrapped(hvd, model, "stop")
+    optimizer = wrapped(hvd, model, "skip")
+    with pytest.raises(UsageError, match="Use on_nonfinite='raise'"):
+        optimizer.step(lambda: loss_of(model, batch_of(hvd.rank(), 0)))
