@@ -25,7 +25,9 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
-optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), bucket_bytes=20_000)
+optimizer = hvd.DistributedOptimizer(
+    optimizer, model.named_parameters(), bucket_bytes=20_000, check_interval=1
+)
 for step in range(12):
     optimizer.zero_grad()
     if hvd.rank() == {rank} and step == 10:
@@ -49,6 +51,7 @@ def run(folder, fault, rank=1, ranks=4, *options, **env):
         text=True,
         timeout=90,
         check=False,
+        cwd=folder,
         env=dict(os.environ) | STALL | env,
     )
 
@@ -97,6 +100,32 @@ def test_the_rank_at_fault_is_named(tmp_path, launcher, rank, fault, expected):
     assert f"Rank {rank}" in done.stderr
     assert expected in done.stderr
     assert re.search(r"waited \d+ s for bucket \d of 4", done.stderr)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (
+            "model[1].weight.data.view(torch.int32)[0, 0] ^= 1 << 30",
+            r"after step 10: '1\.weight' on rank {rank} \(host .*\) differs in 1 of 4,096 elements",
+        ),
+        (
+            "optimizer.param_groups[0]['lr'] = 0.5",
+            r"after step 10\. First difference: .*rank {rank}: lr of parameter group 0 is 0\.5",
+        ),
+        ("raise ValueError('no data')", r"rank {rank} on .* failed: exit status 1(.|\n)*no data"),
+        ("torch.empty(1 << 50)", r"rank {rank} on .* failed: exit status 1(.|\n)*memory"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"rank {rank} on .* failed: killed by signal 9"),
+    ],
+)
+def test_the_error_names_the_rank_at_fault(tmp_path, launcher, rank, fault, expected):
+    skip_where_unsupported(Configuration("torch", launcher, 4))
+    done = run(tmp_path, fault, rank, 4, "--launcher", launcher)
+    assert done.returncode != 0
+    assert re.search(expected.replace("{rank}", str(rank)), done.stderr), done.stderr
 
 
 def test_a_lost_peer_leaves_records(tmp_path):
