@@ -337,7 +337,7 @@ class Search:
         self._looks = _LOOKS
 
     def _expect_no_quarantine(self) -> None:
-        """Raise CheckpointError if all steps are in quarantine: training must not start anew."""
+        """Raise CheckpointError if all steps are in quarantine: training must not start again."""
         names = self._store.quarantined()
         if names:
             raise CheckpointError(
@@ -427,6 +427,6 @@ class Search:
             )
         return CheckpointError(
             f"none of the {len(self._damaged)} steps of run {entry.run} in {location} is good; "
-            f"the newest, step {entry.step}, is damaged ({why}). Move them away to start anew or "
+            f"the newest, step {entry.step}, is damaged ({why}). Move them away to start again, or "
             f"to continue an older run, or give another folder."
         )

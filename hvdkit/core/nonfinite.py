@@ -1,7 +1,7 @@
-"""What to do about gradients with NaN or infinity, before the sum hides where they come from.
+"""Policies for gradients that contain NaN or infinity before they are reduced.
 
-The sum over the ranks makes a gradient NaN on every rank. Only before the sum is it known which
-rank and which parameter it came from.
+The sum over the ranks makes a gradient NaN on every rank. So the ranks look at their gradients
+before the sum, to name the rank and the parameter that a NaN came from.
 """
 
 from hvdkit.errors import HvdkitError, UsageError

@@ -95,7 +95,7 @@ class Replicas(Protocol):
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """How often to compare replicas, and what to do about a difference.
+    """The settings of the comparison of replicas.
 
     Attributes:
         interval: the number of steps between two comparisons; 0 for none.

@@ -47,7 +47,7 @@ _OWN = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What holds a job up.
+    """The cause of a job without progress.
 
     Attributes:
         text: a paragraph for the user.

@@ -230,7 +230,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return not self._local_pass
 
     def _report_nonfinite(self) -> None:
-        """Do on a single rank what `Coordinator` does on several.
+        """Raise or skip the step on a single rank, as `Coordinator` does on several.
 
         Raises:
             NonFiniteGradients: with `on_nonfinite="raise"`.

@@ -509,7 +509,7 @@ def test_a_signal_to_one_rank_stops_all_with_everything_saved(hvd):
 
 
 def test_a_signal_to_all_processes_leaves_the_workers_of_a_loader(hvd):
-    """As Slurm's scancel sends it. A worker that ended would end the rank before it has saved."""
+    """Slurm's scancel sends such a signal. A worker that ended would end the rank before it has saved."""
     dataset = torch.utils.data.TensorDataset(torch.arange(64.0))
     sampler = hvd.ResumableSampler(dataset, batch_size=2)
     loader = torch.utils.data.DataLoader(dataset, 2, sampler=sampler, num_workers=2)
@@ -630,7 +630,7 @@ def test_export_writes_a_state_dict(hvd):
 
 @pytest.mark.parametrize("item", ["model", "optimizer"])
 def test_a_state_of_another_shape_on_one_rank_is_an_error_at_the_save(hvd, item):
-    """Such as an optimizer that also has the rows of this rank of a divided table."""
+    """For example, an optimizer has the rows of this rank of a divided table."""
     model = nn.Linear(1 + (item == "model" and hvd.rank() == 1), 1, bias=False)
     table = nn.Parameter(torch.ones(3 + (hvd.rank() == 1), 2))
     optimizer = torch.optim.Adam([model.weight, table])
