@@ -47,7 +47,7 @@ _VALUES_ADVICE = (
     "All ranks have applied the same gradients. So memory or a processor of a host has failed, or "
     "code changes parameters or optimizer state on some ranks only. Restore a checkpoint of an "
     "earlier step. on_mismatch='repair' of hvd.DistributedOptimizer copies the values of the "
-    "majority instead."
+    "majority instead. If ranks should differ, pass check_interval=0."
 )
 _ROUNDING_ADVICE = (
     "The differences are small, as if processors round differently. The job continues, and this is "

@@ -90,7 +90,9 @@ def _is_plain(value: Any) -> bool:
 
 def _options(optimizer: torch.optim.Optimizer) -> Iterator[str]:
     for number, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
+        # Other keys are the script's own, and may differ between ranks.
+        for key in (key for key in group if key in optimizer.defaults):
+            value = group[key]
             plain = value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
             if isinstance(plain, _SCALARS) or (
                 isinstance(plain, tuple) and all(isinstance(each, _SCALARS) for each in plain)

@@ -160,6 +160,13 @@ def test_an_option_that_one_rank_has_changed(hvd, option, value, text):
     assert text in message
 
 
+def test_keys_of_the_script_may_differ(hvd):
+    model = small_model()
+    optimizer = wrapped(hvd, model, sgd)
+    optimizer.param_groups[0]["of this rank"] = hvd.rank()
+    train(hvd, model, optimizer, 5)
+
+
 def test_differences_of_rounding_are_logged_once(hvd):
     model = small_model(torch.float32)
     optimizer = wrapped(hvd, model, sgd)
