@@ -509,7 +509,7 @@ def test_a_signal_to_one_rank_stops_all_with_everything_saved(hvd):
 
 
 def test_a_signal_to_all_processes_leaves_the_workers_of_a_loader(hvd):
-    """Slurm's scancel sends such a signal. A worker that ended would end the rank before it has saved."""
+    """Slurm's scancel sends one. A worker that ended would end the rank before it has saved."""
     dataset = torch.utils.data.TensorDataset(torch.arange(64.0))
     sampler = hvd.ResumableSampler(dataset, batch_size=2)
     loader = torch.utils.data.DataLoader(dataset, 2, sampler=sampler, num_workers=2)
