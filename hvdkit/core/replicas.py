@@ -291,7 +291,9 @@ class ReplicaCheck:
         try:
             Path(FOLDER).mkdir(exist_ok=True)
             own.save(indices, Path(FOLDER) / f"step-{step}-rank-{rank}")
-        except OSError as error:
+        except Exception as error:
+            # Any error: the other ranks wait in the next collective. torch.save raises a
+            # RuntimeError if the disk is full.
             _log.warning("rank %d cannot save the tensors that differ: %s", rank, error)
 
     def _log(self, text: str) -> None:

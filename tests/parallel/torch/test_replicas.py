@@ -138,6 +138,25 @@ def test_the_majority_repairs(hvd, tmp_path):
         assert_same_on_all_ranks(hvd, model)
 
 
+def test_a_version_that_cannot_be_saved_changes_nothing(hvd, tmp_path):
+    """A rank that raised another error would leave the others in a collective."""
+    model = small_model()
+    optimizer = wrapped(hvd, model, adamw, on_mismatch="repair")
+
+    def before(step):
+        if step == 2 and hvd.rank() == 0:
+            flip(model[0].weight, 1, 60)
+
+    with contextlib.chdir(tmp_path):
+        (tmp_path / FOLDER).write_text("not a folder")
+        if hvd.size() == 2:
+            with pytest.raises(RankMismatchError, match="No majority"):
+                train(hvd, model, optimizer, 5, before)
+            return
+        train(hvd, model, optimizer, 5, before)
+    assert_same_on_all_ranks(hvd, model)
+
+
 @pytest.mark.parametrize(
     ("option", "value", "text"),
     [
