@@ -18,7 +18,8 @@ FLAT = "flat"
 #: The optimizers that are hvdkit's.
 HVDKIT = ("hvdkit", FLAT, BEFORE)
 
-NETWORKS = ("loopback", "1gbit")
+#: This machine, or two hosts with a link of this rate.
+NETWORKS = ("loopback", "1gbit", "10gbit")
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,9 @@ def arguments(benchmark: Benchmark, description: str, epilog: str) -> argparse.A
         "--networks",
         default="loopback",
         metavar="NAMES",
-        help=f"{' or '.join(NETWORKS)}, or both; 1gbit stands for two hosts, made of network "
-        "namespaces, with a link of this rate; it needs root, iproute2 and iperf3, and has no MPI "
-        "(default: %(default)s)",
+        help=f"one or several of {', '.join(NETWORKS)}; the last two stand for two hosts, made of "
+        "network namespaces, with a link of this rate; they need root, iproute2 and iperf3, and "
+        "have no MPI (default: %(default)s)",
     )
     add(
         "--stock", type=Path, metavar="DIR", help="the folder with the engine of the stock variants"

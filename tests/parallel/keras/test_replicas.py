@@ -45,6 +45,7 @@ def times_two(variable):
 
 
 @pytest.mark.parametrize("kind", ["weight", "slot", "learning rate"])
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_changed_variable_is_named(hvd, tmp_path, kind):
     model = model_of(hvd, check_interval=3)
 
@@ -90,6 +91,7 @@ def test_the_majority_repairs(hvd, tmp_path):
     same_everywhere([np.array(v).tolist() for v in model.optimizer.variables])
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_batches_of_several_fits_are_counted(hvd, tmp_path):
     model = model_of(hvd, check_interval=10)
     for _ in range(4):

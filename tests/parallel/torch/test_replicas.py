@@ -51,7 +51,7 @@ def flip(tensor, element, bit):
         words[element] ^= torch.tensor(1, dtype=words.dtype) << bit
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dtype", WIDTHS, ids=str)
 def test_a_flipped_bit_is_found_and_named(hvd, tmp_path, seed, dtype):
     with contextlib.chdir(tmp_path):

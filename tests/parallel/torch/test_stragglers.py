@@ -20,7 +20,7 @@ class SlowBackward(torch.autograd.Function):
         return gradient
 
 
-@pytest.mark.parametrize("where", ["data and forward", "backward", "nowhere"])
+@pytest.mark.parametrize("where", ["data and forward", "backward"])
 def test_a_slow_rank_is_named(hvd, where):
     model = small_model()
     optimizer = hvd.DistributedOptimizer(
@@ -39,7 +39,7 @@ def test_a_slow_rank_is_named(hvd, where):
             optimizer.step()
             time.sleep(0.03)
     lines = [record.getMessage() for record in log]
-    if hvd.rank() != 1 or where == "nowhere":
+    if hvd.rank() != 1:
         assert not lines
         return
     (line,) = lines
