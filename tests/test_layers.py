@@ -159,3 +159,13 @@ def test_the_tensorflow_adapter_loads_neither_pytorch_nor_keras():
     loaded = run_python("import hvdkit.tensorflow, sys; print(*sys.modules)").split()
     assert "horovod.tensorflow.mpi_ops" in loaded
     assert not {"torch", "horovod.torch", "hvdkit.torch", "hvdkit.keras"} & set(loaded)
+
+
+@pytest.mark.parametrize("adapter", ["torch", "tensorflow"])
+def test_ranks_tests_do_not_import_an_adapter_at_the_top(adapter):
+    """One pytest process collects all tests (`scripts/test --long`), but may load one adapter."""
+    for path in (Path(__file__).parent / "parallel" / adapter).rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            assert not any(m.startswith(f"hvdkit.{adapter}") for m in modules), path

@@ -3,8 +3,6 @@
 import torch
 from horovod.torch import mpi_ops
 
-from hvdkit.torch import shared_memory
-
 # Rows. None for some ranks; different parts; below and above 64 KiB; several chunks.
 ROWS = [1, 7, 100, 12_345, 300_001]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64]
@@ -23,6 +21,8 @@ def part_of(rows, rank, ranks):
 
 
 def in_arena(tensor):
+    from hvdkit.torch import shared_memory
+
     flat = shared_memory.empty(tensor.numel(), tensor.dtype)
     return flat.copy_(tensor.reshape(-1)).view(tensor.shape)
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.errors import UsageError
-from hvdkit.torch import runtime
 from tests.parallel.rank_pool import Configuration, start_ranks_of
 from tests.parallel.torch.int8_oracle import bound
 from tests.parallel.torch.oracle import (
@@ -33,6 +32,8 @@ def by_alltoall(test):
 
     @functools.wraps(test)
     def run(*arguments, **options):
+        from hvdkit.torch import runtime
+
         with mock.patch.object(runtime.host_collectives, "sends_int8", return_value=False):
             return test(*arguments, **options)
 

@@ -11,7 +11,6 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvdkit.ranks import RanksFailed
-from hvdkit.torch import runtime, shared_memory
 from tests.parallel.rank_pool import Configuration, start_ranks_of
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64]
@@ -37,6 +36,12 @@ def arena() -> tuple[int, int, int]:
     raise AssertionError("the shared memory is not mapped")
 
 
+def empty(size, dtype):
+    from hvdkit.torch import shared_memory
+
+    return shared_memory.empty(size, dtype)
+
+
 def is_shared(tensor):
     begin, end, _ = arena()
     return begin <= tensor.data_ptr() < end
@@ -52,8 +57,10 @@ def reduce_all(tensor, name, op=mpi_ops.Sum):
 
 
 def test_ranks_of_one_host_are_connected(hvd):
+    from hvdkit.torch import runtime
+
     assert runtime.host_collectives.flat_reason() == ""
-    assert is_shared(shared_memory.empty(1000, torch.float32))
+    assert is_shared(empty(1000, torch.float32))
 
 
 @pytest.mark.parametrize("place", ["shared", "ordinary", "mixed"])
@@ -62,7 +69,7 @@ def test_sums_are_exact(hvd, dtype, place):
     for size in SIZES:
         expected = sum(own_values(size, dtype, r).double() for r in range(hvd.size()))
         shared = place == "shared" or (place == "mixed" and hvd.rank() % 2)
-        new = shared_memory.empty if shared else torch.empty
+        new = empty if shared else torch.empty
         tensor = new(size, dtype=dtype).copy_(own_values(size, dtype, hvd.rank()))
         for _ in range(3):
             reduce_all(tensor, f"{size}")
@@ -72,7 +79,7 @@ def test_sums_are_exact(hvd, dtype, place):
 
 @pytest.mark.parametrize("dtype", DTYPES[:4], ids=str)
 def test_mean(hvd, dtype):
-    tensor = shared_memory.empty(5000, dtype).copy_(own_values(5000, dtype, hvd.rank()))
+    tensor = empty(5000, dtype).copy_(own_values(5000, dtype, hvd.rank()))
     reduce_all(tensor, "mean", hvd.Average)
     exact = sum(own_values(5000, dtype, r).double() for r in range(hvd.size())) / hvd.size()
     # Rounded once.
@@ -81,7 +88,7 @@ def test_mean(hvd, dtype):
 
 def test_all_ranks_have_the_same_bits(hvd):
     generator = torch.Generator().manual_seed(hvd.rank())
-    tensor = shared_memory.empty(100_003, torch.float32)
+    tensor = empty(100_003, torch.float32)
     tensor.copy_(torch.randn(100_003, generator=generator))
     tensor[::1000] = float("nan") if hvd.rank() == 1 else float("inf")
     reduce_all(tensor, "bits")
@@ -89,7 +96,7 @@ def test_all_ranks_have_the_same_bits(hvd):
 
 
 def test_parts_of_a_bucket_and_tensors_that_are_not_in_place(hvd):
-    bucket = shared_memory.empty(9000, torch.float32)
+    bucket = empty(9000, torch.float32)
     part = bucket[1001:5003]
     part.fill_(hvd.rank() + 1.0)
     result = mpi_ops.synchronize(mpi_ops.allreduce_async(part, name="hvdkit.copy", op=hvd.Sum))
@@ -102,7 +109,7 @@ def test_parts_of_a_bucket_and_tensors_that_are_not_in_place(hvd):
 
 
 def test_ranks_that_have_joined_count_as_zeros(hvd):
-    tensor = shared_memory.empty(3000, torch.float32)
+    tensor = empty(3000, torch.float32)
     for number in range(hvd.rank() + 1):
         tensor.fill_(1.0)
         reduce_all(tensor, f"joined {number}")
@@ -111,7 +118,7 @@ def test_ranks_that_have_joined_count_as_zeros(hvd):
 
 
 def test_many_tensors_at_once(hvd):
-    tensors = [shared_memory.empty(300 * (k + 1), torch.float32) for k in range(50)]
+    tensors = [empty(300 * (k + 1), torch.float32) for k in range(50)]
     for tensor in tensors:
         tensor.fill_(hvd.rank())
     # Handed in by each rank in another order.
@@ -127,7 +134,7 @@ def test_many_tensors_at_once(hvd):
 def test_memory_is_returned(hvd):
     gc.collect()
     before = arena()[2]
-    tensor = shared_memory.empty(10_000_000, torch.float32)
+    tensor = empty(10_000_000, torch.float32)
     view = tensor[5:10].fill_(3.0)
     assert arena()[2] >= before + 40_000_000
     del tensor
@@ -136,11 +143,11 @@ def test_memory_is_returned(hvd):
     del view
     gc.collect()
     assert arena()[2] <= before
-    assert shared_memory.empty(1_000_000, torch.float32).eq(0).all(), "memory of others is not seen"
+    assert empty(1_000_000, torch.float32).eq(0).all(), "memory of others is not seen"
 
 
 def test_a_forked_child_cannot_change_a_bucket(hvd):
-    tensor = shared_memory.empty(10_000, torch.float32).fill_(1.0)
+    tensor = empty(10_000, torch.float32).fill_(1.0)
     child = os.fork()
     if child == 0:
         try:
@@ -157,7 +164,7 @@ def test_a_forked_child_cannot_change_a_bucket(hvd):
 
 
 def test_a_child_of_a_forked_child_has_the_files_and_the_memory_of_its_parent(hvd):
-    tensor = shared_memory.empty(10_000, torch.float32).fill_(1.0)
+    tensor = empty(10_000, torch.float32).fill_(1.0)
     child = os.fork()
     if child == 0:
         try:
