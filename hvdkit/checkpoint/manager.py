@@ -498,6 +498,8 @@ class Manager:
         Raises:
             CheckpointError: on all ranks: a write failed, or the folder cannot be read.
         """
+        self._begin("steps")
+        self._finish("steps")
         return [SavedStep(**fields) for fields in self._from_first(self._list_steps)]
 
     def latest(self) -> int | None:
@@ -543,6 +545,8 @@ class Manager:
             CheckpointError: on all ranks: another process writes to the folder, or the step could
                 not be deleted.
         """
+        self._begin("delete")
+        self._finish("delete")
         problem: Exception | None = None
         try:
             _check_count("step", step)
@@ -569,8 +573,6 @@ class Manager:
         Raises:
             UsageError, CheckpointError: on all ranks: the call raised.
         """
-        self._begin("look")
-        self._finish("look")
         sent = b""
         problem: Exception | None = None
         try:

@@ -815,12 +815,12 @@ def test_steps_that_start_again_with_an_epoch_are_an_error(tmp_path):
     on_ranks(run)
 
 
-@pytest.mark.parametrize("call", ["save", "close", "restore", "steps", "wait"])
+@pytest.mark.parametrize("call", ["save", "close", "restore", "steps", "wait", "delete"])
 def test_a_rank_in_another_call_than_maybe_save_is_an_error_on_all_ranks(tmp_path, call):
     def run(collectives):
         manager = make(collectives, tmp_path, every_steps=5)
-        arguments = (1,) if call == "save" else ()
-        name = {"close": "wait", "steps": "look"}.get(call, call)
+        arguments = (1,) if call in ("save", "delete") else ()
+        name = {"close": "wait"}.get(call, call)
         with pytest.raises(
             UsageError, match=rf"which method to call \(rank 0: {name}; rank.* maybe_save"
         ):
@@ -970,6 +970,7 @@ def test_an_interrupt_while_a_write_begins_writes_nothing(tmp_path, monkeypatch,
         (lambda saving, rank: saving.save(1, wait=rank == 0), "whether to wait"),
         (lambda saving, rank: saving.save(1) if rank else saving.restore(), "which method to call"),
         (lambda saving, rank: saving.wait() if rank else saving.steps(), "which method to call"),
+        (lambda saving, rank: saving.delete(1) if rank else saving.steps(), "which method to call"),
     ],
 )
 def test_ranks_that_call_otherwise_are_told(tmp_path, call, said):
