@@ -18,10 +18,10 @@ import psutil
 
 from hvdkit.errors import HvdkitError
 
-#: The variable with the id of a process's group; of nested groups, all ids.
+#: The variable with the ids of a process's nested groups, outermost first, separated by colons.
 GROUP_VARIABLE = "HVDKIT_RANK_GROUP"
 
-# Variables for a process's rank in a job. A job must not inherit them from an outer job.
+# Variables for a process's rank in a job. A new job must not inherit those of an outer job.
 _RANK_PREFIXES = (
     "OMPI_COMM_WORLD_",
     "OMPI_UNIVERSE_",

@@ -125,8 +125,8 @@ def parse(text: str) -> Record:
         content: dict[str, Any] = json.loads(text)
         if content["version"] != VERSION:
             raise HvdkitError(
-                f"the record has version {content['version']}: expected {VERSION}. Read it with "
-                f"the hvdkit that wrote it"
+                f"the record has version {content['version']}; expected {VERSION}. Read it with "
+                f"the version of hvdkit that wrote it"
             )
         return Record(
             rank=int(content["rank"]),
@@ -146,7 +146,10 @@ def parse(text: str) -> Record:
             stacks=str(content["stacks"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise HvdkitError(f"not a record of a rank: {error!r}") from error
+        raise HvdkitError(
+            f"not a record of a rank ({error!r}); expected a file that the engine's flight "
+            "recorder wrote. Delete the file to read the others"
+        ) from error
 
 
 def _call(content: Mapping[str, Any]) -> Call:
@@ -164,6 +167,7 @@ def _call(content: Mapping[str, Any]) -> Call:
 
 
 def _named(names: Sequence[str], number: int) -> str:
+    """Return the name with this number; the number itself if this version does not know it."""
     return names[number] if 0 <= number < len(names) else str(number)
 
 
