@@ -57,9 +57,9 @@ def test_a_model_with_another_last_layer(tmp_path, caplog):
     on_ranks(run)
     (said,) = [r.getMessage() for r in caplog.records if "restored in part" in r.getMessage()]
     for line in (
-        "it has no head (head F32[3, 5])",
-        "it has no new (new",
-        "it has old (old",
+        "head (head F32[3, 5]) is not in the checkpoint",
+        "new (new F32[2]) is not in the checkpoint",
+        "old (old F32[2]) is only in the checkpoint",
     ):
         assert line in said
 
@@ -144,16 +144,16 @@ def test_what_is_discarded_has_its_size():
     assert prepared["a"].spec == spec
 
 
-def test_layers_of_a_kind_are_told_apart_by_their_order():
-    """Keras numbers them on and on, from model to model."""
+def test_layers_of_one_class_are_matched_in_order():
+    """Keras numbers the layers of a class through all models of a process."""
     saved = {f"dense_{n}/kernel": ArrayTensor(filled(n, 2)).spec for n in (1, 2)}
     part, arrays = variables(**{f"dense_{n}/kernel": filled(0, 2) for n in (7, 8)})
     prepared, lines = part.plan_partial_restore(saved)
     assert [each.array for each in prepared.values()] == list(arrays.values())
     assert lines == []
-    # One of them is gone, and only its name tells which.
+    # One layer is missing. Only its name tells which one.
     part, arrays = variables(**{"dense_2/kernel": filled(0, 2)})
     prepared, lines = part.plan_partial_restore(saved)
     assert isinstance(prepared["dense_1/kernel"], Discarded)
     assert prepared["dense_2/kernel"].array is arrays["dense_2/kernel"]
-    assert lines == ["it has dense_1/kernel (dense/kernel F32[2]), which is not in here"]
+    assert lines == ["dense_1/kernel (dense/kernel F32[2]) is only in the checkpoint"]
