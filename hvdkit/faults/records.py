@@ -17,27 +17,12 @@ VERSION = 1
 _FILE = re.compile(r"rank-(\d+)\.json")
 # Horovod's numbers of requests and data types (`common/message.h`).
 _OPERATIONS = (
-    "allreduce",
-    "allgather",
-    "broadcast",
-    "join",
-    "adasum",
-    "alltoall",
-    "barrier",
+    *("allreduce", "allgather", "broadcast", "join", "adasum", "alltoall", "barrier"),
     "reducescatter",
 )
 _DTYPES = (
-    "uint8",
-    "int8",
-    "uint16",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "float32",
-    "float64",
-    "bool",
-    "bfloat16",
+    *("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64"),
+    *("bool", "bfloat16"),
 )
 
 

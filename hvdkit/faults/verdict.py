@@ -85,7 +85,7 @@ class Verdict:
 
     @property
     def outlook(self) -> str:
-        """What the job does next, if it need not end now."""
+        """The next state of a job that need not end now, as a sentence."""
         if self.limit:
             return f"The job waits. It ends after {self.limit:,.0f} s ({_LIMIT})."
         return "The job waits." if self.waiting else "The job continues."
