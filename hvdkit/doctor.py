@@ -55,7 +55,8 @@ def _system() -> Diagnostic:
         f"{name}, Linux {platform.release()}, {platform.machine()}, glibc {platform.libc_ver()[1]}"
     )
     if platform.machine() not in ("x86_64", "aarch64"):
-        return Diagnostic("system", WARNING, text, "hvdkit is tested on x86_64 only")
+        advice = "hvdkit is tested on x86_64 only; run its tests here first (scripts/test)"
+        return Diagnostic("system", WARNING, text, advice)
     return Diagnostic("system", OK, text)
 
 

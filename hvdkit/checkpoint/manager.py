@@ -1,4 +1,4 @@
-"""Save and restore the state of a job: `Manager`, the base of each adapter's `hvd.Checkpointer`.
+"""Save and restore the state of a job: `Manager`, on which the checkpointers of all adapters build.
 
 All ranks call each method, and only the first rank uses the storage. All ranks return the same
 result, or all of them raise, whichever rank had the error. Facts that only one rank knows (the

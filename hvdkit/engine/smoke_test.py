@@ -57,8 +57,8 @@ def run(
             except ranks.RanksFailed as error:
                 raise HvdkitError(
                     f"the engine was built, but does not work with {framework} over {controller}; "
-                    f"nothing was installed. Mend the cause below, or omit one of them with "
-                    f"--frameworks or --controllers.\n{error}"
+                    f"nothing was installed. Remove the cause below, or build without {framework} "
+                    f"(--frameworks) or {controller} (--controllers).\n{error}"
                 ) from error
             report(f"{framework} over {controller}: {_result(results[0].output)}")
 
