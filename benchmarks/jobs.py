@@ -48,7 +48,7 @@ class Job:
         self.variant = variant
         self.facts: dict[str, Any] = {}
         self.norms: list[float] = []
-        self._setting = machine
+        self._machine = machine
         self._cluster = cluster
         self._size: int = spec["size"]
         self._path = folder / f"{variant.name}.socket"
@@ -82,9 +82,9 @@ class Job:
 
     def launch(self) -> RankGroup:
         """Start the processes of the ranks."""
-        variant, options = self.variant, self._setting.options
+        variant, options = self.variant, self._machine.options
         if variant.controller == "mpi":
-            mpirun = self._setting.mpirun
+            mpirun = self._machine.mpirun
             assert mpirun is not None
             command = self._command(None)
             self._group = start_mpi(command, self._size, mpirun=mpirun, env=self._environment)
@@ -120,7 +120,7 @@ class Job:
         return self._group
 
     def _command(self, rank: int | None) -> list[str]:
-        program = str(self._setting.benchmark.program)
+        program = str(self._machine.benchmark.program)
         return [sys.executable, program, "--rank", json.dumps(self._spec | {"rank": rank})]
 
     def start(self) -> None:
@@ -167,7 +167,7 @@ class Job:
 
     def idle_share(self) -> float:
         """Return the share of a core that all ranks use together while they are idle."""
-        paused = not self._setting.options.keep_running
+        paused = not self._machine.options.keep_running
         self.resume()
         before = self._cpu_seconds()
         time.sleep(IDLE_SECONDS)

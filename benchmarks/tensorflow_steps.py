@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 KERAS = "keras"
 BARE = "bare"
-#: Of SGD in a step of `fit`: from the update follows the gradient.
+#: The learning rate of SGD in `fit`. The gradient is the change of a variable, divided by it.
 LEARNING_RATE = 0.01
 
 BENCHMARK = Benchmark(
@@ -170,7 +170,7 @@ class Strategy(Tape):
         )
         from tensorflow.python.eager import context
 
-        # Stopped jobs would be considered dead.
+        # The health check would end jobs that are stopped (SIGSTOP) between turns.
         CollectiveAllReduceExtended._enable_check_health = False
         configure = context.context().configure_coordination_service
         context.context().configure_coordination_service = functools.partial(
@@ -223,7 +223,8 @@ def _addresses(spec: Mapping[str, Any]) -> list[str]:
     deadline = time.monotonic() + 60
     while not all(file.exists() for file in files):
         if time.monotonic() > deadline:
-            raise HvdkitError("a rank has not told its address within 60 s")
+            missing = [str(file) for file in files if not file.exists()]
+            raise HvdkitError(f"ranks did not write their addresses within 60 s: {missing}")
         time.sleep(0.05)
     return [file.read_text() for file in files]
 

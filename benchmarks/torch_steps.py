@@ -107,15 +107,15 @@ def main(description: str) -> int:
     only.add_argument(
         "--python-cost",
         action="store_true",
-        help=f"instead: what {PROBE_PARAMETERS} parameters of 2 elements cost per parameter and "
-        f"step, with one rank and with two, and by how much resident memory grows (--steps: "
+        help=f"measure the cost of {PROBE_PARAMETERS} parameters of 2 elements instead, per "
+        f"parameter and step, on one rank and on two, and the growth of resident memory (--steps: "
         f"{PROBE_STEPS})",
     )
     only.add_argument(
         "--memory",
         action="store_true",
-        help="instead: by how much the peak of resident memory in training the ResNet-50 on two "
-        "ranks exceeds that without synchronisation",
+        help="measure instead by how much synchronisation increases the peak of resident memory, "
+        "in training ResNet-50 on two ranks",
     )
     options = parser.parse_args()
     instead = options.python_cost or options.memory
@@ -158,11 +158,10 @@ def show_python_cost(answers: Mapping[str, Mapping[str, float]]) -> None:
     console().print(table)
     steps = next(iter(answers.values()))["steps"]
     console().print(
-        f"Median of {steps:.0f} steps of backward and synchronisation, less the median of as many "
-        "backward passes without, which take turns with them in the same process. CPU time is the "
-        "calling thread's alone: it leaves out what other threads do, and any wait for them that "
-        "sleeps. With one rank an optimizer may well do nothing at all. Memory is all resident "
-        "memory, after those steps less before them."
+        f"The difference of two medians of {steps:.0f} steps: backward passes with and without "
+        "synchronisation, in turns, in the same process. CPU time is that of the calling thread, "
+        "without other threads and without waits that sleep. With one rank an optimizer may do "
+        "nothing. Memory is the growth of resident memory during these steps."
     )
 
 
@@ -178,10 +177,9 @@ def show_memory(answers: Mapping[str, Mapping[str, float]]) -> None:
         table.add_row(name, *cells, f"{more / answer['bytes']:.2f}")
     console().print(table)
     console().print(
-        "In one process, after hvd.init(): first steps of the plain optimizer, then of the "
-        "variant's. The peak is VmHWM of /proc/self/status over 3 steps, reset before them "
-        "through /proc/self/clear_refs, after 3 unmeasured ones. What is more includes the "
-        "engine's own buffers."
+        "In one process, after hvd.init(): steps of the plain optimizer, then of the variant. The "
+        "peak is VmHWM of /proc/self/status over 3 steps, after 3 unmeasured ones and a reset "
+        "through /proc/self/clear_refs. The difference includes the engine's own buffers."
     )
 
 

@@ -158,14 +158,14 @@ def _add_build(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--jobs",
         type=int,
         metavar="N",
-        help="compilers at once (default: one per core); never more than RAM / 2 GB",
+        help="compilers to run at once (default: one per core); never more than RAM / 2 GB",
     )
     verb.add_argument(
         "--sdist", type=Path, metavar="FILE", help="Horovod's sdist, to build without a network"
     )
-    verb.add_argument("--wheel-dir", type=Path, metavar="DIR", help="also copy the wheel here")
+    verb.add_argument("--wheel-dir", type=Path, metavar="DIR", help="also copy the wheel into DIR")
     verb.add_argument(
-        "--target", type=Path, metavar="DIR", help="install here instead of into this environment"
+        "--target", type=Path, metavar="DIR", help="install into DIR, not into this environment"
     )
     verb.add_argument(
         "--no-cache", action="store_true", help="build even if the cache has this wheel"

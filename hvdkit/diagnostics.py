@@ -45,6 +45,7 @@ def as_json(diagnostics: Sequence[Diagnostic]) -> str:
 
 
 def show(diagnostics: Sequence[Diagnostic], console: Console) -> None:
+    """Print a line for each diagnostic, and its advice below."""
     width = max(len(diagnostic.name) for diagnostic in diagnostics)
     for diagnostic in diagnostics:
         console.print(

@@ -20,7 +20,8 @@ from hvdkit.diagnostics import ERROR, OK, WARNING, Diagnostic
 from hvdkit.engine import cuda, describe, frameworks, mpi, toolchain
 from hvdkit.errors import HvdkitError
 
-#: In bytes, of /dev/shm. Open MPI and NCCL keep shared buffers there; in containers it is 64 MB.
+#: The free bytes that /dev/shm should have. Open MPI and NCCL keep shared buffers there. A
+#: container has 64 MB by default.
 _SHM_BYTES = 1_000_000_000
 
 
@@ -29,7 +30,7 @@ def examine() -> list[Diagnostic]:
     installed, found = _installed_frameworks()
     results = [_python(), _system(), _memory(), _gpus(), *found, _compiler(), _cmake()]
     results += [_mpi(), _nccl(installed), *_horovod(installed), _shared_memory()]
-    results += [_collectives(), _hostname()]
+    results += [_reductions(), _hostname()]
     return results
 
 
@@ -54,7 +55,8 @@ def _system() -> Diagnostic:
         f"{name}, Linux {platform.release()}, {platform.machine()}, glibc {platform.libc_ver()[1]}"
     )
     if platform.machine() not in ("x86_64", "aarch64"):
-        return Diagnostic("system", WARNING, text, "hvdkit is tested on x86_64; please report.")
+        advice = "hvdkit is tested on x86_64 only; run its tests here first (scripts/test)"
+        return Diagnostic("system", WARNING, text, advice)
     return Diagnostic("system", OK, text)
 
 
@@ -253,7 +255,7 @@ def _shared_memory() -> Diagnostic:
     return Diagnostic("/dev/shm", OK, text)
 
 
-def _collectives(environ: Mapping[str, str] = os.environ) -> Diagnostic:
+def _reductions(environ: Mapping[str, str] = os.environ) -> Diagnostic:
     """Return how ranks of this host reduce tensors on the CPU."""
     name = "reductions"
     if environ.get(host_collectives.VARIABLE) == "flat":

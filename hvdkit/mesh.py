@@ -3,8 +3,8 @@
 A mesh is a set of ranks that all connect to each other: the whole job, the ranks of one host, or
 the ranks with the same local rank. Each rank listens at a separate address for every other rank. It
 sends all these addresses in one request. In a second request, it gets the addresses where the other
-ranks listen for it, once all ranks have sent theirs. A mesh of N ranks takes 2 N requests, with
-Horovod's own protocol N².
+ranks listen for it, once all ranks have sent theirs. A mesh of N ranks takes 2 N requests.
+Horovod's own protocol takes N².
 
 The engine's client is `hvdkit/engine/sources/mesh_rendezvous.h`.
 """
@@ -47,6 +47,8 @@ class MeshMember(NamedTuple):
 
 @dataclass
 class _Mesh:
+    """The ranks that have joined a mesh, and the addresses that each has sent."""
+
     attempts: dict[int, str] = field(default_factory=dict)
     addresses: dict[int, bytes] = field(default_factory=dict)
     answered: set[int] = field(default_factory=set)
@@ -120,7 +122,7 @@ class Meshes:
                 if self._closed or not mesh.complete.is_set():
                     missing = [rank for rank in range(member.size) if rank not in mesh.attempts]
                     if self._closed:
-                        raise IncompleteMesh("the rendezvous ends, because the job does")
+                        raise IncompleteMesh("the rendezvous server stops, because the job ends")
                     if mesh.attempts.get(member.rank) == member.attempt:
                         # This rank fails now, so other ranks must not connect to it.
                         del mesh.attempts[member.rank], mesh.addresses[member.rank]
@@ -143,7 +145,7 @@ class Meshes:
                     mesh.all_answered_at = time.monotonic()
 
     def forget(self) -> None:
-        """Delete meshes whose ranks all got their answers a minute ago."""
+        """Delete meshes whose ranks all got their answers at least a minute ago."""
         oldest = time.monotonic() - _KEPT_SECONDS
         with self._lock:
             meshes = list(self._complete.items())

@@ -18,43 +18,18 @@ import psutil
 
 from hvdkit.errors import HvdkitError
 
-#: The variable with the id of a process's group; of nested groups, all ids.
+#: The variable with the ids of a process's nested groups, outermost first, separated by colons.
 GROUP_VARIABLE = "HVDKIT_RANK_GROUP"
 
-# Variables for a process's rank in a job. A job must not inherit them from an outer job.
-_RANK_PREFIXES = (
-    "OMPI_COMM_WORLD_",
-    "OMPI_UNIVERSE_",
-    "PMI_",
-    "PMIX_",
-    "ROLE_",
-    "TORCHELASTIC_",
-)
+# Variables for a process's rank in a job. A new job must not inherit those of an outer job.
+_RANK_PREFIXES = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMI_", "PMIX_", "ROLE_", "TORCHELASTIC_")
 _RANK_VARIABLES = {
-    "HOROVOD_RANK",
-    "HOROVOD_SIZE",
-    "HOROVOD_LOCAL_RANK",
-    "HOROVOD_LOCAL_SIZE",
-    "HOROVOD_CROSS_RANK",
-    "HOROVOD_CROSS_SIZE",
-    "HOROVOD_HOSTNAME",
-    "HOROVOD_CONTROLLER",
-    "HOROVOD_CPU_OPERATIONS",
-    "HOROVOD_GLOO_IFACE",
-    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
-    "HOROVOD_GLOO_RENDEZVOUS_PORT",
-    "HVDKIT_RECORD_DIR",
-    "HVDKIT_RENDEZVOUS_KEY",
-    "HVDKIT_JOB_KEY",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "NODE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    *("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME", "HOROVOD_CONTROLLER"),
+    *("HOROVOD_CPU_OPERATIONS", "HOROVOD_GLOO_IFACE", "HOROVOD_GLOO_RENDEZVOUS_ADDR"),
+    *("HOROVOD_GLOO_RENDEZVOUS_PORT", "HVDKIT_RECORD_DIR", "HVDKIT_RENDEZVOUS_KEY"),
+    *("HVDKIT_JOB_KEY", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    *("GROUP_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
 }
 
 _PR_SET_PDEATHSIG = 1

@@ -398,7 +398,8 @@ def identify_mpirun(path: str) -> Mpirun:
     if "HYDRA" in text.upper() or "MPICH" in text or "Intel(R) MPI" in text:
         return Mpirun(path, False, major)
     raise HvdkitError(
-        f"{path!r} is not the launcher of Open MPI or MPICH; its --version says {_tail(text)!r}"
+        f"{path!r} is not the launcher of Open MPI or MPICH; its --version says {_tail(text)!r}. "
+        "Give the mpirun of the MPI that Horovod was built with"
     )
 
 

@@ -28,7 +28,7 @@ from hvdkit.mesh import GLOBAL_SCOPE, IncompleteMesh, Meshes, MeshMember
 #: The environment variable with the job's key.
 KEY = "HVDKIT_RENDEZVOUS_KEY"
 
-# Followed by size.attempt.rank.scope.
+# The beginning of the path of a request for a mesh: /mesh/size.attempt.rank.scope.
 _MESH_PREFIX = "/mesh/"
 
 #: In bytes. A rank's value has an address of about 140 bytes for every other rank.

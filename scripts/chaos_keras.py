@@ -23,7 +23,7 @@ BATCH = 4
 
 
 class Record(keras.callbacks.Callback):
-    """Writes down what happens, and stops after so many steps."""
+    """Write a line for each batch, and stop the training after `steps` steps."""
 
     def __init__(self, out: Path, steps: int) -> None:
         super().__init__()
@@ -34,15 +34,15 @@ class Record(keras.callbacks.Callback):
         self._began = False
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Return the state that the checkpoint saves."""
         return {"batches": self._batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of the checkpoint."""
+        """Restore the state that `state_dict` returned."""
         self._batches = state["batches"]
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        # Only now has everything been restored.
+        # The checkpoint is restored before the first batch.
         if not self._began:
             self._resumed.write(f"{self._batches}\n")
             self._began = True
@@ -59,7 +59,7 @@ class Record(keras.callbacks.Callback):
 
 
 def batches_of(x: Any, y: Any, weight: Any, sampler: Any) -> Any:
-    """For `fit`, made by what Keras runs on."""
+    """Return the batches for `fit`: a `tf.data.Dataset` or a `DataLoader`, as the backend needs."""
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 

@@ -1,9 +1,9 @@
 """The training of chaos_checkpoint's ranks, with PyTorch.
 
-Into OUT each rank writes its pid, a line for each pass (pass, steps until then, loss), and at the
-end the bytes of its weights and its optimizer's state. It uses whatever a resume could get wrong:
-dropout, random numbers of every kind, a schedule, several buckets, and gradients whose size changes
-so much that the scales of a 16-bit wire format keep changing, too.
+Each rank writes to OUT its pid, a line for each pass (pass, number of steps, loss), and at the end
+its weights and optimizer state. The training has all state that a resume could lose: dropout,
+random numbers of every kind, a schedule and several buckets. The magnitude of gradients changes so
+much that the scales of a 16-bit wire format change, too.
 """
 
 import argparse

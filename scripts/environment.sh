@@ -18,7 +18,7 @@ install_hvdkit() {
         "$python" -m venv --clear "$venv" ||
             fail "cannot make $venv; on Debian and Ubuntu: apt-get install python3-venv"
     fi
-    # Nothing to do is the usual case, and asking pip takes seconds: remember what was installed.
+    # pip takes seconds to find that nothing is missing, so a file records what was installed.
     local wanted stamp="$venv/.hvdkit-installed"
     wanted="$1 $(cat "$root/pyproject.toml" "$root/scripts/constraints.txt" | cksum)"
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
@@ -31,8 +31,8 @@ install_hvdkit() {
     export PATH="$venv/bin:$PATH"
 }
 
-# Before gigabytes are downloaded: what the engine's build needs of the system, unless an engine that
-# was built before may do.
+# Check that the compiler and the headers for the engine's build are installed, before gigabytes are
+# downloaded. With an engine in the cache no build may be needed.
 check_build_tools() {
     local cache="${HVDKIT_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/hvdkit}" header compiler
     [ -z "$(ls "$cache/wheels" 2>/dev/null)" ] || return 0

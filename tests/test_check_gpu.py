@@ -93,7 +93,7 @@ def test_an_interrupted_check_is_not_a_failed_one(results):
 
 
 @pytest.mark.parametrize("text", [None, "", '{"part": "coll', "[]"])
-def test_no_whole_report_is_none(text, tmp_path):
+def test_an_incomplete_report_is_none(text, tmp_path):
     path = tmp_path / "collectives.json"
     if text is not None:
         path.write_text(text)
@@ -438,7 +438,7 @@ def test_pytorch_and_cuda_are_refused(name, index, small_sdist):
     index[name] = ("2.0", ())
     with pytest.raises(pack.Problem, match=f"{name}-2.0.*which the GPU machine has"):
         pack.run(small_sdist, "3.12")
-    # What was there still fits its manifest.
+    # The older files still fit their manifest.
     pack.read_manifest(small_sdist)
     assert not list(small_sdist.glob(".new-*"))
 
@@ -633,7 +633,7 @@ def test_an_engine_with_other_gpu_operations_is_refused(environment):
         build._checked(environment, found)
 
 
-def test_what_a_build_printed_says_whether_it_came_from_the_cache():
+def test_the_output_of_a_build_shows_whether_it_came_from_the_cache():
     compiled = (
         "compiling: 100 %, 5:49\nSmoke test: collectives in new processes.\n"
         "  torch over gloo: allreduce on 2 ranks (cpu: no GPU is visible)\n"

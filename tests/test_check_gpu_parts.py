@@ -21,10 +21,10 @@ from gpu_checks.report import Report, read  # noqa: E402
 
 # --- dry runs ---
 
-#: A dry run's limit is that of its part; a busy machine needs some time beside it.
+#: The timeout of a dry run, which includes a reserve for a busy machine.
 SECONDS = 240
 
-#: StatefulItem -> the beginnings of the names of checks, and the outcomes that each may have.
+#: Part -> the beginnings of the names of checks, and the outcomes that each may have.
 EXPECTED = {
     "speed": {
         "memory: copy, pack, unpack": {"passed"},
@@ -309,7 +309,7 @@ def test_differences_between_trainings():
     assert line.startswith("rank 1")
 
 
-def test_what_is_said_about_staging():
+def test_texts_about_staging():
     found = {"copies to the host": 4, "pageable copies to the host": 4, "save": 2e9}
     assert "4 of 4 copies go to pageable memory" in checkpoint.staging_detail(found)
     assert "5.0 x as fast" in checkpoint.staging_detail(found | {"pinned": 1e10})

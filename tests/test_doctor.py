@@ -87,9 +87,9 @@ def test_advice_is_shown_below_the_line():
 
 
 def test_why_ranks_of_one_host_use_sockets(monkeypatch):
-    assert doctor._collectives({}).status == OK
-    assert "HVDKIT_COLLECTIVES is flat" in doctor._collectives({"HVDKIT_COLLECTIVES": "flat"}).found
+    assert doctor._reductions({}).status == OK
+    assert "HVDKIT_COLLECTIVES is flat" in doctor._reductions({"HVDKIT_COLLECTIVES": "flat"}).found
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (2**40, 2**40))
-    limited = doctor._collectives({})
+    limited = doctor._reductions({})
     assert limited.status == WARNING
     assert "ulimit -v" in limited.advice

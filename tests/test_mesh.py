@@ -140,6 +140,6 @@ def test_close_ends_all_waiting():
     meshes.put(member, addresses(0, 2))
     threading.Timer(0.2, meshes.close).start()
     started = time.monotonic()
-    with pytest.raises(IncompleteMesh, match="because the job does"):
+    with pytest.raises(IncompleteMesh, match="because the job ends"):
         meshes.get(member, 30)
     assert time.monotonic() < started + 10

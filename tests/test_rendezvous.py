@@ -153,7 +153,7 @@ def test_a_rank_without_the_key_cannot_join_a_mesh(key):
         status, data = request(server, "PUT", "/mesh/2.abc.0.global", b"mine", key)
         assert (status, data) == (403, b"this is not the job's key (HVDKIT_RENDEZVOUS_KEY)")
         assert server.registered() == set()
-        # Nor with the protocol without a key.
+        # The protocol without a key does not let the rank join either.
         assert request(server, "PUT", "/global/0", b"mine") == (200, b"")
         assert server.without_key() == {0}
         request(server, "PUT", "/mesh/2.abc.1.global", b"of 1", server.key)

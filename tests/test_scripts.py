@@ -31,14 +31,14 @@ def interpreter_without_headers(tmp_path):
     return str(found)
 
 
-def test_a_missing_compiler_is_said_first(tmp_path):
+def test_a_missing_compiler_is_reported_first(tmp_path):
     done = check_build_tools(tmp_path, CXX="no-such-compiler")
     assert done.returncode == 1
     assert "needs a C++ compiler, and there is no no-such-compiler here" in done.stderr
 
 
-def test_missing_headers_are_said_first(tmp_path, interpreter_without_headers):
-    # Any program does: it is only looked for.
+def test_missing_headers_are_reported_first(tmp_path, interpreter_without_headers):
+    # Any existing program can stand for the compiler, because it is not run.
     done = check_build_tools(tmp_path, PYTHON=interpreter_without_headers, CXX="true")
     assert done.returncode == 1
     assert f"there is no {tmp_path}/include/Python.h" in done.stderr

@@ -68,8 +68,8 @@ class Variables:
                 pairs = [(name, name) for name in there if name in here]
             prepared |= {a: tensors[b] for a, b in pairs}
             both = {name for pair in pairs for name in pair}
-            left += [f"it has no {name} ({line})" for name in here if name not in both]
-            left += [f"it has {n} ({line}), which is not in here" for n in there if n not in both]
+            left += [f"{n} ({line}) is not in the checkpoint" for n in here if n not in both]
+            left += [f"{n} ({line}) is only in the checkpoint" for n in there if n not in both]
         return prepared, left
 
     def restore(self, tree: Tree) -> None:

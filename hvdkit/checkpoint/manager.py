@@ -1,4 +1,4 @@
-"""Save and restore the state of a job.
+"""Save and restore the state of a job: `Manager`, on which the checkpointers of all adapters build.
 
 All ranks call each method, and only the first rank uses the storage. All ranks return the same
 result, or all of them raise, whichever rank had the error. Facts that only one rank knows (the
@@ -11,7 +11,6 @@ import platform
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -143,7 +142,7 @@ class Manager:
         self._parts = dict(parts)
         self._rank_parts = dict(rank_parts or {})
         self._alike = [name for name in self._parts if name in alike]
-        # The positions in `alike` are compared by content, and may be objects of the user's.
+        # Items of `alike` are compared by their content instead.
         self._compared = {
             name: part
             for name, part in self._parts.items()
@@ -498,6 +497,8 @@ class Manager:
         Raises:
             CheckpointError: on all ranks: a write failed, or the folder cannot be read.
         """
+        self._begin("steps")
+        self._finish("steps")
         return [SavedStep(**fields) for fields in self._from_first(self._list_steps)]
 
     def latest(self) -> int | None:
@@ -543,6 +544,8 @@ class Manager:
             CheckpointError: on all ranks: another process writes to the folder, or the step could
                 not be deleted.
         """
+        self._begin("delete")
+        self._finish("delete")
         problem: Exception | None = None
         try:
             _check_count("step", step)
@@ -569,8 +572,6 @@ class Manager:
         Raises:
             UsageError, CheckpointError: on all ranks: the call raised.
         """
-        self._begin("look")
-        self._finish("look")
         sent = b""
         problem: Exception | None = None
         try:
@@ -699,12 +700,7 @@ class Manager:
             self._signals.install()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: object, *exc: object) -> None:
         if exc_type is None:
             self.close()
         else:

@@ -15,12 +15,10 @@ from hvdkit.errors import UsageError
 
 def save() -> Tree:
     """Return the states of the generators of the modules `random` and `numpy.random`."""
-    version, internal, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     inner = legacy["state"]
     return {
-        # 625 numbers of 32 bits.
-        "python": [version, np.array(internal, np.uint32).tobytes(), gauss],
+        "python": _python_state(random),
         "numpy": {
             "kind": legacy["bit_generator"],
             "key": np.asarray(inner["key"], np.uint32).tobytes(),
@@ -35,8 +33,7 @@ def save() -> Tree:
 
 def restore(tree: Tree) -> None:
     """Restore the states that `save` returned."""
-    version, internal, gauss = tree["python"]
-    random.setstate((version, tuple(np.frombuffer(internal, np.uint32).tolist()), gauss))
+    _set_python_state(random, tree["python"])
     legacy = tree["numpy"]
     # None: the user had replaced NumPy's generator by one of another kind.
     if legacy is not None:
@@ -44,6 +41,17 @@ def restore(tree: Tree) -> None:
         np.random.set_state(
             (legacy["kind"], key, legacy["pos"], legacy["has_gauss"], legacy["gauss"])
         )
+
+
+def _python_state(generator: Any) -> Tree:
+    """Return the state of a `random.Random`, or of the module: 625 numbers of 32 bits."""
+    version, internal, gauss = generator.getstate()
+    return [version, np.array(internal, np.uint32).tobytes(), gauss]
+
+
+def _set_python_state(generator: Any, state: Tree) -> None:
+    version, internal, gauss = state
+    generator.setstate((version, tuple(np.frombuffer(internal, np.uint32).tolist()), gauss))
 
 
 class Generators:
@@ -89,11 +97,7 @@ class Generators:
 
     def _state(self, generator: Any) -> Tree:
         if isinstance(generator, random.Random):
-            version, internal, gauss = generator.getstate()
-            return {
-                "kind": "random.Random",
-                "state": [version, np.array(internal, np.uint32).tobytes(), gauss],
-            }
+            return {"kind": "random.Random", "state": _python_state(generator)}
         if isinstance(generator, np.random.Generator):
             state = generator.bit_generator.state
             return {"kind": state["bit_generator"], "state": _without_arrays(state)}
@@ -127,10 +131,7 @@ class Generators:
             if _kind(saved) != _kind(self._state(generator)):
                 continue
             if isinstance(generator, random.Random):
-                version, internal, gauss = saved["state"]
-                generator.setstate(
-                    (version, tuple(np.frombuffer(internal, np.uint32).tolist()), gauss)
-                )
+                _set_python_state(generator, saved["state"])
             elif isinstance(generator, np.random.Generator):
                 generator.bit_generator.state = _with_arrays(saved["state"])
             else:

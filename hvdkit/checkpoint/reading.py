@@ -1,4 +1,8 @@
-"""Read a step: only regular files that the manifest lists, and compare each with its hash."""
+"""Open, verify and read a step.
+
+`examine` opens a step and returns an `OpenCheckpoint`, or the problems of a damaged step. Only
+regular files that the manifest lists are read, and each is compared with its hash.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -172,12 +175,7 @@ class OpenCheckpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 
@@ -315,7 +313,7 @@ def _open_all(files: StepFiles, found: Manifest) -> list[Damaged]:
 def _verified(
     files: StepFiles, found: Manifest, progress: Callable[[int], None] | None
 ) -> list[Damaged]:
-    """Read all files. Return the problems."""
+    """Read all files and compare them with their hashes. Return the problems."""
     problems = []
     for name in found.files:
         try:

@@ -14,21 +14,10 @@ from hvdkit.errors import UsageError
 Mode = Literal["min", "max"]
 
 #: Words in the usual names of metrics, separated by `_`, `-`, `/` and the like.
-_SMALLEST_IS_BEST = {
-    "loss",
-    "error",
-    "err",
-    "mse",
-    "mae",
-    "rmse",
-    "perplexity",
-    "ppl",
-    "wer",
-    "cer",
-}
+_SMALLEST_IS_BEST = {"loss", "error", "err", "mse", "mae", "rmse", "perplexity", "ppl"}
+_SMALLEST_IS_BEST |= {"wer", "cer"}
 _LARGEST_IS_BEST = {"accuracy", "acc", "auc", "f1", "precision", "recall", "iou", "dice", "bleu"}
 _LARGEST_IS_BEST |= {"map", "ndcg", "psnr", "reward", "return", "r2"}
-
 
 #: Words that reverse the meaning of a name, or make it a difference.
 _UNCLEAR = {"neg", "negative", "minus", "inverse", "inv", "drop", "reduction", "change", "delta"}
@@ -88,13 +77,20 @@ class KeepBest:
         Returns:
             The number of the step; None if no step has a value that is a number.
         """
+        ranked = self.ranked([metrics for _, metrics in steps])
+        return steps[ranked[0]][0] if ranked else None
+
+    def ranked(self, metrics: Sequence[Mapping[str, float]]) -> list[int]:
+        """Return the indices of the steps that have a value which is a number, best first.
+
+        Of equal values, the newer step comes first.
+
+        Args:
+            metrics: of each step, oldest first.
+        """
         sign = 1 if self.mode == "min" else -1
-        valued = [
-            (sign * metrics[self.metric], -place, step)
-            for place, (step, metrics) in enumerate(steps)
-            if not math.isnan(metrics.get(self.metric, math.nan))
-        ]
-        return min(valued)[2] if valued else None
+        valued = [i for i, m in enumerate(metrics) if not math.isnan(m.get(self.metric, math.nan))]
+        return sorted(valued, key=lambda i: (sign * metrics[i][self.metric], -i))
 
     @classmethod
     def parse(cls, text: str) -> KeepBest:
@@ -151,15 +147,8 @@ class Retention:
         if self.keep_every is not None:
             stay.update(p for p in places if manifests[p].step % self.keep_every == 0)
         for best in self.keep_best:
-            valued = [
-                place
-                for place in places
-                if not math.isnan(manifests[place].metrics.get(best.metric, math.nan))
-            ]
-            sign = 1 if best.mode == "min" else -1
-            # Of equal values the newer step is kept.
-            valued.sort(key=lambda place: (sign * manifests[place].metrics[best.metric], -place))
-            stay.update(valued[: best.count])
+            ranked = best.ranked([manifests[place].metrics for place in places])
+            stay.update(places[i] for i in ranked[: best.count])
         return stay
 
 

@@ -22,9 +22,9 @@ _SAME_SECONDS = 3.0
 class StopSignals:
     """Record the signals that ask this process to stop.
 
-    A second signal of the same kind, more than 3 seconds later, has its original effect, so that a
-    job that does not reach the end of a step can still be stopped. A second signal within 3 seconds
-    counts as the first one, because a terminal and a launcher may both forward it.
+    A second signal of the same kind, more than 3 seconds later, has its original effect: it can
+    stop a job that does not reach the end of a step. A second signal within 3 seconds counts as the
+    first one, because a terminal and a launcher may both forward it.
 
     Args:
         numbers: the signals to record, such as `signal.SIGTERM`; may be empty.
@@ -47,7 +47,9 @@ class StopSignals:
                 f"stop_signals is {list(numbers)}: {error}; expected some of signal.SIGTERM, ..."
             ) from error
         if signal.SIGKILL in self._numbers or signal.SIGSTOP in self._numbers:
-            raise UsageError("stop_signals has SIGKILL or SIGSTOP, which no process can handle")
+            raise UsageError(
+                "stop_signals has SIGKILL or SIGSTOP, which no process can handle: remove it"
+            )
         self._installed = False
         self._previous: dict[int, Any] = {}
         self._since: dict[int, float] = {}
@@ -59,7 +61,11 @@ class StopSignals:
         self._installed = True
         if threading.current_thread() is not threading.main_thread():
             names = ", ".join(number.name for number in self._numbers)
-            _log.warning("not in the main thread: %s does not save this job", names)
+            _log.warning(
+                "the checkpointer is used outside the main thread, so %s does not save this job; "
+                "use it in the main thread, or set stop_signals=() if you handle signals yourself",
+                names,
+            )
             return
         for number in self._numbers:
             self._previous[number] = signal.signal(number, self._record)

@@ -1,4 +1,4 @@
-"""List the steps of a storage, and find the newest good step."""
+"""List the steps of a storage, find the newest good step, and open the storage for writing."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hvdkit.errors import UsageError
 
 _log = logging.getLogger(__name__)
 
-# How often to look again after a live writer has deleted what was listed.
-_LOOKS = 10
+# How often to list again after a live writer has deleted a listed step.
+_LIST_ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ class Search:
         self._quarantine = quarantine
         self._damaged: list[tuple[Entry, list[Damaged]]] = []
         self._opened: Entry | None = None
-        self._looks = _LOOKS
+        self._attempts_left = _LIST_ATTEMPTS
 
     def _expect_no_quarantine(self) -> None:
         """Raise CheckpointError if all steps are in quarantine: training must not start again."""
@@ -362,7 +362,7 @@ class Search:
             UsageError: there is no such step.
         """
         store = self._store
-        while self._looks:
+        while self._attempts_left:
             known = {(entry.name, entry.identity) for entry, _ in self._damaged}
             listed = store.candidates(self._step, self._run)
             if not listed and not self._damaged:
@@ -398,14 +398,14 @@ class Search:
         self._note(self._opened, [problem])
 
     def _note(self, entry: Entry, problems: list[Damaged]) -> bool:
-        """Note a damaged step. Returns whether it is one.
+        """Note a damaged step. Return False if a live writer has deleted it meanwhile.
 
-        Otherwise a live writer has deleted it and written others: look again.
+        Then the writer may have written other steps, and the caller must list them again.
         """
         if self._store.is_same(entry):
             self._damaged.append((entry, problems))
             return True
-        self._looks -= 1
+        self._attempts_left -= 1
         return False
 
     def end(self) -> None:

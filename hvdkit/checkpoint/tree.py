@@ -32,7 +32,7 @@ _ALLOWED = (
     "None, bool, int, float, complex, str, bytes, lists, tuples, dicts, Counters, NumPy scalars "
     "and arrays"
 )
-_NUMPY_SCALAR = re.compile(r"[<|][biufc](?:1|2|4|8|16|32)")
+_NUMPY_DTYPE = re.compile(r"[<|][biufc](?:1|2|4|8|16|32)")
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 #: Integers with more bits are written in hexadecimal, because other JSON readers round them and
 #: Python limits the length of decimal numbers.
@@ -148,22 +148,21 @@ class _Encoder:
         return pairs
 
     def _numpy(self, value: np.generic, path: tuple[Any, ...]) -> Any:
-        dtype = value.dtype.newbyteorder("<")
-        if not _NUMPY_SCALAR.fullmatch(dtype.str):
-            raise UsageError(
-                f"{self._where(path)} is a NumPy scalar of dtype {value.dtype}; expected a bool, "
-                "integer, float or complex one."
-            )
+        dtype = self._little_endian(value.dtype, "scalar", path)
         content = np.asarray(value).astype(dtype).tobytes()
         return {"$numpy": [dtype.str, base64.b64encode(content).decode()]}
 
-    def _array(self, value: np.ndarray, path: tuple[Any, ...]) -> Any:
-        dtype = value.dtype.newbyteorder("<")
-        if not _NUMPY_SCALAR.fullmatch(dtype.str):
+    def _little_endian(self, dtype: np.dtype, kind: str, path: tuple[Any, ...]) -> np.dtype:
+        stored = dtype.newbyteorder("<")
+        if not _NUMPY_DTYPE.fullmatch(stored.str):
             raise UsageError(
-                f"{self._where(path)} is a NumPy array of dtype {value.dtype}; expected a bool, "
+                f"{self._where(path)} is a NumPy {kind} of dtype {dtype}; expected a bool, "
                 "integer, float or complex one."
             )
+        return stored
+
+    def _array(self, value: np.ndarray, path: tuple[Any, ...]) -> Any:
+        dtype = self._little_endian(value.dtype, "array", path)
         self._check_size("an array", value.nbytes, path)
         content = base64.b64encode(value.astype(dtype).tobytes()).decode()
         return {"$inline": [dtype.str, list(value.shape), content]}
@@ -267,7 +266,7 @@ def _complex(content: Any) -> complex:
 def _numpy_scalar(content: Any) -> np.generic:
     dtype, data = content
     # Refuse dtypes that NumPy reads as Python objects.
-    if not _NUMPY_SCALAR.fullmatch(dtype):
+    if not _NUMPY_DTYPE.fullmatch(dtype):
         raise ValueError(f"dtype {dtype!r}")
     (scalar,) = np.frombuffer(_bytes(data), dtype)
     return scalar
@@ -275,7 +274,7 @@ def _numpy_scalar(content: Any) -> np.generic:
 
 def _array(content: Any) -> np.ndarray:
     dtype, shape, data = content
-    if not _NUMPY_SCALAR.fullmatch(dtype):
+    if not _NUMPY_DTYPE.fullmatch(dtype):
         raise ValueError(f"dtype {dtype!r}")
     return np.frombuffer(bytearray(_bytes(data)), dtype).reshape(_shape(shape))
 

@@ -1,4 +1,8 @@
-"""Write a step: write its files as a draft, read them back, then make the step visible."""
+"""Write steps into a storage.
+
+`Writer.write` writes the files of a `Snapshot` as a draft, reads them back, and makes the step
+visible. Then it deletes the steps that retention does not keep.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from hvdkit.checkpoint import manifest, tensors
@@ -180,7 +183,7 @@ class Writer:
         if not found:
             # Its state is in memory, so the run can continue.
             _log.warning(
-                "step %d, which was restored, was deleted from %s; a new run begins there",
+                "step %d, which was restored, was deleted from %s; the next save begins a new run",
                 *(base.step, self._storage),
             )
             return
@@ -317,12 +320,7 @@ class Writer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 
@@ -351,6 +349,7 @@ def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Iterable[memoryview]]]:
 
 
 def _until_withdrawn(pieces: Iterable[memoryview], snapshot: Snapshot) -> Iterator[memoryview]:
+    """Yield the pieces; raise CheckpointError once the snapshot is withdrawn."""
     for piece in pieces:
         if snapshot.withdrawn.is_set():
             raise _interrupted(snapshot.step)

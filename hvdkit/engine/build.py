@@ -62,7 +62,7 @@ def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
     started = time.monotonic()
     install.check_pip()
     engine = describe.installed(options.target)
-    if options.use_cache and options.wheel_dir is None and engine and _is(engine, plan):
+    if options.use_cache and options.wheel_dir is None and engine and _matches(engine, plan):
         console.print(f"This engine, {engine.version}, is already installed.")
         return engine
     wheel = cache.lookup(plan.key) if options.use_cache else None
@@ -76,10 +76,11 @@ def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
         console.print(f"Wheel: {escape(str(kept))}")
     install.install_wheel(wheel, options.target)
     engine = describe.installed(options.target)
-    if engine is None or not _is(engine, plan):
+    if engine is None or not _matches(engine, plan):
+        found = f"Horovod {engine.version} in {engine.path}" if engine else "no Horovod"
         raise HvdkitError(
-            f"pip installed {wheel}, but Python finds {engine}. Remove the other Horovod from "
-            "sys.path."
+            f"pip installed {wheel}, but Python finds {found}. Expected the installed engine. "
+            "Remove the other Horovod from sys.path."
         )
     console.print(
         f"Installed Horovod {engine.version} for {', '.join(engine.frameworks)} over "
@@ -89,7 +90,8 @@ def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
     return engine
 
 
-def _is(engine: describe.Engine, plan: Plan) -> bool:
+def _matches(engine: describe.Engine, plan: Plan) -> bool:
+    """Return whether `engine` was built by `plan`."""
     return bool(engine.record.get("key") == plan.key)
 
 
@@ -171,7 +173,10 @@ def _running(
         deadline = time.monotonic() + _SECONDS
         for line in output:
             if time.monotonic() > deadline:
-                raise HvdkitError(f"the build did not end within {_SECONDS / 3600:g} hours")
+                raise HvdkitError(
+                    f"the build did not end within {_SECONDS / 3600:g} hours; nothing was changed. "
+                    "Build on a machine with more cores, and copy the wheel (--wheel-dir)."
+                )
             yield line
 
     try:

@@ -130,8 +130,8 @@ def _lookup(entry: Path) -> Path | None:
         for path in (entry / "entry.json", wheel):
             if reason := _untrusted(path):
                 log.warning(
-                    "the engine in %s is not used, because %s. Expected a file of root or of you "
-                    "that nobody else can write to. A new one is built.",
+                    "the engine in %s is not used, because %s. Expected files of root or of you "
+                    "that nobody else can write to. hvdkit builds a new engine.",
                     entry,
                     reason,
                 )

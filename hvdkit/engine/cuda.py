@@ -104,7 +104,8 @@ def _toolkit(frameworks: Sequence[Framework]) -> Toolkit:
         if framework.cuda.split(".")[0] != version.split(".")[0]:
             raise LookupError(
                 f"nvcc is CUDA {version}, {framework.name} {framework.version} is built for CUDA "
-                f"{framework.cuda}; the major versions must agree: set CUDA_HOME"
+                f"{framework.cuda}; the major versions must agree. Set CUDA_HOME to a toolkit of "
+                f"CUDA {framework.cuda.split('.')[0]}"
             )
     return Toolkit(_home(nvcc), version, _architectures(frameworks, nvcc))
 

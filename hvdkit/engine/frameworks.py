@@ -44,7 +44,7 @@ print(json.dumps({
 """,
 }
 
-_PROBE_SECONDS = 180  # The first import of TensorFlow from a network file system.
+_PROBE_SECONDS = 180  # Enough for the first import of TensorFlow from a network file system.
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _probe(name: str) -> Framework:
     if answer.returncode != 0:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
         raise HvdkitError(
-            f"{name} is installed, but importing it fails: {last}. Repair it, or omit it: "
+            f"{name} is installed, but importing it fails: {last}. Repair it, or omit it from "
             "--frameworks."
         )
     found = json.loads(answer.stdout.strip().splitlines()[-1])

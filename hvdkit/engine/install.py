@@ -78,7 +78,10 @@ def _pip(arguments: Sequence[str]) -> None:
             [*command, *arguments], capture_output=True, text=True, timeout=_SECONDS, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise HvdkitError(f"pip {arguments[0]} did not end within {_SECONDS} s") from error
+        raise HvdkitError(
+            f"`pip {' '.join(arguments)}` did not end within {_SECONDS} s. Check the network and "
+            "the file system, and try again."
+        ) from error
     if answer.returncode != 0:
         errors = [line for line in answer.stderr.splitlines() if line.startswith("ERROR:")]
         reason = " ".join(errors) or answer.stderr.strip() or answer.stdout.strip()

@@ -16,6 +16,8 @@ from hvdkit.errors import HvdkitError
 
 _SECONDS = 60
 
+_REPAIR = "Repair this MPI, put another one first on PATH, or build with --controllers gloo."
+
 _MPI4PY = """
 import json
 from mpi4py import MPI
@@ -52,6 +54,9 @@ class Mpi:
 def find() -> Mpi | None:
     """Return the MPI whose `mpicxx` is in this Python's environment, or else first on PATH.
 
+    Returns:
+        The MPI; None without `mpicxx`.
+
     Raises:
         HvdkitError: the launcher or the library of this `mpicxx` is missing.
     """
@@ -73,8 +78,8 @@ def find() -> Mpi | None:
     )
     if library is None:
         raise HvdkitError(
-            f"{mpicxx} exists, but there is no libmpi.so in {', '.join(folders)}. Install MPI's "
-            "development files, or build with --controllers gloo."
+            f"{mpicxx} exists, but there is no libmpi.so or libmpich.so in {', '.join(folders)}. "
+            "Install MPI's development files, or build with --controllers gloo."
         )
     # Take the launcher of the same MPI, from the folder of the compiler wrapper.
     mpirun = Path(mpicxx).with_name("mpirun")
@@ -124,8 +129,8 @@ def _output(command: list[str]) -> str:
             command, capture_output=True, text=True, timeout=_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise HvdkitError(f"`{shlex.join(command)}` does not run: {error}") from error
+        raise HvdkitError(f"`{shlex.join(command)}` does not run: {error}. {_REPAIR}") from error
     text = answer.stdout.strip() or answer.stderr.strip()
     if answer.returncode != 0 or not re.search(r"\S", text):
-        raise HvdkitError(f"`{shlex.join(command)}` fails: {text or 'no output'}")
+        raise HvdkitError(f"`{shlex.join(command)}` fails: {text or 'no output'}. {_REPAIR}")
     return text

@@ -1,7 +1,7 @@
 """Plan a build from the user's request and the software of this machine.
 
-A plan has all decisions before anything is changed: patches, environment, command, and the key of
-the wheel in the cache.
+A plan holds all decisions of a build: patches, environment, command, and the key of the wheel in
+the cache. `make_plan` changes nothing on this machine; `build` carries the plan out.
 """
 
 from __future__ import annotations
@@ -35,13 +35,18 @@ _PASSED_ON = (
     "HOROVOD_BUILD_ARCH_FLAGS",
 )
 
-#: From horovod/torch/ inside site-packages up to the environment's lib folder.
+#: The environment's lib folder, as the dynamic linker finds it from `site-packages/horovod/torch`.
 _ENVIRONMENT_LIB = "$ORIGIN/../../../.."
 
 
 @dataclass(frozen=True)
 class Request:
-    """The request of a user. None: what this machine has.
+    """A user's request for a build. None means all that this machine supports.
+
+    Attributes:
+        gpu: as the argument of `cuda.find`.
+        patches: `all`, or `minimal` for those without which nothing builds.
+        jobs: the number of compilers to run at once.
 
     Raises:
         UsageError: the constructor got an unknown name or an invalid number.
@@ -133,6 +138,7 @@ class Plan:
 
     @property
     def key(self) -> str:
+        """The name of the wheel's entry in the cache: a hash of `ingredients`."""
         return _digest(self.ingredients)[:32]
 
     def settings(self) -> dict[str, str]:
@@ -284,6 +290,7 @@ def _mpi(request: Request, warnings: list[str]) -> mpi.Mpi | None:
 
 
 def _cpu_flags() -> list[str]:
+    """Return those of this CPU's instruction sets that stock Horovod is compiled for."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith(("flags", "Features")):
             return sorted({"avx", "f16c", "fma"} & set(line.split(":", 1)[1].split()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -27,7 +26,7 @@ def percent(line: str) -> int | None:
 
 
 class BuildProgress:
-    """Show percent and elapsed time of one build. A context manager."""
+    """Show how much of a build is done (percent) and its elapsed time. Use it in a `with` block."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._console = console
@@ -67,11 +66,6 @@ class BuildProgress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._bar is not None:
             self._bar.stop()

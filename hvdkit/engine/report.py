@@ -1,4 +1,4 @@
-"""The output of `hvdkit build`: a plan, and the list of patches."""
+"""Print a plan for `hvdkit build`, and the patches for `hvdkit build --list-patches`."""
 
 from __future__ import annotations
 

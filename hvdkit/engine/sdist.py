@@ -1,4 +1,4 @@
-"""Horovod's source distribution: from the package index, the cache, or a file."""
+"""Get Horovod's source distribution from the package index, the cache or a file; unpack it."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def obtain(given: Path | None, tools: Path) -> Path:
 def unpack(sdist: Path, into: Path) -> Path:
     """Unpack `sdist` and return the folder of the source tree."""
     with tarfile.open(sdist) as archive:
-        # As an attribute, because Python before 3.11.4 has no such argument. There the archive is
-        # extracted without a filter; its hash was checked.
+        # Set the filter as an attribute: before Python 3.11.4, extractall() has no argument for
+        # it and does not filter. That is safe, because the hash of the archive was checked.
         archive.extraction_filter = getattr(tarfile, "data_filter", None)
         archive.extractall(into)
     return into / NAME.removesuffix(".tar.gz")

@@ -21,7 +21,7 @@ SIZE = 2
 #: The beginning of the last line of a rank.
 _RESULT = "hvdkit smoke test:"
 
-_SECONDS = 300  # Two cold imports of TensorFlow on a slow file system.
+_SECONDS = 300  # Enough for two first imports of TensorFlow from a slow file system.
 
 
 def run(
@@ -57,7 +57,8 @@ def run(
             except ranks.RanksFailed as error:
                 raise HvdkitError(
                     f"the engine was built, but does not work with {framework} over {controller}; "
-                    f"nothing was installed.\n{error}"
+                    f"nothing was installed. Remove the cause below, or build without {framework} "
+                    f"(--frameworks) or {controller} (--controllers).\n{error}"
                 ) from error
             report(f"{framework} over {controller}: {_result(results[0].output)}")
 
@@ -122,6 +123,7 @@ def _operations() -> str:
 
 
 def _torch() -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any], str]:
+    """Return Horovod, functions from and to NumPy arrays, and a description of the device."""
     import horovod.torch as hvd
     import torch
 
@@ -139,6 +141,7 @@ def _torch() -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any], str]:
 
 
 def _tensorflow() -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any], str]:
+    """Return the same as `_torch`."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -169,7 +172,7 @@ def _rank(framework: str) -> None:
     rank, size = hvd.rank(), hvd.size()
     if size != SIZE:
         raise SystemExit(
-            f"this job has {size} ranks; expected {SIZE}. They did not find each other."
+            f"this job has {size} ranks; expected {SIZE}. The ranks did not find each other."
         )
 
     def check(what: str, result: Any, expected: Any) -> None:

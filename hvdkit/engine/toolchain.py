@@ -23,9 +23,10 @@ SUPPORTED_PYTHON = ((3, 11), (3, 13))
 #: The oldest CMake with all policies that Horovod's files set; CUDA 13 needs 3.18.
 OLDEST_CMAKE = "3.18"
 
-#: C++17 in the frameworks' headers.
+#: The oldest gcc that compiles the C++17 in the frameworks' headers.
 OLDEST_GCC = "9"
 
+#: The memory of one compiler, and the disk space of a build.
 BYTES_PER_JOB = 2 * 10**9
 DISK_BYTES = 2 * 10**9
 
@@ -40,7 +41,12 @@ class Compiler:
 
 @dataclass(frozen=True)
 class BuildTool:
-    """CMake or a make program. `path` is None if it must be installed for the build."""
+    """CMake or a make program.
+
+    Attributes:
+        path: None if the tool must be installed for the build.
+        version: for people; with `path` None, where the tool is installed from.
+    """
 
     path: str | None
     version: str

@@ -142,10 +142,14 @@ def _failure(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise HvdkitError(f"cannot read {path}: {error}") from error
+        raise HvdkitError(
+            f"cannot read {path}: {error!r}. Expected the file that `hvdkit run --output-dir` "
+            "writes. Delete it to read the records alone"
+        ) from error
 
 
 def _states(path: Path) -> dict[int, str]:
+    """Return rank -> the state of its process; empty without a readable file."""
     try:
         return {int(rank): str(state) for rank, state in json.loads(path.read_text()).items()}
     except (OSError, ValueError, AttributeError):

@@ -17,27 +17,12 @@ VERSION = 1
 _FILE = re.compile(r"rank-(\d+)\.json")
 # Horovod's numbers of requests and data types (`common/message.h`).
 _OPERATIONS = (
-    "allreduce",
-    "allgather",
-    "broadcast",
-    "join",
-    "adasum",
-    "alltoall",
-    "barrier",
+    *("allreduce", "allgather", "broadcast", "join", "adasum", "alltoall", "barrier"),
     "reducescatter",
 )
 _DTYPES = (
-    "uint8",
-    "int8",
-    "uint16",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "float32",
-    "float64",
-    "bool",
-    "bfloat16",
+    *("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64"),
+    *("bool", "bfloat16"),
 )
 
 
@@ -125,8 +110,8 @@ def parse(text: str) -> Record:
         content: dict[str, Any] = json.loads(text)
         if content["version"] != VERSION:
             raise HvdkitError(
-                f"the record has version {content['version']}: expected {VERSION}. Read it with "
-                f"the hvdkit that wrote it"
+                f"the record has version {content['version']}; expected {VERSION}. Read it with "
+                f"the version of hvdkit that wrote it"
             )
         return Record(
             rank=int(content["rank"]),
@@ -146,7 +131,10 @@ def parse(text: str) -> Record:
             stacks=str(content["stacks"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise HvdkitError(f"not a record of a rank: {error!r}") from error
+        raise HvdkitError(
+            f"not a record of a rank ({error!r}); expected a file that the engine's flight "
+            "recorder wrote. Delete the file to read the others"
+        ) from error
 
 
 def _call(content: Mapping[str, Any]) -> Call:
@@ -164,6 +152,7 @@ def _call(content: Mapping[str, Any]) -> Call:
 
 
 def _named(names: Sequence[str], number: int) -> str:
+    """Return the name with this number; the number itself if this version does not know it."""
     return names[number] if 0 <= number < len(names) else str(number)
 
 

@@ -18,7 +18,7 @@ _DEADLOCK = "Every rank waits in a collective that another rank has not called: 
 _LIMIT = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 #: The most ranks that are described one by one.
 _SHOWN = 4
-#: A process state as /proc names it -> a text.
+#: The states of a rank's process, as texts for the user.
 STOPPED = "stopped"
 ENDED = "ended"
 
@@ -85,7 +85,7 @@ class Verdict:
 
     @property
     def outlook(self) -> str:
-        """What happens to a job that need not end yet."""
+        """The next state of a job that need not end now, as a sentence."""
         if self.limit:
             return f"The job waits. It ends after {self.limit:,.0f} s ({_LIMIT})."
         return "The job waits." if self.waiting else "The job continues."

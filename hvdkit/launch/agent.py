@@ -49,9 +49,9 @@ _ENDING_POLL_SECONDS = 0.05
 #: Seconds between two looks for new records of the ranks.
 _RECORDS_SECONDS = 1.0
 _STREAMS = ("stdout", "stderr")
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 #: The variables in which Open MPI, Hydra and Slurm store the rank. Slurm is last, because srun may
 #: have started mpirun.
-_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 

@@ -29,6 +29,7 @@ from hvdkit.launch.ssh import Ssh
 _QUEUED = 1000
 #: A disconnected agent gives its ranks ten seconds between SIGTERM and SIGKILL.
 _CLOSE_SECONDS = 15.0
+#: The most agents without an answer whose reasons are looked up at the same time.
 _EXPLAINING = 64
 #: The most ssh processes that may connect at the same time. Each counts for the given seconds.
 _CONNECTING = 64
@@ -180,7 +181,10 @@ class AgentPool:
             if event.message["kind"] in ("lost", "failed"):
                 why = event.message.get("reason") or event.connection.explain()
                 raise HvdkitError(f"{event.connection.host.name}: {why}")
-        raise HvdkitError(f"{connection.host.name} did not answer within {timeout:g} s")
+        raise HvdkitError(
+            f"{connection.host.name} did not answer the question `{question}` within {timeout:g} s "
+            "(--start-timeout)"
+        )
 
     def _send_heartbeats(self) -> None:
         while not self._stop.wait(messages.HEARTBEAT_SECONDS):
@@ -196,7 +200,7 @@ class _Retries:
         self._waiting: list[tuple[float, Connection]] = []
 
     def add(self, connection: Connection) -> bool:
-        """Schedule the restart of an agent that failed; return False if there is none."""
+        """Schedule the restart of an agent that failed; return False if it must not restart."""
         attempts = self._attempts[connection.host]
         if attempts == len(_RETRY_SECONDS) or not connection.failed_transiently():
             return False

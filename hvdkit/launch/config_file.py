@@ -126,9 +126,8 @@ def _keys(strings: Sequence[str]) -> Iterator[str]:
 
 
 def _expected(action: argparse.Action | None) -> str:
-    if action is None:
-        return "a list of strings"
-    if isinstance(action, argparse._AppendAction):
+    """Return the type of an option's value as a text; None is the command."""
+    if action is None or isinstance(action, argparse._AppendAction):
         return "a list of strings"
     return "true or false" if action.nargs == 0 else "a string or a number"
 
@@ -142,14 +141,13 @@ def _fits(value: Any, expected: str) -> bool:
 
 
 def _words(action: argparse.Action, value: Any) -> list[str]:
+    """Return an option and its value as words of a command line."""
     name = max(action.option_strings, key=len)
     if isinstance(value, bool):
         return [name] if value else []
     values = value if isinstance(value, list) else [value]
     # With =, because a value may begin with a dash.
-    if name.startswith("--"):
-        return [f"{name}={each}" for each in values]
-    return [word for each in values for word in (name, str(each))]
+    return [f"{name}={each}" for each in values]
 
 
 def _toml(value: Any) -> str:

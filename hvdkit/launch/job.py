@@ -50,7 +50,7 @@ class Outcome:
             signal n 128 + n.
         report: the message for the user; empty after a success.
         failure: the failure that ended the job; None if there is none.
-        restartable: whether the job failed by itself. A stop on request is none.
+        restartable: whether the job failed by itself; False after a stop on request.
         saved: whether a checkpoint was saved.
     """
 

@@ -120,7 +120,7 @@ class AgentListener(Listener[int]):
         self._size = size
         server = socket.create_server((address, 0), backlog=size)
         self.address: tuple[str, int] = (address, server.getsockname()[1])
-        super().__init__(server, size, self._rank)
+        super().__init__(server, size, self._read_rank)
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that an agent needs to connect."""
@@ -129,7 +129,7 @@ class AgentListener(Listener[int]):
             messages.TOKEN_VARIABLE: self._token,
         }
 
-    def _rank(self, connection: socket.socket) -> int | None:
+    def _read_rank(self, connection: socket.socket) -> int | None:
         token, _, rank = read_line(connection, _TOKEN_BYTES).partition(" ")
         known = hmac.compare_digest(token.encode(), self._token.encode())
         fits = rank.isascii() and rank.isdigit() and int(rank) < self._size

@@ -68,6 +68,7 @@ def decode(line: bytes) -> Message:
 
 
 def as_text(data: bytes) -> str:
+    """Return bytes as the text of a message. `as_bytes` returns the same bytes again."""
     return data.decode(errors="surrogateescape")
 
 

@@ -23,6 +23,7 @@ SHOWN_RANKS = 16
 #: Bytes. A longer line is shown as several lines.
 LONGEST_LINE = 1 << 20
 
+# Bytes: of a progress bar before it is shortened, and of a line in the report of a failure.
 _LONGEST_BAR = 65536
 _LONGEST_TAIL_LINE = 4096
 _CLEAR = b"\r\x1b[2K"
@@ -144,7 +145,7 @@ class Output:
                 out.write(b"".join(prefix + line + b"\n" for line in visible))
                 out.flush()
             except OSError as error:
-                self._give_up(stream, error)
+                self._drop(stream, error)
 
     def _keep(self, rank: int, data: bytes) -> None:
         """Write output of `rank` to its file."""
@@ -166,8 +167,8 @@ class Output:
                     f"of rank {rank}, and of other ranks whose files fail, is not kept"
                 )
 
-    def _give_up(self, stream: str, error: OSError) -> None:
-        """Drop further output to a stream."""
+    def _drop(self, stream: str, error: OSError) -> None:
+        """Drop further output to a stream that cannot be written to. Warn of it."""
         out = self._streams[stream]
         self._streams[stream] = _NullStream()
         with contextlib.suppress(OSError, ValueError):

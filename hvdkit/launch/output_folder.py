@@ -46,9 +46,9 @@ def make(directory: Path) -> Path:
 def write_error(folder: Path, failure: Failure, plan: Plan, say: Callable[[str], None]) -> None:
     """Write the failure that ended a job to `error.json`.
 
-    The keys are `rank`, `host`, `status` (the exit status; null after a signal), `signal` (the name
-    of the signal; null without one), `exception` (null without one), `traceback` (empty without an
-    exception) and `last_lines`.
+    The keys are `rank`, `host`, `status`, `signal`, `exception`, `traceback` and `last_lines`.
+    `status` is null after a signal, and `signal` (its name) is null without one. Without a Python
+    exception, `exception` is null and `traceback` is empty.
     """
     by_signal = failure.status < 0
     content = {
@@ -63,4 +63,4 @@ def write_error(folder: Path, failure: Failure, plan: Plan, say: Callable[[str],
     try:
         (folder / ERROR).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        say(f"{folder / ERROR}: {error.strerror}")
+        say(f"cannot write {folder / ERROR}: {error.strerror}")

@@ -20,7 +20,7 @@ from hvdkit.launch.plan import Plan
 from hvdkit.launch.prepare import Settings
 from hvdkit.rendezvous import RendezvousServer
 
-#: The least bytes that a rank needs. NCCL and MPI have shared buffers in /dev/shm.
+#: The free bytes that a host should have. NCCL and MPI keep shared buffers in /dev/shm.
 _SHM_BYTES = 1_000_000_000
 _MEMORY_BYTES = 2_000_000_000
 _DISK_BYTES = 1_000_000_000
@@ -28,7 +28,7 @@ _DISK_BYTES = 1_000_000_000
 _SKEW_SECONDS = 2.0
 
 _BANDWIDTH_SECONDS = 2.0
-#: Bytes per second. Below, int8 saves more time on the network than it costs on the CPU
+#: In bytes per second. On a slower network, int8 saves more time than it costs on the CPU
 #: (docs/synchronizer.md).
 _INT8_BELOW = 5e9 / 8
 _NAMED_HOSTS = 4

@@ -1,7 +1,7 @@
-"""The parts of `scripts/check_gpu`: one module each, which writes a report as it goes.
+"""The parts of `scripts/check_gpu`: one module each, which writes each result to a report at once.
 
-`command` reads the arguments and starts the parts. `pack` gathers what a machine without a network
-lacks; `build` makes an environment and an engine from it. Those two and `command` use the standard
-library only, because nothing else is installed yet. Every other part runs inside an environment
-that `build` has made (in a dry run: inside the interpreter that runs the script).
+`command` reads the arguments and starts the parts. `pack` downloads packages for a machine without
+a network; `build` makes an environment and an engine from them. These modules use the standard
+library only, because nothing else is installed yet. Every other part runs in an environment of
+`build`, or in a dry run with the interpreter that runs the script.
 """

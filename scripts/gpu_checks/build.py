@@ -79,13 +79,13 @@ def ready(folder: Path) -> bool:
 
 
 def run(folder: Path, report: Report, seconds: float) -> int:
-    """Make the environments and engines; return 0 where both are ready, else 1.
+    """Make the environments and engines. Return 0 if both are ready, else 1.
 
-    Both engines get the same share of the time, and one is tried where the other fails.
+    Both engines get the same share of the time. If one fails, the other is still built.
 
     Args:
         folder: where `pack` is, and `work` will be.
-        report: what is done and found.
+        report: gets the results.
         seconds: how long everything may take together.
 
     Raises:
@@ -138,7 +138,7 @@ class _Environment:
         return (self.path / _READY).is_file() and os.access(self.python, os.X_OK)
 
     def variables(self) -> dict[str, str]:
-        """Return the variables of all that runs in it: pip is offline, the cache is the pack's."""
+        """Return the variables for commands in it: pip is offline, and uses the pack's cache."""
         left_out = ("PIP_", "PYTHON", "VIRTUAL_ENV")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
         folders = [self.path / "bin", Path(sys.executable).parent, kept.get("PATH", os.defpath)]
@@ -175,7 +175,7 @@ class _Runner:
             process = subprocess.Popen(
                 list(map(str, command)),
                 env=self.environment.variables(),
-                # Not the checkout: what it imports is what the environment says.
+                # Outside the checkout, so that only the environment determines imports.
                 cwd=self.environment.path.parent,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
@@ -198,7 +198,7 @@ class _Runner:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that runs still, and its process group."""
+    """End a process that still runs, and its process group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return
@@ -270,7 +270,7 @@ def _parent_path() -> list[str]:
 
 
 def _install(environment: _Environment, requirements: Sequence[str], run: _Runner) -> None:
-    """Install from the pack what the parent does not satisfy, and the environment's own packages.
+    """Install the packages that the parent lacks, and those that each environment needs itself.
 
     pip leaves packages outside the environment alone.
     """
@@ -284,7 +284,7 @@ def _install(environment: _Environment, requirements: Sequence[str], run: _Runne
 
 
 def built(output: str) -> dict[str, Any]:
-    """Return figures of a build from what `hvdkit build` has printed."""
+    """Return the figures in the output of `hvdkit build`."""
     smoke_tests = re.findall(r"^  (torch over .*)$", output, re.MULTILINE)
     cached = "is in the cache" in output
     said = "taken from the cache" if cached else "compiled; " + "; ".join(smoke_tests)
@@ -299,7 +299,7 @@ def _checked(environment: _Environment, found: Mapping[str, Any]) -> dict[str, A
             f"Check that nvcc is found and fits PyTorch {found['torch']}."
         )
     if not Path(found["path"]).is_relative_to(environment.path):
-        raise RuntimeError(f"Horovod is loaded from {found['path']}, not {environment.path}")
+        raise RuntimeError(f"Horovod is loaded from {found['path']}; expected {environment.path}")
     return {
         "detail": f"Horovod {found['version']}, operations: {' '.join(found['operations'])}",
         "wheel_bytes": found["wheel_bytes"],
@@ -307,7 +307,7 @@ def _checked(environment: _Environment, found: Mapping[str, Any]) -> dict[str, A
 
 
 def _record_tools(report: Report) -> None:
-    """Record what a build uses of this machine. A missing tool does not stop the builds."""
+    """Record the build tools of this machine. A missing tool does not stop the builds."""
     homes = [os.environ.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
     folders = [f"{home}/bin" for home in homes if home] + [os.environ.get("PATH", "")]
     nvcc = shutil.which("nvcc", path=os.pathsep.join([*folders, "/usr/local/cuda/bin"]))
@@ -330,8 +330,8 @@ def _record_tools(report: Report) -> None:
 
 
 _MISSING = {
-    "nvcc": "not found in $CUDA_HOME, PATH or /usr/local/cuda; without it no engine takes tensors "
-    "on a GPU",
+    "nvcc": "not found in $CUDA_HOME, PATH or /usr/local/cuda; no engine supports tensors on a GPU "
+    "without it",
     "CMake": "not found on PATH; without it no engine builds",
     "C++ compiler": "no c++, g++ or clang++ on PATH; without one no engine builds",
     "Python headers": "Python.h is missing; without it no engine builds. Install python3-dev",
@@ -350,7 +350,7 @@ def _compiler() -> str | None:
 
 
 def _version(program: str | None, option: str, pattern: str) -> str | None:
-    """Return what `program` says of its version, and its path; None where it does not run."""
+    """Return the version that `program` prints, and its path; None if it does not run."""
     if program is None:
         return None
     try:
@@ -364,7 +364,7 @@ def _version(program: str | None, option: str, pattern: str) -> str | None:
 
 
 def _nccl() -> str | None:
-    """Return the version and folder of the NCCL that PyTorch's packages bring."""
+    """Return the version and folder of the NCCL beside PyTorch; None without it."""
     specification = importlib.util.find_spec("nvidia")
     for folder in (specification and specification.submodule_search_locations) or ():
         header = Path(folder) / "nccl" / "include" / "nccl.h"

@@ -117,7 +117,7 @@ def _train(
 
 @contextmanager
 def _recorded(report: Report, case: Case, runs: Sequence[str]) -> Iterator[None]:
-    """Record the exception of the block, where it has one, as a failed check."""
+    """Record an exception of the block as a failed check."""
     try:
         yield
     except Exception as error:
@@ -131,7 +131,8 @@ def _check(report: Report, case: Case, found: Answers) -> None:
         if missing := [name for name in RUNS if name not in found]:
             raise Skip(f"there is no result of the run {missing[0]!r}")
         lines = errors(found["resumed"])
-        # What is saved is what is restored, wherever. Only one device computes the same bytes.
+        # The restored bytes must be the saved ones on any device. Later steps give the same bytes
+        # only on the same device.
         lines += differences(found["first"], "saved", found["resumed"], "restored", moves)
         values |= {f"device of {k}": v for k, v in found["resumed"][0]["devices"].items()}
         if not moves:

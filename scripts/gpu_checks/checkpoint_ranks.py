@@ -2,7 +2,7 @@
 
 import os
 
-# Before CUDA is initialised: cuBLAS computes the same sums in every process only then.
+# Set before CUDA is initialised, so that cuBLAS computes the same sums in every process.
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
 import hashlib
@@ -34,7 +34,7 @@ def trainings(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def train(told: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """Train a model with dropout, maybe from a checkpoint, maybe saving one.
+    """Train a model with dropout. Restore or save a checkpoint if `run` asks for it.
 
     Args:
         told: `folder` of the checkpoints, `device` and `compression`.
@@ -90,7 +90,7 @@ def train(told: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: str) -> None:
-    """Train one step on data that every generator of random numbers has a part in."""
+    """Train one step on data from all generators of random numbers."""
     inputs = torch.randn(16, FEATURES, device=device)
     inputs += torch.randn(16, FEATURES).to(device)
     inputs *= random.random() + float(np.random.rand())

@@ -15,7 +15,7 @@ from hvdkit.ranks import RankResult, RanksFailed, start_gloo, start_mpi
 
 _RANK_SECONDS = 60
 _FULL_PATH = {"HVDKIT_SINGLE_RANK_COLLECTIVES": "1"}
-#: Words of our own message in place of NCCL's `invalid usage`.
+#: A part of hvdkit's message in place of NCCL's `invalid usage`.
 _REFUSAL = "NCCL refuses two ranks on one GPU"
 
 
@@ -47,7 +47,7 @@ def run(setting: Setting, report: Report) -> None:
             message = _answer(result)["allreduce"] or "no error"
             values[f"rank {rank}"] = message
             if _REFUSAL not in message:
-                raise AssertionError(f"rank {rank} was told: {message}")
+                raise AssertionError(f"rank {rank} got {message!r}; expected {_REFUSAL!r}")
 
 
 def _start(

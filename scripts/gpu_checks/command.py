@@ -16,7 +16,7 @@ from gpu_checks import build, pack
 from gpu_checks.part import REPOSITORY, Setting
 from gpu_checks.report import Report, read, write_summary
 
-#: StatefulItem -> the seconds that it may take. Together less than 20 minutes.
+#: Part -> the seconds that it may take. Together less than 20 minutes.
 PARTS = {
     "build": 480,
     "doctor": 60,
@@ -38,15 +38,15 @@ _EPILOG = """examples:
   scripts/check_gpu speed                 one part, again
   scripts/check_gpu all --dry-run         without a GPU: the same code on the CPU, small sizes
 
-.check_gpu/pack is what to carry to a machine without a network, and holds the engines once they are
-built, so carry it back as well. .check_gpu/results has a JSON file per part, and gpu.md."""
+Copy .check_gpu/pack to a machine without a network. It holds the engines once they are built, so
+copy it back as well. .check_gpu/results has a JSON file per part, and the summary gpu.md."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit status: 0, 1 (a check failed) or 2 (wrong arguments, nothing to run on)."""
     parser = argparse.ArgumentParser(
         prog="check_gpu",
-        description="Learn what one NVIDIA GPU can teach about hvdkit: 20 minutes, no network.",
+        description="Check and measure hvdkit on one NVIDIA GPU: 20 minutes, no network.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -122,7 +122,7 @@ def _has_failed(path: Path) -> bool:
 
 def _done(part: str, folder: Path, facts: Mapping[str, Any]) -> bool:
     if part == "build" and not build.ready(folder):
-        # The results came from a machine whose environments did not come along.
+        # The results were copied from another machine, without its environments.
         return False
     content = read(folder / "results" / f"{part}.json")
     return bool(content and content["finished"] and content["machine"] == facts)
@@ -140,9 +140,9 @@ def _run(part: str, options: argparse.Namespace, facts: Mapping[str, Any]) -> in
     setting = Setting(
         "cpu" if options.dry_run else "cuda", str(options.folder), seconds, pythons, facts
     )
-    # The part opens the report again. This one remains where the part does not even start.
+    # The part opens the report again. This report stays if the part cannot start.
     report = Report(results, part, facts)
-    # Any engine runs a part; its checks of an engine that is missing fail.
+    # A part can run with either engine. Its checks of a missing engine fail.
     python = pythons.get("staged") or next(iter(pythons.values()))
     process = subprocess.Popen(
         [python, "-m", f"gpu_checks.{part}", setting.to_json()],
@@ -190,7 +190,7 @@ def _say_unfinished(path: Path, ending: str) -> None:
 
 
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of parts and ranks: they import hvdkit, tests and gpu_checks from here."""
+    """Return the environment of parts and ranks, which import modules from this checkout."""
     path = [
         str(REPOSITORY),
         str(REPOSITORY / "scripts"),
@@ -200,7 +200,7 @@ def environment(inherited: Mapping[str, str]) -> dict[str, str]:
         **{k: v for k, v in inherited.items() if not k.startswith("HOROVOD_")},
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONUNBUFFERED": "1",
-        # Results go back by hand; bytecode is not worth carrying.
+        # The user copies the folder between machines. Bytecode would only enlarge it.
         "PYTHONDONTWRITEBYTECODE": "1",
     }
 
@@ -220,7 +220,7 @@ print(json.dumps({
 
 
 def machine(dry_run: bool) -> dict[str, Any]:
-    """Facts about this machine: the software, and the GPU unless this is a dry run.
+    """Return facts about this machine: the software, and the GPU unless this is a dry run.
 
     Raises:
         Problem: this Python has no PyTorch, or PyTorch sees no GPU.

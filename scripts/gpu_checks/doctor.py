@@ -1,4 +1,4 @@
-"""The part `doctor`: what `python -m hvdkit doctor` says in both environments."""
+"""The part `doctor`: the output of `hvdkit doctor` in both environments."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from gpu_checks.report import Report
 
 
 def run(setting: Setting, report: Report) -> None:
-    """Run doctor as JSON and as text, keep what it says, and check what it says about the GPU."""
+    """Run doctor with and without --json, keep its output, and check that it names the GPU."""
     clock = Clock(setting.seconds, spare=3)
     needed = 0.0
     # One form after the other, because each doctor loads the frameworks several times.

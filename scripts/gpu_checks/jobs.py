@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 
 from gpu_checks.part import REPOSITORY, Setting
@@ -44,7 +43,7 @@ class Job:
         setting: of the part.
         engine: `nccl` or `staged`: the environment of the ranks.
         module: the rank's program, `gpu_checks.MODULE`.
-        spec: what the program gets, plain values.
+        spec: the program's input, plain values.
         size: number of ranks.
         env: environment variables beside this process's.
 
@@ -97,12 +96,7 @@ class Job:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop()
 
 

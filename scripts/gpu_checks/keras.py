@@ -12,7 +12,8 @@ from gpu_checks.report import Report, Skip
 
 STEPS = 20
 
-#: Of the weights' norm: how far `STEPS` steps may take several ranks from one process.
+#: The largest distance of the weights from those of one process after `STEPS` steps, relative to
+#: their norm.
 BOUND = 1e-5
 
 #: Batches of the mixed_float16 training, and how many of them overflow: see keras_ranks.
@@ -21,7 +22,7 @@ BATCHES, OVERFLOWS = 10, 2
 #: Name -> engine and number of ranks.
 JOBS = {"two ranks, staged": ("staged", 2), "one rank, full path": ("nccl", 1)}
 
-#: Does not load TensorFlow where nobody asks for its GPUs: that takes seconds.
+#: Loads TensorFlow, which takes seconds, only to find its GPUs.
 _PROBE = """
 import importlib.util, json, sys
 from hvdkit.engine import describe
@@ -39,7 +40,7 @@ _TENSORFLOW_SECONDS = 30
 
 
 def run(setting: Setting, report: Report) -> None:
-    """Train on two ranks and on one, with PyTorch, then with TensorFlow where it is there."""
+    """Train on two ranks and on one, with PyTorch, then with TensorFlow if it is installed."""
     clock = Clock(setting.seconds)
     _backend(setting, report, clock, "torch", {"KERAS_TORCH_DEVICE": setting.device}, JOBS)
     # Without CUDA's devices a dry run is the same on every machine.
@@ -52,7 +53,7 @@ def run(setting: Setting, report: Report) -> None:
 
 
 def _tensorflow_missing(setting: Setting, clock: Clock) -> str | None:
-    """Return why Keras on TensorFlow cannot be checked; None where it can."""
+    """Return why Keras on TensorFlow cannot be checked; None if it can."""
     if clock.left() < _TENSORFLOW_SECONDS:
         return f"no time left: {clock.left():.0f} s of the {_TENSORFLOW_SECONDS} s needed"
     if "staged" not in setting.pythons:

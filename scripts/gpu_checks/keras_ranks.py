@@ -11,7 +11,7 @@ import hvdkit.keras as hvd
 from gpu_checks.jobs import answer, spec
 from tests.parallel.keras import oracle
 
-#: Of the mixed_float16 training: batches, and those in which the last rank's data are infinite.
+#: The batches of the mixed_float16 training, and those in which the last rank's data are infinite.
 BATCHES, POISONED = 10, (3, 6)
 ROWS = 2
 

@@ -1,9 +1,9 @@
-"""Gather the packages that a GPU machine without a network lacks: `check_gpu pack`.
+"""Download the packages that a GPU machine without a network lacks: `check_gpu pack`.
 
 The folder afterwards:
 
-    wheels/                 needs of hvdkit, its tests and its build, except PyTorch and CUDA
-    horovod-0.28.1.tar.gz   the sdist that `hvdkit build --sdist` takes
+    wheels/                 requirements of hvdkit, its tests and its build (no PyTorch, no CUDA)
+    horovod-0.28.1.tar.gz   the sdist for `hvdkit build --sdist`
     manifest.json           Python version, requirements; names, sizes and SHA-256 of these files
     cache/                  engines that a GPU machine has built; kept as it is
 
@@ -69,13 +69,13 @@ _PIP_SECONDS = 900
 
 
 class Problem(Exception):
-    """Something that the user can put right, in one or two sentences."""
+    """A problem that the user can solve. The message has one or two sentences."""
 
 
 def run(folder: Path, python_version: str) -> int:
-    """Fill `folder` for a Linux x86-64 machine with Python `python_version`, and print what it has.
+    """Fill `folder` for a Linux x86-64 machine with Python `python_version`, and list its files.
 
-    Run it again to bring the folder up to date. Files that still fit stay as they are.
+    A second run updates the folder, and does not touch files that still fit.
 
     Raises:
         Problem: an unsupported Python version, a package that cannot be downloaded, or a folder of
@@ -133,7 +133,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if damaged:
         raise Problem(
             f"the pack in {folder} lacks these files, or they are damaged: {', '.join(damaged)}. "
-            f"Bring the folder here again."
+            f"Copy the folder here again."
         )
     return manifest
 
@@ -145,7 +145,7 @@ def sha256(path: Path) -> str:
 
 
 def refuse(names: Iterable[str]) -> None:
-    """Raise Problem where `names` has a wheel of PyTorch or CUDA, or two wheels of a package."""
+    """Raise Problem if `names` has a wheel of PyTorch or CUDA, or two wheels of a package."""
     seen: dict[str, str] = {}
     for name in sorted(names):
         if _REFUSED.match(name):
@@ -158,7 +158,7 @@ def refuse(names: Iterable[str]) -> None:
 
 
 def check_size(sizes: dict[str, int]) -> None:
-    """Raise Problem where the files (name -> bytes) take more than 60 MB."""
+    """Raise Problem if the files (name -> bytes) take more than 60 MB."""
     total = sum(sizes.values())
     if total <= MOST_BYTES:
         return
@@ -183,12 +183,12 @@ def replace(wheels: Path, new: Path) -> None:
 
 
 def missing_requirements(wheels: Path, python_version: str) -> list[str]:
-    """Return the needs of the wheels in `wheels`, on Python `python_version`, that none satisfies.
+    """Return the requirements of the wheels on Python `python_version` that no wheel satisfies.
 
     `pip download --python-version` evaluates environment markers for the Python that runs pip, so
-    a need of another Python version can be absent.
+    it may miss a requirement of another Python version.
     """
-    # pip brings the only reader of requirements that is there without installing anything.
+    # pip's own copy of `packaging`, because nothing else is installed yet.
     from pip._vendor.packaging.requirements import Requirement
     from pip._vendor.packaging.utils import canonicalize_name
 
@@ -214,7 +214,7 @@ def _project(wheel: str) -> str:
 
 
 def _download(needs: Sequence[str], python_version: str, into: Path, kept: Path) -> None:
-    """Let pip choose the wheels of `needs` and of their needs, and put them into the folder `into`.
+    """Download the wheels of `needs` and of their requirements into the folder `into`.
 
     Wheels in `kept` are not downloaded again.
     """
@@ -230,19 +230,22 @@ def _download(needs: Sequence[str], python_version: str, into: Path, kept: Path)
         if not missing:
             return
         wanted += missing
-    raise Problem(f"pip does not find all needs of the packages; missing: {', '.join(missing)}.")
+    raise Problem(
+        f"pip does not find all requirements of the packages; missing: {', '.join(missing)}. Check "
+        f"that the package index has them."
+    )
 
 
 def _place_sdist(folder: Path, wheels: Path, scratch: Path) -> None:
     """Put the pinned sdist into `folder`, from the user's cache or the package index.
 
-    An sdist that is there already stays.
+    A correct sdist in `folder` stays.
     """
     name, expected = sdist_name(), _constant("sdist", "SHA256")
-    if _is(folder / name, expected):
+    if _has_hash(folder / name, expected):
         return
     cached = _user_cache() / "sdist" / name
-    if _is(cached, expected):
+    if _has_hash(cached, expected):
         shutil.copyfile(cached, scratch / name)
     else:
         # pip runs the sdist's setup.py for its metadata, which needs an old setuptools.
@@ -258,12 +261,12 @@ def _place_sdist(folder: Path, wheels: Path, scratch: Path) -> None:
     (scratch / name).replace(folder / name)
 
 
-def _is(path: Path, expected: str) -> bool:
+def _has_hash(path: Path, expected: str) -> bool:
     return path.is_file() and sha256(path) == expected
 
 
 def _user_cache() -> Path:
-    """Return hvdkit's cache folder on Linux; `hvdkit.engine.cache` needs a package to find it."""
+    """Return hvdkit's cache folder. `hvdkit.engine.cache` needs a package that is not installed."""
     chosen = os.environ.get("HVDKIT_CACHE_DIR")
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(chosen) if chosen else Path(home) / "hvdkit"

@@ -43,19 +43,19 @@ class Setting:
         return self.device == "cpu"
 
     def to_json(self) -> str:
-        """The setting as a command-line argument."""
+        """Return the setting as a command-line argument."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """A setting that `to_json` returned."""
+        """Return the setting for a result of `to_json`."""
         return cls(**json.loads(text))
 
 
 def main(name: str, run: Callable[[Setting, Report], None]) -> None:
     """Run a part as a program: `python -m gpu_checks.NAME SETTING`."""
-    # Ranks have sessions of their own, so a signal to the part's process group misses them. They
-    # are stopped at exit, which a signal by itself leaves out.
+    # Ranks have sessions of their own, so a signal to the part's process group misses them. A
+    # function of `atexit` ends them, and runs only if the signal becomes an ordinary exit.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     setting = Setting.from_json(sys.argv[1])
     report = Report(setting.results, name, setting.machine)

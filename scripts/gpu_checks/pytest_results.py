@@ -1,7 +1,6 @@
-"""A pytest plugin that writes each result when it is known: `-p gpu_checks.pytest_results`.
+"""A pytest plugin that writes each result at once: `-p gpu_checks.pytest_results`.
 
-pytest's own JUnit file is written when a run ends. A run that is killed, because its time is over
-or because a driver does not return, would leave nothing.
+pytest writes its own JUnit file when a run ends, so a run that is killed would leave no results.
 """
 
 import json
@@ -38,8 +37,8 @@ class _Writer:
         self._write(started=nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        # A test that passes or fails says so in its call; setup and teardown count when they fail,
-        # and setup when it skips.
+        # The phase `call` has the result of a test. Setup and teardown count only if they fail or
+        # skip.
         if report.when == "call" or report.outcome != "passed":
             text = report.longreprtext if report.failed else ""
             self._write(test=report.nodeid, outcome=report.outcome, text=text)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: A check that measures says so; it cannot fail by itself.
+#: "measured" is a figure without a limit, which cannot fail.
 OUTCOMES = ("passed", "failed", "skipped", "measured")
 
 SUMMARY = "gpu.md"
@@ -38,7 +38,7 @@ class Check:
 
 
 class Report:
-    """The results of one part, on disk after each of them.
+    """The results of one part. Each is on disk as soon as it is known.
 
     Args:
         folder: where `PART.json` is written.
@@ -105,7 +105,7 @@ class Report:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """A part's file; None where there is none, or not a whole one."""
+    """Return the content of a part's file; None if it is missing or incomplete."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -114,7 +114,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def line(check: Check) -> str:
-    """The result as a line of a Markdown list."""
+    """Return the result as a line of a Markdown list."""
     figures = ", ".join(
         f"{name} {_figure(value)}"
         for name, value in check.values.items()
@@ -129,7 +129,7 @@ def _figure(value: Any) -> str:
 
 
 def write_summary(folder: Path, parts: tuple[str, ...]) -> Path:
-    """Write what the parts in `folder` have found as Markdown, for docs/gpu.md."""
+    """Write the results of the parts in `folder` as Markdown, for docs/gpu.md. Return the file."""
     lines: list[str] = []
     for part in parts:
         content = read(folder / f"{part}.json")

@@ -1,4 +1,4 @@
-"""The part `speed`: what hvdkit costs on a device, and how close it is to the memory's speed."""
+"""The part `speed`: the cost of hvdkit on a device, compared with plain PyTorch and a copy."""
 
 import statistics
 import tempfile
@@ -12,10 +12,10 @@ from gpu_checks.jobs import FULL_PATH, Clock, Job
 from gpu_checks.part import Setting, main
 from gpu_checks.report import Report
 
-#: Of the device's copy, that packing and unpacking should reach.
+#: The least speed of packing and unpacking, relative to a copy on the device.
 PASS_TARGET = 0.8
 
-#: Of plain PyTorch's step, that hvdkit's step of one rank should need at most.
+#: The longest step of hvdkit on one rank, relative to that of plain PyTorch.
 STEP_TARGET = 1.01
 
 ASYNC = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
@@ -35,7 +35,7 @@ _LEAST_TURNS = 2
 
 
 def run(setting: Setting, report: Report) -> None:
-    """Measure, the most valuable first, until the time is over."""
+    """Measure in the order of importance, until the time is over."""
     clock = Clock(setting.seconds)
     _memory(setting, report, clock)
     _step_times(setting, report, clock, "resnet50")
@@ -79,7 +79,7 @@ def _memory(setting: Setting, report: Report, clock: Clock) -> None:
 
 
 def pass_detail(share: float) -> str:
-    """Say which share of the device copy's speed a pass reaches."""
+    """Return a text with the speed of a pass relative to the device's copy."""
     return f"{share:.3f} of the device copy, {_target(share >= PASS_TARGET, f'>= {PASS_TARGET}')}"
 
 
@@ -95,7 +95,7 @@ def _counts(setting: Setting, report: Report, clock: Clock) -> None:
     completions = {"asynchronous completion": ASYNC, "default completion": {}}
     found: dict[str, Any] = {}
     with ExitStack() as stack:
-        # At the same time: nothing that counts depends on the time that a step takes.
+        # The jobs run at the same time: the counts do not depend on the time of a step.
         jobs = {
             completion: stack.enter_context(
                 Job(setting, "nccl", "speed_ranks", told, env={**FULL_PATH, **env})
@@ -117,7 +117,7 @@ def _counts(setting: Setting, report: Report, clock: Clock) -> None:
 
 
 def check_counts(variants: Mapping[str, Mapping[str, Any]], cuda: bool) -> None:
-    """Check that the counts can be meant to say something.
+    """Check that the counts are valid.
 
     Raises:
         ValueError: the profiler saw nothing, or hvdkit did not take the full path.
@@ -134,7 +134,7 @@ def check_counts(variants: Mapping[str, Mapping[str, Any]], cuda: bool) -> None:
 
 
 def counts_detail(counted: Mapping[str, Any], plain: Mapping[str, Any], asynchronous: bool) -> str:
-    """Say what a step has more than the plain optimizer's."""
+    """Return a text with the counts of a step beyond those of the plain optimizer."""
     launches = counted["launches"] - plain["launches"]
     more = counted["synchronizations"] - plain["synchronizations"]
     waits = counted["waits for Horovod"]
@@ -150,14 +150,14 @@ def _step_times(setting: Setting, report: Report, clock: Clock, model: str) -> N
     if _no_time(report, clock, name, 15 if setting.dry else 40):
         return
     seconds: dict[turns.Key, list[float]] = {}
-    # The second model gets what the first one leaves.
+    # The second model gets the rest of the time.
     limit = Clock(min(clock.left(), 75), spare=0)
     with report.check(name) as values, tempfile.TemporaryDirectory(prefix="hvd") as folder:
         seconds = _interleaved(setting, Path(folder), model, limit)
         count = len(next(iter(seconds.values())))
         values["turns"] = count
         if count < _LEAST_TURNS:
-            raise ValueError(f"{count} turns in the time: expected at least {_LEAST_TURNS}")
+            raise ValueError(f"{count} turns before the deadline; expected at least {_LEAST_TURNS}")
     if not seconds or count < _LEAST_TURNS:
         return
     for (process, variant), measured in seconds.items():
@@ -202,7 +202,7 @@ def _interleaved(
 
 
 def ratio_detail(variant: str, compared: Mapping[str, float]) -> str:
-    """Say how a variant's step compares with plain PyTorch's."""
+    """Return a text with the time of a variant's step relative to plain PyTorch's."""
     if variant == "plain":
         return "plain PyTorch"
     detail = (

@@ -19,7 +19,7 @@ from gpu_checks.turns import take_turns
 
 COMPRESSIONS = ("none", "fp16", "bf16")
 
-#: Memory that a dry run acts as if it had.
+#: The free memory in bytes that a dry run assumes.
 DRY_BYTES = 40_000_000
 
 
@@ -138,7 +138,7 @@ def passes(shapes: Sequence[models.Shape], device: str, repeats: int) -> dict[st
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
         seconds = median_seconds(work, device, repeats, prepare)
-        # Once more: how long the host is busy.
+        # Once more, to measure how long the host is busy.
         prepare()
         synchronize(device)
         began = time.perf_counter()
@@ -149,12 +149,12 @@ def passes(shapes: Sequence[models.Shape], device: str, repeats: int) -> dict[st
         found[name] = {"bytes": nbytes, "seconds": seconds, "host_seconds": host}
 
     def in_float32(held: Sequence[TorchMemory]) -> None:
-        def home() -> None:
+        def scale() -> None:
             for memory in held:
                 memory.in_place(0.5)
 
-        measure("gradients into float32 buckets, scaled", 8, home, put_back)
-        measure("float32 buckets, scaled in place", 8, home)
+        measure("gradients into float32 buckets, scaled", 8, scale, put_back)
+        measure("float32 buckets, scaled in place", 8, scale)
         put_back()
 
     def in_16_bits(held: Sequence[TorchMemory], dtype: str, factor: float) -> None:
@@ -194,7 +194,7 @@ def counts(told: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for variant in ("plain", *COMPRESSIONS):
         step = training_step("resnet50", variant, device, dry)
-        # fp16 learns its scale in the first steps.
+        # fp16 adjusts its scale in the first steps.
         for _ in range(3 if dry else 10):
             step()
         synchronize(device)

@@ -18,13 +18,13 @@ from hvdkit.processes import ProcessGroup
 
 FOLDER = "tests/parallel/torch"
 
-#: The modules that tell most come first, because a run may be cut. The others follow.
+#: The most important modules run first, because a run may be ended early. The others follow.
 FIRST = ("device", "exactness", "dropin", "compression", "amp")
 
-#: In a dry run: one test of time, one of shapes.
+#: The tests of a dry run, as pytest's -k: one about timing, one about shapes.
 DRY = "late_packing and bf16 or without_dimensions and fp16"
 
-#: Failed tests of a job that get a line of their own, and after which the run is given up.
+#: After this many failed tests a run ends. Each of them has its own line in the report.
 FAILURES = 20
 
 
@@ -35,7 +35,7 @@ class Job:
     Attributes:
         engine: `staged` or `nccl`.
         job: controller and number of ranks, as HVDKIT_TEST_JOBS has it.
-        share: of the part's time. What a run leaves over goes to the runs after it.
+        share: the share of the part's time. Later runs also get the time that earlier ones leave.
         full_path: whether one rank takes the full path through Horovod.
     """
 
@@ -59,7 +59,7 @@ JOBS = (
 
 def run(setting: Setting, report: Report) -> None:
     """Run the tests in each job; report each test that failed, and the counts."""
-    # So that a part which is told to end also ends its tests and their ranks.
+    # A signal must become an ordinary exit, which also ends the tests and their ranks.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     clock = Clock(setting.seconds)
     for i, job in enumerate(JOBS):
@@ -113,7 +113,7 @@ def _report(report: Report, job: Job, results: "Results", seconds: float, ending
         ending += f" in {results.running.rpartition('/')[2]}"
     elif not ending and results.not_run:
         ending = f"given up after {FAILURES} failures" if results.failed else "ended too early"
-    # A run that is cut has still passed, if its tests have; one that is not cut must be complete.
+    # A run that was ended early passes if its tests passed. Any other run must be complete.
     complete = results.not_run == 0 or ending.startswith("ended after")
     failed = bool(results.failed) or not results.passed or not complete
     report.add(

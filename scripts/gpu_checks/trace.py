@@ -45,8 +45,8 @@ def record(work: Callable[[], None], cuda: bool) -> list[dict[str, Any]]:
 def count(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Count what happens inside the annotation `MEASURED`.
 
-    Threads that run PyTorch's operators (the main thread, autograd's threads) are told from
-    others, such as Horovod's background thread, whose waits do not hold the training.
+    Threads that run PyTorch's operators (the main thread, autograd's threads) are counted apart
+    from others, such as Horovod's background thread, whose waits do not delay the training.
 
     Returns:
         `launches` (on all threads), `synchronizations` (on PyTorch's threads), `synchronizations
@@ -69,7 +69,7 @@ def count(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
         name, category, ts = event["name"], event.get("cat"), float(event["ts"])
         if ts < begin:
             continue
-        # The device may work on after the host has left the annotation.
+        # The device may still be working after the host has left the annotation.
         if category == "kernel":
             counts["kernels"] += 1
         elif category == "gpu_memcpy" and "DtoH" in name:

@@ -79,7 +79,7 @@ class Process:
         self._job.answers(seconds)
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """End the process in any state."""
         self._job.stop()
         for opened in (self._stream, self._connection, self._listener):
             if opened is not None:
@@ -93,7 +93,7 @@ class Process:
 
     def _failed(self) -> None:
         self._job.answers(5)
-        raise ValueError(f"{self.name} ended before it was told to")
+        raise ValueError(f"{self.name} ended by itself; expected it to wait for commands")
 
 
 def take_turns(path: str, build: Callable[[], Mapping[str, Callable[[], float]]]) -> None:
@@ -104,7 +104,7 @@ def take_turns(path: str, build: Callable[[], Mapping[str, Callable[[], float]]]
         build: returns the variants: functions that do a step and return its seconds.
     """
     with socket.socket(socket.AF_UNIX) as connection:
-        # Before the build, so that the part notices when it fails.
+        # Connect before the build, so that the part notices if the build fails.
         connection.connect(path)
         with connection.makefile("rw") as stream:
             variants = build()

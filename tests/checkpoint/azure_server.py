@@ -13,19 +13,19 @@ from tests.checkpoint.s3_server import free_port
 
 CONTAINER = "checkpoints"
 _ROOT = Path(__file__).resolve().parents[2]
-# Azurite's own, the same everywhere: https://github.com/Azure/Azurite#default-storage-account
+# The fixed key of every Azurite: https://github.com/Azure/Azurite#default-storage-account
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 
 def program():
-    """Azurite's program, where `scripts/test --long` installs it or on the PATH; None: neither."""
+    """Return Azurite's program, from `scripts/test --long` or PATH; None without it."""
     own = _ROOT / ".azurite" / "node_modules" / ".bin" / "azurite-blob"
     return str(own) if own.exists() else shutil.which("azurite-blob")
 
 
 @contextlib.contextmanager
 def running(log):
-    """Run Azurite. Gives the environment for its clients; the container is there."""
+    """Run Azurite with the container. Yields the environment for its clients."""
     port = free_port()
     command = [program(), "--blobPort", str(port), "--inMemoryPersistence", "--silent"]
     with log.open("wb") as out:

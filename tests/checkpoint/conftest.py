@@ -85,7 +85,7 @@ def on_azure(azure, monkeypatch):
     ]
 )
 def place(request):
-    """A path for a test, which nothing is at yet: in a folder or on one of the servers."""
+    """An unused path for a test, in a folder or on one of the servers."""
     if request.param == "folder":
         return request.getfixturevalue("tmp_path") / "place"
     return request.getfixturevalue(f"on_{request.param}")
@@ -105,6 +105,6 @@ def place_on_server(request):
 
 @pytest.fixture
 def s3_proxy(s3, on_s3):
-    """A proxy before the S3 server."""
+    """A proxy in front of the S3 server."""
     with s3_server.proxy(s3) as made:
         yield made

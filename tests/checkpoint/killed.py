@@ -1,9 +1,9 @@
-"""Kills a writer before each of its system-level steps. Run as a program, in processes of its own.
+"""Kill a writer before each of its file operations.
 
     python -m tests.checkpoint.killed FOLDER TEMPLATE STEP
 
-For each step that a commit of STEP is made of, FOLDER/NUMBER is a copy of TEMPLATE in which a
-process has tried it and killed itself there. Prints the steps, one in a line.
+For each file operation of a commit of STEP, FOLDER/NUMBER becomes a copy of TEMPLATE. A process
+writes STEP there, and kills itself before this operation. Prints the operations, one per line.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from tests.checkpoint.material import snapshot
 
 
 def attempt(folder, step, number):
-    """Write `step`, and die before the system-level step `number`."""
+    """Write `step`, and kill this process before the file operation `number`."""
     count = 0
 
     def before(name, file):
@@ -48,7 +48,7 @@ def main(folder, template, step):
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if os.WIFEXITED(status):
-            # It has come through to the end.
+            # The commit has fewer operations: the process was not killed.
             shutil.rmtree(copy)
             sys.exit(os.WEXITSTATUS(status))
 

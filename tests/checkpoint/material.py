@@ -1,4 +1,4 @@
-"""Small states to save, and what is left of them."""
+"""Small states to save, and functions that check or change saved steps."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.writing import EncodedPart, Snapshot, rank_to_bytes
 
-#: part -> a tree with tensors of all kinds: none of it, one number, one byte wide, two.
+#: part -> a tree. The tensors differ in their sizes: none, one or many elements of 1 to 8 bytes.
 TREES = {
     "model": {
         "layer.weight": TensorSpec("F32", (7, 5)),
@@ -41,7 +41,7 @@ def part(name, seed):
 
 
 def snapshot(step, metrics=None, epoch=1):
-    """A state that `step` determines."""
+    """Return a state that depends only on the arguments."""
     return Snapshot(
         step=step,
         epoch=epoch,
@@ -65,7 +65,7 @@ def save(folder, *steps, **settings):
 
 
 def content(opened):
-    """part -> tensor -> its bytes, as they are read when restoring."""
+    """Return part -> tensor -> its bytes, read as in a restore."""
     found = {}
     for name, specs in opened.outline.specs.items():
         stream = opened.stream(name)
@@ -79,7 +79,7 @@ def content(opened):
 
 
 def assert_holds(opened, step):
-    """`opened` is what was saved as `step`, to the bit."""
+    """Assert that `opened` has the bits that were saved as `step`."""
     saved = snapshot(step)
     assert opened.manifest.step == step
     assert content(opened) == {
@@ -97,14 +97,14 @@ def assert_newest_good(store, step):
 
 
 def path_of(location):
-    """The path object for a path or URL: the same methods for both."""
+    """Return the path object for a path or a URL. Both have the same methods."""
     if "://" not in str(location):
         return Path(location)
     return UPath(location, use_listings_cache=False)
 
 
 def leftovers(place):
-    """Names of what is neither a step nor the lock nor the log."""
+    """Return the names of all files except steps, the lock and the log."""
     if isinstance(place, Path):
         return [
             p.name for p in place.iterdir() if not p.name.startswith("step-") and p.name != ".lock"
@@ -118,7 +118,7 @@ def leftovers(place):
 
 
 def names(place):
-    """Names of the folders of the steps that are there."""
+    """Return the names of the steps' folders."""
     if not isinstance(place, Path):
         place = place / "steps"
     return [p.name for p in place.iterdir() if p.name.startswith("step-")]
@@ -130,7 +130,7 @@ def step_folder(store, step):
 
 
 def remove(folder):
-    """Remove a step's folder with all that is in it, as a user may by hand."""
+    """Remove a step's folder and its files, as a user may by hand."""
     for path in folder.iterdir():
         path.unlink()
     if isinstance(folder, Path):
@@ -138,7 +138,7 @@ def remove(folder):
 
 
 def before_commit(monkeypatch, writer, act):
-    """Let `act` be called between a writer's reading back and its commit."""
+    """Call `act` after a writer has read a step back, and before it commits the step."""
     read_back = writer._read_back
 
     def and_act(*arguments):
@@ -154,14 +154,14 @@ def cut(path, size):
 
 
 def seal(fields):
-    """A manifest's bytes with `fields`, whatever they are, and the right hash."""
+    """Return the bytes of a manifest with any `fields`, and the correct hash."""
     text = fields if isinstance(fields, str) else json.dumps(fields)
     body = text.removesuffix("}").rstrip().encode()
     return body + (manifest._SEAL % xxhash.xxh3_128_hexdigest(body)).encode()
 
 
 def file_record(data):
-    """A file's entry in the manifest."""
+    """Return a file's entry in the manifest."""
     size = chunks.CHUNK_BYTES
     pieces = [data[at : at + size] for at in range(0, max(len(data), 1), size)]
     hashes = [xxhash.xxh3_128_hexdigest(piece) for piece in pieces]
@@ -190,7 +190,7 @@ def as_version_1(folder):
 
 
 def forge(folder, files=None, edit=None):
-    """Put `files` (name -> content) into a step's folder, as a stranger would: hashes are right."""
+    """Put `files` (name -> content) into a step's folder, with correct hashes in the manifest."""
     path = folder / manifest.NAME
     fields = json.loads(path.read_bytes())
     del fields["xxh3_128"]
@@ -203,7 +203,7 @@ def forge(folder, files=None, edit=None):
 
 
 class Steps:
-    """Sees each system-level step, and does `act(number, step, file)` before it."""
+    """Call `act(number, operation, file)` before each file operation, and record the operations."""
 
     def __init__(self, monkeypatch, act=lambda number, step, file: None):
         self.seen = []

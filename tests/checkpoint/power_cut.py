@@ -1,10 +1,10 @@
-"""A simulated disk that loses at a power cut what was not synced.
+"""A simulated disk that loses unsynced changes in a power cut.
 
 The idea is that of ALICE (Pillai et al., OSDI 2014) and CrashMonkey (Mohan et al., OSDI 2018).
 
-`Recorder` notes what a program does to a folder. `Disk` replays it up to any call, and gives what
-may be there after a power cut: of each file what was synced last, of each folder the changes that
-were synced, and of the others none, all or any.
+`Recorder` records the changes of a program to a folder. `Disk` replays them up to any call, and
+makes the folder as it may be after a power cut. It has the content of each file at its last fsync,
+and the synced changes of each folder. Of the other changes it has none, all or some.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ _CALLS = ("open", "write", "pwrite", "fsync", "mkdir", "rename", "link", "unlink
 
 @dataclass
 class Recorder:
-    """Notes calls below a folder. A context manager.
+    """Record the calls that change a folder. A context manager.
 
     Attributes:
         root: the folder.
-        calls: (name, arguments), files and folders as numbers: a file system gives the inode number
-            of a removed file to another one, and these are given once.
-        number: the root's.
-        marks: (number of calls so far, what was said).
-        skipped: the sync with this number, counted from 1, is not noted, as if it were missing.
+        calls: (name, arguments). A file or folder is a number that is never used again, because a
+            file system may use the inode number of a removed file again.
+        number: the number of the root.
+        marks: (number of calls so far, the step that was reported as saved).
+        skipped: the sync with this number, counted from 1, is not recorded, as if it were missing.
         syncs: the functions of hvdkit that called each sync, and the name of the file or folder.
     """
 
@@ -41,7 +41,7 @@ class Recorder:
     _real: dict = field(default_factory=dict)
 
     def mark(self, word):
-        """Note that the program says something to its user now."""
+        """Record that the program has reported a saved step to its user now."""
         self.marks.append((len(self.calls), word))
 
     def __enter__(self):
@@ -56,19 +56,19 @@ class Recorder:
             setattr(os, name, function)
 
     def _new(self, inode):
-        """The number of a file or folder that was made now."""
+        """Return a number for a new file or folder."""
         self._count += 1
         self._numbers[inode] = self._count
         return self._count
 
     def _number(self, descriptor):
-        """The number of an open file or folder below the root; None elsewhere."""
+        """Return the number of an open file or folder below the root; None outside of it."""
         path = os.readlink(f"/proc/self/fd/{descriptor}")
         below = path == str(self.root) or path.startswith(f"{self.root}/")
         return self._numbers[os.fstat(descriptor).st_ino] if below else None
 
     def _parent(self, name, dir_fd):
-        """The number of the folder that a name is in, and the name alone."""
+        """Return the number of the folder of a path, and the last part of the path."""
         if dir_fd is not None and os.sep not in str(name):
             return self._number(dir_fd), str(name)
         path = Path(name)
@@ -156,7 +156,7 @@ class Disk:
         self._folders = {root}
         self._synced = {}
         self._content = {}
-        # Changes of each folder that were synced, and that were not.
+        # The synced changes of each folder, and the others.
         self._durable = {root: []}
         self._pending = {root: []}
         for name, *arguments in calls[:count]:
@@ -190,11 +190,11 @@ class Disk:
             self._synced[number] = self._content[number]
 
     def after_power_cut(self, target, survives):
-        """Make the folder `target` as it may be.
+        """Make the folder `target` as the disk may have it after a power cut.
 
         Args:
-            target: a path where nothing is.
-            survives: called for each change that was not synced: whether it is there.
+            target: the new folder.
+            survives: called for each change that was not synced; returns whether it survives.
         """
         self._make(self._root, target, survives)
 

@@ -63,7 +63,7 @@ def missing():
 
 @contextlib.contextmanager
 def running():
-    """Run the gateway. Gives its address; the user of `CREDENTIALS` and the bucket exist.
+    """Run the gateway, with the bucket and the user of `CREDENTIALS`. Yields its address.
 
     All files are in a temporary folder, and all ports are on 127.0.0.1.
     """
@@ -86,7 +86,7 @@ class _Cluster:
         self._end = end
         self._fsid = str(uuid.uuid4())
         self._port = free_port()
-        # Without Python's own variables: `ceph` is a script for Debian's Python.
+        # Without this Python's variables, because `ceph` is a script for Debian's Python.
         self._environment = {
             "PATH": os.environ["PATH"],
             "CEPH_CONF": str(folder / "ceph.conf"),

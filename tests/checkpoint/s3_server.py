@@ -1,4 +1,4 @@
-"""A real S3 server, and a proxy before it that does what networks and overloaded servers do."""
+"""A real S3 server, and a proxy in front of it that simulates faults of networks and servers."""
 
 import contextlib
 import http.client
@@ -16,14 +16,14 @@ CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "tests",
     "AWS_SECRET_ACCESS_KEY": "tests",
     "AWS_DEFAULT_REGION": "us-east-1",
-    # Nothing of the machine's own.
+    # Do not use this machine's own settings.
     "AWS_CONFIG_FILE": "/dev/null",
     "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
 }
 
 
 def free_port():
-    """A port of this machine that nobody listens on."""
+    """Return a free port of this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
@@ -31,7 +31,7 @@ def free_port():
 
 @contextlib.contextmanager
 def running(log):
-    """Run moto's server. Gives its address; the bucket is there."""
+    """Run moto's server with the bucket. Yields its address."""
     port = free_port()
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -60,15 +60,18 @@ def running(log):
 
 
 class Proxy(ThreadingHTTPServer):
-    """Passes requests on to a server.
+    """Forward requests to a server, or simulate a fault.
 
     Attributes:
         seen: the requests so far: method and path.
-        act: called for each with its number, counted from 1, its method and its path. Returns
-            None: pass it on. "500", "503": answer with that. "cut": close the connection.
-            "lost": pass it on and close the connection without the answer. "stale": answer as the
-            first time that it was asked this. "unconditional": pass it on without the header
-            If-None-Match. "501": answer with that if it has this header.
+        act: called for each request with its number, counted from 1, its method and its path.
+            Returns None to forward it, or a fault:
+            "500", "503": reply with this status.
+            "501": reply with this status if the request has the header If-None-Match.
+            "cut": close the connection.
+            "lost": forward the request, and close the connection without a reply.
+            "stale": send the first reply to this request again.
+            "unconditional": forward the request without the header If-None-Match.
     """
 
     daemon_threads = True
@@ -100,13 +103,13 @@ class Proxy(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def cut_all(self):
-        """Close the connections that clients keep."""
+        """Close the connections that clients keep open."""
         for connection in list(self._connections):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request, client_address):
-        """Clients that are killed close their connections."""
+        """Log nothing: killed clients close their connections."""
 
 
 _SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please wait.</Message></Error>"
@@ -184,14 +187,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, *arguments):
-        """Nothing is printed."""
+        """Print nothing."""
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _pass_on
 
 
 @contextlib.contextmanager
 def proxy(server):
-    """Run a proxy before the server at that address."""
+    """Run a proxy in front of the server at this address."""
     with Proxy(server) as made:
         thread = threading.Thread(target=made.serve_forever, name="s3-proxy")
         thread.start()

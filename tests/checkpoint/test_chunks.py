@@ -26,7 +26,7 @@ def record_of(content, version):
         return FileRecord(len(content), (xxhash.xxh3_128_hexdigest(content),), max(len(content), 1))
     hasher = ChunkHasher()
     view = memoryview(content)
-    # In pieces that no chunk begins with.
+    # The ends of these pieces are not those of chunks.
     for at in range(0, len(view), 7):
         hasher.update(view[at : at + 7])
     return hasher.record()
@@ -39,8 +39,8 @@ def opened(content, record, readers):
     return ChunkedFile("model.safetensors", record, read_into, readers)
 
 
-def given_out(file, error):
-    """The pieces of a file until reading it raises."""
+def pieces_until_error(file, error):
+    """Return the pieces of a file that are read before the expected error."""
     pieces, reader = [], file.pieces()
 
     def read_on():
@@ -82,7 +82,7 @@ def test_a_changed_bit_is_found_before_its_chunk_is_given_out(content, version, 
     file = opened(bytes(changed), record_of(content, version), readers)
     with pytest.raises(Damaged, match="its content is not what was written: the hash of bytes"):
         file.verify()
-    pieces = given_out(file, Damaged)
+    pieces = pieces_until_error(file, Damaged)
     assert sum(map(len, pieces)) < len(content)
     if version == 2:
         first = place // CHUNK * CHUNK
@@ -104,4 +104,4 @@ def test_an_error_of_reading_ahead_is_raised_in_its_place(readers):
         out[:] = np.frombuffer(content, np.uint8)[offset : offset + out.size]
 
     file = ChunkedFile("model.safetensors", record_of(content, 2), read_into, readers)
-    assert b"".join(given_out(file, OSError)) == content[: 2 * CHUNK]
+    assert b"".join(pieces_until_error(file, OSError)) == content[: 2 * CHUNK]

@@ -31,14 +31,14 @@ from tests.checkpoint.material import (
     step_folder,
 )
 
-#: What an object store has not, or tells in another way.
+#: For faults that an object store does not have, or reports in another way.
 in_a_folder = pytest.mark.parametrize("place", ["folder"], indirect=True)
-#: What reads the content, not the storage.
+#: For faults of the content, which is read by the same code from every storage.
 usually_in_a_folder = pytest.mark.parametrize(
     "place", ["folder", pytest.param("s3", marks=pytest.mark.long)], indirect=True
 )
 
-#: Made by code in a checkpoint, if any of it were run.
+#: The folder that code in a checkpoint makes, if it is run.
 RAN = Path(tempfile.gettempdir()) / f"hvdkit-tests-ran-{os.getpid()}"
 
 FILES = ["manifest.json", "state.json", "ranks.jsonl", "model.safetensors", "optimizer.safetensors"]
@@ -60,7 +60,7 @@ def flip(path, bit):
     path.write_bytes(data)
 
 
-def assert_set_aside(store, caplog, file):
+def assert_quarantined(store, caplog, file):
     assert_newest_good(store, 1)
     assert "step 2 in" in caplog.text
     assert f"{file}: " in caplog.text
@@ -75,9 +75,9 @@ def test_a_step_has_these_files(newest):
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_flipped_bit_sets_the_step_aside(store, newest, caplog, file):
+def test_a_flipped_bit_quarantines_the_step(store, newest, caplog, file):
     flip(newest / file, 8 * ((newest / file).stat().st_size // 2))
-    assert_set_aside(store, caplog, file)
+    assert_quarantined(store, caplog, file)
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -98,32 +98,32 @@ def test_every_flipped_bit_is_found(store, newest, file):
 def test_a_truncated_file(store, newest, caplog, file, left):
     size = (newest / file).stat().st_size
     cut(newest / file, size - 1 if left == -1 else int(size * left))
-    assert_set_aside(store, caplog, file)
+    assert_quarantined(store, caplog, file)
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_longer_file(store, newest, caplog, file):
     (newest / file).write_bytes((newest / file).read_bytes() + b"\n")
-    assert_set_aside(store, caplog, file)
+    assert_quarantined(store, caplog, file)
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_missing_file(store, newest, caplog, file):
     (newest / file).unlink()
-    assert_set_aside(store, caplog, file)
+    assert_quarantined(store, caplog, file)
 
 
 @pytest.mark.parametrize("file", ["ranks.jsonl", "model.safetensors", "optimizer.safetensors"])
 def test_a_file_of_another_step(store, newest, caplog, file):
     (newest / file).write_bytes((step_folder(store, 1) / file).read_bytes())
-    assert_set_aside(store, caplog, file)
+    assert_quarantined(store, caplog, file)
 
 
 @in_a_folder
 def test_a_folder_under_another_step_s_name(store, newest, caplog):
     shutil.rmtree(newest)
     shutil.copytree(step_folder(store, 1), newest)
-    assert_set_aside(store, caplog, "manifest.json")
+    assert_quarantined(store, caplog, "manifest.json")
 
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from_then_on"])
@@ -169,7 +169,7 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(store, newest, monkey
 def test_an_older_step_is_not_taken_for_the_newest_when_its_manifest_is_unreadable(
     store, newest, monkeypatch
 ):
-    """A search found this: the unreadable step was sorted as the newest, and readable again."""
+    """The step is unreadable only once: it must not be opened as the newest one after that."""
     preadv = os.preadv
     failed = []
 
@@ -187,7 +187,7 @@ def test_an_older_step_is_not_taken_for_the_newest_when_its_manifest_is_unreadab
     assert_newest_good(store, 2)
 
 
-def test_none_good_is_an_error_each_time_and_no_new_start(store, newest):
+def test_if_no_step_is_good_each_attempt_is_an_error(store, newest):
     for folder in (newest, step_folder(store, 1)):
         flip(folder / "model.safetensors", 3000)
     for _ in range(2):
@@ -196,7 +196,7 @@ def test_none_good_is_an_error_each_time_and_no_new_start(store, newest):
     assert store.quarantined() == []
 
 
-def test_a_step_that_is_asked_for_and_damaged(store, newest):
+def test_a_requested_step_that_is_damaged(store, newest):
     flip(newest / "state.json", 80)
     with pytest.raises(CheckpointError, match="step 2 .* damaged .state.json: .*bytes 0 to"):
         store.newest_good(2)
@@ -205,7 +205,7 @@ def test_a_step_that_is_asked_for_and_damaged(store, newest):
         assert_holds(opened, 1)
 
 
-def test_a_step_that_is_not_there(store):
+def test_a_missing_step(store):
     with pytest.raises(UsageError, match="there is no step 7 in .*; expected one of: 2, 1"):
         store.newest_good(7)
     with pytest.raises(UsageError, match="there is no step 7"):
@@ -222,7 +222,7 @@ def test_two_damaged_steps_of_one_number_get_two_names(store):
 
 
 @in_a_folder
-def test_what_changes_after_it_was_verified_is_noticed(store, newest):
+def test_a_change_after_the_verification_is_noticed(store, newest):
     with store.newest_good() as opened:
         path = newest / "model.safetensors"
         flip(path, 8 * (path.stat().st_size - 1))
@@ -266,7 +266,7 @@ class Canary:
 
 
 def refused(store, caplog, file):
-    """The newest step is quarantined because of `file`, and nothing was run."""
+    """Assert that the newest step is quarantined because of `file`, and that no code was run."""
     assert_newest_good(store, 1)
     assert f"{file}: " in caplog.text
     assert not RAN.exists()
@@ -319,7 +319,7 @@ def test_a_step_that_is_a_link(store, newest, caplog):
 
 @pytest.mark.parametrize("file", FILES)
 @in_a_folder
-def test_a_pipe_does_not_keep_one_waiting(store, newest, caplog, file):
+def test_a_pipe_does_not_block(store, newest, caplog, file):
     (newest / file).unlink()
     os.mkfifo(newest / file)
     refused(store, caplog, file)
@@ -376,7 +376,7 @@ def f32(begin, end, shape=None):
     ],
 )
 @usually_in_a_folder
-def test_a_tensor_file_that_is_none(store, newest, caplog, data):
+def test_an_invalid_tensor_file(store, newest, caplog, data):
     forge(newest, {"model.safetensors": data})
     refused(store, caplog, "model.safetensors")
 
@@ -546,7 +546,7 @@ def test_lock_files_that_are_links_are_not_followed(tmp_path):
     assert not (tmp_path / "outside").exists()
 
 
-def test_more_bytes_than_there_are_is_a_mistake(store):
+def test_reading_more_bytes_than_there_are_is_an_error(store):
     with store.newest_good() as opened:
         stream = opened.stream("model")
         stream.read_into(np.empty(stream.size, np.uint8))

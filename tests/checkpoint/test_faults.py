@@ -33,7 +33,7 @@ def small_disk(tmp_path):
 
 
 def two_steps(folder):
-    """A folder in which the next commit, of two steps kept, will delete one."""
+    """Return a folder with two steps: with `keep_last=2` the next commit deletes one."""
     save(folder, 1, 2, keep_last=2)
     return folder
 
@@ -103,7 +103,7 @@ def test_any_step_that_fails_loses_nothing(tmp_path, monkeypatch, number, lastin
                 assert store.verify(info.step) == []
             assert_newest_good(store, store.steps()[-1].step)
             assert store.steps()[-1].step in (2, 3)
-            # The disk is well again.
+            # The disk works again.
             writer.write(snapshot(4))
         with store.open_for_writing():
             assert leftovers(folder) == [lock.LEASE_FILE]
@@ -127,7 +127,7 @@ def test_a_failing_delete_warns_and_goes_on(tmp_path, monkeypatch, caplog):
         assert leftovers(tmp_path) == [lock.LEASE_FILE]
 
 
-def test_what_the_disk_has_changed_is_not_committed(tmp_path, monkeypatch):
+def test_content_that_the_disk_has_changed_is_not_committed(tmp_path, monkeypatch):
     store = save(tmp_path, 1)
     write = os.write
 
@@ -224,8 +224,8 @@ def test_a_clock_that_jumps_changes_nothing_but_ages(tmp_path, monkeypatch):
     assert [info.step for info in store.steps()] == [4, 5]
 
 
-def test_a_rename_whose_answer_was_lost_counts(tmp_path, monkeypatch):
-    """NFS asks once more where an answer was lost, and is told that there is no such folder."""
+def test_a_rename_whose_reply_was_lost_counts(tmp_path, monkeypatch):
+    """NFS repeats a rename without a reply. The second rename fails, as the folder has moved."""
     rename = disk.rename
 
     def lost(old, new, parent):
@@ -239,9 +239,7 @@ def test_a_rename_whose_answer_was_lost_counts(tmp_path, monkeypatch):
     assert_newest_good(Store(tmp_path), 1)
 
 
-def test_a_folder_that_cannot_be_synced_where_the_file_system_has_no_such_thing(
-    tmp_path, monkeypatch
-):
+def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch):
     def act(at, step, file):
         if step == "fsync folder":
             monkeypatch.setattr(os, "fsync", refuse)

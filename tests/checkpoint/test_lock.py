@@ -17,7 +17,7 @@ from hvdkit.checkpoint.posix import lock
 from hvdkit.checkpoint.store import Store
 from tests.checkpoint.material import assert_newest_good, before_commit, save, snapshot
 
-#: Opens a folder for writing, leaves something half written, says so, and waits.
+#: Opens a folder for writing, makes an unfinished step, prints `ready`, and waits.
 HOLDER = """
 import os, sys, time
 from hvdkit.checkpoint.posix import lock
@@ -38,7 +38,7 @@ time.sleep(60)
 
 @pytest.fixture
 def holder(tmp_path):
-    """Starts processes that hold a folder; all are ended."""
+    """Return a function that starts a process which holds a folder. End all processes."""
     started = []
 
     def start(folder, *arguments, before=()):
@@ -71,11 +71,11 @@ def impatient(monkeypatch):
 
 
 def leave_lease(folder, **changes):
-    """The lease of a writer on another host."""
+    """Write the lease of a writer on another host."""
     lease = dataclasses.asdict(lock.Lease.own())
     lease.update({"host": "elsewhere", "machine": "another", "token": "abc", **changes})
     folder.mkdir(exist_ok=True)
-    # As a writer does: a reader never finds the file cut short.
+    # As a writer does, so that a reader never finds a truncated file.
     descriptor = os.open(folder / lock.LEASE_FILE, os.O_WRONLY | os.O_CREAT)
     try:
         os.pwrite(descriptor, json.dumps(lease).ljust(lock._MAX_LEASE_BYTES).encode(), 0)
@@ -88,7 +88,7 @@ def test_a_second_writer_in_this_process(tmp_path):
     with store.open_for_writing() as writer:
         with pytest.raises(WriterConflict, match="already open for writing in this process"):
             store.open_for_writing()
-        # The first was not harmed by the attempt.
+        # The attempt has no effect on the first writer.
         writer.write(snapshot(1))
     with store.open_for_writing() as writer:
         writer.write(snapshot(2))
@@ -111,7 +111,7 @@ def test_a_second_writer_on_this_host(tmp_path, holder):
 
 
 def test_a_killed_writer_whose_child_lives_on(tmp_path, holder):
-    """Loader workers are forked from the trainer, and outlive it for a while."""
+    """DataLoader workers are forked from the trainer, and outlive it for a while."""
     process = holder(tmp_path, "fork")
     process.kill()
     process.wait(timeout=30)
@@ -130,7 +130,7 @@ def test_a_killed_writer_whose_lock_is_freed_a_little_later(tmp_path, impatient,
     assert not answers
 
 
-def test_a_killed_writer_that_nobody_has_waited_for(tmp_path, holder):
+def test_a_killed_writer_that_is_a_zombie(tmp_path, holder):
     process = holder(tmp_path)
     process.kill()
     deadline = time.monotonic() + 30
@@ -142,7 +142,7 @@ def test_a_killed_writer_that_nobody_has_waited_for(tmp_path, holder):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a namespace of processes")
 def test_a_writer_in_another_container_of_this_host(tmp_path, holder):
-    """Its process ID there is that of another process here, or of none."""
+    """The writer's process ID in its container is unused here, or that of another process."""
     apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
     if subprocess.run([*apart, "true"], capture_output=True, timeout=30).returncode:
         pytest.skip("no namespaces of processes here")
@@ -151,13 +151,13 @@ def test_a_writer_in_another_container_of_this_host(tmp_path, holder):
         Store(tmp_path).open_for_writing()
 
 
-def test_a_process_with_the_number_of_a_dead_writer(tmp_path):
+def test_a_process_with_the_id_of_a_dead_writer(tmp_path):
     own = lock.Lease.own()
     leave_lease(tmp_path, machine=own.machine, pid=os.getppid(), started=own.started - 10**9)
     save(tmp_path, 1)
 
 
-def test_a_writer_elsewhere_that_gives_signs_of_life(tmp_path, impatient):
+def test_a_writer_on_another_host_with_heartbeats(tmp_path, impatient):
     leave_lease(tmp_path)
     stop = threading.Event()
 
@@ -177,7 +177,7 @@ def test_a_writer_elsewhere_that_gives_signs_of_life(tmp_path, impatient):
         thread.join()
 
 
-def test_a_writer_elsewhere_that_gives_none(tmp_path, impatient, caplog):
+def test_a_writer_on_another_host_without_heartbeats(tmp_path, impatient, caplog):
     caplog.set_level("INFO")
     leave_lease(tmp_path)
     save(tmp_path, 1)
@@ -185,20 +185,22 @@ def test_a_writer_elsewhere_that_gives_none(tmp_path, impatient, caplog):
     assert_newest_good(Store(tmp_path), 1)
 
 
-def test_a_writer_elsewhere_whose_lock_the_server_never_frees(tmp_path, impatient, monkeypatch):
+def test_a_writer_on_another_host_whose_lock_the_server_never_frees(
+    tmp_path, impatient, monkeypatch
+):
     leave_lease(tmp_path)
     monkeypatch.setattr(lock.FolderLock, "_lock", lambda self: False)
     save(tmp_path, 1)
 
 
-def test_a_lock_without_a_lease_is_somebody_who_is_about_to_write(tmp_path, impatient, monkeypatch):
+def test_a_lock_without_a_lease_belongs_to_a_writer_that_starts(tmp_path, impatient, monkeypatch):
     monkeypatch.setattr(lock.FolderLock, "_lock", lambda self: False)
     with pytest.raises(WriterConflict, match="another process is writing"):
         Store(tmp_path).open_for_writing()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\0" * 100, b'{"token": 1}'])
-def test_a_lease_that_was_not_written_to_its_end(tmp_path, impatient, content):
+def test_an_incomplete_lease(tmp_path, impatient, content):
     (tmp_path / lock.LEASE_FILE).write_bytes(content)
     save(tmp_path, 1)
 
@@ -212,7 +214,9 @@ def test_a_file_system_without_locks(tmp_path, impatient, monkeypatch, number):
     save(tmp_path, 1)
 
 
-def test_of_two_that_begin_at_once_without_locks_the_later_stays(tmp_path, impatient, monkeypatch):
+def test_of_two_writers_that_begin_at_once_without_locks_the_later_stays(
+    tmp_path, impatient, monkeypatch
+):
     monkeypatch.setattr(lock.FolderLock, "_lock", lambda self: None)
     sleep = time.sleep
 
@@ -232,7 +236,7 @@ def test_a_writer_that_was_taken_over_commits_nothing_more(tmp_path, impatient):
         leave_lease(tmp_path)
         with pytest.raises(WriterConflict, match="on elsewhere has taken over"):
             writer.write(snapshot(3))
-    # Nor does it give back what is not its own.
+    # It does not delete the lease of the other writer either.
     assert json.loads((tmp_path / lock.LEASE_FILE).read_text())["token"] == "abc"
     assert [info.step for info in store.steps()] == [1, 2]
 
@@ -246,7 +250,7 @@ def test_a_writer_that_is_taken_over_while_it_writes(tmp_path, impatient, monkey
     assert [info.step for info in store.steps()] == [1]
 
 
-def test_signs_of_life_are_given(tmp_path, impatient):
+def test_heartbeats_are_written(tmp_path, impatient):
     with Store(tmp_path).open_for_writing():
         seen, deadline = set(), time.monotonic() + 30
         while len(seen) < 3:
@@ -270,7 +274,7 @@ def test_a_forked_child_does_not_write(tmp_path):
         writer.write(snapshot(2))
 
 
-def test_a_writer_that_was_taken_over_gives_no_more_signs_of_life(tmp_path, impatient):
+def test_a_writer_that_was_taken_over_writes_no_more_heartbeats(tmp_path, impatient):
     writer = Store(tmp_path).open_for_writing()
     leave_lease(tmp_path)
     left = (tmp_path / lock.LEASE_FILE).read_bytes()

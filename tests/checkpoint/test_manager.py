@@ -60,7 +60,7 @@ def same(part, value):
 
 
 def make(collectives, folder, part=None, others=None, own=None, **how):
-    # Where only the first rank may look, the others have no folder.
+    # The other ranks get a folder that does not exist, because only the first rank may use it.
     place = folder if collectives.rank == 0 else folder / "of" / "nobody"
     return Manager(
         Store(str(place), keep_last=None),
@@ -89,7 +89,7 @@ def failing(step, number=errno.ENOSPC, after=0):
     return before
 
 
-def test_what_is_restored_is_what_the_first_rank_and_each_rank_had(tmp_path):
+def test_parts_come_from_the_first_rank_and_rank_parts_from_each_rank(tmp_path):
     def run(collectives):
         part, own = state(collectives.rank + 1), Own([collectives.rank, b"x"])
         with make(collectives, tmp_path, part, own=own) as saving:
@@ -106,7 +106,7 @@ def test_what_is_restored_is_what_the_first_rank_and_each_rank_had(tmp_path):
     assert not (tmp_path / "of").exists()
 
 
-def test_what_a_rank_has_for_itself_goes_to_the_first_rank_and_to_no_other(tmp_path):
+def test_a_ranks_own_state_is_sent_to_the_first_rank_only(tmp_path):
     large = 100_000
 
     def run(collectives):
@@ -130,7 +130,7 @@ def test_what_a_rank_has_for_itself_goes_to_the_first_rank_and_to_no_other(tmp_p
         return saved, sum(received)
 
     for rank, (saved, restored) in enumerate(on_ranks(run)):
-        # In base64, and beside it the messages of the ranks.
+        # The state is encoded in base64. The ranks also exchange messages.
         assert saved < (1.5 * SIZE * large if rank == 0 else 0.2 * large)
         assert large < restored < 1.5 * large
 
@@ -316,7 +316,7 @@ def test_synchronous_saves_are_on_the_disk_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["save", "maybe_save", "wait", "close"])
-def test_a_failed_write_is_told_on_every_rank_at_the_next_call(tmp_path, monkeypatch, how):
+def test_a_failed_write_is_raised_on_every_rank_at_the_next_call(tmp_path, monkeypatch, how):
     def run(collectives):
         saving = make(collectives, tmp_path)
         saving.save(1)
@@ -337,7 +337,7 @@ def test_a_failed_write_is_told_on_every_rank_at_the_next_call(tmp_path, monkeyp
         with pytest.raises(CheckpointError, match=r"rank 0: .*No space left"):
             calls[how]()
         assert steps(tmp_path) == [1]
-        # Told once; what comes next works.
+        # The error is raised once. The next call works.
         if how != "close":
             saving.save(4)
             saving.close()
@@ -359,7 +359,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(tmp_path):
     on_ranks(run)
 
 
-def test_it_is_so_at_the_first_step_and_not_at_the_first_save(tmp_path):
+def test_an_unwritable_folder_is_an_error_at_the_first_step(tmp_path):
     (tmp_path / "file").write_text("")
 
     def run(collectives):
@@ -404,7 +404,7 @@ def test_a_problem_of_one_rank_is_an_error_on_all(place, kind, where):
     assert steps(place) == []
 
 
-def test_what_cannot_be_saved_is_named(place):
+def test_a_state_that_cannot_be_saved_is_named(place):
     def run(collectives):
         others = {"metadata": Plain(lambda: {"x": object()}, print)}
         with (
@@ -416,7 +416,7 @@ def test_what_cannot_be_saved_is_named(place):
     on_ranks(run)
 
 
-def test_ranks_that_mean_different_steps_are_told(place):
+def test_ranks_that_save_different_steps_are_an_error(place):
     def run(collectives):
         with make(collectives, place, every_steps=10) as saving:
             with pytest.raises(UsageError, match="ranks 0, 1: 10; rank 2: 9"):
@@ -428,7 +428,7 @@ def test_ranks_that_mean_different_steps_are_told(place):
     assert steps(place) == []
 
 
-def test_ranks_that_are_elsewhere_in_the_data_are_told(place):
+def test_ranks_with_different_positions_in_the_data_are_an_error(place):
     def run(collectives):
         others = {"data": Plain(lambda: {"consumed": 5 + (collectives.rank == 1)}, print)}
         with (
@@ -472,7 +472,7 @@ def test_saves_by_the_first_ranks_clock(place, monkeypatch):
 
         @classmethod
         def monotonic(cls):
-            # The others' are an hour ahead, each time.
+            # The clocks of the other ranks jump far ahead at each call.
             return cls.now if threading.current_thread().name == "first" else time.monotonic() * 1e6
 
     monkeypatch.setattr(manager, "time", Clock)
@@ -492,7 +492,7 @@ def test_saves_by_the_first_ranks_clock(place, monkeypatch):
     assert on_ranks(run) == [[3, 6]] * SIZE
 
 
-def test_what_is_due_in_a_window_happens_at_its_end(place):
+def test_a_save_that_is_due_inside_a_window_happens_at_its_end(place):
     def run(collectives):
         passes = 0
 
@@ -511,7 +511,7 @@ def test_what_is_due_in_a_window_happens_at_its_end(place):
     assert on_ranks(run) == [[3, 6, 9]] * SIZE
 
 
-def test_windows_that_differ_between_ranks_are_told(place):
+def test_windows_that_differ_between_ranks_are_an_error(place):
     def run(collectives):
         with (
             make(
@@ -541,7 +541,7 @@ def test_a_job_that_is_asked_to_stop_saves_and_exits_resumable(place, caplog):
     assert "step 2 is saved, and the job can be resumed" in caplog.text
 
 
-def test_while_others_have_joined_nothing_is_saved(place):
+def test_nothing_is_saved_while_other_ranks_have_joined(place):
     def run(collectives):
         collectives.group.joined.add(1)
         if collectives.rank == 1:
@@ -570,7 +570,7 @@ def saved(collectives, folder, *values):
             saving.save(value)
 
 
-def test_a_damaged_step_is_passed_over_on_all_ranks(place, caplog):
+def test_a_damaged_step_is_skipped_on_all_ranks(place, caplog):
     def run(collectives):
         saved(collectives, place, 1, 2)
         if collectives.rank == 0:
@@ -604,7 +604,7 @@ def test_a_step_that_cannot_be_restored_is_an_error_on_every_rank(place, wanted,
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """The tensors of a small part are in several chunks, too."""
+    """Divide the tensors of a small part into several chunks."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 48)
     monkeypatch.setattr(tensors, "_FIRST_BYTES", 8)
 
@@ -642,7 +642,7 @@ def test_steps_of_version_1_are_restored_and_continued(place, small_chunks, dama
                 with pytest.raises(CheckpointError, match=r"model.safetensors: .* bytes 0 to"):
                     restoring.restore(2)
                 return
-            # A newer one is there: a new run begins with a copy.
+            # There is a newer step, so a new run begins with a copy of step 2.
             restoring.restore(2)
             assert same(part, 2)
             restoring.save(4)
@@ -676,7 +676,7 @@ def test_a_storage_that_fails_after_a_damaged_chunk_is_an_error_on_every_rank(
 
 
 def test_two_steps_are_not_mixed_where_a_part_may_be_missing(place, small_chunks):
-    """The older step has not all that the damaged one has."""
+    """The older step lacks a part that the damaged step has."""
 
     def run(collectives):
         saved(collectives, place, 1)
@@ -735,7 +735,7 @@ def test_a_part_of_empty_tensors_alone(place, version):
 
 
 @pytest.mark.parametrize("wanted", [None, 2])
-def test_where_all_prove_to_be_damaged_the_error_says_half_restored(place, small_chunks, wanted):
+def test_if_all_steps_are_damaged_the_error_says_half_restored(place, small_chunks, wanted):
     def run(collectives):
         saved(collectives, place, 1, 2)
         if collectives.rank == 0:
@@ -815,12 +815,12 @@ def test_steps_that_start_again_with_an_epoch_are_an_error(tmp_path):
     on_ranks(run)
 
 
-@pytest.mark.parametrize("call", ["save", "close", "restore", "steps", "wait"])
+@pytest.mark.parametrize("call", ["save", "close", "restore", "steps", "wait", "delete"])
 def test_a_rank_in_another_call_than_maybe_save_is_an_error_on_all_ranks(tmp_path, call):
     def run(collectives):
         manager = make(collectives, tmp_path, every_steps=5)
-        arguments = (1,) if call == "save" else ()
-        name = {"close": "wait", "steps": "look"}.get(call, call)
+        arguments = (1,) if call in ("save", "delete") else ()
+        name = {"close": "wait"}.get(call, call)
         with pytest.raises(
             UsageError, match=rf"which method to call \(rank 0: {name}; rank.* maybe_save"
         ):
@@ -970,9 +970,10 @@ def test_an_interrupt_while_a_write_begins_writes_nothing(tmp_path, monkeypatch,
         (lambda saving, rank: saving.save(1, wait=rank == 0), "whether to wait"),
         (lambda saving, rank: saving.save(1) if rank else saving.restore(), "which method to call"),
         (lambda saving, rank: saving.wait() if rank else saving.steps(), "which method to call"),
+        (lambda saving, rank: saving.delete(1) if rank else saving.steps(), "which method to call"),
     ],
 )
-def test_ranks_that_call_otherwise_are_told(tmp_path, call, said):
+def test_ranks_in_different_calls_are_an_error(tmp_path, call, said):
     def run(collectives):
         saving = make(collectives, tmp_path)
         with pytest.raises(UsageError, match=f"ranks disagree about {said}"):
@@ -1005,9 +1006,7 @@ def test_ranks_communicate_while_they_wait_for_a_write(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("times", "saves"), [(1, True), (2, True), (3, False)])
-def test_a_write_is_tried_again_where_the_error_may_pass(
-    tmp_path, monkeypatch, caplog, times, saves
-):
+def test_a_write_is_repeated_after_a_temporary_error(tmp_path, monkeypatch, caplog, times, saves):
     monkeypatch.setattr(background, "_PAUSES", (0.05, 0.05))
     left = [times]
 
@@ -1058,7 +1057,7 @@ def test_a_write_that_hangs_is_an_error_on_every_rank(tmp_path, monkeypatch):
     on_ranks(run)
 
 
-def test_where_no_step_is_good_nothing_begins_anew(place):
+def test_restore_fails_if_no_step_is_good(place):
     def run(collectives):
         saved(collectives, place, 1)
         if collectives.rank == 0:
@@ -1105,7 +1104,7 @@ def test_parts_that_the_checkpoint_does_not_have_are_named(place, caplog):
 
 
 @pytest.mark.parametrize("broken", ["write", "restore"])
-def test_a_rank_that_cannot_take_the_state_over_ends_all(place, monkeypatch, broken):
+def test_a_rank_that_cannot_restore_is_an_error_on_all_ranks(place, monkeypatch, broken):
     class Broken(Arrays):
         def restore(self, tree):
             raise ValueError("no room")
@@ -1134,7 +1133,7 @@ def test_a_rank_that_cannot_take_the_state_over_ends_all(place, monkeypatch, bro
     on_ranks(run)
 
 
-def test_a_file_that_changes_while_it_is_restored_ends_all(tmp_path, monkeypatch):
+def test_a_file_that_changes_during_a_restore_is_an_error_on_all_ranks(tmp_path, monkeypatch):
     run_broadcast = Broadcast.run
 
     def change_first(self, collectives, *arguments):
@@ -1156,7 +1155,7 @@ def test_a_file_that_changes_while_it_is_restored_ends_all(tmp_path, monkeypatch
     on_ranks(run)
 
 
-def test_a_job_of_another_size_goes_on_without_what_belongs_to_the_old_one(place, caplog):
+def test_a_job_of_another_size_does_not_restore_state_of_the_old_size(place, caplog):
     def run_of(size):
         def run(collectives):
             part, reduction, own = state(1), Own(0), Own(0)
@@ -1177,7 +1176,7 @@ def test_a_job_of_another_size_goes_on_without_what_belongs_to_the_old_one(place
     assert caplog.text.count("step 2 was saved by 2 ranks, and this job has 4") == 1
 
 
-def test_who_leaves_with_an_exception_waits_for_no_one_but_the_writer(place):
+def test_after_an_exception_a_rank_waits_only_for_its_write(place):
     def run(collectives):
         if collectives.rank == 0:
             with pytest.raises(ZeroDivisionError), make(collectives, place) as saving:
@@ -1191,7 +1190,7 @@ def test_who_leaves_with_an_exception_waits_for_no_one_but_the_writer(place):
     assert steps(place) == [1]
 
 
-def test_a_closed_one_can_do_nothing_more(place):
+def test_a_closed_manager_refuses_all_calls(place):
     def run(collectives):
         saving = make(collectives, place)
         saving.close()
@@ -1213,7 +1212,7 @@ def test_a_closed_one_can_do_nothing_more(place):
         ({"stop_signals": [signal.SIGKILL]}, "SIGKILL"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(place, how, words):
+def test_invalid_arguments_are_refused(place, how, words):
     def run(collectives):
         with pytest.raises(UsageError, match=words):
             make(collectives, place, **how)
@@ -1223,7 +1222,7 @@ def test_arguments_that_make_no_sense_are_refused(place, how, words):
 
 @pytest.mark.parametrize("chunk", [8, 64, 200, 1000, 1_000_000])
 def test_tensors_are_broadcast_in_pieces_of_one_size(tmp_path, monkeypatch, chunk):
-    """Whatever ends in the middle of what."""
+    """Chunks may end inside of tensors, and tensors inside of chunks."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk)
     lengths = (0, 1, 63, 64, 65, 1000, 0, 3, 130)
 
@@ -1246,7 +1245,7 @@ def test_tensors_are_broadcast_in_pieces_of_one_size(tmp_path, monkeypatch, chun
     assert sum(lengths) * 9 / chunk <= times <= size / chunk + 1
 
 
-def test_a_signal_that_comes_again_later_does_what_it_did(monkeypatch):
+def test_a_later_second_signal_has_its_original_effect(monkeypatch):
     got = []
     previous = signal.signal(signal.SIGUSR1, lambda *_: got.append("own"))
     try:
@@ -1254,7 +1253,7 @@ def test_a_signal_that_comes_again_later_does_what_it_did(monkeypatch):
         signals.install()
         signal.raise_signal(signal.SIGUSR1)
         assert signals.asked == "SIGUSR1"
-        # A terminal and a launcher may both pass it on.
+        # A terminal and a launcher may both forward the signal.
         signal.raise_signal(signal.SIGUSR1)
         assert got == []
         monkeypatch.setattr("hvdkit.checkpoint.signals._SAME_SECONDS", -1.0)
@@ -1267,16 +1266,16 @@ def test_a_signal_that_comes_again_later_does_what_it_did(monkeypatch):
         signal.signal(signal.SIGUSR1, previous)
 
 
-def test_outside_the_main_thread_a_job_says_that_it_hears_no_signals(caplog):
+def test_outside_the_main_thread_signals_are_not_handled_with_a_warning(caplog):
     signals = StopSignals()
     thread = threading.Thread(target=signals.install)
     thread.start()
     thread.join()
     signals.remove()
-    assert "not in the main thread" in caplog.text
+    assert "used outside the main thread" in caplog.text
 
 
-def test_only_the_first_rank_speaks(place, caplog):
+def test_only_the_first_rank_logs(place, caplog):
     caplog.set_level(logging.INFO)
 
     def run(collectives):
@@ -1287,7 +1286,7 @@ def test_only_the_first_rank_speaks(place, caplog):
     assert caplog.text.count("written in") == 1
 
 
-def test_a_run_that_has_not_restored_does_not_save_where_another_has(tmp_path):
+def test_a_run_without_a_restore_does_not_save_into_the_folder_of_another(tmp_path):
     def run(collectives):
         saved(collectives, tmp_path, 8, 9)
         for save in (lambda m: m.save(1), lambda m: m.maybe_save(1)):
@@ -1326,7 +1325,7 @@ def test_a_run_that_went_back_is_the_newest_from_its_next_step_on(place):
         with make(collectives, place) as looking:
             assert looking.restore(2).step == 2
         with make(collectives, place) as looking:
-            # Looking at an older one has changed nothing.
+            # Opening an older step has changed nothing.
             assert looking.restore().step == 3
         back = make(collectives, place, every_steps=100)
         assert back.restore(2).step == 2
@@ -1348,7 +1347,7 @@ def test_a_run_that_went_back_is_the_newest_from_its_next_step_on(place):
 
 
 @pytest.mark.parametrize("asked", [{"step": "2"}, {"run": 1.5}])
-def test_what_cannot_be_restored_is_said_at_once(place, asked):
+def test_invalid_arguments_of_restore(place, asked):
     def run(collectives):
         with (
             make(collectives, place) as restoring,
@@ -1383,7 +1382,7 @@ def test_ranks_that_ask_for_different_steps(place):
         ({"step": 1, "metrics": [1.0]}, r"metrics is \[1.0\]: expected a dict"),
     ],
 )
-def test_what_cannot_be_saved_is_said_at_once(place, wrong, said):
+def test_invalid_arguments_of_save(place, wrong, said):
     def run(collectives):
         with make(collectives, place) as saving, pytest.raises(UsageError, match=said):
             saving.save(**wrong)
@@ -1399,7 +1398,7 @@ def test_a_part_with_a_wrong_name(place):
     on_ranks(run)
 
 
-def test_a_writing_thread_that_is_ended_is_told(place, monkeypatch):
+def test_a_writing_thread_that_ends_is_an_error(place, monkeypatch):
     def ended(*_):
         raise SystemExit(1)
 
@@ -1426,8 +1425,8 @@ def test_a_rank_outside_of_the_process_set():
         check_member(Outside())
 
 
-def test_a_program_that_ends_lets_the_write_come_to_its_end(tmp_path):
-    """Also one that needs a pool of threads, as uploads do."""
+def test_a_program_waits_for_its_write_before_it_ends(tmp_path):
+    """The write may use a thread pool, as uploads do."""
     program = """
 import sys, time
 from concurrent.futures import ThreadPoolExecutor

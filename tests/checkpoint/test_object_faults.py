@@ -1,4 +1,4 @@
-"""Faults of servers and networks: no good step is lost, and all that are listed are whole."""
+"""Faults of servers and networks: no good step is lost, and all listed steps are good."""
 
 import dataclasses
 import itertools
@@ -38,7 +38,7 @@ CHANGES = {"PUT", "POST", "DELETE"}
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Give up a failing request soon."""
+    """Shorten the time in which a failing request is repeated."""
     monkeypatch.setattr(bucket, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(bucket, "FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.setattr(bucket, "FIRST_PAUSE_SECONDS", 0.01)
@@ -72,7 +72,10 @@ def test_every_request_may_fail_once(on_s3, s3_proxy, monkeypatch, fault):
 
 
 class Outage:
-    """From a request on, counted from `begin`, the server fails; that one is done, unanswered."""
+    """A server that fails from a request on, counted from `begin`.
+
+    This request is executed, and its reply is lost.
+    """
 
     def __init__(self, begin, number):
         self.first = begin + number
@@ -83,7 +86,7 @@ class Outage:
         return "lost" if number == self.first else "500"
 
 
-def test_any_request_from_which_on_the_server_is_gone(on_s3, s3_proxy, quick, request):
+def test_the_server_may_fail_from_any_request_on(on_s3, s3_proxy, quick, request):
     for number in itertools.count(1, 1 if request.config.getoption("--long") else 4):
         place = on_s3 / str(number)
         save(place, 1, 2, keep_last=2)
@@ -101,7 +104,7 @@ def test_any_request_from_which_on_the_server_is_gone(on_s3, s3_proxy, quick, re
                 assert store.verify(info.step) == []
             assert store.steps()[-1].step in ((2, 3) if said else (3,))
             assert not said or "the listed steps are complete" in said
-            # The server is back.
+            # The server works again.
             writer.write(snapshot(4))
             assert_newest_good(store, 4)
         with store.open_for_writing():
@@ -113,7 +116,7 @@ def test_any_request_from_which_on_the_server_is_gone(on_s3, s3_proxy, quick, re
 
 
 def in_a_process(work, *arguments):
-    """Start `work` in a process of its own; returns its number."""
+    """Start `work` in a new process. Return its process ID."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -128,7 +131,10 @@ def in_a_process(work, *arguments):
 
 
 class Killer:
-    """Kills the process `pid` with the change after `spared` ones. That one is done, unanswered."""
+    """Kill the process `pid` at a request that changes the store, after `spared` such requests.
+
+    This request is executed, and its reply is lost.
+    """
 
     def __init__(self, spared):
         self.spared = spared
@@ -179,7 +185,7 @@ def test_a_writer_killed_after_any_change_loses_nothing(on_s3, s3_proxy, step):
     assert spared > 10
 
 
-def test_listings_that_are_behind(on_s3, s3_proxy):
+def test_outdated_listings(on_s3, s3_proxy):
     store = through(s3_proxy, on_s3, keep_last=None)
     s3_proxy.act = lambda number, method, path: "stale" if "list-type" in path else None
     with store.open_for_writing() as writer:
@@ -193,7 +199,7 @@ def test_listings_that_are_behind(on_s3, s3_proxy):
 
 
 def objects_of(place):
-    """All objects under a URL, with their content."""
+    """Return name -> content of all objects under a URL."""
     there = Bucket(str(place), {})
     return {name: there.read(name) for name in there.sizes()}
 
@@ -221,7 +227,7 @@ def test_a_store_without_conditional_writes_is_refused(on_s3, s3_proxy, answer, 
 
 
 def test_one_of_several_creates_an_object(place_on_server):
-    """The log relies on that when several writers create the next record at once."""
+    """The log needs this if several writers create the next record at the same time."""
     buckets = [Bucket(str(place_on_server), {}) for _ in range(4)]
     together = threading.Barrier(len(buckets))
 
@@ -246,7 +252,7 @@ def test_the_check_for_conditional_writes_leaves_nothing(on_s3, s3_proxy):
 
 
 def test_another_writer_may_delete_the_object_of_the_check(on_s3, s3_proxy):
-    """A writer that begins deletes what it does not know under `writers/`."""
+    """A new writer deletes all objects of other writers under `writers/`."""
     deleted = []
 
     def act(number, method, path):
@@ -289,13 +295,13 @@ def test_an_address_that_is_wrong(on_s3, quick, url, options, said):
 
 def test_a_damaged_listing(on_s3, caplog):
     store = save(on_s3, 1, 2, keep_last=None)
-    # The last one says that the writer is closed.
+    # The last record closes the writer.
     *_, newest, last = sorted((on_s3 / "log").iterdir(), key=lambda path: path.name)
     last.unlink()
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(bytes(content))
-    # It lists step 2, whose files stay.
+    # Only the damaged record lists step 2. The files of step 2 stay.
     assert_newest_good(store, 1)
     assert "the newest record in the log of" in caplog.text
     save(on_s3, 3, keep_last=None)
@@ -339,7 +345,7 @@ def test_large_files_are_sent_and_read_in_parts(on_s3, s3_proxy, monkeypatch):
 
 
 def leave_writer(place, **changes):
-    """Append a record of a writer on another host, which gives one sign of life."""
+    """Append a record of a writer on another host, and write one heartbeat."""
     there = Bucket(str(place), {})
     lease = dataclasses.replace(Lease.own(), host="elsewhere", machine="another", **changes)
     there.write(f"writers/{lease.token}.json", lease.to_bytes(0))
@@ -367,19 +373,19 @@ def test_a_second_writer(on_s3, impatient):
 
         pid = in_a_process(elsewhere)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        # The first was not harmed by the attempts.
+        # The attempts have no effect on the first writer.
         writer.write(snapshot(1))
     assert leftovers(on_s3) == []
 
 
-def test_a_writer_elsewhere_that_gives_no_sign_of_life(on_s3, impatient):
+def test_a_writer_on_another_host_without_heartbeats(on_s3, impatient):
     save(on_s3, 1)
     leave_writer(on_s3)
     save(on_s3, 2)
     assert_newest_good(Store(str(on_s3)), 2)
 
 
-def test_a_writer_elsewhere_that_gives_signs_of_life(on_s3, impatient, monkeypatch):
+def test_a_writer_on_another_host_with_heartbeats(on_s3, impatient, monkeypatch):
     there, lease = leave_writer(on_s3)
     beats = iter(range(1, 1000))
     read = Bucket.read
@@ -411,8 +417,8 @@ def test_a_writer_that_was_taken_over_commits_nothing_more(on_s3, impatient, mon
     assert len(list((on_s3 / "steps").iterdir())) == 2
 
 
-def test_two_that_take_over_at_once(on_s3, impatient, monkeypatch):
-    """Both have found the writer dead; the record of one of them has the number."""
+def test_two_writers_that_take_over_at_once(on_s3, impatient, monkeypatch):
+    """Both find the old writer dead. Only one of them can create the next record."""
     save(on_s3, 1)
     leave_writer(on_s3)
     wait = objects.wait_for_death
@@ -425,14 +431,14 @@ def test_two_that_take_over_at_once(on_s3, impatient, monkeypatch):
 
     monkeypatch.setattr(objects, "wait_for_death", meanwhile)
     with Store(str(on_s3)).open_for_writing() as writer:
-        # That one gave no further sign of life, so this one has replaced it.
+        # The first of the two wrote no more heartbeats, so this writer has replaced it.
         writer.write(snapshot(2))
     assert first
     assert_newest_good(Store(str(on_s3)), 2)
 
 
 def test_a_writer_that_was_replaced_long_ago(on_s3, impatient, monkeypatch):
-    """The numbers that it would create next are free again."""
+    """The record with the replaced writer's next number has been deleted."""
     monkeypatch.setattr(log, "KEPT_RECORDS", 3)
     store = save(on_s3, 1)
     with store.open_for_writing() as writer:
@@ -467,8 +473,8 @@ def test_the_only_step_is_replaced_while_it_is_listed(on_s3, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["bucket", "steps"])
-def test_nothing_begins_anew_in_silence(on_s3, what):
-    """A missing bucket; steps that were deleted by hand while the log stayed."""
+def test_missing_objects_are_not_an_empty_store(on_s3, what):
+    """The bucket is missing, or steps were deleted by hand and the log was not."""
     url = "s3://no-such-bucket/run"
     if what == "steps":
         url = str(on_s3)
@@ -496,7 +502,7 @@ def test_a_name_with_characters_of_patterns(on_s3):
     assert_newest_good(Store(str(other)), 4)
 
 
-def test_objects_that_may_not_be_deleted_are_kept_in_mind(on_s3, quick, monkeypatch, caplog):
+def test_objects_that_could_not_be_deleted_are_deleted_later(on_s3, quick, monkeypatch, caplog):
     call = Bucket._call
     allowed = []
 
@@ -520,7 +526,7 @@ def test_objects_that_may_not_be_deleted_are_kept_in_mind(on_s3, quick, monkeypa
     assert leftovers(on_s3) == []
 
 
-def test_signs_of_life_are_given_and_withdrawn(on_s3, impatient):
+def test_heartbeats_are_written_and_deleted(on_s3, impatient):
     there = Bucket(str(on_s3), {})
     with Store(str(on_s3)).open_for_writing():
         deadline = time.monotonic() + 30
@@ -534,7 +540,7 @@ def test_signs_of_life_are_given_and_withdrawn(on_s3, impatient):
 
 
 def test_a_step_stays_readable_from_its_listing(on_s3):
-    """Names on the store are those that `steps()` gives."""
+    """The location in the listing is the URL of the step's objects."""
     save(on_s3, 7)
     (info,) = Store(str(on_s3)).steps()
     with Store(str(on_s3)).newest_good(7) as opened:

@@ -12,7 +12,7 @@ from tests.checkpoint.test_manager import make, on_ranks, same, saved, state
 
 
 def variables(**arrays):
-    """A part that can be restored in part."""
+    """Return an item of these variables, and the arrays."""
     return Variables(lambda: arrays, "model", ArrayTensor), arrays
 
 
@@ -20,8 +20,8 @@ def filled(value, *shape):
     return np.full(shape, value, np.float32)
 
 
-def test_what_was_added_since_stays_as_it_is(tmp_path, caplog):
-    """A scaler that the checkpoint has not; and one that this job has not."""
+def test_items_that_were_added_later_stay_as_they_are(tmp_path, caplog):
+    """The checkpoint lacks the scaler of this job, or this job lacks that of the checkpoint."""
 
     def run(collectives):
         scale = {"old": 1.0}
@@ -57,14 +57,14 @@ def test_a_model_with_another_last_layer(tmp_path, caplog):
     on_ranks(run)
     (said,) = [r.getMessage() for r in caplog.records if "restored in part" in r.getMessage()]
     for line in (
-        "it has no head (head F32[3, 5])",
-        "it has no new (new",
-        "it has old (old",
+        "head (head F32[3, 5]) is not in the checkpoint",
+        "new (new F32[2]) is not in the checkpoint",
+        "old (old F32[2]) is only in the checkpoint",
     ):
         assert line in said
 
 
-def test_a_part_that_does_not_fit_stays_as_it_is(tmp_path, caplog):
+def test_an_item_that_does_not_fit_stays_as_it_is(tmp_path, caplog):
     def run(collectives):
         saved(collectives, tmp_path, 1)
         other = Arrays(3, another=filled(3, 2))
@@ -93,7 +93,7 @@ def test_only_some_parts(tmp_path):
             assert (same(model, 1), same(optimizer, 2), own.value) == (True, True, "mine")
             restoring.restore(only=["optimizer", "own"])
             assert (same(optimizer, 1), own.value) == (True, "saved")
-            # What is saved now is another run's.
+            # The next save begins a new run.
             restoring.save(1)
             restoring.wait()
             if collectives.rank == 0:
@@ -102,7 +102,7 @@ def test_only_some_parts(tmp_path):
     on_ranks(run)
 
 
-def test_ranks_that_restore_different_parts_are_told(tmp_path):
+def test_ranks_that_restore_different_parts_are_an_error(tmp_path):
     def run(collectives):
         saved(collectives, tmp_path, 1)
         with (
@@ -117,7 +117,7 @@ def test_ranks_that_restore_different_parts_are_told(tmp_path):
     on_ranks(run)
 
 
-def test_a_model_that_fits_in_other_places_on_one_rank_is_told(tmp_path):
+def test_a_model_of_which_other_layers_fit_on_one_rank_is_an_error(tmp_path):
     def run(collectives):
         part, _ = variables(body=filled(1, 4), head=filled(1, 3))
         with make(collectives, tmp_path, part) as saving:
@@ -134,7 +134,7 @@ def test_a_model_that_fits_in_other_places_on_one_rank_is_told(tmp_path):
     on_ranks(run)
 
 
-def test_what_is_discarded_has_its_size():
+def test_a_discarded_tensor_keeps_its_size():
     part, arrays = variables(a=filled(1, 2))
     prepared, lines = part.plan_partial_restore({"a": ArrayTensor(filled(0, 2)).spec})
     assert (prepared["a"].array is arrays["a"], lines) == (True, [])
@@ -144,16 +144,16 @@ def test_what_is_discarded_has_its_size():
     assert prepared["a"].spec == spec
 
 
-def test_layers_of_a_kind_are_told_apart_by_their_order():
-    """Keras numbers them on and on, from model to model."""
+def test_layers_of_one_class_are_matched_in_order():
+    """Keras numbers the layers of a class through all models of a process."""
     saved = {f"dense_{n}/kernel": ArrayTensor(filled(n, 2)).spec for n in (1, 2)}
     part, arrays = variables(**{f"dense_{n}/kernel": filled(0, 2) for n in (7, 8)})
     prepared, lines = part.plan_partial_restore(saved)
     assert [each.array for each in prepared.values()] == list(arrays.values())
     assert lines == []
-    # One of them is gone, and only its name tells which.
+    # One layer is missing. Only its name tells which one.
     part, arrays = variables(**{"dense_2/kernel": filled(0, 2)})
     prepared, lines = part.plan_partial_restore(saved)
     assert isinstance(prepared["dense_1/kernel"], Discarded)
     assert prepared["dense_2/kernel"].array is arrays["dense_2/kernel"]
-    assert lines == ["it has dense_1/kernel (dense/kernel F32[2]), which is not in here"]
+    assert lines == ["dense_1/kernel (dense/kernel F32[2]) is only in the checkpoint"]

@@ -1,4 +1,4 @@
-"""A power cut at any moment: what was said to be saved is there, and what is listed is whole."""
+"""A power cut at any moment loses no step that was reported as saved, and damages none."""
 
 import os
 import random
@@ -14,15 +14,15 @@ from tests.checkpoint.power_cut import Disk, Recorder
 
 @pytest.fixture(autouse=True)
 def no_beats(monkeypatch):
-    """Signs of life come at any time: without them the calls are the same each time."""
+    """Stop heartbeats, which come at any time, so that the calls are always the same."""
     monkeypatch.setattr(lock, "BEAT_SECONDS", 3600.0)
 
 
 def program(folder, recorder):
-    """Save, save again, delete, and go back. The folder and those around it are made."""
+    """Create the folder, save steps, save one again, delete some, and go back to an older step."""
     store = Store(folder, keep_last=2)
     with store.open_for_writing() as writer:
-        # The epochs tell the two saves of step 3 apart.
+        # The two saves of step 3 have different epochs.
         for epoch, step in enumerate((1, 2, 3, 3)):
             writer.write(snapshot(step, epoch=epoch))
             recorder.mark((step, epoch))
@@ -86,7 +86,7 @@ def test_nothing_is_lost_at_a_power_cut(tmp_path):
     recorder = record(tmp_path, program)
     assert list(violations(tmp_path, recorder)) == []
     assert len(recorder.syncs) > 20
-    # What is recorded is what was done.
+    # With all changes, the simulated disk has the real content.
     Disk(recorder.number, recorder.calls, len(recorder.calls)).after_power_cut(
         tmp_path / "whole", lambda change: True
     )
@@ -95,9 +95,9 @@ def test_nothing_is_lost_at_a_power_cut(tmp_path):
 
 @pytest.mark.parametrize("program", [brief, pytest.param(program, marks=pytest.mark.long)])
 def test_each_sync_is_needed(tmp_path, program):
-    """Without it, a power cut at some moment loses a step: the test above would fail.
+    """Without any one sync of the code, a power cut at some moment loses a step.
 
-    A place in the code may sync more often than each moment needs: it must be needed once.
+    A sync in the code may be called several times. At least one of these calls must be needed.
     """
     (tmp_path / "0").mkdir()
     syncs = record(tmp_path / "0", program).syncs
@@ -114,7 +114,7 @@ def test_each_sync_is_needed(tmp_path, program):
 
 
 def test_what_was_written_is_read_back_from_the_disk(tmp_path, monkeypatch):
-    """Its pages are dropped from memory once they are synced, and before they are read."""
+    """A file's pages are dropped from the page cache after the fsync and before they are read."""
     done = []
     forget = disk.forget
     monkeypatch.setattr(disk, "before_step", lambda step, file: done.append((step, file)))

@@ -1,4 +1,4 @@
-"""`hvdkit checkpoint …`, as its user sees it."""
+"""The output and exit statuses of `hvdkit checkpoint`."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def damage(store, step):
 
 
 def rot(store, step):
-    """Damage that only reading all of it shows."""
+    """Damage a step so that only a check of all its content finds it."""
     path = step_folder(store, step) / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -83,20 +83,20 @@ def test_prune_by_a_metric_that_no_step_has(store, run):
     assert len(store.steps()) == 3
 
 
-def test_show_of_a_run_that_is_not_there_names_the_runs(store, run):
+def test_show_of_a_missing_run_names_the_runs(store, run):
     status, _, err = run("show", store.location, "--run", 7)
     assert status == 2
     assert "300 of run 1" in err
 
 
-def test_an_age_that_cannot_be_is_not_told(tmp_path, run, monkeypatch):
+def test_an_impossible_age_is_not_shown(tmp_path, run, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 4e9)
     save(tmp_path, 1)
     monkeypatch.undo()
     assert run("ls", tmp_path)[1].splitlines()[1].split()[-3:] == ["?", "-", "complete"]
 
 
-def test_show_is_all_that_a_step_says(store, run):
+def test_show_prints_all_of_a_step(store, run):
     status, out, _ = run("show", store.location)
     assert status == 0
     assert "step     300" in out
@@ -145,7 +145,7 @@ def test_verify_reads_all_again(store, run):
     assert store.quarantined() == []
 
 
-def test_verify_goes_past_a_step_that_cannot_be_read(tmp_path, run, monkeypatch):
+def test_verify_continues_after_a_step_that_cannot_be_read(tmp_path, run, monkeypatch):
     store = save(tmp_path, 100, 200, 300)
     verify_entry = Store.verify_entry
 
@@ -161,7 +161,7 @@ def test_verify_goes_past_a_step_that_cannot_be_read(tmp_path, run, monkeypatch)
     assert out.splitlines()[-1] == "2 good, 0 damaged, 1 not read"
 
 
-def test_a_stranger_s_names_do_not_steer_the_terminal(tmp_path, run):
+def test_control_characters_in_names_do_not_reach_the_terminal(tmp_path, run):
     with Store(tmp_path).open_for_writing() as writer:
         path = Path(writer.write(snapshot(1, {"\x1b]0;title\x07": 1.0})))
     assert "?]0;title? 1" in run("ls", tmp_path)[1]
@@ -194,7 +194,7 @@ def test_prune_never_deletes_the_last_good_step(store, run, caplog):
     assert store.verify(100) == []
 
 
-def test_prune_deletes_what_was_set_aside_when_asked(store, run):
+def test_prune_deletes_quarantined_steps_on_request(store, run):
     rot(store, 300)
     with store.newest_good() as opened:
         assert opened.manifest.step == 200
@@ -208,7 +208,7 @@ def test_prune_deletes_what_was_set_aside_when_asked(store, run):
     assert store.quarantined() == []
 
 
-def test_prune_deletes_older_runs_when_asked(store, run):
+def test_prune_deletes_older_runs_on_request(store, run):
     assert "run" not in run("ls", store.location)[1]
     with store.open_for_writing(new_run=True) as writer:
         writer.write(snapshot(5))
@@ -232,7 +232,7 @@ def test_prune_leaves_the_folder_of_a_live_training_alone(store, run):
     assert len(store.steps()) == 3
 
 
-def test_export_asks_for_a_name_that_says_how(store, run):
+def test_export_needs_a_name_with_a_known_ending(store, run):
     status, _, err = run("export", store.location, "model.onnx")
     assert status == 2
     assert "model.onnx; expected *.pt or *.pth (PyTorch's state_dict), *.safetensors" in err

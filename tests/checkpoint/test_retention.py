@@ -40,11 +40,11 @@ STEPS = manifests((10, 3.0), (20, 1.0), (30, math.nan), (40, 2.0), (50, None), (
         (Retention(1, [KeepBest("accuracy")]), {60}),
     ],
 )
-def test_what_stays(retention, steps):
+def test_steps_to_keep(retention, steps):
     assert {STEPS[place].step for place in retention.kept(STEPS)} == steps
 
 
-def test_nothing_stays_of_nothing():
+def test_without_steps_none_is_kept():
     assert Retention().kept([]) == set()
 
 
@@ -59,7 +59,7 @@ def test_a_step_that_was_saved_again_counts_once():
     again = manifests((10, 1.0), (20, 2.0), (10, 3.0))
     assert Retention(keep_last=2).kept(again) == {1, 2}
     assert Retention(keep_last=None).kept(again) == {1, 2}
-    # The older one's value is that of what was given up.
+    # The value of the older save does not count, because the newer one has replaced it.
     assert Retention(1, [KeepBest("loss")]).kept(again) == {1, 2}
 
 
@@ -78,7 +78,7 @@ def test_a_step_that_was_saved_again_counts_once():
         (lambda: KeepBest.parse("loss:low"), "expected a metric"),
     ],
 )
-def test_what_is_asked_wrongly(make, said):
+def test_invalid_rules(make, said):
     with pytest.raises(UsageError, match=said):
         make()
 
@@ -87,7 +87,7 @@ def test_what_is_asked_wrongly(make, said):
     ("metric", "mode"),
     [("val_loss", "min"), ("val_accuracy", "max"), ("top-1/acc", "max"), ("MSE", "min")],
 )
-def test_the_usual_names_tell_which_value_is_best(metric, mode):
+def test_usual_names_imply_which_value_is_best(metric, mode):
     assert KeepBest(metric) == KeepBest(metric, mode)
     opposite = "max" if mode == "min" else "min"
     assert KeepBest(metric, opposite).mode == opposite

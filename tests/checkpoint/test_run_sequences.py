@@ -1,9 +1,8 @@
-"""Sequences of jobs in one place, some of them killed or out of space at any call.
+"""Random sequences of jobs in one place. Some are killed, or out of space, at a random call.
 
-A job restores the newest step or a certain one, saves some, and ends. Whatever came before, the
-newest good step is the one that was saved last, or that a job went back to; or the one before it,
-where a job was killed meanwhile. All steps that are listed are good, and no job deletes those of
-older runs.
+A job restores the newest step or a given step, saves steps, and ends. After each job, the newest
+good step must be the step that was saved last, or to which a job went back. If a job was killed,
+it may be the step before. All listed steps must be good, and no job may delete steps of older runs.
 """
 
 import dataclasses
@@ -44,7 +43,7 @@ _JOB = st.fixed_dictionaries(
 
 
 def interrupt(job):
-    """Kill or fail this process at a system call or a request."""
+    """Kill this process at a file operation or a request, or make one fail."""
     calls = itertools.count(1)
 
     def before(*_):
@@ -52,7 +51,7 @@ def interrupt(job):
         if call == job["killed_at"]:
             os._exit(9)
         if call == job["full_at"]:
-            # Not tried again, neither by the system nor by an object store.
+            # An error that neither the system nor the object store's client repeats.
             raise PermissionError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     request = Bucket._call
@@ -66,7 +65,7 @@ def interrupt(job):
 
 
 def work(place, job, number, say):
-    """Do a job's actions, in a process of its own."""
+    """Execute a job's actions. Called in a new process."""
     interrupt(job)
     store = Store(str(place), keep_last=job["keep_last"])
     writer = BackgroundWriter(store, job["overwrite"])
@@ -92,13 +91,13 @@ def work(place, job, number, say):
                 assert writer.finished(60)
                 say("saved", None, own)
         except (UsageError, CheckpointError):
-            # No such step, nothing restored where there are steps, no space.
+            # The step is missing, steps exist and none was restored, or there is no space.
             continue
     writer.close()
 
 
 def run(place, job, number, log):
-    """Let a job do its work, and return what it said."""
+    """Run a job in a new process, and return its messages."""
     descriptor = os.open(log, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
 
     def say(*words):

@@ -28,7 +28,7 @@ def whole(seed, dtype=np.float32, shape=(ROWS, 3)):
 
 
 def part_of(collectives, arrays, cuts):
-    """This rank's rows of arrays: those between two of the sorted `cuts`."""
+    """Return this rank's rows of arrays: those between two of the sorted `cuts`."""
     bounds = [0, *sorted(cuts), ROWS]
     first, end = bounds[collectives.rank : collectives.rank + 2]
     own = {name: array[first:end].copy() for name, array in arrays.items()}
@@ -64,7 +64,7 @@ divisions = st.integers(1, 4).flatmap(
 @given(
     saved=divisions, restored=divisions, chunk=st.sampled_from([40, 64, 1000]), wait=st.booleans()
 )
-def test_rows_come_back_to_any_division(tmp_path_factory, saved, restored, chunk, wait):
+def test_rows_are_restored_with_any_division(tmp_path_factory, saved, restored, chunk, wait):
     folder = tmp_path_factory.mktemp("sharded")
     arrays = {
         "a": whole(1),
@@ -154,7 +154,7 @@ def test_rows_that_do_not_make_up_a_tensor(tmp_path, change, words):
     assert bool([*tmp_path.glob("step-*")]) == (words is None)
 
 
-def test_memory_that_cannot_be_had_is_an_error_on_all_ranks(tmp_path, monkeypatch):
+def test_missing_memory_is_an_error_on_all_ranks(tmp_path, monkeypatch):
     def none(nbytes):
         raise MemoryError(f"{nbytes} bytes")
 
@@ -171,7 +171,7 @@ def test_memory_that_cannot_be_had_is_an_error_on_all_ranks(tmp_path, monkeypatc
 
 
 def test_a_copy_that_fails_on_one_rank_is_an_error_on_all(tmp_path):
-    """Found before the ranks begin to gather, where the others would wait for this rank."""
+    """The error is found before the gather, in which the other ranks would wait for this one."""
 
     class Unreadable(ArrayTensor):
         def memory(self):
@@ -291,6 +291,6 @@ def test_the_order_of_the_rest_is_the_same_on_all_ranks():
         ({0: Shard(np.zeros(3), 0, 3)}, "the name 0: expected a text"),
     ],
 )
-def test_what_is_no_shard(wrong, words):
+def test_invalid_shards(wrong, words):
     with pytest.raises(UsageError, match=words):
         ShardedItem(wrong, ArrayTensor)

@@ -42,7 +42,7 @@ def test_what_is_saved_is_restored_to_the_bit(place):
     assert leftovers(path_of(store.location)) == []
 
 
-def test_where_an_open_folder_gives_its_names_only_once(tmp_path, monkeypatch):
+def test_a_file_system_that_lists_an_open_folder_only_once(tmp_path, monkeypatch):
     # As sshfs does.
     listed = set()
     plain_listdir, plain_close = os.listdir, os.close
@@ -85,7 +85,7 @@ def test_a_file_in_place_of_the_folder(tmp_path):
         store.open_for_writing()
 
 
-def test_what_else_is_in_the_folder_is_left_alone(tmp_path):
+def test_other_files_in_the_folder_are_not_touched(tmp_path):
     for name in ("step-5", "step-000000000009.old", "notes.txt", "step-00000000000x"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-000000000007").write_text("no folder")
@@ -196,15 +196,15 @@ def test_retention(place, settings, steps):
     assert len(names(place)) == len(steps)
 
 
-def test_a_damaged_step_does_not_count_as_one_that_stays(place):
+def test_a_damaged_step_does_not_count_as_kept(place):
     store = save(place, 1, 2, 3, keep_last=3)
     (step_folder(store, 3) / "state.json").unlink()
     save(place, 4, keep_last=3)
     assert [info.step for info in store.steps()] == [1, 2, 4]
 
 
-def test_a_run_that_went_back_goes_on_from_where_it_is_now(place):
-    """Steps 1000 and 2000 are those of a run that was given up: its user went back to 500."""
+def test_a_run_that_went_back_continues_from_its_newest_step(place):
+    """A user went back from step 2000 to step 500. Steps 1000 and 2000 belong to the old run."""
     store = save(place, 500, 1000, 2000, keep_last=3)
     with store.newest_good(500) as opened:
         assert_holds(opened, 500)
@@ -226,7 +226,7 @@ def test_a_step_that_is_saved_again_replaces_the_older_one(place):
         *("step-000000000001", "step-000000000002"),
     ]
     if isinstance(place, Path):
-        # The name of the one that was replaced.
+        # The new step has the name of the step that it replaced.
         assert location == str(place / "step-000000000001")
         assert names(place).count("step-000000000001") == 1
     assert [info.step for info in store.steps()] == [2, 1]
@@ -237,7 +237,7 @@ def test_each_run_has_its_own_steps(place):
     with store.open_for_writing(new_run=True) as writer:
         for step in (1, 2, 200):
             writer.write(snapshot(step))
-    # Of each the newest two, and the older run's step 200 is not replaced.
+    # Each run keeps its newest two steps. The step 200 of the older run is not replaced.
     assert [info.step for info in store.steps()] == [200, 300, 2, 200]
     assert [info.step for info in store.of_older_runs()] == [200, 300]
     assert [info.step for info in store.prunable(Retention(1))] == [2]
@@ -246,7 +246,7 @@ def test_each_run_has_its_own_steps(place):
     with pytest.raises(CheckpointError, match="step 200 in .* is damaged"):
         store.newest_good(200)
     assert_newest_good(store, 2)
-    # Whichever file is damaged, an older run's step is not taken for one of this.
+    # Whichever file is damaged, no step of the older run is opened instead.
     for file in ("model.safetensors", "manifest.json"):
         cut(other / file, 10)
         with pytest.raises(CheckpointError, match="none of the 1 steps of run 2 in .* is good"):
@@ -263,7 +263,7 @@ def test_each_run_has_its_own_steps(place):
         UsageError, match="there is no step 2 of run 1 .*expected one of: 2 of run 2"
     ):
         store.newest_good(2, run=1)
-    # Nor is its number given to another.
+    # The number of a run is not used again.
     remove(other)
     with store.open_for_writing(new_run=True) as writer:
         assert writer.run == 3
@@ -281,7 +281,7 @@ def test_a_step_that_a_live_writer_replaces_while_it_is_read(tmp_path, monkeypat
 
     monkeypatch.setattr(disk, "before_step", before)
     with store.newest_good() as opened:
-        # What was opened before it was deleted is good, too.
+        # A step that was opened before it was deleted is also good.
         assert opened.manifest.step in (2, 3)
     assert done
     assert store.quarantined() == []
@@ -309,7 +309,7 @@ def test_a_step_that_is_replaced_between_listing_and_reading(place, monkeypatch)
 
 
 def test_a_run_whose_newest_manifest_cannot_be_read_is_not_continued(tmp_path, monkeypatch):
-    """The number of its commit is not known, so a new one might seem older."""
+    """The commit number of this step is not known, so a new step could get a lower one."""
     store = save(tmp_path, 1, 2)
     preadv = os.preadv
 
@@ -327,7 +327,7 @@ def test_a_run_whose_newest_manifest_cannot_be_read_is_not_continued(tmp_path, m
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_going_on_after_an_older_step_begins_a_run_with_it(place, monkeypatch, links):
+def test_continuing_from_an_older_step_begins_a_run_with_it(place, monkeypatch, links):
     store = save(place, 1, 2, 3)
     with store.newest_good(2) as opened:
         base = opened.manifest
@@ -353,7 +353,7 @@ def test_going_on_after_an_older_step_begins_a_run_with_it(place, monkeypatch, l
     assert any(name.startswith("step-000000000004-run2") for name in names(place))
 
 
-def test_going_on_after_a_step_that_was_deleted_meanwhile(place, caplog):
+def test_continuing_from_a_step_that_was_deleted_meanwhile(place, caplog):
     store = save(place, 1, 2, 3)
     with store.newest_good(2) as opened:
         base = opened.manifest
@@ -424,12 +424,12 @@ def test_a_snapshot_may_be_written_by_another_thread(place):
         ({"metrics": {"loss": None}}, "the metric 'loss' is None; expected a number"),
     ],
 )
-def test_a_snapshot_that_nobody_can_write(change, said):
+def test_invalid_snapshots(change, said):
     with pytest.raises(UsageError, match=said):
         dataclasses.replace(snapshot(1), **change)
 
 
-def test_what_is_wrong_with_a_snapshot_leaves_nothing_behind(place):
+def test_an_invalid_snapshot_leaves_no_files(place):
     store = save(place, 1)
     wrong = EncodedPart({"$tensor": "x"}, {"x": (TensorSpec("F4", ()), np.zeros(16, np.uint8))})
     with store.open_for_writing() as writer:

@@ -77,7 +77,7 @@ def test_contents_are_not_copied():
         (TensorSpec("F32", (2,)), np.zeros(16, np.uint8)[::2], "contiguous"),
     ],
 )
-def test_what_does_not_fit_is_said(spec, data, said):
+def test_content_that_does_not_fit(spec, data, said):
     with pytest.raises(UsageError, match=said):
         list(tensors.serialize({"x": (spec, data)}))
 

@@ -72,13 +72,13 @@ def test_a_value_comes_back_as_it_was(value):
     assert repr(again) == repr(value)
 
 
-def test_what_is_no_number_comes_back_as_such():
+def test_nan_and_infinities_come_back():
     assert math.isnan(through_json(math.nan))
     value = struct.unpack("<f", b"\1\0\xc0\x7f")[0]
     assert math.isnan(through_json(np.float32(value)))
 
 
-def test_true_and_one_are_told_apart():
+def test_true_and_one_stay_different():
     assert repr(through_json([True, 1, 1.0, np.float64(1)])) == repr([True, 1, 1.0, np.float64(1)])
 
 
@@ -134,7 +134,7 @@ def test_arrays_are_tensors_that_come_back_as_arrays():
         np.testing.assert_array_equal(one, other)
 
 
-def test_what_safetensors_has_no_dtype_for_is_said_in_the_tree():
+def test_the_tree_has_dtypes_that_safetensors_lacks():
     value = {"x": TensorSpec("C128", (3,)), "y": TensorSpec("C32", ())}
     encoded, tensors = tree.encode(value, "it")
     assert encoded == {"x": {"$tensor": ["x", "C128"]}, "y": {"$tensor": ["y", "C32"]}}
@@ -201,7 +201,7 @@ def test_small_tensors():
         {"$small": ["F32", [1]]},
     ],
 )
-def test_arrays_that_encode_does_not_give(encoded):
+def test_invalid_encoded_arrays(encoded):
     with pytest.raises(ValueError, match="wrong content of"):
         tree.decode(encoded, {})
 
@@ -223,7 +223,7 @@ def test_arrays_that_encode_does_not_give(encoded):
         ({np.int64(1): 1}, r"of type int64"),
     ],
 )
-def test_what_cannot_be_saved_is_named_by_its_path(value, said):
+def test_a_value_that_cannot_be_saved_is_named_by_its_path(value, said):
     with pytest.raises(UsageError, match=said):
         tree.encode(value, "metadata")
 
@@ -243,7 +243,7 @@ def test_a_tree_that_contains_itself():
 
 
 @pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {0: v}])
-def test_what_can_be_written_can_be_read(wrap):
+def test_any_tree_that_can_be_written_can_be_read(wrap):
     value = F32
     for _ in range(tree.MAX_DEPTH):
         value = wrap(value)

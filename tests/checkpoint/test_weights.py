@@ -20,7 +20,7 @@ from tests.checkpoint.material import save, snapshot, step_folder
 
 
 def stored(folder, tree, specs, others=None):
-    """Save a model. Returns the store and the contents of its tensors."""
+    """Save a model. Return the store and the contents of its tensors."""
     random = np.random.default_rng(1)
     contents = {
         name: (spec, random.integers(0, 256, tensors.nbytes(spec), np.uint8))
@@ -34,7 +34,7 @@ def stored(folder, tree, specs, others=None):
 
 
 def read(file):
-    """name -> dtype, shape and the tensor's bytes; and the metadata."""
+    """Return name -> dtype, shape and bytes of each tensor; and the metadata."""
     with safe_open(file, framework="np") as opened:
         metadata = opened.metadata()
     data = np.fromfile(file, np.uint8)
@@ -128,7 +128,7 @@ def test_a_folder_of_several_files(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
-def test_what_exists_is_not_replaced_by_a_folder(tmp_path, capsys, kind):
+def test_an_existing_target_is_not_replaced_by_a_folder(tmp_path, capsys, kind):
     store, _ = stored(tmp_path / "place", TREE, SPECS)
     target = tmp_path / "out"
     if kind == "file":
@@ -143,7 +143,7 @@ def test_what_exists_is_not_replaced_by_a_folder(tmp_path, capsys, kind):
 
 
 @pytest.mark.parametrize("export", [weights.export_file, weights.export_folder])
-def test_what_fails_leaves_nothing(tmp_path, monkeypatch, export):
+def test_a_failed_export_leaves_no_files(tmp_path, monkeypatch, export):
     store = save(tmp_path / "place", 1)
     with store.newest_good() as opened:
         path = step_folder(store, 1) / "model.safetensors"
@@ -176,7 +176,7 @@ def _full(_):
         ),
     ],
 )
-def test_what_has_no_such_file(tmp_path, change, said):
+def test_checkpoints_that_cannot_be_exported(tmp_path, change, said):
     if change == "complex":
         tree, specs = {"x": {"$tensor": ["x", "C128"]}}, {"x": TensorSpec("C128", (3,))}
         store, _ = stored(tmp_path / "place", tree, specs)

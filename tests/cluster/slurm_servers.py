@@ -105,7 +105,7 @@ def slurm(cluster: Cluster, cpus: int = 4) -> Iterator[Slurm]:
         own = [f"{kind}-{host.name}" for kind in ("spool", "tmp") for host in cluster.hosts]
         for name in ("state", *own):
             (folder / name).mkdir()
-        # By default the nodes detect the mounted version, and these hosts have none.
+        # By default a node detects the mounted version of control groups. These hosts have none.
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         nodes = "\n".join(
             f"NodeName={host.name} NodeAddr={host.address} CPUs={cpus} State=UNKNOWN"

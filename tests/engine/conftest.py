@@ -1,10 +1,37 @@
-"""Horovod's sources, pristine and patched, for the tests of the engine."""
+"""Horovod's sources, pristine and patched, and libraries of single headers."""
 
+import ctypes
 import shutil
+import subprocess
+from importlib import resources
+from pathlib import Path
 
 import pytest
 
 from hvdkit.engine import install, patches, sdist
+from hvdkit.engine.toolchain import find_compiler
+
+
+@pytest.fixture(scope="session")
+def compile_header(tmp_path_factory):
+    """Compile a header of `hvdkit/engine/sources` with a C++ file of tests; warnings are errors."""
+
+    def compile_check(check):
+        built = tmp_path_factory.mktemp("check") / f"{check}.so"
+        sources = resources.files("hvdkit.engine").joinpath("sources")
+        strict = ["-Wall", "-Wextra", "-Werror", "-pedantic"]
+        paths = [f"-I{sources}", str(Path(__file__).with_name(check)), "-o", str(built)]
+        done = subprocess.run(
+            [find_compiler().path, "-std=c++17", "-O3", *strict, "-shared", "-fPIC", *paths],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return ctypes.CDLL(str(built))
+
+    return compile_check
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ def wheel(tmp_path, monkeypatch):
     return path
 
 
-def test_what_is_stored_is_found(wheel):
+def test_a_stored_wheel_is_found(wheel):
     assert cache.lookup("k") is None
     kept = cache.store("k", wheel, {"a": 1})
     assert cache.lookup("k") == kept
@@ -77,7 +77,7 @@ _IMPORTS = "import os; from pathlib import Path; from hvdkit.engine import cache
 
 
 def as_other(code, home, cache):
-    """Run as another user; return what it prints, and its warnings."""
+    """Run `code` as another user; return its output and its warnings."""
     done = subprocess.run(
         [sys.executable, "-c", f"{_IMPORTS}; os.setgid({OTHER}); os.setuid({OTHER}); {code}"],
         env=os.environ | {"HOME": str(home), "HVDKIT_CACHE_DIR": str(cache), "XDG_CACHE_HOME": ""},
@@ -105,7 +105,7 @@ def shared(tmp_path_factory):
 
 @needs_root
 def test_a_second_user_of_a_shared_cache(shared, monkeypatch):
-    """The user finds root's entries, and stores others in their own cache."""
+    """The second user finds the entries of root, and stores new ones in a cache of their own."""
     cache_folder = shared / "cache"
     monkeypatch.setenv("HVDKIT_CACHE_DIR", str(cache_folder))
     wheel = shared / "horovod-0.28.1-py3-none-any.whl"

@@ -63,7 +63,7 @@ def test_a_complete_tool_chain_is_found(toolkit):
     assert found.toolkit.version == "13.0"
     assert found.nccl.version == "2.27.3"
     assert found.nccl.library == toolkit / "nccl/lib"
-    # Those of the framework that this nvcc supports.
+    # The architectures of the framework that this nvcc supports.
     assert found.toolkit.architectures == ("75", "90")
 
 

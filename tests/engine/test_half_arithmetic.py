@@ -2,16 +2,10 @@
 
 import ctypes
 import platform
-import subprocess
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-from hvdkit.engine.toolchain import find_compiler
-
-CHECK = Path(__file__).with_name("half_arithmetic_check.cc")
 
 ALL_BITS = np.arange(65536, dtype=np.uint16)
 
@@ -86,21 +80,8 @@ def kind(request):
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    """The header, compiled with strict warnings as errors."""
-    built = tmp_path_factory.mktemp("half") / "half_arithmetic_check.so"
-    sources = resources.files("hvdkit.engine").joinpath("sources")
-    strict = ["-Wall", "-Wextra", "-Werror", "-pedantic"]
-    paths = [f"-I{sources}", str(CHECK), "-o", str(built)]
-    done = subprocess.run(
-        [find_compiler().path, "-std=c++17", "-O3", *strict, "-shared", "-fPIC", *paths],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(built))
+def library(compile_header):
+    return compile_header("half_arithmetic_check.cc")
 
 
 def has_vector_path(library, kind):

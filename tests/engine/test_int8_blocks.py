@@ -1,16 +1,10 @@
 """Compare int8_blocks.h with numpy, bit by bit."""
 
 import ctypes
-import subprocess
-from importlib import resources
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hvdkit.engine.toolchain import find_compiler
-
-CHECK = Path(__file__).with_name("int8_blocks_check.cc")
 BLOCK = 256
 
 # The inputs have infinities and NaNs on purpose.
@@ -18,21 +12,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    """The header, compiled with strict warnings as errors."""
-    built = tmp_path_factory.mktemp("int8") / "int8_blocks_check.so"
-    sources = resources.files("hvdkit.engine").joinpath("sources")
-    strict = ["-Wall", "-Wextra", "-Werror", "-pedantic"]
-    paths = [f"-I{sources}", str(CHECK), "-o", str(built)]
-    done = subprocess.run(
-        [find_compiler().path, "-std=c++17", "-O3", *strict, "-shared", "-fPIC", *paths],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    loaded = ctypes.CDLL(str(built))
+def library(compile_header):
+    loaded = compile_header("int8_blocks_check.cc")
     loaded.bytes.restype = ctypes.c_size_t
     return loaded
 
@@ -103,7 +84,7 @@ def test_blocks_have_the_bits_of_numpy(library, numbers):
 
 @pytest.mark.parametrize("count", [*range(1, 70), 255, 256, 257, 511, 512, 513, 4099])
 def test_the_scalar_path_has_the_bits_of_the_vector_path(library, count):
-    """A number's code depends on its block's largest number alone, which is the first one here."""
+    """The scale of a block depends only on its largest number, which is the first one here."""
     numbers = np.random.default_rng(count).uniform(-1, 1, count).astype(np.float32)
     numbers[::BLOCK] = 1.5
     found = decode(library, encode(library, numbers), count)
@@ -120,6 +101,6 @@ def test_the_error_is_at_most_half_of_a_code(library):
     largest = np.abs(numbers).reshape(-1, BLOCK).max(1).repeat(BLOCK).astype(np.float64)
     error = np.abs(found.astype(np.float64) - numbers)
     assert (error <= largest / 254 * (1 + 2**-20)).all()
-    # No change of more than rounding if numbers are encoded again, as a result is.
+    # Ranks encode a sum of decoded numbers again: that changes a number by its rounding at most.
     again = decode(library, encode(library, found), len(numbers))
     assert (np.abs(again - found) <= np.spacing(largest.astype(np.float32))).all()

@@ -112,13 +112,13 @@ def test_the_number_of_jobs_does_not_change_the_key(made):
     assert dataclasses.replace(made, jobs=16).key == made.key
 
 
-def test_our_versions_cannot_be_mistaken(made):
+def test_the_version_shows_that_hvdkit_built_the_engine(made):
     assert made.version == f"0.28.1+hvdkit.{patches.REVISION}"
     minimal = dataclasses.replace(made, patch_choice="minimal")
     assert minimal.version == f"0.28.1+hvdkit.{patches.REVISION}.minimal"
 
 
-def test_what_is_not_requested_is_switched_off(made):
+def test_frameworks_and_controllers_that_were_not_requested_are_switched_off(made):
     settings = made.settings()
     assert settings["HOROVOD_WITH_PYTORCH"] == settings["HOROVOD_WITH_GLOO"] == "1"
     assert settings["HOROVOD_WITHOUT_TENSORFLOW"] == settings["HOROVOD_WITHOUT_MPI"] == "1"

@@ -1,7 +1,7 @@
 """The tests of the patches fail on an engine with the minimal patches only.
 
-That engine is in the folder HVDKIT_STOCK_ENGINE, or built here, which takes minutes unless it is in
-the cache.
+HVDKIT_STOCK_ENGINE names the folder of such an engine. Without it, the test builds one, which takes
+minutes if the cache has none.
 """
 
 import contextlib

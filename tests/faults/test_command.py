@@ -52,7 +52,7 @@ def start(tmp_path):
     return folder
 
 
-def test_the_failure_and_what_the_others_lost(tmp_path, start):
+def test_the_failure_of_one_rank_and_the_errors_of_the_others(tmp_path, start):
     (start / "error.json").write_text(json.dumps(ERROR))
     (start / "records" / "rank-0.json").write_text(json.dumps(RECORD))
     text = why(tmp_path)
@@ -102,7 +102,7 @@ def a_call(draw):
 
 @pytest.mark.parametrize("seed", range(100))
 def test_records_that_do_not_fit_together(start, seed):
-    """Such as records of several starts with other numbers of ranks, or a file that was cut off."""
+    """Random records of different jobs, and cut files, raise no error but `HvdkitError`."""
     draw = random.Random(seed)
     for rank in draw.sample(range(5), draw.choice([1, 2, 3])):
         record = RECORD | {

@@ -1,4 +1,4 @@
-"""The folder for records, and what is left of it when its process is killed."""
+"""The folder for records is removed, also after its process was killed."""
 
 import os
 import signal

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hvdkit.launch.binding import assign, parse_list, show_list, topology
 
-#: Of real machines: the CPUs of each NUMA node, and the distance between a core's two threads.
+#: Real machines -> the CPUs of each NUMA node, and the distance between a core's two threads.
 RECORDED = {
     # Two AMD EPYC 7763, two threads per core.
     "epyc": (["0-63,128-191", "64-127,192-255"], 128),

@@ -86,7 +86,7 @@ def test_the_ranks_run_where_the_launcher_does_with_its_environment(tmp_path):
     assert done.stdout == f"[0] {tmp_path} hello\n", done.stderr
 
 
-def test_options_of_the_command_are_its_own():
+def test_options_after_the_command_belong_to_the_command():
     done = run("-np", "1", "--", *python("print(sys.argv[1:])"), "-np", "3", "--help")
     assert done.stdout == "[0] ['-np', '3', '--help']\n"
 
@@ -230,7 +230,7 @@ def test_the_exit_status_is_that_of_the_rank_that_failed(code, status, expected)
 
 @pytest.mark.parametrize("seconds", [0.3, 2.0])
 def test_the_rank_that_others_have_lost_is_the_cause(seconds):
-    """It ends after the others."""
+    """The rank that raises ends after the ranks that lost it."""
     lost = "horovod.common.exceptions.HorovodInternalError: Horovod has been shut down"
     code = (
         f"rank == 2 or sys.exit({lost!r});"
@@ -319,7 +319,7 @@ def test_a_hangup_that_is_ignored_stays_ignored():
 
 @pytest.mark.parametrize("asked", [pytest.param(False, marks=pytest.mark.long), True])
 def test_ranks_may_save_after_the_reader_of_their_output_has_ended(tmp_path, asked):
-    """Like `tee`, which Ctrl-C ends."""
+    """Ctrl-C also ends the reader, for example `tee`."""
     code = (
         "signal.pthread_sigmask(signal.SIG_BLOCK, {2, 15});"
         "print('up', flush=True); signal.sigwait({2, 15});"

@@ -3,7 +3,7 @@
 import tomllib
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvdkit import cli
@@ -34,6 +34,7 @@ ARGUMENTS = st.tuples(
 
 @settings(deadline=None)
 @given(words=ARGUMENTS)
+@example(words=["-x-:"])
 def test_a_file_that_was_written_reads_as_the_arguments(words, tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "run.toml"
     options = options_of(words)

@@ -40,12 +40,12 @@ def test_the_interfaces_on_a_shared_subnet_whatever_their_names():
     assert names(hosts) == {"a": "eth0", "b": "ens3"}
 
 
-def test_of_several_subnets_that_of_ssh_is_chosen():
+def test_the_subnet_of_ssh_is_chosen_among_several():
     b = HostNetwork(SLOW["b"].interfaces, "10.0.0.2")
     assert names({"a": SLOW["a"], "b": b}) == {"a": "eth0", "b": "ens3"}
 
 
-def test_of_several_subnets_the_fastest_is_chosen_without_ssh():
+def test_without_ssh_the_fastest_subnet_is_chosen():
     assert names(SLOW) == {"a": "ib0", "b": "ib0"}
 
 

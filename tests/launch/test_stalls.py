@@ -70,7 +70,7 @@ def test_silent_ranks_have_some_seconds(tmp_path):
     assert json.loads((tmp_path / "records" / "states.json").read_text()) == {"1": "stopped"}
 
 
-def test_what_is_no_record_is_ignored():
+def test_a_text_that_is_no_record_is_ignored():
     job, asked = stalls()
     job.add("{", 100.0)
     assert not asked

@@ -103,7 +103,7 @@ def test_init_with_a_list_of_ranks(engine, tmp_path):
 
 
 def test_a_job_that_a_rank_of_torchrun_starts(engine, tmp_path):
-    """Its ranks do not inherit the rank variables of the outer job."""
+    """The ranks of the inner job do not inherit the rank variables of the outer job."""
     (tmp_path / "inner.py").write_text(REDUCE)
     program = f"""
 import subprocess, sys

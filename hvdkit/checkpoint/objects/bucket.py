@@ -34,7 +34,7 @@ FIRST_PAUSE_SECONDS = 0.3
 LONGEST_PAUSE_SECONDS = 10.0
 #: Seconds after which a request is not repeated.
 RETRY_SECONDS = 120.0
-#: The same, and the deadline of a request, before the first reply: the address may be wrong.
+#: The limits before the first reply of the store, which are shorter: the address may be wrong.
 FIRST_RETRY_SECONDS = 10.0
 FIRST_REQUEST_SECONDS = 15.0
 

@@ -56,7 +56,7 @@ _BLOCKS_AT_ONCE = 4
 # How often to read again after a reply that is too short.
 _SHORT_READS = 3
 # How often to list again after a live writer has changed the list.
-_LOOKS = 10
+_LIST_ATTEMPTS = 10
 
 #: URLs and options of the stores that this process writes to.
 _held: set[Hashable] = set()
@@ -89,7 +89,7 @@ class ObjectStorage:
 
     def entries(self) -> list[Entry]:
         """List all steps."""
-        for _ in range(_LOOKS):
+        for _ in range(_LIST_ATTEMPTS):
             head = log.read_head(self._bucket)
             entries = _scan(self._bucket, head)
             known = {entry.name for entry in entries if entry.error is None}
@@ -142,7 +142,7 @@ class ObjectStorage:
 class ObjectFiles:
     """`StepFiles` of a step. Sequential reads read ahead; small files are read once."""
 
-    # One thread suffices: a window is read by several requests at the same time.
+    # One thread suffices, because it sends several requests at the same time.
     readers = 1
 
     def __init__(self, bucket: Bucket, name: str, sizes: Mapping[str, int] | None = None) -> None:
@@ -385,7 +385,7 @@ class ObjectWriter:
         url = self._bucket.url
         # Check first: a store without exclusive creation could overwrite a record.
         self._bucket.expect_exclusive_create(f"writers/{self._lease.token}-probe")
-        for _ in range(_LOOKS):
+        for _ in range(_LIST_ATTEMPTS):
             head = log.read_head(self._bucket)
             if head.record is not None and head.record.is_open:
                 writer = head.record.writer
@@ -477,8 +477,8 @@ class ObjectWriter:
         try:
             self._expect_own_record()
         except WriterConflict:
-            # Either the other writer has deleted the record that had this number. Or it has
-            # accepted this record with its step; then the step's objects must stay.
+            # The other writer may have deleted the record that had this number: delete this one.
+            # Or it has accepted this record with its step: then the step's objects must stay.
             with contextlib.suppress(CheckpointError):
                 self._bucket.delete([log.name_of(record.number)])
             raise

@@ -29,7 +29,7 @@ from hvdkit.errors import HvdkitError
 #: The version of Horovod that the patches fit.
 HOROVOD_VERSION = "0.28.1"
 
-#: A part of the version of our builds: `0.28.1+hvdkit.N`. Increase it with each change of a patch.
+#: The N in the version of hvdkit's builds, `0.28.1+hvdkit.N`. Increase it when a patch changes.
 REVISION = 11
 
 _FILE = re.compile(r"(\d+)-(.+)\.patch")

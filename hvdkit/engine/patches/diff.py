@@ -1,4 +1,8 @@
-"""Unified diffs in git's format, applied exactly: no offsets, no fuzz, and hashes of each file."""
+"""Parse and apply the diffs of `git diff --full-index`.
+
+`parse` returns a `Change` per file. A change applies only to the exact file that the diff was made
+from: git's hashes of the file before and after the change must match.
+"""
 
 from __future__ import annotations
 

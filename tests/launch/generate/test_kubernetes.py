@@ -1,8 +1,8 @@
-"""The MPIJob against the schemas that Kubernetes publishes, and a description of MPIJob's own part.
+"""The generated MPIJob fits the schemas of Kubernetes, and a description of mpi-operator's fields.
 
-kubernetes-validate brings the former. mpi-operator publishes its own in its repository only; where
-a copy of that file (manifests/base/kubeflow.org_mpijobs.yaml) lies on this machine, name it in
-HVDKIT_MPIJOB_CRD, and every job is held against it too.
+kubernetes-validate has the schemas of Kubernetes. mpi-operator publishes its schema only in its
+repository. To validate every job against it too, name a copy of the file
+manifests/base/kubeflow.org_mpijobs.yaml in HVDKIT_MPIJOB_CRD.
 """
 
 import os
@@ -31,7 +31,7 @@ JOBS = pytest.mark.parametrize("arguments", [SMALL, LARGE], ids=["small", "large
 
 
 def closed(properties, *required):
-    """An object with these properties and no others: a wrong name is an error."""
+    """Return the schema of an object with these properties and no others."""
     return {
         "type": "object",
         "properties": properties,

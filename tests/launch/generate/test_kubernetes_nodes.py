@@ -1,8 +1,8 @@
 """The kinds of jobs whose pods are nodes of `hvdkit run --nodes`: the indexed Job, and the JobSet.
 
-kubernetes-validate has the schemas of Kubernetes. JobSet publishes its own in its repository only;
-where a copy of that file (config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml) lies on this
-machine, name it in HVDKIT_JOBSET_CRD, and every JobSet is validated against it too.
+kubernetes-validate has the schemas of Kubernetes. JobSet publishes its schema only in its
+repository. To validate every JobSet against it too, name a copy of the file
+config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml in HVDKIT_JOBSET_CRD.
 """
 
 import os

@@ -13,7 +13,7 @@ _QUEUE = "kueue.x-k8s.io/queue-name"
 
 
 def job_name(options: argparse.Namespace) -> str:
-    """Return `--name`, else a name made from the script's name."""
+    """Return `--name`; without it, a name made from that of the script."""
     if options.name is not None:
         return str(options.name)
     name = script_name(options.command).lower()
