@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from hvdkit.core.bucketing import without_layer_numbers
-from hvdkit.core.consistency import check_consistency, texts_by_rank
+from hvdkit.core.consistency import check_consistency, group_by_text
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.functions import broadcast_model
@@ -127,7 +127,7 @@ class Coordination:
         differ = [count * sums[k + 2] != sums[k] ** 2 for k in range(2)]
         if (differ[0] and all_known == count) or differ[1]:
             mine = f"{steps} steps in each of {epochs} epochs"
-            by_rank = "; ".join(texts_by_rank(self.group, mine, "hvdkit.keras.fit.who"))
+            by_rank = "; ".join(group_by_text(self.group, mine, "hvdkit.keras.fit.who"))
             raise UsageError(
                 f"ranks call fit with different numbers of steps or epochs ({by_rank}), so the job "
                 f"would hang. Give all ranks the same number of batches, with hvd.shard(data) or "
