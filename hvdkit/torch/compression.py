@@ -69,4 +69,4 @@ class _TensorByTensor(TensorByTensor):
         yield Sum(wire)
         if scaling.total != 1.0:
             memory.scale(wire, scaling.total)
-        memory.put_gradients([self._compressor.decompress(wire, context)])
+        memory.set_gradients([self._compressor.decompress(wire, context)])
