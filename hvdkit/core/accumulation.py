@@ -1,19 +1,20 @@
 """Accumulation windows: several backward passes for one step of the optimizer.
 
 A pass is one outermost backward pass. Only the last pass of a window communicates. The passes
-before it add to the gradients on each rank. All ranks must make the same number of passes; every
-reduction compares these numbers.
+before it add to the gradients on each rank. An adapter counts `Window.passes`. All ranks must make
+the same number of passes, which every reduction compares.
 """
 
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import texts_by_rank
+from hvdkit.core.consistency import group_by_text
 from hvdkit.errors import HvdkitError, UsageError
 
 
 class PassesDiffer(HvdkitError):
     """Ranks are not at the same point of a step.
 
-    Their numbers of backward passes or optimizers differ, or the gradients that they need.
+    They have made different numbers of backward passes, have wrapped different numbers of
+    optimizers, or need different gradients.
     """
 
 
@@ -55,7 +56,7 @@ class Window:
         return self.passes if self._ended_early else self.size
 
     def end_early(self) -> bool:
-        """End the window before it is full; return whether it has any pass."""
+        """End the window before it is full; return whether any pass was made in it."""
         self._ended_early = self.passes > 0
         return self._ended_early
 
@@ -76,7 +77,7 @@ def check_passes(collectives: Collectives, passes: int) -> None:
         return
     each = f"{len(collectives.ranks) - count} of them have called join()"
     if count == len(collectives.ranks):
-        each = ", ".join(texts_by_rank(collectives, str(passes), "hvdkit.passes.all"))
+        each = "; ".join(group_by_text(collectives, str(passes), "hvdkit.passes.all"))
     raise PassesDiffer(
         f"ranks have accumulated different numbers of backward passes ({each}). Give all ranks the "
         f"same number of batches, or call hvd.join() at the end of an uneven epoch."

@@ -60,11 +60,11 @@ class Backend(Protocol[Buffer, Handle]):
         ...
 
     def sum(self, buffer: Buffer, name: str, factor: float) -> Handle:
-        """Start to add up `buffer` in place over the ranks, under `name`; then times `factor`."""
+        """Start to sum `buffer` in place over the ranks, and to multiply the sum by `factor`."""
         ...
 
     def sum_blocks(self, buffer: Buffer, name: str, factor: float) -> Handle:
-        """Start the same for a float32 buffer, sent as blocks of 8-bit integers."""
+        """Start the same as `sum` for a float32 buffer, sent as blocks of 8-bit integers."""
         ...
 
     def gather(self, rows: Any, name: str) -> Handle:
@@ -83,10 +83,10 @@ class Backend(Protocol[Buffer, Handle]):
     def batches_abs_max(self) -> bool:
         """Whether one call of `abs_max` for all buckets is faster than a call for each.
 
-        It is on an accelerator, where each call copies to the host.
+        True on an accelerator, where each call copies its result to the host.
         """
         ...
 
     def sparse_dims(self, i: int) -> int:
-        """Return the sparse dimensions of parameter `i`'s gradient; 0 if dense or missing."""
+        """Return how many sparse dimensions parameter `i`'s gradient has; 0 if dense or missing."""
         ...

@@ -65,7 +65,7 @@ class Bucket:
         elements: the length of the bucket, in elements.
         dtype: the element type of all gradients.
         device: the device of all gradients.
-        kind: the wire format's name for gradients that are sent alike, see `WireFormat.kind`.
+        kind: the kind of all gradients, see `WireFormat.kind`.
         sparse_dims: 0 for a dense bucket. Otherwise the bucket has one sparse gradient, which is
             gathered instead of summed, and this is the number of its sparse dimensions.
     """
@@ -188,9 +188,9 @@ def plan(
     Args:
         specs: the parameters in the order of the forward pass, the same on every rank.
         bucket_bytes: the largest size of a bucket of several parameters.
-        order: the parameters in the order in which their gradients become ready. Others are in no
-            bucket. Default: all parameters, reversed, because a backward pass begins with the last
-            layer.
+        order: the parameters in the order in which their gradients become ready. A parameter that
+            is not in `order` is in no bucket. Default: all parameters, reversed, because a backward
+            pass begins with the last layer.
         groups: sets of parameters; each set has its own bucket of any size.
         sparse_dims: parameters with sparse gradients -> the number of sparse dimensions.
         kind: returns the kind of a parameter's gradient, see `WireFormat.kind`.

@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from hvdkit.errors import UsageError
 
-#: Internal: if set, a process set of one rank does not skip its collectives. So scripts/check_gpu
-#: can run the code of several ranks with one GPU.
+#: Internal: if set, a process set of one rank does not skip its collectives. scripts/check_gpu sets
+#: it to run the code of several ranks on one GPU.
 SINGLE_RANK_COLLECTIVES = "HVDKIT_SINGLE_RANK_COLLECTIVES"
 
 
@@ -42,6 +42,43 @@ def check_member(process_set: Membership) -> None:
         raise UsageError(
             "this rank does not belong to process_set: expected a call on ranks of the set only"
         )
+
+
+class ProcessSetCollectives:
+    """Base of each adapter's `Collectives` for the ranks of a Horovod process set.
+
+    Args:
+        process_set: the process set.
+        runtime: the module `runtime` of the adapter.
+    """
+
+    def __init__(self, process_set: Any, runtime: Any) -> None:
+        self.process_set = process_set
+        self._runtime = runtime
+
+    @property
+    def single_rank(self) -> bool:
+        """See `Collectives`."""
+        return is_single_rank(self.process_set)
+
+    @property
+    def rank(self) -> int:
+        """See `Collectives`."""
+        return int(self._runtime.mpi_ops.rank())
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """See `Collectives`. Only this rank if it skips collectives."""
+        return [self.rank] if self.single_rank else list(self.process_set.ranks)
+
+    @property
+    def generation(self) -> int:
+        """See `Collectives`."""
+        return int(self._runtime.generation())
+
+    def describe(self, name: str, text: str) -> None:
+        """See `Collectives`."""
+        self._runtime.recorder.describe(name, text)
 
 
 def alltoall_in_rounds(

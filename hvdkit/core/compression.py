@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from hvdkit.core.backend import BucketMemory
 from hvdkit.core.bfloat16 import BFloat16, reduce_as
@@ -15,7 +15,7 @@ from hvdkit.errors import UsageError
 
 
 class NoCompression(WireFormat):
-    """Send gradients in their own dtype, from the memory that they are in.
+    """Send gradients in their own dtype, without a copy.
 
     Args:
         instead: dtype -> the dtype on the wire, for dtypes that the installed Horovod lacks.
@@ -33,18 +33,39 @@ class NoCompression(WireFormat):
         return super().reduce(memory, scaling)
 
 
+#: Name -> wire format. `hvd.Compression` has an attribute for each name.
+FORMATS = {f.name: f for f in (NoCompression, Float16, BFloat16, Int8)}
+
+
 def by_name(name: str) -> WireFormat:
     """Return the format with the name `none`, `fp16`, `bf16` or `int8`.
 
     Raises:
         UsageError: there is no such format.
     """
-    formats = {f.name: f for f in (NoCompression, Float16, BFloat16, Int8)}
-    if name not in formats:
+    if name not in FORMATS:
         raise UsageError(
-            f"compression is {name!r}: expected one of {', '.join(map(repr, formats))}"
+            f"compression is {name!r}: expected one of {', '.join(map(repr, FORMATS))}"
         )
-    return formats[name]()
+    return FORMATS[name]()
+
+
+class Int8Compressor:
+    """`hvd.Compression.int8`: stands for the wire format `hvd.Int8()` in settings.
+
+    It has the methods of Horovod's compressors, but cannot compress a single tensor.
+    """
+
+    @staticmethod
+    def compress(tensor: Any) -> NoReturn:  # noqa: ARG004
+        """Raise UsageError."""
+        raise UsageError(
+            "Compression.int8 was given for a single tensor, or for op=hvd.Adasum: int8 is for the "
+            "gradients of a DistributedOptimizer or DistributedGradientTape with op=hvd.Average or "
+            "hvd.Sum. Use Compression.fp16 or Compression.bf16 here"
+        )
+
+    decompress = compress
 
 
 def check_adasum(format_: WireFormat) -> None:
@@ -61,7 +82,7 @@ def check_adasum(format_: WireFormat) -> None:
 
 
 class TensorByTensor(WireFormat):
-    """Base class of the format for a compressor like Horovod's, which gets one gradient at a time.
+    """Base class of a format that calls a compressor like Horovod's for each gradient.
 
     Args:
         compressor: an object with `compress(tensor)` and `decompress(tensor, ctx)`.

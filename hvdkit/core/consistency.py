@@ -1,4 +1,8 @@
-"""Check that all ranks agree before starting a collective that could hang."""
+"""Check that all ranks agree before starting a collective that could hang.
+
+`check_consistency` compares lines of text between ranks, such as settings and shapes. On a
+difference it raises an error on every rank, which names the line and its value on each rank.
+"""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -14,21 +18,6 @@ class RankMismatchError(HvdkitError):
 def digest(lines: Sequence[str]) -> bytes:
     """Return the SHA-256 of `lines`, 32 bytes."""
     return hashlib.sha256("\n".join(lines).encode()).digest()
-
-
-def texts_by_rank(collectives: Collectives, text: str, name: str) -> list[str]:
-    """Return "rank R: TEXT" for every rank, for an error. A collective.
-
-    Args:
-        collectives: the collectives of the ranks.
-        text: this rank's text.
-        name: the name of the collective.
-    """
-    gathered = collectives.allgather(text.encode(), name)
-    return [
-        f"rank {rank}: {data.decode()}"
-        for rank, data in zip(collectives.ranks, gathered, strict=True)
-    ]
 
 
 def group_by_text(collectives: Collectives, text: str, name: str) -> list[str]:

@@ -11,10 +11,10 @@ Every rank then takes part in the round of each optimizer that has gradients on 
 contributes zeros for gradients that it does not have.
 
 A rank is late in a round if it enters the round from its step (`reduce_at_step`) and not from a
-backward pass, because it made no pass or has gradients that no pass has reduced.
+backward pass. Either it made no backward pass, or it has gradients that no pass has reduced.
 
-A rank that is still in user code cannot be told from a slow rank. Horovod's stall limit ends a job
-that waits too long for it.
+The other ranks cannot distinguish a slow rank from a rank that never enters the round. If they wait
+too long, Horovod's stall limit ends the job.
 """
 
 import functools
@@ -131,15 +131,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class _HeaderResult:
-    """The sums over the ranks that a header, or the slots after it, have brought.
+    """The sums over the ranks of a header, or of the slots that are sent after it.
 
     Attributes:
         count: the number of ranks that have not joined.
         slots: pairs of rounds and summed slot for each optimizer that has a backward pass or a step
             on any rank, in the order of creation. The rounds are None if this rank does not have
             the optimizer.
-        optimizers: those of this rank, which must exist until the rounds are complete: the rounds
-            only have weak references to them.
+        optimizers: the optimizers of this rank. They must exist until the rounds are complete,
+            because the rounds have only weak references to them.
     """
 
     count: int
@@ -242,7 +242,7 @@ class Coordinator:
             return
         rounds.check_generation()
         if rounds.gradients.all_removed():
-            # The script has dropped the result of the last round, so that was not for this step.
+            # The script has dropped the result of the last round, so this step needs another one.
             rounds.participated = False
         reduced = rounds.participated and not rounds.has_late_ranks and not rounds.no_sync_used
         if reduced and not rounds.has_unreduced:
@@ -423,7 +423,7 @@ class Coordinator:
             length = len(newest_first)
             (longest,) = self._collectives.max([length], "hvdkit.rounds.optimizers")
             newest_first += [None] * (longest - length)
-        # Not a list of the rounds only: they need their optimizers, which only this list may hold.
+        # Keep the optimizers, because rounds have only weak references to them.
         own = [self._slot(entry, each.rounds if each else None).numbers for each in newest_first]
         summed = self._collectives.sum([n for slot in own for n in slot], "hvdkit.rounds.slots")
         slots = [
@@ -488,7 +488,7 @@ class Coordinator:
         return "; ".join(texts)
 
     def _make_error(self, entry: Entry, result: _HeaderResult) -> HvdkitError:
-        """Return the error of rounds that cannot be used, the same on every rank. A collective."""
+        """Return the error for rounds that cannot be used, the same on every rank. A collective."""
         # Ranks have sent buckets, which must not stay in flight.
         sent = [(r, slot) for r, slot in result.in_pass if r and slot.present == result.count]
         plans = [rounds.plans_made for rounds, _ in sent]
@@ -539,7 +539,7 @@ class Coordinator:
     def _report_nonfinite(
         self, rounds: Rounds, names: list[str], slot: _Slot, result: _HeaderResult
     ) -> None:
-        """Raise the error of gradients that are not finite, or let all ranks skip the step.
+        """Raise an error for gradients that are not finite, or let all ranks skip the step.
 
         A collective: `slot` is the same on all ranks.
 

@@ -94,8 +94,8 @@ class Recorder:
         )
 
     def unwatch(self) -> None:
-        """Stop to write records. Collectives are still recorded."""
-        # The signal's handler stays: without it, a signal that is on its way would end the process.
+        """Stop writing records. Collectives are still recorded."""
+        # The signal's handler stays: without it, a signal that arrives late would end the process.
         if call := self._function("unwatch"):
             call()
 

@@ -9,7 +9,7 @@ from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import check_consistency, digest
 from hvdkit.core.wire_format import SparseRows, WireFormat
 
-#: Instead of a number of sparse dimensions: the rank has no gradient.
+#: Stands for a number of sparse dimensions if the rank has no gradient.
 ABSENT = -1
 
 # Two equal models have equal digests, and both may have buckets in flight. The names of their
@@ -26,7 +26,7 @@ class Reduction:
         average: divide the sum by the number of ranks.
         predivide: the part of an average's divisor to divide by before the sum; None: the wire
             format decides.
-        passes: backward passes per step. A gradient is ready when it has arrived this often.
+        passes: backward passes per step.
         bucket_bytes: the largest bucket of several gradients.
         groups: see `bucketing.plan`.
         sparse_as_dense: reduce sparse gradients in buckets.
@@ -112,7 +112,7 @@ def plan_buckets(
     """Compare the gradients and settings of all ranks, and plan the buckets. A collective.
 
     Args:
-        collectives: of the ranks.
+        collectives: the collectives of the ranks.
         specs: the gradients.
         reduction: the settings.
         window: passes of an accumulation window.

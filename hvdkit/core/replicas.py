@@ -5,7 +5,7 @@ differ after a fault of memory or of a processor, and after code that changes pa
 state or a learning rate on some ranks only. Nothing else in data-parallel training notices this.
 
 Every `interval` steps each rank computes a digest, and one small allreduce compares the digests.
-Only if they differ, the ranks find the tensors, the ranks and the elements that differ.
+If the digests differ, the ranks find out which tensors and elements differ, and on which ranks.
 
 A wrong gradient before the sum cannot be found this way: all ranks apply the same wrong sum.
 """
@@ -50,8 +50,8 @@ _VALUES_ADVICE = (
     "majority instead. If ranks should differ, pass check_interval=0."
 )
 _ROUNDING_ADVICE = (
-    "The differences are small, as if processors round differently. The job continues, and this is "
-    "logged once. on_mismatch='repair' of hvd.DistributedOptimizer keeps the ranks equal."
+    "The differences are small, as if processors round differently. The job continues, and logs "
+    "this only once. on_mismatch='repair' of hvd.DistributedOptimizer keeps the ranks equal."
 )
 #: The folder for the versions of tensors that differ, in the working directory.
 FOLDER = "hvdkit-mismatch"
@@ -203,7 +203,7 @@ class ReplicaCheck:
             for rank, row in table.items():
                 ranks_of.setdefault(int(row[index]), []).append(rank)
             if len(ranks_of) > 1:
-                # Of groups of the same size, the one with the lowest rank.
+                # If several groups are the largest, take the one with the lowest rank.
                 largest = max(ranks_of.values(), key=lambda ranks: (len(ranks), -ranks[0]))
                 others = [rank for rank in table if rank not in largest]
                 found.append(_Difference(index, largest[0], others, len(largest) > len(others)))

@@ -111,7 +111,10 @@ class LocalGradients(Protocol):
         ...
 
     def make_sparse(self) -> None:
-        """Make such gradients and their buckets sparse on every rank. A collective."""
+        """Make gradients that are sparse on some rank sparse on all ranks. A collective.
+
+        The next round reduces each of them in a sparse bucket.
+        """
         ...
 
     def scale(self, factor: float) -> None:
@@ -134,7 +137,11 @@ class LocalGradients(Protocol):
         ...
 
     def drop_unused(self, used: Sequence[int]) -> None:
-        """Remove the gradients whose entry is 0."""
+        """Remove the gradients whose entry in `used` is 0.
+
+        Args:
+            used: the sum over the ranks of `used_parameters`.
+        """
         ...
 
 
@@ -149,7 +156,7 @@ class Rounds:
             first time. It raises on every rank or on none. All ranks pass one, or none does.
         replicas: compares parameters and optimizer state every few steps. All ranks pass one, with
             the same settings, or none does.
-        stragglers: compares the ranks' times before each such comparison.
+        stragglers: compares the ranks' times before each comparison of `replicas`.
         on_nonfinite: what to do about gradients with NaN or infinity, see `hvdkit.core.nonfinite`.
             The same on all ranks.
 

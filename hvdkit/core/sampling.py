@@ -1,10 +1,10 @@
 """Shard an epoch over ranks, resumable at any batch.
 
 An epoch is an order of all samples. The order is drawn from the seed and the number of the epoch,
-so it is the same on every rank. When a job starts or resumes, some samples of the order are left:
-rank r of n takes samples r, r + n, r + 2n, ... of these. After any number of batches, all ranks
-together have consumed the first samples of the order. The number of these samples is the position
-of the job. A job with any number of ranks can resume from it.
+so it is the same on every rank. When a job starts or resumes, rank r of n takes samples r, r + n,
+r + 2n, ... of the remaining samples. After any number of batches, all ranks together have consumed
+the first samples of the order. The number of these samples is the position of the job. A job with
+any number of ranks can resume from it. The samplers of the adapters are subclasses of `Epochs`.
 """
 
 import logging
@@ -129,18 +129,8 @@ class Share:
             places = np.append(places, self.rank % self.count)
         return places
 
-    def split(self, order: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield this rank's batches of sample numbers.
-
-        Args:
-            order: the order of the epoch, as `epoch_order` returns it.
-        """
-        mine = order[self.places()]
-        for first in range(0, len(mine), self.batch_size):
-            yield mine[first : first + self.batch_size]
-
     def after(self, batches: int) -> int:
-        """Return the samples that all ranks together have consumed after `batches` batches each."""
+        """Return how many samples all ranks have consumed together after `batches` batches each."""
         return min(self.begin + batches * self.ranks * self.batch_size, self.count)
 
 
@@ -202,7 +192,8 @@ class _Loop:
     """A loop over the batches of an epoch.
 
     Attributes:
-        problem: the error of its next step, if something else has moved the position; or "".
+        problem: the error that the next `next()` raises, if another loop or a restore has changed
+            the position; otherwise "".
     """
 
     def __init__(self) -> None:
@@ -344,9 +335,8 @@ class Epochs:
     def begin_iteration(self) -> bool:
         """Prepare a loop over the rest of the epoch.
 
-        If an earlier loop over this epoch ended early, begin the next epoch.
-
-        The next `next` of an earlier loop's iterator is an error.
+        If an earlier loop over this epoch ended early, begin the next epoch. If an earlier loop's
+        iterator is used again, it raises UsageError.
 
         Returns:
             Whether batches are left. If none are left, the job was restored at the end of an epoch,
@@ -375,7 +365,7 @@ class Epochs:
         self._iterated = False
 
     def _end_loop(self, problem: str = "") -> None:
-        """End the loop over `count`, if there is one: with an error if `problem` is given."""
+        """End the current loop, if any. Its next `next()` raises `problem`, unless it is empty."""
         if self._loop is not None:
             self._loop.problem = problem
             self._loop = None
@@ -469,7 +459,7 @@ class Epochs:
         return tree
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Resume at the position of the checkpoint. An iterator that `batches` returned is over."""
+        """Resume at the position of the checkpoint. Iterators made before raise UsageError."""
         self._end_loop(
             "the sampler was restored in this loop over batches(), which reads the data from "
             "another position: begin a new loop over batches() after restore()"

@@ -13,7 +13,7 @@ Scalar = Any
 
 
 class ScalarOps(Protocol):
-    """Operations that Python's own operators cannot do with a graph's scalars."""
+    """Operations that Python's own operators cannot do on a graph's scalars."""
 
     def where(self, condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
         """Return the integer `a` where the condition is true, otherwise the integer `b`."""

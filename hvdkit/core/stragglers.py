@@ -1,4 +1,4 @@
-"""Find ranks that are slower than the others, and make all of them wait.
+"""Find slow ranks, for which all other ranks wait in each step.
 
 A rank's own time is the time between two reductions: it reads data, computes and updates. The rest
 of its time it waits in reductions, for the network and for slower ranks. So all ranks have about
@@ -27,7 +27,7 @@ _SECTIONS = (FORWARD, BACKWARD, WAIT, UPDATE)
 _SLOW = 1.2
 # Consecutive reports in which a rank is slow before it is named.
 _REPORTS = 2
-# Reports of less time are ignored: the clock and the scheduler decide them.
+# Reports over less time are ignored, because the scheduler of the host would decide them.
 _SECONDS = 0.5
 
 _log = logging.getLogger("hvdkit")

@@ -1,10 +1,10 @@
 """The gradient synchronizer: decide which buckets to reduce, and when, for all frameworks.
 
-It works in rounds. In a round every rank reduces every bucket once:
+The `Synchronizer` works in rounds. In a round every rank reduces every bucket once:
 
     mark_ready(i) ...   record a gradient during the backward pass; start buckets that were full
     send()              start a few of the buckets that have not started
-    wait()              start the others and wait for all; then every gradient is the reduced one
+    wait()              start the other buckets, wait for all, and unpack the reduced gradients
 
 `hvdkit.core.coordination` decides when there is a round. No decision about a collective depends on
 data of one rank alone. Before the first bucket the ranks compare their parameters and settings.

@@ -175,7 +175,7 @@ class WireFormat:
     ops: ScalarOps = PYTHON_OPS
 
     def kind(self, spec: ParameterSpec) -> str:  # noqa: ARG002
-        """Return a name for gradients that are sent alike. Different kinds never share a bucket."""
+        """Return the kind of a gradient, any name. Gradients of two kinds never share a bucket."""
         return ""
 
     def codec(self, dtype: str, kind: str = "") -> "WireFormat":  # noqa: ARG002

@@ -41,7 +41,8 @@ class AccumulationWindow:
             if k is None:
                 raise UsageError(
                     f"{variable.path!r} was not among the variables of the first batch: "
-                    f"accumulation_steps needs the same variables in all batches"
+                    f"accumulation_steps needs the same variables in all batches. Do not unfreeze "
+                    f"layers after the first batch, or omit accumulation_steps"
                 )
             if gradient is not None:
                 self._seen[k] = True
@@ -64,7 +65,7 @@ class AccumulationWindow:
         """Return the sums, with a batch's gradients added; None if no gradient ever existed.
 
         Args:
-            ordered: the batch's gradients, as the method of this name returns them.
+            ordered: the batch's gradients, as the method `ordered` returns them.
         """
         sums: list[Any] = [
             keras.ops.convert_to_tensor(total) if seen else None

@@ -37,7 +37,7 @@ log = logging.getLogger("hvdkit.keras")
 
 
 class BroadcastGlobalVariablesCallback(HasLocalVariables):
-    """Broadcasts the weights and the optimizer state of one rank to every rank.
+    """Broadcast the weights and the optimizer state of one rank to every rank.
 
     The broadcast is at the beginning of training if the model is built on every rank, and otherwise
     after the first batch. Horovod always broadcasts after the first batch. `broadcast_model`
@@ -96,7 +96,7 @@ def _is_built(model: Any) -> bool:
 
 
 class MetricAverageCallback(ReducesMetrics):
-    """Reduces the metrics in the logs over all ranks.
+    """Reduce the metrics in the logs over all ranks.
 
     With a `DistributedOptimizer`, `fit` reduces them without this callback. Pass it to `fit` if
     gradients are reduced in another way, or to `evaluate` on every rank. Metrics are reduced before
@@ -128,7 +128,7 @@ class MetricAverageCallback(ReducesMetrics):
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Sets the learning rate to `initial_lr * multiplier` from `start_epoch` until `end_epoch`.
+    """Set the learning rate to `initial_lr * multiplier` from `start_epoch` until `end_epoch`.
 
     Momentum correction (Goyal et al., 2017, https://arxiv.org/abs/1706.02677, section 3): SGD's
     velocity contains the learning rate as a factor. When the rate changes, this callback multiplies
@@ -225,7 +225,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate with every batch, from `initial_lr / size` to `initial_lr`.
+    """Raise the learning rate with every batch, from `initial_lr / size` to `initial_lr`.
 
     `initial_lr` is the rate for the global batch (Goyal et al., 2017,
     https://arxiv.org/abs/1706.02677).
@@ -249,7 +249,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         """
 
         def multiplier(epoch: float) -> float:
-            # The epoch at the end of the batches of this execution, at most the end of an epoch.
+            # The fractional epoch after the batches of this execution, at most the epoch's end.
             assert self.steps_per_epoch is not None
             ahead = getattr(self.model, "steps_per_execution", 1) / self.steps_per_epoch
             epoch = min(epoch + ahead, math.floor(epoch) + 1.0)
@@ -296,7 +296,7 @@ def _velocities(optimizer: Any) -> list[Any]:
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Saves the model with the best value of a metric. `filepath` may be set later as attribute."""
+    """Save the model with the best value of a metric. `filepath` may be set later as attribute."""
 
     def __init__(
         self,

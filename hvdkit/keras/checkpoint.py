@@ -41,7 +41,7 @@ _open: WeakValueDictionary[str, Manager] = WeakValueDictionary()
 
 
 class Checkpoint(LastCallback):
-    """Saves the state of `fit`, also within epochs, and resumes at the newest checkpoint.
+    """Save the state of `fit`, also within epochs, and resume at the newest checkpoint.
 
     Pass one to `fit` on every rank. It is called after all other callbacks.
 
@@ -67,7 +67,8 @@ class Checkpoint(LastCallback):
     On SIGTERM, SIGINT or SIGUSR1, all ranks save after the current batch and end with status 75.
     Within an accumulation window, a due checkpoint is saved at the end of the window.
 
-    If `fit` resumes with another number of ranks, that epoch's metrics cover only its rest.
+    If `fit` resumes with another number of ranks, the metrics of the resumed epoch cover only its
+    remaining batches.
 
     Attributes:
         metadata: your own plain values in the checkpoint. A resume updates them.
@@ -250,7 +251,7 @@ class Checkpoint(LastCallback):
         if in_epoch and self._data is not None:
             progress.batches = self._data.batches_per_epoch - self._data.batches_left
             if not self._data.batches_left:
-                # More ranks than before drop the samples that are left.
+                # With more ranks than before, `drop_last` leaves out all remaining samples.
                 self._data.end_epoch()
                 progress.epoch, progress.batches = progress.epoch + 1, 0
                 progress.epoch_began, self._metrics.in_epoch = None, False
@@ -345,9 +346,9 @@ class Checkpoint(LastCallback):
         if self._distribution is not None and self._distribution.window_open:
             # On several ranks `fit` has closed the window already.
             log.warning(
-                "epoch %d ends inside an accumulation window, so it is not saved before the next "
-                "save that is due after the window: choose accumulation_steps that divide the "
-                "batches of an epoch",
+                "epoch %d ends inside an accumulation window, so no checkpoint is saved until a "
+                "save is due after the window. To save at the end of each epoch, choose "
+                "accumulation_steps that divide its number of batches.",
                 epoch + 1,
             )
             return
@@ -382,8 +383,8 @@ class _Progress:
         epoch_steps: batches of an epoch; None if unknown.
         saved_epoch_steps: batches of an epoch in the job that saved the restored checkpoint.
         stopped: whether `stop_training` has ended the training.
-        at_end: True between an epoch's last batch and its end. A save waits for the end, which has
-            the metrics.
+        at_end: whether the last batch of the epoch has been trained, but its metrics are not known.
+            A due save waits for them.
         epoch_began: the random states at the beginning of the epoch, for data that are read again.
         callbacks: the other callbacks of `fit`.
     """

@@ -1,4 +1,7 @@
-"""The collectives and joint decisions of the ranks that run one `fit` together."""
+"""Collectives and joint decisions of the ranks that run one `fit` together.
+
+The callback list of `hvdkit.keras.training` makes a `Coordination` for each `fit` and calls it.
+"""
 
 import logging
 import math
@@ -10,7 +13,7 @@ from typing import Any
 import keras
 
 from hvdkit.core.bucketing import without_layer_numbers
-from hvdkit.core.consistency import check_consistency, texts_by_rank
+from hvdkit.core.consistency import check_consistency, group_by_text
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.functions import broadcast_model
@@ -127,7 +130,7 @@ class Coordination:
         differ = [count * sums[k + 2] != sums[k] ** 2 for k in range(2)]
         if (differ[0] and all_known == count) or differ[1]:
             mine = f"{steps} steps in each of {epochs} epochs"
-            by_rank = "; ".join(texts_by_rank(self.group, mine, "hvdkit.keras.fit.who"))
+            by_rank = "; ".join(group_by_text(self.group, mine, "hvdkit.keras.fit.who"))
             raise UsageError(
                 f"ranks call fit with different numbers of steps or epochs ({by_rank}), so the job "
                 f"would hang. Give all ranks the same number of batches, with hvd.shard(data) or "
@@ -208,7 +211,7 @@ class Coordination:
     def compare_values(self, callbacks: Sequence[Any]) -> None:
         """Compare the model's variables between ranks, in the first call. A collective.
 
-        Call it after a batch, because a callback may broadcast after the first batch. Compared are
+        Call it after a batch, because a callback may broadcast after the first batch. It compares
         the variables whose gradients are reduced, and other variables that the batch has not
         changed on any rank, for example of frozen layers or of an adapted `Normalization`. A
         variable that the batch has changed without a gradient, such as a counter of a layer, may
@@ -319,7 +322,7 @@ class Coordination:
         self._validated = {f"val_{name}" for name in logs}
 
     def end_epoch(self, logs: dict[str, Any]) -> None:
-        """Reduce in place the logs of an epoch that `end_validation` has not. A collective."""
+        """Reduce the logs of an epoch in place, except those of `end_validation`. A collective."""
         if self._trained is None:
             self.end_training_batches()
         flatten(logs)
@@ -334,7 +337,7 @@ class Coordination:
         self._trained, self._validated = None, set()
 
     def reduce_evaluation(self, logs: dict[str, Any]) -> None:
-        """Reduce in place the logs of an `evaluate` outside of `fit`. A collective."""
+        """Reduce the logs of an `evaluate` outside of `fit` in place. A collective."""
         logs.update(reduce_logs(self.model, self._metrics(), logs, self.group, everyone=True))
 
     def _metrics(self) -> MetricState:

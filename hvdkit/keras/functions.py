@@ -54,7 +54,7 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """Return all ranks' values, concatenated along the first dimension, which may differ."""
+    """Return all ranks' values, concatenated. Their first dimension may differ between ranks."""
     return hvd.allgather(keras.ops.convert_to_tensor(value), name=name)
 
 
@@ -64,7 +64,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
 
 
 def reducescatter(value: Any, name: str | None = None, op: Any = None) -> Any:
-    """Return this rank's slice, along the first dimension, of the mean (or `op=Sum`)."""
+    """Return this rank's slice, along the first dimension, of the mean over ranks or of `op`."""
     return hvd.reducescatter(
         keras.ops.convert_to_tensor(value), name=name, op=hvd.Average if op is None else op
     )

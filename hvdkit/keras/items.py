@@ -52,7 +52,7 @@ def rank_items_of(model: Any) -> dict[str, RankItem]:
 
 
 class Layout:
-    """An item that is only saved: the place of each variable in a `.weights.h5` file."""
+    """The place of each variable in a `.weights.h5` file, which only an export needs."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -72,7 +72,7 @@ class Layout:
         return {**tree, "others": others}
 
     def restore(self, tree: Tree) -> None:
-        """Do nothing: this item is only saved."""
+        """Ignore the saved layout."""
 
     def _look_up(self) -> Tree:
         recorder = _Recorder()
@@ -128,7 +128,7 @@ class Layout:
 
 
 class _Recorder(saving_lib.H5IOStore):
-    """Records the values that Keras would write."""
+    """A store that records the values that Keras would write to a file."""
 
     def __init__(self) -> None:
         self.mode = "w"

@@ -1,8 +1,8 @@
 """Reduce metrics over ranks by summing their variables, such as totals and counts.
 
-The mean of the ranks' results would be wrong if ranks have different numbers of samples, and always
-for metrics that are not means (AUC, precision, RMSE). Keras's own metrics keep only sums. Computed
-from the sums over all ranks, `result()` is therefore that of one process with all the data.
+The mean of the ranks' results is wrong if ranks have different numbers of samples, or if the metric
+is not a mean (AUC, precision, RMSE). Keras's own metrics keep only sums. With the sums over all
+ranks, `result()` is therefore that of one process with all the data.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Handle optimizers in compiled and loaded models, and loss scaling.
+"""Adapt compiled models and loss scaling to wrapped optimizers, and load models.
 
-Keras has no hooks for these. Importing hvdkit.keras wraps `Trainer.compile` and
+Keras has no hooks for this. Importing hvdkit.keras wraps `Trainer.compile` and
 `LossScaleOptimizer.__init__`. Models and optimizers that do not use hvdkit are unchanged.
 """
 
@@ -57,7 +57,7 @@ def _scaling(original: Any) -> Any:
     @functools.wraps(original)
     def __init__(self: Any, inner_optimizer: Any, *args: Any, **options: Any) -> None:
         original(self, inner_optimizer, *args, **options)
-        # It calls the inner optimizer only if gradients are finite, which may differ between ranks.
+        # Keras calls the inner optimizer only if gradients are finite on this rank.
         distribution = distribution_of(inner_optimizer)
         if distribution is not None:
             distribution.hook(self)

@@ -31,9 +31,9 @@ class KerasReplicas:
         scalars = [variable for variable in state if not len(variable.shape)]
         slots = [variable for variable in state if len(variable.shape)]
         self._variables = [*scalars, *variables, *slots]
-        #: The names of the variables. Ranks that have made other models may number them otherwise.
+        #: The names of the variables. Their numbers may differ between ranks.
         self.names: Sequence[str] = [repr(variable.path) for variable in self._variables]
-        #: The names without these numbers.
+        #: Names without numbers, dtypes and shapes, as text.
         self.settings: Sequence[str] = [
             f"variable {_NUMBER.sub('', variable.path)}, {variable.dtype} {list(variable.shape)}"
             for variable in self._variables

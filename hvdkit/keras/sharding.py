@@ -216,7 +216,7 @@ def _share_of_arrays(data: Any, group: Any, padded: bool) -> Any:
     elif len(counts) > 1:
         problem = f"the arrays have {counts} rows: expected the same number"
     else:
-        problem = _too_few(counts[0], "rows", group) or (_unweightable(data) if padded else "")
+        problem = _too_few(counts[0], "rows", group) or (_weight_problem(data) if padded else "")
     digest, cause = "", None
     if not problem:
         try:
@@ -267,7 +267,7 @@ def _digest(arrays: Sequence[Any]) -> str:
     return f"first rows with digest {content.hexdigest()[:16]}"
 
 
-def _unweightable(data: Any) -> str:
+def _weight_problem(data: Any) -> str:
     """Return why data like this cannot have sample weights; empty if they can."""
     if isinstance(data, tuple | list) and len(data) in (2, 3):
         return ""
@@ -339,7 +339,7 @@ def _share_of_batches(dataset: Any, group: Any, padded: bool) -> ShareOfBatches:
             problem = _too_few(count, "batches", group)
         if not problem:
             first = dataset[0]
-            problem = _unweightable(first) if padded else ""
+            problem = _weight_problem(first) if padded else ""
     except Exception as error:
         # User code may raise anything, and the other ranks must raise too.
         problem = f"the PyDataset cannot be read: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Average the moving statistics of `BatchNormalization`, which each rank takes from its batches."""
+"""Average the moving statistics of `BatchNormalization`, which differ between ranks."""
 
 from collections.abc import Callable
 from typing import Any

@@ -280,7 +280,7 @@ def _coordinate(callback_list: Any, model: Any) -> None:
     callback_list._own_class = kind
     callback_list.__class__ = _mixed(_CoordinatedList, kind)
     if coordination.in_use:
-        # Before `set_model` of the callbacks, in which some open files.
+        # Before the callbacks' `set_model`, in which some callbacks open files.
         callback_list._drop_writers()
 
 

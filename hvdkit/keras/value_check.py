@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import RankMismatchError, are_equal, texts_by_rank
+from hvdkit.core.consistency import RankMismatchError, are_equal, group_by_text
 from hvdkit.keras import backend
 
 # Relative to the largest element of a variable. Ranks on different processors may round a step
@@ -43,7 +43,7 @@ def check_values(group: Collectives, values: Sequence[tuple[Any, int]]) -> None:
     if not any(differ):
         return
     variable, _ = values[differ.index(1)]
-    by_rank = "; ".join(texts_by_rank(group, _first_elements(variable), "hvdkit.keras.values.told"))
+    by_rank = "; ".join(group_by_text(group, _first_elements(variable), "hvdkit.keras.values.told"))
     raise RankMismatchError(
         f"ranks have different values of {variable.path!r} after the first batch ({by_rank}), and "
         f"mean gradients never make them equal. Pass fit a "

@@ -44,7 +44,7 @@ def sum_blocks(
 
 
 def encode(numbers: tf.Tensor) -> tf.Tensor:
-    """Return the bytes of blocks.
+    """Encode each block as a float32 scale and a code of 8 bits for each number.
 
     Args:
         numbers: float32, of shape [blocks, BLOCK].
@@ -68,7 +68,7 @@ def encode(numbers: tf.Tensor) -> tf.Tensor:
 
 
 def decode(blocks: tf.Tensor) -> tf.Tensor:
-    """Return the numbers of blocks: the inverse of `encode`, up to rounding."""
+    """Return the float32 numbers, of shape [blocks, BLOCK], that `encode` has rounded."""
     scale = tf.bitcast(blocks[:, :4], tf.float32)
     codes = tf.cast(tf.bitcast(blocks[:, 4:], tf.int8), tf.float32)
     return codes * scale[:, tf.newaxis]

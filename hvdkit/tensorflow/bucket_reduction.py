@@ -1,4 +1,8 @@
-"""The reduction of one bucket while a graph is traced: run a wire format's generator, emit ops."""
+"""Reduce one bucket in a TensorFlow graph.
+
+While the graph is traced, the wire format's generator runs once. Each of its requests adds
+operations to the graph.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -142,9 +146,9 @@ class TracedReduction:
 
 
 def engine_sends_int8(process_set: mpi_ops.ProcessSet) -> bool:
-    """Return whether the engine sends 8-bit integers itself. It does so for the CPU.
+    """Return whether the engine itself sends sums as 8-bit integers, which it does on the CPU only.
 
-    Ranks may differ only in whether they have GPUs.
+    The result differs between ranks only if some of them have GPUs and others do not.
     """
     gpus = tf.config.list_logical_devices("GPU")
     in_engine = process_set.process_set_id == 0 and not gpus

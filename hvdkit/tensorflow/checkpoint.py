@@ -25,7 +25,7 @@ from hvdkit.tensorflow.variables import tf_variable
 
 
 class Checkpointer(Manager):
-    """Saves and restores the state of a training loop. Every rank creates one and calls it.
+    """Save and restore the state of a training loop. Every rank creates one and makes equal calls.
 
         checkpointer = hvd.Checkpointer(
             folder, model=model, optimizer=optimizer, data=sampler, every_steps=1000
@@ -89,14 +89,14 @@ class Checkpointer(Manager):
                 `restore` updates them.
             generators: name -> your own `tf.random.Generator`s, `numpy.random.Generator`s and
                 `random.Random`s, in addition to TensorFlow's global generator.
-            every_steps: see `maybe_save`.
-            every_minutes: see `maybe_save`.
+            every_steps: `maybe_save` saves after this many steps.
+            every_minutes: `maybe_save` saves after this many minutes.
             keep_last: the number of newest checkpoints to keep; None: all.
             keep_best: the best checkpoints to keep as well.
             keep_every: keep checkpoints whose step is a multiple of this as well.
             asynchronous: write in the background while training continues.
             overwrite: if `folder` has steps and none was restored, begin a new run beside them.
-                Otherwise saving is an error.
+                Otherwise saving raises an error.
             storage_options: for fsspec's file system, such as `{"endpoint_url": …}`; for URLs only.
             stop_signals: signals at which `maybe_save` saves and ends the job with status 75.
             process_set: the ranks of the job.

@@ -93,8 +93,8 @@ def shard(
             shuffled with a seed. tf.data by default reshuffles in each iteration; with such a
             shuffle all ranks must also begin the same number of iterations. Shuffles after `shard`
             have no such limit. With `reader`: the names of files that every rank can read.
-        batch_size: examples per rank and step. None: do not batch or prefetch, for pipelines that
-            continue. The last batch may be smaller, and then has the same size on all ranks.
+        batch_size: examples per rank and step. None: do not batch or prefetch, so that the script
+            can do it later. The last batch may be smaller, and then has the same size on all ranks.
         shuffle: True: shuffle the whole share in each epoch. A number: the size of the shuffle
             buffer, in examples. A rank shuffles only its own share.
         seed: seed of that shuffle; may be the same on every rank. None: a new order in each run.
@@ -192,8 +192,8 @@ def _padded(
             # on this rank alone.
             repeated = tf.data.Dataset.from_tensors(filler).map(_with_weight).map(_with_zero_weight)
             share = share.concatenate(repeated)
-    # If the dataset yields less than it was counted to have, raise: otherwise this rank would run
-    # fewer steps than the others.
+    # Raise an error if the dataset yields fewer elements than were counted, because this rank would
+    # run fewer steps than the others.
     return share.apply(tf.data.experimental.assert_cardinality(division.per_rank))
 
 

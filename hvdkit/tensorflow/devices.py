@@ -9,7 +9,8 @@ def use_own_gpu(local_rank: int) -> None:
     """Let TensorFlow see only the GPU whose number is the local rank.
 
     TensorFlow allocates all memory of every visible GPU. This function does nothing if the script
-    has selected GPUs, or if there are fewer GPUs than local ranks, because then a launcher has.
+    has selected GPUs. It does nothing if there are fewer GPUs than local ranks, because then a
+    launcher has selected them.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if local_rank >= len(gpus) or tf.config.get_visible_devices("GPU") != gpus:

@@ -71,7 +71,7 @@ class VariableTensor:
 
 
 def _boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """Return the elements from `first` to `end`, row-major, as slices of an array and sizes."""
+    """Yield slices that contain the row-major elements from `first` to `end`, and their sizes."""
     if len(shape) == 1:
         yield (slice(first, end),), end - first
         return

@@ -25,7 +25,7 @@ from hvdkit.tensorflow.value_check import ValueCheck
 
 
 class GradientReducer:
-    """Reduces gradients over the ranks of a process set, eagerly or in a graph.
+    """Reduce gradients over the ranks of a process set, eagerly or in a graph.
 
     The ranks run a consistency check when they reduce a sequence of variables for the first time.
     If a graph is traced again, it uses the earlier result.
@@ -39,8 +39,7 @@ class GradientReducer:
         reduction: the settings.
         process_set: the ranks to reduce over. On other ranks gradients are unchanged.
         context: further lines that must be the same on every rank; errors show them first.
-        passes: number of backward passes that the gradients are the sum of; the result is their
-            mean.
+        passes: the number of backward passes in each gradient; the result is their mean.
     """
 
     def __init__(

@@ -45,15 +45,16 @@ def init(*args: Any, **kwargs: Any) -> None:
 
 
 def generation() -> int:
-    """Return a number that changes on all ranks when earlier consistency checks become void."""
+    """Return a number that `init` and the return from `join` increase, on all ranks."""
     return _runtime.generation
 
 
 def join() -> Any:
-    """Wait until every rank has called `join`, and contribute zeros to the others' reductions.
+    """Wait until every rank has called `join`; contribute zeros to the other ranks' reductions.
 
-    Like Horovod's, for ranks with fewer batches than others. Afterwards the ranks run the
-    consistency checks again, because a rank that joined before its first step never ran them.
+    Call it at the end of an epoch in which ranks have different numbers of batches. Afterwards the
+    ranks run the consistency checks again, because a rank that joined before its first step has
+    not run them.
 
     Returns:
         The last rank to join, an integer tensor.

@@ -14,7 +14,7 @@ from hvdkit.tensorflow.collectives import TensorFlowCollectives
 
 
 class ResumableSampler(Epochs):
-    """Selects this rank's samples of an indexed dataset, resumable at any batch.
+    """Select this rank's samples of an indexed dataset, resumable at any batch.
 
     In every epoch each sample goes to one rank, in an order that depends only on the seed and the
     epoch. All ranks have the same number of batches. A checkpoint keeps one number: how many
@@ -117,7 +117,7 @@ class ResumableSampler(Epochs):
     def _look_up(self) -> tuple[np.ndarray, np.ndarray]:
         self.uncounted = True
         epoch, mine = self.left()
-        # Another sequence than the one of the order.
+        # The 1 makes this sequence different from that of the epoch's order.
         drawn = np.random.SeedSequence([self._seed, epoch, 1]).generate_state(1, np.uint64)
         return mine, drawn.view(np.int64)[0]
 
@@ -130,9 +130,9 @@ class ResumableSampler(Epochs):
 
         Returns:
             An iterator with a length: the number of batches of this loop, which does not change
-            during the loop. At its end, `epoch` is the next epoch. If a loop left the iterator
-            early, the next call begins the next epoch. Call `end_epoch()` before such a `break`, so
-            that a checkpoint saved afterwards also has the next epoch.
+            during the loop. At its end, `epoch` is the next epoch. If a loop ends early by `break`,
+            the next call begins the next epoch. Call `end_epoch()` before such a `break` if a
+            checkpoint is saved between the two loops.
 
         Raises:
             UsageError: the options of `dataset` have `deterministic=False`; in the loop: `dataset`

@@ -63,8 +63,8 @@ def DistributedGradientTape(
             keeps their ratio to averaged gradients.
         bucket_bytes: the largest size in bytes of a bucket with several gradients.
         check_parameters: compare the variables' values between ranks before the second reduction
-            and some later ones. A difference is a warning of the first rank, and from the 171st
-            reduction on an error on every rank.
+            and some later ones. The first rank logs a difference as a warning. From the 171st
+            reduction on, a difference is an error on every rank.
 
     Raises:
         UsageError: an argument is invalid, or arguments contradict each other. Nothing has been

@@ -42,7 +42,7 @@ _ADVICE = (
 
 
 class ValueCheck:
-    """Compares the variables between ranks before some of the reductions of their gradients.
+    """Compare the variables between ranks before some of the reductions of their gradients.
 
     Every rank has one for each plan. It counts the reductions of the plan, which are collectives.
     The count of a graph begins at 0 again after `join`, because joined ranks do not count.

@@ -1,8 +1,8 @@
 """Horovod for PyTorch: `import hvdkit.torch as hvd` replaces `import horovod.torch as hvd`.
 
-The module has all public names of horovod.torch, with the same meaning. If hvdkit implements one,
-its docstring describes the difference. The import loads torch and Horovod, and raises ImportError
-if no Horovod for PyTorch is installed.
+All public names of horovod.torch are here, with the same meaning. Docstrings describe the
+differences. The import loads torch and Horovod, and raises ImportError if no Horovod for PyTorch is
+installed.
 
 Example:
     hvd.init()
@@ -88,7 +88,7 @@ from hvdkit.core.nonfinite import NonFiniteGradients
 from hvdkit.core.schedules import WarmupCosine
 from hvdkit.errors import RESUMABLE
 from hvdkit.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm  # noqa: F401
-from hvdkit.torch.amp import GradScaler, teach_torchs_grad_scaler
+from hvdkit.torch.amp import GradScaler, patch_torch_grad_scaler
 from hvdkit.torch.checkpoint import Checkpointer
 from hvdkit.torch.clipping import clip_grad_norm_
 from hvdkit.torch.compression import Compression
@@ -194,4 +194,4 @@ __all__ = [
     "synchronize",
 ]
 
-teach_torchs_grad_scaler()
+patch_torch_grad_scaler()

@@ -37,7 +37,7 @@ class GradScaler(_TorchGradScaler):
     _stepped = False
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the reduced gradients by the scale."""
+        """Divide the reduced gradients by the scale. Does nothing inside an accumulation window."""
         if isinstance(optimizer, WrappedOptimizer) and not optimizer.reduce():
             self._in_window = True
             return
@@ -94,11 +94,11 @@ def _reduce_before_unscaling(unscale: Callable[..., Any]) -> Callable[..., Any]:
     return reduced
 
 
-def teach_torchs_grad_scaler() -> None:
+def patch_torch_grad_scaler() -> None:
     """Patch PyTorch's GradScaler to reduce the gradients of a `DistributedOptimizer`.
 
-    It reads gradients in one private method before it calls the optimizer, so that method is
-    replaced.
+    The scaler reads gradients in a private method before it calls the optimizer's step. This
+    function replaces that method.
     """
     original = _TorchGradScaler._unscale_grads_
     if not hasattr(original, "__wrapped__"):

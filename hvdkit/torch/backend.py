@@ -13,8 +13,8 @@ from hvdkit.torch import runtime, shared_memory
 from hvdkit.torch.block_sums import BlockSum
 from hvdkit.torch.collectives import TorchCollectives
 
-# Elements. PyTorch has no CPU operation that multiplies and casts in one pass, so do both for
-# pieces that fit into the cache.
+# Elements. PyTorch has no CPU operation that multiplies and casts in one pass, so both are done in
+# pieces of this size, which fit into the cache.
 _PIECE = 1 << 17
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -112,7 +112,7 @@ class TorchMemory:
 
     @torch.no_grad()
     def in_place(self, factor: float) -> torch.Tensor:
-        """See `BucketMemory`. One pass; none for gradients in the buffer if the factor is 1."""
+        """See `BucketMemory`. Does not touch gradients in the buffer if the factor is 1."""
         flat, views = self._buffer(getattr(torch, self._bucket.dtype), keep=True)
         start, itemsize = flat.data_ptr(), flat.element_size()
         inside = []
@@ -203,7 +203,7 @@ class TorchMemory:
         ]
 
     @torch.no_grad()
-    def put_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
+    def set_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
         """Set the gradients."""
         for p, gradient in zip(self._parameters, gradients, strict=True):
             if p.grad is not None or p.requires_grad:
@@ -310,7 +310,7 @@ class TorchBackend:
     def memory(self, bucket: Bucket) -> TorchMemory:
         """See `Backend`. Buffers are allocated on first use."""
         parameters = [self._parameters[i] for i in bucket.parameters]
-        return TorchMemory(bucket, parameters, self._see_sparse)
+        return TorchMemory(bucket, parameters, self._record_sparse)
 
     @torch.no_grad()
     def sum(self, buffer: torch.Tensor, name: str, factor: float) -> Any:
@@ -388,10 +388,10 @@ class TorchBackend:
         """See `Backend`. Counts the current gradient and earlier ones."""
         gradient = self._parameters[i].grad
         if gradient is not None and gradient.is_sparse:
-            self._see_sparse(i, gradient.sparse_dim())
+            self._record_sparse(i, gradient.sparse_dim())
         return self.sparse_seen[i]
 
-    def _see_sparse(self, i: int, dims: int) -> None:
+    def _record_sparse(self, i: int, dims: int) -> None:
         self.sparse_seen[i] = max(self.sparse_seen[i], dims)
 
     def has_sparse_in(self, plan: BucketPlan) -> bool:

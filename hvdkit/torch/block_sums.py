@@ -57,7 +57,7 @@ class BlockSum:
 
 
 def encode(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of blocks.
+    """Encode each block as a float32 scale and a code of 8 bits for each number.
 
     Args:
         numbers: float32, of shape [blocks, BLOCK].
@@ -76,7 +76,7 @@ def encode(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def decode(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of blocks: the inverse of `encode`, up to rounding."""
+    """Return the float32 numbers, of shape [blocks, BLOCK], that `encode` has rounded."""
     assert blocks.shape[1] == BLOCK_BYTES
     scale = blocks[:, :4].contiguous().view(torch.float32)
     return blocks[:, 4:].view(torch.int8) * scale

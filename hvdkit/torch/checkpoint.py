@@ -43,9 +43,10 @@ class Checkpointer(Manager):
     """Save the state of a training, and restore it. Every rank creates one and makes equal calls.
 
     A checkpoint contains the model, optimizers with their learning rates, LR schedulers, loss
-    scalers, the layout and scales of gradient buckets, the position in the data, and each rank's
-    random state (Python, NumPy, torch, its GPU). A run that is killed and resumed ends with the
-    same bytes as an uninterrupted run, if the rest of the program is reproducible.
+    scalers and the position in the data. It also contains the layout and scales of gradient
+    buckets, and each rank's random state (Python, NumPy, torch, its GPU). A run that is killed and
+    resumed ends with the same bytes as an uninterrupted run, if the rest of the program is
+    reproducible.
 
     Only the first rank reads and writes the folder. See `Manager` for the methods: `restore`,
     `maybe_save`, `save`, `save_and_stop`, `wait` and `close`.
@@ -75,7 +76,7 @@ class Checkpointer(Manager):
         keep_every: also keep checkpoints whose step is a multiple of this.
         asynchronous: write in the background while training continues.
         overwrite: if `folder` has steps and none was restored, begin a new run beside them.
-            Otherwise saving raises an error then.
+            Otherwise saving raises an error.
         storage_options: options of fsspec's file system, such as `{"endpoint_url": …}`; for URLs.
         stop_signals: signals at which `maybe_save` saves and ends the job with status 75.
         process_set: the ranks of the job.

@@ -6,39 +6,15 @@ import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
-from hvdkit.core.collectives import alltoall_in_rounds, is_single_rank
+from hvdkit.core.collectives import ProcessSetCollectives, alltoall_in_rounds
 from hvdkit.torch import runtime
 
 
-class TorchCollectives:
+class TorchCollectives(ProcessSetCollectives):
     """`hvdkit.core.collectives.Collectives` for the ranks of a Horovod process set."""
 
     def __init__(self, process_set: mpi_ops.ProcessSet) -> None:
-        self.process_set = process_set
-
-    @property
-    def single_rank(self) -> bool:
-        """Whether this rank skips collectives, see `is_single_rank`."""
-        return is_single_rank(self.process_set)
-
-    @property
-    def rank(self) -> int:
-        """This process's global rank."""
-        return int(mpi_ops.rank())
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The global ranks that take part."""
-        return [mpi_ops.rank()] if self.single_rank else list(self.process_set.ranks)
-
-    @property
-    def generation(self) -> int:
-        """A number that `init` and the return from `join` increase."""
-        return runtime.generation()
-
-    def describe(self, name: str, text: str) -> None:
-        """Set the text for the collective `name` in verdicts on hangs."""
-        runtime.recorder.describe(name, text)
+        super().__init__(process_set, runtime)
 
     def sum(self, values: Sequence[int], name: str) -> list[int]:
         """Return the element-wise sum of 64-bit integers."""

@@ -1,14 +1,13 @@
 """PyTorch's values for `compression=`: wire formats, and Horovod's compressors."""
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 from horovod.torch.compression import Compressor, FP16Compressor, NoneCompressor
 
-from hvdkit.core.compression import TensorByTensor, resolve
+from hvdkit.core.compression import FORMATS, Int8Compressor, TensorByTensor, resolve
 from hvdkit.core.wire_format import BucketReduction, Scaling, Sum, WireFormat
-from hvdkit.errors import UsageError
 from hvdkit.torch import runtime
 from hvdkit.torch.backend import TorchMemory
 
@@ -37,21 +36,6 @@ class BF16Compressor(Compressor):
         return tensor.to(ctx)
 
 
-class Int8Compressor(Compressor):
-    """Stands for the wire format `hvd.Int8()`. It cannot compress a single tensor."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> NoReturn:  # noqa: ARG004
-        """Raise UsageError."""
-        raise UsageError(
-            "Compression.int8 was given for a single tensor, or for op=hvd.Adasum: int8 is for the "
-            "gradients of a DistributedOptimizer or DistributedGradientTape with op=hvd.Average or "
-            "hvd.Sum. Use Compression.fp16 or Compression.bf16 here"
-        )
-
-    decompress = compress
-
-
 class Compression:
     """Wire formats for gradients, with the names of Horovod.
 
@@ -66,12 +50,7 @@ class Compression:
     int8 = Int8Compressor
 
 
-_BY_COMPRESSOR = {
-    NoneCompressor: "none",
-    FP16Compressor: "fp16",
-    BF16Compressor: "bf16",
-    Int8Compressor: "int8",
-}
+_BY_COMPRESSOR = {getattr(Compression, name): name for name in FORMATS}
 
 
 def wire_format(compression: Any) -> WireFormat:
@@ -90,4 +69,4 @@ class _TensorByTensor(TensorByTensor):
         yield Sum(wire)
         if scaling.total != 1.0:
             memory.scale(wire, scaling.total)
-        memory.put_gradients([self._compressor.decompress(wire, context)])
+        memory.set_gradients([self._compressor.decompress(wire, context)])

@@ -131,10 +131,10 @@ class DataState:
 def _keep_random_numbers(loader: Any) -> None:
     """Make the next iterator of a loader leave the random state unchanged.
 
-    This iterator continues one whose random numbers were drawn before the save.
+    It continues an iterator that had drawn its random numbers before the save.
     """
 
-    def first() -> Any:
+    def get_iterator_once() -> Any:
         del loader._get_iterator
         generators = {} if loader.generator is None else {"loader": loader.generator}
         randomness = Randomness(generators)
@@ -145,7 +145,7 @@ def _keep_random_numbers(loader: Any) -> None:
             randomness.restore(before)
 
     # Not now, because a loop calls `sampler.set_epoch(epoch)` first.
-    loader._get_iterator = first
+    loader._get_iterator = get_iterator_once
 
 
 def _lacks_position(state: Any) -> bool:

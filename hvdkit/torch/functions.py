@@ -115,7 +115,7 @@ def broadcast_optimizer_state(
     Args:
         optimizer: the optimizer, of the same class and with equal parameters on every rank.
         root_rank: the rank to copy from.
-        model: ignored; accepted for compatibility with Horovod.
+        model: for compatibility with Horovod; ignored.
 
     Raises:
         RankMismatchError: on every rank, when their optimizers have different parameters.

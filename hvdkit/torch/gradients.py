@@ -1,4 +1,4 @@
-"""The gradients of one optimizer on this rank: the reduced base and the unreduced part of each.
+"""Track which part of each gradient is reduced, for one optimizer on this rank.
 
 After a round a gradient is reduced: the same on every rank. If a later backward pass adds to it,
 only the added part must be reduced. So before PyTorch accumulates into a reduced gradient, that
@@ -50,7 +50,7 @@ class Owner(Protocol):
     """The optimizer that the gradients belong to."""
 
     def _all_parameters(self) -> list[torch.nn.Parameter]:
-        """Return the optimizer's parameters, in order. Later groups may add some."""
+        """Return the optimizer's parameters, in order. `add_param_group` may append some."""
         ...
 
     def _name_of(self, parameter: torch.nn.Parameter) -> str:
@@ -449,7 +449,7 @@ class OptimizerGradients:
         )
 
     def make_sparse(self) -> None:
-        """Make such gradients and their buckets sparse on every rank. A collective."""
+        """Make gradients that are sparse on some rank sparse on all ranks. A collective."""
         for k, (backend, synchronizer) in enumerate(
             zip(self._backends, self.synchronizers, strict=True)
         ):
@@ -491,7 +491,7 @@ class OptimizerGradients:
         return [int(self._has_gradient(number)) for number in range(len(self._parameters))]
 
     def drop_unused(self, used: Sequence[int]) -> None:
-        """Remove the gradients whose entry is 0."""
+        """Remove the gradients whose entry in `used` is 0."""
         for p, count in zip(self._parameters, used, strict=False):
             if not count:
                 p.grad = None

@@ -33,12 +33,13 @@ class TorchTensor:
     """A `hvdkit.checkpoint.state.Tensor` for a torch tensor on any device.
 
     Args:
-        tensor: of a class that overrides no operations; others may keep their content elsewhere.
+        tensor: a tensor of a class that overrides no operations, because the content of other
+            classes may be in other tensors.
         subject: its name in errors.
 
     Raises:
-        UsageError: the tensor is of such a class or not initialised, or its dtype or layout is not
-            supported.
+        UsageError: the tensor's class, dtype or layout is not supported, or the tensor is not
+            initialised.
     """
 
     def __init__(self, tensor: torch.Tensor, subject: str = "a tensor") -> None:
@@ -120,8 +121,8 @@ def writable(tensor: torch.Tensor, subject: str) -> TorchTensor:
     """Return a `TorchTensor` that a restore can write to.
 
     Raises:
-        UsageError: see `TorchTensor`; or the tensor has no content, or several elements share one
-            place in memory.
+        UsageError: see `TorchTensor`; or the tensor is on the meta device, or several of its
+            elements share one place in memory.
     """
     wrapped = TorchTensor(tensor, subject)
     if tensor.is_meta:
@@ -170,7 +171,7 @@ def with_small_tensors(value: Any, subject: str) -> Tree:
         UsageError: a tensor is too large, or its dtype or layout is not supported.
     """
 
-    def into(leaf: Any, path: tuple[Any, ...]) -> Any:
+    def convert(leaf: Any, path: tuple[Any, ...]) -> Any:
         if not _is_tensor(leaf):
             return leaf
         where = _at(subject, path)
@@ -182,20 +183,20 @@ def with_small_tensors(value: Any, subject: str) -> Tree:
         tensor = TorchTensor(leaf, where)
         return SmallTensor(tensor.spec, _content(tensor.tensor))
 
-    return _mapped(value, into)
+    return _mapped(value, convert)
 
 
 def without_small_tensors(value: Tree) -> Any:
     """Reverse `with_small_tensors`, with tensors on the CPU."""
 
-    def into(leaf: Any, _: Any) -> Any:
+    def convert(leaf: Any, _: Any) -> Any:
         if not isinstance(leaf, SmallTensor):
             return leaf
         tensor = empty(leaf.spec, _CPU)
         TorchTensor(tensor).write(np.frombuffer(bytearray(leaf.content), np.uint8))
         return tensor
 
-    return _mapped(value, into)
+    return _mapped(value, convert)
 
 
 def with_tensors(value: Any, subject: str) -> Tree:
@@ -225,7 +226,7 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def _mapped(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: Any = ()) -> Any:
-    """Return a copy with `change(leaf, path)` in place of each leaf."""
+    """Return a copy of nested dicts, lists and tuples, with `change(leaf, path)` for each leaf."""
     # Other dicts, such as a defaultdict, are leaves, which encoding refuses.
     if type(value).__name__ in ("dict", "OrderedDict", "Counter") and isinstance(value, dict):
         changed = {key: _mapped(item, change, (*path, key)) for key, item in value.items()}
@@ -250,10 +251,10 @@ def empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
 def on_host(tree: Tree) -> Tree:
     """Return a tree with new memory on the host in place of each `TensorSpec`."""
 
-    def into(leaf: Any, _: Any) -> Any:
+    def convert(leaf: Any, _: Any) -> Any:
         return TorchTensor(empty(leaf, _CPU)) if isinstance(leaf, TensorSpec) else leaf
 
-    return _mapped(tree, into)
+    return _mapped(tree, convert)
 
 
 def _differences(subject: str, lines: list[str]) -> UsageError:
@@ -367,7 +368,7 @@ class ModelItem:
     def _separate_in_checkpoint(
         self, tree: Tree, own: Mapping[str, torch.Tensor]
     ) -> list[tuple[str, str]]:
-        """Return names of tensors that are one here and two in the checkpoint, each with a text."""
+        """Return name and text for each tensor that is tied here, but not in the checkpoint."""
         found = []
         holders: dict[Any, str] = {}
         for name in own:
@@ -381,7 +382,7 @@ class ModelItem:
         return found
 
     def _compared(self, tree: Tree) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """Return the tensors that match the saved state, and texts on the others."""
+        """Return the tensors that match the saved state, and a text for each that does not."""
         # Compare all names, because the first of several names may have changed.
         names = {*tree, *tree.get(TIED, {})}
         own = {n: v for n, v in self._state(names).items() if _is_tensor(v)}
@@ -420,7 +421,7 @@ class ModelItem:
             name
             for name in own
             if own[name].untyped_storage().data_ptr() not in live
-            or (name in tied and not _are_one(own[name], own.get(tied[name])))
+            or (name in tied and not _share_memory(own[name], own.get(tied[name])))
         ]
         loaded = {tied.get(name, name) for name in self._to_load}
         for name, spec in tree.items():
@@ -477,7 +478,7 @@ def _without_prefixes(model: torch.nn.Module) -> Callable[[str], str]:
     return plain
 
 
-def _are_one(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
+def _share_memory(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
     return other is not None and tensor.data_ptr() == other.data_ptr()
 
 
@@ -490,13 +491,14 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
 class OptimizerItem:
     """The state and options of an optimizer, with their shapes, dtypes and devices.
 
-    torch's `load_state_dict` casts state to the dtype of the parameter, which loses bits.
+    It does not call torch's `load_state_dict`, which casts state to the dtype of the parameter and
+    loses bits.
 
     Args:
         optimizer: the optimizer.
         subject: its name in errors.
-        models: part -> the model. A partial restore that leaves a parameter of a model as it is
-            also leaves its optimizer state.
+        models: name -> the model's item. If a partial restore leaves a parameter unchanged, the
+            optimizer state of this parameter also stays unchanged.
     """
 
     def __init__(
@@ -570,7 +572,7 @@ class OptimizerItem:
         own_leaves = dict(_leaves(self._optimizer.state_dict()["state"]))
         device_of = self._devices(tree)
 
-        def into(leaf: Any, path: tuple[Any, ...]) -> Any:
+        def convert(leaf: Any, path: tuple[Any, ...]) -> Any:
             if not isinstance(leaf, TensorSpec):
                 return leaf
             parameter = parameters[path[0]] if isinstance(path[0], int) else None
@@ -584,7 +586,7 @@ class OptimizerItem:
                 empty(leaf, device) if parameter is None else _like(leaf, parameter, device)
             )
 
-        def into_group(leaf: Any, path: tuple[Any, ...]) -> Any:
+        def convert_group(leaf: Any, path: tuple[Any, ...]) -> Any:
             if not isinstance(leaf, TensorSpec):
                 return leaf
             # Keep a learning rate that is a tensor, because a graph may refer to it.
@@ -594,16 +596,17 @@ class OptimizerItem:
             return TorchTensor(empty(leaf, _CPU))
 
         return tree | {
-            "state": _mapped(tree["state"], into),
-            "param_groups": _mapped(tree["param_groups"], into_group),
+            "state": _mapped(tree["state"], convert),
+            "param_groups": _mapped(tree["param_groups"], convert_group),
         }
 
     def plan_dependent_restore(
         self, tree: Tree, wanted: Collection[str], planned: Collection[str]
     ) -> tuple[Tree, list[str]]:
-        """Plan the restore of the state of those parameters that are restored as well.
+        """Plan the restore of the optimizer state of those parameters that are restored, too.
 
-        The state of a parameter is also restored if none of its models is wanted.
+        Also restore the state of a parameter if no model that has it is among `wanted`. See
+        `hvdkit.checkpoint.state` for the arguments.
 
         Raises:
             UsageError: see `plan_restore`.

@@ -12,10 +12,11 @@ log = logging.getLogger("hvdkit.torch")
 
 
 def join(device: int = -1) -> int:
-    """Wait until every rank has called this; contribute zeros to their reductions until then.
+    """Wait until every rank has called `join`; contribute zeros to the other ranks' reductions.
 
-    For ranks with fewer batches than others. Afterwards the ranks compare parameters and settings
-    again. Gradients of an open accumulation window are dropped.
+    Call it at the end of an epoch in which ranks have different numbers of batches. Afterwards the
+    ranks compare parameters and settings again. Gradients of an open accumulation window are
+    dropped.
 
     Args:
         device: the GPU on which zeros for reductions of GPU tensors are made; -1 for the current

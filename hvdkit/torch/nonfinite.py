@@ -18,7 +18,7 @@ class NonFiniteNames:
     def add(self, name: str, gradient: torch.Tensor) -> None:
         """Add the gradient of a parameter, in the order in which a pass computes them."""
         values = gradient._values() if gradient.is_sparse else gradient
-        # At once: the gradient may be reduced in place before the pass ends.
+        # Not at the end of the pass, because the gradient may be reduced in place before.
         if values.device.type == "cpu":
             # A sum in float64 takes 4 times as long. The sum of finite elements may overflow.
             if not values.sum().isfinite() and not values.isfinite().all():

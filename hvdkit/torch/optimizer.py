@@ -51,9 +51,9 @@ def DistributedOptimizer(
         optimizer: any optimizer of torch.optim except LBFGS.
         named_parameters: usually `model.named_parameters()`; the names appear in errors. Must
             contain all of the optimizer's parameters.
-        compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, `"int8"`, the same of
+        compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, `"int8"`, one of
             `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat` such as `hvd.Int8()`, or a
-            class with the interface of Horovod's compressors, which is called for each gradient.
+            class with the interface of Horovod's compressors, which gets gradients one by one.
         backward_passes_per_step: backward passes before each `step()`, whose gradients are summed.
         op: `Average` or `Sum` over the ranks; or `Adasum`, which returns Horovod's optimizer.
         gradient_predivide_factor: with `Average`, gradients are divided by this before the sum
@@ -67,7 +67,8 @@ def DistributedOptimizer(
             pass; they do nothing before the last pass. `optimizer.stepped` is whether the last
             `step()` changed the parameters. `optimizer.flush()` ends a window early.
         find_unused_parameters: leave `.grad` None for parameters that no rank has used in a step,
-            as in one process. Costs a longer header. Otherwise these parameters get zeros.
+            as in one process. Costs a small allreduce per pass. Otherwise these parameters get
+            zeros.
         bucket_bytes: the largest bucket of several gradients.
         check_parameters: compare the parameters' values before the first reduction, and raise on
             every rank if they differ, for example because `hvd.broadcast_parameters` was forgotten.
@@ -80,10 +81,10 @@ def DistributedOptimizer(
             is logged; `"repair"` copies the values of the majority of ranks, and raises if there is
             none, as with two ranks.
         on_nonfinite: what to do if a rank's gradients contain NaN or infinity before the reduction:
-            `"ignore"` does not look; `"raise"` raises `NonFiniteGradients` on every rank, with the
-            ranks and the parameters; `"skip"` logs them and skips the step on every rank. Reads
-            each gradient once, and waits for the device after the backward pass. Not for float16
-            with a `GradScaler`, which expects infinity.
+            `"ignore"` does not check them; `"raise"` raises `NonFiniteGradients` on every rank,
+            with the ranks and the parameters; `"skip"` logs these and skips the step on every rank.
+            The check reads each gradient once, and waits for the device after the backward pass. Do
+            not use it for float16 with a `GradScaler`, which expects infinity.
 
     Raises:
         UsageError: an argument is invalid; nothing has been communicated.

@@ -54,10 +54,11 @@ class _Parameters:
             return
         self._hooked = True
         # A weak reference, because the garbage collector does not see references of hooks.
-        me = weakref.ref(self)
+        reference = weakref.ref(self)
         for i, parameter in enumerate(self.parameters):
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(functools.partial(_accumulated, me, i))
+                hook = functools.partial(_accumulated, reference, i)
+                parameter.register_post_accumulate_grad_hook(hook)
 
     def accumulated(self, i: int) -> None:
         """Record that a backward pass has accumulated the gradient of parameter `i`."""
@@ -135,9 +136,9 @@ class GradientReducer:
         return [asdict(state) for state in [*found, *self._resumed] if state is not None]
 
     def restore_state(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Restore a state returned by `state()`, maybe of another process. Not a collective.
+        """Restore a value of `state()`, possibly of another process. Not a collective.
 
-        For gradients that have not been reduced yet it counts as soon as they are.
+        States of gradients that have not been reduced yet are used when they are.
         """
         self._resumed = [ReductionState(**each) for each in state]
         for known in self._known.values():

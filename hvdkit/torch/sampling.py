@@ -28,8 +28,8 @@ from hvdkit.torch.workers import shield_workers
 class DistributedSampler(torch_distributed.DistributedSampler):
     """`torch.utils.data.DistributedSampler` over Horovod's ranks.
 
-    It takes the arguments of PyTorch's class. `num_replicas` and `rank` are those of the job,
-    unless they are given; PyTorch's class asks its own process group, which a Horovod job has not.
+    It takes the arguments of PyTorch's class. The defaults of `num_replicas` and `rank` are those
+    of the job. PyTorch's class gets them from torch.distributed, which a Horovod job does not have.
     """
 
     def __init__(
@@ -139,10 +139,9 @@ class ResumableSampler(Epochs, Sampler[int]):
 
         Args:
             loader: a `DataLoader` with this sampler, or an object that iterates one and yields its
-                batches in order. If that DataLoader has a `generator`, the object must have it as
-                its attribute `generator`, too: a new iterator draws from it, which would be one
-                draw more after a resume. None: yield the numbers of the samples, an int64 tensor
-                for each batch.
+                batches in order. If that DataLoader has a `generator`, the object must have the
+                same attribute: a new iterator draws from the generator, and this method reverts the
+                draw. None: yield the numbers of the samples, an int64 tensor for each batch.
 
         Returns:
             An iterator with a length: the number of batches of this loop, which does not change
@@ -290,7 +289,7 @@ def _random_numbers(seed: list[int]) -> Iterator[None]:
 
 
 def _followed(first: list[Any], batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield what is in `first`, without keeping it, and then `batches`."""
+    """Yield the items of `first`, removing each from the list, and then those of `batches`."""
     while first:
         yield first.pop()
     yield from batches
@@ -301,10 +300,7 @@ def _seed_from(numbers: list[int]) -> int:
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler of a loader, also that of its `BatchSampler`.
-
-    None if its `batch_sampler` has none.
-    """
+    """Return the sampler of a loader or of its `batch_sampler`; None if the latter has none."""
     if _has_own_batches(loader):
         return getattr(loader.batch_sampler, "sampler", None)
     return loader.sampler
@@ -345,7 +341,8 @@ def check_loader(loader: Any, sampler: ResumableSampler) -> None:
     by: Any = loader
     if _has_own_batches(loader):
         by = loader.batch_sampler
-        # Another class may change the order of samples, so that their number is no position.
+        # Another class may change the order of samples, so their number does not tell which samples
+        # were used.
         if type(by) is not BatchSampler:
             raise UsageError(
                 f"the DataLoader has a batch_sampler of type {type(by).__name__}: expected "
@@ -357,8 +354,8 @@ def check_loader(loader: Any, sampler: ResumableSampler) -> None:
             "the DataLoader has another sampler: create it with sampler= this ResumableSampler"
         )
     _check_count(loader.dataset, sampler)
-    # Batches in the order of their completion are no prefix of the epoch. PyTorch before 2.6 has no
-    # such option.
+    # Without in_order, batches come in the order of their completion, so their number does not tell
+    # which samples were used. PyTorch before 2.6 does not have this option.
     if not getattr(loader, "in_order", True) and loader.num_workers > 0:
         raise UsageError(
             f"the DataLoader has in_order=False and {loader.num_workers} workers: expected "
@@ -374,6 +371,6 @@ def check_loader(loader: Any, sampler: ResumableSampler) -> None:
         )
     if by.drop_last and not sampler.drop_last:
         raise UsageError(
-            "the DataLoader has drop_last=True, but its ResumableSampler has not: pass drop_last "
-            "to the sampler, which drops the same samples on all ranks"
+            "the DataLoader has drop_last=True, but its ResumableSampler has drop_last=False: pass "
+            "drop_last=True to the sampler, which drops the same samples on all ranks"
         )

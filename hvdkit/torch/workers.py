@@ -1,4 +1,4 @@
-"""Worker processes of a `DataLoader` that outlive a SIGTERM to all processes of a job."""
+"""Protect the worker processes of a `DataLoader` from a SIGTERM to all processes of a job."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ def shield_workers(loader: Any) -> None:
 
     Slurm and container runtimes send SIGTERM to every process of a job. The rank saves a checkpoint
     then, and needs its workers until the step is complete. Workers end with their rank in any case.
-    Other objects than a `DataLoader` stay unchanged.
+    An object that is not a `DataLoader` stays unchanged.
     """
     if isinstance(loader, DataLoader) and not isinstance(loader.worker_init_fn, _ShieldedInit):
         loader.worker_init_fn = _ShieldedInit(loader.worker_init_fn)
@@ -30,12 +30,12 @@ class _ShieldedInit:
         # A handler in Python does not know the sender, so a thread waits for the blocked signal.
         parent = os.getppid()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+        threading.Thread(target=_exit_on_signal_of, args=(parent,), daemon=True).start()
         if self._inner is not None:
             self._inner(worker)
 
 
-def _end_with(parent: int) -> None:
+def _exit_on_signal_of(parent: int) -> None:
     while True:
         if signal.sigwaitinfo({signal.SIGTERM}).si_pid == parent:
             os._exit(0)

@@ -363,7 +363,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Context in which `step()` uses the gradients as they are."""
+        """Context in which `step()` does not reduce gradients."""
         self._should_synchronize = False
         try:
             yield
@@ -514,7 +514,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return not (self.accumulated or self._gradients.awaits_step)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Refuse: the copy's parameters would have no hooks.
+        """Raise an error, because the copy's parameters would have no hooks.
 
         Raises:
             UsageError: always.

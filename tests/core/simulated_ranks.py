@@ -73,7 +73,7 @@ class SimulatedGroup:
         return sorted(self._begun)
 
     def release(self) -> None:
-        """Let held collectives complete."""
+        """Complete the collectives that were held back."""
         with self.arrived:
             self.held = False
             self._end_what_is_full()

@@ -75,7 +75,7 @@ def test_ranks_that_have_joined_are_not_compared():
     check_passes(WithJoinedRanks(), 5)
 
 
-def test_unequal_counts_beside_ranks_that_have_joined_are_an_error_without_asking_them():
+def test_unequal_counts_are_an_error_without_details_if_ranks_have_joined():
     class WithJoinedRanks:
         """One rank has made 5 passes, one has made 4, and one is in `join`."""
 

@@ -128,7 +128,7 @@ def test_every_element_has_one_place(seed):
     assert [bucket.index for bucket in made.buckets] == list(range(len(made.buckets)))
 
 
-def test_the_digest_tells_plans_apart():
+def test_different_plans_have_different_digests():
     base = [spec("a", 10), spec("b", 20)]
     others = [
         plan([spec("a", 10), spec("b", 21)]),
@@ -153,7 +153,7 @@ def test_equal_plans_have_equal_digests_however_they_came_about():
     assert plan(base).digest == plan(list(base), 30 * MB, order=(1, 0), groups=[[0, 1]]).digest
 
 
-def test_what_a_device_is_called_does_not_enter_the_digest():
+def test_names_of_devices_are_not_part_of_the_digest():
     # Ranks of a host use different GPUs.
     first = plan([spec("a", 10, device="cuda:0"), spec("b", 10, device="cuda:1")])
     second = plan([spec("a", 10, device="cuda:2"), spec("b", 10, device="cuda:3")])

@@ -28,7 +28,7 @@ class Ranks:
     """One bucket on `count` ranks, whose codecs run in lockstep.
 
     Attributes:
-        turns: the requests of the last step, the same on all ranks, such as `Sum float16`.
+        requests: the requests of the last step, the same on all ranks, such as `Sum float16`.
         codes: the values of every `GlobalMax`, by rank.
     """
 
@@ -41,7 +41,7 @@ class Ranks:
         self.memories = [NumpyMemory(bucket, [spec], [None]) for _ in range(count)]
         self.codecs = [wire_format.codec(dtype) for _ in range(count)]
         self.scaling = Scaling(1 / count if total is None else total, None, count)
-        self.turns = []
+        self.requests = []
         self.codes = []
         self.differ = lambda rank, reduced: reduced
 
@@ -50,31 +50,31 @@ class Ranks:
         for memory, gradient in zip(self.memories, gradients, strict=True):
             memory.gradients[0] = None if gradient is None else np.array(gradient, self.dtype)
             memory.packed.clear()
-        travels = [
+        reductions = [
             run_conditions(codec.reduce(memory, self.scaling))
             for codec, memory in zip(self.codecs, self.memories, strict=True)
         ]
-        self.turns = []
+        self.requests = []
         answers = [None] * self.count
-        while requests := self._advance(travels, answers):
+        while requests := self._advance(reductions, answers):
             answers = self._answer(requests)
         return [memory.gradients[0] for memory in self.memories]
 
-    def _advance(self, travels, answers):
+    def _advance(self, reductions, answers):
         requests = []
-        for travel, answer in zip(travels, answers, strict=True):
+        for reduction, answer in zip(reductions, answers, strict=True):
             try:
-                requests.append(travel.send(answer))
+                requests.append(reduction.send(answer))
             except StopIteration:
                 requests.append(None)
-        turns = {
+        kinds = {
             f"{type(r).__name__} {r.buffer.dtype}" if isinstance(r, Sum) else type(r).__name__
             for r in requests
         }
-        assert len(turns) == 1, f"ranks ask for different things: {turns}"
+        assert len(kinds) == 1, f"ranks make different requests: {kinds}"
         if requests[0] is None:
             return None
-        self.turns += turns
+        self.requests += kinds
         return requests
 
     def _answer(self, requests):
@@ -121,14 +121,14 @@ def test_float16_gradients_are_final_before_the_largest_sum_of_the_ranks_is_know
         return answer(requests)
 
     ranks._answer = watched
-    turns = []
+    requests = []
     for value in (1.0, 3.0, 1e9):
         results = ranks.step([np.full(ELEMENTS, value * (rank + 1)) for rank in range(3)])
-        turns.append(ranks.turns)
+        requests.append(ranks.requests)
         assert np.array_equal(before.pop(), results)
         assert not before
         assert np.allclose(results, 2 * value)
-    assert turns == [WIDE, NARROW, REPEATED]
+    assert requests == [WIDE, NARROW, REPEATED]
 
 
 def check_bound(ranks, gradients, results):
@@ -225,22 +225,22 @@ def test_the_error_of_float16_is_bounded_while_magnitudes_change(name, count):
         mean = np.array(gradients, "float32").astype("float64").mean(axis=0)
         share = np.linalg.norm(results[0] - mean) / np.linalg.norm(mean)
         assert share < 0.05
-        wide += "Sum float32" in ranks.turns
+        wide += "Sum float32" in ranks.requests
     # The first step, the step whose magnitude jumps, and the step after it.
     assert wide <= 3
 
 
-def test_a_steady_bucket_travels_in_float16_from_the_second_step_on():
+def test_a_steady_bucket_is_sent_in_float16_from_the_second_step_on():
     rng = np.random.default_rng(0)
     ranks = Ranks(4)
     ranks.step(normal(rng, 4))
-    assert ranks.turns == WIDE
+    assert ranks.requests == WIDE
     for _ in range(300):
         ranks.step(normal(rng, 4))
-        assert ranks.turns == NARROW
+        assert ranks.requests == NARROW
 
 
-def test_the_largest_sum_is_brought_to_between_two_to_the_9_and_10():
+def test_the_largest_sum_is_scaled_to_between_two_to_the_9_and_10():
     for magnitude in (1e-20, 0.999, 1.0, 1.001, 3e7):
         ranks = Ranks(2)
         gradients = np.full((2, ELEMENTS), magnitude)
@@ -251,11 +251,11 @@ def test_the_largest_sum_is_brought_to_between_two_to_the_9_and_10():
 
 def test_a_sum_may_grow_64_times_before_it_is_repeated():
     almost = 2.0 - 2.0**-9  # just below a power of two: the worst case
-    for growth, turns in ((64, NARROW), (66, REPEATED)):
+    for growth, requests in ((64, NARROW), (66, REPEATED)):
         ranks = Ranks(2)
         for factor in (1, 1, growth):
             results = ranks.step(np.full((2, ELEMENTS), almost * factor))
-        assert ranks.turns == turns
+        assert ranks.requests == requests
         assert results[0] == pytest.approx(almost * growth, rel=2**-9)
 
 
@@ -271,20 +271,22 @@ def test_the_scale_suits_the_largest_of_the_last_steps_and_not_the_last_one(odd,
         gradients = np.full((2, ELEMENTS), odd if step % 2 else even)
         gradients *= rng.uniform(0.9, 1.0, gradients.shape)
         check_bound(ranks, gradients, ranks.step(gradients))
-        if "Sum float32" in ranks.turns:
+        if "Sum float32" in ranks.requests:
             found.append(step)
     assert found == wide
 
 
 @pytest.mark.parametrize("large", [2.0**21, 1e9])
-def test_what_alternates_by_more_than_two_to_the_20_is_repeated_less_and_less_often(large):
+def test_magnitudes_that_alternate_by_more_than_two_to_the_20_are_repeated_less_and_less_often(
+    large,
+):
     ranks = Ranks(2)
     found = {"Sum float16": [], "Sum float32": []}
     for step in range(1, 300):
         gradients = np.full((2, ELEMENTS), 1.0 if step % 2 else large)
         assert ranks.step(gradients)[0] == pytest.approx(gradients[0], rel=2.0**-10)
-        for turn, steps in found.items():
-            if turn in ranks.turns:
+        for request, steps in found.items():
+            if request in ranks.requests:
                 steps.append(step)
     both = sorted(set(found["Sum float16"]) & set(found["Sum float32"]))
     # 1, 2, 4 ... 64 steps in float32, then one in float16 if its magnitude is small, and so on.
@@ -293,7 +295,7 @@ def test_what_alternates_by_more_than_two_to_the_20_is_repeated_less_and_less_of
 
 
 @pytest.mark.parametrize("between", [math.inf, math.nan, 0.0])
-def test_infinities_and_zeros_leave_what_is_known_of_the_last_steps(between):
+def test_infinities_and_zeros_do_not_change_the_scale(between):
     ranks = Ranks(2)
     ordinary = np.ones((2, ELEMENTS))
     for magnitude in (1e6, 1.0):
@@ -301,10 +303,10 @@ def test_infinities_and_zeros_leave_what_is_known_of_the_last_steps(between):
     before = ranks.scale
     for _ in range(10):
         ranks.step(ordinary * between)
-    for turns in ([WIDE] if between == 0 else []) + [NARROW] * 3:
+    for requests in ([WIDE] if between == 0 else []) + [NARROW] * 3:
         ranks.step(ordinary)
-        assert ranks.turns == turns
-        assert ranks.scale == (None if turns == WIDE else before)
+        assert ranks.requests == requests
+        assert ranks.scale == (None if requests == WIDE else before)
 
 
 def test_small_values_survive_next_to_large_ones():
@@ -314,7 +316,7 @@ def test_small_values_survive_next_to_large_ones():
     gradients[0, 1:] = 2.0**-32  # of a sum of 2
     for _ in range(3):
         results = ranks.step(gradients)
-    assert "Sum float16" in ranks.turns
+    assert "Sum float16" in ranks.requests
     assert (results[1][1:] > 0).all()
 
 
@@ -329,19 +331,19 @@ def test_one_ranks_infinity_reaches_all_and_keeps_the_scale(poison):
         poisoned = normal(rng, 4)
         poisoned[2, 7] = poison
         results = ranks.step(poisoned)
-        assert ranks.turns == REPEATED
+        assert ranks.requests == REPEATED
         assert ranks.codes[-1] == [0] * 4
         for result in results:
             assert not np.isfinite(result[7])
             assert np.isfinite(np.delete(result, 7)).all()
     gradients = normal(rng, 4)
     check_bound(ranks, gradients, ranks.step(gradients))
-    assert ranks.turns == NARROW
+    assert ranks.requests == NARROW
     assert ranks.scale == before
 
 
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
-def test_an_infinity_while_the_magnitude_is_learned_leaves_it_to_the_next_step(poison):
+def test_after_an_infinity_the_next_step_learns_the_magnitude(poison):
     ranks = Ranks(2)
     gradients = np.ones((2, ELEMENTS))
     poisoned = np.where(np.arange(ELEMENTS) == 3, poison, gradients)
@@ -349,14 +351,14 @@ def test_an_infinity_while_the_magnitude_is_learned_leaves_it_to_the_next_step(p
     for too_large in (None, 1e9 * gradients):
         if too_large is not None:
             ranks.step(too_large)
-            assert ranks.turns == REPEATED
+            assert ranks.requests == REPEATED
         ranks.step(poisoned)
-        assert ranks.turns == WIDE
+        assert ranks.requests == WIDE
         assert ranks.codes[-1] == [0] * 2
         assert np.array_equal(ranks.step(gradients)[0], np.ones(ELEMENTS))
-        assert ranks.turns == WIDE
+        assert ranks.requests == WIDE
         ranks.step(gradients)
-        assert ranks.turns == NARROW
+        assert ranks.requests == NARROW
         assert ranks.scale == 2.0**8
 
 
@@ -372,24 +374,24 @@ def test_after_an_overflow_that_the_sum_does_not_show_the_next_step_is_wide():
         ranks.step(ordinary)
     before = ranks.scale
     assert ranks.step(opposite(1e6))[0] == pytest.approx(1.0)
-    assert ranks.turns == REPEATED
+    assert ranks.requests == REPEATED
     ranks.step(ordinary)
-    assert ranks.turns == WIDE
+    assert ranks.requests == WIDE
     for _ in range(20):
         ranks.step(ordinary)
-        assert ranks.turns == NARROW
+        assert ranks.requests == NARROW
         assert ranks.scale == before
 
 
-def test_what_overflows_time_and_again_is_right_every_time_and_repeated_less_and_less_often():
+def test_a_sum_that_keeps_overflowing_is_correct_and_repeated_less_and_less_often():
     ranks = Ranks(2)
     repeated = []
     for step in range(1, 300):
         results = ranks.step(opposite(1e6))
         check_bound(ranks, opposite(1e6), results)
         assert results[1] == pytest.approx(1.0)
-        assert ranks.turns in (REPEATED, WIDE)
-        if ranks.turns == REPEATED:
+        assert ranks.requests in (REPEATED, WIDE)
+        if ranks.requests == REPEATED:
             repeated.append(step)
     # 1, 2, 4 ... at most 64 steps in float32 between them.
     assert repeated == [2, 4, 7, 12, 21, 38, 71, 136, 201, 266]
@@ -402,23 +404,23 @@ def test_after_8_steps_in_float16_an_overflow_is_the_first_again(calm, wide):
 
     def wide_after_an_overflow():
         ranks.step(opposite(1e6))
-        assert ranks.turns == REPEATED
+        assert ranks.requests == REPEATED
         count = 0
-        while ranks.step(ordinary) and ranks.turns == WIDE:
+        while ranks.step(ordinary) and ranks.requests == WIDE:
             count += 1
-        assert ranks.turns == NARROW
+        assert ranks.requests == NARROW
         return count
 
     ranks.step(ordinary)
     assert [wide_after_an_overflow() for _ in range(2)] == [1, 2]
     for _ in range(calm - 1):  # one step was made already
         ranks.step(ordinary)
-        assert ranks.turns == NARROW
+        assert ranks.requests == NARROW
     assert wide_after_an_overflow() == wide
 
 
 @pytest.mark.parametrize("magnitude", [1e-20, 1.0, 100.0, 1e6, 1e30])
-def test_what_cancels_exactly_is_zero_and_the_rest_is_right(magnitude):
+def test_sums_that_cancel_are_zero_and_others_are_exact(magnitude):
     ranks = Ranks(4)
     ordinary = np.ones((4, ELEMENTS))
     cancelling = magnitude * np.where(np.arange(4) % 2, -1.0, 1.0)[:, None] * ordinary
@@ -427,12 +429,12 @@ def test_what_cancels_exactly_is_zero_and_the_rest_is_right(magnitude):
         for gradients in (ordinary, cancelling, cancelling, ordinary, ordinary, partly, partly):
             mean = np.array(gradients, "float32").mean(axis=0)
             for result in ranks.step(gradients):
-                assert np.array_equal(result, mean), ranks.turns
+                assert np.array_equal(result, mean), ranks.requests
 
 
 @pytest.mark.parametrize("direction", [-np.inf, np.inf])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_ranks_whose_sums_differ_in_the_last_bit_take_the_same_turns(direction, dtype):
+def test_ranks_whose_sums_differ_in_the_last_bit_make_the_same_requests(direction, dtype):
     rng = np.random.default_rng(1)
     ranks = Ranks(3, dtype=dtype)
     ranks.differ = lambda rank, total: nudged(total, direction) if rank == 1 else total
@@ -460,7 +462,7 @@ def test_ranks_on_both_sides_of_a_power_of_two_scale_alike(direction):
 
 
 @pytest.mark.parametrize("magnitude", [0.0, 1e-13])
-def test_ranks_take_the_same_turns_where_only_one_sees_more_than_zeros(magnitude):
+def test_ranks_make_the_same_requests_if_only_one_sum_is_not_zero(magnitude):
     ranks = Ranks(3)
     rng = np.random.default_rng(3)
     ranks.differ = lambda rank, total: nudged(total, np.inf) if rank == 1 else total
@@ -504,27 +506,27 @@ def test_a_bucket_of_zeros_stays_zero_and_learns_its_magnitude_when_it_has_one()
     ranks = Ranks(3)
     for _ in range(70):
         assert not ranks.step(np.zeros((3, ELEMENTS)))[0].any()
-        assert "Sum float16" not in ranks.turns
+        assert "Sum float16" not in ranks.requests
     gradients = normal(np.random.default_rng(0), 3) * 1e-20
     for _ in range(128):
         check_bound(ranks, gradients, ranks.step(gradients))
         assert ranks.step(gradients)[0].any()
-    assert "Sum float16" in ranks.turns
+    assert "Sum float16" in ranks.requests
 
 
 def test_after_zeros_the_magnitude_is_learned_anew():
     ranks = Ranks(2)
     gradients = np.ones((2, ELEMENTS))
     for magnitude in (1.0, 1e-25, 1e30):
-        for turns in (WIDE, NARROW, NARROW):
+        for requests in (WIDE, NARROW, NARROW):
             assert ranks.step(gradients * magnitude)[0] == pytest.approx(magnitude, rel=2**-10)
-            assert ranks.turns == turns
-        for turns in (NARROW, WIDE, WIDE):
+            assert ranks.requests == requests
+        for requests in (NARROW, WIDE, WIDE):
             assert not ranks.step(np.zeros((2, ELEMENTS)))[0].any()
-            assert ranks.turns == turns
+            assert ranks.requests == requests
 
 
-def test_a_bucket_without_elements_travels():
+def test_a_bucket_without_elements_is_reduced():
     ranks = Ranks(2, elements=0)
     for _ in range(3):
         assert ranks.step(np.zeros((2, 0)))[0].shape == (0,)
@@ -546,12 +548,12 @@ def course(magnitudes, steps=300):
     for step in range(1, steps):
         magnitude = magnitudes.get(step, 1.0) if isinstance(magnitudes, dict) else magnitudes(step)
         result = ranks.step(np.full((2, ELEMENTS), magnitude))[0]
-        if ranks.turns == REPEATED:
+        if ranks.requests == REPEATED:
             repeated.append(step)
-        elif ranks.turns == WIDE:
+        elif ranks.requests == WIDE:
             wide.append(step)
         else:
-            assert ranks.turns == NARROW
+            assert ranks.requests == NARROW
         if not result.any():
             lost.append(step)
         else:
@@ -590,14 +592,14 @@ def test_of_spikes_in_a_row_fewer_and_fewer_are_repeated():
 
 @pytest.mark.parametrize("large_first", [True, False])
 @pytest.mark.parametrize("large", [1e10, 1e12])
-def test_what_alternates_out_of_range_is_lost_less_and_less_often(large, large_first):
+def test_magnitudes_that_alternate_out_of_range_are_lost_less_and_less_often(large, large_first):
     repeated, _, lost = course(lambda step: large if step % 2 == large_first else 1.0)
     assert len(lost) <= 8
     assert len(repeated) <= 8
 
 
 @pytest.mark.parametrize("size", [1e3, 1e6, 1e12, 1e30])
-def test_after_a_jump_up_two_steps_travel_in_float32(size):
+def test_after_a_jump_up_two_steps_are_sent_in_float32(size):
     assert course(lambda step: 1.0 if step < 100 else size) == ([100], [1, 101], [])
 
 
@@ -628,7 +630,7 @@ def test_a_single_step_out_of_range_is_all_that_is_lost():
         (lambda step: 1e7 if step < 100 else 1.0, [100]),
     ],
 )
-def test_small_values_come_back_8_steps_after_large_ones(magnitude, flushed):
+def test_small_values_are_sent_again_8_steps_after_large_ones(magnitude, flushed):
     ranks = Ranks(2)
     found = []
     for step in range(1, 200):
@@ -648,16 +650,16 @@ def test_small_values_come_back_8_steps_after_large_ones(magnitude, flushed):
     ("dtype", "magnitude"),
     [("float32", 1e-38), ("float32", 1e37), ("float64", 1e-40), ("float64", 1e40)],
 )
-def test_what_needs_a_scale_beyond_two_to_the_100_is_never_lost(dtype, magnitude):
+def test_gradients_that_need_a_scale_beyond_two_to_the_100_are_not_lost(dtype, magnitude):
     ranks = Ranks(2, dtype=dtype)
     for _ in range(20):
         result = ranks.step(np.full((2, ELEMENTS), magnitude))[0]
         assert result == pytest.approx(magnitude, rel=1e-6)
-        assert ranks.turns == [f"Sum {dtype}", "AbsMax", "GlobalMax"]
+        assert ranks.requests == [f"Sum {dtype}", "AbsMax", "GlobalMax"]
     # The steps after it have a correct scale.
-    for turns in ([f"Sum {dtype}", "AbsMax", "GlobalMax"], NARROW):
+    for requests in ([f"Sum {dtype}", "AbsMax", "GlobalMax"], NARROW):
         assert (ranks.step(np.ones((2, ELEMENTS)))[0] == 1.0).all()
-        assert ranks.turns == turns
+        assert ranks.requests == requests
 
 
 @pytest.mark.parametrize(
@@ -668,7 +670,7 @@ def test_scales_from_two_to_the_minus_100_to_two_to_the_100_are_used(exponent, n
     gradients = np.full((2, ELEMENTS), 2.0**exponent)
     for _ in range(3):
         assert np.array_equal(ranks.step(gradients)[0], gradients[0])
-    assert ranks.turns == (NARROW if narrow else WIDE)
+    assert ranks.requests == (NARROW if narrow else WIDE)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
@@ -679,7 +681,7 @@ def test_float16_carries_other_floating_point_types(dtype):
     for _ in range(10):
         gradients = normal(rng, 4) * magnitude
         check_bound(ranks, gradients, ranks.step(gradients))
-    assert ranks.turns[0] == "Sum float16"
+    assert ranks.requests[0] == "Sum float16"
 
 
 def test_float16_gradients_whose_sum_is_too_large_for_float16_have_their_mean():
@@ -688,7 +690,7 @@ def test_float16_gradients_whose_sum_is_too_large_for_float16_have_their_mean():
         assert (ranks.step(np.full((4, ELEMENTS), 60000.0))[0] == 60000).all()
 
 
-def test_the_first_step_in_float64_is_as_good_as_uncompressed():
+def test_the_first_step_in_float64_loses_no_precision():
     gradients = normal(np.random.default_rng(4), 4)
     result = Ranks(4, dtype="float64").step(gradients)[0]
     assert result == pytest.approx(gradients.mean(axis=0), rel=1e-12)
@@ -705,7 +707,7 @@ def test_a_missing_gradient_counts_as_zeros_on_a_float16_wire():
     ranks = Ranks(2)
     for _ in range(3):
         results = ranks.step([np.ones(ELEMENTS), None])
-    assert ranks.turns[0] == "Sum float16"
+    assert ranks.requests[0] == "Sum float16"
     assert np.array_equal(results[0], np.full(ELEMENTS, 0.5, "float32"))
     assert np.array_equal(results[1], results[0])
 
@@ -722,14 +724,14 @@ def test_bfloat16_has_the_range_of_float32_and_two_digits():
         assert list(ranks.memories[0].packed) == [("bfloat16", 1.0, True)]
 
 
-def test_where_bfloat16_is_unknown_another_type_travels():
+def test_another_dtype_is_sent_if_horovod_lacks_bfloat16():
     gradients = normal(np.random.default_rng(6), 2)
     ranks = Ranks(2, BFloat16(wire="float32"), dtype="float64")
     assert ranks.step(gradients)[0] == pytest.approx(gradients.mean(axis=0), rel=1e-5, abs=1e-7)
-    assert ranks.turns == ["Sum float32"]
+    assert ranks.requests == ["Sum float32"]
     ranks = Ranks(2, NoCompression(instead={"float16": "float32"}), dtype="float16")
     assert (ranks.step(np.full((2, ELEMENTS), 60000.0))[0] == 60000).all()
-    assert ranks.turns == ["Sum float32"]
+    assert ranks.requests == ["Sum float32"]
 
 
 def test_the_division_is_after_the_sum_or_as_the_user_wants():

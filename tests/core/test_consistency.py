@@ -7,7 +7,7 @@ from tests.core.simulated_ranks import on_every_rank
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_ranks_that_agree_pay_one_collective(size):
+def test_ranks_that_agree_need_one_collective(size):
     def check(collectives):
         check_consistency(collectives, ["a", "b"], "letters")
         return collectives.names
@@ -33,7 +33,7 @@ def test_one_rank_that_differs_is_named_on_every_rank(size):
 
 @given(st.lists(st.integers(0, 2**24 - 1), min_size=1, max_size=4), st.booleans())
 def test_equal_numbers(numbers, repeat):
-    """Compared by one sum of squares."""
+    """`are_equal` finds every difference with one sum of squares."""
     if repeat:
         numbers = numbers[:1] * len(numbers)
 
@@ -70,7 +70,7 @@ def test_ranks_that_have_joined_do_not_count():
     check_consistency(WithJoinedRanks(), ["a"], "letters")
 
 
-def test_ranks_that_have_joined_are_not_asked_what_they_hold():
+def test_lines_are_not_gathered_if_ranks_have_joined():
     class WithJoinedRanks:
         """Two ranks differ; two other ranks are in `join` and contribute zeros."""
 

@@ -163,7 +163,7 @@ def test_different_numbers_of_optimizers_are_an_error():
     on_ranks(2, run)
 
 
-def test_a_pass_that_raises_voids_what_it_has_reached():
+def test_a_pass_that_raises_invalidates_the_optimizers_that_it_has_reached():
     def run(collectives):
         script = Script(collectives, 3)
         script.backward({0, 1, 2}, 1.0)

@@ -382,7 +382,7 @@ def test_gradients_that_are_kept_over_steps_stay_equal_on_a_rank_without_a_pass(
 # --- errors, on every rank ----------------------------------------------------------------------
 
 
-def test_different_numbers_of_passes_are_an_error_that_says_who_did_what():
+def test_different_numbers_of_passes_are_an_error_that_names_the_ranks():
     def run(collectives):
         optimizer = SimulatedOptimizer(collectives)
         train(optimizer, 1.0)
@@ -473,7 +473,7 @@ def test_a_pass_may_raise_on_all_ranks_and_before_it_has_a_gradient():
 
 
 @pytest.mark.parametrize("idle", [0, 1])
-def test_gradients_changed_before_a_late_rank_has_come_are_an_error(idle):
+def test_gradients_changed_before_a_late_rank_takes_part_are_an_error(idle):
     def run(collectives):
         optimizer = SimulatedOptimizer(collectives)
         train(optimizer, 1.0)
@@ -507,7 +507,7 @@ def test_gradients_may_be_changed_after_every_rank_has_caught_up(idle):
     assert on_ranks(2, run) == [([4.0 if idle is None else 2.0] * 4, 2.0)] * 2
 
 
-def test_a_late_rank_is_no_error_where_others_have_accumulated_after_their_pass():
+def test_a_rank_may_be_late_if_others_have_accumulated_after_their_pass():
     def run(collectives):
         optimizer = SimulatedOptimizer(collectives, average=False)
         for _ in range(2):
@@ -555,7 +555,7 @@ def test_gradients_removed_on_some_ranks_only_are_an_error():
     assert on_ranks(2, run) == [True] * 2
 
 
-def test_ranks_that_disagree_in_their_first_round_can_go_on_once_they_agree():
+def test_ranks_that_disagree_in_their_first_round_can_continue_after_they_agree():
     def run(collectives):
         optimizer = SimulatedOptimizer(collectives)
         optimizer.parameters[0].dtype = "float32" if collectives.rank else "float64"
@@ -783,7 +783,7 @@ def test_a_rank_without_a_pass_beside_ranks_that_have_joined():
 
 
 @pytest.mark.parametrize("error", [PassesDiffer, BackwardFailed])
-def test_an_error_beside_ranks_that_have_joined_does_not_ask_them(error):
+def test_an_error_gathers_nothing_if_ranks_have_joined(error):
     def run(collectives):
         optimizer = SimulatedOptimizer(collectives)
         train(optimizer, 1.0)
@@ -800,7 +800,7 @@ def test_an_error_beside_ranks_that_have_joined_does_not_ask_them(error):
     assert on_ranks(3, run, joined={2}) == [True] * 2
 
 
-def test_ranks_agree_anew_when_others_have_come_back_from_join():
+def test_ranks_compare_again_after_others_return_from_join():
     group = SimulatedGroup(2)
     group.joined = {1}
     turns = {}

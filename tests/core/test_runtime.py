@@ -69,7 +69,7 @@ def no_launcher(monkeypatch):
     for name in list(os.environ):
         if name.startswith(("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "MV2_")):
             monkeypatch.delenv(name)
-    # So that variables set by `init` are removed after the test.
+    # monkeypatch removes variables that `init` sets only if they are set here.
     monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "600")
     return monkeypatch
 
@@ -119,12 +119,12 @@ def test_a_stall_time_that_is_no_number_is_refused():
         ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}, 0),
     ],
 )
-def test_launchers_are_told_apart(environ, processes):
+def test_processes_of_each_launcher_are_counted(environ, processes):
     assert processes_started_for_mpi(environ) == processes
 
 
 @pytest.mark.parametrize("given", [{}, {"HOROVOD_GLOO_IFACE": "eth7"}])
-def test_one_rank_goes_over_gloo_and_leaves_nothing_behind(given):
+def test_one_rank_uses_gloo_and_leaves_no_variables(given):
     environ = dict(given)
     with one_rank_over_gloo(environ):
         expected = {"CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": "lo"}
@@ -142,7 +142,7 @@ def test_a_controller_that_the_user_has_chosen_stays():
     ("arguments", "gloo", "controller"),
     [({}, True, "gloo"), ({}, False, None), ({"comm": [0]}, True, None)],
 )
-def test_who_starts_over_gloo(no_launcher, arguments, gloo, controller):
+def test_jobs_that_start_over_gloo(no_launcher, arguments, gloo, controller):
     horovod = SimulatedHorovod(gloo=gloo)
     runtime_of(horovod).init(**arguments)
     assert horovod.calls == [("init", (), arguments, controller)]
@@ -201,7 +201,7 @@ def test_ranks_that_share_a_host_share_out_its_gpus(no_launcher, local, told):
     assert seen == told
 
 
-def test_what_was_agreed_is_void_after_init_and_join(no_launcher):
+def test_init_and_join_increase_the_generation(no_launcher):
     runtime = runtime_of(SimulatedHorovod())
     seen = [runtime.generation]
     for start in (runtime.init, runtime.shutdown, runtime.init, runtime.begin_generation):
@@ -219,7 +219,9 @@ def test_what_was_agreed_is_void_after_init_and_join(no_launcher):
         (STOCK, "2.14.0", 1, []),
     ],
 )
-def test_what_will_be_missing_is_said_once(no_launcher, caplog, engine, version, rank, said):
+def test_missing_features_of_the_engine_are_logged_once(
+    no_launcher, caplog, engine, version, rank, said
+):
     runtime = runtime_of(SimulatedHorovod(rank=rank), version, engine)
     with caplog.at_level(logging.WARNING, logger="hvdkit.torch"):
         runtime.init()
@@ -262,7 +264,7 @@ def test_ranks_of_torchrun_get_their_place_before_horovod_starts(no_launcher, mo
     for name, value in {**TORCHRUN, "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     for name in ("HOROVOD_RANK", "HOROVOD_SIZE"):
-        # So that they are removed after the test.
+        # monkeypatch removes them after the test only if they are changed here.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     runtime_of(SimulatedHorovod(size=2)).init()

@@ -16,7 +16,8 @@ def shares(count, begin, ranks, batch_size, drop_last=False):
 
 
 def batches(share, order):
-    return [batch.tolist() for batch in share.split(order)]
+    own = order[share.places()].tolist()
+    return [own[k : k + share.batch_size] for k in range(0, len(own), share.batch_size)]
 
 
 CASES = [
@@ -55,9 +56,7 @@ def test_drop_last_leaves_full_batches_and_no_sample_twice(count, ranks, batch_s
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(("count", "ranks", "batch_size"), CASES)
-def test_a_rank_goes_on_with_the_batches_that_it_would_have_had(
-    count, ranks, batch_size, drop_last
-):
+def test_a_rank_that_resumes_has_the_same_remaining_batches(count, ranks, batch_size, drop_last):
     order = epoch_order(count, 0, 0)
     for share in shares(count, 0, ranks, batch_size, drop_last):
         whole = batches(share, order)
@@ -68,7 +67,7 @@ def test_a_rank_goes_on_with_the_batches_that_it_would_have_had(
 
 @pytest.mark.parametrize("later", [1, 2, 3, 5])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_another_number_of_ranks_goes_on_with_the_samples_that_are_left(ranks, later):
+def test_another_number_of_ranks_resumes_with_the_remaining_samples(ranks, later):
     order = epoch_order(97, 0, 5)
     before = shares(97, 0, ranks, 4)
     seen = [s for share in before for batch in batches(share, order)[:3] for s in batch]
@@ -93,7 +92,7 @@ def test_an_order_follows_from_seed_and_epoch():
 FIRST_ORDER = [3, 2, 1, 6, 0, 7, 4, 5]
 
 
-def test_what_becomes_of_the_tail_is_said():
+def test_tail_describes_the_samples_that_do_not_fill_a_batch():
     assert Share(24, 0, 0, 2, 4).tail == ""
     assert Share(26, 0, 0, 2, 4, True).tail == "the last 2 of 26 samples are left out"
     tail = Share(26, 0, 0, 2, 4).tail
@@ -110,7 +109,7 @@ def test_what_becomes_of_the_tail_is_said():
         ((5, 6, 0, 1, 1), "6 of 5 samples"),
     ],
 )
-def test_numbers_that_make_no_sense_are_refused(arguments, words):
+def test_numbers_out_of_range_are_refused(arguments, words):
     with pytest.raises(UsageError, match=words):
         Share(*arguments)
 
@@ -141,7 +140,7 @@ def test_two_loops_at_once_raise():
     pairs = looped(sampler)
     assert [len(pair) for pair in zip(pairs, pairs, strict=True)] == [2, 2]
     assert sampler.epoch == 1
-    # So is a loop after another one that was left.
+    # A loop after a loop that ended early is a new epoch, too.
     left = looped(sampler)
     next(left)
     assert [epoch for epoch, _ in looped(sampler)] == [2, 2, 2, 2]

@@ -25,7 +25,7 @@ def spec(name, *shape, dtype="float64", layout=""):
     return ParameterSpec(name, shape, dtype, np.dtype(dtype).itemsize, "cpu", layout)
 
 
-# Two per bucket.
+# Two parameters in each bucket.
 SPECS = [spec(f"p{i}", 2) for i in range(4)]
 TWO = 32
 NONE = NoCompression()
@@ -88,7 +88,7 @@ def test_every_rank_gets_the_sum(size, wire_format):
     assert on_ranks(size, run) == [[total * i for i in range(5)]] * size
 
 
-def test_every_element_comes_back_to_its_own_place():
+def test_every_element_is_unpacked_to_its_own_place():
     specs = [spec("a", 3, 2), spec("b"), spec("c", 0), spec("d", 5, dtype="float32"), spec("e", 4)]
 
     def run(collectives):
@@ -135,7 +135,7 @@ def test_a_predivision_happens_before_the_sum():
     assert on_ranks(2, run) == [[16.0, 16.0, 2.0]] * 2
 
 
-def test_a_window_of_passes_is_averaged_and_a_cut_one_over_what_it_has():
+def test_a_window_ended_early_is_averaged_over_its_passes():
     def run(collectives):
         window = Window(4)
         synchronizer, backend = make(collectives, window=window, average=True)
@@ -315,7 +315,7 @@ def test_gradients_with_the_same_mean_place_go_as_in_a_backward_pass():
     assert on_ranks(2, run) == [[(3, 0), (2, 1)]] * 2
 
 
-def test_gradients_that_did_not_arrive_come_last_as_a_backward_pass_goes():
+def test_gradients_that_did_not_arrive_are_last_in_reverse_order():
     def run(collectives):
         synchronizer, backend = make(collectives)
         give(backend, 1.0)
@@ -335,7 +335,7 @@ def test_without_any_arrival_buckets_go_as_a_backward_pass_does():
     assert on_ranks(2, run) == [[(3, 2), (1, 0)]] * 2
 
 
-def test_ranks_agree_anew_when_horovod_has_been_initialised_anew():
+def test_ranks_compare_again_after_another_init():
     def run(collectives):
         synchronizer, backend = make(collectives)
         step(synchronizer, backend, 1.0, order=[0, 1, 2, 3])
@@ -705,7 +705,7 @@ def test_scales_of_before_a_restart_are_not_waited_for(settles):
 
 
 @pytest.mark.parametrize("batches", [False, True])
-def test_a_bucket_with_an_infinity_leaves_the_others_alone(batches):
+def test_an_infinity_in_one_bucket_does_not_change_others(batches):
     def run(collectives):
         synchronizer, backend = make(collectives, wire_format=Float16(), batches=batches)
         asked = []
@@ -821,7 +821,7 @@ def test_gradients_may_arrive_in_several_threads():
 
 
 @pytest.mark.parametrize("wire_format", [NONE, Float16()])
-def test_many_steps_leave_nothing_behind(wire_format):
+def test_many_steps_do_not_leak(wire_format):
     def run(collectives):
         synchronizer, backend = make(collectives, wire_format=wire_format, find_unused=True)
 
@@ -886,7 +886,7 @@ def test_a_resumed_state_restores_the_buckets_and_scales(wire_format):
         state = before.state
         after, other = make(collectives, wire_format=wire_format)
         after.resume(state)
-        # Saved once more before the first step.
+        # The restored state can be saved before the first step.
         assert after.state == state
         expected = step(before, backend, 3.3, WILD)
         assert step(after, other, 3.3) == expected
@@ -959,7 +959,7 @@ def test_a_synchronizer_that_forgets_its_agreement_begins_anew():
     assert on_ranks(2, run) == [([4.0, 4.0], [(3, 2), (1, 0)])] * 2
 
 
-def test_ranks_that_resume_from_different_states_are_told():
+def test_ranks_that_resume_from_different_states_get_an_error():
     def run(collectives):
         before, backend = make(collectives)
         step(before, backend, 1.0, WILD)

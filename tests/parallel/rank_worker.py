@@ -64,7 +64,7 @@ def _adapter(framework: str) -> Any:
 def _answer(hvd: Any, module: str, function: str, parameters: dict[str, Any]) -> tuple[str, str]:
     torch = sys.modules.get("torch")
     if torch is not None:
-        # So that ranks create equal models after any earlier tests.
+        # Ranks create equal models after any earlier tests.
         torch.manual_seed(0)
     try:
         getattr(importlib.import_module(module), function)(hvd=hvd, **parameters)

@@ -140,7 +140,7 @@ def test_arrays_in_the_state_of_schedulers_scalers_and_optimizers(hvd, tmp_path)
         ("np.ma.zeros(2)", r"is a numpy.ma.*MaskedArray"),
     ],
 )
-def test_what_metadata_cannot_hold_is_named(hvd, tmp_path, value, said):
+def test_metadata_that_cannot_be_saved_is_named_in_the_error(hvd, tmp_path, value, said):
     import torch
 
     from hvdkit.errors import UsageError
@@ -484,7 +484,7 @@ def test_wrong_arguments(hvd, tmp_path, wrong, words):
 
 
 @pytest.mark.parametrize("wrong", ["3", "random.SystemRandom()", "np.random.PCG64(1)"])
-def test_what_is_no_generator(hvd, tmp_path, wrong):
+def test_an_invalid_generator_is_an_error(hvd, tmp_path, wrong):
     import torch
 
     from hvdkit.errors import UsageError
@@ -841,7 +841,7 @@ def test_an_object_whose_saved_state_is_empty(hvd, tmp_path):
 
 
 def test_statistics_of_a_layer_that_changed(hvd, tmp_path):
-    """They are a rank's own state, whose sizes nothing else compares."""
+    """Statistics are the state of one rank. Nothing else compares their sizes."""
     import torch
 
     def checkpointer(width):
@@ -858,7 +858,7 @@ def test_statistics_of_a_layer_that_changed(hvd, tmp_path):
 
 
 def test_a_scaler_that_was_disabled(hvd, tmp_path):
-    """torch's `load_state_dict` refuses its empty state, after others are restored."""
+    """torch's `load_state_dict` would refuse the empty state after other items are restored."""
     import torch
 
     from hvdkit.errors import UsageError

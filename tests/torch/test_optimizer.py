@@ -87,7 +87,7 @@ def test_a_predivide_factor_needs_an_average(hvd):
         hvd.DistributedOptimizer(sgd(model), gradient_predivide_factor=0.0)
 
 
-def test_what_is_no_optimizer_is_refused(hvd):
+def test_an_object_that_is_no_optimizer_is_refused(hvd):
     with pytest.raises(UsageError, match="optimizer is a Linear"):
         hvd.DistributedOptimizer(nn.Linear(3, 2))
     with pytest.raises(UsageError, match="LBFGS"):
@@ -159,7 +159,7 @@ def test_the_digest_of_a_sparse_tensor_is_that_of_its_values(hvd):
     assert digests([sparse]) != digests([torch.zeros(3)])
 
 
-def test_a_reducers_state_has_what_it_has_not_reduced_yet(hvd):
+def test_a_reducers_state_includes_restored_states_of_unreduced_gradients(hvd):
     from hvdkit.torch.reducer import GradientReducer
 
     def reduce(reducer, *names):

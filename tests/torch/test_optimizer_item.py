@@ -54,7 +54,7 @@ def test_state_of_no_parameter(hvd):
     ],
 )
 def test_state_that_was_saved_on_the_host_goes_to_the_device(hvd, name, options, on_host):
-    """The moments go beside the parameters, as torch's own load_state_dict puts them."""
+    """Moments are restored on the parameters' device, as by torch's own load_state_dict."""
     import torch
 
     weight = torch.ones(3, device="meta", requires_grad=True)

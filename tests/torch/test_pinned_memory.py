@@ -20,7 +20,7 @@ class Runtime:
 
 
 @pytest.mark.parametrize("status", [0, 2])
-def test_memory_is_pinned_until_nobody_has_it(hvd, status):
+def test_memory_is_pinned_until_it_is_freed(hvd, status):
     import torch
 
     from hvdkit.torch import devices

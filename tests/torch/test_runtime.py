@@ -58,13 +58,13 @@ def test_horovod_can_be_started_again():
     assert "[1.0, 1.0]" in run_alone(REPORT + code)
 
 
-def test_a_stock_horovod_is_told_apart_once():
+def test_a_stock_horovod_logs_one_warning():
     output = run_alone(REPORT + "hvd.shutdown(); hvd.init()")
     said = output.count("was not built by `hvdkit build`")
     assert said == (0 if installed().ours else 1)
 
 
-def test_what_needs_horovod_says_so_before_init():
+def test_calls_that_need_horovod_raise_before_init():
     code = (
         "import torch, hvdkit.torch as hvd\n"
         "try: hvd.DistributedOptimizer(torch.optim.SGD(torch.nn.Linear(1, 1).parameters()))\n"

@@ -109,7 +109,7 @@ class World:
                 self.optimizer(),
                 compression=self.setting.compression,
                 accumulation_steps=self.setting.passes,
-                # Ranks that do as the script says never differ.
+                # Compare after every step: the ranks' variables must never differ.
                 check_interval=1,
             )
             self.reference.compile(self.optimizer(), loss="mse", jit_compile=False)

@@ -342,7 +342,7 @@ def test_a_checkpoint_of_another_model_raises_on_every_rank(hvd):
     [pytest.param(1, 2, 3, marks=pytest.mark.long), (2, 1, 1)],
 )
 def test_resume_with_another_number_of_ranks(hvd, fraction, later, batches):
-    """With half of the ranks; and with twice as many, of whose epoch less than a batch is done."""
+    """Resume with half of the ranks, and with twice as many ranks, which have done half a batch."""
     import keras
 
     class Numbers(keras.callbacks.Callback):

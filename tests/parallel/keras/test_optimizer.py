@@ -276,7 +276,7 @@ def test_different_numbers_of_passes_raise_on_every_rank(hvd):
     variable = keras.Variable(np.ones(2, "float32"))
     for _ in range(1 if hvd.rank() else 2):
         optimizer.apply([keras.ops.ones((2,))], [variable])
-    with pytest.raises(PassesDiffer, match="rank 0: 2, rank 1: 1"):
+    with pytest.raises(PassesDiffer, match="rank 0: 2; ranks? 1.*: 1"):
         hvd.flush(optimizer)
 
 

@@ -163,8 +163,8 @@ def test_gradients_through_collectives(hvd, where):
             lambda x: hvd.grouped_allreduce([x, x * x], op=hvd.Sum, name="two-sums")[1],
             lambda x: hvd.allgather(x, name="rows-of-all"),
             lambda x: hvd.reducescatter(x, op=hvd.Sum, name="shares"),
-            # Last, because the root's graph has one operation less. Horovod names gradients after
-            # operations.
+            # The last one: the root's graph has one operation less, and Horovod names gradients
+            # after operations.
             lambda x: hvd.broadcast(x, root_rank=1, name="rows-of-one"),
         ):
             with tf.GradientTape() as tape:

@@ -128,7 +128,7 @@ def test_a_tape_with_the_name_of_the_format(hvd):
     assert (gradient == (hvd.size() - 1) / 2).all()
 
 
-def test_what_int8_cannot_do(hvd):
+def test_options_that_int8_does_not_support(hvd):
     import tensorflow as tf
 
     with pytest.raises(UsageError, match=r"Compression\.int8 was given for a single tensor"):

@@ -160,7 +160,7 @@ class World:
             accumulation_steps=PASSES if self.setting.window == "mean" else 1,
             backward_passes_per_step=PASSES if self.setting.window == "sum" else 1,
             process_set=self.process_set,
-            # Ranks that do as the script says never differ.
+            # Compare after every step: the ranks' parameters must never differ.
             check_interval=1,
         )
 
@@ -455,7 +455,7 @@ def scale_in_place(world: World, number: int) -> None:
 
 @action
 def replace_gradients(world: World, number: int) -> None:
-    """With scaled copies, after a pass, so that they stand for reduced gradients."""
+    """Assign scaled copies of the gradients after a pass. They count as reduced."""
     world.backward(number)
     for model in (world.model, world.reference):
         for p in model.parameters():
@@ -472,7 +472,7 @@ def accumulate_without_sync(world: World, number: int) -> None:
         world.backward(number)
     world.backward(number + 1)
     if world.setting.several:
-        # What the second pass of no rank has reached is reduced here.
+        # Reduce the gradients that the second pass has not reached on any rank.
         world.optimizer.synchronize()
     world.check_gradients()
 
@@ -595,7 +595,7 @@ def freeze(world: World, number: int) -> None:
 
 @action
 def freeze_on_one_rank(world: World, number: int) -> None:
-    """Differs between ranks in the next pass: an error on all of them."""
+    """Freeze a parameter on one rank. The next pass is an error on all ranks."""
     world.zero()
     own = world.hvd.rank() == world.chosen_rank(number)
     weight = world.model.first.bias

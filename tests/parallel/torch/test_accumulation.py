@@ -138,7 +138,7 @@ def test_two_losses_in_a_pass(hvd, passes):
 
 
 def test_losses_of_different_parts_of_the_model(hvd):
-    # What the first loss reaches, the second does not.
+    # Each loss reaches a part of the model.
     model = nn.ModuleDict({"a": nn.Linear(5, 2), "b": nn.Linear(5, 2)})
     model.to(DEVICE, torch.float64)
     reference = copy.deepcopy(model)
@@ -271,7 +271,7 @@ def test_flush_on_ranks_with_different_numbers_of_passes(hvd):
 
 
 @pytest.mark.device(ranks=2)
-def test_flush_where_some_ranks_have_nothing(hvd):
+def test_flush_if_some_ranks_have_no_passes(hvd):
     model = small_model()
     optimizer = wrapped(hvd, model)
     if hvd.rank() == 0:
@@ -280,7 +280,7 @@ def test_flush_where_some_ranks_have_nothing(hvd):
         optimizer.flush()
 
 
-def test_flush_takes_a_step_of_ones_own(hvd):
+def test_flush_calls_the_given_step(hvd):
     model, reference = small_model(), small_model()
     optimizer, plain = wrapped(hvd, model), adamw(reference.parameters())
     scaler = hvd.GradScaler(DEVICE.type, init_scale=64.0)
@@ -340,7 +340,7 @@ def test_checkpointing_is_one_pass(hvd, use_reentrant, passes):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_passes_are_counted_where_everything_is_checkpointed(hvd, use_reentrant):
+def test_passes_are_counted_if_everything_is_checkpointed(hvd, use_reentrant):
     model = Checkpointed(use_reentrant)
     optimizer = wrapped(hvd, model)
     stepped = []

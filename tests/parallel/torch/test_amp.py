@@ -308,7 +308,7 @@ def test_a_scaler_that_is_disabled(hvd):
     assert_close(model, reference)
 
 
-def test_scalers_still_serve_plain_optimizers(hvd):
+def test_scalers_work_with_plain_optimizers(hvd):
     results = []
     for scalers in (hvd, torch.amp):
         scaler = scalers.GradScaler(DEVICE.type, **SETTINGS)

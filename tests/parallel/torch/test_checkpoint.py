@@ -143,7 +143,7 @@ class Training:
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "fused", "sgd", "rmsprop", "tensor lr"])
-def test_a_training_goes_on_as_if_it_had_not_stopped(hvd, optimizer):
+def test_a_resumed_training_equals_an_uninterrupted_one(hvd, optimizer):
     with shared_folder(hvd) as folder:
         never = Training(hvd, folder, optimizer=optimizer)
         never.broadcast()
@@ -161,7 +161,7 @@ def test_a_training_goes_on_as_if_it_had_not_stopped(hvd, optimizer):
 
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_buckets_and_scales_go_on_as_well(hvd, compression, accumulation):
+def test_a_resumed_training_has_the_same_buckets_and_scales(hvd, compression, accumulation):
     with shared_folder(hvd) as folder:
         how = {"compression": compression, "accumulation_steps": accumulation}
         never = Training(hvd, folder, **how)
@@ -172,7 +172,7 @@ def test_buckets_and_scales_go_on_as_well(hvd, compression, accumulation):
         for step in (4, 9):
             again = Training(hvd, folder, seed=1, **how)
             again.restore(step)
-            # Saved before the first step after a restore, it is the same once more.
+            # A save before the first step after a restore has the same content.
             again.checkpointer.save(step, wait=True)
             again.checkpointer.close()
             again = Training(hvd, folder, seed=2, **how)
@@ -196,7 +196,7 @@ def test_the_same_object_can_go_back(hvd):
         training.checkpointer.close()
 
 
-def test_workers_and_their_random_numbers_go_on(hvd):
+def test_workers_and_their_random_numbers_resume(hvd):
     class Noisy(Dataset):
         def __len__(self):
             return 37
@@ -281,7 +281,7 @@ def test_set_epoch_continues_an_epoch_that_a_loop_has_left(hvd):
     assert first + [batch.tolist() for batch in sampler.batches()] == whole
 
 
-def test_samples_that_nobody_counts_are_an_error(hvd):
+def test_samples_that_are_not_counted_are_an_error(hvd):
     sampler = hvd.ResumableSampler(samples(), 2)
     loader = DataLoader(samples(), batch_size=2, sampler=sampler)
     with (
@@ -334,7 +334,7 @@ class Odd(nn.Module):
         self.secret = state["secret"]
 
 
-def test_every_kind_of_tensor_comes_back_and_loads_with_plain_safetensors(hvd):
+def test_every_kind_of_tensor_is_restored_and_loads_with_plain_safetensors(hvd):
     with shared_folder(hvd) as folder:
         model = Odd(hvd.rank() + 1.0)
         with hvd.Checkpointer(folder, model=model) as checkpointer:
@@ -364,7 +364,7 @@ def test_every_kind_of_tensor_comes_back_and_loads_with_plain_safetensors(hvd):
             assert torch.equal(tensor, expected.state_dict()[name])
 
 
-def test_what_does_not_fit_is_named_and_changes_nothing(hvd):
+def test_a_checkpoint_that_does_not_fit_is_an_error_and_changes_nothing(hvd):
     with shared_folder(hvd) as folder:
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -453,7 +453,7 @@ def test_a_job_of_another_size_shares_what_is_left_of_the_epoch(hvd):
                 checkpointer.save(5)
         sampler = hvd.ResumableSampler(count, 2, seed=1)
         with hvd.Checkpointer(folder, model=nn.Linear(1, 1), data=sampler) as checkpointer:
-            # Those that have not saved may be here before the others have.
+            # Wait for the ranks that save, because the other ranks are here before.
             hvd.barrier()
             assert checkpointer.restore().world_size == hvd.size() // 2
         rest = [i for batch in sampler.batches() for i in batch.tolist()]
@@ -466,7 +466,7 @@ def test_a_job_of_another_size_shares_what_is_left_of_the_epoch(hvd):
     hvd.remove_process_set(few)
 
 
-def test_a_save_in_a_window_is_refused_and_what_is_due_waits(hvd):
+def test_a_save_in_a_window_is_refused_and_a_due_save_waits(hvd):
     with shared_folder(hvd) as folder:
         model = nn.Linear(2, 1)
         optimizer = hvd.DistributedOptimizer(
@@ -509,7 +509,7 @@ def test_a_signal_to_one_rank_stops_all_with_everything_saved(hvd):
 
 
 def test_a_signal_to_all_processes_leaves_the_workers_of_a_loader(hvd):
-    """Slurm's scancel sends one. A worker that ended would end the rank before it has saved."""
+    """Slurm's scancel sends such a signal. If a worker ended, its rank would also end."""
     dataset = torch.utils.data.TensorDataset(torch.arange(64.0))
     sampler = hvd.ResumableSampler(dataset, batch_size=2)
     loader = torch.utils.data.DataLoader(dataset, 2, sampler=sampler, num_workers=2)
@@ -630,7 +630,7 @@ def test_export_writes_a_state_dict(hvd):
 
 @pytest.mark.parametrize("item", ["model", "optimizer"])
 def test_a_state_of_another_shape_on_one_rank_is_an_error_at_the_save(hvd, item):
-    """For example, an optimizer has the rows of this rank of a divided table."""
+    """For example, an optimizer has this rank's rows of a table that the ranks divide."""
     model = nn.Linear(1 + (item == "model" and hvd.rank() == 1), 1, bias=False)
     table = nn.Parameter(torch.ones(3 + (hvd.rank() == 1), 2))
     optimizer = torch.optim.Adam([model.weight, table])
@@ -692,7 +692,7 @@ def test_a_tensor_that_no_restore_could_write_is_an_error_at_the_save(hvd, unusa
 
 
 def test_an_embedding_that_is_divided_between_the_ranks(hvd):
-    """With its optimizer's state, and restored by a job with another number of ranks."""
+    """A job with another number of ranks restores the rows and their optimizer state."""
     rows, width = 13, 5
     table = torch.arange(rows * width, dtype=torch.float32).view(rows, width)
 

@@ -94,7 +94,7 @@ def test_bytes_from_each_rank_to_each_rank(hvd):
         expected = [b"%d" % sender * (3 * hvd.rank()) for sender in members]
         assert collectives.alltoall(own, "to each") == expected
         assert collectives.alltoall([b""] * len(members), "nothing") == [b""] * len(members)
-        # What a checkpoint does: all send to the first rank.
+        # All ranks send to the first rank only, as for a checkpoint.
         sent = [b"%d" % hvd.rank(), *[b""] * (len(members) - 1)]
         received = [b"%d" % sender for sender in members] if place == 0 else [b""] * len(members)
         assert collectives.alltoall(sent, "to the first") == received

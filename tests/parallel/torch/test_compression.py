@@ -127,7 +127,7 @@ def test_float16_is_scaled_to_the_magnitude_of_the_gradients(hvd, magnitude):
         scale = scale_of(optimizer)
         assert (scale is None) == (step == 0)
         if scale is not None:
-            # What is seen in float16 may have been rounded up to a power of two.
+            # The float16 value may have been rounded up to a power of two.
             assert 2**9 * 0.999 <= peak * scale <= 2**10 * 1.001
         gradient_maker([parameter], [gradient]).backward()
         optimizer.step()
@@ -168,14 +168,14 @@ def test_float16_forgets_an_outlier(hvd, outlier, later):
         error = (parameter.grad.double() - everyone.mean(dim=0)).abs()
         optimizer.zero_grad()
         if step >= 4:
-            # By now the scale is that of these gradients, or of others up to 2^20 as large, and
-            # after 8 steps that of these alone. The bound does not take it from the optimizer.
+            # The scale now fits these gradients, or earlier ones that are up to 2^20 as large.
+            # After 8 steps it fits these alone. The bound does not use the optimizer's scale.
             smallest = everyone.sum(dim=0).abs().max() * n * (2**-33 if step >= 12 else 2**-13)
             bound = (n + 1) * 2**-11 * everyone.abs().mean(dim=0) + smallest
             assert (error <= bound).all(), step
 
 
-def test_bfloat16_on_the_wire_or_float32_where_horovod_does_not_know_it(hvd):
+def test_bfloat16_is_sent_as_float32_if_horovod_lacks_it(hvd):
     model = nn.Linear(300, 10, bias=False).to(DEVICE)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.0), compression="bf16"
@@ -345,7 +345,7 @@ def test_a_wire_format_of_the_users(hvd):
 
 
 @pytest.mark.parametrize("compression", ["fp32", "", 16, None, object(), "class"], ids=str)
-def test_what_is_no_compression(hvd, compression):
+def test_an_invalid_compression_is_an_error(hvd, compression):
     if compression == "class":
         compression = hvd.Compression
     with pytest.raises(UsageError, match="compression is"):

@@ -255,7 +255,7 @@ def test_a_loader_with_a_state_resumes_at_any_batch(hvd, kind):
         assert max(Counter(samples).values()) == 1
         dropped = SAMPLES % hvd.size() if kind == "distributed sampler" else 0
         assert len(samples) == SAMPLES - dropped
-    # The same on all ranks, and others for each kind.
+    # Equal numbers on all ranks, and different ones for each kind.
     draw = random.Random(kind)
     steps = min(len(own) for own in everyone)
     saves = sorted(draw.sample(range(1, steps), 3))
@@ -432,7 +432,7 @@ def test_ranks_with_different_kinds_of_data_get_an_error(hvd):
         checkpointer.save(1)
 
 
-def test_what_one_rank_alone_cannot_restore_is_an_error_on_all_ranks(hvd):
+def test_a_state_that_one_rank_cannot_restore_is_an_error_on_all_ranks(hvd):
     class Loader(DataLoader):
         def state_dict(self):
             return {}

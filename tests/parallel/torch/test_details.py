@@ -142,7 +142,7 @@ def test_autograd_grad_after_a_pass_without_communication(hvd):
 
 
 @pytest.mark.parametrize("op", ["average", "sum"])
-def test_some_gradients_of_a_bucket_live_in_its_memory(hvd, op):
+def test_some_gradients_of_a_bucket_are_in_its_memory(hvd, op):
     model, reference = small_model(), small_model()
     optimizer = wrapped(hvd, model, op=hvd.Average if op == "average" else hvd.Sum)
     factor = 1 if op == "average" else hvd.size()
@@ -193,7 +193,7 @@ def test_join_drops_the_gradients_of_an_open_window(hvd):
 
 
 def test_broadcast_optimizer_state_fills_the_state_in_place(hvd):
-    """The plain and the wrapped optimizer share it, and the script may refer to it."""
+    """The plain and the wrapped optimizer share the state, and the script may refer to it."""
     model = small_model()
     plain = torch.optim.AdamW(model.parameters())
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())

@@ -129,7 +129,7 @@ def test_backward_on_one_stream_and_the_step_on_another(hvd, compression):
 
 @needs_gpu
 @pytest.mark.parametrize("compression", ["none", "fp16"])
-def test_everything_on_a_stream_of_its_own(hvd, compression):
+def test_a_whole_step_on_a_side_stream(hvd, compression):
     model = small_model()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -68,7 +68,7 @@ def final_files(folder):
 
 
 @pytest.mark.long
-def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_weights(tmp_path):
+def test_a_stopped_run_resumes_to_the_same_weights(tmp_path):
     two = Configuration("torch", "gloo", 2)
     common = [sys.executable, EXAMPLE, "--epochs", "6", "--checkpoint-every", "20"]
     whole = [*common, "--checkpoint-dir", str(tmp_path / "whole")]
@@ -93,13 +93,13 @@ def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_weights(tmp_path):
 def test_runs_under_plain_horovodrun(controller):
     engine = installed()
     if controller == "mpi" and (engine is None or "mpi" not in (engine.controllers or ())):
-        # A stock one, besides, starts Open MPI 5 with options that it no longer knows.
+        # A stock Horovod starts Open MPI 5 with options that Open MPI no longer has.
         pytest.skip("needs a Horovod that `hvdkit build` has built with MPI")
     horovodrun = str(Path(sys.executable).parent / "horovodrun")
     done = run_plain(
         *(horovodrun, f"--{controller}", "-np", "2", sys.executable, EXAMPLE, "--epochs", "2"),
         PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        # Of a job that it is started in, whose rendezvous it does not use.
+        # As if a rank of another job runs horovodrun. It must not use that job's rendezvous.
         HVDKIT_RENDEZVOUS_KEY="0123",
     )
     assert done.returncode == 0, done.stdout + done.stderr

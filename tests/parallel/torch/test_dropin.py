@@ -93,7 +93,7 @@ def test_groups_are_buckets(hvd):
         assert buckets_of(optimizer) == expected, groups
 
 
-def test_groups_that_make_no_sense(hvd):
+def test_invalid_groups(hvd):
     model, other = small_model(), small_model()
     for groups, message in (
         (-1, "groups is -1: expected 0 or more"),
@@ -222,7 +222,7 @@ def test_join_ends_epochs_of_different_lengths(hvd, compression, find_unused):
     assert_close(model, reference, {"none": 1e-12, "fp16": 2e-3, "bf16": 2e-2}[compression])
 
 
-def test_who_has_joined_is_not_asked_what_it_means(hvd):
+def test_ranks_that_have_joined_are_excluded_from_the_comparison(hvd):
     """A rank that has joined is not compared, but the other ranks still are."""
     if hvd.size() < 4:
         pytest.skip("needs two ranks that can disagree beside one that has joined")
@@ -266,7 +266,7 @@ def test_parameters_that_no_rank_uses(hvd, find, compression, passes):
     model = Branches()
     reference = copy.deepcopy(model)
     optimizer = hvd.DistributedOptimizer(
-        # What has no gradient is not decayed.
+        # Weight decay does not change parameters without a gradient.
         torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1),
         model.named_parameters(),
         find_unused_parameters=find,
@@ -375,7 +375,7 @@ def test_a_layer_frozen_and_unfrozen(hvd, set_to_none):
     assert_close(model, reference)
 
 
-# Ranks that mean different things
+# Ranks that differ
 
 
 def other_dtype(model):
@@ -473,7 +473,7 @@ def test_different_orders_and_optimizers(hvd):
     optimizer.zero_grad()
 
 
-def test_after_a_disagreement_training_goes_on(hvd):
+def test_training_continues_after_a_disagreement(hvd):
     model = small_model()
     optimizer = hvd.DistributedOptimizer(
         sgd(model.parameters()), op=hvd.Sum if hvd.rank() == 0 else hvd.Average
@@ -614,7 +614,7 @@ def test_a_compiled_model(hvd, passes):
     assert_close(model, reference)
 
 
-# Where gradients live
+# The memory of gradients
 
 
 @pytest.mark.device
@@ -733,7 +733,7 @@ def test_an_optimizer_that_is_deleted_is_freed(hvd):
 
 
 @pytest.mark.parametrize("first_steps", [True, False])
-def test_a_model_wrapped_again_listens_to_the_new_optimizer_only(hvd, first_steps):
+def test_a_model_wrapped_again_is_reduced_by_the_new_optimizer_only(hvd, first_steps):
     model, reference = small_model(), small_model()
     first = hvd.DistributedOptimizer(sgd(model.parameters()), bucket_bytes=400)
     if first_steps:
@@ -756,7 +756,7 @@ def test_wrapping_twice_is_an_error(hvd):
 
 @pytest.mark.device
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_state_goes_round(hvd, kind):
+def test_state_is_saved_and_loaded(hvd, kind):
     """Save after three steps, load in a new job, make two steps: equal to an uninterrupted run."""
     straight, reference = trained(hvd, OPTIMIZERS[kind], steps=5)
     assert_close(straight, reference)
@@ -852,7 +852,7 @@ def test_clipping_needs_a_wrapped_optimizer(hvd):
 
 @pytest.mark.device
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_clipping_tells_the_norm_of_the_mean(hvd, norm_type):
+def test_clipping_returns_the_norm_of_the_mean(hvd, norm_type):
     model, reference = small_model(), small_model()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
     loss_of(model, batch_of(hvd.rank(), 0)).backward()
@@ -866,7 +866,7 @@ def test_clipping_tells_the_norm_of_the_mean(hvd, norm_type):
 
 
 @pytest.mark.device(ranks=2)
-def test_clipping_what_is_not_finite_is_an_error_on_every_rank(hvd):
+def test_clipping_gradients_that_are_not_finite_is_an_error_on_every_rank(hvd):
     model = small_model()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
     loss = loss_of(model, batch_of(hvd.rank(), 0))

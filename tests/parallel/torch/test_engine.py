@@ -23,7 +23,7 @@ def same_on_all_ranks(seed):
 
 def test_float16_sum_of_the_smallest_value_and_one(hvd):
     for length in (*range(1, 21), 1000):
-        # In turn, so that the smaller one is now what is added, now what is added to.
+        # In even elements the smaller number is the first summand, in odd ones the second.
         smallest_on_first = torch.arange(length) % 2 == 0
         own = torch.zeros(length, dtype=torch.float16)
         if hvd.rank() < 2:
@@ -312,7 +312,7 @@ def tensors_copied_by(program, tmp_path, controller="gloo"):
     group = start_ranks_of(
         Configuration("torch", controller, 2),
         [sys.executable, "-c", program],
-        # So long a cycle that what is submitted together meets in one.
+        # A long cycle, in which all tensors that are submitted together are negotiated.
         {"HOROVOD_TIMELINE": str(timeline), "HOROVOD_CYCLE_TIME": "300"},
     )
     group.wait(timeout=90)
@@ -416,7 +416,7 @@ def test_a_rank_that_dies_amid_buckets_ends_the_job(after):
         assert int(output.partition("ended after ")[2].partition(" s:")[0]) < 15, output
 
 
-def test_a_rank_that_waits_leaves_its_core_alone(hvd):
+def test_a_rank_that_waits_uses_little_cpu_time(hvd):
     if hvd.rank() == 0:
         time.sleep(1.0)
     before = time.thread_time()
@@ -438,7 +438,7 @@ def tensors_copied_into_the_fusion_buffer(timeline):
 
 
 def read_timeline(timeline):
-    """The names of its tensors, by their number there, and its events."""
+    """Return a timeline's tensors, number -> name, and its events."""
     # Horovod leaves the list open.
     events = json.loads(timeline.rstrip().rstrip(",").removesuffix("]") + "]")
     tensors = {e["pid"]: e["args"].get("name") for e in events if e.get("name") == "process_name"}
@@ -462,7 +462,7 @@ def test_horovods_thread_keeps_its_python_state(hvd):
     """With a new thread state for each collective, the child of a fork sometimes hangs."""
     hvd.allreduce(torch.zeros(3), op=hvd.Sum, name="freed by Horovod's thread")
     hvd.barrier()
-    # Those that Python has not started itself, such as Horovod's, are not among threading's.
+    # `threading` does not count threads that Python has not started, such as Horovod's.
     assert thread_states() > threading.active_count()
 
 

@@ -55,7 +55,7 @@ def test_float64(hvd, kind, passes, clip):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_optimizer_of_torch(hvd, algorithm):
-    # Some check the device of their parameters in the constructor, others in the first step.
+    # Some optimizers check their parameters' device in the constructor, others in the first step.
     parameter = nn.Parameter(torch.zeros(1, device=DEVICE))
     parameter.grad = torch.zeros_like(parameter)
     try:

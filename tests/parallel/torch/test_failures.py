@@ -92,7 +92,7 @@ for attempt in range(10):
     run(configuration, code, 50)
 
 
-def test_an_optimizer_of_before_horovod_started_again_does_not_disturb_join():
+def test_join_works_with_an_optimizer_made_before_another_init():
     """The fp16 format has a deferred collective that no step has waited for."""
     code = """
 model = torch.nn.Linear(2, 1, bias=False)
@@ -162,7 +162,7 @@ print("trained", flush=True)
 
 @pytest.mark.parametrize("configuration", GLOO_FIRST, ids=str)
 def test_a_gather_while_a_rank_has_joined(configuration):
-    """It is an error, as Horovod specifies, also if the ranks have cached the gather."""
+    """The gather is an error, as in Horovod, also if its response is in Horovod's cache."""
     code = """
 for _ in range(3):
     hvd.allgather(torch.ones(2), name="rows")
@@ -183,7 +183,7 @@ hvd.allreduce(torch.ones(3), name="all are back")
 
 
 @pytest.mark.parametrize("configuration", GLOO_FIRST, ids=str)
-def test_the_last_rank_goes_on_alone(configuration):
+def test_the_last_rank_continues_alone(configuration):
     """A sum to which only the highest rank contributes, because buffers are indexed by rank."""
     code = """
 for step in range(50):

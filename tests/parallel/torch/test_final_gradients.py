@@ -310,7 +310,7 @@ def words_of(rank, step):
 )
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_a_sparse_embedding_used_late(hvd, compression, users, kind):
-    """In the first step no rank uses it, or one."""
+    """In the first step no rank or one rank uses the embedding."""
     model = Words()
     reference = copy.deepcopy(model)
 
@@ -419,7 +419,7 @@ def test_an_optimizer_of_a_third_party(hvd, passes):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_stepped_where_torchs_scaler_skips(hvd, fused):
+def test_stepped_is_false_if_torchs_scaler_skips(hvd, fused):
     model = small_model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused))
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=4.0)
@@ -496,7 +496,7 @@ def test_gradients_of_another_dtype_than_their_parameters(hvd, dtypes, compressi
 
 @pytest.mark.parametrize("where", ["after backward", "no_sync", "window", "raised", "no zero_grad"])
 @pytest.mark.parametrize("compression", WIRES)
-def test_load_state_dict_in_the_middle_leaves_no_collective_behind(hvd, compression, where):
+def test_load_state_dict_in_a_window_leaves_no_collective_incomplete(hvd, compression, where):
     # Dropped optimizers of other tests may have left one that nobody waits for.
     before = set(mpi_ops._handle_map)
     model, reference = small_model(), small_model()
@@ -745,7 +745,7 @@ def test_a_forgotten_broadcast_is_an_error_in_the_first_pass(hvd, mended):
 
 
 def test_a_frozen_layer_that_one_rank_has_loaded_is_an_error_in_the_first_pass(hvd):
-    """The optimizer does not have it, but all gradients are computed with it."""
+    """The optimizer does not have the layer, but all gradients are computed with it."""
     model = small_model()
     model[2].requires_grad_(False)
     if hvd.rank() == 1:
@@ -866,7 +866,7 @@ def test_everything_in_reentrant_checkpoints(hvd, compression, kind):
 
 
 def test_a_layer_in_two_reentrant_checkpoints(hvd):
-    """Its gradient arrives twice in a pass, the second time after its bucket may be sent."""
+    """The layer's gradient arrives twice in a pass, maybe after its bucket has been sent."""
 
     def loss(model, x, reentrant):
         x = x.clone().requires_grad_()
@@ -1112,7 +1112,7 @@ def ones(batch=1):
 
 
 def test_restored_elastic_state_has_no_gradients_of_an_interrupted_step(hvd):
-    """In a loop that calls zero_grad after the step, they would be added to."""
+    """A loop that calls zero_grad after the step would add to such gradients."""
     model, optimizer = linear_and_optimizer(hvd)
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer)
     state.save()

@@ -7,7 +7,7 @@ from torch import nn
 from hvdkit.core.consistency import RankMismatchError
 from tests.parallel.torch.oracle import DEVICE
 
-# Several take the values of rank 1.
+# Several tests broadcast from rank 1.
 pytestmark = pytest.mark.device(ranks=2)
 
 OPTIMIZERS = {

@@ -314,7 +314,7 @@ def test_options(hvd, option, tolerance):
     assert_same_on_all_ranks(hvd, model)
 
 
-def test_clipping_where_a_rank_makes_no_pass(hvd):
+def test_clipping_if_a_rank_makes_no_pass(hvd):
     model, reference = small_model(), small_model()
     optimizer, plain = wrapped(hvd, model), sgd(reference.parameters())
     for step in range(3):

@@ -70,7 +70,7 @@ def test_the_rank_and_the_parameter_are_named(hvd, seed, compression):
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_all_ranks_skip_the_step(hvd, passes):
-    """Also if the gradient was spoiled in an earlier pass of a window."""
+    """The step is skipped also if an earlier pass of a window had a NaN."""
     model, twin = small_model(), small_model()
     optimizer = wrapped(hvd, model, "skip", accumulation_steps=passes)
     other = hvd.DistributedOptimizer(

@@ -454,7 +454,7 @@ def test_a_process_set_reduces_among_its_members(hvd):
 
 @pytest.mark.device(ranks=2)
 @pytest.mark.parametrize("option", ["fp16", "groups", "adasum"])
-def test_what_horovods_own_optimizer_still_does(hvd, option):
+def test_options_that_horovods_optimizer_has(hvd, option):
     options = {
         "fp16": {"compression": hvd.Compression.fp16},
         "groups": {"groups": 2},

@@ -128,7 +128,7 @@ def test_the_error_names_the_rank_at_fault(tmp_path, launcher, rank, fault, expe
     assert re.search(expected.replace("{rank}", str(rank)), done.stderr), done.stderr
 
 
-def test_a_lost_peer_leaves_records(tmp_path):
+def test_a_lost_rank_leads_to_records(tmp_path):
     done = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", 1, 2)
     assert done.returncode == 137
     text = why(tmp_path / "runs")

@@ -203,7 +203,7 @@ def test_differences_of_rounding_are_logged_once(hvd):
 
 
 def test_ranks_that_joined_are_not_compared(hvd):
-    """The others are: a difference between them is found after `join` has returned."""
+    """The other ranks find a difference at the first comparison after `join` has returned."""
     model = small_model()
     optimizer = wrapped(hvd, model, sgd)
     own = 7 if hvd.rank() == 0 else 5

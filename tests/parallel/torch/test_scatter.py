@@ -24,7 +24,7 @@ def test_a_flat_allreduce_is_reducescatter_and_allgather(hvd):
 
 
 def test_reducescatter_again_with_other_shapes_and_factors(hvd):
-    """The same name, while its response is in Horovod's cache."""
+    """Use a name again while its response is in Horovod's cache."""
     ranks = hvd.size()
     for rows, width, op in [(8, 3, hvd.Sum), (8, 3, hvd.Average), (9, 2, hvd.Sum), (8, 3, hvd.Sum)]:
         for _ in range(3):
@@ -37,7 +37,7 @@ def test_reducescatter_again_with_other_shapes_and_factors(hvd):
 
 
 def test_many_reducescatters_at_once(hvd):
-    """Small ones are fused by Horovod."""
+    """Horovod fuses small reducescatters."""
     ranks = hvd.size()
     for _ in range(3):
         handles = [

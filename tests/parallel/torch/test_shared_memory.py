@@ -121,7 +121,7 @@ def test_many_tensors_at_once(hvd):
     tensors = [empty(300 * (k + 1), torch.float32) for k in range(50)]
     for tensor in tensors:
         tensor.fill_(hvd.rank())
-    # Handed in by each rank in another order.
+    # Each rank submits the tensors in another order.
     order = torch.randperm(50, generator=torch.Generator().manual_seed(hvd.rank())).tolist()
     handles = [
         mpi_ops.allreduce_async_(tensors[k], name=f"hvdkit.many.{k}", op=hvd.Sum) for k in order

@@ -28,7 +28,7 @@ def test_a_slow_rank_is_named(hvd, where):
     )
     with recorded("hvdkit") as log:
         for step in range(90):
-            # The first report ends what an earlier test has left.
+            # The first report includes times of earlier tests.
             slow = hvd.rank() == 1 and step > 20
             optimizer.zero_grad()
             if slow and where == "data and forward":

@@ -100,7 +100,7 @@ def teacher(t: Training) -> None:
 
 @use
 def pickled(t: Training) -> None:
-    """Saved whole, without a warning about hooks; the copy trains by itself."""
+    """Pickle the model without a warning about hooks. The copy trains by itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         copied = pickle.loads(pickle.dumps(t.model))
@@ -367,7 +367,7 @@ def step_before_any_pass(t: Training) -> None:
 
 @use
 def phases_that_train_other_layers(t: Training) -> None:
-    """In each step only one layer needs gradients; the last of them never did before."""
+    """In each step only one layer needs gradients. The next step trains another one."""
     for number, layer in enumerate(t.model[::2]):
         layer.requires_grad_(number == t.step % 3)
     t.optimizer.zero_grad()
@@ -503,7 +503,7 @@ def test_a_model_made_channels_last_after_wrapping(hvd):
 
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_a_layer_that_grows(hvd, compression):
-    """Its parameters get other data, of another shape, and stay the optimizer's parameters."""
+    """The layer's parameters get data of another shape, and stay the optimizer's parameters."""
     model, reference = small_model(), small_model()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05), compression=compression, bucket_bytes=200
@@ -583,7 +583,7 @@ def test_an_optimizer_for_each_parameter_that_steps_in_the_backward_pass(hvd, co
 
 
 def test_one_optimizer_that_steps_at_the_end_of_the_backward_pass(hvd):
-    """In the hook of the parameter whose gradient comes last."""
+    """The step is in the hook of the parameter whose gradient comes last."""
     model, reference = small_model(), small_model()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), bucket_bytes=200)
     plain = sgd(reference.parameters())
@@ -607,7 +607,7 @@ def test_one_optimizer_that_steps_at_the_end_of_the_backward_pass(hvd):
     assert_close(model, reference)
 
 
-def test_a_caught_error_of_autograd_grad_disturbs_nobody(hvd):
+def test_a_caught_error_of_autograd_grad_has_no_effect(hvd):
     model, reference = small_model(), small_model()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
     plain = sgd(reference.parameters())
