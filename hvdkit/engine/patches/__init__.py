@@ -30,7 +30,7 @@ from hvdkit.errors import HvdkitError
 HOROVOD_VERSION = "0.28.1"
 
 #: A part of the version of our builds: `0.28.1+hvdkit.N`. Increase it with each change of a patch.
-REVISION = 11
+REVISION = 12
 
 _FILE = re.compile(r"(\d+)-(.+)\.patch")
 
