@@ -9,7 +9,6 @@ import torch
 from hvdkit.ranks import RanksFailed
 from tests.parallel.rank_pool import Configuration, start_ranks_of
 
-
 LONG = pytest.mark.long
 
 
