@@ -277,17 +277,27 @@ def test_a_rank_dies_during_a_sum(make_hosts, after):
 
 
 SLOW = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
+from pathlib import Path
 import torch
 from horovod.torch import mpi_ops
 import hvdkit.torch as hvd
 from hvdkit.torch import shared_memory
+
+def sent():
+    counters = Path("/sys/class/net").glob("e*/statistics/tx_bytes")
+    return sum(int(counter.read_text()) for counter in counters)
+
+def stop_in_the_sum(before):
+    while sent() < before + 2_000_000:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
 hvd.init()
 tensor = shared_memory.empty(int(sys.argv[1]), torch.float32).fill_(1.0)
 part = torch.full((int(sys.argv[1]) // 4,), float(hvd.rank()))
-if len(sys.argv) > 2 and hvd.rank() == 2:
-    signal.setitimer(signal.ITIMER_REAL, float(sys.argv[2]))
-    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+if sys.argv[2] == "stop" and hvd.rank() == 2:
+    threading.Thread(target=stop_in_the_sum, args=[sent()], daemon=True).start()
 began = time.monotonic()
 try:
     mpi_ops.synchronize(mpi_ops.allreduce_async_(tensor, name="hvdkit.x", op=hvd.Sum))
@@ -308,7 +318,7 @@ def test_a_slow_network_is_not_a_silent_rank(make_hosts):
     with make_hosts(2) as cluster:
         for host in cluster.hosts:
             limit_rate(host, "100mbit")
-        command = [sys.executable, "-c", SLOW, str(40_000_000)]
+        command = [sys.executable, "-c", SLOW, str(40_000_000), "continue"]
         env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "4"}
         results = start_on_hosts(cluster, command, (2, 1), **env).wait(timeout=120)
     for result in results:
@@ -320,7 +330,7 @@ def test_a_stopped_rank_is_named_on_all_hosts(make_hosts):
     with make_hosts(2) as cluster:
         for host in cluster.hosts:
             limit_rate(host, "100mbit")
-        command = [sys.executable, "-c", SLOW, str(20_000_000), "1.0"]
+        command = [sys.executable, "-c", SLOW, str(20_000_000), "stop"]
         group = start_on_hosts(cluster, command, HOROVOD_GLOO_TIMEOUT_SECONDS="4")
         with pytest.raises(RanksFailed) as caught:
             group.wait(timeout=80, failure_grace=30)
