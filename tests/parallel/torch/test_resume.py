@@ -59,7 +59,7 @@ hvd.shutdown()
 
 
 def test_a_job_that_adds_gradients_in_another_order_says_so(tmp_path):
-    """As a job on other hosts does. Rank 0 warns, and only when the order changes."""
+    """Rank 0 warns, and only when the order changes."""
 
     def run(**env):
         command = [sys.executable, "-c", ORDER, str(tmp_path / "checkpoints")]
