@@ -383,7 +383,7 @@ def test_ranks_of_an_engine_without_this_exchange(key):
 PROCESS_SETS = """
 import torch
 import horovod.torch as hvd
-some = hvd.ProcessSet([1, 3, 4, 5])
+some = hvd.ProcessSet(RANKS)
 hvd.init(process_sets=[some])
 total = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=some) if some.included() else [0]
 print("up", hvd.local_rank(), int(total[0]), flush=True)
@@ -392,16 +392,19 @@ hvd.shutdown()
 """
 
 
-def test_process_sets_on_hosts_of_different_sizes():
-    """Two groups of ranks with the same local rank in the set are two meshes."""
+@pytest.mark.parametrize(
+    ("ranks", "hosts"),
+    [([1, 3, 4, 5], (2, 2, 1, 1)), ([1, 2, 3], (2, 2))],
+    ids=["two groups with one local rank", "different local ranks in the job"],
+)
+def test_process_sets_on_several_hosts(ranks, hosts):
+    """The ranks with the same local rank in a process set are a mesh of their own."""
     needs_the_engine()
+    size = sum(hosts)
+    code = PROCESS_SETS.replace("RANKS", str(ranks))
+    # Ranks that do not find each other wait for this timeout.
+    env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}
     with RendezvousServer() as server:
-        results = start(server, PROCESS_SETS, size=6, hosts=(2, 2, 1, 1)).wait(timeout=180)
-    assert [result.output.splitlines()[-1] for result in results] == [
-        "up 0 0",
-        "up 1 4",
-        "up 0 0",
-        "up 1 4",
-        "up 0 4",
-        "up 0 4",
-    ]
+        results = start(server, code, size=size, hosts=hosts, **env).wait(timeout=180)
+    sums = [int(result.output.splitlines()[-1].split()[2]) for result in results]
+    assert sums == [len(ranks) if rank in ranks else 0 for rank in range(size)]

@@ -97,6 +97,8 @@ class Manager:
         alike: names of parts without tensors that are compared between the ranks at each save.
         of_this_size: names of parts that are only restored in a job with as many ranks.
         versions: package name -> version, such as the framework's.
+        sum_order: returns what the order of additions depends on, see `HostCollectives.sum_order`.
+            It is saved, and a restore warns if it differs.
         every_steps: `maybe_save` saves after this many steps since the last save.
         every_minutes: `maybe_save` saves after this many minutes, by the first rank's clock.
         asynchronous: write while training continues. Otherwise `save` returns after the write.
@@ -122,6 +124,7 @@ class Manager:
         alike: Collection[str] = ("data",),
         of_this_size: Collection[str] = ("reduction",),
         versions: Mapping[str, str] | None = None,
+        sum_order: Callable[[], str] = str,
         every_steps: int | None = None,
         every_minutes: float | None = None,
         asynchronous: bool = True,
@@ -157,6 +160,7 @@ class Manager:
             "python": platform.python_version(),
             **(versions or {}),
         }
+        self._sum_order = sum_order
         self._every_steps = every_steps
         self._every_seconds = None if every_minutes is None else 60 * every_minutes
         self._asynchronous = asynchronous
@@ -267,6 +271,7 @@ class Manager:
                 versions=self._versions,
                 parts=content,
                 ranks=ranks,
+                sum_order=self._sum_order(),
             )
             self._warn_of_missing(values)
         try:
@@ -470,6 +475,7 @@ class Manager:
             *(self._collectives, self._parts, self._rank_parts, self._of_this_size),
             wanted=parts,
             strict=strict,
+            sum_order=self._sum_order(),
         )
         try:
             found = restoring.run(self._store.search(step, run) if self._first else None)

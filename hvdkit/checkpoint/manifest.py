@@ -63,6 +63,8 @@ class Manifest:
         files: name -> size and hashes.
         run: the number of the training run, from 1. A resumed training continues its run. Steps
             that were saved before runs existed belong to run 1.
+        sum_order: what the order of additions depended on, see `HostCollectives.sum_order`; "" if
+            it was not recorded.
     """
 
     step: int
@@ -74,6 +76,7 @@ class Manifest:
     versions: Mapping[str, str]
     files: Mapping[str, FileRecord]
     run: int = 1
+    sum_order: str = ""
 
     @property
     def size(self) -> int:
@@ -107,6 +110,7 @@ class Manifest:
             "time": self.time,
             "metrics": metrics,
             "versions": dict(self.versions),
+            "sum_order": self.sum_order,
             "files": {
                 name: {
                     "bytes": record.size,
@@ -143,6 +147,7 @@ class Manifest:
                 time=_number(fields["time"]),
                 metrics=_entries(tree.decode(fields["metrics"], {}), _number),
                 versions=_entries(fields["versions"], _text),
+                sum_order=_text(fields.get("sum_order", "")),
                 files={
                     check_file_name(name): _record(record, fields["version"])
                     for name, record in fields["files"].items()

@@ -22,6 +22,7 @@ from hvdkit.checkpoint.state import (
 from hvdkit.checkpoint.store import Search
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import digest
+from hvdkit.core.host_collectives import describe_sum_order
 from hvdkit.errors import UsageError
 
 _log = logging.getLogger("hvdkit.checkpoint")
@@ -60,6 +61,7 @@ class Restoring:
         of_this_size: names of parts that only a job with the same number of ranks restores.
         wanted: names of the parts and rank parts to restore.
         strict: whether all of them must fit.
+        sum_order: see `Manifest.sum_order`; of this job.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Restoring:
         *,
         wanted: Collection[str],
         strict: bool,
+        sum_order: str = "",
     ) -> None:
         self._collectives = collectives
         self._parts = parts
@@ -78,6 +81,7 @@ class Restoring:
         self._of_this_size = set(of_this_size)
         self._wanted = set(wanted)
         self._strict = strict
+        self._sum_order = sum_order
         #: Whether `run` has begun to change the state and has not completed. Equal on all ranks.
         self.half_restored = False
         # Text that errors add. It changes if a step turns out to be damaged while it is read.
@@ -250,6 +254,14 @@ class Restoring:
                 "the rest of the epoch is divided over the new ranks, and "
                 if "data" in prepared.parts
                 else "",
+            )
+        elif self._sum_order and manifest.sum_order not in ("", self._sum_order):
+            _log.warning(
+                "step %d was saved by a job that added gradients in another order, so this job may "
+                "get sums with other last bits: %s; this job: %s",
+                manifest.step,
+                describe_sum_order(manifest.sum_order),
+                describe_sum_order(self._sum_order),
             )
 
     def _prepare(self, outline: Outline, own_state: bytes) -> _Prepared:

@@ -59,6 +59,7 @@ class Snapshot:
         versions: of hvdkit, Python and the framework, by name.
         parts: name -> part. A name is a letter and up to 63 letters, digits, `_` or `-`.
         ranks: one tree for each rank, without tensors, as the result of `rank_to_bytes`.
+        sum_order: see `Manifest.sum_order`.
         withdrawn: when set, the step is not committed: its tensors may have changed.
     """
 
@@ -68,6 +69,7 @@ class Snapshot:
     versions: Mapping[str, str]
     parts: Mapping[str, EncodedPart]
     ranks: Sequence[bytes]
+    sum_order: str = ""
     withdrawn: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -263,6 +265,7 @@ class Writer:
             time=time.time(),
             metrics=self._metrics(snapshot, files),
             versions=snapshot.versions,
+            sum_order=snapshot.sum_order,
             files=files,
         )
 

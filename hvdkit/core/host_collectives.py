@@ -7,6 +7,7 @@ sockets. Between hosts it can send them as 8-bit integers (`hvdkit/engine/source
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 from collections.abc import MutableMapping
 from typing import Any
@@ -57,6 +58,21 @@ class HostCollectives:
         describe(text, ctypes.c_size_t(len(text)))
         return text.value.decode(errors="replace")
 
+    def sum_order(self) -> str:
+        """Return what the order of additions depends on, as JSON; "" for an engine without it.
+
+        It is the same on all ranks. Jobs with different orders may get sums that differ in the last
+        bits. `describe_sum_order` returns a text for people.
+        """
+        describe = self._function("sum_order")
+        if describe is None:
+            return ""
+        describe.restype = ctypes.c_size_t
+        length = describe(None, ctypes.c_size_t(0))
+        text = ctypes.create_string_buffer(length + 1)
+        describe(text, ctypes.c_size_t(len(text)))
+        return text.value.decode()
+
     def sends_int8(self) -> bool:
         """Return whether tensors on the CPU named `int8_name(...)` are sent as 8-bit integers.
 
@@ -70,6 +86,26 @@ class HostCollectives:
 
     def _function(self, name: str) -> Any:
         return getattr(self._library, f"horovod_hvdkit_{name}", None)
+
+
+def describe_sum_order(order: str) -> str:
+    """Return a text for people on a result of `HostCollectives.sum_order`."""
+    try:
+        fields = json.loads(order)
+        version, library, hosts = fields["version"], fields["library"], fields["hosts"]
+        sizes = [len(ranks) for ranks in hosts]
+        numbers = [rank for ranks in hosts for rank in ranks]
+    except (ValueError, KeyError, TypeError):
+        return "an order of another version of hvdkit"
+    if not hosts:
+        place = "no shared memory"
+    elif len(set(sizes)) == 1:
+        place = f"{len(hosts)} host{'s' * (len(hosts) > 1)} with {sizes[0]} ranks"
+    else:
+        place = f"hosts with {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} ranks"
+    if numbers != sorted(numbers):
+        place += f" (ranks {hosts[0]} on the first)"
+    return f"{place}, {library}, version {version} of the order"
 
 
 def int8_name(name: str) -> str:

@@ -232,6 +232,7 @@ class Checkpoint(LastCallback):
             },
             alike=("data", "progress"),
             versions={"keras": keras.__version__, backend.NAME: backend.framework_version()},
+            sum_order=backend.hvd.runtime.host_collectives.sum_order,
             cannot_save_now=lambda: (
                 progress.at_end or bool(distribution and distribution.window_open)
             ),

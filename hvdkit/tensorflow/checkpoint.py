@@ -18,7 +18,7 @@ from hvdkit.checkpoint.state import StatefulItem, Tree
 from hvdkit.checkpoint.store import Store
 from hvdkit.core.collectives import check_member
 from hvdkit.errors import UsageError
-from hvdkit.tensorflow import tape
+from hvdkit.tensorflow import runtime, tape
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.items import Randomness, Statistics, VariableTensor
 from hvdkit.tensorflow.variables import tf_variable
@@ -140,6 +140,10 @@ class Checkpointer(Manager):
                 "random": Randomness(generators, lambda: _seeds(models.values())),
             },
             versions={"tensorflow": tf.__version__, "keras": keras.__version__},
+            # A process set of some ranks does not use shared memory.
+            sum_order=runtime.host_collectives.sum_order
+            if process_set.process_set_id == 0
+            else str,
             every_steps=every_steps,
             every_minutes=every_minutes,
             asynchronous=asynchronous,

@@ -21,6 +21,7 @@ from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.weights import TIED
 from hvdkit.core.collectives import check_member
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.torch import runtime
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.data import data_parts
 from hvdkit.torch.devices import host_memory
@@ -168,6 +169,10 @@ class Checkpointer(Manager):
             },
             alike=list(shared),
             versions={"torch": torch.__version__},
+            # A process set of some ranks does not use shared memory.
+            sum_order=runtime.host_collectives.sum_order
+            if process_set.process_set_id == 0
+            else str,
             every_steps=every_steps,
             every_minutes=every_minutes,
             asynchronous=asynchronous,

@@ -498,6 +498,7 @@ def test_tensors_under_each_other_s_names(store, newest, caplog):
         ("metrics", {"loss": "low"}),
         ("metrics", {"loss": {"$bytes": "AA=="}}),
         ("versions", {"hvdkit": 1}),
+        ("sum_order", ["gloo"]),
         ("files", []),
         ("files", {}),
         ("files", {"state.json": 5}),

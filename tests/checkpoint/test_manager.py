@@ -1,6 +1,7 @@
 """Saving and restoring together, on simulated ranks and a real folder."""
 
 import errno
+import json
 import logging
 import os
 import signal
@@ -1174,6 +1175,35 @@ def test_a_job_of_another_size_does_not_restore_state_of_the_old_size(place, cap
     assert not caplog.text
     assert on_ranks(run_of(4), 4) == [(2, 0, 0)] * 4
     assert caplog.text.count("step 2 was saved by 2 ranks, and this job has 4") == 1
+
+
+def test_a_job_that_adds_in_another_order_warns_once(place, caplog):
+    two, one = (
+        json.dumps({"version": 1, "library": "gloo", "hosts": hosts})
+        for hosts in ([[0], [1]], [[0, 1]])
+    )
+
+    def save(collectives, order):
+        with make(collectives, place, overwrite=True, sum_order=lambda: order) as saving:
+            saving.save(1)
+
+    def restore(collectives, order):
+        with make(collectives, place, sum_order=lambda: order) as restoring:
+            restoring.restore()
+
+    def warnings(saved, own):
+        on_ranks(lambda collectives: save(collectives, saved), 2)
+        caplog.clear()
+        on_ranks(lambda collectives: restore(collectives, own), 2)
+        return [record.message for record in caplog.records]
+
+    assert warnings(one, one) == []
+    assert warnings("", one) == warnings(one, "") == [], "an older checkpoint, another Horovod"
+    (warning,) = warnings(two, one)
+    assert "added gradients in another order" in warning
+    assert "2 hosts with 1 ranks, gloo, version 1 of the order; this job: 1 host with 2" in warning
+    (warning,) = warnings("of the future", one)
+    assert "an order of another version of hvdkit; this job" in warning
 
 
 def test_after_an_exception_a_rank_waits_only_for_its_write(place):

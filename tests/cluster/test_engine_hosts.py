@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.hosts import INTERFACE
+from benchmarks.hosts import INTERFACE, limit_rate
 from hvdkit.ranks import RankCommand, RanksFailed, start_ranks
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
@@ -274,3 +274,67 @@ def test_a_rank_dies_during_a_sum(make_hosts, after):
         found = re.search(r"ended after ([\d.]+) s", output)
         assert found, f"rank {rank}: {output}"
         assert float(found[1]) < 5
+
+
+SLOW = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import torch
+from horovod.torch import mpi_ops
+import hvdkit.torch as hvd
+from hvdkit.torch import shared_memory
+
+def sent():
+    counters = Path("/sys/class/net").glob("e*/statistics/tx_bytes")
+    return sum(int(counter.read_text()) for counter in counters)
+
+def stop_in_the_sum(before):
+    while sent() < before + 2_000_000:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+hvd.init()
+tensor = shared_memory.empty(int(sys.argv[1]), torch.float32).fill_(1.0)
+part = torch.full((int(sys.argv[1]) // 4,), float(hvd.rank()))
+if sys.argv[2] == "stop" and hvd.rank() == 2:
+    threading.Thread(target=stop_in_the_sum, args=[sent()], daemon=True).start()
+began = time.monotonic()
+try:
+    mpi_ops.synchronize(mpi_ops.allreduce_async_(tensor, name="hvdkit.x", op=hvd.Sum))
+    assert tensor.eq(hvd.size()).all()
+    assert len(mpi_ops.allgather(part, name="y").unique()) == hvd.size()
+    print(f"took {time.monotonic() - began:.1f} s", flush=True)
+except hvd.HorovodInternalError as error:
+    print(error, flush=True)
+    time.sleep(15)  # the others must not depend on the end of this process
+    sys.exit(1)
+hvd.shutdown()
+"""
+
+
+@pytest.mark.long
+def test_a_slow_network_is_not_a_silent_rank(make_hosts):
+    """A sum and a gather that take longer than the timeout. Rank 1 only waits."""
+    with make_hosts(2) as cluster:
+        for host in cluster.hosts:
+            limit_rate(host, "100mbit")
+        command = [sys.executable, "-c", SLOW, str(40_000_000), "continue"]
+        env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "4"}
+        results = start_on_hosts(cluster, command, (2, 1), **env).wait(timeout=120)
+    for result in results:
+        assert float(result.output.split()[1]) > 9 + 4, "the network was too fast for this test"
+
+
+@pytest.mark.long
+def test_a_stopped_rank_is_named_on_all_hosts(make_hosts):
+    with make_hosts(2) as cluster:
+        for host in cluster.hosts:
+            limit_rate(host, "100mbit")
+        command = [sys.executable, "-c", SLOW, str(20_000_000), "stop"]
+        group = start_on_hosts(cluster, command, HOROVOD_GLOO_TIMEOUT_SECONDS="4")
+        with pytest.raises(RanksFailed) as caught:
+            group.wait(timeout=80, failure_grace=30)
+    outputs = [result.output for result in caught.value.results]
+    assert "waiting for rank 2: " in outputs[0]
+    assert "no message from rank 2, which is on another host, reported by rank 0" in outputs[1]
+    assert "rank 2 has not answered for 4 s" in outputs[3]

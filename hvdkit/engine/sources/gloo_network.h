@@ -3,7 +3,9 @@
 #ifndef HVDKIT_GLOO_NETWORK_H
 #define HVDKIT_GLOO_NETWORK_H
 
+#include <chrono>
 #include <memory>
+#include <set>
 
 #include "gloo/context.h"
 #include "gloo/transport/unbound_buffer.h"
@@ -18,35 +20,50 @@ class GlooChannel : public Channel {
       : buffer_(context.createUnboundBuffer(memory, bytes)), timeout_(context.getTimeout()) {}
 
   void send(int rank, uint32_t tag, size_t offset, size_t bytes) override {
-    if (bytes) {
-      buffer_->send(rank, slot(tag), offset, bytes);
+    ranks_.insert(rank);
+    for_pieces(offset, bytes, [&](size_t at, size_t size) {
+      named([&] { buffer_->send(rank, slot(tag), at, size); });
       ++sends_;
-    }
+    });
   }
 
   void receive(int rank, uint32_t tag, size_t offset, size_t bytes) override {
-    if (bytes) {
-      buffer_->recv(rank, slot(tag), offset, bytes);
+    ranks_.insert(rank);
+    for_pieces(offset, bytes, [&](size_t at, size_t size) {
+      named([&] { buffer_->recv(rank, slot(tag), at, size); });
       ++receives_;
-    }
+    });
   }
 
   void wait() override {
+    // Each message has the whole timeout.
     for (; sends_; --sends_) {
-      buffer_->waitSend(timeout_);
+      named([&] { buffer_->waitSend(timeout_); });
     }
     for (; receives_; --receives_) {
-      buffer_->waitRecv(timeout_);
+      named([&] { buffer_->waitRecv(timeout_); });
     }
+    ranks_.clear();
   }
 
  private:
+  // Adds the ranks to errors of Gloo, which do not name them.
+  template <typename Call>
+  void named(Call call) {
+    try {
+      call();
+    } catch (const std::exception& error) {
+      throw NetworkError(ranks_, error.what());
+    }
+  }
+
   // Gloo's own collectives have prefixes up to 8.
   static uint64_t slot(uint32_t tag) { return (uint64_t)0x48 << 56 | (uint64_t)tag << 24; }
 
   const std::unique_ptr<gloo::transport::UnboundBuffer> buffer_;
   const std::chrono::milliseconds timeout_;
-  int sends_ = 0, receives_ = 0;
+  int sends_ = 0, receives_ = 0;  // pending messages
+  std::set<int> ranks_;           // of these messages, and of those that have arrived
 };
 
 class GlooNetwork : public Network {

@@ -90,9 +90,11 @@ class HostGroup {
   // Copies memory of another rank of this host.
   void read(size_t member, void* into, uint64_t from, size_t bytes) {
     progress_.check();
-    auto problem = peers_.read(member, into, from, bytes);
-    if (!problem.empty()) {
-      progress_.fail(member, problem);
+    const int problem = peers_.read(member, into, from, bytes);
+    if (problem == ESRCH) {
+      progress_.fail(member, HostProgress::kEnded);
+    } else if (problem) {
+      progress_.fail(member, std::string("cannot be read: ") + std::strerror(problem));
     }
   }
 
@@ -101,6 +103,13 @@ class HostGroup {
   void guarded(Call call) {
     try {
       call();
+    } catch (const NetworkError& error) {
+      if (error.rank >= 0) {
+        progress_.abandon(error.rank, HostProgress::kLost);
+      } else {
+        progress_.abandon();
+      }
+      throw;
     } catch (const std::exception& error) {
       progress_.abandon();
       throw;

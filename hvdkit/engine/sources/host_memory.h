@@ -50,7 +50,8 @@ struct Board {
   uint64_t token[2];
   alignas(64) std::atomic<uint32_t> progress;  // a futex
   std::atomic<uint32_t> waiters;               // threads that sleep until `progress` changes
-  std::atomic<uint32_t> failed;
+  std::atomic<uint32_t> beats;                 // changes while the rank sums or sends
+  std::atomic<uint32_t> failed;                // 0, or why the rank has failed: see HostProgress
   // Two of each: a rank may post its next tensor while another rank still reads the previous one.
   alignas(64) Post posts[2];
   alignas(64) char small[2][kMaxBoardBytes];

@@ -6,8 +6,32 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <set>
+#include <stdexcept>
+#include <string>
 
 namespace hvdkit {
+
+// Messages to or from these ranks of other hosts have not arrived, or those of some of them.
+class NetworkError : public std::runtime_error {
+ public:
+  NetworkError(const std::set<int>& ranks, const std::string& problem)
+      : std::runtime_error(text(ranks) + problem),
+        rank(ranks.size() == 1 ? *ranks.begin() : -1) {}
+
+  const int rank;  // the rank, or -1 for several ranks
+
+ private:
+  static std::string text(const std::set<int>& ranks) {
+    std::string result = "collective between hosts, waiting for";
+    const char* separator = " rank ";
+    for (int other : ranks) {
+      result += separator + std::to_string(other);
+      separator = ", ";
+    }
+    return result + ": ";
+  }
+};
 
 // Sends and receives slices of one contiguous buffer.
 class Channel {
@@ -19,9 +43,20 @@ class Channel {
   virtual void send(int rank, uint32_t tag, size_t offset, size_t bytes) = 0;
   virtual void receive(int rank, uint32_t tag, size_t offset, size_t bytes) = 0;
 
-  // Waits until all messages are sent and received. Throws std::exception if a connection breaks or a
-  // rank does not answer.
+  // Waits until all messages are sent and received. Throws NetworkError if a connection breaks or a rank
+  // does not answer. Long messages are sent in pieces: a slow network is no reason to stop waiting.
   virtual void wait() = 0;
+
+ protected:
+  static constexpr size_t kPiece = 16 << 20;  // bytes
+
+  // Calls call(offset, bytes) for the pieces of a message.
+  template <typename Call>
+  static void for_pieces(size_t offset, size_t bytes, Call call) {
+    for (size_t done = 0; done < bytes; done += kPiece) {
+      call(offset + done, bytes - done < kPiece ? bytes - done : kPiece);
+    }
+  }
 };
 
 class Network {

@@ -68,6 +68,7 @@ class HostCollectives {
     std::lock_guard<std::mutex> guard(mutex_);
     group_ = std::move(group);
     flat_reason_ = reason;
+    sum_order_ = sum_order_of(*group_, state_->cpu_operation);
   }
 
   // Closes the connections. To be called before Horovod closes its own.
@@ -75,12 +76,30 @@ class HostCollectives {
     std::lock_guard<std::mutex> guard(mutex_);
     group_.reset();
     flat_reason_ = "Horovod is not initialized";
+    sum_order_.clear();
+  }
+
+  // To be called if this rank cannot take part in a collective. The other ranks of the host get an error;
+  // otherwise they would take this rank's next tensor for that of the collective. Only for Horovod's
+  // thread.
+  void abandon() {
+    if (group_) {
+      group_->progress().abandon();
+    }
   }
 
   // The reason why all collectives are flat; "" if buckets are reduced in shared memory.
   std::string flat_reason() const {
     std::lock_guard<std::mutex> guard(mutex_);
     return flat_reason_;
+  }
+
+  // All that the order of additions depends on, beside the tensor, as JSON: the version of the order, the
+  // library for tensors that are not added in shared memory, and the ranks of each host whose ranks share
+  // memory. "" if Horovod is not initialized.
+  std::string sum_order() const {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return sum_order_;
   }
 
   // Whether tensors with kInt8Mark in their names are sent as blocks of 8-bit integers.
@@ -93,6 +112,26 @@ class HostCollectives {
   HostGroup* group() const { return group_.get(); }
 
  private:
+  static std::string sum_order_of(HostGroup& group, hvd::LibType library) {
+    std::string text = "{\"version\": " + std::to_string(kSumOrder) + ", \"library\": \"" +
+                       (library == hvd::LibType::MPI ? "mpi" : "gloo") + "\", \"hosts\": [";
+    const char* host_separator = "";
+    for (auto& ranks : group.peers().ranks_by_host()) {
+      if (!group.peers().shared()) {
+        break;
+      }
+      text += host_separator + std::string("[");
+      host_separator = ", ";
+      const char* separator = "";
+      for (int rank : ranks) {
+        text += separator + std::to_string(rank);
+        separator = ", ";
+      }
+      text += "]";
+    }
+    return text + "]}";
+  }
+
   // The time in which a rank must answer. MPI itself has no such limit, so over MPI it is as good as
   // infinite. A rank that has ended is detected in any case.
   static std::chrono::seconds timeout_for(hvd::LibType controller) {
@@ -118,7 +157,7 @@ class HostCollectives {
   hvd::HorovodGlobalState* const state_;
   std::unique_ptr<HostGroup> group_;
   mutable std::mutex mutex_;
-  std::string flat_reason_ = "Horovod is not initialized";
+  std::string flat_reason_ = "Horovod is not initialized", sum_order_;
 };
 
 // Base class of the operations. If the group cannot serve a tensor, `flat` passes the tensor to the first
@@ -283,8 +322,11 @@ class HostAllgather : public HostOperation<hvd::AllgatherOp> {
     WaitForData(entries);
     auto& entry = entries[0];
     int64_t** unused = nullptr;
-    auto status = AllocateOutput(entries, response, unused);
+    hvd::Status status;
+    group().guarded([&] { status = AllocateOutput(entries, response, unused); });
     if (!status.ok()) {
+      // Otherwise the other ranks would take this rank's next tensor for this one.
+      group().progress().abandon();
       return status;
     }
     auto& timeline = global_state_->timeline;

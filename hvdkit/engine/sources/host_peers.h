@@ -26,7 +26,7 @@ namespace hvdkit {
 
 // What a rank sends to all ranks before the ranks of each host connect.
 struct RankInfo {
-  static constexpr uint64_t kVersion = 2;
+  static constexpr uint64_t kVersion = 3;
   uint64_t version = kVersion;
   uint64_t host = 0;     // a hash of the boot id and the network namespace
   uint64_t socket = 0;   // the name of the rank's socket
@@ -135,6 +135,9 @@ class HostPeers {
   size_t host() const { return host_; }      // this host
   size_t min_local_size() const { return min_local_size_; }  // the fewest ranks of a host
 
+  // The ranks of each host, in the order in which their sums are added.
+  const std::vector<std::vector<int>>& ranks_by_host() const { return hosts_; }
+
   // The rank of another host with the same local rank. Only for local ranks below `min_local_size`.
   int counterpart(size_t host) const { return hosts_[host][(size_t)local_rank_]; }
 
@@ -172,19 +175,18 @@ class HostPeers {
     return poll(&file, 1, 0) > 0 && (file.revents & (POLLRDHUP | POLLHUP | POLLERR));
   }
 
-  // Copies another rank's memory. Returns "" or the error.
-  std::string read(size_t member, void* into, uint64_t from, size_t bytes) const {
+  // Copies another rank's memory. Returns 0 or the error's number; ESRCH if the rank has ended.
+  int read(size_t member, void* into, uint64_t from, size_t bytes) const {
     // The kernel copies at most 2 GiB in one call.
     for (size_t done = 0; done < bytes;) {
       iovec local{(char*)into + done, bytes - done}, remote{(char*)from + done, bytes - done};
       ssize_t got = process_vm_readv(pids_[member], &local, 1, &remote, 1, 0);
       if (got <= 0) {
-        return got < 0 && errno == ESRCH ? "has ended"
-                                         : std::string("cannot be read: ") + std::strerror(errno);
+        return got < 0 ? errno : EFAULT;
       }
       done += (size_t)got;
     }
-    return "";
+    return 0;
   }
 
  private:
@@ -347,9 +349,35 @@ class HostPeers {
                     (size_t)CPU_COUNT(&cores) >= members().size();
   }
 
+  // Raises the limit of open files to the most that is permitted, for its lifetime. The system counts
+  // files that were sent and not yet received against it, for all processes of the user together. With
+  // the usual limit of 1024, 48 ranks could not connect.
+  class ManyFiles {
+   public:
+    ManyFiles() {
+      if (getrlimit(RLIMIT_NOFILE, &before_) == 0) {
+        rlimit most = before_;
+        most.rlim_cur = most.rlim_max;
+        raised_ = setrlimit(RLIMIT_NOFILE, &most) == 0;
+      }
+    }
+    ~ManyFiles() {
+      if (raised_) {
+        setrlimit(RLIMIT_NOFILE, &before_);
+      }
+    }
+    ManyFiles(const ManyFiles&) = delete;
+    ManyFiles& operator=(const ManyFiles&) = delete;
+
+   private:
+    rlimit before_{};
+    bool raised_ = false;
+  };
+
   // Connects to the lower local ranks, and accepts the connections of the higher ones. Throws
   // std::runtime_error.
   void connect_local_ranks(const std::vector<RankInfo>& all) {
+    const ManyFiles many_files;
     // Earlier than the timeout of the exchange in which the other ranks wait.
     auto deadline = Clock::now() + std::min<Clock::duration>(timeout_ / 2, std::chrono::seconds(10));
     for (int i = 0; i < local_rank_; ++i) {

@@ -46,37 +46,97 @@ class HostProgress {
   void await(size_t member) {
     wait_for(member);
     // A failed rank may advance after it has set `failed`; those steps do not count.
-    if (peers_.board(member).failed.load()) {
-      fail(member, kFailed);
-    }
+    check_member(member);
   }
 
-  // Throws if a rank of the host has failed, so that no rank waits for a failed one.
+  // To be called between chunks. Throws if a rank of the host has failed, so that no rank waits for a
+  // failed one, and tells the ranks that wait for this one that it has not stopped.
   void check() {
-    for (size_t i = 0; i < peers_.size(); ++i) {
-      if (peers_.board(i).failed.load()) {
-        fail(i, kFailed);
-      }
-    }
+    Board& own = peers_.board((size_t)peers_.local_rank());
+    own.beats.store(own.beats.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    check_members();
+  }
+
+  // Why a rank of this host has failed.
+  enum Cause : uint32_t {
+    kFailed,  // an exception
+    kEnded,   // its process has ended
+    kSilent,  // it has not answered in time
+    kLost,    // it is on another host, and a message from it is missing
+  };
+
+  [[noreturn]] void fail(size_t member, Cause cause) {
+    const int rank = peers_.rank_of(member);
+    abandon(rank, cause);
+    throw std::runtime_error(kPrefix + description(rank, cause));
   }
 
   [[noreturn]] void fail(size_t member, const std::string& what) {
-    abandon();
-    throw std::runtime_error("collective in shared memory: rank " +
-                             std::to_string(peers_.rank_of(member)) + " " + what);
+    const int rank = peers_.rank_of(member);
+    abandon(rank, kFailed);
+    throw std::runtime_error(kPrefix + ("rank " + std::to_string(rank) + " " + what));
   }
 
   // Marks this rank as failed, for the other ranks of the host.
-  void abandon() {
+  void abandon() { abandon(peers_.rank_of((size_t)peers_.local_rank()), kFailed); }
+
+  // The same, because of another rank.
+  void abandon(int rank, Cause cause) { abandon((uint32_t)(rank + 1) * kCauses + cause); }
+
+ private:
+  static constexpr uint32_t kCauses = 4;
+  static constexpr const char* kPrefix = "collective in shared memory: ";
+
+  void abandon(uint32_t failure) {
     Board& own = peers_.board((size_t)peers_.local_rank());
-    own.failed.store(1);
+    if (!own.failed.load()) {
+      own.failed.store(failure);
+    }
     // A stopped rank may continue later and still write to this rank's memory: allocate no tensor there.
     Arena::instance().share(false);
     futex(own.progress, FUTEX_WAKE, INT32_MAX, nullptr);
   }
 
- private:
-  static constexpr const char* kFailed = "has failed in an earlier or in this collective";
+  void check_members() {
+    for (size_t i = 0; i < peers_.size(); ++i) {
+      check_member(i);
+    }
+  }
+
+  void check_member(size_t member) {
+    const uint32_t failure = peers_.board(member).failed.load();
+    if (!failure) {
+      return;
+    }
+    abandon(failure);
+    const int rank = (int)(failure / kCauses) - 1, reporter = peers_.rank_of(member);
+    std::string text = kPrefix + description(rank, (Cause)(failure % kCauses));
+    if (rank != reporter) {
+      text += ", reported by rank " + std::to_string(reporter);
+    }
+    throw std::runtime_error(text);
+  }
+
+  std::string description(int rank, Cause cause) const {
+    const std::string text = "rank " + std::to_string(rank);
+    switch (cause) {
+      case kEnded:
+        return text + " has ended";
+      case kSilent:
+        return text + " has not answered for " + std::to_string(timeout_.count() / 1000) +
+               " s (HOROVOD_GLOO_TIMEOUT_SECONDS)";
+      case kLost:
+        return "no message from " + text + ", which is on another host";
+      default:
+        return text + " has failed in an earlier or in this collective";
+    }
+  }
+
+  // Between hosts, a rank detects after `timeout_` that a rank of another host is silent. Wait a little
+  // longer for it, so that the silent rank is reported and not the waiting one.
+  Clock::duration patience() const {
+    return peers_.hosts() > 1 ? timeout_ + std::chrono::seconds(5) : Clock::duration(timeout_);
+  }
 
   static long futex(std::atomic<uint32_t>& word, int operation, uint32_t value,
                     const timespec* time) {
@@ -98,6 +158,7 @@ class HostProgress {
       }
     }
     Board& board = peers_.board(member);
+    uint32_t beats = board.beats.load();
     const timespec pause{0, 20 * 1000 * 1000};
     while (true) {
       board.waiters.fetch_add(1);
@@ -109,19 +170,22 @@ class HostProgress {
       if (reached(member)) {
         return;
       }
-      check();
+      check_members();
       for (size_t other = 0; other < peers_.size(); ++other) {
         if ((int)other != peers_.local_rank() && peers_.ended(other) && !reached(other)) {
-          fail(other, "has ended");
+          fail(other, kEnded);
         }
       }
       // While the whole job is suspended (SIGSTOP, a sleeping laptop), time passes for all ranks.
       auto now = Clock::now();
       waited += std::min<Clock::duration>(now - begin, std::chrono::milliseconds(500));
       begin = now;
-      if (waited > timeout_) {
-        fail(member, "has not answered for " + std::to_string(timeout_.count() / 1000) +
-                         " s (HOROVOD_GLOO_TIMEOUT_SECONDS)");
+      if (board.beats.load() != beats) {
+        beats = board.beats.load();
+        waited = {};
+      }
+      if (waited > patience()) {
+        fail(member, kSilent);
       }
     }
   }

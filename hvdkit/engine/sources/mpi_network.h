@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <chrono>
 #include <memory>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -34,30 +35,37 @@ class MpiChannel : public Channel {
   }
 
   void send(int rank, uint32_t tag, size_t offset, size_t bytes) override {
-    in_pieces(offset, bytes, [&](char* piece, int count) {
-      return MPI_Isend(piece, count, MPI_BYTE, rank, (int)tag, communicator_, &requests_.back());
+    for_pieces(offset, bytes, [&](size_t at, size_t count) {
+      auto& request = add(rank);
+      check(MPI_Isend(memory_ + at, (int)count, MPI_BYTE, rank, (int)tag, communicator_, &request));
     });
   }
 
   void receive(int rank, uint32_t tag, size_t offset, size_t bytes) override {
-    in_pieces(offset, bytes, [&](char* piece, int count) {
-      return MPI_Irecv(piece, count, MPI_BYTE, rank, (int)tag, communicator_, &requests_.back());
+    for_pieces(offset, bytes, [&](size_t at, size_t count) {
+      auto& request = add(rank);
+      check(MPI_Irecv(memory_ + at, (int)count, MPI_BYTE, rank, (int)tag, communicator_, &request));
     });
   }
 
   void wait() override {
-    const auto begin = std::chrono::steady_clock::now();
+    auto begin = std::chrono::steady_clock::now();
     long pause = 1000;  // nanoseconds
-    int done = 0;
+    const int count = (int)requests_.size();
+    std::vector<int> indices(requests_.size());
     while (true) {
-      check(MPI_Testall((int)requests_.size(), requests_.data(), &done, MPI_STATUSES_IGNORE));
-      if (done) {
+      int done = 0;  // MPI_UNDEFINED: no request is pending
+      check(MPI_Testsome(count, requests_.data(), &done, indices.data(), MPI_STATUSES_IGNORE));
+      if (done == MPI_UNDEFINED) {
         break;
       }
+      if (done > 0) {
+        begin = std::chrono::steady_clock::now();
+        continue;
+      }
       if (std::chrono::steady_clock::now() - begin > timeout_) {
-        throw std::runtime_error("another host has not answered for " +
-                                 std::to_string(timeout_.count() / 1000) +
-                                 " s (HOROVOD_GLOO_TIMEOUT_SECONDS)");
+        throw NetworkError(pending(), "no message for " + std::to_string(timeout_.count() / 1000) +
+                                          " s (HOROVOD_GLOO_TIMEOUT_SECONDS)");
       }
       // MPI_Waitall would keep a core busy that the backward pass needs.
       const timespec time{0, pause};
@@ -65,17 +73,24 @@ class MpiChannel : public Channel {
       pause = std::min(pause * 2, 100000L);
     }
     requests_.clear();
+    ranks_.clear();
   }
 
  private:
-  // MPI counts in 32 bits.
-  template <typename Call>
-  void in_pieces(size_t offset, size_t bytes, Call call) {
-    constexpr size_t kPiece = 1 << 30;
-    for (size_t done = 0; done < bytes; done += kPiece) {
-      requests_.emplace_back(MPI_REQUEST_NULL);
-      check(call(memory_ + offset + done, (int)std::min(kPiece, bytes - done)));
+  MPI_Request& add(int rank) {
+    requests_.emplace_back(MPI_REQUEST_NULL);
+    ranks_.push_back(rank);
+    return requests_.back();
+  }
+
+  std::set<int> pending() const {
+    std::set<int> ranks;
+    for (size_t i = 0; i < requests_.size(); ++i) {
+      if (requests_[i] != MPI_REQUEST_NULL) {
+        ranks.insert(ranks_[i]);
+      }
     }
+    return ranks;
   }
 
   static void check(int status) {
@@ -88,6 +103,7 @@ class MpiChannel : public Channel {
   char* const memory_;
   const std::chrono::milliseconds timeout_;
   std::vector<MPI_Request> requests_;
+  std::vector<int> ranks_;  // of the requests
 };
 
 // Messages of other code cannot be mistaken for those of this network: it has a communicator of its

@@ -169,6 +169,16 @@ def test_a_single_tensor_cannot_be_int8(hvd):
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the same on every device")
+def test_adasum_cannot_be_int8(hvd):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(100, 100))], lr=0.1)
+    # Horovod has Adasum over MPI only.
+    message = "compression is int8 and op is" if hvd.mpi_enabled() else "over MPI only"
+    with pytest.raises(UsageError, match=message) as e:
+        hvd.DistributedOptimizer(optimizer, compression="int8", op=hvd.Adasum)
+    assert_raised_on_all_ranks(hvd, e)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the same on every device")
 def test_the_name_of_horovods_style(hvd):
     parameter = nn.Parameter(torch.zeros(100, 100))
     optimizer = hvd.DistributedOptimizer(

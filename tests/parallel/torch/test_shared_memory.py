@@ -258,6 +258,27 @@ except hvd.HorovodInternalError as error:
     time.sleep(40)  # the others must not depend on the end of this process
 """
 
+LITTLE_MEMORY = """
+hvd.init()
+mine, other = torch.full((20_000_000,), 1.0), torch.full((20_000_000,), 2.0)
+hvd.barrier()
+if hvd.rank() == 1:
+    used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGESIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + (50 << 20), resource.RLIM_INFINITY))
+handles = {
+    "gather": mpi_ops.allgather_async(mine, name="gather"),
+    "sum": mpi_ops.allreduce_async_(other, name="sum", op=hvd.Sum),
+}
+for name, handle in handles.items():
+    began = time.monotonic()
+    try:
+        result = mpi_ops.synchronize(handle)
+        print(name, "returned", result[0].item(), result[-1].item(), flush=True)
+    except hvd.HorovodInternalError as error:
+        print(f"{name} failed after {time.monotonic() - began:.2f} s: {error}", flush=True)
+hvd.shutdown()
+"""
+
 SUSPENDED = """
 import subprocess
 one_sum()
@@ -330,6 +351,16 @@ def test_a_rank_dies_during_another_collective(call):
 def test_a_rank_is_stopped_during_a_sum():
     group = run(OFTEN, "0.3", "SIGSTOP", ranks=3, HOROVOD_GLOO_TIMEOUT_SECONDS="6")
     assert max(times_of_the_end(group, 3, died=1)) < 15
+
+
+def test_a_rank_without_memory_for_a_result():
+    """Its next tensor is not taken for the one that it could not gather."""
+    for rank, result in enumerate(run(LITTLE_MEMORY).wait(timeout=60)):
+        for name in ("gather", "sum"):
+            found = re.search(rf"{name} failed after ([\d.]+) s: (.*)", result.output)
+            assert found, result.output
+            assert float(found[1]) < 10
+            assert (name, rank) == ("gather", 1) or "rank 1 has failed" in found[2]
 
 
 @pytest.mark.long
