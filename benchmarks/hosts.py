@@ -112,9 +112,11 @@ def hosts(
 ) -> Iterator[Cluster]:
     """Make `count` hosts on a new network, which can reach each other and this machine.
 
-    As set up by Debian's installer, a host's own name resolves to 127.0.1.1, or, unless
-    `own_name_is_local`, to its address. Other hosts' names resolve to their addresses. Hosts get
-    the names in `interfaces` for their network interfaces, in turn.
+    Args:
+        count: the number of hosts.
+        own_name_is_local: on each host, its own name resolves to 127.0.1.1, as on Debian; otherwise
+            to its address. The names of the other hosts resolve to their addresses.
+        interfaces: the names of the hosts' network interfaces, repeated if there are more hosts.
     """
     name = f"{_PREFIX}{os.getpid():x}-{next(_count)}"
     try:
@@ -172,9 +174,9 @@ def _write_etc(host: Host, all_hosts: Sequence[Host], own: str) -> None:
 
 
 def _unused_network() -> ipaddress.IPv4Network:
-    """Return a private network without a route on this machine except the default route.
+    """Return a private network to which this machine has no route but the default route.
 
-    The networks of this machine's name servers are not used either.
+    The network does not contain this machine's name servers.
     """
     routes = json.loads(_ip("-4", "-json", "route", "show", "table", "all"))
     taken = [

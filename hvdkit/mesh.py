@@ -36,7 +36,7 @@ class MeshMember(NamedTuple):
         scope: the name of the mesh.
         size: the number of its ranks.
         rank: the rank within the mesh.
-        attempt: a new text each time that a rank joins, so that requests may be repeated.
+        attempt: a new text each time that a rank joins. A repeated request has the same text.
     """
 
     scope: str

@@ -47,7 +47,7 @@ class LocalGradients(Protocol):
         ...
 
     def all_removed(self) -> bool:
-        """Return whether the last round left gradients and the script has removed all of them."""
+        """Return whether the script has removed all gradients of the last round; False if none."""
         ...
 
     def has_unreduced(self, assigned: bool) -> bool:
@@ -164,10 +164,11 @@ class Rounds:
         gradients: this rank's gradients.
         participated: whether this rank has taken part in a round since its last step.
         no_sync_used: whether the script may have added gradients under `no_sync` since the last
-            round, which only a step reduces. The same on all ranks.
+            round. If so, the next step reduces. The same on all ranks.
         skips_step: whether all ranks skip the next step, because gradients are not finite.
-        has_late_ranks: whether a rank was late in a round of this step: it took part at a step of
-            this or another optimizer. If so, all ranks send a header at this optimizer's step.
+        has_late_ranks: whether a rank made no pass before a round of this step, and took part in it
+            only in the `step()` of this or another optimizer. If so, all ranks send a header at
+            this optimizer's step.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class Rounds:
             self._reset_counters()
 
     def digest(self) -> int:
-        """Return 24 bits that are equal on ranks with equal step, round and gradients needed."""
+        """Return 24 bits: equal on two ranks in the same step and round with equal signatures."""
         # With 24 bits the sum of squares over 30,000 ranks fits into 64 bits.
         position = (self._step, self._number, self._window.passes, self.has_late_ranks)
         signature = self.gradients.signature(not self.participated)
@@ -337,7 +338,7 @@ class Rounds:
 
     @property
     def plans_made(self) -> int:
-        """The number of synchronizers before the first without planned buckets."""
+        """The number of synchronizers with planned buckets, counted up to the first without."""
         planned = [synchronizer.planned for synchronizer in self.gradients.synchronizers]
         return planned.index(False) if False in planned else len(planned)
 

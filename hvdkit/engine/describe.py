@@ -98,8 +98,8 @@ def require(framework: str) -> Engine:
     if framework not in engine.frameworks:
         has = ", ".join(engine.frameworks) or "no framework"
         raise EngineMissing(
-            f"hvdkit.{framework} needs a Horovod built for {framework}; Horovod {engine.version} "
-            f"here has {has}. Run `hvdkit build --frameworks "
+            f"hvdkit.{framework} needs a Horovod built for {framework}, but the installed Horovod "
+            f"{engine.version} is for {has}. Run `hvdkit build --frameworks "
             f"{','.join([*engine.frameworks, framework])}`."
         )
     return engine

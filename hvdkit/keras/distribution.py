@@ -29,7 +29,7 @@ class Distribution:
         check_parameters: whether `fit` compares the variables' values between ranks.
         replicas: compares trained variables and the optimizer's variables every few batches.
         batches: the number of batches of coordinated `fit`s since the start.
-        in_fit: True from the beginning of a coordinated `fit` until it ends without an error.
+        in_fit: True during a coordinated `fit`, and after one that ended with an error.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Detect the end of a backward pass, and reduce the gradients of all optimizers in it.
 
-PyTorch calls a function that was queued during a graph task when the task ends. A backward pass is
-a graph task, and so is each re-entrant checkpoint inside it. The gradients are complete at the end
-of the outermost task.
+A backward pass is a graph task of PyTorch, and so is each re-entrant checkpoint inside it. At the
+end of a graph task, PyTorch calls the functions that were queued during this task. The gradients
+are complete at the end of the outermost task.
 """
 
 import threading
@@ -48,8 +48,8 @@ class Listener(Protocol):
 class GraphTask:
     """A graph task in which gradients of listeners were accumulated.
 
-    After `watch` PyTorch has the only reference, and drops it when the task raises. So a dead weak
-    reference to a task that did not call its listeners means that the pass raised.
+    After `watch` PyTorch has the only reference, and drops it when the task raises. So the pass has
+    raised if a weak reference is dead and the listeners were not called.
     """
 
     def __init__(self, number: int) -> None:

@@ -18,7 +18,7 @@ CHECKPOINTS = "/checkpoints"
 #: Seconds for all pods to start, as nodes pull an image of several GB.
 START_SECONDS = 300
 
-#: Seconds for the pods of a Job, which Kubernetes may replace up to 10 minutes later.
+#: Seconds for the pods of a Job to start. Kubernetes may wait 10 minutes before it replaces a pod.
 JOB_START_SECONDS = 660
 
 #: Seconds that `hvdkit run` needs to end after its ranks have ended.
@@ -99,7 +99,8 @@ def rank_pod_comments(options: argparse.Namespace) -> Comments:
             "capability IPC_LOCK has no effect for a user other than root."
         )
     volumes = (
-        "Ranks of one pod share buffers in /dev/shm; the default is 64 MB. It counts as memory."
+        "NCCL and the workers of a DataLoader use /dev/shm; the default is 64 MB. It counts as "
+        "memory."
     )
     if options.checkpoints is not None and options.workers > 1:
         volumes += " Every worker mounts the checkpoints' claim, so it must be ReadWriteMany."
