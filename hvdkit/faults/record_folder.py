@@ -27,7 +27,7 @@ class RecordFolder:
     def __init__(self) -> None:
         self._path: Path | None = None
         self._lock: IO[str] | None = None
-        # The size and time of each file that `changed` has returned.
+        # The size and time of each file that `changed` and `saved` have seen.
         self._seen: dict[str, tuple[int, int]] = {}
 
     @property
@@ -46,7 +46,7 @@ class RecordFolder:
         request(self.path)
 
     def changed(self) -> Iterator[str]:
-        """Yield the records that were written since the last call."""
+        """Yield the records that were written since the last call, as JSON."""
         if self._path is None:
             return
         with contextlib.suppress(OSError):
@@ -82,7 +82,7 @@ class RecordFolder:
 def _remove_abandoned(parent: Path) -> None:
     """Delete the folders in `parent` whose processes have ended without deleting them."""
     for folder in parent.glob(f"{PREFIX}*"):
-        # Errors: the folder is another user's, its process is alive, or it is new.
+        # An error keeps the folder: it is another user's, its process is alive, or it is new.
         with contextlib.suppress(OSError), (folder / _LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

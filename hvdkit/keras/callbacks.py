@@ -249,7 +249,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         """
 
         def multiplier(epoch: float) -> float:
-            # The fractional epoch after the batches of this execution, at most the epoch's end.
+            # The fractional epoch at the end of this execution, or at the end of the epoch if that
+            # comes first.
             assert self.steps_per_epoch is not None
             ahead = getattr(self.model, "steps_per_execution", 1) / self.steps_per_epoch
             epoch = min(epoch + ahead, math.floor(epoch) + 1.0)
@@ -296,7 +297,7 @@ def _velocities(optimizer: Any) -> list[Any]:
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Save the model with the best value of a metric. `filepath` may be set later as attribute."""
+    """Save the model with the best value of a metric. `filepath` may be set later."""
 
     def __init__(
         self,

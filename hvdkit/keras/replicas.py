@@ -31,7 +31,7 @@ class KerasReplicas:
         scalars = [variable for variable in state if not len(variable.shape)]
         slots = [variable for variable in state if len(variable.shape)]
         self._variables = [*scalars, *variables, *slots]
-        #: The names of the variables. Their numbers may differ between ranks.
+        #: The names of the variables. The numbers in these names may differ between ranks.
         self.names: Sequence[str] = [repr(variable.path) for variable in self._variables]
         #: Names without numbers, dtypes and shapes, as text.
         self.settings: Sequence[str] = [

@@ -140,13 +140,14 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "--min-np",
         type=int,
         metavar="M",
-        help="restart with at least M ranks if hosts are lost, or fail twice (default: -np)",
+        help="restart without hosts that are lost or have failed twice, with at least M ranks "
+        "(default: -np)",
     )
     restarts.add_argument(
         "--host-discovery-script",
         type=Path,
         metavar="FILE",
-        help="a program that prints the hosts, HOST:SLOTS per line, before each start",
+        help="a program that prints one line HOST:SLOTS for each host; it runs before each start",
     )
     output.add_argument(
         "--output-dir",

@@ -33,7 +33,7 @@ class GradientReducer:
     Ranks may have gradients of different variables, and a rank contributes zeros for missing
     gradients. Eagerly, all variables are reduced, because every step may use other variables. In a
     graph the ranks run a check for each set of gradients that a trace has, and omit variables
-    without a gradient on any rank. All ranks must reach a new set in the same call.
+    for which no rank has a gradient. All ranks must reach a new set in the same call.
 
     Args:
         reduction: the settings.
@@ -68,7 +68,7 @@ class GradientReducer:
     def restore_state(self, state: Mapping[str, list[list[int]]]) -> None:
         """Restore a value of `state()`, possibly in another process. Not a collective.
 
-        States of gradients that have not been reduced yet are used when they are.
+        The state of a plan that does not exist yet is kept until the plan is made.
         """
         self._saved = dict(state)
         for digest, states in self._valid_states().items():
@@ -167,7 +167,7 @@ class GradientReducer:
         return self._plans[key]
 
     def _path(self) -> list[str]:
-        """Return a line that differs where ranks would start different collectives."""
+        """Return a line for the consistency check if ranks could send int8 in different ways."""
         if self._reduction.format.name != Int8.name:
             return []
         in_engine = engine_sends_int8(self._collectives.process_set)

@@ -133,8 +133,8 @@ class TorchMemory:
                     view.copy_(gradient)
                 else:
                     torch.mul(gradient, factor, out=view)
-            # A frozen parameter gets no gradient, so that the optimizer skips it. A parameter of
-            # another dtype or device belongs to a round whose result is not used.
+            # A frozen parameter gets no gradient, so that the optimizer skips it. If a parameter
+            # was moved to another dtype or device, the result of this round is not used.
             if (gradient is not None or p.requires_grad) and _fits(p, view):
                 p.grad = view
         if factor != 1.0 and inside:
@@ -395,13 +395,13 @@ class TorchBackend:
         self.sparse_seen[i] = max(self.sparse_seen[i], dims)
 
     def has_sparse_in(self, plan: BucketPlan) -> bool:
-        """Return whether a gradient is or was sparse whose bucket in `plan` is dense."""
+        """Return whether a gradient that is or was sparse has a dense bucket in `plan`."""
         planned = {i for bucket in plan.buckets if bucket.sparse_dims for i in bucket.parameters}
         return any(self.sparse_dims(i) and i not in planned for i in range(len(self._parameters)))
 
     @torch.no_grad()
     def make_sparse(self, dims: Sequence[int], plan: BucketPlan) -> bool:
-        """Make gradients sparse that are sparse on some rank.
+        """Convert each gradient that is sparse on some rank to a sparse one.
 
         Args:
             dims: for each parameter, its largest number of sparse dimensions on any rank, or 0.

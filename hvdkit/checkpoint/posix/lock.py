@@ -44,7 +44,7 @@ class FolderLock:
     def __init__(self, path: Path, folder: int) -> None:
         """Args:
             path: the folder, for errors and to check that it still exists.
-            folder: its open descriptor; the caller closes it.
+            folder: the open descriptor of `path`; the caller closes it.
 
         Raises:
             WriterConflict: another live process, or this one, holds the lock.

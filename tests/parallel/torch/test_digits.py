@@ -25,7 +25,7 @@ def accuracy(configuration, *arguments):
 
 
 @pytest.mark.long
-def test_two_ranks_learn_digits_in_a_few_epochs_and_the_same_ones_again():
+def test_two_ranks_learn_digits_with_the_same_accuracy_in_each_run():
     two = Configuration("torch", "gloo", 2)
     first = accuracy(two, "--epochs", "8", "--seed", "3")
     assert first > 0.9
