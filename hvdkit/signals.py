@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-#: Ctrl-C, a batch system's end of the job and its warning, and a closed terminal.
+#: SIGINT: Ctrl-C. SIGTERM: a batch system ends the job. SIGUSR1: a batch system will end the job
+#: soon. SIGHUP: the terminal was closed.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 

@@ -66,7 +66,7 @@ class Int8(WireFormat):
     name = "int8"
 
     def kind(self, spec: ParameterSpec) -> str:
-        """Return `int8` or `bf16`. Other dtypes than real floats are sent unchanged."""
+        """Return `int8`, `bf16`, or "" for a dtype that is sent unchanged: no real float."""
         if spec.dtype not in (*WIDE, *NARROW):
             return ""
         return "bf16" if self.as_bf16(spec.name, spec.shape) else "int8"

@@ -2,7 +2,7 @@
 
 The `Synchronizer` works in rounds. In a round every rank reduces every bucket once:
 
-    mark_ready(i) ...   record a gradient during the backward pass; start buckets that were full
+    mark_ready(i) ...   record a gradient during the backward pass; start the full buckets
     send()              start a few of the buckets that have not started
     wait()              start the other buckets, wait for all, and unpack the reduced gradients
 
@@ -295,7 +295,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         )
 
     def _common_order(self) -> list[int]:
-        """Return the parameters by their gradients' mean position in the ranks' backward passes."""
+        """Return the parameters, sorted by the mean position of their gradients on all ranks."""
         # Gradients that have not arrived come last, in the reverse order of the forward pass.
         count = len(self._specs)
         arrived = self._round.arrived

@@ -45,7 +45,7 @@ class Request:
 
     Attributes:
         gpu: as the argument of `cuda.find`.
-        patches: `all`, or `minimal` for those without which nothing builds.
+        patches: `all`, or `minimal`: only the patches that the build needs.
         jobs: the number of compilers to run at once.
 
     Raises:
@@ -151,7 +151,8 @@ class Plan:
             ("GLOO", "gloo" in self.controllers),
             ("MPI", "mpi" in self.controllers),
         ):
-            # With WITH, a missing dependency is an error; otherwise Horovod omits it silently.
+            # With HOROVOD_WITH_…, a missing dependency is an error. Without a variable, Horovod
+            # omits the dependency silently.
             settings[f"HOROVOD_{'WITH' if wanted else 'WITHOUT'}_{variable}"] = "1"
         settings["CXX"] = self.compiler.path
         settings["MAKEFLAGS"] = f"-j{self.jobs}"
@@ -205,7 +206,7 @@ class Plan:
             environment["CUDA_HOME"] = str(self.gpu.toolkit.home)
             first.append(str(self.gpu.toolkit.home / "bin"))
         environment["PATH"] = os.pathsep.join([*first, environment.get("PATH", os.defpath)])
-        # Let ccache ignore the folder of the tree, which is another one for each build.
+        # Let ccache ignore the folder of the tree, which differs between builds.
         environment["CCACHE_BASEDIR"] = str(tree)
         environment["CCACHE_NOHASHDIR"] = "1"
         return environment
@@ -290,7 +291,7 @@ def _mpi(request: Request, warnings: list[str]) -> mpi.Mpi | None:
 
 
 def _cpu_flags() -> list[str]:
-    """Return those of this CPU's instruction sets that stock Horovod is compiled for."""
+    """Return the instruction sets of this CPU that a build of stock Horovod uses."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith(("flags", "Features")):
             return sorted({"avx", "f16c", "fma"} & set(line.split(":", 1)[1].split()))

@@ -103,7 +103,7 @@ def DistributedOptimizer(
     if gradient_predivide_factor != 1.0 and op != hvd.Average:
         raise UsageError(
             f"gradient_predivide_factor is {gradient_predivide_factor}, which needs "
-            f"op=hvd.Average, and op is hvd.Sum: use that op, or omit the factor"
+            f"op=hvd.Average, and op is hvd.Sum: pass op=hvd.Average, or omit the factor"
         )
     Distribution(
         optimizer,

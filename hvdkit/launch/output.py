@@ -23,8 +23,9 @@ SHOWN_RANKS = 16
 #: Bytes. A longer line is shown as several lines.
 LONGEST_LINE = 1 << 20
 
-# Bytes: of a progress bar before it is shortened, and of a line in the report of a failure.
+# Bytes. Of an unfinished line that is longer, only the part after the last carriage return is kept.
 _LONGEST_BAR = 65536
+# Bytes of a line in the report of a failure.
 _LONGEST_TAIL_LINE = 4096
 _CLEAR = b"\r\x1b[2K"
 _DRAW_SECONDS = 0.2

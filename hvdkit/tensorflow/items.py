@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# Not public: read these without creating them.
+# Not public. The public functions would create the generators that these only read.
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 from tensorflow.python.ops import stateful_random_ops
@@ -92,9 +92,9 @@ def _boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple
 class Randomness:
     """A `RankItem`: the random states of Python, NumPy, TensorFlow and Keras.
 
-    Of TensorFlow, these are `tf.random.get_global_generator()` and the user's generators. The state
-    of older operations (`tf.random.uniform` and others without a generator or a stateless name) is
-    in their kernels and cannot be read.
+    The generators of TensorFlow are `tf.random.get_global_generator()` and the user's own. Older
+    operations, such as `tf.random.uniform`, use no generator, and keep their state in their
+    kernels, where it cannot be read.
 
     Args:
         generators: name -> generator of TensorFlow, NumPy or Python.

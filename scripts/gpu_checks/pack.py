@@ -7,7 +7,7 @@ The folder afterwards:
     manifest.json           Python version, requirements; names, sizes and SHA-256 of these files
     cache/                  engines that a GPU machine has built; kept as it is
 
-It uses the standard library and this Python's pip.
+This module uses only the standard library and this Python's pip.
 """
 
 import ast

@@ -39,7 +39,7 @@ def two_steps(folder):
 
 
 @pytest.mark.parametrize("step", [3, 2], ids=["new", "once_more"])
-def test_a_writer_killed_before_any_of_its_steps_loses_nothing(tmp_path, step):
+def test_a_writer_killed_before_any_system_call_loses_nothing(tmp_path, step):
     template = two_steps(tmp_path / "template")
     answer = subprocess.run(
         [sys.executable, "-m", "tests.checkpoint.killed", tmp_path, template, str(step)],
@@ -78,7 +78,7 @@ def test_a_writer_killed_before_any_of_its_steps_loses_nothing(tmp_path, step):
     ],
 )
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from_then_on"])
-def test_any_step_that_fails_loses_nothing(tmp_path, monkeypatch, number, lasting):
+def test_any_system_call_that_fails_loses_nothing(tmp_path, monkeypatch, number, lasting):
     template = two_steps(tmp_path / "template")
     with monkeypatch.context() as patch:
         steps = Steps(patch)
@@ -108,12 +108,12 @@ def test_any_step_that_fails_loses_nothing(tmp_path, monkeypatch, number, lastin
         with store.open_for_writing():
             assert leftovers(folder) == [lock.LEASE_FILE]
         assert_newest_good(store, 4)
-    # All but reads that succeed the second time, and the retention after the commit.
+    # Some failures are no errors: a read is tried again, and a delete after the commit only warns.
     assert len(errors) > len(steps.seen) / 3
     assert all(os.strerror(number) in error for error in errors)
 
 
-def test_a_failing_delete_warns_and_goes_on(tmp_path, monkeypatch, caplog):
+def test_a_failing_delete_is_only_a_warning(tmp_path, monkeypatch, caplog):
     def act(at, step, file):
         if step == "unlink":
             raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -267,7 +267,7 @@ class ObjectWriter:
         self._lease = Lease.own()
         self._head = Head()
         self._attempts = 0
-        # Steps of records whose request has no reply yet.
+        # Steps of records that may or may not exist, because the request failed.
         self._unknown: set[str] = set()
         # Steps whose objects could not be deleted.
         self._left: set[str] = set()
@@ -406,7 +406,7 @@ class ObjectWriter:
         return [name for name in sizes if name not in {each.name for each in there}]
 
     def _lost(self, head: Head, sizes: Mapping[str, Mapping[str, int]]) -> list[Listed]:
-        """Return steps that only damaged records at the end of the log can have listed.
+        """Return steps that only a damaged record at the end of the log may have listed.
 
         Raises:
             CheckpointError: there are steps and no records.
@@ -421,7 +421,8 @@ class ObjectWriter:
             entry = _look(self._bucket, Listed(name, step, run), sizes[name])
             if entry.manifest is None and not isinstance(entry.error, Damaged):
                 raise CheckpointError(f"{name} in {self._bucket.url}: {entry.error}")
-            # An uncommitted draft has the commit number of another record, or a later one.
+            # A draft that was not committed has the number of a readable record, or a number after
+            # the last record.
             if entry.manifest and _readable(head) < entry.manifest.commit <= head.number:
                 found.append(Listed(name, step, run))
         return found
@@ -432,8 +433,9 @@ class ObjectWriter:
             record = Record(self.commit_number, self._lease, self._head.steps, is_open=False)
             self._expect_own_record()
             if not log.append(self._bucket, record):
-                # The record is another writer's, or an earlier one of this writer that arrived
-                # late; then the next writer waits a little.
+                # Another writer has created this record, which `check` reports. Or it is an
+                # earlier record of this writer that arrived late. Then no record says that this
+                # writer has ended, so the next writer waits until it counts as dead.
                 self.check()
             self._bucket.delete([_heartbeat_object(self._lease)])
         except CheckpointError as error:
@@ -441,10 +443,10 @@ class ObjectWriter:
             _log.warning("%s was not closed: %s", self._bucket.url, error)
 
     def _expect_own_record(self) -> None:
-        """Check that no other writer has appended so many records that this writer's was deleted.
+        """Check that the newest record of this writer still exists.
 
         Raises:
-            WriterConflict: another writer has.
+            WriterConflict: another writer has appended so many records that it was trimmed.
         """
         if self._bucket.size(log.name_of(self._head.number)) is None:
             raise taken_over(self._bucket.url, self._lease, None, LEASE_TIMEOUT_SECONDS)
@@ -477,8 +479,9 @@ class ObjectWriter:
         try:
             self._expect_own_record()
         except WriterConflict:
-            # The other writer may have deleted the record that had this number: delete this one.
-            # Or it has accepted this record with its step: then the step's objects must stay.
+            # The other writer may have trimmed its own record with this number, so delete this one.
+            # Do not delete the step's objects: the other writer may have read this record, and
+            # listed the step.
             with contextlib.suppress(CheckpointError):
                 self._bucket.delete([log.name_of(record.number)])
             raise

@@ -28,7 +28,8 @@ from hvdkit.checkpoint.storage import Draft, Entry, StepFiles
 
 _log = logging.getLogger(__name__)
 
-#: Bytes between two syncs of a file: the page cache may hold far more than the disk writes soon.
+#: Bytes between two syncs of a file. Without them, the last sync could take very long, because
+#: the page cache may hold many gigabytes.
 _SYNC_BYTES = 1_000_000_000
 
 #: Prefixes of the names of folders that are being written or deleted.
@@ -258,7 +259,7 @@ class PosixWriter:
                 _log.warning("%s could not be deleted: %s", self._path / name, error.strerror)
 
     def settle(self, name: str) -> str:
-        """Remove the counter from the name of a step that replaced one of the same number."""
+        """Remove the counter from the name of a step, if the name without it is free now."""
         try:
             settled = listing.settled_name(name, disk.names(self._folder))
             if len(settled) >= len(name):
@@ -278,7 +279,7 @@ class PosixWriter:
         self._resources.close()
 
     def _sweep(self, token: str) -> None:
-        """Remove unfinished folders of the writer with this token; "": of all writers."""
+        """Remove unfinished folders of the writer with this token; of all writers if it is ""."""
         try:
             names = disk.names(self._folder)
         except OSError as error:

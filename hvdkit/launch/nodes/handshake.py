@@ -120,7 +120,7 @@ class Authenticator:
             self._connected.discard(node)
 
     def _register(self, node: NodeInfo, nodes: int, size: object) -> str | None:
-        """Register a node that knows the key; return why it cannot take part, if so."""
+        """Register a node that knows the key. Return the reason if it cannot take part."""
         expected = self._settings
         if nodes != expected.nodes:
             return f"it has --nodes {nodes}, node 0 has --nodes {expected.nodes}"

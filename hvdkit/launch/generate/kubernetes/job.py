@@ -87,8 +87,8 @@ def indexed(options: argparse.Namespace) -> dict[str, Any]:
 INDEXED_COMMENTS: Comments = {
     ("completionMode",): "Each pod gets a number, JOB_COMPLETION_INDEX: its node rank.",
     ("completions",): (
-        "All pods run at the same time. Their number is also that of --nodes, and -np is a "
-        "multiple of it."
+        "The number of pods, which all run at the same time. --nodes has the same value, and -np "
+        "is a multiple of it."
     ),
 }
 
