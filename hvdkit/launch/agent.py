@@ -5,7 +5,7 @@
 The launcher starts an agent on each host, here or over ssh. The agent reads messages (`messages`)
 from its standard input, starts its ranks, and sends their output to the launcher. The agent ends
 the ranks when the launcher asks for it, when the launcher is lost (end of input, or no heartbeat),
-and on SIGTERM or SIGHUP.
+and on SIGTERM or SIGHUP. If the task says `stay`, the agent then waits for the next start.
 
 mpirun and srun start one agent for each rank instead. Two environment variables tell such an agent
 how to connect to the launcher. Its rank inherits the rank variables of mpirun or srun.
@@ -26,21 +26,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
-
 from hvdkit.core.recorder import FOLDER_VARIABLE
 from hvdkit.errors import HvdkitError
 from hvdkit.faults.record_folder import RecordFolder
-from hvdkit.faults.verdict import STOPPED
 from hvdkit.launch import messages, open_files
 from hvdkit.launch.host_facts import facts
 from hvdkit.launch.messages import Message
 from hvdkit.launch.output import Output
+from hvdkit.launch.rank_process import RankProcess
+from hvdkit.launch.spares.pool import Slot, SparePool
 from hvdkit.processes import ProcessGroup, without_rank_variables
 from hvdkit.signals import STOP_SIGNALS
 
 #: Seconds between SIGTERM and SIGKILL when there is no launcher to choose them.
-ORPHAN_GRACE = 10.0
+ORPHAN_GRACE = 8.0
 
 _READ_BYTES = 65536
 #: With more bytes than this to send, the agent stops reading the ranks' output.
@@ -48,25 +47,9 @@ _UNSENT_BYTES = 1_000_000
 _ENDING_POLL_SECONDS = 0.05
 #: Seconds between two looks for new records of the ranks.
 _RECORDS_SECONDS = 1.0
-_STREAMS = ("stdout", "stderr")
 #: The variables in which Open MPI, Hydra and Slurm store the rank. Slurm is last, because srun may
 #: have started mpirun.
-_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-
-
-class _Rank:
-    """One rank's process, and the pipes for its output."""
-
-    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        self.rank = rank
-        self.process = process
-        self.reported = False
-        self.pipes: dict[int, str] = {}
-        for stream, pipe in zip(_STREAMS, (process.stdout, process.stderr), strict=True):
-            if pipe is not None:  # None: the rank writes to the user's terminal
-                os.set_blocking(pipe.fileno(), False)
-                self.pipes[pipe.fileno()] = stream
 
 
 class Agent:
@@ -110,13 +93,15 @@ class Agent:
         self._lines = messages.Lines()
         self._unsent = bytearray(messages.GREETING)
         self._group = ProcessGroup()
-        self._ranks: list[_Rank] = []
+        self._ranks: list[RankProcess] = []
+        self._spares = SparePool()
         self._records = RecordFolder()
         self._records_at = 0.0
         self._task: Message = {}
         self._ending: Iterator[None] | None = None
         self._last_received = time.monotonic()
         self._launcher_lost = False
+        self._stays = False
         self._signals, self._wakeup = os.pipe()
         for end in (self._signals, self._wakeup):
             os.set_blocking(end, False)
@@ -139,6 +124,7 @@ class Agent:
                 self._step()
         finally:
             # Also after an exception, no process of the job may remain.
+            self._spares.end()
             for _ in self._group.terminate(ORPHAN_GRACE):
                 time.sleep(_ENDING_POLL_SECONDS)
             self._records.remove()
@@ -151,7 +137,8 @@ class Agent:
         if any(key.fd == self._receive_fd for key, _ in ready):
             self._receive()
         # Check this before output is shown, because a slow reader may block the output.
-        if time.monotonic() > self._last_received + messages.LOST_SECONDS:
+        limit = self._task.get("lost_after", messages.LOST_SECONDS)
+        if time.monotonic() > self._last_received + limit:
             self._on_launcher_lost()
         for key, _ in ready:
             if key.fd == self._receive_fd:
@@ -175,11 +162,25 @@ class Agent:
         except StopIteration:
             self._report_ends()
             self._send("done")
+            if self._stays and self.outcome is None:
+                self._prepare_next_start()
+                return False
             return True
         except HvdkitError as error:
             self._send("failed", reason=str(error))
             return True
         return False
+
+    def _prepare_next_start(self) -> None:
+        """Forget the ranks, which have ended, and wait for the launcher to start them again."""
+        for rank in self._ranks:
+            for pipe in set(rank.pipes) & set(self._selector.get_map()):
+                self._selector.unregister(pipe)
+            rank.close()
+        self._ranks = []
+        self._ending = None
+        self._records.remove()
+        self._records = RecordFolder()
 
     def _end(self, grace: float) -> None:
         if self._ending is None:
@@ -192,6 +193,7 @@ class Agent:
             # A batch system may send the signal only to the tasks that it started.
             self._signal_ranks(number)
         elif number in (signal.SIGTERM, signal.SIGHUP):
+            self._stays = False
             self._end(ORPHAN_GRACE)
         # Otherwise do nothing: the launcher forwards the signal. Ignoring the signal instead would
         # not work, because ranks would inherit that.
@@ -199,6 +201,7 @@ class Agent:
     def _on_launcher_lost(self) -> None:
         self._last_received = float("inf")
         self._launcher_lost = True
+        self._stays = False
         self._unsent.clear()
         self._end(ORPHAN_GRACE)
 
@@ -221,6 +224,7 @@ class Agent:
         match message["kind"]:
             case "task":
                 self._task = message | (self._overrides or {})
+                self._stays = bool(message.get("stay"))
                 found = facts(self._task)
                 if not _same_command(message["command"], self._task["command"]):
                     found["problems"].append(
@@ -235,21 +239,23 @@ class Agent:
                 if self._make_echo is not None:
                     self._echo = self._make_echo(message["size"])
                 try:
-                    for rank in message["ranks"]:
-                        self._start(rank)
+                    self._start(message["ranks"])
                 except HvdkitError as error:
+                    self._stays = False
                     self._send("failed", reason=str(error))
                     self._end(0)
             case "signal":
                 self._signal_ranks(message["number"])
-            case "end":
+            case "end" if self._ranks or not self._stays:
                 # Restart the ending even if it has begun: the new grace may be shorter.
                 self._ending = self._group.terminate(message["grace"])
-            case "record":
+            case "record" if self._ranks:
                 self._records.request()
-                self._send("states", states={r.rank: _state(r.process.pid) for r in self._ranks})
+                self._send("states", states={r.rank: r.state() for r in self._ranks})
             case "outcome":
                 self.outcome = self.outcome or message
+                if not self._ranks:
+                    self._end(0)
 
     def _answer(self, question: str, arguments: Mapping[str, Any]) -> None:
         from hvdkit.launch import inspection  # slow to import, and rarely needed
@@ -260,24 +266,36 @@ class Agent:
         except OSError as error:
             self._send("failed", reason=f"{question}: {error}")
 
-    def _start(self, rank: Message) -> None:
+    def _start(self, ranks: Sequence[Message]) -> None:
         env = dict(os.environ) if self._keep_rank_variables else without_rank_variables(os.environ)
+        folder = {FOLDER_VARIABLE: str(self._records.path)}
+        slots = [
+            Slot(rank["rank"], rank["defaults"] | env | rank["env"] | folder, rank["cpus"])
+            for rank in ranks
+        ]
+        self._group, started = self._spares.claim(slots)
+        for rank, slot in zip(ranks, slots, strict=True):
+            process = started.get(slot.rank) or self._start_rank(slot, rank["terminal"])
+            self._ranks.append(RankProcess(slot.rank, process))
+        if self._task.get("spares"):
+            self._spares.watch(self._task["command"], self._task["directory"], slots)
+
+    def _start_rank(self, slot: Slot, terminal: bool) -> subprocess.Popen[bytes]:
         pipes = (subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE)
-        stdin, stdout, stderr = self._terminal if rank["terminal"] else pipes
+        stdin, stdout, stderr = self._terminal if terminal else pipes
         # Hydra's ranks communicate with Hydra over a descriptor that they inherit.
         hydra = self._keep_rank_variables and "PMI_FD" in os.environ
-        process = self._group.start(
+        return self._group.start(
             self._task["command"],
-            rank["defaults"] | env | rank["env"] | {FOLDER_VARIABLE: str(self._records.path)},
+            slot.environment,
             self._task["directory"],
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
             dies_with_us=True,
-            cpus=rank["cpus"],
+            cpus=slot.cpus,
             pass_fds=[int(os.environ["PMI_FD"])] if hydra else [],
         )
-        self._ranks.append(_Rank(rank["rank"], process))
 
     def _signal_ranks(self, number: int) -> None:
         """Send a signal to the main process of each rank. Its helpers must not end before it."""
@@ -302,7 +320,7 @@ class Agent:
         elif not self._unsent and self._send_fd in watched:
             self._selector.unregister(self._send_fd)
 
-    def _forward(self, pipe: int, rank: _Rank) -> bool:
+    def _forward(self, pipe: int, rank: RankProcess) -> bool:
         """Send a piece of a rank's output to the launcher. False if the pipe is empty now."""
         try:
             data = os.read(pipe, _READ_BYTES)
@@ -325,6 +343,8 @@ class Agent:
             self._send("record", text=text)
         if self._records.saved():
             self._send("saved")
+        if self._ranks and self._ending is None:
+            self._spares.step(self._records.path)
 
     def _report_ends(self) -> None:
         for rank in self._ranks:
@@ -373,17 +393,6 @@ def _same_command(first: Sequence[str], second: Sequence[str]) -> bool:
     if all(program.startswith("python") for program in programs):
         return first[1:] == second[1:]
     return first == second
-
-
-def _state(pid: int) -> str:
-    """Return `STOPPED` if a process or one of its children is stopped; "" otherwise."""
-    try:
-        process = psutil.Process(pid)
-        family = [process, *process.children(recursive=True)]
-        stopped = any(p.status() in _STOPPED for p in family)
-    except psutil.Error:
-        return ""
-    return STOPPED if stopped else ""
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hvdkit.launch.job import Timeouts
 from hvdkit.launch.nodes.settings import START_SECONDS
+from hvdkit.launch.ssh import HOST_SECONDS
 
 HELP = "start the ranks of a job, on this machine or on several, and watch them"
 EXAMPLE = """\
@@ -141,6 +142,18 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         type=int,
         metavar="M",
         help="restart with at least M ranks if hosts are lost, or fail twice (default: -np)",
+    )
+    restarts.add_argument(
+        "--host-timeout",
+        type=_seconds,
+        default=HOST_SECONDS,
+        metavar="S",
+        help=f"seconds without an answer after which a host is lost (default: {HOST_SECONDS:g})",
+    )
+    restarts.add_argument(
+        "--no-spares",
+        action="store_true",
+        help="keep no spare interpreters, which make restarts faster but need memory",
     )
     restarts.add_argument(
         "--host-discovery-script",

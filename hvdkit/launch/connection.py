@@ -19,7 +19,7 @@ from hvdkit.errors import HvdkitError
 from hvdkit.launch import messages
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.messages import Message
-from hvdkit.launch.ssh import Ssh
+from hvdkit.launch.ssh import FAILED, Ssh
 
 _AGENT = ["-m", "hvdkit.launch.agent"]
 _STDERR_LINES = 50
@@ -45,6 +45,7 @@ class Connection:
         host: the agent's host.
         greeted: whether the agent's greeting has arrived.
         ended: whether the connection has ended.
+        idle: whether the agent has no ranks, and waits for the next start.
         opened_at: when the launcher opened it (`time.monotonic`).
         peer: the IPv4 address of an agent that opened the connection; None for other agents, and
             over IPv6.
@@ -56,6 +57,7 @@ class Connection:
         self.host = host
         self.greeted = False
         self.ended = False
+        self.idle = True
         self.opened_at = time.monotonic()
         self._send_fd = send_fd
         self._received = received
@@ -87,6 +89,10 @@ class Connection:
     def explain(self) -> str:
         """Return why the agent has ended or does not answer, and what to do."""
         raise NotImplementedError
+
+    def lost_host(self) -> bool:
+        """Return whether the connection has ended because its host cannot be reached."""
+        return self.ended
 
     def failed_transiently(self) -> bool:
         """Return whether the agent did not start, but may start at the next attempt."""
@@ -182,6 +188,10 @@ class ProcessConnection(Connection):
             last = self._stderr[-1] if self._stderr else "it wrote nothing"
             return f"its agent ended with status {status}: {last}"
         return self._ssh.explain(self.host, status, stderr, self._python)
+
+    def lost_host(self) -> bool:
+        # Another status is that of the agent, which has died.
+        return not self._local and self._status_and_stderr()[0] == FAILED
 
     def failed_transiently(self) -> bool:
         if self._local or self.greeted:
