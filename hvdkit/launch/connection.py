@@ -19,7 +19,7 @@ from hvdkit.errors import HvdkitError
 from hvdkit.launch import messages
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.messages import Message
-from hvdkit.launch.ssh import FAILED, Ssh
+from hvdkit.launch.ssh import Ssh
 
 _AGENT = ["-m", "hvdkit.launch.agent"]
 _STDERR_LINES = 50
@@ -190,8 +190,7 @@ class ProcessConnection(Connection):
         return self._ssh.explain(self.host, status, stderr, self._python)
 
     def lost_host(self) -> bool:
-        # Another status is that of the agent, which has died.
-        return not self._local and self._status_and_stderr()[0] == FAILED
+        return not self._local and self._ssh.lost_connection(*self._status_and_stderr())
 
     def failed_transiently(self) -> bool:
         if self._local or self.greeted:

@@ -28,6 +28,7 @@ _DROPPED = (
     "kex_exchange_identification|Connection (closed|reset) by|Not allowed at this time"
     "|exceeded MaxStartups"
 )
+_LOST = "not responding|timed out|closed by remote host|Connection reset|Broken pipe"
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,17 @@ class Ssh:
             stderr: ssh's standard error.
         """
         return status == FAILED and re.search(_DROPPED, stderr) is not None
+
+    def lost_connection(self, status: int | None, stderr: str) -> bool:
+        """Return whether ssh has lost a host to which it was connected.
+
+        An agent that is killed gives ssh the same status, but no message.
+
+        Args:
+            status: ssh's exit status; None while ssh runs.
+            stderr: ssh's standard error.
+        """
+        return status == FAILED and re.search(_LOST, stderr) is not None
 
     def by_hand(self, program: str, host: Host) -> str:
         """Return the command line of `program` (ssh, ssh-copy-id) for `host`, for the user."""
