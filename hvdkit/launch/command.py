@@ -120,9 +120,11 @@ def run(options: argparse.Namespace) -> int:
 
         # The hosts of an allocation stay the same.
         named = options.hostfile or options.host_discovery_script
-        fixed = slurm_allocation is not None or not named
-        job_hosts = (lambda: plan.hosts) if fixed else (lambda: _hosts(options) or [])
-        return supervised.run(plan, options, settings, kept, start, job_hosts).status
+        in_slurm = slurm_allocation is not None
+        job_hosts = (
+            (lambda: plan.hosts) if in_slurm or not named else (lambda: _hosts(options) or [])
+        )
+        return supervised.run(plan, options, settings, kept, start, job_hosts, in_slurm).status
 
 
 def _launcher(

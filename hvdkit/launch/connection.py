@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import signal
@@ -23,6 +24,8 @@ from hvdkit.launch.ssh import Ssh
 
 _AGENT = ["-m", "hvdkit.launch.agent"]
 _STDERR_LINES = 50
+# The errors of a connection to a host that does not answer.
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 #: The search paths of Python modules and of libraries.
 _PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")
 
@@ -62,6 +65,7 @@ class Connection:
         self._send_fd = send_fd
         self._received = received
         self._events = events
+        self._error: OSError | None = None
         self._disconnected = threading.Event()
         # Reentrant: a signal handler may send while the main thread does.
         self._send_lock = threading.RLock()
@@ -91,8 +95,8 @@ class Connection:
         raise NotImplementedError
 
     def lost_host(self) -> bool:
-        """Return whether the connection has ended because its host cannot be reached."""
-        return self.ended
+        """Return whether the connection has ended because the host does not answer."""
+        raise NotImplementedError
 
     def failed_transiently(self) -> bool:
         """Return whether the agent did not start, but may start at the next attempt."""
@@ -106,12 +110,14 @@ class Connection:
         raise NotImplementedError
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError):  # raised by a socket whose other host is gone
+        try:
             for line in self._received:
                 # An agent that is killed may leave half a line.
                 if self.greeted and line.endswith(b"\n"):
                     self._put(messages.decode(line))
                 self.greeted = self.greeted or line == messages.GREETING
+        except OSError as error:  # of a socket whose other host is gone
+            self._error = error
         self.ended = True
         self._put({"kind": "lost"})
 
@@ -255,6 +261,10 @@ class SocketConnection(Connection):
             "the connection to its agent has ended; check whether the process was killed, or the "
             "host was shut down"
         )
+
+    def lost_host(self) -> bool:
+        # The system ends the connection to a process that has ended in another way.
+        return self._error is not None and self._error.errno in _SILENT
 
     def close(self, timeout: float) -> None:
         self._reader.join(timeout)

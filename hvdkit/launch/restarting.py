@@ -11,10 +11,10 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.errors import RESUMABLE, HvdkitError, UsageError
 from hvdkit.launch.hosts import Host, parse_hosts, total_slots
 from hvdkit.launch.job import Outcome
 from hvdkit.launch.plan import Plan
@@ -40,6 +40,8 @@ class Supervisor:
         restarts: the most restarts in a row without a new checkpoint.
         say: prints a message for the user.
         hosts_return: whether a host that was lost may take part again later.
+        requeue: whether a job that has lost a host ends with `RESUMABLE`, because only the batch
+            system can give it another one.
         pause: waits for some seconds.
     """
 
@@ -52,6 +54,7 @@ class Supervisor:
     restarts: int
     say: Callable[[str], None]
     hosts_return: bool = True
+    requeue: bool = False
     pause: Callable[[float], None] = time.sleep
     _failures: Counter[str] = field(default_factory=Counter)
 
@@ -66,6 +69,11 @@ class Supervisor:
         while outcome.restartable:
             if outcome.saved or not used:
                 used, first = 0, outcome
+            if outcome.lost and self.requeue:
+                self.say(
+                    f"the allocation has lost a node: end with status {RESUMABLE}, for a new one"
+                )
+                return replace(outcome, status=RESUMABLE)
             if used == self.restarts:
                 count = f"{used + 1} times in a row" if used else "once"
                 self.say(

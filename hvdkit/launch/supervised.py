@@ -51,6 +51,7 @@ def run(
     kept: KeptAgents,
     start: Callable[[Plan], Outcome],
     hosts: Callable[[], Sequence[Host]] | None = None,
+    in_slurm: bool = False,
 ) -> Outcome:
     """Run a job with restarts, and return the last outcome.
 
@@ -62,6 +63,7 @@ def run(
         start: starts the ranks of a plan, and returns the outcome.
         hosts: returns the hosts of the next start; None for nodes that users have started, which
             cannot join again.
+        in_slurm: whether the job runs in a Slurm allocation.
     """
 
     def answering(given: Sequence[Host]) -> Sequence[Host]:
@@ -77,6 +79,7 @@ def run(
         make_plan=lambda given, size: make_plan(plan.command, plan.directory, given, size),
         hosts=kept.connected if hosts is None else hosts,
         hosts_return=hosts is not None,
+        requeue=in_slurm,
         answering=answering,
         size=plan.size,
         min_size=options.min_np or plan.size,

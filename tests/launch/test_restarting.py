@@ -207,6 +207,41 @@ def test_a_killed_job_ends_with_the_same_weights(tmp_path):
     assert len(weights) == 1
 
 
+@pytest.mark.long
+def test_spares_become_ranks(tmp_path):
+    """Rank 1 kills itself once both spares are ready."""
+    skip_where_unsupported(Configuration("torch", "gloo", 2))
+    (tmp_path / "train.py").write_text(
+        "import os, sys, time\nprint('loaded', 'torch' in sys.modules, flush=True)\n"
+        + TRAIN.format(kills=[3])
+        .replace("hvd.init()", WAIT_FOR)
+        .replace("step += 1", "step += 1; step == 3 and wait_for('go')")
+    )
+    command = [sys.executable, "-m", "hvdkit", "run", "-np", "2", "--restarts", "1", "train.py"]
+    env = {name: value for name, value in os.environ.items() if name != "PWD"}
+    job = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=env)
+    lines = iter(job.stdout.readline, "")
+    waiting = next(line for line in lines if "waiting" in line)
+    (agent,) = psutil.Process(job.pid).children()
+    while len(spares := [c for c in agent.children() if "HVDKIT_SPARE" in c.environ()]) < 2:
+        time.sleep(0.1)
+    # An interpreter that waits uses no processor.
+    while any(spare.status() != psutil.STATUS_SLEEPING for spare in spares) or not _idle(spares):
+        time.sleep(0.1)
+    (tmp_path / "go").touch()
+    rest = [line for line in lines if "loaded" in line]
+    assert job.wait(timeout=60) == 0
+    assert "waiting" in waiting
+    assert sorted(rest) == ["[0] loaded True\n", "[1] loaded True\n"]
+    assert not any(spare.is_running() for spare in spares)
+
+
+def _idle(processes):
+    before = [process.cpu_times()[:2] for process in processes]
+    time.sleep(2)
+    return before == [process.cpu_times()[:2] for process in processes]
+
+
 def test_a_killed_job_over_mpi_resumes(tmp_path):
     options = ("--restarts", "1", "--launcher", "mpi")
     done, weights = train(tmp_path / "killed", [3], *options, controller="mpi")
