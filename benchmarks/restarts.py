@@ -57,13 +57,13 @@ def launchers(folder: Path) -> Mapping[str, Launcher]:
         found["torchrun, hvdkit.torch"] = Launcher(command, "hvdkit")
         found["torchrun, DDP"] = Launcher(command, "ddp")
     if (horovodrun := shutil.which("horovodrun", path=str(programs))) is not None:
-        # A host with a failure is not used again without --blacklist-cooldown-range.
+        # A host with a failure is not used again, so each rank is on a host of its own.
         script = folder / "hosts.sh"
-        script.write_text(f"#!/bin/sh\necho localhost:{_RANKS}\n")
+        script.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
         script.chmod(0o755)
         command = [horovodrun, "--gloo", "-np", str(_RANKS), "--min-np", "1", "--max-np"]
         command += [str(_RANKS), "--host-discovery-script", str(script)]
-        command += ["--network-interfaces", "lo", "--blacklist-cooldown-range", "1", "2"]
+        command += ["--network-interfaces", "lo"]
         found["horovodrun --min-np"] = Launcher([*command, sys.executable], "elastic")
     return found
 

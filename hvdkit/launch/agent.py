@@ -19,23 +19,18 @@ import selectors
 import shlex
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hvdkit.core.recorder import FOLDER_VARIABLE
 from hvdkit.errors import HvdkitError
-from hvdkit.faults.record_folder import RecordFolder
 from hvdkit.launch import messages, open_files
 from hvdkit.launch.host_facts import facts
+from hvdkit.launch.local_ranks import LocalRanks, RankProcess
 from hvdkit.launch.messages import Message
 from hvdkit.launch.output import Output
-from hvdkit.launch.rank_process import RankProcess
-from hvdkit.launch.spares.pool import Slot, SparePool
-from hvdkit.processes import ProcessGroup, without_rank_variables
 from hvdkit.signals import STOP_SIGNALS
 
 #: Seconds between SIGTERM and SIGKILL when there is no launcher to choose them.
@@ -81,8 +76,6 @@ class Agent:
         make_echo: Callable[[int], Output] | None = None,
     ) -> None:
         self.outcome: Message | None = None
-        self._keep_rank_variables = keep_rank_variables
-        self._terminal = terminal
         self._overrides = overrides
         self._make_echo = make_echo
         self._echo: Output | None = None
@@ -92,10 +85,7 @@ class Agent:
         os.set_blocking(send_fd, False)
         self._lines = messages.Lines()
         self._unsent = bytearray(messages.GREETING)
-        self._group = ProcessGroup()
-        self._ranks: list[RankProcess] = []
-        self._spares = SparePool()
-        self._records = RecordFolder()
+        self._ranks = LocalRanks(keep_rank_variables, terminal)
         self._records_at = 0.0
         self._task: Message = {}
         self._ending: Iterator[None] | None = None
@@ -124,10 +114,7 @@ class Agent:
                 self._step()
         finally:
             # Also after an exception, no process of the job may remain.
-            self._spares.end()
-            for _ in self._group.terminate(ORPHAN_GRACE):
-                time.sleep(_ENDING_POLL_SECONDS)
-            self._records.remove()
+            self._ranks.end(ORPHAN_GRACE)
         self._flush()
 
     def _step(self) -> None:
@@ -173,25 +160,22 @@ class Agent:
 
     def _prepare_next_start(self) -> None:
         """Forget the ranks, which have ended, and wait for the launcher to start them again."""
-        for rank in self._ranks:
-            for pipe in set(rank.pipes) & set(self._selector.get_map()):
-                self._selector.unregister(pipe)
-            rank.close()
-        self._ranks = []
+        pipes = {pipe for rank in self._ranks.all for pipe in rank.pipes}
+        for pipe in pipes & set(self._selector.get_map()):
+            self._selector.unregister(pipe)
+        self._ranks.forget()
         self._ending = None
-        self._records.remove()
-        self._records = RecordFolder()
 
     def _end(self, grace: float) -> None:
         if self._ending is None:
-            self._ending = self._group.terminate(grace)
+            self._ending = self._ranks.terminate(grace)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if self._overrides is not None:
             self._send("signal", number=number)
-        elif self._task.get("forward_signals") and self._ranks and number != signal.SIGHUP:
+        elif self._task.get("forward_signals") and self._ranks.all and number != signal.SIGHUP:
             # A batch system may send the signal only to the tasks that it started.
-            self._signal_ranks(number)
+            self._ranks.signal(number)
         elif number in (signal.SIGTERM, signal.SIGHUP):
             self._stays = False
             self._end(ORPHAN_GRACE)
@@ -239,22 +223,22 @@ class Agent:
                 if self._make_echo is not None:
                     self._echo = self._make_echo(message["size"])
                 try:
-                    self._start(message["ranks"])
+                    self._ranks.start(message["ranks"], self._task)
                 except HvdkitError as error:
                     self._stays = False
                     self._send("failed", reason=str(error))
                     self._end(0)
             case "signal":
-                self._signal_ranks(message["number"])
-            case "end" if self._ranks or not self._stays:
+                self._ranks.signal(message["number"])
+            case "end" if self._ranks.all or not self._stays:
                 # Restart the ending even if it has begun: the new grace may be shorter.
-                self._ending = self._group.terminate(message["grace"])
-            case "record" if self._ranks:
-                self._records.request()
-                self._send("states", states={r.rank: r.state() for r in self._ranks})
+                self._ending = self._ranks.terminate(message["grace"])
+            case "record" if self._ranks.all:
+                self._ranks.records.request()
+                self._send("states", states=self._ranks.states())
             case "outcome":
                 self.outcome = self.outcome or message
-                if not self._ranks:
+                if not self._ranks.all:
                     self._end(0)
 
     def _answer(self, question: str, arguments: Mapping[str, Any]) -> None:
@@ -266,50 +250,13 @@ class Agent:
         except OSError as error:
             self._send("failed", reason=f"{question}: {error}")
 
-    def _start(self, ranks: Sequence[Message]) -> None:
-        env = dict(os.environ) if self._keep_rank_variables else without_rank_variables(os.environ)
-        folder = {FOLDER_VARIABLE: str(self._records.path)}
-        slots = [
-            Slot(rank["rank"], rank["defaults"] | env | rank["env"] | folder, rank["cpus"])
-            for rank in ranks
-        ]
-        self._group, started = self._spares.claim(slots)
-        for rank, slot in zip(ranks, slots, strict=True):
-            process = started.get(slot.rank) or self._start_rank(slot, rank["terminal"])
-            self._ranks.append(RankProcess(slot.rank, process))
-        if self._task.get("spares"):
-            self._spares.watch(self._task["command"], self._task["directory"], slots)
-
-    def _start_rank(self, slot: Slot, terminal: bool) -> subprocess.Popen[bytes]:
-        pipes = (subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE)
-        stdin, stdout, stderr = self._terminal if terminal else pipes
-        # Hydra's ranks communicate with Hydra over a descriptor that they inherit.
-        hydra = self._keep_rank_variables and "PMI_FD" in os.environ
-        return self._group.start(
-            self._task["command"],
-            slot.environment,
-            self._task["directory"],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            dies_with_us=True,
-            cpus=slot.cpus,
-            pass_fds=[int(os.environ["PMI_FD"])] if hydra else [],
-        )
-
-    def _signal_ranks(self, number: int) -> None:
-        """Send a signal to the main process of each rank. Its helpers must not end before it."""
-        for rank in self._ranks:
-            if rank.process.poll() is None:
-                rank.process.send_signal(number)
-
     # Output and ends of the ranks
 
     def _select_pipes(self) -> None:
         """Watch the ranks' pipes only while the launcher reads fast enough."""
         wanted = len(self._unsent) < _UNSENT_BYTES
         watched = self._selector.get_map()
-        for rank in self._ranks:
+        for rank in self._ranks.all:
             for pipe in rank.pipes:
                 if wanted and pipe not in watched:
                     self._selector.register(pipe, selectors.EVENT_READ, rank)
@@ -339,15 +286,15 @@ class Agent:
 
     def _send_records(self) -> None:
         self._records_at = time.monotonic()
-        for text in self._records.changed():
+        for text in self._ranks.records.changed():
             self._send("record", text=text)
-        if self._records.saved():
+        if self._ranks.records.saved():
             self._send("saved")
-        if self._ranks and self._ending is None:
-            self._spares.step(self._records.path)
+        if self._ranks.all and self._ending is None:
+            self._ranks.prepare_spares()
 
     def _report_ends(self) -> None:
-        for rank in self._ranks:
+        for rank in self._ranks.all:
             if rank.reported or rank.process.poll() is None:
                 continue
             rank.reported = True
@@ -358,7 +305,7 @@ class Agent:
             if self._echo is not None:
                 self._echo.finish(rank.rank)
             self._send("ended", rank=rank.rank, status=rank.process.returncode)
-        if self._ranks and all(rank.reported for rank in self._ranks):
+        if self._ranks.all and all(rank.reported for rank in self._ranks.all):
             # The ranks' helper processes may still run.
             self._end(ORPHAN_GRACE)
 
