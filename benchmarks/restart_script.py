@@ -68,8 +68,12 @@ def _hvdkit(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: st
 
 
 def _ddp(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
-    torch.distributed.init_process_group("gloo")
-    rank = torch.distributed.get_rank()
+    # A prefix for each start: otherwise ranks may find the addresses of the last start.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    prefix = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    store = torch.distributed.PrefixStore(prefix, torch.distributed.TCPStore(address, port))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
     record = _recorder(folder, rank)
     path = os.path.join(folder, "checkpoint.pt")
     step = 0

@@ -37,11 +37,13 @@ class Launcher:
         arguments: the command line before the script.
         mode: the mode of the script.
         spares: whether spare interpreters have to be waited for.
+        most_kills: the most failures of a rank that a job survives.
     """
 
     arguments: Sequence[str]
     mode: str
     spares: bool = False
+    most_kills: int = sys.maxsize
 
 
 def launchers(folder: Path) -> Mapping[str, Launcher]:
@@ -64,14 +66,20 @@ def launchers(folder: Path) -> Mapping[str, Launcher]:
         command = [horovodrun, "--gloo", "-np", str(_RANKS), "--min-np", "1", "--max-np"]
         command += [str(_RANKS), "--host-discovery-script", str(script)]
         command += ["--network-interfaces", "lo"]
-        found["horovodrun --min-np"] = Launcher([*command, sys.executable], "elastic")
+        found["horovodrun --min-np"] = Launcher(
+            [*command, sys.executable], "elastic", most_kills=_RANKS - 1
+        )
     return found
 
 
 def after_kills(launcher: Launcher, count: int) -> list[float]:
     """Kill rank 1 `count` times. Return the seconds until the next step of a new start, of each."""
-    with _running(launcher) as job:
-        return [job.kill_rank() for _ in range(count)]
+    times: list[float] = []
+    while len(times) < count:
+        with _running(launcher) as job:
+            here = min(launcher.most_kills, count - len(times))
+            times += [job.kill_rank() for _ in range(here)]
+    return times
 
 
 def after_launcher_kill(launcher: Launcher) -> tuple[float, float]:

@@ -148,7 +148,7 @@ class Agent:
             next(self._ending)
         except StopIteration:
             self._report_ends()
-            self._send("done")
+            self._send("done", stays=self._stays)
             if self._stays and self.outcome is None:
                 self._prepare_next_start()
                 return False

@@ -45,13 +45,11 @@ class Gloo:
         """Start the ranks, and watch them until they have ended."""
         prepare.warn_of_withheld(self.plan, self.settings, say)
         if self.kept is not None:
-            return run_with(
-                self.kept.of(self.plan, self.settings),
-                self.plan,
-                self.kept.settings_for(self.plan, self.settings),
-                output,
-                say,
-            )
+            settings = self.kept.settings_for(self.plan, self.settings)
+            agents = self.kept.of(self.plan, settings)
+            outcome = run_with(agents, self.plan, settings, output, say)
+            self.kept.mark_checked(self.plan)
+            return outcome
         with AgentPool() as agents:
             prepare.start_agents(agents, self.plan, self.settings)
             return run_with(agents, self.plan, self.settings, output, say)

@@ -152,7 +152,7 @@ class Job:
             case "failed":
                 self._fail(f"{host.name}: {message['reason']}")
             case "done":
-                connection.idle = True
+                connection.idle = message["stays"]
                 self._finished.add(connection)
             case "lost" if connection not in self._finished:
                 self._finished.add(connection)

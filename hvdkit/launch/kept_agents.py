@@ -69,11 +69,13 @@ class KeptAgents:
         return [c.host for c in every if c.idle and not c.ended]
 
     def settings_for(self, plan: Plan, settings: Settings) -> Settings:
-        """Return the settings for a start: hosts that were checked before are not checked again."""
-        names = {host.name for host in plan.hosts}
-        checked = names <= self._checked
-        self._checked |= names
+        """Return the settings for a start, in which no host is checked again."""
+        checked = {host.name for host in plan.hosts} <= self._checked
         return replace(settings, preflight=settings.preflight and not checked)
+
+    def mark_checked(self, plan: Plan) -> None:
+        """Remember that the ranks were started on the plan's hosts."""
+        self._checked |= {host.name for host in plan.hosts}
 
     def _start(self, plan: Plan, settings: Settings) -> None:
         every = [*self._agents.connections, *self._agents.idle]

@@ -31,7 +31,8 @@ From the agent:
     states     {states: {rank: state}}       the states of the ranks' processes: "stopped", or ""
     signal     {number}                      a user on the agent's host asks the job to stop
     failed     {reason}                      the agent cannot continue
-    done       {}                            no process of the job is left on this host
+    done       {stays}                       no process of the job is left on this host; and
+                                             whether the agent waits for the next `task`
 
 Bytes that are not UTF-8 are sent as lone surrogates, so that no bytes are lost.
 """

@@ -16,6 +16,8 @@ from hvdkit.launch.running import say
 
 # Time for hosts to answer before a restart.
 _PROBE_SECONDS = 15.0
+#: Seconds. A busy host may not answer for a shorter time.
+_LEAST_TIMEOUT = 2.0
 
 
 def check(options: argparse.Namespace, in_slurm: bool) -> None:
@@ -26,6 +28,11 @@ def check(options: argparse.Namespace, in_slurm: bool) -> None:
     """
     if options.restarts < 0:
         raise UsageError(f"--restarts is {options.restarts}: expected at least 0")
+    if options.host_timeout < _LEAST_TIMEOUT:
+        raise UsageError(
+            f"--host-timeout is {options.host_timeout:g}: expected at least {_LEAST_TIMEOUT:g} "
+            f"seconds"
+        )
     if options.min_np is not None:
         if not options.restarts:
             raise UsageError("--min-np needs --restarts N, the most restarts")

@@ -306,6 +306,7 @@ def test_a_killed_launcher_ends_its_ranks_and_the_same_command_resumes(tmp_path)
         (["--min-np", "1"], "--min-np needs --restarts N"),
         (["--restarts", "1", "--min-np", "3"], "--min-np is 3: expected 1 to -np"),
         (["--restarts", "1", "--debug-rank", "0"], "cannot be combined with --debug-rank"),
+        (["--host-timeout", "1"], "--host-timeout is 1: expected at least 2 seconds"),
         (["--host-discovery-script", "x", "-H", "localhost:2"], "was given with hosts"),
     ],
 )

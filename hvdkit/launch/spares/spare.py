@@ -48,6 +48,7 @@ class Spare:
         self._python = python
         self._environment = dict(environment)
         self._cpus = list(cpus)
+        self._directory = directory
         self._received = b""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -102,7 +103,8 @@ class Spare:
 
     def start(self, environment: Mapping[str, str]) -> None:
         """Let the spare run its command as a rank with this environment."""
-        self._send("start", environment=dict(environment))
+        # The folder may have been replaced since the spare was started.
+        self._send("start", environment=dict(environment), directory=self._directory)
 
     def wait_for_start(self, timeout: float) -> bool:
         """Return whether the spare has begun to run its command within `timeout` seconds."""

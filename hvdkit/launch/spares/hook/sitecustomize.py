@@ -44,6 +44,7 @@ def _wait_as_spare(agent: int) -> None:
             if message["environment"].get(name) != value
         )
         os.write(agent, b"ready\n")
+    os.chdir(message["directory"])
     _set_environment({**message["environment"], **made})
     for thread in os.listdir("/proc/self/task"):
         if os.getpriority(os.PRIO_PROCESS, int(thread)) != nice:
