@@ -122,4 +122,5 @@ def _run() -> None:
         raise ImportError("there is no sitecustomize", name="sitecustomize")
 
 
-_run()
+if __name__ == "sitecustomize":
+    _run()
