@@ -25,17 +25,19 @@ from hvdkit.processes import ProcessGroup
 #: Seconds after the last report of a rank's modules, so that the job trains before spares start.
 _SETTLE_SECONDS = 5.0
 #: The most seconds for a spare to import its modules, at low priority.
-_IMPORT_SECONDS = 300.0
+_IMPORT_SECONDS = 600.0
 #: Seconds for all spares to begin with their commands.
 _START_SECONDS = 2.0
 #: Bytes that must be available for each spare that is started.
 _MEMORY = 1_000_000_000
-_LOWEST_PRIORITY = 19
+#: The priority of a spare. Where ranks use all processors, it gets about a tenth of one: with the
+#: lowest priority (19), imports would take minutes.
+_NICE = 10
 
 
 @dataclass(frozen=True)
 class Slot:
-    """What a spare is made for: a rank of this host, as it was started.
+    """A rank of this host, as it was started or will be started.
 
     Attributes:
         rank: its number.
@@ -164,7 +166,7 @@ class SparePool:
             for name, value in report["variables"].items()
             if slot.environment.get(name) != value
         }
-        spare.load(report["modules"], changed, _can_undo_low_priority())
+        spare.load(report["modules"], changed, _NICE if _can_undo_nice() else None)
 
     def _give_up(self, rank: int) -> None:
         """End a spare, and make no other one for this rank until the next start."""
@@ -173,7 +175,7 @@ class SparePool:
 
 
 @functools.cache
-def _can_undo_low_priority() -> bool:
+def _can_undo_nice() -> bool:
     """Return whether a process here may lower its priority and raise it again.
 
     Without root or a limit (`ulimit -e`) that permits it, a rank would stay at low priority.
@@ -185,7 +187,7 @@ def _can_undo_low_priority() -> bool:
         thread = threading.get_native_id()
         before = os.getpriority(os.PRIO_PROCESS, thread)
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, _LOWEST_PRIORITY)
+            os.setpriority(os.PRIO_PROCESS, thread, max(before, _NICE))
             os.setpriority(os.PRIO_PROCESS, thread, before)
             undone.append(True)
 

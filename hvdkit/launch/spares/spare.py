@@ -69,14 +69,14 @@ class Spare:
         self._socket = ours
 
     def load(
-        self, modules: Mapping[str, str | None], variables: Mapping[str, str], low_priority: bool
+        self, modules: Mapping[str, str | None], variables: Mapping[str, str], nice: int | None
     ) -> None:
         """Let the spare import these modules.
 
         Args:
             modules: name -> the file that the rank has loaded it from.
             variables: the variables that the script has set before it imported them.
-            low_priority: whether the spare may lower its priority until it is started.
+            nice: the priority of the spare until it is started; None to leave it.
         """
         self.ready = False
         self.modules = dict(modules)
@@ -86,7 +86,7 @@ class Spare:
             modules=self.modules,
             path=list(self._python.path),
             file=self._python.file,
-            low_priority=low_priority,
+            nice=nice,
         )
 
     def fits(self, environment: Mapping[str, str], cpus: Sequence[int]) -> bool:

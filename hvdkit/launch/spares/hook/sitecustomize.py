@@ -34,8 +34,8 @@ def _wait_as_spare(agent: int) -> None:
         message = json.loads(line)
         if message["kind"] == "start":
             break
-        if message["low_priority"]:
-            os.setpriority(os.PRIO_PROCESS, 0, 19)
+        if message["nice"] is not None:
+            os.setpriority(os.PRIO_PROCESS, 0, message["nice"])
         _set_environment(message["environment"])
         _import(message["modules"], message["path"], message["file"])
         made.update(
