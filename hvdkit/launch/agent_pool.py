@@ -107,8 +107,8 @@ class AgentPool:
             event = self.events.get(timeout=timeout)
         except queue.Empty:
             return None
-        if event.connection not in self.connections:
-            return None  # it was replaced, or is idle
+        if event.connection.disconnected or event.connection in self.idle:
+            return None
         if event.message["kind"] == "signal":
             signal.raise_signal(event.message["number"])
             return None

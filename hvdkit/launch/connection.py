@@ -86,6 +86,11 @@ class Connection:
                 self._disconnected.set()
                 self._close_input()
 
+    @property
+    def disconnected(self) -> bool:
+        """Whether `disconnect` was called."""
+        return self._disconnected.is_set()
+
     def close(self, timeout: float) -> None:
         """Wait until the agent has ended, and cut the connection after `timeout` seconds."""
         raise NotImplementedError
