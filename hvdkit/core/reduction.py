@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hvdkit.core import bucketing
+from hvdkit.core import bucketing, loaded_modules
 from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import check_consistency, digest
@@ -140,6 +140,7 @@ def plan_buckets(
     count = f"{len(specs)} gradients in all"
     lines = [*settings, f"resumes from: {resumed}", *described, count, *devices]
     check_consistency(collectives, lines, "what the optimizer reduces")
+    loaded_modules.report(collectives.rank)  # now with those that models and optimizers load
     # Ranks may have made different numbers of other optimizers. The largest number is free on all
     # ranks.
     number, *dims = collectives.max([_next_number, *sparse_dims], "hvdkit.agreement.number")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
+from hvdkit.core import loaded_modules
 from hvdkit.core.host_collectives import HostCollectives, check_choice
 from hvdkit.core.recorder import Recorder, stall_seconds
 from hvdkit.errors import HvdkitError, UsageError
@@ -246,6 +247,7 @@ class Runtime:
             self._use_own_gpu(horovod.local_rank())
         self.begin_generation()
         self.recorder.watch(horovod.rank(), horovod.size(), stall_limit(os.environ))
+        loaded_modules.report(horovod.rank())
         self._report()
         self._warn_once()
 

@@ -5,7 +5,7 @@
 The launcher starts an agent on each host, here or over ssh. The agent reads messages (`messages`)
 from its standard input, starts its ranks, and sends their output to the launcher. The agent ends
 the ranks when the launcher asks for it, when the launcher is lost (end of input, or no heartbeat),
-and on SIGTERM or SIGHUP.
+and on SIGTERM or SIGHUP. If the task says `stay`, the agent then waits for the next start.
 
 mpirun and srun start one agent for each rank instead. Two environment variables tell such an agent
 how to connect to the launcher. Its rank inherits the rank variables of mpirun or srun.
@@ -19,28 +19,22 @@ import selectors
 import shlex
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
-
-from hvdkit.core.recorder import FOLDER_VARIABLE
 from hvdkit.errors import HvdkitError
-from hvdkit.faults.record_folder import RecordFolder
-from hvdkit.faults.verdict import STOPPED
 from hvdkit.launch import messages, open_files
 from hvdkit.launch.host_facts import facts
+from hvdkit.launch.local_ranks import LocalRanks, RankProcess
 from hvdkit.launch.messages import Message
 from hvdkit.launch.output import Output
-from hvdkit.processes import ProcessGroup, without_rank_variables
 from hvdkit.signals import STOP_SIGNALS
 
 #: Seconds between SIGTERM and SIGKILL when there is no launcher to choose them.
-ORPHAN_GRACE = 10.0
+ORPHAN_GRACE = 8.0
 
 _READ_BYTES = 65536
 #: With more bytes than this to send, the agent stops reading the ranks' output.
@@ -48,25 +42,9 @@ _UNSENT_BYTES = 1_000_000
 _ENDING_POLL_SECONDS = 0.05
 #: Seconds between two looks for new records of the ranks.
 _RECORDS_SECONDS = 1.0
-_STREAMS = ("stdout", "stderr")
-_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 #: The variables in which Open MPI, Hydra and Slurm store the rank. Slurm is last, because srun may
 #: have started mpirun.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-
-
-class _Rank:
-    """One rank's process, and the pipes for its output."""
-
-    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        self.rank = rank
-        self.process = process
-        self.reported = False
-        self.pipes: dict[int, str] = {}
-        for stream, pipe in zip(_STREAMS, (process.stdout, process.stderr), strict=True):
-            if pipe is not None:  # None: the rank writes to the user's terminal
-                os.set_blocking(pipe.fileno(), False)
-                self.pipes[pipe.fileno()] = stream
 
 
 class Agent:
@@ -98,8 +76,6 @@ class Agent:
         make_echo: Callable[[int], Output] | None = None,
     ) -> None:
         self.outcome: Message | None = None
-        self._keep_rank_variables = keep_rank_variables
-        self._terminal = terminal
         self._overrides = overrides
         self._make_echo = make_echo
         self._echo: Output | None = None
@@ -109,14 +85,13 @@ class Agent:
         os.set_blocking(send_fd, False)
         self._lines = messages.Lines()
         self._unsent = bytearray(messages.GREETING)
-        self._group = ProcessGroup()
-        self._ranks: list[_Rank] = []
-        self._records = RecordFolder()
+        self._ranks = LocalRanks(keep_rank_variables, terminal)
         self._records_at = 0.0
         self._task: Message = {}
         self._ending: Iterator[None] | None = None
         self._last_received = time.monotonic()
         self._launcher_lost = False
+        self._stays = False
         self._signals, self._wakeup = os.pipe()
         for end in (self._signals, self._wakeup):
             os.set_blocking(end, False)
@@ -139,9 +114,7 @@ class Agent:
                 self._step()
         finally:
             # Also after an exception, no process of the job may remain.
-            for _ in self._group.terminate(ORPHAN_GRACE):
-                time.sleep(_ENDING_POLL_SECONDS)
-            self._records.remove()
+            self._ranks.end(ORPHAN_GRACE)
         self._flush()
 
     def _step(self) -> None:
@@ -151,7 +124,8 @@ class Agent:
         if any(key.fd == self._receive_fd for key, _ in ready):
             self._receive()
         # Check this before output is shown, because a slow reader may block the output.
-        if time.monotonic() > self._last_received + messages.LOST_SECONDS:
+        limit = self._task.get("lost_after", messages.LOST_SECONDS)
+        if time.monotonic() > self._last_received + limit:
             self._on_launcher_lost()
         for key, _ in ready:
             if key.fd == self._receive_fd:
@@ -174,24 +148,36 @@ class Agent:
             next(self._ending)
         except StopIteration:
             self._report_ends()
-            self._send("done")
+            self._send("done", stays=self._stays)
+            if self._stays and self.outcome is None:
+                self._prepare_next_start()
+                return False
             return True
         except HvdkitError as error:
             self._send("failed", reason=str(error))
             return True
         return False
 
+    def _prepare_next_start(self) -> None:
+        """Forget the ranks, which have ended, and wait for the launcher to start them again."""
+        pipes = {pipe for rank in self._ranks.all for pipe in rank.pipes}
+        for pipe in pipes & set(self._selector.get_map()):
+            self._selector.unregister(pipe)
+        self._ranks.forget()
+        self._ending = None
+
     def _end(self, grace: float) -> None:
         if self._ending is None:
-            self._ending = self._group.terminate(grace)
+            self._ending = self._ranks.terminate(grace)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if self._overrides is not None:
             self._send("signal", number=number)
-        elif self._task.get("forward_signals") and self._ranks and number != signal.SIGHUP:
+        elif self._task.get("forward_signals") and self._ranks.all and number != signal.SIGHUP:
             # A batch system may send the signal only to the tasks that it started.
-            self._signal_ranks(number)
+            self._ranks.signal(number)
         elif number in (signal.SIGTERM, signal.SIGHUP):
+            self._stays = False
             self._end(ORPHAN_GRACE)
         # Otherwise do nothing: the launcher forwards the signal. Ignoring the signal instead would
         # not work, because ranks would inherit that.
@@ -199,6 +185,7 @@ class Agent:
     def _on_launcher_lost(self) -> None:
         self._last_received = float("inf")
         self._launcher_lost = True
+        self._stays = False
         self._unsent.clear()
         self._end(ORPHAN_GRACE)
 
@@ -221,6 +208,7 @@ class Agent:
         match message["kind"]:
             case "task":
                 self._task = message | (self._overrides or {})
+                self._stays = bool(message.get("stay"))
                 found = facts(self._task)
                 if not _same_command(message["command"], self._task["command"]):
                     found["problems"].append(
@@ -235,21 +223,23 @@ class Agent:
                 if self._make_echo is not None:
                     self._echo = self._make_echo(message["size"])
                 try:
-                    for rank in message["ranks"]:
-                        self._start(rank)
+                    self._ranks.start(message["ranks"], self._task)
                 except HvdkitError as error:
+                    self._stays = False
                     self._send("failed", reason=str(error))
                     self._end(0)
             case "signal":
-                self._signal_ranks(message["number"])
-            case "end":
+                self._ranks.signal(message["number"])
+            case "end" if self._ranks.all or not self._stays:
                 # Restart the ending even if it has begun: the new grace may be shorter.
-                self._ending = self._group.terminate(message["grace"])
-            case "record":
-                self._records.request()
-                self._send("states", states={r.rank: _state(r.process.pid) for r in self._ranks})
+                self._ending = self._ranks.terminate(message["grace"])
+            case "record" if self._ranks.all:
+                self._ranks.records.request()
+                self._send("states", states=self._ranks.states())
             case "outcome":
                 self.outcome = self.outcome or message
+                if not self._ranks.all:
+                    self._end(0)
 
     def _answer(self, question: str, arguments: Mapping[str, Any]) -> None:
         from hvdkit.launch import inspection  # slow to import, and rarely needed
@@ -260,38 +250,13 @@ class Agent:
         except OSError as error:
             self._send("failed", reason=f"{question}: {error}")
 
-    def _start(self, rank: Message) -> None:
-        env = dict(os.environ) if self._keep_rank_variables else without_rank_variables(os.environ)
-        pipes = (subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE)
-        stdin, stdout, stderr = self._terminal if rank["terminal"] else pipes
-        # Hydra's ranks communicate with Hydra over a descriptor that they inherit.
-        hydra = self._keep_rank_variables and "PMI_FD" in os.environ
-        process = self._group.start(
-            self._task["command"],
-            rank["defaults"] | env | rank["env"] | {FOLDER_VARIABLE: str(self._records.path)},
-            self._task["directory"],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            dies_with_us=True,
-            cpus=rank["cpus"],
-            pass_fds=[int(os.environ["PMI_FD"])] if hydra else [],
-        )
-        self._ranks.append(_Rank(rank["rank"], process))
-
-    def _signal_ranks(self, number: int) -> None:
-        """Send a signal to the main process of each rank. Its helpers must not end before it."""
-        for rank in self._ranks:
-            if rank.process.poll() is None:
-                rank.process.send_signal(number)
-
     # Output and ends of the ranks
 
     def _select_pipes(self) -> None:
         """Watch the ranks' pipes only while the launcher reads fast enough."""
         wanted = len(self._unsent) < _UNSENT_BYTES
         watched = self._selector.get_map()
-        for rank in self._ranks:
+        for rank in self._ranks.all:
             for pipe in rank.pipes:
                 if wanted and pipe not in watched:
                     self._selector.register(pipe, selectors.EVENT_READ, rank)
@@ -302,7 +267,7 @@ class Agent:
         elif not self._unsent and self._send_fd in watched:
             self._selector.unregister(self._send_fd)
 
-    def _forward(self, pipe: int, rank: _Rank) -> bool:
+    def _forward(self, pipe: int, rank: RankProcess) -> bool:
         """Send a piece of a rank's output to the launcher. False if the pipe is empty now."""
         try:
             data = os.read(pipe, _READ_BYTES)
@@ -321,13 +286,15 @@ class Agent:
 
     def _send_records(self) -> None:
         self._records_at = time.monotonic()
-        for text in self._records.changed():
+        for text in self._ranks.records.changed():
             self._send("record", text=text)
-        if self._records.saved():
+        if self._ranks.records.saved():
             self._send("saved")
+        if self._ranks.all and self._ending is None:
+            self._ranks.prepare_spares()
 
     def _report_ends(self) -> None:
-        for rank in self._ranks:
+        for rank in self._ranks.all:
             if rank.reported or rank.process.poll() is None:
                 continue
             rank.reported = True
@@ -338,7 +305,7 @@ class Agent:
             if self._echo is not None:
                 self._echo.finish(rank.rank)
             self._send("ended", rank=rank.rank, status=rank.process.returncode)
-        if self._ranks and all(rank.reported for rank in self._ranks):
+        if self._ranks.all and all(rank.reported for rank in self._ranks.all):
             # The ranks' helper processes may still run.
             self._end(ORPHAN_GRACE)
 
@@ -373,17 +340,6 @@ def _same_command(first: Sequence[str], second: Sequence[str]) -> bool:
     if all(program.startswith("python") for program in programs):
         return first[1:] == second[1:]
     return first == second
-
-
-def _state(pid: int) -> str:
-    """Return `STOPPED` if a process or one of its children is stopped; "" otherwise."""
-    try:
-        process = psutil.Process(pid)
-        family = [process, *process.children(recursive=True)]
-        stopped = any(p.status() in _STOPPED for p in family)
-    except psutil.Error:
-        return ""
-    return STOPPED if stopped else ""
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

@@ -23,11 +23,11 @@ from hvdkit.launch import messages
 from hvdkit.launch.connection import Connection, Event, Events, ProcessConnection
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.messages import Message
-from hvdkit.launch.ssh import Ssh
+from hvdkit.launch.ssh import HOST_SECONDS, Ssh
 
 #: With more messages than this in the queue, the launcher stops reading from agents.
 _QUEUED = 1000
-#: A disconnected agent gives its ranks ten seconds between SIGTERM and SIGKILL.
+#: A disconnected agent gives its ranks eight seconds between SIGTERM and SIGKILL.
 _CLOSE_SECONDS = 15.0
 #: The most agents without an answer whose reasons are looked up at the same time.
 _EXPLAINING = 64
@@ -43,11 +43,18 @@ class AgentPool:
 
     Attributes:
         connections: the connections to the agents.
+        idle: the connections to agents that have no ranks in this start (`KeptAgents`).
         events: the queue of the agents' messages.
+
+    Args:
+        silence: the seconds without an answer after which a host is lost.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, silence: float = HOST_SECONDS) -> None:
+        # The system detects the loss of a host only some time after a message that is not answered.
+        self._heartbeat_seconds = min(messages.HEARTBEAT_SECONDS, silence / 5)
         self.connections: list[Connection] = []
+        self.idle: list[Connection] = []
         self.events: Events = queue.Queue(_QUEUED)
         self._stop = threading.Event()
         self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
@@ -59,10 +66,11 @@ class AgentPool:
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         self._heartbeat.join()
-        for connection in self.connections:
+        every = [*self.connections, *self.idle]
+        for connection in every:
             connection.disconnect()
         deadline = time.monotonic() + _CLOSE_SECONDS
-        for connection in self.connections:
+        for connection in every:
             connection.close(max(0.1, deadline - time.monotonic()))
 
     def start(
@@ -99,6 +107,8 @@ class AgentPool:
         try:
             event = self.events.get(timeout=timeout)
         except queue.Empty:
+            return None
+        if event.connection.disconnected or event.connection in self.idle:
             return None
         if event.message["kind"] == "signal":
             signal.raise_signal(event.message["number"])
@@ -152,6 +162,8 @@ class AgentPool:
             if message["kind"] == "hello":
                 reached_at = connection.peer or message["reached_at"]
                 facts[connection] = message | {"reached_at": reached_at}
+            elif message["kind"] not in ("lost", "failed"):
+                continue  # of the last start of an agent that was kept
             elif connection not in facts and not retries.add(connection):
                 problems[connection] = message.get("reason") or connection.explain()
         silent = [c for c in self.connections if c not in facts and c not in problems]
@@ -187,8 +199,8 @@ class AgentPool:
         )
 
     def _send_heartbeats(self) -> None:
-        while not self._stop.wait(messages.HEARTBEAT_SECONDS):
-            for connection in list(self.connections):
+        while not self._stop.wait(self._heartbeat_seconds):
+            for connection in [*self.connections, *self.idle]:
                 connection.send("heartbeat")
 
 

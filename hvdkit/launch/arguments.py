@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hvdkit.launch.job import Timeouts
 from hvdkit.launch.nodes.settings import START_SECONDS
+from hvdkit.launch.ssh import HOST_SECONDS
 
 HELP = "start the ranks of a job, on this machine or on several, and watch them"
 EXAMPLE = """\
@@ -142,6 +143,18 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         metavar="M",
         help="restart without hosts that are lost or have failed twice, with at least M ranks "
         "(default: -np)",
+    )
+    restarts.add_argument(
+        "--host-timeout",
+        type=_seconds,
+        default=HOST_SECONDS,
+        metavar="S",
+        help=f"seconds without an answer after which a host is lost (default: {HOST_SECONDS:g})",
+    )
+    restarts.add_argument(
+        "--no-spares",
+        action="store_true",
+        help="keep no spare interpreters, which make restarts faster but need memory",
     )
     restarts.add_argument(
         "--host-discovery-script",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +17,32 @@ from hvdkit.launch import (
     allocation,
     config_file,
     environment,
-    gloo,
     hosts,
     inspection,
     mpi,
-    open_files,
-    output_folder,
     preflight,
     prepare,
+    supervised,
 )
-from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.allocation import Allocation
 from hvdkit.launch.gloo import Gloo
 from hvdkit.launch.job import Outcome, Timeouts
+from hvdkit.launch.kept_agents import KeptAgents
 from hvdkit.launch.launcher import Launcher, Settings
 from hvdkit.launch.mpi import Mpi
 from hvdkit.launch.nodes import joining
 from hvdkit.launch.nodes import settings as node_options
 from hvdkit.launch.nodes.gathering import GatheredNodes
 from hvdkit.launch.nodes.settings import NodeSettings
-from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan, check_command, make_plan
-from hvdkit.launch.restarting import Supervisor, discover
+from hvdkit.launch.restarting import discover
+from hvdkit.launch.running import run_job, say
 from hvdkit.launch.slurm import Slurm
-from hvdkit.launch.ssh import Ssh
+from hvdkit.launch.ssh import HOST_SECONDS, Ssh
 
 _SHOWN_HOSTS = 8
-# Time for hosts to answer before a restart.
-_PROBE_SECONDS = 15.0
+# Between SIGTERM and SIGKILL, for the other ranks of a job that is started again.
+_END_SECONDS = 3.0
 
 
 def examine(options: argparse.Namespace) -> list[Diagnostic]:
@@ -61,13 +58,18 @@ def examine(options: argparse.Namespace) -> list[Diagnostic]:
 
 
 def _settings(options: argparse.Namespace, **others: Any) -> Settings:
+    silence = vars(options).get("host_timeout", HOST_SECONDS)
+    timeouts = Timeouts(
+        options.start_timeout or Timeouts.start, vars(options).get("stop_grace", Timeouts.stop)
+    )
+    if vars(options).get("restarts"):
+        # The ranks that are left cannot save anything without those that have failed.
+        timeouts = replace(timeouts, end=_END_SECONDS, lost=silence)
     return Settings(
-        ssh=Ssh(options.ssh_port, options.ssh_identity, options.ssh_arg),
+        ssh=Ssh(options.ssh_port, options.ssh_identity, options.ssh_arg, silence),
         python=options.python,
         network=options.network,
-        timeouts=Timeouts(
-            options.start_timeout or Timeouts.start, vars(options).get("stop_grace", Timeouts.stop)
-        ),
+        timeouts=timeouts,
         **others,
     )
 
@@ -95,73 +97,34 @@ def run(options: argparse.Namespace) -> int:
         debug_rank=options.debug_rank,
         bind=options.bind,
         use_agent_environment=options.nodes is not None,
+        restarts=options.restarts > 0,
+        spares=not options.no_spares,
     )
     if options.nodes is not None:
         return _run_as_node(options, settings)
     _refuse_node_options(options)
     slurm_allocation = _allocation(options)
-    _check_restarts(options, slurm_allocation)
+    supervised.check(options, slurm_allocation is not None)
     plan = _plan(options, slurm_allocation)
     launcher = _launcher(plan, settings, options, slurm_allocation)
     if options.dry_run:
-        print(launcher.describe(_say))
+        print(launcher.describe(say))
         return 0
     if not options.restarts:
-        return _run_job(plan, options, launcher.run).status
+        return run_job(plan, options, launcher.run).status
+    with KeptAgents(silence=options.host_timeout) as kept:
 
-    def start(next_plan: Plan) -> Outcome:
-        launcher = _launcher(next_plan, settings, options, slurm_allocation)
-        return _run_job(next_plan, options, launcher.run)
+        def start(next_plan: Plan) -> Outcome:
+            launcher = _launcher(next_plan, settings, options, slurm_allocation, kept)
+            return run_job(next_plan, options, launcher.run)
 
-    # The hosts of an allocation stay the same.
-    fixed = slurm_allocation is not None or not (options.hostfile or options.host_discovery_script)
-    supervisor = Supervisor(
-        start=start,
-        make_plan=lambda given, size: make_plan(plan.command, plan.directory, given, size),
-        hosts=lambda: plan.hosts if fixed else _hosts(options) or [],
-        answering=lambda given: _answering(given, plan, settings),
-        size=plan.size,
-        min_size=options.min_np or plan.size,
-        restarts=options.restarts,
-        say=_say,
-    )
-    return supervisor.run(plan).status
-
-
-def _check_restarts(options: argparse.Namespace, slurm_allocation: Allocation | None) -> None:
-    if options.restarts < 0:
-        raise UsageError(f"--restarts is {options.restarts}: expected at least 0")
-    if options.min_np is not None:
-        if not options.restarts:
-            raise UsageError("--min-np needs --restarts N, the most restarts")
-        if options.min_np < 1 or options.min_np > (options.num_proc or options.min_np):
-            raise UsageError(f"--min-np is {options.min_np}: expected 1 to -np")
-        if slurm_allocation is not None:
-            raise UsageError(
-                "--min-np was given in a Slurm allocation, whose nodes stay the same. Use "
-                "`sbatch --requeue`, or remove --min-np"
-            )
-    if options.restarts and options.debug_rank is not None:
-        raise UsageError("--restarts cannot be combined with --debug-rank. Remove one of them")
-    if options.host_discovery_script and (options.hosts or options.hostfile):
-        raise UsageError(
-            "--host-discovery-script was given with hosts. Remove -H and --hostfile, or the script"
+        # The hosts of an allocation stay the same.
+        named = options.hostfile or options.host_discovery_script
+        in_slurm = slurm_allocation is not None
+        job_hosts = (
+            (lambda: plan.hosts) if in_slurm or not named else (lambda: _hosts(options) or [])
         )
-
-
-def _answering(given: Sequence[hosts.Host], plan: Plan, settings: Settings) -> Sequence[hosts.Host]:
-    """Return the hosts that answer and can take part. Print the others."""
-    probe = make_plan(plan.command, plan.directory, given, hosts.total_slots(given))
-    with AgentPool() as agents:
-        prepare.start_agents(agents, probe, settings)
-        facts, problems = agents.collect_facts(prepare.task(probe), _PROBE_SECONDS)
-        for connection, found in facts.items():
-            if found["problems"]:
-                problems[connection] = "; ".join(found["problems"])
-        for connection, problem in problems.items():
-            _say(f"left out: {connection.host.name}: {problem}")
-        left_out = {connection.host for connection in problems}
-    return [host for host in given if host not in left_out]
+        return supervised.run(plan, options, settings, kept, start, job_hosts, in_slurm).status
 
 
 def _launcher(
@@ -169,6 +132,7 @@ def _launcher(
     settings: Settings,
     options: argparse.Namespace,
     slurm_allocation: Allocation | None,
+    kept: KeptAgents | None = None,
 ) -> Launcher:
     in_slurm, over_mpi = slurm_allocation is not None, _over_mpi(options.launcher)
     if in_slurm and options.bind:
@@ -180,29 +144,16 @@ def _launcher(
             "--debug-rank needs ranks that `hvdkit run` starts itself. Use --launcher gloo"
         )
     if slurm_allocation is not None:
-        return Slurm(plan, settings, slurm_allocation, options.mpi)
+        return Slurm(plan, replace(settings, restarts=False), slurm_allocation, options.mpi)
     if over_mpi:
-        return Mpi(plan, settings, mpi.find(options.mpirun), shlex.split(options.mpi_args))
+        return Mpi(
+            plan,
+            replace(settings, restarts=False),
+            mpi.find(options.mpirun),
+            shlex.split(options.mpi_args),
+        )
     _check_debug_rank(plan, settings)
-    return Gloo(plan, settings)
-
-
-def _run_job(
-    plan: Plan,
-    options: argparse.Namespace,
-    run_ranks: Callable[[Output, Callable[[str], None]], Outcome],
-) -> Outcome:
-    """Run the ranks, show their output and the outcome, and return the outcome."""
-    _raise_file_limit(plan)
-    shown = range(plan.size) if options.all_output else None
-    folder = None if options.output_dir is None else output_folder.make(options.output_dir)
-    with Output(plan.size, shown, folder, say=_say, progress=options.debug_rank is None) as output:
-        outcome = run_ranks(output, _say)
-    if outcome.report:
-        _say(outcome.report)
-    if folder is not None and outcome.failure is not None:
-        output_folder.write_error(folder, outcome.failure, plan, _say)
-    return outcome
+    return Gloo(plan, settings, kept)
 
 
 def _run_as_node(options: argparse.Namespace, settings: Settings) -> int:
@@ -219,17 +170,22 @@ def _run_as_node(options: argparse.Namespace, settings: Settings) -> int:
         )
         return 0
     if node.node > 0:
-        return joining.join(node, command, _directory(), _say)
+        return joining.join(node, command, _directory(), say)
 
-    with GatheredNodes(node, _say) as gathered:
+    supervised.check(options, in_slurm=False)
+    with GatheredNodes(node, say, options.host_timeout) as gathered:
         plan = make_plan(command, _directory(), gathered.hosts, hosts.total_slots(gathered.hosts))
+        kept = KeptAgents(gathered.agents)
 
-        def run_ranks(output: Output, say: Callable[[str], None]) -> Outcome:
-            outcome = gloo.run_with(gathered.agents, plan, settings, output, say)
-            gathered.send_outcome(outcome)
-            return outcome
+        def start(next_plan: Plan) -> Outcome:
+            return run_job(next_plan, options, Gloo(next_plan, settings, kept).run)
 
-        return _run_job(plan, options, run_ranks).status
+        if options.restarts:
+            outcome = supervised.run(plan, options, settings, kept, start)
+        else:
+            outcome = start(plan)
+        gathered.send_outcome(outcome)
+        return outcome.status
 
 
 def _node_settings(options: argparse.Namespace) -> NodeSettings:
@@ -246,7 +202,6 @@ def _node_settings(options: argparse.Namespace) -> NodeSettings:
         "--hostfile": options.hostfile,
         "--mpi": options.mpi,
         "--debug-rank": options.debug_rank,
-        "--restarts": options.restarts or None,
         "--host-discovery-script": options.host_discovery_script,
         "--launcher": None if options.launcher in ("auto", "gloo") else options.launcher,
     }
@@ -304,16 +259,6 @@ def _check_debug_rank(plan: Plan, settings: Settings) -> None:
         )
 
 
-def _raise_file_limit(plan: Plan) -> None:
-    """Raise the limit on open files to the needs of the job, or warn."""
-    needed = open_files.needed_by_launcher(plan.size, len(plan.hosts))
-    if (limit := open_files.raise_limit(needed)) < needed:
-        _say(
-            f"this process may open {limit:,} files, but may need {needed:,} for a job of "
-            f"{plan.size} ranks; if the job fails, raise the limit (`ulimit -Hn`)"
-        )
-
-
 def _allocation(options: argparse.Namespace) -> Allocation | None:
     """Return the Slurm allocation for the job; None if the job does not use Slurm."""
     hosts_named = any((options.hosts, options.hostfile, options.host_discovery_script))
@@ -348,7 +293,7 @@ def _plan(options: argparse.Namespace, slurm_allocation: Allocation | None) -> P
         variable, job_hosts = found
         shown = ", ".join(f"{host.name}:{host.slots}" for host in job_hosts[:_SHOWN_HOSTS])
         more = ", ..." if len(job_hosts) > _SHOWN_HOSTS else ""
-        _say(f"the hosts of {variable}: {shown}{more}")
+        say(f"the hosts of {variable}: {shown}{more}")
     if job_hosts is None:
         slots = _ranks_here() if options.num_proc is None else max(1, options.num_proc)
         job_hosts = [hosts.Host("localhost", slots)]
@@ -366,7 +311,7 @@ def _ranks_here() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = len(inspection.gpus()) if visible is None else len([d for d in visible.split(",") if d])
     one = "1 rank, because there is no GPU here; -np N starts N"
-    _say(f"{gpus} rank{'s' if gpus > 1 else ''}, one for each GPU" if gpus else one)
+    say(f"{gpus} rank{'s' if gpus > 1 else ''}, one for each GPU" if gpus else one)
     return max(1, gpus)
 
 
@@ -407,10 +352,3 @@ def _only_mpi() -> bool:
     engine = installed()
     controllers = engine.controllers if engine is not None else None
     return controllers is not None and "gloo" not in controllers
-
-
-def _say(text: str) -> None:
-    # Do not use sys.stderr, because a signal handler may call this during another write. Ignore
-    # errors, because a closed terminal must not prevent the ranks from saving.
-    with contextlib.suppress(OSError):
-        os.write(2, f"hvdkit run: {text}\n".encode())

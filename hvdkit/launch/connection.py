@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import signal
@@ -23,6 +24,8 @@ from hvdkit.launch.ssh import Ssh
 
 _AGENT = ["-m", "hvdkit.launch.agent"]
 _STDERR_LINES = 50
+# The errors of a connection to a host that does not answer.
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 #: The search paths of Python modules and of libraries.
 _PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")
 
@@ -45,6 +48,7 @@ class Connection:
         host: the agent's host.
         greeted: whether the agent's greeting has arrived.
         ended: whether the connection has ended.
+        idle: whether the agent has no ranks, and waits for the next start.
         opened_at: when the launcher opened it (`time.monotonic`).
         peer: the IPv4 address of an agent that opened the connection; None for other agents, and
             over IPv6.
@@ -56,10 +60,12 @@ class Connection:
         self.host = host
         self.greeted = False
         self.ended = False
+        self.idle = True
         self.opened_at = time.monotonic()
         self._send_fd = send_fd
         self._received = received
         self._events = events
+        self._error: OSError | None = None
         self._disconnected = threading.Event()
         # Reentrant: a signal handler may send while the main thread does.
         self._send_lock = threading.RLock()
@@ -80,12 +86,21 @@ class Connection:
                 self._disconnected.set()
                 self._close_input()
 
+    @property
+    def disconnected(self) -> bool:
+        """Whether `disconnect` was called."""
+        return self._disconnected.is_set()
+
     def close(self, timeout: float) -> None:
         """Wait until the agent has ended, and cut the connection after `timeout` seconds."""
         raise NotImplementedError
 
     def explain(self) -> str:
         """Return why the agent has ended or does not answer, and what to do."""
+        raise NotImplementedError
+
+    def lost_host(self) -> bool:
+        """Return whether the connection has ended because the host does not answer."""
         raise NotImplementedError
 
     def failed_transiently(self) -> bool:
@@ -100,12 +115,14 @@ class Connection:
         raise NotImplementedError
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError):  # raised by a socket whose other host is gone
+        try:
             for line in self._received:
                 # An agent that is killed may leave half a line.
                 if self.greeted and line.endswith(b"\n"):
                     self._put(messages.decode(line))
                 self.greeted = self.greeted or line == messages.GREETING
+        except OSError as error:  # of a socket whose other host is gone
+            self._error = error
         self.ended = True
         self._put({"kind": "lost"})
 
@@ -183,6 +200,9 @@ class ProcessConnection(Connection):
             return f"its agent ended with status {status}: {last}"
         return self._ssh.explain(self.host, status, stderr, self._python)
 
+    def lost_host(self) -> bool:
+        return not self._local and self._ssh.lost_connection(*self._status_and_stderr())
+
     def failed_transiently(self) -> bool:
         if self._local or self.greeted:
             return False
@@ -246,6 +266,10 @@ class SocketConnection(Connection):
             "the connection to its agent has ended; check whether the process was killed, or the "
             "host was shut down"
         )
+
+    def lost_host(self) -> bool:
+        # The system ends the connection to a process that has ended in another way.
+        return self._error is not None and self._error.errno in _SILENT
 
     def close(self, timeout: float) -> None:
         self._reader.join(timeout)

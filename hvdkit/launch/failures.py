@@ -9,6 +9,7 @@ moment, and a failure that reports a lost peer is the cause only if there is no 
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from hvdkit.processes import exit_text
 _EXPLAINED, _UNEXPLAINED, _BROKEN_CONNECTION, _LOST_PEER = range(4)
 #: By kind, the seconds to wait for other ranks to fail by themselves.
 _WAITS = (0.5, 2.0, 5.0, 5.0)
+#: The same after SIGKILL, which no rank gets as a consequence of another failure.
+_KILLED_WAIT = 0.1
 
 #: The most failures whose last lines are shown. Failures with the same last line are shown once.
 _SHOWN = 3
@@ -117,7 +120,8 @@ class Failures:
         failure = Failure(rank, status, tail)
         self._found.append(failure)
         if status != RESUMABLE:
-            self._deadline = min(self._deadline, time.monotonic() + _WAITS[failure.kind])
+            wait = _KILLED_WAIT if status == -signal.SIGKILL else _WAITS[failure.kind]
+            self._deadline = min(self._deadline, time.monotonic() + wait)
 
     @property
     def deadline(self) -> float:

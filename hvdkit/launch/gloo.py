@@ -13,6 +13,7 @@ from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import agent_command
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.job import Job, Outcome
+from hvdkit.launch.kept_agents import KeptAgents
 from hvdkit.launch.launcher import Settings
 from hvdkit.launch.messages import Message
 from hvdkit.launch.network import Interface
@@ -33,14 +34,22 @@ class Gloo:
     Attributes:
         plan: the job.
         settings: how it is started.
+        kept: the agents of earlier starts; None for a job with one start.
     """
 
     plan: Plan
     settings: Settings
+    kept: KeptAgents | None = None
 
     def run(self, output: Output, say: Callable[[str], None]) -> Outcome:
         """Start the ranks, and watch them until they have ended."""
         prepare.warn_of_withheld(self.plan, self.settings, say)
+        if self.kept is not None:
+            settings = self.kept.settings_for(self.plan, self.settings)
+            agents = self.kept.of(self.plan, settings)
+            outcome = run_with(agents, self.plan, settings, output, say)
+            self.kept.mark_checked(self.plan)
+            return outcome
         with AgentPool() as agents:
             prepare.start_agents(agents, self.plan, self.settings)
             return run_with(agents, self.plan, self.settings, output, say)

@@ -13,6 +13,7 @@ from hvdkit.faults.verdict import Verdict
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection
 from hvdkit.launch.failures import Failure, Failures, tail_of
+from hvdkit.launch.hosts import Host
 from hvdkit.launch.messages import LOST_SECONDS, Message, as_bytes
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
@@ -34,11 +35,13 @@ class Timeouts:
         start: for hosts to answer, and for ranks to register after the first rank has registered.
         stop: for an orderly stop (a checkpoint) after it was requested.
         end: between SIGTERM and SIGKILL, for ranks that still run after a failure.
+        lost: without a message, until an agent takes the launcher for lost.
     """
 
     start: float = 60.0
     stop: float = 120.0
     end: float = 10.0
+    lost: float = LOST_SECONDS
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Outcome:
         failure: the failure that ended the job; None if there is none.
         restartable: whether the job failed by itself; False after a stop on request.
         saved: whether a checkpoint was saved.
+        lost: the hosts that could not be reached any more.
     """
 
     status: int
@@ -59,6 +63,14 @@ class Outcome:
     failure: Failure | None = None
     restartable: bool = False
     saved: bool = False
+    lost: tuple[Host, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """The failure in one line."""
+        line = self.report.partition("\n")[0]
+        exception = self.failure.exception if self.failure is not None else None
+        return f"{line} {exception}" if exception else line
 
 
 class Job:
@@ -98,6 +110,7 @@ class Job:
         self._stopped_by: signal.Signals | None = None
         self._interrupts = 0
         self._saved = False
+        self._lost: list[Host] = []
         self._all_registered = False
         # Deadlines; infinite when inactive.
         self._start_deadline = float("inf")
@@ -118,7 +131,7 @@ class Job:
                     self._output.status(self._progress())
         finally:
             signal.signal(signal.SIGTSTP, previous)
-        return replace(self._outcome(), saved=self._saved)
+        return replace(self._outcome(), saved=self._saved, lost=tuple(self._lost))
 
     # Messages of agents
 
@@ -139,10 +152,13 @@ class Job:
             case "failed":
                 self._fail(f"{host.name}: {message['reason']}")
             case "done":
+                connection.idle = message["stays"]
                 self._finished.add(connection)
             case "lost" if connection not in self._finished:
                 self._finished.add(connection)
-                left = f"Ranks that still run there end within {LOST_SECONDS:g} s"
+                if connection.lost_host():
+                    self._lost.append(host)
+                left = f"Ranks that still run there end within {self._timeouts.lost:g} s"
                 self._fail(f"lost {host.name}: {connection.explain()}. {left}")
 
     def _on_rank_ended(self, rank: int, status: int) -> None:

@@ -51,6 +51,8 @@ class Settings:
         use_agent_environment: ranks inherit the environment of their agent, not of the launcher.
         debug_rank: the rank that gets the user's terminal, with unlimited time; None for none.
         bind: bind each rank to cores of one NUMA node.
+        restarts: the job may be started again, so agents stay after their ranks have ended.
+        spares: agents keep spare interpreters for restarts.
     """
 
     ssh: Ssh
@@ -64,6 +66,8 @@ class Settings:
     use_agent_environment: bool = False
     debug_rank: int | None = None
     bind: bool = False
+    restarts: bool = False
+    spares: bool = True
 
     @property
     def rank_timeouts(self) -> Timeouts:

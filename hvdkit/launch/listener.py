@@ -22,6 +22,7 @@ from hvdkit.launch import messages
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import SocketConnection
 from hvdkit.launch.plan import Plan
+from hvdkit.launch.ssh import HOST_SECONDS
 from hvdkit.processes import ProcessGroup
 
 _LINE_SECONDS = 5.0
@@ -43,6 +44,7 @@ class Listener(Generic[Peer]):
         size: the number of agents.
         authenticate: given a connection, talks to the other side and returns its identity; None if
             it is not of this job. Must end within some seconds. An OSError counts as None.
+        silence: the seconds without an answer after which the host of an agent is lost.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class Listener(Generic[Peer]):
         server: socket.socket,
         size: int,
         authenticate: Callable[[socket.socket], Peer | None],
+        silence: float = HOST_SECONDS,
     ) -> None:
         self._server = server
+        self._silence = silence
         self._authenticate = authenticate
         self._accepted: queue.Queue[tuple[Peer, socket.socket]] = queue.Queue()
         # Each connection is checked in a thread of its own, so that a connection without data does
@@ -93,7 +97,7 @@ class Listener(Generic[Peer]):
             peer = self._authenticate(connection)
             if peer is not None:
                 connection.settimeout(None)
-                _enable_keepalive(connection)
+                _enable_keepalive(connection, self._silence)
         except OSError:
             peer = None
         finally:
@@ -110,17 +114,18 @@ class AgentListener(Listener[int]):
     Args:
         address: the address of this machine to listen at.
         size: the number of ranks.
+        silence: as for `Listener`.
 
     Attributes:
         address: the address and the port.
     """
 
-    def __init__(self, address: str, size: int) -> None:
+    def __init__(self, address: str, size: int, silence: float = HOST_SECONDS) -> None:
         self._token = secrets.token_hex(16)
         self._size = size
         server = socket.create_server((address, 0), backlog=size)
         self.address: tuple[str, int] = (address, server.getsockname()[1])
-        super().__init__(server, size, self._read_rank)
+        super().__init__(server, size, self._read_rank, silence)
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that an agent needs to connect."""
@@ -149,18 +154,19 @@ def read_line(connection: socket.socket, longest: int) -> str:
     return received.decode(errors="replace").rstrip("\n")
 
 
-def _enable_keepalive(connection: socket.socket) -> None:
-    """Let the system detect the loss of the other host within 40 seconds.
+def _enable_keepalive(connection: socket.socket, silence: float) -> None:
+    """Let the system end the connection if the other host does not answer for some seconds.
 
     Only the launcher does this. An agent's output may wait for a long time until the user reads it.
     TCP_USER_TIMEOUT would then end the agent's connection.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    interval = max(1, int(silence / 3))
     for option, value in (
-        (socket.TCP_KEEPIDLE, 10),
-        (socket.TCP_KEEPINTVL, 10),
+        (socket.TCP_KEEPIDLE, interval),
+        (socket.TCP_KEEPINTVL, interval),
         (socket.TCP_KEEPCNT, 3),
-        (socket.TCP_USER_TIMEOUT, 40_000),
+        (socket.TCP_USER_TIMEOUT, int(1000 * silence)),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 

@@ -2,9 +2,12 @@
 
 To the agent:
 
-    task       {command, directory, path,    the first message: what the ranks will run; whether
-                files, forward_signals,      the agent forwards its own signals to its ranks; and
-                bind}                        whether ranks are bound to CPUs
+    task       {command, directory, path,    the first message: what the ranks will run; whether the
+                files, forward_signals,      agent forwards its own signals to its ranks; whether
+                bind, stay, spares,          ranks are bound to CPUs; whether the agent stays after
+                lost_after}                  its ranks have ended, for the next `task`; whether it
+                                             keeps spare interpreters; and the seconds without a
+                                             message after which the launcher is lost
     ask        {question, arguments}         answer one of `inspection.QUESTIONS`
     start      {ranks: [{rank, env,          start these ranks, each bound to its CPUs; a rank with
                 defaults, terminal, cpus}],  `terminal` gets the user's terminal; `size` is the
@@ -28,7 +31,8 @@ From the agent:
     states     {states: {rank: state}}       the states of the ranks' processes: "stopped", or ""
     signal     {number}                      a user on the agent's host asks the job to stop
     failed     {reason}                      the agent cannot continue
-    done       {}                            no process of the job is left on this host
+    done       {stays}                       no process of the job is left on this host; and
+                                             whether the agent waits for the next `task`
 
 Bytes that are not UTF-8 are sent as lone surrogates, so that no bytes are lost.
 """
@@ -52,7 +56,7 @@ TERMINAL_VARIABLE = "HVDKIT_TERMINAL"
 
 #: Seconds between two heartbeats.
 HEARTBEAT_SECONDS = 5.0
-#: Seconds without a message after which an agent decides that the launcher is lost.
+#: Seconds without a message after which an agent takes the launcher for lost, by default.
 LOST_SECONDS = 60.0
 
 

@@ -174,7 +174,7 @@ class Mpi:
             prepare.start_agents(agents, self.plan, self.settings)
             facts = prepare.collect_facts(agents, self.plan, self.settings)
             interfaces, address = prepare.choose_network(self.plan, facts, self.settings, say)
-            listener = AgentListener(address, self.plan.size)
+            listener = AgentListener(address, self.plan.size, self.settings.ssh.silence)
             preflight.before_start(
                 agents, interfaces, self.plan, self.settings, listener.address, say
             )
@@ -192,7 +192,7 @@ class Mpi:
         env |= listener.variables()
         timeout = self.settings.timeouts.start
         with agents_started_by("mpirun", command, env, listener, self.plan, timeout, say) as agents:
-            agents.require_facts(prepare.task(self.plan), timeout)
+            agents.require_facts(prepare.task(self.plan, self.settings), timeout)
             prepare.start_ranks(
                 agents, self.plan, facts, self.settings, interfaces, lambda *_: CONTROLLER
             )

@@ -93,7 +93,9 @@ def examine(plan: Plan, settings: Settings, bandwidth: bool = False) -> list[Dia
     """
     with AgentPool() as agents:
         prepare.start_agents(agents, plan, settings)
-        facts, problems = agents.collect_facts(prepare.task(plan), settings.timeouts.start)
+        facts, problems = agents.collect_facts(
+            prepare.task(plan, settings), settings.timeouts.start
+        )
         for connection, found in facts.items():
             if found["problems"]:
                 problems[connection] = "; ".join(found["problems"])

@@ -47,14 +47,17 @@ def collect_facts(agents: AgentPool, plan: Plan, settings: Settings) -> dict[Hos
     Raises:
         HvdkitError: a host cannot take part.
     """
-    bind = {"bind": settings.bind}
-    facts = agents.require_facts(task(plan) | bind, settings.timeouts.start)
+    facts = agents.require_facts(task(plan, settings), settings.timeouts.start)
     return {connection.host: found for connection, found in facts.items()}
 
 
-def task(plan: Plan) -> Message:
+def task(plan: Plan, settings: Settings) -> Message:
     """Return the fields of the `task` message."""
     return {
+        "bind": settings.bind,
+        "lost_after": settings.timeouts.lost,
+        "stay": settings.restarts,
+        "spares": settings.restarts and settings.spares,
         "command": list(plan.command),
         "directory": plan.directory,
         "path": os.environ.get("PATH"),
@@ -193,6 +196,7 @@ def start_ranks(
     if len(agents.connections) == plan.size:
         groups = [[rank] for ranks in groups for rank in ranks]
     for connection, ranks in zip(agents.connections, groups, strict=True):
+        connection.idle = False
         connection.send("start", ranks=ranks, size=plan.size)
 
 

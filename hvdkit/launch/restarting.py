@@ -11,10 +11,10 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.errors import RESUMABLE, HvdkitError, UsageError
 from hvdkit.launch.hosts import Host, parse_hosts, total_slots
 from hvdkit.launch.job import Outcome
 from hvdkit.launch.plan import Plan
@@ -39,6 +39,9 @@ class Supervisor:
         min_size: the smallest number of ranks of a restart.
         restarts: the most restarts in a row without a new checkpoint.
         say: prints a message for the user.
+        hosts_return: whether a host that was lost may take part again later.
+        requeue: whether a job that has lost a host ends with `RESUMABLE`, because only the batch
+            system can give it another one.
         pause: waits for some seconds.
     """
 
@@ -50,6 +53,8 @@ class Supervisor:
     min_size: int
     restarts: int
     say: Callable[[str], None]
+    hosts_return: bool = True
+    requeue: bool = False
     pause: Callable[[float], None] = time.sleep
     _failures: Counter[str] = field(default_factory=Counter)
 
@@ -59,13 +64,22 @@ class Supervisor:
         Raises:
             HvdkitError: the job could not be started for the first time.
         """
-        outcome = self.start(plan)
+        outcome = first = self.start(plan)
         used = 0
         while outcome.restartable:
-            used = 0 if outcome.saved else used
+            if outcome.saved or not used:
+                used, first = 0, outcome
+            if outcome.lost and self.requeue:
+                self.say(
+                    f"the allocation has lost a node: end with status {RESUMABLE}, for a new one"
+                )
+                return replace(outcome, status=RESUMABLE)
             if used == self.restarts:
                 count = f"{used + 1} times in a row" if used else "once"
-                self.say(f"the job failed {count} without a new checkpoint, and ends (--restarts)")
+                self.say(
+                    f"the job failed {count} without a new checkpoint, and ends (--restarts). "
+                    f"The first failure: {first.reason}"
+                )
                 return outcome
             if used:
                 self.pause(min(_FIRST_PAUSE * 2 ** (used - 1), _LONGEST_PAUSE))
@@ -74,17 +88,18 @@ class Supervisor:
             try:
                 outcome = self.start(self._next_plan(plan, outcome))
             except HvdkitError as error:
-                # A host may be about to come back.
                 self.say(str(error))
-                outcome = Outcome(1, restartable=True)
+                # A host may be about to come back.
+                outcome = Outcome(1, str(error), restartable=self.hosts_return)
         return outcome
 
     def _next_plan(self, plan: Plan, outcome: Outcome) -> Plan:
         if outcome.failure is not None:
             self._failures[plan.places[outcome.failure.rank].host.name] += 1
-        hosts = list(self.hosts())
+        hosts = self.hosts()
         if self.min_size < self.size:
-            hosts = list(self.answering(self._without_failing(hosts)))
+            hosts = self._without_lost(hosts, outcome.lost)
+            hosts = self.answering(self._without_failing(hosts))
         size = min(self.size, total_slots(hosts))
         if size < self.min_size:
             raise HvdkitError(
@@ -94,6 +109,18 @@ class Supervisor:
         if size < self.size:
             self.say(f"{size} rank{'s' if size > 1 else ''} instead of {self.size}")
         return self.make_plan(hosts, size)
+
+    def _without_lost(self, hosts: Sequence[Host], lost: Sequence[Host]) -> Sequence[Host]:
+        """Return the hosts without those that have just been lost, unless too few are left.
+
+        Connecting to a lost host would take many seconds. A later restart connects to it again.
+        """
+        names = {host.name for host in lost}
+        left = [host for host in hosts if host.name not in names]
+        if len(left) == len(hosts) or total_slots(left) < self.min_size:
+            return hosts
+        self.say(f"left out, because the connection was lost: {', '.join(sorted(names))}")
+        return left
 
     def _without_failing(self, hosts: Sequence[Host]) -> Sequence[Host]:
         """Return the hosts without those that failed twice, unless too few are left."""

@@ -125,7 +125,7 @@ def _started(
     plan: Plan, allocation: Allocation, settings: Settings, kind: str, say: Callable[[str], None]
 ) -> Iterator[_Started]:
     """Start the agents, collect facts, and choose the network. End the agents on exit."""
-    listener = AgentListener(_own_address(plan), plan.size)
+    listener = AgentListener(_own_address(plan), plan.size, settings.ssh.silence)
     here = os.environ | listener.variables()
     login = [name for name in _LOGIN if name in here]
     names = sorted({*login, *environment.forwarded(here), *listener.variables()})
@@ -137,7 +137,7 @@ def _started(
         first = {connection.host: connection for connection in reversed(every_agent)}
         agents.connections = [first[host] for host in plan.hosts]
         try:
-            answers = agents.require_facts(prepare.task(plan), timeout)
+            answers = agents.require_facts(prepare.task(plan, settings), timeout)
             facts = {
                 host: _facts(answers[agent], host, plan, allocation)
                 for host, agent in first.items()
@@ -146,7 +146,7 @@ def _started(
             preflight.before_start(agents, interfaces, plan, settings, listener.address, say)
         finally:
             agents.connections = every_agent
-        agents.require_facts(prepare.task(plan) | {"forward_signals": True}, timeout)
+        agents.require_facts(prepare.task(plan, settings) | {"forward_signals": True}, timeout)
         yield _Started(agents, command, facts, interfaces, address)
 
 

@@ -14,18 +14,21 @@ from dataclasses import dataclass
 from hvdkit.errors import HvdkitError
 from hvdkit.launch.hosts import Host
 
+#: Seconds without an answer after which a host is lost, by default.
+HOST_SECONDS = 30.0
 #: ssh's exit status if the connection fails.
 FAILED = 255
 
 _CONNECT_SECONDS = 10
-# The seconds between two keepalive messages. After three without an answer, the host is lost.
-_SILENT_SECONDS = 10
+# The number of keepalive messages in the time after which a silent host is lost.
+_KEEPALIVES = 3
 
 _PYTHON_MISSING = (126, 127)
 _DROPPED = (
     "kex_exchange_identification|Connection (closed|reset) by|Not allowed at this time"
     "|exceeded MaxStartups"
 )
+_LOST = "not responding|timed out|closed by remote host|Connection reset|Broken pipe"
 
 
 @dataclass(frozen=True)
@@ -36,21 +39,25 @@ class Ssh:
         port: the port of the ssh servers; None for the port in ssh's configuration.
         identity: the file with the private key; None for the file in ssh's configuration.
         arguments: further arguments of the user for ssh. They come first.
+        silence: the seconds without an answer after which a host is lost (`--host-timeout`).
     """
 
     port: int | None = None
     identity: str | None = None
     arguments: Sequence[str] = ()
+    silence: float = HOST_SECONDS
 
     def options(self) -> list[str]:
         """Return ssh's arguments before the host. If two contradict, ssh uses the first."""
         port = [] if self.port is None else ["-p", str(self.port)]
         identity = [] if self.identity is None else ["-i", self.identity]
+        interval = max(1, int(self.silence / _KEEPALIVES))
         settings = {
             "BatchMode": "yes",  # fail instead of asking
             "ConnectTimeout": _CONNECT_SECONDS,
-            "ServerAliveInterval": _SILENT_SECONDS,
-            "ServerAliveCountMax": 3,
+            "ServerAliveInterval": interval,
+            # ssh ends one interval after the last message without an answer.
+            "ServerAliveCountMax": max(1, round(self.silence / interval) - 1),
             # Use an existing master connection, but start none: it would outlive the job.
             "ControlMaster": "no",
         }
@@ -83,6 +90,17 @@ class Ssh:
             stderr: ssh's standard error.
         """
         return status == FAILED and re.search(_DROPPED, stderr) is not None
+
+    def lost_connection(self, status: int | None, stderr: str) -> bool:
+        """Return whether ssh has lost a host to which it was connected.
+
+        An agent that is killed gives ssh the same status, but no message.
+
+        Args:
+            status: ssh's exit status; None while ssh runs.
+            stderr: ssh's standard error.
+        """
+        return status == FAILED and re.search(_LOST, stderr) is not None
 
     def by_hand(self, program: str, host: Host) -> str:
         """Return the command line of `program` (ssh, ssh-copy-id) for `host`, for the user."""

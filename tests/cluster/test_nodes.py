@@ -134,6 +134,59 @@ def test_a_signal_on_any_node_lets_all_ranks_save(start, node):
     assert ends[1][1].count("saved") == 1
 
 
+FAIL_ONCE = """
+marker = os.path.join({folder!r}, str(rank))
+again = os.path.exists(marker)
+open(marker, "w").close()
+print("again" if again else "up", os.getppid(), flush=True)
+if rank == 1 and not again:
+    sys.exit("bad sample")
+again or time.sleep(60)
+"""
+
+
+def test_a_job_is_restarted_on_its_nodes(start, tmp_path):
+    command = ("--restarts", "1", *python(FAIL_ONCE.format(folder=str(tmp_path))))
+    jobs = [start(0, *command), start(1, *command)]
+    (status, out, err), other = end(jobs[0]), end(jobs[1])
+    assert status == 0, err
+    assert err.count("rank 1 on host1 failed: exit status 1") == 1
+    assert "restart 1 of 1" in err
+    # The agents stay.
+    lines = sorted(out.splitlines())
+    assert [line.replace(" again ", " up ") for line in lines[::2]] == lines[1::2]
+    assert other[0] == 0
+    assert other[1].count("[1] ") == 2
+
+
+def test_a_job_is_restarted_without_a_lost_node(start):
+    code = (
+        "size = int(os.environ['HOROVOD_SIZE']); print('size', size, flush=True);"
+        "size > 1 and time.sleep(60)"
+    )
+    command = ("--restarts", "1", "--min-np", "1", *python(code))
+    jobs = [start(0, *command), start(1, *command)]
+    wait_for(jobs[0], "[0] size 2")
+    wait_for(jobs[1], "[1] size 2")
+    jobs[1].kill()
+    status, out, err = end(jobs[0])
+    assert status == 0, err
+    assert "lost host1" in err
+    assert "1 rank instead of 2" in err
+    assert "[0] size 1" in out
+
+
+def test_a_lost_node_that_is_needed_ends_the_job(start):
+    command = ("--restarts", "9", *python("print('up', flush=True); time.sleep(60)"))
+    jobs = [start(0, *command), start(1, *command)]
+    wait_for(jobs[0], "[0] up")
+    wait_for(jobs[1], "[1] up")
+    jobs[1].kill()
+    status, _, err = end(jobs[0])
+    assert status == 1
+    assert "have 1 slots: expected at least 2" in err
+
+
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_node_that_is_killed_ends_the_job(start, cluster, node):
     command = python("print('up', flush=True); time.sleep(60)")

@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster import slurm_servers
 from tests.cluster.launches import Watched, describe, python, wait_for
+from tests.cluster.test_nodes import FAIL_ONCE
 from tests.cluster.test_run import ORDERLY
 from tests.cluster.test_run_mpi import SEARCH
 from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
@@ -205,6 +206,34 @@ def test_no_rank_outlives_a_launcher_that_is_killed(jobs, start):
     os.kill(launcher, signal.SIGKILL)
     job.wait(timeout=30)
     jobs.check_nothing_is_left()
+
+
+def test_a_job_is_restarted_in_its_allocation(jobs, tmp_path):
+    code = FAIL_ONCE.format(folder=str(tmp_path))
+    done = jobs.run(*UNEVEN, *_HVDKIT, "run", "--restarts", "1", *python(code))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("rank 1 on host0 failed: exit status 1") == 1
+    assert "restart 1 of 1" in done.stderr
+    assert done.stdout.count("again") == 3
+
+
+def test_a_job_that_has_lost_a_node_can_be_requeued(jobs, start):
+    code = "print('up'); time.sleep(60)"
+    options = ("run", "--restarts", "3", "--host-timeout", "3")
+    job = start("salloc", "--nodes=2", "--ntasks=2", *_HVDKIT, *options, *python(code))
+    wait_for(job, "[0] up", "[1] up")
+    second = jobs.cluster.hosts[1]
+    link = ["ip", "-n", second.namespace, "link", "set", second.interface]
+    subprocess.run([*link, "down"], timeout=20, check=True)
+    try:
+        _, err = job.communicate(timeout=60)
+        assert job.returncode == 75
+        assert "lost host1" in err
+        assert "the allocation has lost a node" in err
+    finally:
+        subprocess.run([*link, "up"], timeout=20, check=True)
+        # Slurm repeats its messages to the node after longer and longer times.
+        jobs.check_nothing_is_left(120)
 
 
 def test_ctrl_c_lets_every_rank_save(jobs, start):

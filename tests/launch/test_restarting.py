@@ -4,7 +4,9 @@ import os
 import stat
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from hvdkit.errors import HvdkitError, UsageError
@@ -166,9 +168,21 @@ if hvd.rank() == 0:
     print("weights", model.weight.detach().numpy().tobytes().hex(), flush=True)
 """
 
+WAIT_FOR = """
+import time
 
-def train(folder, kills, *options):
-    skip_where_unsupported(Configuration("torch", "gloo", 2))
+def wait_for(name):
+    if not os.path.exists(name):
+        print("waiting", os.getpid(), flush=True)
+    while not os.path.exists(name):
+        time.sleep(0.05)
+
+hvd.init()
+"""
+
+
+def train(folder, kills, *options, controller="gloo"):
+    skip_where_unsupported(Configuration("torch", controller, 2))
     folder.mkdir()
     (folder / "train.py").write_text(TRAIN.format(kills=kills))
     command = [sys.executable, "-m", "hvdkit", "run", "-np", "2", *options, "train.py"]
@@ -193,6 +207,98 @@ def test_a_killed_job_ends_with_the_same_weights(tmp_path):
     assert len(weights) == 1
 
 
+@pytest.mark.long
+def test_spares_become_ranks(tmp_path):
+    """Rank 1 kills itself once both spares are ready."""
+    skip_where_unsupported(Configuration("torch", "gloo", 2))
+    (tmp_path / "train.py").write_text(
+        "import os, sys, time\nprint('loaded', 'torch' in sys.modules, flush=True)\n"
+        + TRAIN.format(kills=[3])
+        .replace("hvd.init()", WAIT_FOR)
+        .replace("step += 1", "step += 1; step == 3 and wait_for('go')")
+    )
+    command = [sys.executable, "-m", "hvdkit", "run", "-np", "2", "--restarts", "1", "train.py"]
+    env = {name: value for name, value in os.environ.items() if name != "PWD"}
+    job = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=env)
+    lines = iter(job.stdout.readline, "")
+    waiting = next(line for line in lines if "waiting" in line)
+    (agent,) = psutil.Process(job.pid).children()
+    while len(spares := [c for c in agent.children() if "HVDKIT_SPARE" in c.environ()]) < 2:
+        time.sleep(0.1)
+    # An interpreter that waits uses no processor.
+    while any(spare.status() != psutil.STATUS_SLEEPING for spare in spares) or not _idle(spares):
+        time.sleep(0.1)
+    (tmp_path / "go").touch()
+    rest = [line for line in lines if "loaded" in line]
+    assert job.wait(timeout=60) == 0
+    assert "waiting" in waiting
+    assert sorted(rest) == ["[0] loaded True\n", "[1] loaded True\n"]
+    assert not any(spare.is_running() for spare in spares)
+
+
+def _idle(processes):
+    before = [process.cpu_times()[:2] for process in processes]
+    time.sleep(2)
+    return before == [process.cpu_times()[:2] for process in processes]
+
+
+def test_a_killed_job_over_mpi_resumes(tmp_path):
+    options = ("--restarts", "1", "--launcher", "mpi")
+    done, weights = train(tmp_path / "killed", [3], *options, controller="mpi")
+    assert done.returncode == 0, done.stderr
+    starts = [line for line in done.stdout.splitlines() if line.startswith("[0] from")]
+    assert starts == ["[0] from 0", "[0] from 2"]
+    assert len(weights) == 1
+
+
+def test_a_job_that_always_fails_ends_with_the_first_reason(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import os, sys\n"
+        "if os.path.exists('failed'):\n    sys.exit('the same again')\n"
+        "open('failed', 'w').close()\nraise ValueError('bad sample 17')\n"
+    )
+    command = [sys.executable, "-m", "hvdkit", "run", "-np", "1", "--restarts", "1", "script.py"]
+    env = {name: value for name, value in os.environ.items() if name != "PWD"}
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=env
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "hvdkit run: the job failed 2 times in a row without a new checkpoint, and ends "
+        "(--restarts). The first failure: rank 0 on localhost failed: exit status 1. ValueError: "
+        "bad sample 17"
+    )
+
+
+def test_a_killed_launcher_ends_its_ranks_and_the_same_command_resumes(tmp_path):
+    """The ranks end within ten seconds, also those that ignore SIGTERM, and so do the spares."""
+    skip_where_unsupported(Configuration("torch", "gloo", 2))
+    (tmp_path / "train.py").write_text(
+        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        + TRAIN.format(kills=[])
+        .replace("step += 1", "step += 1; step == 5 and wait_for('go')")
+        .replace("hvd.init()", WAIT_FOR)
+    )
+    command = [sys.executable, "-m", "hvdkit", "run", "-np", "2", "--restarts", "1", "train.py"]
+    env = {name: value for name, value in os.environ.items() if name != "PWD"}
+    job = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=env)
+    lines = iter(job.stdout.readline, "")
+    waiting = (line for line in lines if "waiting" in line)
+    pids = [int(next(waiting).split()[-1]) for _ in range(2)]
+    job.kill()
+    killed_at = time.monotonic()
+    job.communicate(timeout=10)
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < killed_at + 20
+        time.sleep(0.05)
+    (tmp_path / "go").touch()
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[0] from 4" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -200,6 +306,7 @@ def test_a_killed_job_ends_with_the_same_weights(tmp_path):
         (["--min-np", "1"], "--min-np needs --restarts N"),
         (["--restarts", "1", "--min-np", "3"], "--min-np is 3: expected 1 to -np"),
         (["--restarts", "1", "--debug-rank", "0"], "cannot be combined with --debug-rank"),
+        (["--host-timeout", "1"], "--host-timeout is 1: expected at least 2 seconds"),
         (["--host-discovery-script", "x", "-H", "localhost:2"], "was given with hosts"),
     ],
 )

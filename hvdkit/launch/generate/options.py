@@ -31,6 +31,22 @@ def check_numbers(options: argparse.Namespace, least: Mapping[str, int]) -> None
             raise UsageError(f"{flag(option)} is {number}; expected at least {bound}")
 
 
+def add_restarts(action: argparse.ArgumentParser) -> None:
+    """Add the argument for restarts by `hvdkit run`."""
+    action.add_argument(
+        "--restarts",
+        type=int,
+        metavar="N",
+        help="let `hvdkit run` start the ranks again after a failure, at most N times in a row "
+        "without a new checkpoint (default: never)",
+    )
+
+
+def restarts(options: argparse.Namespace) -> list[str]:
+    """Return the arguments of `hvdkit run` for restarts."""
+    return [] if options.restarts is None else ["--restarts", str(options.restarts)]
+
+
 def script_name(command: Sequence[str]) -> str:
     """Return the name of the command's script, without its suffix."""
     scripts = [word for word in command if word.endswith((".py", ".sh"))]

@@ -8,7 +8,14 @@ import shlex
 from collections.abc import Iterator
 
 from hvdkit.errors import RESUMABLE, UsageError
-from hvdkit.launch.generate.options import check_command, check_numbers, flag, script_name
+from hvdkit.launch.generate.options import (
+    add_restarts,
+    check_command,
+    check_numbers,
+    flag,
+    restarts,
+    script_name,
+)
 from hvdkit.launch.job import Timeouts
 
 HELP = "write a commented sbatch script for a job that resumes after preemption or its time limit"
@@ -41,6 +48,7 @@ def add_arguments(action: argparse.ArgumentParser) -> None:
     action.add_argument("--partition", metavar="NAME", help="(default: the cluster's)")
     action.add_argument("--account", metavar="NAME", help="(default: yours)")
     action.add_argument("--job-name", metavar="NAME", help="(default: the script's)")
+    add_restarts(action)
     action.add_argument(
         "--grace",
         type=int,
@@ -58,7 +66,9 @@ def text(options: argparse.Namespace) -> str:
     """
     _check(options)
     body = _BODY.format(
-        grace=options.grace, command=shlex.join(options.command), resumable=RESUMABLE
+        grace=options.grace,
+        command=shlex.join([*restarts(options), *options.command]),
+        resumable=RESUMABLE,
     )
     return "\n".join(["#!/bin/bash", *_directives(options), body])
 
@@ -66,7 +76,7 @@ def text(options: argparse.Namespace) -> str:
 def _check(options: argparse.Namespace) -> None:
     check_command(options, "slurm --nodes 2")
     numbers = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "grace")
-    check_numbers(options, dict.fromkeys(numbers, 1))
+    check_numbers(options, dict.fromkeys(numbers, 1) | {"restarts": 0})
     if not _TIME.fullmatch(options.time):
         raise UsageError(f"--time is {options.time}; expected e.g. 90 (minutes), 8:00:00 or 2-12")
     for name in ("partition", "account", "job_name"):

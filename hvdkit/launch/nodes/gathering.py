@@ -29,7 +29,7 @@ from hvdkit.launch.listener import Listener
 from hvdkit.launch.nodes.handshake import Authenticator, NodeInfo, describe_node, is_node_0
 from hvdkit.launch.nodes.joining import QUIET_SECONDS, connect_to_any, read_file
 from hvdkit.launch.nodes.settings import NodeSettings
-from hvdkit.launch.ssh import Ssh
+from hvdkit.launch.ssh import HOST_SECONDS, Ssh
 
 _SHOWN_NODES = 8
 
@@ -37,15 +37,23 @@ _SHOWN_NODES = 8
 class GatheredNodes:
     """All nodes of a job, connected. A context manager, on node 0.
 
+    Args:
+        settings: node 0's.
+        say: prints a message for the user.
+        silence: the seconds without an answer after which a node is lost.
+
     Attributes:
         agents: an agent on each node, in the order of nodes.
         hosts: the nodes as the job's hosts.
     """
 
-    def __init__(self, settings: NodeSettings, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: NodeSettings, say: Callable[[str], None], silence: float = HOST_SECONDS
+    ) -> None:
         self._settings = settings
         self._say = say
-        self.agents = AgentPool()
+        self._silence = silence
+        self.agents = AgentPool(silence)
         self.hosts: list[Host] = []
 
     def __enter__(self) -> Self:
@@ -64,7 +72,7 @@ class GatheredNodes:
 
     def send_outcome(self, outcome: Outcome) -> None:
         """Send the job's outcome to the other nodes. A node keeps the first one that it gets."""
-        for connection in self.agents.connections:
+        for connection in [*self.agents.connections, *self.agents.idle]:
             connection.send("outcome", status=outcome.status, report=outcome.report)
 
     def close(self, outcome: Outcome) -> None:
@@ -76,7 +84,7 @@ class GatheredNodes:
         settings = self._settings
         connected: dict[int, tuple[NodeInfo, Connection]] = {}
         authenticator = Authenticator(settings, key)
-        listener = Listener(server, settings.nodes, authenticator.authenticate)
+        listener = Listener(server, settings.nodes, authenticator.authenticate, self._silence)
         try:
             deadline = time.monotonic() + settings.timeout
             say_at = time.monotonic() + QUIET_SECONDS

@@ -49,7 +49,7 @@ def join(
 
         def make_echo(size: int) -> Output:
             outputs.append(Output(size, shown=range(size), say=say))
-            return outputs[0]
+            return outputs[-1]
 
         agent = Agent(connection.fileno(), send_fd, overrides=overrides, make_echo=make_echo)
         try:

@@ -223,7 +223,9 @@ def test_a_job_that_saved_and_stopped_is_restarted(generate):
 
 def test_hvdkit_run_accepts_the_command(generate, monkeypatch, capsys):
     command = ("python", "train.py", "--name", "a b", "$HOME")
-    args = container(yaml.safe_load(generate(*SMALL, command=command)), "Launcher")["args"]
+    args = container(
+        yaml.safe_load(generate(*SMALL, "--restarts", "5", command=command)), "Launcher"
+    )["args"]
     assert args[-5:] == list(command)
     taken = []
     monkeypatch.setattr("hvdkit.launch.command.run", lambda options: taken.append(options) or 0)
@@ -231,6 +233,7 @@ def test_hvdkit_run_accepts_the_command(generate, monkeypatch, capsys):
     assert main(args[1:]) == 0
     (options,) = taken
     assert options.command == list(command)
+    assert options.restarts == 5
     assert str(options.hostfile) == "/etc/mpi/hostfile"
 
 

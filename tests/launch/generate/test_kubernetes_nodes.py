@@ -210,13 +210,14 @@ def test_job_set_makes_the_service_itself(generate):
 @pytest.mark.parametrize("number", [0, 1])
 def test_each_pod_can_run_its_command(generate, monkeypatch, capsys, kind, number):
     command = ("echo", "--name", "a b", "$HOME")
-    sizes = ("--name", "t", "--workers", "2", "--ranks-per-worker", "3")
+    sizes = ("--name", "t", "--workers", "2", "--ranks-per-worker", "3", "--restarts", "5")
     container = generate(kind, *SMALL, *sizes, command=command).container
     for variable in container["env"]:
         monkeypatch.setenv(variable["name"], "0123456789abcdef")
     monkeypatch.setenv("JOB_COMPLETION_INDEX", str(number))
     program, verb, *arguments = container["args"]
     assert program == "hvdkit"
+    assert arguments[-6:-4] == ["--restarts", "5"]
     assert main([verb, "--dry-run", *arguments]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"node {number} of 2: {['listens', 'joins node 0'][number]} at")

@@ -22,7 +22,7 @@ def directives(script):
 
 def test_directives_of_all_options():
     sizes = ("--nodes", "2", "--gpus-per-node", "4", "--cpus-per-task", "12", "--time", "8:00:00")
-    others = ("--partition", "gpu", "--account", "lab", "--grace", "300")
+    others = ("--partition", "gpu", "--account", "lab", "--grace", "300", "--restarts", "5")
     script = generate(*sizes, *others, "python", "my train.py", "--resume").stdout
     assert directives(script) == [
         "#SBATCH --job-name=my_train",
@@ -38,7 +38,7 @@ def test_directives_of_all_options():
         "#SBATCH --requeue",
         "#SBATCH --signal=B:USR1@300",
     ]
-    assert "\nhvdkit run --stop-grace 300 python 'my train.py' --resume &\n" in script
+    assert "\nhvdkit run --stop-grace 300 --restarts 5 python 'my train.py' --resume &\n" in script
 
 
 def test_missing_options_are_commented_directives():

@@ -11,7 +11,7 @@ from hvdkit.errors import UsageError
 from hvdkit.launch.generate.kubernetes import job, jobset, mpijob
 from hvdkit.launch.generate.kubernetes.commented_yaml import Document, dump
 from hvdkit.launch.generate.kubernetes.pod import CHECKPOINTS
-from hvdkit.launch.generate.options import check_command, check_numbers, flag
+from hvdkit.launch.generate.options import add_restarts, check_command, check_numbers, flag
 
 HELP = "write a commented job for Kubernetes: an MPIJob, an indexed Job or a JobSet"
 EXAMPLE = """\
@@ -101,8 +101,9 @@ def add_arguments(action: argparse.ArgumentParser) -> None:
         type=int,
         default=3,
         metavar="N",
-        help="restarts of the job after failures (default: %(default)s)",
+        help="restarts of the job with new pods after failures (default: %(default)s)",
     )
+    add_restarts(action)
     action.add_argument(
         "--key-secret",
         metavar="NAME",
@@ -153,7 +154,7 @@ def text(options: argparse.Namespace) -> str:
 
 def _check(options: argparse.Namespace) -> None:
     check_command(options, "kubernetes --image IMAGE --workers 2")
-    least = {"workers": 1, "gpus_per_worker": 1, "ranks_per_worker": 1, "retries": 0}
+    least = {"workers": 1, "gpus_per_worker": 1, "ranks_per_worker": 1, "retries": 0, "restarts": 0}
     check_numbers(options, least)
     for option in ("cpus", "memory", "shared_memory"):
         amount = getattr(options, option)

@@ -27,6 +27,7 @@ from hvdkit.launch.generate.kubernetes.pod import (
     rank_pod_comments,
     resume_comment,
 )
+from hvdkit.launch.generate.options import restarts
 from hvdkit.launch.output import SHOWN_RANKS
 
 #: The port of the rendezvous in pod 0.
@@ -115,7 +116,8 @@ def node_pod(options: argparse.Namespace, rendezvous: str) -> dict[str, Any]:
     """
     ranks = options.workers * (options.ranks_per_worker or options.gpus_per_worker or 1)
     run = ["hvdkit", "run", "--nodes", str(options.workers), "--rdzv", f"{rendezvous}:{_PORT}"]
-    run += ["--start-timeout", str(JOB_START_SECONDS), "-np", str(ranks), *options.command]
+    run += ["--start-timeout", str(JOB_START_SECONDS), "-np", str(ranks)]
+    run += [*restarts(options), *options.command]
     key = {"secretKeyRef": {"name": _secret(options), "key": _SECRET_KEY}}
     container = {
         "name": "worker",

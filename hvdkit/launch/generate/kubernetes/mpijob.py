@@ -28,6 +28,7 @@ from hvdkit.launch.generate.kubernetes.pod import (
     requested,
     resume_comment,
 )
+from hvdkit.launch.generate.options import restarts
 
 #: The port of the ssh server in the images of `docker/`, and their user's home.
 _PORT = 2222
@@ -103,7 +104,7 @@ def _mpi_job(options: argparse.Namespace) -> dict[str, Any]:
 def _launcher(options: argparse.Namespace) -> dict[str, Any]:
     run = ["hvdkit", "run", "--hostfile", _HOSTFILE, "--ssh-port", str(_PORT)]
     run += ["--ssh-arg=-oStrictHostKeyChecking=no", "--ssh-arg=-oUserKnownHostsFile=/dev/null"]
-    run += ["--start-timeout", str(START_SECONDS), *options.command]
+    run += ["--start-timeout", str(START_SECONDS), *restarts(options), *options.command]
     container = {
         "name": "launcher",
         "image": options.image,

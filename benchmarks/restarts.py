@@ -1,0 +1,234 @@
+"""The time from the loss of a rank, a host or the launcher to the next training step.
+
+Each launcher runs the same script (`restart_script`). In each round, each launcher starts a job,
+and one of its ranks is killed several times, so the launchers are measured in turns.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.hosts import Cluster, hosts, missing
+
+_SCRIPT = Path(__file__).parent / "restart_script.py"
+_SECONDS = 120.0
+# Seconds of training between two failures, and for spare interpreters to be idle.
+_TRAIN_SECONDS, _IDLE_SECONDS = 2.0, 1.0
+_RANKS = 2
+_KEY = "a key for the benchmark"
+_PORT = 29400
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A way to run the script.
+
+    Attributes:
+        arguments: the command line before the script.
+        mode: the mode of the script.
+        spares: whether spare interpreters have to be waited for.
+        most_kills: the most failures of a rank that a job survives.
+    """
+
+    arguments: Sequence[str]
+    mode: str
+    spares: bool = False
+    most_kills: int = sys.maxsize
+
+
+def launchers(folder: Path) -> Mapping[str, Launcher]:
+    """Return the launchers that are here, by name. Files are written to `folder`."""
+    programs = Path(sys.executable).parent
+    run = [sys.executable, "-m", "hvdkit", "run", "-np", str(_RANKS), "--restarts", "3"]
+    found = {
+        "hvdkit run": Launcher([*run, sys.executable], "hvdkit", spares=True),
+        "hvdkit run --no-spares": Launcher([*run, "--no-spares", sys.executable], "hvdkit"),
+    }
+    if (torchrun := shutil.which("torchrun", path=str(programs))) is not None:
+        command = [torchrun, f"--nproc-per-node={_RANKS}", "--max-restarts=100"]
+        found["torchrun, hvdkit.torch"] = Launcher(command, "hvdkit")
+        found["torchrun, DDP"] = Launcher(command, "ddp")
+    if (horovodrun := shutil.which("horovodrun", path=str(programs))) is not None:
+        # A host with a failure is not used again, so each rank is on a host of its own.
+        script = folder / "hosts.sh"
+        script.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
+        script.chmod(0o755)
+        command = [horovodrun, "--gloo", "-np", str(_RANKS), "--min-np", "1", "--max-np"]
+        command += [str(_RANKS), "--host-discovery-script", str(script)]
+        command += ["--network-interfaces", "lo"]
+        found["horovodrun --min-np"] = Launcher(
+            [*command, sys.executable], "elastic", most_kills=_RANKS - 1
+        )
+    return found
+
+
+def after_kills(launcher: Launcher, count: int) -> list[float]:
+    """Kill rank 1 `count` times. Return the seconds until the next step of a new start, of each."""
+    times: list[float] = []
+    while len(times) < count:
+        with _running(launcher) as job:
+            here = min(launcher.most_kills, count - len(times))
+            times += [job.kill_rank() for _ in range(here)]
+    return times
+
+
+def after_launcher_kill(launcher: Launcher) -> tuple[float, float]:
+    """Kill the launcher, and start it again.
+
+    Returns the seconds until the last rank has ended, and those from the second start to a step.
+    """
+    with _running(launcher) as job:
+        job.train()
+        ranks = [psutil.Process(pid) for pid in job.pids()]
+        killed_at = time.time()
+        job.process.kill()
+        job.process.wait()
+        psutil.wait_procs(ranks, timeout=_SECONDS)
+        ended_at = time.time()
+        known = job.starts()
+        job.start()
+        return ended_at - killed_at, job.next_step(known) - ended_at
+
+
+def after_host_loss(timeout: float) -> float:
+    """Cut one of two hosts off. Return the seconds until the next step, on the other host."""
+    reason = missing()
+    if reason is not None:
+        raise SystemExit(reason)
+    with hosts(2) as cluster, tempfile.TemporaryDirectory() as name:
+        options = ["--restarts", "3", "--min-np", "1", "--host-timeout", f"{timeout:g}"]
+        with contextlib.ExitStack() as stack:
+            jobs = [
+                stack.enter_context(_running(_node(cluster, node, options), Path(name)))
+                for node in range(2)
+            ]
+            jobs[0].next_step(set())
+            jobs[0].wait_for_spares(1)
+            known = jobs[0].starts()
+            lost = cluster.hosts[1]
+            cut = ["ip", "-n", lost.namespace, "link", "set", lost.interface, "down"]
+            cut_at = time.time()
+            subprocess.run(cut, check=True, timeout=20)
+            return jobs[0].next_step(known) - cut_at
+
+
+def _node(cluster: Cluster, node: int, options: Sequence[str]) -> Launcher:
+    place = ["--nodes", "2", "--node-rank", str(node), "-np", "2"]
+    place += ["--rdzv", f"{cluster.hosts[0].address}:{_PORT}"]
+    run = [sys.executable, "-m", "hvdkit", "run", *place, *options, sys.executable]
+    return Launcher(cluster.hosts[node].command(run), "hvdkit")
+
+
+class _Job:
+    """A running job of a launcher."""
+
+    def __init__(self, launcher: Launcher, folder: Path) -> None:
+        self._launcher = launcher
+        self._folder = folder
+        self.start()
+
+    def start(self) -> None:
+        command = [*self._launcher.arguments, str(_SCRIPT), self._launcher.mode, str(self._folder)]
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        with (self._folder / "output").open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "HVDKIT_JOB_KEY": _KEY},
+            )
+
+    def starts(self) -> set[str]:
+        """Return the names of the files of all starts of ranks until now."""
+        return {path.name for path in self._folder.glob("rank-*")}
+
+    def pids(self) -> list[int]:
+        """Return the processes of the ranks that run now."""
+        found = {int(name.split("-")[2]) for name in self.starts()}
+        return [pid for pid in found if psutil.pid_exists(pid)]
+
+    def next_step(self, known: set[str]) -> float:
+        """Wait for the first step of a rank that is not one of the `known` starts: its time."""
+        deadline = time.time() + _SECONDS
+        while time.time() < deadline:
+            times = []
+            for name in self.starts() - known:
+                line, complete, _ = (self._folder / name).read_text().partition("\n")
+                times += [float(line)] if complete else []
+            if times:
+                return min(times)
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.01)
+        output = (self._folder / "output").read_text(errors="replace")[-2000:]
+        raise SystemExit(f"no step: {' '.join(self._launcher.arguments)}\n{output}")
+
+    def train(self) -> None:
+        """Wait until the job has trained for a while, and has its spares."""
+        self.next_step(set())
+        time.sleep(_TRAIN_SECONDS)
+        if self._launcher.spares:
+            self.wait_for_spares(_RANKS)
+
+    def kill_rank(self) -> float:
+        self.train()
+        known = self.starts()
+        newest = max(
+            (path for path in self._folder.glob("rank-1-*") if psutil.pid_exists(_pid(path))),
+            key=lambda path: path.stat().st_mtime,
+        )
+        killed_at = time.time()
+        os.kill(_pid(newest), signal.SIGKILL)
+        return self.next_step(known) - killed_at
+
+    def wait_for_spares(self, count: int) -> None:
+        """Wait until spares have imported their modules, and use no processor any more."""
+        deadline = time.time() + _SECONDS
+        before: list[float] = []
+        while time.time() < deadline:
+            now = []
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if "HVDKIT_SPARE" in child.environ() and child.pid not in self.pids():
+                        now.append(sum(child.cpu_times()[:2]))
+            if len(now) == count and now == before:
+                return
+            before = now
+            time.sleep(_IDLE_SECONDS)
+        raise SystemExit("the spares are not ready")
+
+    def stop(self) -> None:
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _pid(path: Path) -> int:
+    return int(path.name.split("-")[2])
+
+
+@contextlib.contextmanager
+def _running(launcher: Launcher, folder: Path | None = None) -> Iterator[_Job]:
+    with contextlib.ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        job = _Job(launcher, folder)
+        stack.callback(job.stop)
+        yield job

@@ -1,0 +1,156 @@
+"""The ranks of one host, as the agent of the host starts and ends them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+
+import psutil
+
+from hvdkit.core.recorder import FOLDER_VARIABLE
+from hvdkit.faults.record_folder import RecordFolder
+from hvdkit.faults.verdict import STOPPED
+from hvdkit.launch.messages import Message
+from hvdkit.launch.spares.pool import Slot, SparePool
+from hvdkit.processes import ProcessGroup, without_rank_variables
+
+_STREAMS = ("stdout", "stderr")
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+_POLL_SECONDS = 0.05
+
+
+class RankProcess:
+    """One rank's process, and the pipes for its output.
+
+    Args:
+        rank: the rank.
+        process: its process.
+
+    Attributes:
+        reported: whether the launcher knows that it has ended.
+        pipes: the descriptor of each open pipe -> the name of the stream.
+    """
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self.rank = rank
+        self.process = process
+        self.reported = False
+        self.pipes: dict[int, str] = {}
+        for stream, pipe in zip(_STREAMS, (process.stdout, process.stderr), strict=True):
+            if pipe is not None:  # None: the rank writes to the user's terminal
+                os.set_blocking(pipe.fileno(), False)
+                self.pipes[pipe.fileno()] = stream
+
+    def state(self) -> str:
+        """Return `STOPPED` if the process or one of its children is stopped; "" otherwise."""
+        try:
+            process = psutil.Process(self.process.pid)
+            family = [process, *process.children(recursive=True)]
+            stopped = any(p.status() in _STOPPED for p in family)
+        except psutil.Error:
+            return ""
+        return STOPPED if stopped else ""
+
+    def close(self) -> None:
+        """Close the pipes."""
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+        self.pipes.clear()
+
+
+class LocalRanks:
+    """The ranks of this host in the current start, and the spares for the next one.
+
+    Args:
+        keep_rank_variables: ranks inherit the rank variables of this process.
+        terminal: the descriptors of the user's terminal (input, output, errors), for the rank that
+            gets it.
+
+    Attributes:
+        all: the ranks.
+        records: the folder for their records.
+    """
+
+    def __init__(self, keep_rank_variables: bool, terminal: Sequence[int]) -> None:
+        self.all: list[RankProcess] = []
+        self.records = RecordFolder()
+        self._keep_rank_variables = keep_rank_variables
+        self._terminal = terminal
+        self._group = ProcessGroup()
+        self._spares = SparePool()
+
+    def start(self, ranks: Sequence[Message], task: Message) -> None:
+        """Start ranks, with spares where they fit.
+
+        Args:
+            ranks: the field `ranks` of the `start` message.
+            task: the `task` message.
+
+        Raises:
+            HvdkitError: a rank cannot be started.
+        """
+        env = dict(os.environ) if self._keep_rank_variables else without_rank_variables(os.environ)
+        folder = {FOLDER_VARIABLE: str(self.records.path)}
+        slots = [
+            Slot(rank["rank"], rank["defaults"] | env | rank["env"] | folder, rank["cpus"])
+            for rank in ranks
+        ]
+        self._group, started = self._spares.claim(slots)
+        for rank, slot in zip(ranks, slots, strict=True):
+            process = started.get(slot.rank) or self._start(slot, rank["terminal"], task)
+            self.all.append(RankProcess(slot.rank, process))
+        if task.get("spares"):
+            self._spares.watch(task["command"], task["directory"], slots)
+
+    def _start(self, slot: Slot, terminal: bool, task: Message) -> subprocess.Popen[bytes]:
+        pipes = (subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE)
+        stdin, stdout, stderr = self._terminal if terminal else pipes
+        # Hydra's ranks communicate with Hydra over a descriptor that they inherit.
+        hydra = self._keep_rank_variables and "PMI_FD" in os.environ
+        return self._group.start(
+            task["command"],
+            slot.environment,
+            task["directory"],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            dies_with_us=True,
+            cpus=slot.cpus,
+            pass_fds=[int(os.environ["PMI_FD"])] if hydra else [],
+        )
+
+    def prepare_spares(self) -> None:
+        """Take the next step of preparing spares. Call it about once a second."""
+        self._spares.step(self.records.path)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the main process of each rank. Its helpers must not end before it."""
+        for rank in self.all:
+            if rank.process.poll() is None:
+                rank.process.send_signal(number)
+
+    def states(self) -> dict[int, str]:
+        """Return the state of each rank, see `RankProcess.state`."""
+        return {rank.rank: rank.state() for rank in self.all}
+
+    def terminate(self, grace: float) -> Iterator[None]:
+        """End every process of the ranks, as `ProcessGroup.terminate` does. Spares stay."""
+        return self._group.terminate(grace)
+
+    def forget(self) -> None:
+        """Prepare for the next start. Every process of the ranks has ended."""
+        for rank in self.all:
+            rank.close()
+        self.all = []
+        self.records.remove()
+        self.records = RecordFolder()
+
+    def end(self, grace: float) -> None:
+        """End every process of the ranks and every spare, and wait for them."""
+        self._spares.end()
+        for _ in self.terminate(grace):
+            time.sleep(_POLL_SECONDS)
+        self.records.remove()

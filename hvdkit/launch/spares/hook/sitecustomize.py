@@ -1,0 +1,126 @@
+"""Let a Python interpreter wait before it runs its command: the inner side of a spare.
+
+Python imports this module at its start, because its folder is the first of PYTHONPATH. The process
+was started with the command of a rank. This module imports the modules that the agent names, and
+waits. When the agent sends the environment of a rank, the module ends, and Python runs the command
+as always. So arguments, flags, module path, tracebacks and exit status are those of Python itself.
+The module uses only the standard library, because the Python of the ranks may not have hvdkit.
+"""
+
+import os
+import sys
+
+_VARIABLE = "HVDKIT_SPARE"
+# The processes of a job are found by this variable (`hvdkit.processes`).
+_GROUP_VARIABLE = "HVDKIT_RANK_GROUP"
+
+
+def _wait_as_spare(agent: int) -> None:
+    """Import modules until the agent sends the environment of a rank."""
+    import json  # not at the top: other Pythons that find this module end at once
+
+    nice, adjustment = os.getpriority(os.PRIO_PROCESS, 0), _read("/proc/self/oom_score_adj")
+    # If the host runs out of memory, the kernel shall end spares first.
+    _write("/proc/self/oom_score_adj", "1000")
+    made: dict = {}  # the variables that imports have set
+    rest = b""
+    while True:
+        while b"\n" not in rest:
+            data = os.read(agent, 65536)
+            if not data:
+                os._exit(0)  # the agent has ended
+            rest += data
+        line, rest = rest.split(b"\n", 1)
+        message = json.loads(line)
+        if message["kind"] == "start":
+            break
+        if message["nice"] is not None:
+            os.setpriority(os.PRIO_PROCESS, 0, message["nice"])
+        _set_environment(message["environment"])
+        _import(message["modules"], message["path"], message["file"])
+        made.update(
+            (name, value)
+            for name, value in os.environ.items()
+            if message["environment"].get(name) != value
+        )
+        os.write(agent, b"ready\n")
+    os.chdir(message["directory"])
+    _set_environment({**message["environment"], **made})
+    for thread in os.listdir("/proc/self/task"):
+        if os.getpriority(os.PRIO_PROCESS, int(thread)) != nice:
+            os.setpriority(os.PRIO_PROCESS, int(thread), nice)
+    _write("/proc/self/oom_score_adj", adjustment)
+    os.write(agent, b"started\n")
+    os.close(agent)
+
+
+def _import(modules: dict, path: list, file: str) -> None:
+    """Import modules as the script does, which is in the first folder of the module path."""
+    main = sys.modules["__main__"]
+    sys.path[:0] = path
+    if file:
+        main.__file__ = file
+    try:
+        for name, origin in modules.items():
+            __import__(name)
+            if getattr(sys.modules[name].__spec__, "origin", None) != origin:
+                os._exit(1)  # the script has changed the module path
+    except BaseException:
+        os._exit(1)
+    finally:
+        del sys.path[: len(path)]
+        if file:
+            del main.__file__
+
+
+def _set_environment(environment: dict) -> None:
+    for name in set(os.environ) - set(environment) - {_GROUP_VARIABLE}:
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        with open(path, "w") as file:
+            file.write(text)
+    except OSError:
+        pass
+
+
+def _run() -> None:
+    """Wait, if this process is the spare, and run the user's `sitecustomize` first."""
+    folder = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != folder]
+    sys.path_importer_cache.pop(folder, None)
+    sys.modules.pop("sitecustomize", None)
+    descriptor, _, parent = os.environ.pop(_VARIABLE, "").partition(":")
+    missing = None
+    try:
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+        missing = error
+    # Another Python that the command runs before the script has another parent.
+    if descriptor and os.getppid() == int(parent):
+        import site
+
+        if site.ENABLE_USER_SITE:
+            site.execusercustomize()
+        _wait_as_spare(int(descriptor))
+    if missing is not None:
+        raise ImportError("there is no sitecustomize", name="sitecustomize")
+
+
+if __name__ == "sitecustomize":
+    _run()

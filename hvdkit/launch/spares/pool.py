@@ -1,0 +1,197 @@
+"""The spares of a host: when they are started, and which rank gets which."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hvdkit.core.loaded_modules import MODULES, file_name
+from hvdkit.errors import HvdkitError
+from hvdkit.launch.spares.command import recognise
+from hvdkit.launch.spares.spare import Spare
+from hvdkit.processes import ProcessGroup
+
+#: Seconds after the last report of a rank's modules, so that the job trains before spares start.
+_SETTLE_SECONDS = 5.0
+#: The most seconds for a spare to import its modules, at low priority.
+_IMPORT_SECONDS = 600.0
+#: Seconds for all spares to begin with their commands.
+_START_SECONDS = 2.0
+#: Bytes that must be available for each spare that is started.
+_MEMORY = 1_000_000_000
+#: The priority of a spare. Where ranks use all processors, it gets about a tenth of one: with the
+#: lowest priority (19), imports would take minutes.
+_NICE = 10
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A rank of this host, as it was started or will be started.
+
+    Attributes:
+        rank: its number.
+        environment: its environment.
+        cpus: the CPUs that it is bound to.
+    """
+
+    rank: int
+    environment: Mapping[str, str]
+    cpus: Sequence[int]
+
+
+class SparePool:
+    """The spares of one host, for the next start of its ranks."""
+
+    def __init__(self) -> None:
+        self._group = ProcessGroup()
+        self._spares: dict[int, Spare] = {}
+        self._slots: list[Slot] = []
+        self._reports: dict[int, Mapping[str, Any]] = {}
+        self._changed_at = float("inf")
+        self._command: Sequence[str] = ()
+        self._directory = "/"
+
+    def watch(self, command: Sequence[str], directory: str, slots: Sequence[Slot]) -> None:
+        """Make a spare for each of these ranks, once they have reported their modules.
+
+        Args:
+            command: their command.
+            directory: their working directory.
+            slots: the ranks.
+        """
+        self._command, self._directory, self._slots = command, directory, list(slots)
+        self._reports, self._changed_at = {}, float("inf")
+
+    def step(self, folder: Path) -> None:
+        """Read the reports in `folder`, and start or update at most one spare."""
+        now = time.monotonic()
+        self._read_reports(folder, now)
+        for rank, spare in list(self._spares.items()):
+            spare.poll()
+            late = not spare.ready and now > spare.started_at + _IMPORT_SECONDS
+            if spare.process.poll() is not None or late:
+                self._give_up(rank)
+        # One after another, so that they take little from the ranks.
+        if now < self._changed_at + _SETTLE_SECONDS or not all(
+            spare.ready for spare in self._spares.values()
+        ):
+            return
+        for slot in self._slots:
+            report = self._reports.get(slot.rank)
+            if report is None:
+                continue
+            if slot.rank not in self._spares:
+                self._start(slot, report)
+                return
+            if self._spares[slot.rank].modules != report["modules"]:
+                self._load(self._spares[slot.rank], slot, report)
+                return
+
+    def claim(
+        self, wanted: Sequence[Slot]
+    ) -> tuple[ProcessGroup, dict[int, subprocess.Popen[bytes]]]:
+        """Start ranks with the spares that fit and are ready, and end the other spares.
+
+        Returns the group for all ranks of this start, and rank -> its process, which was a spare.
+        The other ranks must be started as always.
+        """
+        started: dict[int, Spare] = {}
+        for slot in wanted:
+            for number, spare in list(self._spares.items()):
+                spare.poll()
+                if spare.ready and spare.fits(slot.environment, slot.cpus):
+                    started[slot.rank] = self._spares.pop(number)
+                    spare.start(slot.environment)
+                    break
+        deadline = time.monotonic() + _START_SECONDS
+        for rank, spare in list(started.items()):
+            if spare.wait_for_start(deadline - time.monotonic()):
+                spare.close()
+            else:
+                spare.kill()
+                del started[rank]
+        group = self._group
+        self.end()
+        kept = {spare.process for spare in started.values()}
+        group.started[:] = [process for process in group.started if process in kept]
+        self._group = ProcessGroup()
+        return group, {rank: spare.process for rank, spare in started.items()}
+
+    def end(self) -> None:
+        """End all spares."""
+        for spare in self._spares.values():
+            spare.kill()
+        self._spares.clear()
+        self._slots = []
+
+    def _read_reports(self, folder: Path, now: float) -> None:
+        for slot in self._slots:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                report = json.loads((folder / file_name(slot.rank)).read_text())
+                # The ranks write the file, but only these modules are imported.
+                modules = {name: report["modules"][name] for name in report["modules"]}
+                if set(modules) <= set(MODULES) and report != self._reports.get(slot.rank):
+                    self._reports[slot.rank] = report
+                    self._changed_at = now
+
+    def _start(self, slot: Slot, report: Mapping[str, Any]) -> None:
+        python = recognise(self._command, self._directory, slot.environment)
+        if python is None or psutil.virtual_memory().available < _MEMORY:
+            self._slots = [each for each in self._slots if each is not slot]
+            return
+        try:
+            spare = Spare(
+                self._group, self._command, python, self._directory, slot.environment, slot.cpus
+            )
+        except (HvdkitError, OSError):
+            self._slots = [each for each in self._slots if each is not slot]
+            return
+        self._spares[slot.rank] = spare
+        self._load(spare, slot, report)
+
+    def _load(self, spare: Spare, slot: Slot, report: Mapping[str, Any]) -> None:
+        changed = {
+            name: value
+            for name, value in report["variables"].items()
+            if slot.environment.get(name) != value
+        }
+        spare.load(report["modules"], changed, _NICE if _can_undo_nice() else None)
+
+    def _give_up(self, rank: int) -> None:
+        """End a spare, and make no other one for this rank until the next start."""
+        self._spares.pop(rank).kill()
+        self._slots = [slot for slot in self._slots if slot.rank != rank]
+
+
+@functools.cache
+def _can_undo_nice() -> bool:
+    """Return whether a process here may lower its priority and raise it again.
+
+    Without root or a limit (`ulimit -e`) that permits it, a rank would stay at low priority.
+    """
+    undone = []
+
+    def attempt() -> None:
+        # On Linux, the priority is that of a thread.
+        thread = threading.get_native_id()
+        before = os.getpriority(os.PRIO_PROCESS, thread)
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, max(before, _NICE))
+            os.setpriority(os.PRIO_PROCESS, thread, before)
+            undone.append(True)
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join()
+    return bool(undone)

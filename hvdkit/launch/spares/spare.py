@@ -1,0 +1,142 @@
+"""One spare interpreter, as its agent sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdkit.launch.spares.command import PythonCommand
+from hvdkit.processes import ProcessGroup, without_rank_variables
+
+_HOOK = Path(__file__).parent / "hook"
+_VARIABLE = "HVDKIT_SPARE"
+_PATH = "PYTHONPATH"
+_SEND_SECONDS = 1.0
+
+
+class Spare:
+    """A Python process that imports modules, and waits for the environment of a rank.
+
+    Args:
+        group: the group of the ranks of the next start.
+        command: the command of the rank.
+        python: the same, as it was recognised.
+        directory: the working directory of the rank.
+        environment: the environment that the rank has now.
+        cpus: the CPUs that the rank is bound to.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        command: Sequence[str],
+        python: PythonCommand,
+        directory: str,
+        environment: Mapping[str, str],
+        cpus: Sequence[int],
+    ) -> None:
+        self.ready = False
+        self.modules: Mapping[str, str | None] = {}
+        self.started_at = time.monotonic()
+        self._python = python
+        self._environment = dict(environment)
+        self._cpus = list(cpus)
+        self._directory = directory
+        self._received = b""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            descriptor = theirs.fileno()
+            paths = [str(_HOOK), *filter(None, [environment.get(_PATH)])]
+            self.process = group.start(
+                command,
+                self._environment
+                | {_PATH: os.pathsep.join(paths), _VARIABLE: f"{descriptor}:{os.getpid()}"},
+                directory,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                dies_with_us=True,
+                cpus=cpus,
+                pass_fds=[descriptor],
+            )
+        ours.setblocking(False)
+        self._socket = ours
+
+    def load(
+        self, modules: Mapping[str, str | None], variables: Mapping[str, str], nice: int | None
+    ) -> None:
+        """Let the spare import these modules.
+
+        Args:
+            modules: name -> the file that the rank has loaded it from.
+            variables: the variables that the script has set before it imported them.
+            nice: the priority of the spare until it is started; None to leave it.
+        """
+        self.ready = False
+        self.modules = dict(modules)
+        self._send(
+            "load",
+            environment=self._environment | dict(variables),
+            modules=self.modules,
+            path=list(self._python.path),
+            file=self._python.file,
+            nice=nice,
+        )
+
+    def fits(self, environment: Mapping[str, str], cpus: Sequence[int]) -> bool:
+        """Return whether the spare can run a rank with this environment."""
+        same = without_rank_variables(environment) == without_rank_variables(self._environment)
+        return same and list(cpus) == self._cpus
+
+    def poll(self) -> None:
+        """Update `ready`."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            self._received += self._socket.recv(4096)
+        if self._received.endswith(b"ready\n"):
+            self._received, self.ready = b"", True
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Let the spare run its command as a rank with this environment."""
+        # The folder may have been replaced since the spare was started.
+        self._send("start", environment=dict(environment), directory=self._directory)
+
+    def wait_for_start(self, timeout: float) -> bool:
+        """Return whether the spare has begun to run its command within `timeout` seconds."""
+        self._socket.settimeout(max(timeout, 0.001))
+        try:
+            while not self._received.endswith(b"started\n"):
+                if not (data := self._socket.recv(4096)):
+                    return False
+                self._received += data
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the connection. The process ends if it was not started."""
+        self._socket.close()
+
+    def kill(self) -> None:
+        """End the process."""
+        self.close()
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def _send(self, kind: str, **fields: Any) -> None:
+        # A spare that is stopped does not read.
+        self._socket.settimeout(_SEND_SECONDS)
+        try:
+            self._socket.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
+        except OSError:
+            pass  # it has died, which its agent finds out
+        finally:
+            self._socket.setblocking(False)

@@ -1,0 +1,134 @@
+"""When the spares of a host are started, and which rank gets which."""
+
+import json
+import sys
+import time
+
+import numpy
+import psutil
+import pytest
+
+from hvdkit.core import loaded_modules
+from hvdkit.launch.spares import pool as pool_module
+from hvdkit.launch.spares.pool import Slot, SparePool
+from tests.launch.spares.test_spare import SECONDS, environment
+
+REPORT = {"modules": {"numpy": numpy.__spec__.origin}, "variables": {}}
+
+
+@pytest.fixture
+def pool(monkeypatch, tmp_path):
+    """A pool that does not wait for the ranks to train."""
+    monkeypatch.setattr(pool_module, "_SETTLE_SECONDS", 0.0)
+    (tmp_path / "script.py").write_text(
+        "import os, sys; print(os.environ['HOROVOD_RANK'], 'numpy' in sys.modules)"
+    )
+    made = SparePool()
+    yield made
+    made.end()
+
+
+def slots(**others):
+    return [Slot(rank, environment(HOROVOD_RANK=str(rank), **others), []) for rank in range(2)]
+
+
+def children():
+    return [child for child in psutil.Process().children() if child.status() != "zombie"]
+
+
+def prepare(pool, tmp_path, report=REPORT, ranks=(0, 1)):
+    """Report the modules of ranks, and wait until their spares are ready or given up."""
+    pool.watch([sys.executable, "script.py"], str(tmp_path), slots())
+    for rank in ranks:
+        (tmp_path / loaded_modules.file_name(rank)).write_text(json.dumps(report))
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        pool.step(tmp_path)
+        waiting = [slot for slot in pool._slots if slot.rank in ranks]
+        ready = [spare for spare in pool._spares.values() if spare.ready]
+        if len(ready) == len(waiting):
+            return
+        time.sleep(0.05)
+    raise AssertionError("the spares are not ready")
+
+
+def test_each_rank_gets_a_spare(pool, tmp_path):
+    prepare(pool, tmp_path)
+    group, started = pool.claim(slots(HOROVOD_GLOO_RENDEZVOUS_PORT="1"))
+    outputs = [started[rank].communicate(timeout=SECONDS)[0] for rank in range(2)]
+    assert outputs == [b"0 True\n", b"1 True\n"]
+    assert set(group.started) == set(started.values())
+
+
+def test_a_rank_with_another_environment_gets_none(pool, tmp_path):
+    prepare(pool, tmp_path)
+    group, started = pool.claim(slots(OMP_NUM_THREADS="7"))
+    assert (started, group.started, children()) == ({}, [], [])
+
+
+def test_a_spare_that_dies_is_not_used(pool, tmp_path):
+    prepare(pool, tmp_path)
+    for child in children():
+        child.kill()
+        child.wait(SECONDS)
+    assert pool.claim(slots())[1] == {}
+
+
+def test_a_spare_that_dies_is_not_replaced(pool, tmp_path):
+    prepare(pool, tmp_path)
+    for child in children():
+        child.kill()
+        child.wait(SECONDS)
+    for _ in range(3):
+        pool.step(tmp_path)
+    assert children() == []
+
+
+def test_a_spare_that_is_not_ready_is_not_used(pool, tmp_path):
+    pool.watch([sys.executable, "script.py"], str(tmp_path), slots())
+    (tmp_path / loaded_modules.file_name(0)).write_text(json.dumps(REPORT))
+    pool.step(tmp_path)
+    assert pool.claim(slots())[1] == {}
+    assert children() == []
+
+
+def test_ranks_that_report_nothing_have_no_spares(pool, tmp_path):
+    prepare(pool, tmp_path, ranks=())
+    assert children() == []
+
+
+def test_only_known_modules_are_imported(pool, tmp_path):
+    prepare(pool, tmp_path, report={"modules": {"antigravity": None}, "variables": {}}, ranks=())
+    (tmp_path / loaded_modules.file_name(0)).write_text(
+        json.dumps({"modules": {"antigravity": None}, "variables": {}})
+    )
+    pool.step(tmp_path)
+    assert children() == []
+
+
+def test_a_spare_imports_modules_that_are_loaded_later(pool, tmp_path):
+    prepare(pool, tmp_path, report={"modules": {}, "variables": {}})
+    for rank in range(2):
+        (tmp_path / loaded_modules.file_name(rank)).write_text(json.dumps(REPORT))
+    deadline = time.monotonic() + SECONDS
+    while not all(s.modules and s.ready for s in pool._spares.values()):
+        assert time.monotonic() < deadline
+        pool.step(tmp_path)
+        time.sleep(0.05)
+    _, started = pool.claim(slots())
+    outputs = [started[rank].communicate(timeout=SECONDS)[0] for rank in range(2)]
+    assert outputs == [b"0 True\n", b"1 True\n"]
+
+
+def test_little_memory_is_left_to_the_ranks(pool, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "_MEMORY", 1 << 60)
+    prepare(pool, tmp_path)
+    assert children() == []
+
+
+def test_a_rank_reports_modules_and_variables(tmp_path):
+    env = {"HVDKIT_RECORD_DIR": str(tmp_path), "OMP_NUM_THREADS": "3", "SECRET_TOKEN": "x"}
+    loaded_modules.report(1, env)
+    found = json.loads((tmp_path / "modules-1.json").read_text())
+    assert found["modules"]["numpy"] == numpy.__spec__.origin
+    assert found["variables"] == {"OMP_NUM_THREADS": "3"}
