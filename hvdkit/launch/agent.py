@@ -33,6 +33,7 @@ from hvdkit.errors import HvdkitError
 from hvdkit.faults.record_folder import RecordFolder
 from hvdkit.faults.verdict import STOPPED
 from hvdkit.launch import messages, open_files
+from hvdkit.launch.guard import Guard
 from hvdkit.launch.host_facts import facts
 from hvdkit.launch.messages import Message
 from hvdkit.launch.output import Output
@@ -110,6 +111,7 @@ class Agent:
         self._lines = messages.Lines()
         self._unsent = bytearray(messages.GREETING)
         self._group = ProcessGroup()
+        self._guard: Guard | None = None
         self._ranks: list[_Rank] = []
         self._records = RecordFolder()
         self._records_at = 0.0
@@ -141,6 +143,8 @@ class Agent:
             # Also after an exception, no process of the job may remain.
             for _ in self._group.terminate(ORPHAN_GRACE):
                 time.sleep(_ENDING_POLL_SECONDS)
+            if self._guard is not None:
+                self._guard.close()
             self._records.remove()
         self._flush()
 
@@ -234,6 +238,8 @@ class Agent:
                 open_files.raise_limit(open_files.needed_by_rank(message["size"]))
                 if self._make_echo is not None:
                     self._echo = self._make_echo(message["size"])
+                _ = self._records.path  # made before the guard, which removes it
+                self._guard = Guard(self._group, ORPHAN_GRACE, self._records.remove)
                 try:
                     for rank in message["ranks"]:
                         self._start(rank)

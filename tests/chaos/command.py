@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import statistics
 import sys
 import time
@@ -37,6 +38,8 @@ _FAULTS_OF_A_JOB = (3, 7)
 def main() -> int:
     """Run the command. Returns 1 after a problem."""
     args = _arguments()
+    # The world is removed on SIGTERM too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     seed = args.seed if args.seed is not None else random.randrange(1 << 31)
     several = hosts.missing() or ssh_servers.missing()
     most_hosts = 1 if several else max(args.hosts, default=4)

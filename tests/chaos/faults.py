@@ -215,7 +215,11 @@ class LimitMemory(Fault):
             return False
         self._pid = rank.pid
         self.seconds = 3.0
-        self.names = [rf"rank {rank.rank} on {self._where(rank.rank)} failed"]
+        self.names = [
+            rf"rank {rank.rank} on {self._where(rank.rank)} failed",
+            # Its engine may hang, because it cannot raise an exception without memory.
+            rf"Rank {rank.rank} on \S+ has not called it",
+        ]
         try:
             self._before = resource.prlimit(rank.pid, resource.RLIMIT_AS, (1 << 20, -1))
         except ProcessLookupError:
