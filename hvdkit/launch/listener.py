@@ -43,6 +43,9 @@ class Listener(Generic[Peer]):
         size: the number of agents.
         authenticate: given a connection, talks to the other side and returns its identity; None if
             it is not of this job. Must end within some seconds. An OSError counts as None.
+
+    If strangers open too many connections, the oldest that is not authenticated is closed. An agent
+    authenticates at once, so it is rarely among these.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class Listener(Generic[Peer]):
         self._authenticate = authenticate
         self._accepted: queue.Queue[tuple[Peer, socket.socket]] = queue.Queue()
         # Each connection is checked in a thread of its own, so that a connection without data does
-        # not delay agents. The semaphore limits the number of threads.
-        self._slots = threading.BoundedSemaphore(size + _STRANGERS)
+        # not delay agents. These are the connections, oldest first.
+        self._checked: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+        self._most = size + _STRANGERS
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
 
@@ -82,7 +87,14 @@ class Listener(Generic[Peer]):
                 connection, _ = self._server.accept()
             except OSError:
                 return  # closed
-            if not self._slots.acquire(blocking=False):
+            with self._lock:
+                if len(self._checked) >= self._most:
+                    with suppress(OSError):
+                        next(iter(self._checked)).shutdown(socket.SHUT_RDWR)
+                full = len(self._checked) >= 2 * self._most
+                if not full:
+                    self._checked[connection] = None
+            if full:
                 connection.close()
                 continue
             threading.Thread(target=self._check, args=(connection,), daemon=True).start()
@@ -97,7 +109,8 @@ class Listener(Generic[Peer]):
         except OSError:
             peer = None
         finally:
-            self._slots.release()
+            with self._lock:
+                del self._checked[connection]
         if peer is None:
             connection.close()
         else:
@@ -258,6 +271,7 @@ def agents_started_by(
                     # Add it at once: an agent without heartbeats takes the launcher for lost.
                     agents.connections.append(connected[rank])
             agents.connections[:] = [connected[rank] for rank in sorted(connected)]
+            listener.close()
             yield agents
     finally:
         listener.close()

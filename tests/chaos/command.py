@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import signal
 import statistics
 import sys
@@ -26,7 +27,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import hosts
-from tests.chaos.job import FAKETIME
 from tests.chaos.settings import PROGRAMS, Limits
 from tests.chaos.trial import ALL, References, Result, Trial
 from tests.chaos.world import world
@@ -51,7 +51,7 @@ def main() -> int:
         tuple(args.hosts) or tuple(range(1, most_hosts + 1)),
         tuple(args.store),
         args.ranks,
-        FAKETIME.exists(),
+        shutil.which("cc") is not None,
     )
     print(f"--seed {seed}{f'; one host only: {several}' if several else ''}", flush=True)
     deadline = time.monotonic() + 60 * (args.minutes or float("inf"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import struct
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from tests.chaos.settings import PROGRAMS, Setting
 from tests.chaos.world import REPOSITORY, World
 from tests.checkpoint import s3_server
 
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 #: Seconds without progress before a verdict, and before the job ends.
 STALL_SECONDS, LIMIT_SECONDS = 4, 10
 _PACE_SECONDS = 0.03
@@ -55,7 +55,7 @@ class Job:
         self.out = self.folder / "out"
         self.out.mkdir()
         self.clock = self.folder / "clock"
-        self.clock.write_text("+0")
+        self.set_clock(0)
         self.errors = self.folder / "launcher.err"
         self.errors.touch()
         self.process: subprocess.Popen[bytes] | None = None
@@ -93,7 +93,7 @@ class Job:
             for name in [*_ENV, *PROGRAMS[setting.framework][1]]:
                 command += ["-x", name]
         program = Path(__file__).with_name(PROGRAMS[setting.framework][0])
-        command += [*self._faketime(), sys.executable, str(program), str(self.out)]
+        command += [*self._with_clock(), sys.executable, str(program), str(self.out)]
         for name in ("wire", "accumulation", "steps"):
             command += [f"--{name}", str(getattr(setting, name))]
         if self.saves:
@@ -103,18 +103,16 @@ class Job:
             return self.world.cluster.hosts[0].command(command)
         return command
 
-    def _faketime(self) -> list[str]:
+    def _with_clock(self) -> list[str]:
+        """Return the words before the ranks' command that let their clock be changed."""
         if not self.setting.clock:
             return []
-        settings = {
-            "LD_PRELOAD": FAKETIME,
-            "FAKETIME_TIMESTAMP_FILE": self.clock,
-            "FAKETIME_CACHE_DURATION": 1,
-            # A change of the clock does not change the monotonic clocks.
-            "FAKETIME_DONT_FAKE_MONOTONIC": 1,
-            "DONT_FAKE_MONOTONIC": 1,
-        }
-        return ["env", *(f"{name}={value}" for name, value in settings.items())]
+        return ["env", f"LD_PRELOAD={self.world.clock}", f"HVDKIT_CHAOS_CLOCK={self.clock}"]
+
+    def set_clock(self, seconds: float) -> None:
+        """Set the difference between the ranks' time of day and the machine's."""
+        with self.clock.open("r+b" if self.clock.exists() else "w+b") as file:
+            file.write(struct.pack("d", seconds))
 
     def start(self) -> None:
         """Start the command."""

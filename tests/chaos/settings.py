@@ -36,7 +36,7 @@ class Setting:
         store: `folder` or `s3`.
         restarts: the value of `--restarts`.
         min_ranks: the value of `--min-np`; None without it.
-        clock: whether the clock of the ranks can be changed (libfaketime).
+        clock: whether the clock of the ranks can be changed.
     """
 
     framework: str
@@ -66,7 +66,7 @@ class Setting:
             f"--restarts {self.restarts}",
         ]
         parts += [f"--min-np {self.min_ranks}"] if self.min_ranks else []
-        parts += ["libfaketime"] if self.clock else []
+        parts += ["a clock of their own"] if self.clock else []
         return ", ".join(parts)
 
 
@@ -80,7 +80,7 @@ class Limits:
         hosts: of `Setting.hosts`.
         stores: of `Setting.store`.
         ranks: the number of ranks on one host.
-        clock: whether libfaketime is installed.
+        clock: whether the clock of ranks can be changed.
     """
 
     frameworks: tuple[str, ...] = ()

@@ -224,7 +224,7 @@ class ClockJump(Fault):
 
     def inject(self) -> bool:
         seconds = self.draw.choice([-86400, -3600, -60, -1, 1, 60, 3600, 86400])
-        self.job.clock.write_text(f"{seconds:+}")
+        self.job.set_clock(seconds)
         return True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -17,6 +18,7 @@ from benchmarks.hosts import Cluster, Host, hosts
 from tests.checkpoint import s3_server
 from tests.cluster import ssh_servers
 
+CLOCK = "clock.so"
 REPOSITORY = Path(__file__).parents[2]
 #: The size of the disk for checkpoints. It holds all steps of a few jobs.
 _DISK_BYTES = 64_000_000
@@ -47,6 +49,11 @@ class World:
     def temporary(self) -> Path:
         """The folder for temporary files of jobs, TMPDIR."""
         return self.folder / "tmp"
+
+    @property
+    def clock(self) -> Path:
+        """A library that changes the clock of a process."""
+        return self.folder / CLOCK
 
     def new_folder(self) -> Path:
         """Make a folder for a job."""
@@ -87,6 +94,9 @@ def world(most_hosts: int, with_store: bool) -> Iterator[World]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdkit-chaos-")))
         (folder / "tmp").mkdir()
+        if shutil.which("cc") is not None:
+            source = Path(__file__).with_name("clock.c")
+            _run("cc", "-O2", "-shared", "-fPIC", str(source), "-o", str(folder / CLOCK), "-ldl")
         disk = folder / "disk"
         disk.mkdir()
         if os.geteuid() == 0:
