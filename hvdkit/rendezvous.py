@@ -47,6 +47,7 @@ _REQUEST_SECONDS = 60.0
 _LONGEST_WAIT = 7 * 24 * 3600.0
 #: Open connections at the same time, besides two for each rank.
 _OTHER_CONNECTIONS = 256
+_THREADS_PER_CONNECTION = 4
 _CLOSE_SECONDS = 5.0
 
 
@@ -234,6 +235,8 @@ class _Server(ThreadingHTTPServer):
         self.seen: set[int] = set()
         # The deadline of each open connection.
         self._open: dict[Any, float] = {}
+        # The threads of connections, including those that were closed a moment ago.
+        self._running = 0
         super().__init__((address, port), _Handler)
 
     def server_bind(self) -> None:
@@ -243,11 +246,14 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self.lock:
-            if len(self._open) >= self._most:
-                # The oldest request is the slowest. A rank that waits has a later deadline.
-                _shut_down([min(self._open, key=self._open.__getitem__)])
-            full = len(self._open) >= 2 * self._most
+            full = self._running >= _THREADS_PER_CONNECTION * self._most
             if not full:
+                self._running += 1
+                if len(self._open) >= self._most:
+                    # The oldest request is the slowest. A rank that waits has a later deadline.
+                    oldest = min(self._open, key=self._open.__getitem__)
+                    del self._open[oldest]
+                    _shut_down([oldest])
                 self._open[request] = time.monotonic() + _REQUEST_SECONDS
         if full:
             super().shutdown_request(request)
@@ -257,6 +263,7 @@ class _Server(ThreadingHTTPServer):
     def shutdown_request(self, request: Any) -> None:
         with self.lock:
             self._open.pop(request, None)
+            self._running -= 1
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
@@ -281,7 +288,8 @@ class _Server(ThreadingHTTPServer):
     def allow(self, request: Any, seconds: float) -> None:
         """Set a connection's deadline to `seconds` from now."""
         with self.lock:
-            self._open[request] = time.monotonic() + seconds
+            if request in self._open:
+                self._open[request] = time.monotonic() + seconds
 
     def reserve(self, length: int) -> bool:
         """Reserve memory for a value and its path; return whether there is enough."""

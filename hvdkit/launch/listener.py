@@ -29,6 +29,8 @@ _TOKEN_BYTES = 100
 _ACCEPT_SECONDS = 0.2
 # The most connections that do not belong to this job and may be open at the same time.
 _STRANGERS = 64
+# Threads of connections that were closed a moment ago count too.
+_THREADS_PER_CONNECTION = 4
 # The seconds in which mpirun and srun should end by themselves after their ranks.
 _END_SECONDS = 10.0
 
@@ -62,6 +64,7 @@ class Listener(Generic[Peer]):
         self._checked: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         self._most = size + _STRANGERS
+        self._threads = threading.BoundedSemaphore(_THREADS_PER_CONNECTION * self._most)
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
 
@@ -87,16 +90,16 @@ class Listener(Generic[Peer]):
                 connection, _ = self._server.accept()
             except OSError:
                 return  # closed
-            with self._lock:
-                if len(self._checked) >= self._most:
-                    with suppress(OSError):
-                        next(iter(self._checked)).shutdown(socket.SHUT_RDWR)
-                full = len(self._checked) >= 2 * self._most
-                if not full:
-                    self._checked[connection] = None
-            if full:
+            if not self._threads.acquire(blocking=False):
                 connection.close()
                 continue
+            with self._lock:
+                if len(self._checked) >= self._most:
+                    oldest = next(iter(self._checked))
+                    del self._checked[oldest]
+                    with suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)
+                self._checked[connection] = None
             threading.Thread(target=self._check, args=(connection,), daemon=True).start()
 
     def _check(self, connection: socket.socket) -> None:
@@ -110,7 +113,10 @@ class Listener(Generic[Peer]):
             peer = None
         finally:
             with self._lock:
-                del self._checked[connection]
+                if connection not in self._checked:
+                    peer = None  # closed meanwhile
+                self._checked.pop(connection, None)
+            self._threads.release()
         if peer is None:
             connection.close()
         else:
