@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import shutil
@@ -23,6 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
 #: The size of the disk for checkpoints. It holds all steps of a few jobs.
 _DISK_BYTES = 64_000_000
 _SECONDS = 30
+_CLONE_NEWNS = 0x20000
 
 
 @dataclass
@@ -91,6 +93,8 @@ class World:
 @contextlib.contextmanager
 def world(most_hosts: int, with_store: bool) -> Iterator[World]:
     """Make a world with up to `most_hosts` hosts; with 1, there are no namespaces."""
+    if os.geteuid() == 0:
+        _own_mounts()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdkit-chaos-")))
         (folder / "tmp").mkdir()
@@ -119,6 +123,17 @@ def world(most_hosts: int, with_store: bool) -> Iterator[World]:
             store = stack.enter_context(s3_server.proxy(server))
         made.cluster, made.access, made.store = cluster, access, store
         yield made
+
+
+def _own_mounts() -> None:
+    """Give this process and its children mounts of their own, with an empty /dev/shm.
+
+    So files of other programs in /dev/shm are not taken for those of a job.
+    """
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "cannot make a mount namespace")
+    _run("mount", "--make-rprivate", "/")
+    _run("mount", "-t", "tmpfs", "none", "/dev/shm")
 
 
 def _run(*command: str) -> None:
