@@ -110,6 +110,8 @@ class Agent:
         os.set_blocking(send_fd, False)
         self._lines = messages.Lines()
         self._unsent = bytearray(messages.GREETING)
+        if overrides is None:
+            self._unsent += messages.encode("alive")
         self._group = ProcessGroup()
         self._guard: Guard | None = None
         self._ranks: list[_Rank] = []
@@ -117,7 +119,7 @@ class Agent:
         self._records_at = 0.0
         self._task: Message = {}
         self._ending: Iterator[None] | None = None
-        self._last_received = time.monotonic()
+        self._last_received = self._stepped_at = time.monotonic()
         self._launcher_lost = False
         self._signals, self._wakeup = os.pipe()
         for end in (self._signals, self._wakeup):
@@ -152,6 +154,11 @@ class Agent:
         self._select_pipes()
         poll = _RECORDS_SECONDS if self._ending is None else _ENDING_POLL_SECONDS
         ready = self._selector.select(poll)
+        now = time.monotonic()
+        if now > self._stepped_at + messages.PAUSE_SECONDS:
+            # This process was stopped, and maybe the launcher too.
+            self._last_received += now - self._stepped_at
+        self._stepped_at = now
         if any(key.fd == self._receive_fd for key, _ in ready):
             self._receive()
         # Check this before output is shown, because a slow reader may block the output.
@@ -254,6 +261,8 @@ class Agent:
             case "record":
                 self._records.request()
                 self._send("states", states={r.rank: _state(r.process.pid) for r in self._ranks})
+            case "heartbeat" if self._overrides is None:
+                self._send("alive")
             case "outcome":
                 self.outcome = self.outcome or message
 

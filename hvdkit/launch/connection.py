@@ -46,6 +46,8 @@ class Connection:
         greeted: whether the agent's greeting has arrived.
         ended: whether the connection has ended.
         opened_at: when the launcher opened it (`time.monotonic`).
+        silent_since: the time since which the launcher has waited for a message (`time.monotonic`);
+            infinite if the agent does not answer heartbeats.
         peer: the IPv4 address of an agent that opened the connection; None for other agents, and
             over IPv6.
     """
@@ -57,6 +59,7 @@ class Connection:
         self.greeted = False
         self.ended = False
         self.opened_at = time.monotonic()
+        self.silent_since = float("inf")
         self._send_fd = send_fd
         self._received = received
         self._events = events
@@ -84,6 +87,10 @@ class Connection:
         """Wait until the agent has ended, and cut the connection after `timeout` seconds."""
         raise NotImplementedError
 
+    def cut(self) -> None:
+        """Cut the connection to an agent that does not answer. A local agent is killed."""
+        raise NotImplementedError
+
     def explain(self) -> str:
         """Return why the agent has ended or does not answer, and what to do."""
         raise NotImplementedError
@@ -104,10 +111,22 @@ class Connection:
             for line in self._received:
                 # An agent that is killed may leave half a line.
                 if self.greeted and line.endswith(b"\n"):
-                    self._put(messages.decode(line))
+                    self._receive(messages.decode(line))
                 self.greeted = self.greeted or line == messages.GREETING
         self.ended = True
+        self.silent_since = float("inf")
         self._put({"kind": "lost"})
+
+    def _receive(self, message: Message) -> None:
+        if message["kind"] == "alive":
+            self.silent_since = time.monotonic()
+            return
+        answers = self.silent_since < float("inf")
+        # While the queue is full, the launcher does not wait for the agent.
+        self.silent_since = float("inf")
+        self._put(message)
+        if answers:
+            self.silent_since = time.monotonic()
 
     def _put(self, message: Message) -> None:
         # After `disconnect` nothing reads the queue, but the agent's output must be read fully.
@@ -194,6 +213,9 @@ class ProcessConnection(Connection):
         self.close(timeout=1)
         return ProcessConnection(self.host, self._local, self._ssh, self._python, self._events)
 
+    def cut(self) -> None:
+        self._kill()
+
     def close(self, timeout: float) -> None:
         try:
             self._process.wait(timeout)
@@ -247,10 +269,13 @@ class SocketConnection(Connection):
             "host was shut down"
         )
 
-    def close(self, timeout: float) -> None:
-        self._reader.join(timeout)
+    def cut(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the reader
+
+    def close(self, timeout: float) -> None:
+        self._reader.join(timeout)
+        self.cut()
         self._reader.join(timeout=1)
         self._received.close()
         self._socket.close()
