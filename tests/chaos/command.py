@@ -67,11 +67,11 @@ def main() -> int:
             result = Trial(setting, count, made, references, draw, args.only).run()
             results.append(result)
             _show(result, seed + number, args.verbose)
+            if args.json:
+                _write(args.json, seed + number, result)
             number += 1
     print(f"\n{table(results)}\n")
     problems = [problem for result in results for problem in result.problems]
-    if args.json:
-        _write(args.json, seed, results)
     print(f"{_count(results)} faults in {len(results)} jobs, {len(problems)} problems")
     return int(bool(problems))
 
@@ -89,7 +89,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--hosts", action="append", default=[], type=int, metavar="N")
     parser.add_argument("--store", action="append", default=[], choices=["folder", "s3"])
     parser.add_argument("--ranks", type=int, default=2, help="on one host (default 2)")
-    parser.add_argument("--json", type=Path, help="append the faults to this file, one per line")
+    parser.add_argument("--json", type=Path, help="append each job to this file, in a line")
     parser.add_argument("--verbose", action="store_true", help="show what the launcher says")
     args = parser.parse_args()
     if not args.minutes and not args.faults:
@@ -134,13 +134,12 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def _write(path: Path, seed: int, results: Sequence[Result]) -> None:
+def _write(path: Path, seed: int, result: Result) -> None:
+    line = {
+        "seed": seed,
+        "setting": asdict(result.setting),
+        "events": [asdict(event) | {"text": ""} for event in result.events],
+        "problems": result.problems,
+    }
     with path.open("a") as file:
-        for number, result in enumerate(results):
-            line = {
-                "seed": seed + number,
-                "setting": asdict(result.setting),
-                "events": [asdict(event) | {"text": ""} for event in result.events],
-                "problems": result.problems,
-            }
-            file.write(json.dumps(line) + "\n")
+        file.write(json.dumps(line) + "\n")

@@ -149,7 +149,7 @@ CASES: list[Case] = [
         "lock = threading.Lock(); lock.acquire(); lock.acquire()",
     ),
     Case("waits for an event", _IN_FAULT, "threading.Event().wait(100)"),
-    Case("reads from a socket", _IN_FAULT, "socket.socketpair()[0].recv(1)"),
+    Case("reads from a socket", _IN_FAULT, "first, second = socket.socketpair(); first.recv(1)"),
     Case("waits for a program", _IN_FAULT, "subprocess.run(['sleep', '100'])"),
     Case("waits for a queue", _IN_FAULT, "import queue; queue.Queue().get()"),
     Case("opens a pipe without a writer", _IN_FAULT, "os.mkfifo('pipe'); open('pipe')"),
