@@ -49,7 +49,7 @@ def main() -> int:
         tuple(args.framework),
         tuple(args.controller),
         tuple(args.hosts) or tuple(range(1, most_hosts + 1)),
-        tuple(args.store),
+        ("elsewhere",) if args.checkpoints else tuple(args.store),
         args.ranks,
         shutil.which("cc") is not None,
     )
@@ -57,6 +57,7 @@ def main() -> int:
     deadline = time.monotonic() + 60 * (args.minutes or float("inf"))
     results: list[Result] = []
     with world(most_hosts, "s3" in (args.store or ["s3"])) as made:
+        made.elsewhere = args.checkpoints
         references = References(made)
         number = 0
         while time.monotonic() < deadline and _count(results) < (args.faults or float("inf")):
@@ -88,6 +89,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--controller", action="append", default=[], choices=["gloo", "mpi"])
     parser.add_argument("--hosts", action="append", default=[], type=int, metavar="N")
     parser.add_argument("--store", action="append", default=[], choices=["folder", "s3"])
+    parser.add_argument("--checkpoints", metavar="PLACE", help="a folder or URL; empty there")
     parser.add_argument("--ranks", type=int, default=2, help="on one host (default 2)")
     parser.add_argument("--json", type=Path, help="append each job to this file, in a line")
     parser.add_argument("--verbose", action="store_true", help="show what the launcher says")

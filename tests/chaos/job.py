@@ -66,6 +66,8 @@ class Job:
         """The place of the checkpoints."""
         if self.setting.store == "s3":
             return f"s3://{s3_server.BUCKET}/{self.world.folder.name}/{self.folder.name}"
+        if self.setting.store == "elsewhere":
+            return f"{self.world.elsewhere}/{self.folder.name}"
         return str(self.world.disk / self.folder.name)
 
     @property

@@ -18,7 +18,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, str]]] = {
 _FRAMEWORKS = {"torch": 14, "keras-torch": 3, "keras-tensorflow": 1}
 _CONTROLLERS = {"gloo": 4, "mpi": 1}
 _HOSTS = {1: 5, 2: 3, 3: 1, 4: 1}
-_STORES = {"folder": 4, "s3": 1}
+_STORES = {"folder": 4, "s3": 1, "elsewhere": 0}
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Setting:
         wire: the wire format of gradients.
         accumulation: the passes of a step.
         steps: the steps of the job.
-        store: `folder` or `s3`.
+        store: `folder`, `s3`, or `elsewhere`: a place of the user.
         restarts: the value of `--restarts`.
         min_ranks: the value of `--min-np`; None without it.
         clock: whether the clock of the ranks can be changed.

@@ -37,6 +37,7 @@ class World:
         cluster: hosts with ssh servers; None if this machine cannot have them.
         access: the files for ssh to the hosts.
         store: a proxy before an S3 server.
+        elsewhere: a folder or URL of the user for checkpoints; None for none.
     """
 
     folder: Path
@@ -44,6 +45,7 @@ class World:
     cluster: Cluster | None
     access: ssh_servers.Access | None
     store: Any
+    elsewhere: str | None = None
     _servers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 

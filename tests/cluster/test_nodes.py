@@ -136,7 +136,10 @@ def test_a_signal_on_any_node_lets_all_ranks_save(start, node):
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_node_that_is_killed_ends_the_job(start, cluster, node):
-    command = python("print('up', flush=True); time.sleep(60)")
+    command = python(
+        "subprocess.Popen(['sleep', '60'], start_new_session=True);"
+        "print('up', flush=True); time.sleep(60)"
+    )
     jobs = [start(0, *command), start(1, *command)]
     wait_for(jobs[1], "[1] up")
     wait_for(jobs[0], "[0] up")
