@@ -21,8 +21,9 @@ from contextlib import suppress
 from http import HTTPStatus
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase
 from socketserver import TCPServer
-from typing import Any, Self
+from typing import Any, Self, cast
 from urllib.parse import urlsplit
 
 from hvdkit.mesh import GLOBAL_SCOPE, IncompleteMesh, Meshes, MeshMember
@@ -59,7 +60,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def parse_request(self) -> bool:
         """Parse the headers of a request, up to a limit for all of them together."""
-        body, self.rfile = self.rfile, _Head(self.rfile)
+        body = self.rfile
+        self.rfile = cast(BufferedIOBase, _Head(body))
         try:
             return super().parse_request()
         finally:

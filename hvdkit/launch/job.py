@@ -321,6 +321,7 @@ class Job:
             return self._ended_by(self._stopped_by, code)
         finished = [rank for rank, status in self._statuses.items() if status == 0]
         report = self._failures.report(self._ended_by_launcher, finished)
+        report = "\n".join(filter(None, [report, self._stalls.mismatch()]))
         restartable = self._stopped_by is None
         return Outcome(code, self._with_problem(report), cause, restartable)
 

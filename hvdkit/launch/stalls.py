@@ -17,6 +17,7 @@ from pathlib import Path
 from hvdkit.errors import HvdkitError
 from hvdkit.faults import records
 from hvdkit.faults.command import FOLDER, STATES
+from hvdkit.faults.mismatch import mismatch
 from hvdkit.faults.records import Record
 from hvdkit.faults.verdict import ENDED, Verdict, judge
 
@@ -80,6 +81,10 @@ class Stalls:
                 self._states[rank] = state
             else:
                 self._states.pop(rank, None)
+
+    def mismatch(self) -> str:
+        """Return which ranks differ in the collective that failed; "" if that is not the cause."""
+        return mismatch(self._records) or ""
 
     def check(self, now: float, ended: Collection[int]) -> Verdict | None:
         """Return a verdict when the ranks have answered, or when their time is over."""

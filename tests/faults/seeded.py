@@ -33,7 +33,7 @@ import hvdkit.torch as hvd
 hvd.init()
 torch.set_num_threads(1)
 torch.manual_seed(0)
-hidden, options = 64, dict(bucket_bytes=20_000, check_interval=1)
+hidden, steps, options = 64, 14, dict(bucket_bytes=20_000, check_interval=1)
 if at_fault:
     {build}
 layers = [torch.nn.Linear(64, hidden), torch.nn.Linear(hidden, 64), torch.nn.Linear(64, 64)]
@@ -47,7 +47,6 @@ def fault():
     {fault}
 
 
-steps = 14
 for step in range(steps):
     optimizer.zero_grad()
     x = torch.rand(8, 64)
@@ -256,23 +255,23 @@ CASES: list[Case] = [
     ),
     Case(
         "skips a step",
-        r"\b[Rr]ank {rank}\b",
+        r"after step 1\d: .* on rank {rank} |rank {rank}\b.*differ|[Rr]ank {rank} on \S+ ",
         instead_of_step="if not (at_fault and step == 10): ",
     ),
     Case("has fewer batches", _ENDED, "global steps; sys.exit(0) if step == 10 else None"),
     Case(
         "sends another shape",
-        r"\b[Rr]ank {rank}\b.*",
-        "global hvd; hvd.allreduce(torch.ones(3), name='loss')",
+        r"Ranks differ in the allreduce 'loss': rank {rank} on \S+: allreduce of 12 bytes",
+        "hvd.allreduce(torch.ones(3), name='loss')",
     ),
     Case(
         "sends another dtype",
-        r"\b[Rr]ank {rank}\b.*",
+        r"Ranks differ in the allreduce 'loss': rank {rank} on \S+: allreduce of \d bytes of int64",
         "hvd.allreduce(torch.tensor(1), name='loss')",
     ),
     Case(
         "calls another operation",
-        r"\b[Rr]ank {rank}\b.*",
+        r"Rank {rank} .*the allgather 'loss'",
         "hvd.allgather(torch.ones(1), name='loss')",
     ),
     Case(
