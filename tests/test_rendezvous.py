@@ -1,3 +1,4 @@
+import contextlib
 import http.client
 import os
 import resource
@@ -51,7 +52,8 @@ def raw(server, data):
     """Send these bytes; return all bytes of the answer."""
     with socket.create_connection((server.address, server.port), timeout=5) as line:
         line.sendall(data)
-        line.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # the server may have closed the connection
+            line.shutdown(socket.SHUT_WR)
         return line.makefile("rb").read()
 
 
@@ -65,7 +67,7 @@ def raw(server, data):
         (b"POST / HTTP/1.0\r\n\r\n", b"501"),
         (b"\xff" * 70_000, b"414"),
         (b"GET / HTTP/1.0\r\n" + b"A: b\r\n" * 101 + b"\r\n", b"431"),
-        (b"GET / HTTP/1.0\r\n" + 3 * (b"A: " + b"b" * 20_000 + b"\r\n") + b"\r\n", b"431"),
+        (b"GET / HTTP/1.0\r\n" + b"A: " + b"b" * 33_000 + b"\r\n\r\n", b"431"),
         (b"PUT /mesh/a HTTP/1.0\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", b"413"),
         (b"GET /mesh/a HTTP/1.0\r\nContent-Length: many\r\n\r\n", b"403"),
         # A digit of Unicode that is not a number of a rank.
