@@ -58,7 +58,13 @@ class Measurement:
     wall: list[tuple[float, float]] = field(default_factory=list)
 
 
-def measure(seconds: float, connections: int, seed: int, launcher: str = "gloo") -> Measurement:
+def measure(
+    seconds: float,
+    connections: int,
+    seed: int,
+    launcher: str = "gloo",
+    phase: float = _PHASE_SECONDS,
+) -> Measurement:
     """Run a job of two ranks for about `seconds`, and attack it.
 
     Args:
@@ -66,6 +72,7 @@ def measure(seconds: float, connections: int, seed: int, launcher: str = "gloo")
         connections: how many connections are held at a time, once.
         seed: of the random choices.
         launcher: the value of `--launcher`.
+        phase: the seconds of a phase with or without attacks.
     """
     found = Measurement()
     with tempfile.TemporaryDirectory(prefix="hvdkit-strangers-") as name:
@@ -87,7 +94,7 @@ def measure(seconds: float, connections: int, seed: int, launcher: str = "gloo")
                 command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
             try:
-                phases = _attack(found, job, folder, connections, seed)
+                phases = _attack(found, job, folder, connections, seed, phase)
                 found.status = job.wait(_START_SECONDS + seconds)
             finally:
                 job.kill()
@@ -99,7 +106,12 @@ def measure(seconds: float, connections: int, seed: int, launcher: str = "gloo")
 
 
 def _attack(
-    found: Measurement, job: subprocess.Popen[bytes], folder: Path, connections: int, seed: int
+    found: Measurement,
+    job: subprocess.Popen[bytes],
+    folder: Path,
+    connections: int,
+    seed: int,
+    phase: float,
 ) -> list[tuple[float, float, bool]]:
     """Attack until the job ends. Return the phases: begin, end, and whether it was an attack."""
     deadline = time.monotonic() + _START_SECONDS
@@ -126,9 +138,9 @@ def _attack(
         attack = bool(len(phases) % 2)
         begin = time.time()
         if attack:
-            strangers.run(_PHASE_SECONDS * draw.uniform(0.8, 1.2))
+            strangers.run(phase * draw.uniform(0.8, 1.2))
         else:
-            time.sleep(_PHASE_SECONDS)
+            time.sleep(phase)
         phases.append((begin, time.time(), attack))
         try:
             largest = max(largest, launcher.memory_info().rss)
