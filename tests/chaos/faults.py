@@ -23,6 +23,7 @@ class Fault:
         weight: how often it is drawn.
         relaunch: whether the fault ends the launcher, and the user starts the command again.
         early: whether it may happen before the first step.
+        damages: whether a step that was saved may be lost.
         names: patterns. After a fault that has ended or stalled the job, the launcher's output must
             match one of them.
         seconds: the time from `inject` to `lift`.
@@ -32,6 +33,7 @@ class Fault:
     weight: ClassVar[int] = 3
     relaunch: ClassVar[bool] = False
     early: ClassVar[bool] = True
+    damages: ClassVar[bool] = False
 
     def __init__(self, draw: random.Random, job: Job) -> None:
         self.draw = draw

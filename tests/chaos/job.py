@@ -170,6 +170,10 @@ class Job:
         found = lines_of(self.out / "losses.0")
         return [(int(line[0]), int(line[2])) for line in found if len(line) == 4]
 
+    def resumed(self) -> list[int]:
+        """Return the step from which rank 0 has resumed, for each start so far."""
+        return [int(line[1]) for line in lines_of(self.out / "resumed.0") if len(line) == 2]
+
     def finished(self) -> bool:
         """Return whether the command has succeeded."""
         return self.status() == 0

@@ -160,6 +160,7 @@ class DamageStep(Fault):
 
     name = "damaged newest step"
     early = False
+    damages = True
 
     @classmethod
     def possible(cls, job: Job) -> bool:

@@ -169,6 +169,7 @@ class Trial:
         said = len(self.job.errors.read_bytes())
         before = self.job.alive()
         commands = self.job.commands
+        newest, resumed = self._newest_step(), len(self.job.resumed())
         began = time.monotonic()
         happened = fault.inject()
         self._keep_running(began + fault.seconds)
@@ -198,6 +199,9 @@ class Trial:
             self._problem(f"{fault.name}: no progress {seconds:.0f} s after it", text)
         elif seconds > self._limit:
             self._problem(f"{fault.name}: {seconds:.0f} s until the job trained again", text)
+        from_steps = self.job.resumed()[resumed:]
+        if not fault.damages and any(step < newest for step in from_steps):
+            self._problem(f"{fault.name}: resumed from {from_steps}, and step {newest} was saved")
         if event.named is False:
             self._problem(f"{fault.name}: expected one of {fault.names}", text)
         return trains
@@ -284,8 +288,15 @@ class Trial:
         if found < expected - _ACCURACY:
             self._problem(f"accuracy {found}: expected about {expected}")
 
+    def _newest_step(self) -> int:
+        """Return the newest saved step; 0 without one, or if that is not known."""
+        if self.job.setting.store != "folder" or not os.path.isdir(self.job.checkpoints):
+            return 0
+        steps = Store(self.job.checkpoints).steps()
+        return steps[-1].step if steps else 0
+
     def _check_steps(self) -> None:
-        """Check that each start has resumed from the newest step that it could know of."""
+        """Check that all steps are whole, and that nothing else is left of a save."""
         if self.job.setting.store != "folder":
             return
         store = Store(self.job.checkpoints)
