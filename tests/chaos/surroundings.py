@@ -42,6 +42,8 @@ class _OfHost(Fault):
             rf"{self.host.name}: .*(did not answer|cannot be reached|no ssh server|timed out)",
             rf"Ranks? [^\n]*\b({ranks})\b[^\n]* (has|have) not called it",
             rf"ranks? ({ranks}) on {self.host.name} failed",
+            # After a link that is up again, all ranks report that they wait.
+            "All ranks have called it: the network or a rank does not transfer its data",
         ]
         return self.host.name in {self.job.host_of(r) for r in self.job.alive()} or bool(
             self.job.setting.min_ranks

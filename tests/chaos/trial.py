@@ -178,7 +178,9 @@ class Trial:
         if fault.relaunch and happened:
             self.job.start()
         passes, lifted = len(self.job.passes()), time.monotonic()
-        trains = self._wait(lambda: self._trains(passes))
+        # The ranks of a killed launcher still train for a moment.
+        old = {start.pid for start in before.values()} if fault.relaunch else set()
+        trains = self._wait(lambda: self._trains(passes, old))
         seconds = time.monotonic() - lifted
         text = self.job.said(said)
         after = {start.pid for start in self.job.starts()[-1:]}
@@ -247,8 +249,9 @@ class Trial:
 
         return wait_until(look, _HANG_SECONDS)
 
-    def _trains(self, passes: int) -> bool:
-        new = self.job.passes()[passes:]
+    def _trains(self, passes: int, old: set[int]) -> bool:
+        """Return whether a process not in `old` has trained since the given number of passes."""
+        new = [done for done in self.job.passes()[passes:] if done[0] not in old]
         return len(new) >= _PASSES and len({pid for pid, _ in new[-_PASSES:]}) == 1
 
     def _run_to_the_end(self) -> bool:
