@@ -112,7 +112,7 @@ class Reboot(_OfHost):
 
 
 class PowerCut(Reboot):
-    """As a reboot, but the other hosts are not told that its connections have ended."""
+    """A reboot without the end of the host's connections, which the other hosts do not notice."""
 
     name = "power cut of a host"
     weight = 2

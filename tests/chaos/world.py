@@ -1,4 +1,4 @@
-"""Where jobs run: this machine or hosts of network namespaces, a small disk, an object store."""
+"""The surroundings of jobs: this machine or network namespaces, a small disk, an object store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CLONE_NEWNS = 0x20000
 
 @dataclass
 class World:
-    """Where jobs run.
+    """The surroundings of jobs.
 
     Attributes:
         folder: a folder for everything.

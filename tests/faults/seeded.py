@@ -314,7 +314,7 @@ _ENV = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the launcher said about a case.
+    """The launcher's output about a case.
 
     Attributes:
         case: the case.

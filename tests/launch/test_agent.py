@@ -147,6 +147,13 @@ def test_nothing_is_left_of_an_agent_that_is_killed(agent):
         time.sleep(0.05)
 
 
+def test_a_stopped_rank_ends_without_waiting_for_the_grace(agent):
+    agent.start("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    os.kill(int(agent.line()), signal.SIGSTOP)
+    agent.send("end", grace=300)
+    assert agent.receive("ended")["status"] == -signal.SIGTERM
+
+
 def test_an_agent_that_has_ended_has_no_guard(agent):
     agent.start("import time; print('up', flush=True); time.sleep(0.2)")
     agent.line()

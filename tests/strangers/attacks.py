@@ -1,4 +1,4 @@
-"""What strangers send to the ports of a job, on this machine only: bytes, requests, connections."""
+"""Attacks of strangers on the ports of a job on this machine: bytes, requests, connections."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _RANKS = 2
 
 @dataclass
 class Measurement:
-    """What the job noticed.
+    """The effects of attacks on a job.
 
     Attributes:
         status: the exit status of the launcher.

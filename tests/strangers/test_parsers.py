@@ -1,4 +1,4 @@
-"""What strangers may send to the parsers of a launcher, drawn by Hypothesis."""
+"""Requests of strangers to the parsers of a launcher, drawn by Hypothesis."""
 
 import contextlib
 import json
