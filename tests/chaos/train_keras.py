@@ -48,7 +48,7 @@ class Record(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         # Only now has everything been restored.
         if not self._began:
-            append(self._resumed, os.getpid(), int(self.model.optimizer.iterations))
+            append(self._resumed, os.getpid(), self._batches)
             self._began = True
         time.sleep(self._pace)
         random.random(), np.random.rand()
