@@ -122,6 +122,8 @@ class ProcessGroup:
                 for process in members - signalled:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.send_signal(number)
+                        # A stopped process handles SIGTERM only after SIGCONT.
+                        process.send_signal(signal.SIGCONT)
                 signalled |= members
                 if time.monotonic() > deadline:
                     break

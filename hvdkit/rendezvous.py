@@ -3,6 +3,7 @@
 Ranks with hvdkit's engine exchange their addresses per mesh (`hvdkit.mesh`), and send the job's
 key. Other engines use the protocol of Horovod's C++ `HTTPStore`: GET, PUT and DELETE of /scope/key,
 without a key. The two stores are separate, so a stranger cannot misdirect ranks that have the key.
+If all engines of a job send the key, nothing is stored and nothing is read without it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from http import HTTPStatus
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase
 from socketserver import TCPServer
-from typing import Any, Self
+from typing import Any, Self, cast
 from urllib.parse import urlsplit
 
 from hvdkit.mesh import GLOBAL_SCOPE, IncompleteMesh, Meshes, MeshMember
@@ -35,12 +38,17 @@ _MESH_PREFIX = "/mesh/"
 _LARGEST_VALUE = 64_000_000
 #: In bytes, for all values together that are stored without the key.
 _LARGEST_STORE = 1_000_000_000
+#: In bytes: the memory of an entry besides its path and its value.
+_ENTRY_BYTES = 500
+#: In bytes, for all headers of a request.
+_LARGEST_HEAD = 32_768
 #: Seconds for a whole request.
 _REQUEST_SECONDS = 60.0
 #: Seconds that a rank may wait for other ranks.
 _LONGEST_WAIT = 7 * 24 * 3600.0
 #: Open connections at the same time, besides two for each rank.
 _OTHER_CONNECTIONS = 256
+_THREADS_PER_CONNECTION = 4
 _CLOSE_SECONDS = 5.0
 
 
@@ -49,6 +57,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     timeout = 10  # seconds without a byte before a connection is dropped
     server: _Server
+
+    def parse_request(self) -> bool:
+        """Parse the headers of a request, up to a limit for all of them together."""
+        body = self.rfile
+        self.rfile = cast(BufferedIOBase, _Head(body))
+        try:
+            return super().parse_request()
+        finally:
+            self.rfile = body
 
     def do_GET(self) -> None:
         if self._is_of_mesh():
@@ -63,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not (length.isascii() and length.isdigit()):
             self._answer(HTTPStatus.LENGTH_REQUIRED)
             return
-        if int(length) > _LARGEST_VALUE:
+        if not _is_number(length, 15) or int(length) > _LARGEST_VALUE:
             self._answer(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
             return
         if not self._is_of_mesh():
@@ -76,12 +93,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _store(self, length: int) -> None:
         """Store a value without the key, if the memory for such values suffices."""
-        if not self.server.reserve(len(self.path) + length):
+        if not self.server.stores_without_key:
+            # Horovod's elastic ranks store an address and its secret, which no one reads here.
+            # Strangers must not read it either.
+            self._discard()
+            self._answer(HTTPStatus.OK)
+            return
+        needed = _memory(self.path, length)
+        if not self.server.reserve(needed):
             self._answer(HTTPStatus.INSUFFICIENT_STORAGE)
             return
         value = self.rfile.read(length)
         if len(value) < length:
-            self.server.release(len(self.path) + length)
+            self.server.release(needed)
             return
         self.server.store(self.path, value)
         self._answer(HTTPStatus.OK)
@@ -139,7 +163,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _discard(self) -> None:
         """Read the body, because a client reads no answer before it has sent the body."""
-        left = int(self.headers.get("Content-Length", "0"))
+        length = self.headers.get("Content-Length", "")
+        left = int(length) if _is_number(length, 15) else 0
         while left > 0 and (piece := self.rfile.read(min(left, 1 << 16))):
             left -= len(piece)
 
@@ -155,6 +180,31 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: ranks poll, and a line for each request would hide their output."""
+
+
+class _Head:
+    """The headers of a request, of which at most `_LARGEST_HEAD` bytes can be read."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._left = _LARGEST_HEAD
+
+    def readline(self, longest: int) -> bytes:
+        """Read a line.
+
+        Raises:
+            HTTPException: the lines are too long. The server then answers with status 431.
+        """
+        line: bytes = self._stream.readline(min(longest, self._left + 1))
+        self._left -= len(line)
+        if self._left < 0:
+            raise HTTPException(f"more than {_LARGEST_HEAD} bytes of headers")
+        return line
+
+
+def _memory(path: str, length: int) -> int:
+    """Return the memory of a stored value, in bytes."""
+    return _ENTRY_BYTES + len(path) + length
 
 
 def _is_number(text: str, digits: int = 9) -> bool:
@@ -174,8 +224,11 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True  # the process may exit while ranks wait
     request_queue_size = 4096  # all ranks of a job connect at once
 
-    def __init__(self, address: str, port: int, key: str | None, size: int) -> None:
+    def __init__(
+        self, address: str, port: int, key: str | None, size: int, stores_without_key: bool
+    ) -> None:
         self.lock = threading.Lock()
+        self.stores_without_key = stores_without_key
         self._most = _OTHER_CONNECTIONS + 2 * size
         self._stored = 0
         self.key = key
@@ -184,6 +237,8 @@ class _Server(ThreadingHTTPServer):
         self.seen: set[int] = set()
         # The deadline of each open connection.
         self._open: dict[Any, float] = {}
+        # The threads of connections, including those that were closed a moment ago.
+        self._running = 0
         super().__init__((address, port), _Handler)
 
     def server_bind(self) -> None:
@@ -193,8 +248,14 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self.lock:
-            full = len(self._open) >= self._most
+            full = self._running >= _THREADS_PER_CONNECTION * self._most
             if not full:
+                self._running += 1
+                if len(self._open) >= self._most:
+                    # The oldest request is the slowest. A rank that waits has a later deadline.
+                    oldest = min(self._open, key=self._open.__getitem__)
+                    del self._open[oldest]
+                    _shut_down([oldest])
                 self._open[request] = time.monotonic() + _REQUEST_SECONDS
         if full:
             super().shutdown_request(request)
@@ -204,6 +265,7 @@ class _Server(ThreadingHTTPServer):
     def shutdown_request(self, request: Any) -> None:
         with self.lock:
             self._open.pop(request, None)
+            self._running -= 1
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
@@ -228,7 +290,8 @@ class _Server(ThreadingHTTPServer):
     def allow(self, request: Any, seconds: float) -> None:
         """Set a connection's deadline to `seconds` from now."""
         with self.lock:
-            self._open[request] = time.monotonic() + seconds
+            if request in self._open:
+                self._open[request] = time.monotonic() + seconds
 
     def reserve(self, length: int) -> bool:
         """Reserve memory for a value and its path; return whether there is enough."""
@@ -257,7 +320,7 @@ class _Server(ThreadingHTTPServer):
         with self.lock:
             value = self.values.pop(path, None)
             if value is not None:
-                self._stored -= len(path) + len(value)
+                self._stored -= _memory(path, len(value))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log nothing: a client may disconnect at any time."""
@@ -271,6 +334,7 @@ class RendezvousServer:
         port: the port to listen on; 0 takes a free one.
         key: the key for the exchange per mesh; default a new one, None for Horovod's protocol only.
         size: the number of the job's ranks, which limits the number of connections.
+        stores_without_key: keep values for engines that send no key. Anyone can read them.
 
     Attributes:
         address: the address.
@@ -288,10 +352,11 @@ class RendezvousServer:
         port: int = 0,
         key: str | None = "",
         size: int = 64,
+        stores_without_key: bool = True,
     ) -> None:
         self.address = address
         self.key = secrets.token_hex(16) if key == "" else key
-        self._server = _Server(address, port, self.key, size)
+        self._server = _Server(address, port, self.key, size, stores_without_key)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever,

@@ -1,3 +1,4 @@
+import contextlib
 import http.client
 import os
 import resource
@@ -51,7 +52,8 @@ def raw(server, data):
     """Send these bytes; return all bytes of the answer."""
     with socket.create_connection((server.address, server.port), timeout=5) as line:
         line.sendall(data)
-        line.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # the server may have closed the connection
+            line.shutdown(socket.SHUT_WR)
         return line.makefile("rb").read()
 
 
@@ -64,6 +66,10 @@ def raw(server, data):
         (b"PUT /global/1 HTTP/1.0\r\nContent-Length: 9\r\n\r\nhello", b""),
         (b"POST / HTTP/1.0\r\n\r\n", b"501"),
         (b"\xff" * 70_000, b"414"),
+        (b"GET / HTTP/1.0\r\n" + b"A: b\r\n" * 101 + b"\r\n", b"431"),
+        (b"GET / HTTP/1.0\r\n" + b"A: " + b"b" * 33_000 + b"\r\n\r\n", b"431"),
+        (b"PUT /mesh/a HTTP/1.0\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", b"413"),
+        (b"GET /mesh/a HTTP/1.0\r\nContent-Length: many\r\n\r\n", b"403"),
         # A digit of Unicode that is not a number of a rank.
         (b"PUT /global/\xb2 HTTP/1.0\r\nContent-Length: 1\r\n\r\nx", b"200"),
         (b"PUT /mesh/2.a.0.global HTTP/1.0\r\nContent-Length: 9\r\n\r\nhello", b"403"),
@@ -92,8 +98,9 @@ def test_the_number_of_connections_is_limited(monkeypatch):
     monkeypatch.setattr(rendezvous, "_OTHER_CONNECTIONS", 0)
     with RendezvousServer(size=1) as server:
         held = [socket.create_connection((server.address, server.port)) for _ in range(3)]
-        held[2].settimeout(5)
-        assert held[2].recv(1) == b""
+        # The oldest is closed, so that a rank can connect.
+        held[0].settimeout(5)
+        assert held[0].recv(1) == b""
         for line in held:
             line.close()
         deadline = time.monotonic() + 5
@@ -103,6 +110,25 @@ def test_the_number_of_connections_is_limited(monkeypatch):
                 break
             except OSError:
                 continue  # the server may not yet have noticed the closed connections
+
+
+def test_a_rank_registers_while_strangers_fill_the_server(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_OTHER_CONNECTIONS", 4)
+    with RendezvousServer(size=2) as server:
+        address = (server.address, server.port)
+        held = [socket.create_connection(address) for _ in range(30)]
+        assert request(server, "PUT", "/mesh/2.a.0.global", b"of 0", server.key) == (200, b"")
+        held += [socket.create_connection(address) for _ in range(30)]
+        assert server.registered() == {0}
+        for line in held:
+            line.close()
+
+
+def test_a_server_of_ranks_with_the_key_stores_nothing_without_it():
+    with RendezvousServer(stores_without_key=False) as server:
+        assert request(server, "PUT", "/global/0", b"a stranger's") == (200, b"")
+        assert request(server, "GET", "/global/0") == (404, b"")
+        assert server.without_key() == set()
 
 
 def test_no_name_is_looked_up(monkeypatch):
@@ -188,18 +214,18 @@ def test_a_rank_may_wait_longer_than_a_request_takes(monkeypatch):
 
 
 def test_strangers_cannot_fill_the_memory(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_LARGEST_STORE", 200)
+    monkeypatch.setattr(rendezvous, "_LARGEST_STORE", 2000)
     with RendezvousServer() as server:
         assert request(server, "PUT", "/a/0", b"x" * 90) == (200, b"")
         assert request(server, "PUT", "/a/0", b"y" * 90) == (200, b"")
         assert request(server, "PUT", "/a/1", b"x" * 90) == (200, b"")
-        assert request(server, "PUT", "/a/2", b"x" * 20)[0] == 507
-        for number in range(60):  # paths take memory, too
+        assert request(server, "PUT", "/a/2", b"x" * 400)[0] == 507
+        for number in range(60):  # each entry takes memory, too
             status = request(server, "PUT", f"/a/{number}", b"")[0]
         assert status == 507
         for number in range(60):
             request(server, "DELETE", f"/a/{number}")
-        assert request(server, "PUT", "/a/1", b"x" * 180) == (200, b"")
+        assert request(server, "PUT", "/a/1", b"x" * 1400) == (200, b"")
 
 
 def test_a_slow_client_does_not_keep_the_server_from_closing():

@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.faults import records, stacks
+from hvdkit.faults.mismatch import mismatch
 from hvdkit.faults.record_folder import PREFIX, request
 from hvdkit.faults.records import Record
 from hvdkit.faults.verdict import describe_call, judge, timeline
@@ -102,7 +103,8 @@ def _explain(found: Mapping[int, Record], states: Mapping[int, str], count: int)
         return
     failed = sorted((r for r in found.values() if r.error), key=lambda record: record.time)
     if failed:
-        yield "\n".join(_failed_line(record) for record in failed)
+        lines = [_failed_line(record) for record in failed]
+        yield "\n".join(filter(None, [mismatch(found), *lines]))
     if len(failed) < len(found):
         size = next(iter(found.values())).size
         yield judge(found, states, size).whole_text

@@ -188,7 +188,7 @@ def _first_line(wait: _Wait, records: Mapping[int, Record]) -> str:
     record = records[wait.waiting[0]]
     seconds = _seconds_waited(wait, records)
     have = "have" if len(wait.waiting) > 1 else "has"
-    ranks = _ranks(wait.waiting)
+    ranks = name_ranks(wait.waiting)
     return f"{ranks} {have} waited {seconds:.0f} s for {describe_call(wait.call, record)}."
 
 
@@ -237,7 +237,7 @@ def _all_entered(states: Mapping[int, str]) -> str:
     stopped = [rank for rank, state in states.items() if state == STOPPED]
     if stopped:
         verb = "is" if len(stopped) == 1 else "are"
-        return f"All ranks have called it. {_ranks(stopped)} {verb} stopped (SIGSTOP)."
+        return f"All ranks have called it. {name_ranks(stopped)} {verb} stopped (SIGSTOP)."
     return "All ranks have called it: the network or a rank does not transfer its data."
 
 
@@ -251,7 +251,7 @@ def _without_wait(records: Mapping[int, Record], states: Mapping[int, str], size
             lines.append(f"Rank {rank} on {record.host} is at {frame}.")
     silent = [rank for rank in range(size) if rank not in records and rank not in states]
     if silent:
-        lines.append(f"{_ranks(silent)} did not report.")
+        lines.append(f"{name_ranks(silent)} did not report.")
     return "\n".join(lines)
 
 
@@ -305,7 +305,8 @@ def _cell(call: Call | None, first: float) -> str:
     return f"+{(call.enqueued - first) * 1000:.0f} ms{waits}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return a text such as `Ranks 0, 2`."""
     shown = ", ".join(str(rank) for rank in ranks[:8])
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"Rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -85,11 +85,13 @@ class Agent:
         os.set_blocking(send_fd, False)
         self._lines = messages.Lines()
         self._unsent = bytearray(messages.GREETING)
-        self._ranks = LocalRanks(keep_rank_variables, terminal)
+        if overrides is None:
+            self._unsent += messages.encode("alive")
+        self._ranks = LocalRanks(keep_rank_variables, terminal, ORPHAN_GRACE)
         self._records_at = 0.0
         self._task: Message = {}
         self._ending: Iterator[None] | None = None
-        self._last_received = time.monotonic()
+        self._last_received = self._stepped_at = time.monotonic()
         self._launcher_lost = False
         self._stays = False
         self._signals, self._wakeup = os.pipe()
@@ -114,13 +116,18 @@ class Agent:
                 self._step()
         finally:
             # Also after an exception, no process of the job may remain.
-            self._ranks.end(ORPHAN_GRACE)
+            self._ranks.end()
         self._flush()
 
     def _step(self) -> None:
         self._select_pipes()
         poll = _RECORDS_SECONDS if self._ending is None else _ENDING_POLL_SECONDS
         ready = self._selector.select(poll)
+        now = time.monotonic()
+        if now > self._stepped_at + messages.PAUSE_SECONDS:
+            # This process was stopped, and maybe the launcher too.
+            self._last_received += now - self._stepped_at
+        self._stepped_at = now
         if any(key.fd == self._receive_fd for key, _ in ready):
             self._receive()
         # Check this before output is shown, because a slow reader may block the output.
@@ -236,6 +243,8 @@ class Agent:
             case "record" if self._ranks.all:
                 self._ranks.records.request()
                 self._send("states", states=self._ranks.states())
+            case "heartbeat" if self._overrides is None:
+                self._send("alive")
             case "outcome":
                 self.outcome = self.outcome or message
                 if not self._ranks.all:

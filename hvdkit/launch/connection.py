@@ -50,6 +50,8 @@ class Connection:
         ended: whether the connection has ended.
         idle: whether the agent has no ranks, and waits for the next start.
         opened_at: when the launcher opened it (`time.monotonic`).
+        silent_since: the time since which the launcher has waited for a message (`time.monotonic`);
+            infinite if the agent does not answer heartbeats.
         peer: the IPv4 address of an agent that opened the connection; None for other agents, and
             over IPv6.
     """
@@ -62,6 +64,7 @@ class Connection:
         self.ended = False
         self.idle = True
         self.opened_at = time.monotonic()
+        self.silent_since = float("inf")
         self._send_fd = send_fd
         self._received = received
         self._events = events
@@ -95,6 +98,10 @@ class Connection:
         """Wait until the agent has ended, and cut the connection after `timeout` seconds."""
         raise NotImplementedError
 
+    def cut(self) -> None:
+        """Cut the connection to an agent that does not answer. A local agent is killed."""
+        raise NotImplementedError
+
     def explain(self) -> str:
         """Return why the agent has ended or does not answer, and what to do."""
         raise NotImplementedError
@@ -119,12 +126,24 @@ class Connection:
             for line in self._received:
                 # An agent that is killed may leave half a line.
                 if self.greeted and line.endswith(b"\n"):
-                    self._put(messages.decode(line))
+                    self._receive(messages.decode(line))
                 self.greeted = self.greeted or line == messages.GREETING
         except OSError as error:  # of a socket whose other host is gone
             self._error = error
         self.ended = True
+        self.silent_since = float("inf")
         self._put({"kind": "lost"})
+
+    def _receive(self, message: Message) -> None:
+        if message["kind"] == "alive":
+            self.silent_since = time.monotonic()
+            return
+        answers = self.silent_since < float("inf")
+        # While the queue is full, the launcher does not wait for the agent.
+        self.silent_since = float("inf")
+        self._put(message)
+        if answers:
+            self.silent_since = time.monotonic()
 
     def _put(self, message: Message) -> None:
         # After `disconnect` nothing reads the queue, but the agent's output must be read fully.
@@ -214,6 +233,9 @@ class ProcessConnection(Connection):
         self.close(timeout=1)
         return ProcessConnection(self.host, self._local, self._ssh, self._python, self._events)
 
+    def cut(self) -> None:
+        self._kill()
+
     def close(self, timeout: float) -> None:
         try:
             self._process.wait(timeout)
@@ -271,10 +293,13 @@ class SocketConnection(Connection):
         # The system ends the connection to a process that has ended in another way.
         return self._error is not None and self._error.errno in _SILENT
 
-    def close(self, timeout: float) -> None:
-        self._reader.join(timeout)
+    def cut(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the reader
+
+    def close(self, timeout: float) -> None:
+        self._reader.join(timeout)
+        self.cut()
         self._reader.join(timeout=1)
         self._received.close()
         self._socket.close()

@@ -92,7 +92,8 @@ def run_with(
     """Start and watch the ranks of `plan`, with the running agents of its hosts."""
     facts = prepare.collect_facts(agents, plan, settings)
     interfaces, address = prepare.choose_network(plan, facts, settings, say)
-    with RendezvousServer(address, size=plan.size) as server:
+    others = not all_send_key(facts)
+    with RendezvousServer(address, size=plan.size, stores_without_key=others) as server:
         launcher_address = (address, server.port)
         preflight.before_start(agents, interfaces, plan, settings, launcher_address, say)
         places = place_variables(plan, address, server.port, server.key)
@@ -131,6 +132,11 @@ def place_variables(
     return variables
 
 
+def all_send_key(facts: Mapping[Host, Message]) -> bool:
+    """Return whether the engine of every host sends the key to the rendezvous."""
+    return all(found["engine"] >= KEY_REVISION for found in facts.values())
+
+
 def registered_ranks(
     server: RendezvousServer,
     size: int,
@@ -143,7 +149,7 @@ def registered_ranks(
     belong to this job. The function warns once of an engine that is slow to start at this size.
     """
     warned = False
-    have_key = all(found["engine"] >= KEY_REVISION for found in facts.values())
+    have_key = all_send_key(facts)
 
     def ranks() -> set[int]:
         nonlocal warned

@@ -14,7 +14,7 @@ from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection
 from hvdkit.launch.failures import Failure, Failures, tail_of
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.messages import LOST_SECONDS, Message, as_bytes
+from hvdkit.launch.messages import LOST_SECONDS, PAUSE_SECONDS, Message, as_bytes
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.stalls import Stalls
@@ -112,6 +112,8 @@ class Job:
         self._saved = False
         self._lost: list[Host] = []
         self._all_registered = False
+        # The last look at deadlines, and the end of the last pause of this process.
+        self._looked_at = self._resumed_at = self._started_at
         # Deadlines; infinite when inactive.
         self._start_deadline = float("inf")
         self._stop_deadline = float("inf")
@@ -199,6 +201,7 @@ class Job:
         now = time.monotonic()
         if not self._all_registered:
             self._check_registered(now)
+        self._check_silence(now)
         if (verdict := self._stalls.check(now, self._statuses)) is not None:
             self._on_stall(verdict)
         if self._output.stdout_closed and self._stopped_by is None:
@@ -216,6 +219,22 @@ class Job:
             unconfirmed = f"{names} did not confirm that its ranks have ended; look with `ps` there"
             self._problem = f"{self._problem}\n{unconfirmed}".lstrip()
             self._finished.update(silent)
+
+    def _check_silence(self, now: float) -> None:
+        """Give up agents that do not answer heartbeats, for example because they are stopped."""
+        if now > self._looked_at + PAUSE_SECONDS:
+            # This process was stopped, and maybe the agents too.
+            self._resumed_at = now
+        self._looked_at = now
+        for connection in self._agents.connections:
+            silent_since = max(connection.silent_since, self._resumed_at)
+            if connection not in self._finished and now > silent_since + self._timeouts.lost:
+                connection.cut()
+                self._finished.add(connection)
+                self._fail(
+                    f"lost {connection.host.name}: its agent has not answered for "
+                    f"{self._timeouts.lost:g} s. Check whether the host or the process is stopped"
+                )
 
     def _ask_for_records(self) -> None:
         for connection in self._agents.connections:
@@ -318,6 +337,7 @@ class Job:
             return self._ended_by(self._stopped_by, code)
         finished = [rank for rank, status in self._statuses.items() if status == 0]
         report = self._failures.report(self._ended_by_launcher, finished)
+        report = "\n".join(filter(None, [report, self._stalls.mismatch()]))
         restartable = self._stopped_by is None
         return Outcome(code, self._with_problem(report), cause, restartable)
 

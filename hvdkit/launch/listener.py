@@ -30,6 +30,8 @@ _TOKEN_BYTES = 100
 _ACCEPT_SECONDS = 0.2
 # The most connections that do not belong to this job and may be open at the same time.
 _STRANGERS = 64
+# Threads of connections that were closed a moment ago count too.
+_THREADS_PER_CONNECTION = 4
 # The seconds in which mpirun and srun should end by themselves after their ranks.
 _END_SECONDS = 10.0
 
@@ -45,6 +47,9 @@ class Listener(Generic[Peer]):
         authenticate: given a connection, talks to the other side and returns its identity; None if
             it is not of this job. Must end within some seconds. An OSError counts as None.
         silence: the seconds without an answer after which the host of an agent is lost.
+
+    If strangers open too many connections, the oldest that is not authenticated is closed. An agent
+    authenticates at once, so it is rarely among these.
     """
 
     def __init__(
@@ -59,8 +64,11 @@ class Listener(Generic[Peer]):
         self._authenticate = authenticate
         self._accepted: queue.Queue[tuple[Peer, socket.socket]] = queue.Queue()
         # Each connection is checked in a thread of its own, so that a connection without data does
-        # not delay agents. The semaphore limits the number of threads.
-        self._slots = threading.BoundedSemaphore(size + _STRANGERS)
+        # not delay agents. These are the connections, oldest first.
+        self._checked: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+        self._most = size + _STRANGERS
+        self._threads = threading.BoundedSemaphore(_THREADS_PER_CONNECTION * self._most)
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
 
@@ -86,9 +94,16 @@ class Listener(Generic[Peer]):
                 connection, _ = self._server.accept()
             except OSError:
                 return  # closed
-            if not self._slots.acquire(blocking=False):
+            if not self._threads.acquire(blocking=False):
                 connection.close()
                 continue
+            with self._lock:
+                if len(self._checked) >= self._most:
+                    oldest = next(iter(self._checked))
+                    del self._checked[oldest]
+                    with suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)
+                self._checked[connection] = None
             threading.Thread(target=self._check, args=(connection,), daemon=True).start()
 
     def _check(self, connection: socket.socket) -> None:
@@ -101,7 +116,11 @@ class Listener(Generic[Peer]):
         except OSError:
             peer = None
         finally:
-            self._slots.release()
+            with self._lock:
+                if connection not in self._checked:
+                    peer = None  # closed meanwhile
+                self._checked.pop(connection, None)
+            self._threads.release()
         if peer is None:
             connection.close()
         else:
@@ -264,6 +283,7 @@ def agents_started_by(
                     # Add it at once: an agent without heartbeats takes the launcher for lost.
                     agents.connections.append(connected[rank])
             agents.connections[:] = [connected[rank] for rank in sorted(connected)]
+            listener.close()
             yield agents
     finally:
         listener.close()

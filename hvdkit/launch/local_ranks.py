@@ -12,6 +12,7 @@ import psutil
 from hvdkit.core.recorder import FOLDER_VARIABLE
 from hvdkit.faults.record_folder import RecordFolder
 from hvdkit.faults.verdict import STOPPED
+from hvdkit.launch.guard import Guard
 from hvdkit.launch.messages import Message
 from hvdkit.launch.spares.pool import Slot, SparePool
 from hvdkit.processes import ProcessGroup, without_rank_variables
@@ -68,18 +69,21 @@ class LocalRanks:
         keep_rank_variables: ranks inherit the rank variables of this process.
         terminal: the descriptors of the user's terminal (input, output, errors), for the rank that
             gets it.
+        grace: the seconds between SIGTERM and SIGKILL when there is no launcher to choose them.
 
     Attributes:
         all: the ranks.
         records: the folder for their records.
     """
 
-    def __init__(self, keep_rank_variables: bool, terminal: Sequence[int]) -> None:
+    def __init__(self, keep_rank_variables: bool, terminal: Sequence[int], grace: float) -> None:
         self.all: list[RankProcess] = []
         self.records = RecordFolder()
         self._keep_rank_variables = keep_rank_variables
         self._terminal = terminal
+        self._grace = grace
         self._group = ProcessGroup()
+        self._guard: Guard | None = None
         self._spares = SparePool()
 
     def start(self, ranks: Sequence[Message], task: Message) -> None:
@@ -99,6 +103,7 @@ class LocalRanks:
             for rank in ranks
         ]
         self._group, started = self._spares.claim(slots)
+        self._guard = Guard(self._group, self._grace, self.records.remove)
         for rank, slot in zip(ranks, slots, strict=True):
             process = started.get(slot.rank) or self._start(slot, rank["terminal"], task)
             self.all.append(RankProcess(slot.rank, process))
@@ -145,12 +150,19 @@ class LocalRanks:
         for rank in self.all:
             rank.close()
         self.all = []
+        self._close_guard()
         self.records.remove()
         self.records = RecordFolder()
 
-    def end(self, grace: float) -> None:
+    def end(self) -> None:
         """End every process of the ranks and every spare, and wait for them."""
         self._spares.end()
-        for _ in self.terminate(grace):
+        for _ in self.terminate(self._grace):
             time.sleep(_POLL_SECONDS)
+        self._close_guard()
         self.records.remove()
+
+    def _close_guard(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None

@@ -30,6 +30,8 @@ From the agent:
     saved      {}                            a checkpointer has saved a step
     states     {states: {rank: state}}       the states of the ranks' processes: "stopped", or ""
     signal     {number}                      a user on the agent's host asks the job to stop
+    alive      {}                            the first message, and the answer to `heartbeat`. Not
+                                             from agents of `--nodes`, whose terminal may be stopped
     failed     {reason}                      the agent cannot continue
     done       {stays}                       no process of the job is left on this host; and
                                              whether the agent waits for the next `task`
@@ -56,8 +58,11 @@ TERMINAL_VARIABLE = "HVDKIT_TERMINAL"
 
 #: Seconds between two heartbeats.
 HEARTBEAT_SECONDS = 5.0
-#: Seconds without a message after which an agent takes the launcher for lost, by default.
+#: Seconds without a message after which an agent decides that the launcher is lost, and the other
+#: way around.
 LOST_SECONDS = 60.0
+#: A process that has not looked for messages for so many seconds was stopped itself.
+PAUSE_SECONDS = 5.0
 
 
 def encode(kind: str, **fields: Any) -> bytes:

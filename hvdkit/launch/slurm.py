@@ -236,7 +236,10 @@ class Slurm:
                 return Job(
                     self.plan, started.agents, output, timeouts, lambda: every_rank, say
                 ).run()
-            with RendezvousServer(started.address, size=self.plan.size) as server:
+            others = not gloo.all_send_key(started.facts)
+            with RendezvousServer(
+                started.address, size=self.plan.size, stores_without_key=others
+            ) as server:
                 places = gloo.place_variables(self.plan, started.address, server.port, server.key)
                 started.start_ranks(self.plan, settings, places)
                 ready = gloo.registered_ranks(server, self.plan.size, started.facts, say)

@@ -17,8 +17,9 @@ from pathlib import Path
 from hvdkit.errors import HvdkitError
 from hvdkit.faults import records
 from hvdkit.faults.command import FOLDER, STATES
+from hvdkit.faults.mismatch import mismatch
 from hvdkit.faults.records import Record
-from hvdkit.faults.verdict import ENDED, Verdict, judge
+from hvdkit.faults.verdict import ENDED, STOPPED, Verdict, judge
 
 #: Seconds to wait for the records of all ranks.
 _ANSWER_SECONDS = 5.0
@@ -29,6 +30,7 @@ _PAUSE_SECONDS = 10.0
 #: Seconds after the limit of a stall in which the engine ends the job by itself. It cannot if the
 #: engine of a rank does not run, for example because the process is stopped.
 _ENGINE_SECONDS = 15.0
+_MARGIN_SECONDS = 1.0
 #: The file with the last verdict.
 VERDICT = "verdict.txt"
 
@@ -81,6 +83,10 @@ class Stalls:
             else:
                 self._states.pop(rank, None)
 
+    def mismatch(self) -> str:
+        """Return which ranks differ in the collective that failed; "" if that is not the cause."""
+        return mismatch(self._records) or ""
+
     def check(self, now: float, ended: Collection[int]) -> Verdict | None:
         """Return a verdict when the ranks have answered, or when their time is over."""
         if now > self._confirm_at or now > self._expires_at:
@@ -112,7 +118,9 @@ class Stalls:
         if verdict.limit:
             left = verdict.limit - verdict.waited
             verdict = replace(verdict, expired=left <= 0)
-            self._expires_at = now + max(left, 0) + _ENGINE_SECONDS
+            # If a rank is stopped, the engines do not end the job.
+            margin = _MARGIN_SECONDS if STOPPED in states.values() else _ENGINE_SECONDS
+            self._expires_at = now + max(left, 0) + margin
         self._unconfirmed, self._judged_at = None, now
         self._keep(STATES, json.dumps(states))
         self._keep(VERDICT, f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{verdict.whole_text}\n")

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import os
+import random
 import signal
 import socket
 import threading
@@ -69,6 +70,16 @@ def test_every_request_may_fail_once(on_s3, s3_proxy, monkeypatch, fault):
     assert [info.step for info in store.steps()] == [2, 3]
     assert leftovers(on_s3) == []
     assert len(seen) > 20
+
+
+def test_a_retry_does_not_change_the_random_numbers_of_the_script(on_s3, s3_proxy, monkeypatch):
+    monkeypatch.setattr(bucket, "FIRST_PAUSE_SECONDS", 0.01)
+    save(on_s3, 1)
+    s3_proxy.act = lambda number, method, path: "500" if number in (1, 3, 4) else None
+    before = random.getstate()
+    write(through(s3_proxy, on_s3), 2)
+    assert len(s3_proxy.seen) > 4
+    assert random.getstate() == before
 
 
 class Outage:

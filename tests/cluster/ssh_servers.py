@@ -103,6 +103,7 @@ def ssh_servers(
                 subprocess.Popen(
                     host.command(["sh", "-c", script, str(own / "sshd_config")]),
                     stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
                     stderr=(own / "log").open("wb"),
                     start_new_session=True,
                 )

@@ -189,7 +189,10 @@ def test_a_lost_node_that_is_needed_ends_the_job(start):
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_node_that_is_killed_ends_the_job(start, cluster, node):
-    command = python("print('up', flush=True); time.sleep(60)")
+    command = python(
+        "subprocess.Popen(['sleep', '60'], start_new_session=True);"
+        "print('up', flush=True); time.sleep(60)"
+    )
     jobs = [start(0, *command), start(1, *command)]
     wait_for(jobs[1], "[1] up")
     wait_for(jobs[0], "[0] up")

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -133,11 +134,35 @@ def test_ranks_end_with_their_child_processes(agent, how):
     agent.process.wait(timeout=10)
 
 
-def test_the_kernel_ends_the_ranks_of_an_agent_that_is_killed(agent):
-    agent.start("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
-    pid = int(agent.line())
+def test_nothing_is_left_of_an_agent_that_is_killed(agent):
+    """The kernel ends its ranks. Its guard ends their child processes and removes its folder."""
+    agent.start(WITH_CHILD.replace("os.getpid()", "os.environ['HVDKIT_RECORD_DIR'], os.getpid()"))
+    folder, *pids = agent.line().split()
+    assert Path(folder).exists()
     agent.process.kill()
-    wait_until_gone(pid)
+    wait_until_gone(*map(int, pids))
+    deadline = time.monotonic() + 20
+    while Path(folder).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_stopped_rank_ends_without_waiting_for_the_grace(agent):
+    agent.start("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    os.kill(int(agent.line()), signal.SIGSTOP)
+    agent.send("end", grace=300)
+    assert agent.receive("ended")["status"] == -signal.SIGTERM
+
+
+def test_an_agent_that_has_ended_has_no_guard(agent):
+    agent.start("import time; print('up', flush=True); time.sleep(0.2)")
+    agent.line()
+    (guard,) = (
+        c for c in psutil.Process(agent.process.pid).children() if "time" not in c.cmdline()[-1]
+    )
+    agent.receive("done")
+    agent.process.wait(timeout=10)
+    wait_until_gone(guard.pid)
 
 
 def test_an_agent_whose_output_is_not_read_still_notices_the_end_of_its_input(agent):

@@ -47,6 +47,13 @@ def test_a_silent_connection_does_not_delay_others(listener):
         assert time.monotonic() - started < 4
 
 
+def test_an_agent_is_accepted_while_strangers_hold_many_connections(listener):
+    with contextlib.ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(socket.create_connection(listener.address, timeout=5))
+        assert connect(listener, f"{token(listener)} 1\n".encode()) == 1
+
+
 def test_a_rank_out_of_range(listener):
     assert connect(listener, f"{token(listener)} 2\n".encode()) is None
 

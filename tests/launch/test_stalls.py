@@ -70,6 +70,20 @@ def test_silent_ranks_have_some_seconds(tmp_path):
     assert json.loads((tmp_path / "records" / "states.json").read_text()) == {"1": "stopped"}
 
 
+def test_a_stopped_rank_ends_the_job_at_the_limit():
+    """The engines do not: that of the stopped rank does not run."""
+    job, asked = stalls()
+    job.add(record(0, "x", "stall"), 100.0)
+    job.set_states({1: "stopped"})
+    verdict = job.check(105.5, ())
+    # Rank 0 has waited 60 s of its limit of 90 s.
+    assert (verdict.limit, verdict.expired) == (90, False)
+    assert job.check(136.0, ()) is None
+    assert len(asked) == 1
+    job.check(137.0, ())
+    assert len(asked) == 2
+
+
 def test_a_text_that_is_no_record_is_ignored():
     job, asked = stalls()
     job.add("{", 100.0)

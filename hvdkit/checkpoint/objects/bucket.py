@@ -57,6 +57,9 @@ _LASTING = (
     AttributeError,
 )
 
+# Not the functions of the module `random`: a retry would change the random numbers of the training.
+_jitter = random.Random()
+
 #: Attempts of the check for exclusive creation, because another process may disturb one.
 _PROBES = 3
 
@@ -391,7 +394,7 @@ class Bucket:
                     ) from error
                 _log.warning("retrying to %s %s/%s: %s", action, self.url, name, self._text(error))
             # A random pause, so that not all clients retry at once.
-            time.sleep(pause * random.uniform(0.5, 1.5))
+            time.sleep(pause * _jitter.uniform(0.5, 1.5))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         raise AssertionError("unreachable")
 

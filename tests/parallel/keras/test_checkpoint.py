@@ -3,7 +3,6 @@
 import functools
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import numpy as np
 import pytest
 
 from tests.parallel.keras.job import common_folder, distributed, of_every_rank, same_everywhere
-from tests.parallel.rank_pool import REPOSITORY
-from tests.parallel.torch.test_digits import run_plain
 
 SAMPLES = 50
 BATCH = 4
@@ -428,22 +425,3 @@ def test_local_layers_are_restored_on_their_rank(hvd):
 
 def gathered(content):
     return of_every_rank([each.hex() for each in content])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("framework", "wire", "ranks", "kills"),
-    [
-        ("keras", "fp16", 4, 25),
-        ("keras-torch", "fp32", 2, 25),
-    ],
-)
-def test_a_job_killed_at_random_moments_is_bit_identical(framework, wire, ranks, kills):
-    done = run_plain(
-        *(sys.executable, str(REPOSITORY / "scripts" / "chaos_checkpoint")),
-        *("--framework", framework, "--wire", wire, "--ranks", str(ranks)),
-        *("--kills", str(kills)),
-        timeout=120 + 60 * kills,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"the same bytes after {kills} kills as without any" in done.stdout

@@ -1,18 +1,21 @@
-"""The training of chaos_checkpoint's ranks, with Keras's `fit`.
+"""The training of a job under faults, with Keras's `fit`.
 
-Each rank writes to OUT its pid, a line for each batch (batch, number of steps, mean loss in the
-epoch), and at the end its weights and optimizer state. The training has all state that a resume
+Each rank writes to `out` a line for each batch (process id, batch, number of steps, mean loss in
+the epoch), and at the end its weights and optimizer state. The training has all state that a resume
 could lose: dropout, statistics of each rank, random numbers, metrics, a schedule, several buckets,
 and a learning rate that a callback lowers. The magnitude of gradients changes so much that the
 scales of a 16-bit wire format change, too.
 """
 
-import argparse
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
+from announce import append, args
+
+# isort: split
 import keras
 import numpy as np
 
@@ -23,43 +26,45 @@ BATCH = 4
 
 
 class Record(keras.callbacks.Callback):
-    """Write a line for each batch, and stop the training after `steps` steps."""
+    """Record losses, and stop after `steps` steps."""
 
-    def __init__(self, out: Path, steps: int) -> None:
+    def __init__(self, out: Path, steps: int, pace: float) -> None:
         super().__init__()
-        self._resumed = (out / f"resumed.{hvd.rank()}").open("a", buffering=1)
-        self._losses = (out / f"losses.{hvd.rank()}").open("a", buffering=1)
+        self._resumed = out / f"resumed.{hvd.rank()}"
+        self._losses = out / f"losses.{hvd.rank()}"
         self._steps = steps
+        self._pace = pace
         self._batches = 0
         self._began = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that the checkpoint saves."""
+        """Return the state for the checkpoint."""
         return {"batches": self._batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
+        """Restore the state of the checkpoint."""
         self._batches = state["batches"]
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        # The checkpoint is restored before the first batch.
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        # Only now has everything been restored.
         if not self._began:
-            self._resumed.write(f"{self._batches}\n")
+            append(self._resumed, os.getpid(), self._batches)
             self._began = True
+        time.sleep(self._pace)
         random.random(), np.random.rand()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._batches += 1
         step = int(self.model.optimizer.iterations)
         noise = random.random() + float(np.random.rand())
         number = float(logs["loss"]) + noise + float(logs["accuracy"])
-        self._losses.write(f"{self._batches} {step} {number.hex()}\n")
+        append(self._losses, os.getpid(), self._batches, step, number.hex())
         if step >= self._steps:
             self.model.stop_training = True
 
 
 def batches_of(x: Any, y: Any, weight: Any, sampler: Any) -> Any:
-    """Return the batches for `fit`: a `tf.data.Dataset` or a `DataLoader`, as the backend needs."""
+    """Return the data for `fit` on Keras's backend."""
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
@@ -75,21 +80,13 @@ def batches_of(x: Any, y: Any, weight: Any, sampler: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--checkpoints")
-    parser.add_argument("--wire", default="fp32")
-    parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=100)
-    args = parser.parse_args()
     hvd.init()
     rank = hvd.rank()
-    (args.out / f"pid.{rank}").write_text(str(os.getpid()))
     keras.utils.set_random_seed(rank)
 
     fixed = np.random.default_rng(1)
     x = fixed.normal(size=(SAMPLES, 32)).astype(np.float32)
-    y = fixed.integers(10, size=SAMPLES)
+    y = (x @ fixed.normal(size=(32, 10))).argmax(1)
     weight = (2.0 ** (3 * (np.arange(SAMPLES) % 7) - 9)).astype(np.float32)
     sampler = hvd.ResumableSampler(SAMPLES, BATCH, seed=7)
     data = batches_of(x, y, weight, sampler)
@@ -104,7 +101,7 @@ def main() -> None:
     model.compile(
         hvd.DistributedOptimizer(
             optimizer,
-            compression={"fp32": "none"}.get(args.wire, args.wire),
+            compression=args.wire,
             accumulation_steps=args.accumulation,
             bucket_bytes=10_000,
         ),
@@ -114,7 +111,7 @@ def main() -> None:
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
         keras.callbacks.ReduceLROnPlateau("loss", factor=0.7, patience=1, min_delta=1.0),
-        Record(args.out, args.steps),
+        Record(args.out, args.steps, args.pace),
     ]
     if args.checkpoints:
         callbacks.append(
@@ -125,6 +122,8 @@ def main() -> None:
     model.fit(data, epochs=10_000, shuffle=False, verbose=0, callbacks=callbacks)
     variables = [*model.weights, *optimizer.variables]
     content = b"".join(keras.ops.convert_to_numpy(each).tobytes() for each in variables)
+    accuracy = float((model.predict(x, verbose=0).argmax(1) == y).mean())
+    (args.out / f"accuracy.{rank}").write_text(str(accuracy))
     (args.out / f"final.{rank}").write_bytes(content)
     hvd.shutdown()
 

@@ -1,18 +1,20 @@
-"""The training of chaos_checkpoint's ranks, with PyTorch.
+"""The training of a job under faults, with PyTorch.
 
-Each rank writes to OUT its pid, a line for each pass (pass, number of steps, loss), and at the end
-its weights and optimizer state. The training has all state that a resume could lose: dropout,
-random numbers of every kind, a schedule and several buckets. The magnitude of gradients changes so
-much that the scales of a 16-bit wire format change, too.
+Each rank writes to `out` a line for each pass (process id, pass, number of steps, loss), and at the
+end the bytes of its weights and optimizer state. The training has all state that a resume could
+lose: dropout, random numbers of each kind, a schedule, and several buckets. The magnitude of
+gradients changes so much that the scales of a 16-bit wire format change, too.
 """
 
-import argparse
 import os
 import random
+import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
+from announce import append, args
+
+# isort: split
 import numpy as np
 import torch
 from torch import nn
@@ -26,16 +28,8 @@ BATCH = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--checkpoints")
-    parser.add_argument("--wire", default="fp32")
-    parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=100)
-    args = parser.parse_args()
     hvd.init()
     rank = hvd.rank()
-    (args.out / f"pid.{rank}").write_text(str(os.getpid()))
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     np.random.seed(rank)
@@ -43,9 +37,9 @@ def main() -> None:
     noise = torch.Generator().manual_seed(100 + rank)
 
     fixed = torch.Generator().manual_seed(1)
-    data = TensorDataset(
-        torch.randn(SAMPLES, 32, generator=fixed), torch.randint(10, (SAMPLES,), generator=fixed)
-    )
+    x, teacher = torch.randn(SAMPLES, 32, generator=fixed), torch.randn(32, 10, generator=fixed)
+    y = (x @ teacher).argmax(1)
+    data = TensorDataset(x, y)
     sampler = hvd.ResumableSampler(data, BATCH, seed=7)
     loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
     model = nn.Sequential(
@@ -56,7 +50,7 @@ def main() -> None:
     optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=1e-3),
         model.named_parameters(),
-        compression={"fp32": "none"}.get(args.wire, args.wire),
+        compression=args.wire,
         accumulation_steps=args.accumulation,
         bucket_bytes=10_000,
     )
@@ -75,20 +69,22 @@ def main() -> None:
             generators={"noise": noise},
             every_steps=2,
         )
-    with checkpointer, (args.out / f"losses.{rank}").open("a", buffering=1) as losses:
+    with checkpointer:
         restored = checkpointer.restore() if args.checkpoints else None
         step = restored.step if restored else 0
-        with (args.out / f"resumed.{rank}").open("a") as resumed:
-            resumed.write(f"{step}\n")
+        append(args.out / f"resumed.{rank}", os.getpid(), step)
         while step < args.steps:
-            for x, y in sampler.batches(loader):
+            for inputs, labels in sampler.batches(loader):
+                time.sleep(args.pace)
                 counts["passes"] += 1
-                x = x + 0.1 * torch.randn(x.shape, generator=noise)
-                x = x * (1 + 0.1 * random.random()) + 0.1 * float(np.random.rand())
-                loss = functional.cross_entropy(model(x), y) * 2.0 ** (3 * (step % 7) - 9)
+                inputs = inputs + 0.1 * torch.randn(inputs.shape, generator=noise)
+                inputs = inputs * (1 + 0.1 * random.random()) + 0.1 * float(np.random.rand())
+                loss = functional.cross_entropy(model(inputs), labels)
+                loss = loss * 2.0 ** (3 * (step % 7) - 9)
                 loss.backward()
                 optimizer.step()
-                losses.write(f"{counts['passes']} {step} {loss.item().hex()}\n")
+                losses = args.out / f"losses.{rank}"
+                append(losses, os.getpid(), counts["passes"], step, loss.item().hex())
                 if optimizer.stepped:
                     step += 1
                     schedule.step()
@@ -103,6 +99,9 @@ def main() -> None:
     for state in optimizer.state_dict()["state"].values():
         tensors += [state[name] for name in sorted(state)]
     content = b"".join(tensor.numpy().tobytes() for tensor in tensors)
+    model.eval()
+    accuracy = (model(x).argmax(1) == y).float().mean().item()
+    (args.out / f"accuracy.{rank}").write_text(str(accuracy))
     (args.out / f"final.{rank}").write_bytes(content)
     hvd.shutdown()
 

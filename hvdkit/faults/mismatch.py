@@ -1,0 +1,45 @@
+"""Say which ranks have called a collective with another tensor or operation than the others.
+
+The engine's error has the two sizes or types, but not their ranks. The records of all ranks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hvdkit.faults.records import Call, Record
+from hvdkit.faults.verdict import describe_call, name_ranks
+
+_MISMATCHED = "Mismatched"
+
+
+def mismatch(records: Mapping[int, Record]) -> str | None:
+    """Return which ranks differ in the collective that failed.
+
+    Args:
+        records: the records, by rank.
+
+    Returns:
+        A sentence; None if no collective failed because of a mismatch, or if operation, type and
+        size are equal.
+    """
+    failed = [record for record in records.values() if _MISMATCHED in record.error]
+    if not failed:
+        return None
+    groups: dict[tuple[str, str, int], list[int]] = {}
+    calls: dict[int, Call] = {}
+    for rank, record in sorted(records.items()):
+        own = [c for c in (*record.done, *record.open) if c.name == failed[0].failed]
+        if own:
+            calls[rank] = max(own, key=lambda call: call.enqueued)
+            kind = calls[rank].operation, calls[rank].dtype, calls[rank].bytes
+            groups.setdefault(kind, []).append(rank)
+    if len(groups) < 2:
+        return None
+    parts = []
+    for (operation, dtype, size), ranks in sorted(groups.items(), key=lambda item: len(item[1])):
+        on = f" on {records[ranks[0]].host}" if len(ranks) == 1 else ""
+        parts.append(f"{name_ranks(ranks).lower()}{on}: {operation} of {size:,} bytes of {dtype}")
+    rank, call = next(iter(calls.items()))
+    label = describe_call(call, records[rank]).partition(",")[0]
+    return f"Ranks differ in {label}: {'; '.join(parts)}."

@@ -1,0 +1,379 @@
+"""Faults of one rank in a job of four, and what the launcher must say about each.
+
+python -m tests.faults.seeded            # runs all, and prints a table
+python -m tests.faults.seeded "sleeps"   # runs those whose names contain the text
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_RANKS = 4
+_SECONDS = 420.0
+_PARALLEL = 2
+
+SCRIPT = """\
+import os, signal, socket, subprocess, sys, threading, time
+me = int(next(os.environ[n] for n in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK") if n in os.environ))
+at_fault = me == {rank}
+if at_fault:
+    {before_init}
+import torch
+import hvdkit.torch as hvd
+
+hvd.init()
+torch.set_num_threads(1)
+torch.manual_seed(0)
+hidden, steps, own, options = 64, 14, True, dict(bucket_bytes=20_000, check_interval=1)
+if at_fault:
+    {build}
+layers = [torch.nn.Linear(64, hidden), torch.nn.Linear(hidden, 64), torch.nn.Linear(64, 64)]
+model = torch.nn.Sequential(*layers)
+optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+{options}
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+
+
+def fault():
+    {fault}
+
+
+for step in range(steps):
+    optimizer.zero_grad()
+    x = torch.rand(8, 64)
+    if at_fault and step == 10:
+        fault()
+    loss = model(x).square().mean()
+    if own:
+        hvd.allreduce(loss.detach(), name="loss")
+    {instead_of_backward}loss.backward()
+    {instead_of_step}optimizer.step()
+    time.sleep(0.05)
+print("trained", flush=True)
+"""
+
+#: What the launcher says about a rank that does not call a collective.
+_STALL = r"Rank {rank} on \S+ has not called it: it is at "
+_IN_FAULT = _STALL + r"\S*train\.py:\d+ in (fault|<lambda>|hook|__getitem__): "
+_FAILED = r"rank {rank} on \S+ failed: "
+_EXIT_1 = _FAILED + r"exit status 1(.|\n)*"
+_ENDED = r"rank {rank} on \S+ had ended without an error|Rank {rank}\b.*the process has ended"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault of one rank.
+
+    Attributes:
+        name: what it is.
+        says: a pattern for what the launcher says, with `{{rank}}`.
+        fault: code in step 10.
+        before_init: code before `hvd.init()`.
+        build: code before the model is made.
+        options: code on all ranks before the optimizer is wrapped.
+        instead_of_backward: code before `loss.backward()`, such as a condition.
+        instead_of_step: code before `optimizer.step()`.
+        arguments: of `hvdkit run`.
+        parameter: the parameter that must be named.
+    """
+
+    name: str
+    says: str
+    fault: str = "pass"
+    before_init: str = "pass"
+    build: str = "pass"
+    options: str = ""
+    instead_of_backward: str = ""
+    instead_of_step: str = ""
+    arguments: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def script(self, rank: int) -> str:
+        """Return the training script in which `rank` has the fault."""
+
+        def block(code: str, indent: str) -> str:
+            return textwrap.indent(code, indent).strip()
+
+        return SCRIPT.format(
+            rank=rank,
+            before_init=block(self.before_init, "    "),
+            build=block(self.build, "    "),
+            options=self.options,
+            fault=block(self.fault, "    "),
+            instead_of_backward=self.instead_of_backward,
+            instead_of_step=self.instead_of_step,
+        )
+
+
+def _mpi(case: Case) -> Case:
+    return Case(
+        f"{case.name} (MPI)", case.says, case.fault, case.before_init, case.build,
+        arguments=("--launcher", "mpi"),
+    )  # fmt: skip
+
+
+_SLEEPS = Case("sleeps in its data", _IN_FAULT, "time.sleep(100)")
+_STOPPED = Case(
+    "SIGSTOP", r"Rank {rank}\b.*the process is stopped", "os.kill(os.getpid(), signal.SIGSTOP)"
+)
+_KILLED = Case("SIGKILL", _FAILED + r"killed by signal 9", "os.kill(os.getpid(), signal.SIGKILL)")
+_RAISES = Case("raises an exception", _EXIT_1 + "no data", "raise ValueError('no data')")
+_ENDS = Case("ends early with status 0", _ENDED, "sys.exit(0)")
+_ALONE = Case(
+    "calls a collective alone",
+    r"Rank {rank} (on \S+ )?.*'only on one rank'(.|\n)*a deadlock",
+    "hvd.allreduce(torch.ones(3), name='only on one rank')",
+)
+_BIT = "on rank {rank} \\(host \\S+\\) differs in 1 of [\\d,]+ elements"
+
+CASES: list[Case] = [
+    _SLEEPS,
+    Case("loops", _IN_FAULT, "while True: pass"),
+    Case(
+        "loops in C with the GIL held",
+        _IN_FAULT,
+        "import re; re.match('(a+)+$', 'a' * 60 + 'b')",
+    ),
+    Case(
+        "waits for a lock that it holds",
+        _IN_FAULT,
+        "lock = threading.Lock(); lock.acquire(); lock.acquire()",
+    ),
+    Case("waits for an event", _IN_FAULT, "threading.Event().wait(100)"),
+    Case("reads from a socket", _IN_FAULT, "first, second = socket.socketpair(); first.recv(1)"),
+    Case("waits for a program", _IN_FAULT, "subprocess.run(['sleep', '100'])"),
+    Case("waits for a queue", _IN_FAULT, "import queue; queue.Queue().get()"),
+    Case("opens a pipe without a writer", _IN_FAULT, "os.mkfifo('pipe'); open('pipe')"),
+    Case(
+        "waits for a file lock",
+        _IN_FAULT,
+        "import fcntl\nfirst, second = open('lock', 'w'), open('lock', 'w')\n"
+        "fcntl.flock(first, fcntl.LOCK_EX); fcntl.flock(second, fcntl.LOCK_EX)",
+    ),
+    Case(
+        "waits for a worker of a slow DataLoader",
+        _IN_FAULT,
+        "class Slow(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 1\n"
+        "    def __getitem__(self, i): time.sleep(100)\n"
+        "next(iter(torch.utils.data.DataLoader(Slow(), num_workers=1)))",
+    ),
+    Case(
+        "sleeps in a hook of the backward pass",
+        _IN_FAULT,
+        "model[1].weight.register_hook(lambda gradient: time.sleep(100))",
+    ),
+    Case(
+        "waits for a thread that never ends",
+        _IN_FAULT,
+        "thread = threading.Thread(target=time.sleep, args=(100,), daemon=True)\n"
+        "thread.start(); thread.join()",
+    ),
+    _STOPPED,
+    _KILLED,
+    _RAISES,
+    _ENDS,
+    _ALONE,
+    Case("ends early with os._exit(0)", _ENDED, "os._exit(0)"),
+    Case("ends early with status 3", _FAILED + r"exit status 3", "os._exit(3)"),
+    Case("SIGSEGV", _FAILED + r"killed by signal 11", "os.kill(os.getpid(), signal.SIGSEGV)"),
+    Case("aborts", _FAILED + r"killed by signal 6", "os.abort()"),
+    Case("SIGTERM", _FAILED + r"killed by signal 15", "os.kill(os.getpid(), signal.SIGTERM)"),
+    Case("allocates too much", _EXIT_1 + "memory", "torch.empty(1 << 50)"),
+    Case("recurses without end", _EXIT_1 + "RecursionError", "fault()"),
+    Case(
+        "has a limit of memory",
+        _FAILED,
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))\n"
+        "x = bytearray(1 << 30)",
+    ),
+    Case("reads a missing file", _EXIT_1 + "FileNotFoundError", "open('missing')"),
+    Case(
+        "raises in a hook of the backward pass",
+        _EXIT_1 + "in the hook",
+        "def hook(gradient): raise ValueError('in the hook')\nmodel[1].weight.register_hook(hook)",
+    ),
+    Case(
+        "raises in a worker of a DataLoader",
+        _EXIT_1 + "a broken sample",
+        "class Broken(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 1\n"
+        "    def __getitem__(self, i): raise ValueError('a broken sample')\n"
+        "next(iter(torch.utils.data.DataLoader(Broken(), num_workers=1)))",
+    ),
+    Case(
+        "flips a bit of a weight",
+        rf"after step 1\d: '1\.weight' {_BIT}",
+        "model[1].weight.data.view(torch.int32)[0, 0] ^= 1 << 30",
+    ),
+    Case(
+        "flips a bit of a bias",
+        rf"after step 1\d: '2\.bias' {_BIT}",
+        "model[2].bias.data.view(torch.int32)[3] ^= 1 << 28",
+    ),
+    Case(
+        "flips a bit of the optimizer state",
+        r"after step 1\d: .*momentum_buffer.* on rank {rank} ",
+        "state = optimizer.state[model[0].weight]['momentum_buffer']\n"
+        "state.view(torch.int32)[1, 1] ^= 1 << 29",
+    ),
+    Case(
+        "changes its learning rate",
+        r"rank {rank}: lr of parameter group 0 is 0\.5",
+        "optimizer.param_groups[0]['lr'] = 0.5",
+    ),
+    Case(
+        "changes its momentum",
+        r"rank {rank}: momentum of parameter group 0 is 0\.5",
+        "optimizer.param_groups[0]['momentum'] = 0.5",
+    ),
+    Case(
+        "has NaN in its data",
+        r"rank {rank}: .*'2\.bias'",
+        "global model; model.register_forward_hook(lambda m, i, o: o * float('nan'))",
+        options="options['on_nonfinite'] = 'raise'",
+    ),
+    Case(
+        "has infinite gradients of one parameter",
+        r"rank {rank}: '0\.weight'",
+        "model[0].weight.register_hook(lambda gradient: gradient * float('inf'))",
+        options="options['on_nonfinite'] = 'raise'",
+    ),
+    Case(
+        "skips a backward pass and its step",
+        r"Rank {rank} .*'loss'(.|\n)*a deadlock",
+        instead_of_backward="if not (at_fault and step == 10): ",
+        instead_of_step="if not (at_fault and step == 10): ",
+    ),
+    Case(
+        "skips a step",
+        r"ranks are not in the same step.*rank {rank}: step 1\d",
+        instead_of_step="if not (at_fault and step == 10): ",
+    ),
+    Case("has fewer batches", _ENDED, "global steps; sys.exit(0) if step == 10 else None"),
+    Case(
+        "sends another shape",
+        r"Ranks differ in the allreduce 'loss': rank {rank} on \S+: allreduce of 12 bytes",
+        "hvd.allreduce(torch.ones(3), name='loss')",
+    ),
+    Case(
+        "sends another dtype",
+        r"Ranks differ in the allreduce 'loss': rank {rank} on \S+: allreduce of \d bytes of int64",
+        "hvd.allreduce(torch.tensor(1), name='loss')",
+    ),
+    Case(
+        "calls another operation",
+        r"Rank {rank} .*the allgather 'loss'",
+        "hvd.allgather(torch.ones(1), name='loss')",
+    ),
+    Case(
+        "sleeps before init",
+        r"rank {rank} on \S+ did not register within 15 s",
+        before_init="time.sleep(100)",
+        arguments=("--start-timeout", "15"),
+    ),
+    Case(
+        "ends before init",
+        r"rank {rank} on \S+ ended without registering within 15 s",
+        before_init="sys.exit(0)",
+        arguments=("--start-timeout", "15"),
+    ),
+    Case("raises before init", _EXIT_1 + "no module", before_init="raise ImportError('no module')"),
+    Case("dies before init", _FAILED + r"killed by signal 6", before_init="os.abort()"),
+    Case("has a larger layer", r"rank {rank}\b.*0\.weight|0\.weight.*rank {rank}\b",
+         build="hidden = 65"),
+    Case("has another option", r"rank {rank}\b.*bucket|bucket.*rank {rank}\b",
+         build="options['bucket_bytes'] = 10_000"),
+    Case("has another wire format", r"rank {rank}\b.*fp16|fp16.*rank {rank}\b",
+         build="options['compression'] = 'fp16'"),
+    Case(
+        "is slow in each step",
+        r"rank {rank} on host \S+ is slow",
+        "model.register_forward_pre_hook(lambda *_: time.sleep(0.3))",
+        # A collective of the script in each step would hide which rank is slow.
+        options="options['check_interval'] = 4; steps, own = 30, False",
+    ),
+    *map(_mpi, [_SLEEPS, _STOPPED, _KILLED, _RAISES, _ENDS, _ALONE]),
+]  # fmt: skip
+
+_ENV = {
+    "HVDKIT_STALL_TIMEOUT": "5",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "12",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The launcher's output about a case.
+
+    Attributes:
+        case: the case.
+        rank: the rank at fault.
+        named: whether the launcher named it as expected.
+        status: the exit status of the job.
+        text: the launcher's output.
+    """
+
+    case: Case
+    rank: int
+    named: bool
+    status: int
+    text: str
+
+
+def run(case: Case, rank: int) -> Outcome:
+    """Run a job in which `rank` has the fault."""
+    with tempfile.TemporaryDirectory(prefix="hvdkit-seeded-") as name:
+        script = Path(name) / "train.py"
+        script.write_text(case.script(rank))
+        command = [sys.executable, "-m", "hvdkit", "run", "-np", str(_RANKS), *case.arguments]
+        done = subprocess.run(
+            [*command, "--output-dir", f"{name}/runs", sys.executable, str(script)],
+            env=dict(os.environ) | _ENV | {"TMPDIR": name} | case.env,
+            cwd=name,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    text = done.stderr + done.stdout
+    pattern = case.says.replace("{rank}", str(rank))
+    return Outcome(case, rank, bool(re.search(pattern, text)), done.returncode, text)
+
+
+def run_all(cases: Sequence[Case]) -> list[Outcome]:
+    """Run the cases, some at a time. Their ranks at fault take turns."""
+    with ThreadPoolExecutor(_PARALLEL) as pool:
+        ranks = [number % _RANKS for number in range(len(cases))]
+        return list(pool.map(run, cases, ranks))
+
+
+def main() -> int:
+    """Print a table of the cases."""
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    cases = [case for case in CASES if wanted in case.name]
+    count = 0
+    with ThreadPoolExecutor(_PARALLEL) as pool:
+        for outcome in pool.map(lambda c: run(c, CASES.index(c) % _RANKS), cases):
+            count += outcome.named
+            mark = "named" if outcome.named else "NOT NAMED"
+            print(f"| {outcome.case.name} | {outcome.rank} | {mark} | {outcome.status} |")
+            if not outcome.named or wanted:
+                print(textwrap.indent(outcome.text[-3000:], "      "))
+            sys.stdout.flush()
+    print(f"named in {count} of {len(cases)}")
+    return int(count < len(cases))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""The ranks that differ are named."""
+
+from hvdkit.faults.mismatch import mismatch
+from hvdkit.faults.records import Call, Record
+
+
+def record(rank, size, dtype="float32", error="failed: Mismatched ALLREDUCE tensor shapes: One …"):
+    calls = [
+        Call("allreduce.loss", n, "allreduce", 0, kind, length, float(n), n + 0.5)
+        for n, kind, length in ((1, "float32", 4), (2, "float32", 4), (3, dtype, size))
+    ]  # fmt: skip
+    return Record(rank, 3, f"host{rank}", 1, "error", 9.0, error=error, failed="allreduce.loss",
+                  calls={"allreduce.loss": 3}, done=calls)  # fmt: skip
+
+
+def test_the_rank_with_another_size():
+    records = {0: record(0, 4), 1: record(1, 12), 2: record(2, 4)}
+    assert mismatch(records) == (
+        "Ranks differ in the allreduce 'loss': rank 1 on host1: allreduce of 12 bytes of float32; "
+        "ranks 0, 2: allreduce of 4 bytes of float32."
+    )
+
+
+def test_the_rank_with_another_type():
+    text = mismatch({0: record(0, 8, "int64"), 1: record(1, 4), 2: record(2, 4)})
+    assert "'loss': rank 0 on host0: allreduce of 8 bytes of int64; ranks 1, 2: " in text
+
+
+def test_ranks_that_do_not_differ():
+    assert mismatch({0: record(0, 4), 1: record(1, 4)}) is None
+    lost = "failed: Connection closed by peer"
+    assert mismatch({0: record(0, 4, error=lost), 1: record(1, 12, error=lost)}) is None

@@ -1,0 +1,67 @@
+"""Agents that do not answer, and processes that were stopped for a while."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+# `hvdkit run` that waits for seconds where it usually waits for a minute.
+RUN = """
+import sys
+from hvdkit.launch import job, messages
+job.LOST_SECONDS = 4.0
+messages.HEARTBEAT_SECONDS = 0.3
+from hvdkit.cli import main
+sys.exit(main(["run", "-np", "1", sys.executable, "-c", sys.argv[1]]))
+"""
+
+
+@pytest.fixture
+def launcher():
+    """Return a function that starts a job, and returns its launcher, its agent and its rank."""
+    jobs = []
+
+    def start(code):
+        code = f"import os, time; print(os.getpid(), flush=True); {code}"
+        command = [sys.executable, "-c", RUN, code]
+        job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        jobs.append(job)
+        rank = psutil.Process(int(job.stdout.readline().split()[-1]))
+        return job, rank.parent(), rank
+
+    yield start
+    for job in jobs:
+        job.kill()
+        job.communicate(timeout=30)
+
+
+def test_an_agent_that_is_stopped_is_lost(launcher):
+    job, agent, rank = launcher("time.sleep(60)")
+    agent.suspend()
+    _, stderr = job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert "lost localhost: its agent has not answered for 4 s" in stderr
+    deadline = time.monotonic() + 20
+    while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_whole_job_that_is_stopped_for_a_while_continues(launcher):
+    job, agent, rank = launcher("time.sleep(8); print('continued')")
+    time.sleep(1)
+    processes = [job.pid, agent.pid, rank.pid]
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(6)
+    # The launcher first: it must not take the silence of the agent for its end.
+    for pid in processes:
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.3)
+    stdout, stderr = job.communicate(timeout=60)
+    assert job.returncode == 0, stderr
+    assert "continued" in stdout
