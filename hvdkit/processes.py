@@ -23,6 +23,7 @@ GROUP_VARIABLE = "HVDKIT_RANK_GROUP"
 
 # Variables for a process's rank in a job. A job must not inherit them from an outer job.
 _RANK_PREFIXES = (
+    "HVDKIT_ELASTIC_",
     "OMPI_COMM_WORLD_",
     "OMPI_UNIVERSE_",
     "PMI_",

@@ -33,6 +33,7 @@ from hvdkit.errors import HvdkitError
 from hvdkit.faults.record_folder import RecordFolder
 from hvdkit.faults.verdict import STOPPED
 from hvdkit.launch import messages, open_files
+from hvdkit.launch.commit_folder import CommitFolders
 from hvdkit.launch.host_facts import facts
 from hvdkit.launch.messages import Message
 from hvdkit.launch.output import Output
@@ -113,6 +114,7 @@ class Agent:
         self._ranks: list[_Rank] = []
         self._records = RecordFolder()
         self._records_at = 0.0
+        self._commits: CommitFolders | None = None
         self._task: Message = {}
         self._ending: Iterator[None] | None = None
         self._last_received = time.monotonic()
@@ -142,6 +144,8 @@ class Agent:
             for _ in self._group.terminate(ORPHAN_GRACE):
                 time.sleep(_ENDING_POLL_SECONDS)
             self._records.remove()
+            if self._commits is not None:
+                self._commits.remove()
         self._flush()
 
     def _step(self) -> None:
@@ -248,6 +252,10 @@ class Agent:
             case "record":
                 self._records.request()
                 self._send("states", states={r.rank: _state(r.process.pid) for r in self._ranks})
+            case "keep":
+                self._keep(message["name"])
+            case "hosts" if self._commits is not None:
+                self._commits.announce(message["version"])
             case "outcome":
                 self.outcome = self.outcome or message
 
@@ -259,6 +267,15 @@ class Agent:
             self._send("answer", answer=inspection.QUESTIONS[question](**arguments))
         except OSError as error:
             self._send("failed", reason=f"{question}: {error}")
+
+    def _keep(self, name: str) -> None:
+        """Make the folders for the commits of an elastic job."""
+        try:
+            self._commits = CommitFolders(name)
+        except OSError as error:
+            self._send("failed", reason=f"no folder for commits: {error}")
+            return
+        self._send("kept", folders=[str(path) for path in self._commits.paths])
 
     def _start(self, rank: Message) -> None:
         env = dict(os.environ) if self._keep_rank_variables else without_rank_variables(os.environ)

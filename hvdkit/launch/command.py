@@ -7,7 +7,8 @@ import contextlib
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ from hvdkit.launch import (
 )
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.allocation import Allocation
+from hvdkit.launch.discovery import discover
+from hvdkit.launch.elastic import options as elastic_options
+from hvdkit.launch.elastic.members import Members
+from hvdkit.launch.elastic.supervisor import ElasticSupervisor, Exclusions
 from hvdkit.launch.gloo import Gloo
 from hvdkit.launch.job import Outcome, Timeouts
 from hvdkit.launch.launcher import Launcher, Settings
@@ -39,7 +44,7 @@ from hvdkit.launch.nodes.gathering import GatheredNodes
 from hvdkit.launch.nodes.settings import NodeSettings
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan, check_command, make_plan
-from hvdkit.launch.restarting import Supervisor, discover
+from hvdkit.launch.restarting import Supervisor
 from hvdkit.launch.slurm import Slurm
 from hvdkit.launch.ssh import Ssh
 
@@ -96,6 +101,10 @@ def run(options: argparse.Namespace) -> int:
         bind=options.bind,
         use_agent_environment=options.nodes is not None,
     )
+    if options.elastic:
+        return _run_elastic(options, settings)
+    elastic_options.refuse_without_elastic(options)
+    options.restarts = options.restarts or 0
     if options.nodes is not None:
         return _run_as_node(options, settings)
     _refuse_node_options(options)
@@ -128,6 +137,54 @@ def run(options: argparse.Namespace) -> int:
     return supervisor.run(plan).status
 
 
+def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
+    """Run `hvdkit run --elastic`."""
+    limits = elastic_options.limits(options)
+    _refuse_node_options(options)
+    _check_one_source_of_hosts(options)
+    command = _command(options)
+    check_command(command)
+    here = make_plan(command, _directory(), [hosts.Host("localhost", limits.first_size)], 1)
+    exclusions = Exclusions(limits.cooldown)
+
+    def current_hosts(stopped: Callable[[], bool] = lambda: False) -> Sequence[hosts.Host]:
+        if options.host_discovery_script is not None:
+            slots = options.slots_per_host or 1
+            return discover(options.host_discovery_script, slots, stopped)
+        return _hosts(options) or here.hosts
+
+    def start(plan: Plan, variables: Callable[[hosts.Host], Mapping[str, str]]) -> Outcome:
+        return _run_job(
+            plan, options, Gloo(plan, replace(settings, elastic_variables=variables)).run
+        )
+
+    def plan_for(given: Sequence[hosts.Host], size: int) -> Plan:
+        return make_plan(command, here.directory, given, size)
+
+    if options.dry_run:
+        found = current_hosts()
+        size = min(hosts.total_slots(found), limits.max_size or hosts.total_slots(found))
+        print(Gloo(plan_for(found, size), settings).describe(_say))
+        return 0
+    with Members(
+        current_hosts,
+        prepare.task(here),
+        settings,
+        limits.min_size,
+        limits.max_size,
+        exclusions.__contains__,
+        _say,
+    ) as members:
+        return ElasticSupervisor(start, plan_for, members, exclusions, limits, _say).run().status
+
+
+def _check_one_source_of_hosts(options: argparse.Namespace) -> None:
+    if options.host_discovery_script and (options.hosts or options.hostfile):
+        raise UsageError(
+            "--host-discovery-script was given with hosts. Remove -H and --hostfile, or the script"
+        )
+
+
 def _check_restarts(options: argparse.Namespace, slurm_allocation: Allocation | None) -> None:
     if options.restarts < 0:
         raise UsageError(f"--restarts is {options.restarts}: expected at least 0")
@@ -143,10 +200,7 @@ def _check_restarts(options: argparse.Namespace, slurm_allocation: Allocation | 
             )
     if options.restarts and options.debug_rank is not None:
         raise UsageError("--restarts cannot be combined with --debug-rank. Remove one of them")
-    if options.host_discovery_script and (options.hosts or options.hostfile):
-        raise UsageError(
-            "--host-discovery-script was given with hosts. Remove -H and --hostfile, or the script"
-        )
+    _check_one_source_of_hosts(options)
 
 
 def _answering(given: Sequence[hosts.Host], plan: Plan, settings: Settings) -> Sequence[hosts.Host]:
@@ -393,7 +447,12 @@ def _directory() -> str:
 
 def _hosts(options: argparse.Namespace) -> list[hosts.Host] | None:
     if vars(options).get("host_discovery_script") is not None:
-        return discover(options.host_discovery_script)
+        if not (found := discover(options.host_discovery_script)):
+            raise UsageError(
+                f"--host-discovery-script {options.host_discovery_script} printed no hosts: "
+                f"expected HOST:SLOTS in each line"
+            )
+        return found
     if options.hosts is not None:
         return hosts.parse_hosts(options.hosts)
     return None if options.hostfile is None else hosts.read_hostfile(options.hostfile)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import FrameType
 
-from hvdkit.errors import RESUMABLE
+from hvdkit.errors import HOSTS_CHANGED, RESUMABLE
 from hvdkit.faults.verdict import Verdict
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection
@@ -51,7 +51,8 @@ class Outcome:
         report: the message for the user; empty after a success.
         failure: the failure that ended the job; None if there is none.
         restartable: whether the job failed by itself. A stop on request is none.
-        saved: whether a checkpoint was saved.
+        saved: whether a checkpoint or a commit was saved.
+        hosts_changed: whether the ranks have ended to be started on other hosts.
     """
 
     status: int
@@ -59,6 +60,7 @@ class Outcome:
     failure: Failure | None = None
     restartable: bool = False
     saved: bool = False
+    hosts_changed: bool = False
 
 
 class Job:
@@ -71,6 +73,7 @@ class Job:
         timeouts: the timeouts of the job.
         registered: returns the ranks that have registered at the rendezvous until now.
         say: prints a message for the user.
+        elastic: whether ranks may end because the hosts have changed.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Job:
         timeouts: Timeouts,
         registered: Callable[[], set[int]],
         say: Callable[[str], None],
+        elastic: bool = False,
     ) -> None:
         self._plan = plan
         self._agents = agents
@@ -90,7 +94,8 @@ class Job:
         self._say = say
         self._started_at = time.monotonic()
         self._statuses: dict[int, int] = {}
-        self._failures = Failures(self._ranks)
+        self._orderly = (RESUMABLE, HOSTS_CHANGED) if elastic else (RESUMABLE,)
+        self._failures = Failures(self._ranks, self._orderly)
         self._stalls = Stalls(plan.size, output.directory, self._ask_for_records)
         self._problem = ""
         self._ended_by_launcher = 0
@@ -151,8 +156,8 @@ class Job:
         if status == 0 or self._ending:
             return
         self._failures.add(rank, status, self._output.tail(rank))
-        if status == RESUMABLE:
-            # The other ranks are saving too, and must not be interrupted.
+        if status in self._orderly:
+            # The other ranks are ending too, maybe saving, and must not be interrupted.
             self._set_stop_deadline()
 
     @property
@@ -292,7 +297,11 @@ class Job:
         return Outcome(1, self._problem, restartable=True) if self._problem else Outcome(0)
 
     def _failure(self) -> Outcome:
-        if self._failures.resumable:
+        if self._failures.orderly and HOSTS_CHANGED in self._statuses.values():
+            if self._stopped_by is not None:
+                return self._ended_by(self._stopped_by, 128 + self._stopped_by)
+            return Outcome(HOSTS_CHANGED, self._problem, restartable=True, hosts_changed=True)
+        if self._failures.orderly:
             report = f"stopped; start the job again to resume it (exit status {RESUMABLE})"
             return Outcome(RESUMABLE, self._with_problem(report))
         cause = self._failures.cause

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from hvdkit.launch.hosts import Host
 from hvdkit.launch.job import Outcome, Timeouts
 from hvdkit.launch.output import Output
 from hvdkit.launch.ssh import Ssh
@@ -51,6 +52,8 @@ class Settings:
         use_agent_environment: ranks inherit the environment of their agent, not of the launcher.
         debug_rank: the rank that gets the user's terminal, with unlimited time; None for none.
         bind: bind each rank to cores of one NUMA node.
+        elastic_variables: returns the variables for the ranks of an elastic job on a host; None in
+            other jobs.
     """
 
     ssh: Ssh
@@ -64,6 +67,7 @@ class Settings:
     use_agent_environment: bool = False
     debug_rank: int | None = None
     bind: bool = False
+    elastic_variables: Callable[[Host], Mapping[str, str]] | None = None
 
     @property
     def rank_timeouts(self) -> Timeouts:
