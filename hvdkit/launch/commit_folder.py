@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit.core.elastic import HOSTS_FILE
+from hvdkit.core.committer import HOSTS_FILE
 from hvdkit.owned_folders import OwnedFolder
 
 #: The beginning of the folders' names.

@@ -108,7 +108,8 @@ class ElasticJob:
             try:
                 line = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"no line {pattern!r} within {seconds:g} s:\n{self.text}")
+                message = f"no line {pattern!r} within {seconds:g} s:\n{self.text}"
+                raise AssertionError(message) from None
             assert line is not None, f"the job ended without a line {pattern!r}:\n{self.text}"
             self.lines.append(line)
             if match := re.search(pattern, line):
@@ -121,7 +122,8 @@ class ElasticJob:
             try:
                 line = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"it did not end within {seconds:g} s:\n{self.text}")
+                message = f"it did not end within {seconds:g} s:\n{self.text}"
+                raise AssertionError(message) from None
             if line is None:
                 break
             self.lines.append(line)
