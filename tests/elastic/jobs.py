@@ -19,6 +19,8 @@ from tests.parallel.rank_pool import REPOSITORY
 
 #: Seconds for one event: a machine that runs other tests starts PyTorch slowly.
 SECONDS = 90.0
+#: Seconds between two batches, so that a job does not end before the event of a test.
+PAUSE = 0.7
 _SCRIPT = "#!/bin/sh\ncat hosts.txt\n"
 
 
@@ -52,6 +54,7 @@ class ElasticJob:
         self._queue: queue.Queue[str | None] = queue.Queue()
         self._folders = commit_folders()
         self.set_hosts(hosts)
+        self.set_pause(PAUSE)
         script = folder / "hosts.sh"
         script.write_text(_SCRIPT)
         script.chmod(0o755)
@@ -101,6 +104,12 @@ class ElasticJob:
         draft.write_text(hosts.replace(",", "\n") + "\n")
         draft.replace(self.folder / "hosts.txt")
 
+    def set_pause(self, seconds: float) -> None:
+        """Set the seconds between two batches."""
+        draft = self.folder / "pause.draft"
+        draft.write_text(str(seconds))
+        draft.replace(self.folder / "pause")
+
     def wait_for(self, pattern: str, seconds: float = SECONDS) -> re.Match[str]:
         """Read lines until one matches, and return the match."""
         deadline = time.monotonic() + seconds
@@ -117,6 +126,7 @@ class ElasticJob:
 
     def finish(self, seconds: float = SECONDS) -> int:
         """Read to the end, check that no commit is left, and return the exit status."""
+        self.set_pause(0)
         deadline = time.monotonic() + seconds
         while True:
             try:

@@ -20,7 +20,7 @@ def folder(tmp_path):
 
 
 def test_a_job_shrinks_and_grows(folder):
-    with ElasticJob(folder, "localhost:2", *LIMITS, env={"PAUSE": "0.1"}) as job:
+    with ElasticJob(folder, "localhost:2", *LIMITS) as job:
         job.wait_for("batch 0 2 ")
         job.set_hosts("localhost:1")
         job.wait_for(r"begin 0 \d+ size 1 resets \[1\]")
@@ -33,7 +33,7 @@ def test_a_job_shrinks_and_grows(folder):
 
 
 def test_a_rank_that_is_killed(folder):
-    with ElasticJob(folder, "localhost:2", *LIMITS, env={"PAUSE": "0.1"}) as job:
+    with ElasticJob(folder, "localhost:2", *LIMITS) as job:
         pid = int(job.wait_for(r"batch 0 3 (\d+)")[1])
         os.kill(pid, signal.SIGKILL)
         job.wait_for("rank 0 on localhost failed: killed by signal 9")
