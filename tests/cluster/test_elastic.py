@@ -61,9 +61,12 @@ def test_a_host_that_is_lost(start, launches):
     """Every process of the first start on the second host is killed, as if the host was reset."""
     job = start("host0:1,host1:1")
     job.wait_for("batch 0 3 ")
-    for pid in launches.cluster.hosts[1].processes() - launches.servers:
+    processes = launches.cluster.hosts[1].processes() - launches.servers
+    killed = [psutil.Process(pid) for pid in processes]
+    for process in killed:
         with contextlib.suppress(psutil.NoSuchProcess):
-            psutil.Process(pid).kill()
+            process.kill()
+    psutil.wait_procs(killed, timeout=10)
     # Its memory is lost, too. The hosts of these tests share one.
     OwnedFolder(Path("/dev/shm"), PREFIX).remove()
     OwnedFolder(Path(tempfile.gettempdir()), PREFIX).remove()
