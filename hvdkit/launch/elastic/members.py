@@ -91,7 +91,7 @@ class Members:
     say: Callable[[str], None]
     _agents: AgentPool = field(default_factory=AgentPool)
     _members: dict[str, _Member] = field(default_factory=dict)
-    # The names on the list, the oldest first: rank 0 stays on a host that has commits.
+    # The names on the list, the oldest first.
     _listed: list[str] = field(default_factory=list)
     _folders: dict[str, str] = field(default_factory=dict)
     _looked: bool = False
@@ -219,8 +219,9 @@ class Members:
 
     def _set_list(self, found: Sequence[Host], local: Mapping[Host, bool]) -> None:
         hosts = {host.name: host for host in found}
-        new = [name for name in hosts if name not in self._listed]
-        self._listed = [name for name in self._listed if name in hosts] + new
+        # Without repetitions, and in this order: hosts of the current start have commits.
+        names = dict.fromkeys([*dict(self._current), *self._listed, *hosts])
+        self._listed = [name for name in names if name in hosts]
         for host in found:
             known = self._members.get(host.name)
             is_local = local[host] if known is None else known.host.local
