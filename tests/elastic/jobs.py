@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import queue
 import re
@@ -24,10 +26,16 @@ PAUSE = 0.7
 _SCRIPT = "#!/bin/sh\ncat hosts.txt\n"
 
 
-def commit_folders() -> set[Path]:
-    """Return the folders for commits on this machine."""
+def abandoned_folders() -> set[Path]:
+    """Return the folders for commits on this machine that belong to no running agent."""
     parents = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-    return {path for parent in parents for path in parent.glob(f"{PREFIX}*")}
+    found = set()
+    for folder in (path for parent in parents for path in parent.glob(f"{PREFIX}*")):
+        # An error: an agent holds the lock, or has just deleted the folder.
+        with contextlib.suppress(OSError), (folder / "lock").open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found.add(folder)
+    return found
 
 
 class ElasticJob:
@@ -52,7 +60,7 @@ class ElasticJob:
         self.folder = folder
         self.lines: list[str] = []
         self._queue: queue.Queue[str | None] = queue.Queue()
-        self._folders = commit_folders()
+        self._folders = abandoned_folders()
         self.set_hosts(hosts)
         self.set_pause(PAUSE)
         script = folder / "hosts.sh"
@@ -138,5 +146,5 @@ class ElasticJob:
                 break
             self.lines.append(line)
         status = self.process.wait(timeout=20)
-        assert commit_folders() <= self._folders
+        assert not abandoned_folders() - self._folders
         return status

@@ -64,14 +64,17 @@ class Exclusions:
         beyond = self._failures[name] - _MOST_FAILURES
         if beyond < 0:
             return ""
-        text = f"{name} is left out, because ranks failed there {self._failures[name]} times"
+        text = (
+            f"ranks failed {self._failures[name]} times on {name}, which is left out if the other "
+            f"hosts are enough"
+        )
         if self.cooldown is None:
             self._until[name] = float("inf")
             return text
         shortest, longest = self.cooldown
         seconds = min(longest, shortest * 2**beyond)
         self._until[name] = self.now() + seconds
-        return f"{text}, for {seconds:g} s (--blacklist-cooldown-range)"
+        return f"{text}; for {seconds:g} s (--blacklist-cooldown-range)"
 
     def __contains__(self, name: str) -> bool:
         return self.now() < self._until.get(name, float("-inf"))

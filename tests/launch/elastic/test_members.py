@@ -14,7 +14,7 @@ from hvdkit.launch.job import Timeouts
 from hvdkit.launch.launcher import Settings
 from hvdkit.launch.plan import make_plan
 from hvdkit.launch.ssh import Ssh
-from tests.elastic.jobs import commit_folders
+from tests.elastic.jobs import abandoned_folders
 
 A, B = Host("localhost", 2), Host("127.0.0.1", 1)
 SECONDS = 60.0
@@ -43,13 +43,13 @@ class Watched:
         return self.found
 
     def __enter__(self):
-        self.folders = commit_folders()
+        self.folders = abandoned_folders()
         self.members.__enter__()
         return self
 
     def __exit__(self, *exc):
         self.members.__exit__(*exc)
-        assert commit_folders() <= self.folders
+        assert not abandoned_folders() - self.folders
 
     def slots(self, size=1):
         return [(host.name, host.slots) for host in self.members.wait_for(size, SECONDS)]

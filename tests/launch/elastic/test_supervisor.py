@@ -134,7 +134,7 @@ def test_a_start_that_fails_is_tried_again_but_not_the_first():
 def test_a_host_is_left_out_after_two_failures():
     failure = Outcome(1, failure=Failure(1, 1, ()), restartable=True, saved=True)
     *_, texts, _ = supervise([failure, failure, Outcome(0)], hosts=[TWO])
-    assert "host1 is left out, because ranks failed there 2 times" in texts
+    assert "ranks failed 2 times on host1, which is left out if the other hosts are enough" in texts
 
 
 def test_a_host_is_left_out_for_some_time():
