@@ -142,6 +142,14 @@ def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
     limits = elastic_options.limits(options)
     _refuse_node_options(options)
     _check_one_source_of_hosts(options)
+    named = any((options.hosts, options.hostfile, options.host_discovery_script))
+    if not named and (allocation.inside(os.environ) or allocation.batch_hosts(os.environ)):
+        raise UsageError(
+            "--elastic was given in an allocation, whose nodes stay the same. Use --restarts, or "
+            "name the hosts"
+        )
+    if _only_mpi():
+        raise UsageError("--elastic needs Gloo, but the installed Horovod has only MPI")
     command = _command(options)
     check_command(command)
     here = make_plan(command, _directory(), [hosts.Host("localhost", limits.first_size)], 1)

@@ -50,8 +50,9 @@ class _Member:
         folder: the name of its folders for commits.
         state: the state of its agent.
         connection: the connection to its agent; None without one.
-        facts: whether the agent has answered that the host can take part.
-        folders: its folders for commits.
+        fit: whether the agent has answered that the host can take part.
+        kept: whether the agent has made the folders for commits.
+        folders: the folders for commits, also of an agent that has ended.
         deadline: the time until which its agent must answer.
         retry_at: the time of the next attempt to start an agent.
         problem: the last problem that was printed.
@@ -61,7 +62,8 @@ class _Member:
     folder: str
     state: _State = _State.FAILED
     connection: Connection | None = None
-    facts: bool = False
+    fit: bool = False
+    kept: bool = False
     folders: Sequence[str] = ()
     deadline: float = float("inf")
     retry_at: float = 0.0
@@ -156,7 +158,7 @@ class Members:
                 if member.state is _State.READY and member.connection is not None:
                     member.state = _State.STARTING
                     member.deadline = time.monotonic() + _PROBE_SECONDS
-                    member.facts = False
+                    member.fit = False
                     member.connection.send("task", **self.task)
 
     def begin(self, plan: Plan) -> int:
@@ -170,13 +172,29 @@ class Members:
             return self._version
 
     def folders(self, host: Host) -> Sequence[Path]:
-        """Return the folders for commits on a host."""
+        """Return the folders for commits on a host.
+
+        Raises:
+            HvdkitError: the host has just left the list.
+        """
         with self._changed:
-            return [Path(text) for text in self._members[host.name].folders]
+            member = self._members.get(host.name)
+            if member is None or not member.folders:
+                raise HvdkitError(f"{host.name} is not on the list of hosts any more")
+            return [Path(text) for text in member.folders]
 
     # The thread
 
     def _watch(self) -> None:
+        try:
+            self._watch_until_stopped()
+        except Exception as error:
+            with self._changed:
+                self._error = HvdkitError(f"the hosts cannot be watched any more: {error!r}")
+                self._changed.notify_all()
+            raise
+
+    def _watch_until_stopped(self) -> None:
         while not self._stop.is_set():
             self._look()
             next_look = time.monotonic() + _LOOK_SECONDS
@@ -247,7 +265,7 @@ class Members:
         member.connection = self._agents.connections[-1]
         # A host that has failed is not waited for, but joins when it answers.
         member.state = _State.STARTING if first else _State.FAILED
-        member.facts, member.folders = False, ()
+        member.fit = member.kept = False
         limit = time.monotonic() + self.settings.timeouts.start
         member.deadline = min(member.deadline, limit)
         member.connection.send("task", **self.task)
@@ -261,9 +279,9 @@ class Members:
             case "hello":
                 if problems := unfitness(message):
                     self._fail(member, "; ".join(problems))
-                member.facts = not problems
+                member.fit = not problems
             case "kept":
-                member.folders = message["folders"]
+                member.kept, member.folders = True, message["folders"]
                 connection.send("hosts", version=self._announced)
             case "failed":
                 self._fail(member, message["reason"])
@@ -276,7 +294,7 @@ class Members:
                     member.problem, member.retry_at = "", 0.0
                     member.state = _State.STARTING
                     member.deadline = time.monotonic() + _PROBE_SECONDS
-        if member.facts and member.folders and member.connection is not None:
+        if member.fit and member.kept and member.connection is not None:
             member.state, member.problem = _State.READY, ""
             member.deadline = float("inf")
 
@@ -296,7 +314,7 @@ class Members:
 
     def _drop(self, member: _Member) -> None:
         """End the agent of a host."""
-        member.state, member.facts, member.deadline = _State.FAILED, False, float("inf")
+        member.state, member.fit, member.deadline = _State.FAILED, False, float("inf")
         connection, member.connection = member.connection, None
         if connection is not None:
             self._agents.connections.remove(connection)
