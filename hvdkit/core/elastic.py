@@ -1,8 +1,8 @@
 """Elastic training on the side of a rank.
 
-`hvdkit run --elastic` starts all ranks anew after a failure, and when the hosts have changed. So no
-state of a broken engine survives. What survives is the last commit of the script's state, in memory
-of each host (`hvdkit.core.committer`).
+`hvdkit run --elastic` starts all ranks again after a failure, and when the hosts have changed. No
+state of a broken engine survives this. The last commit of the script's state survives, in memory of
+each host (`hvdkit.core.committer`).
 
 `CommittedState` is the part of a state class that all adapters share, and `run` is the decorator.
 """
@@ -124,7 +124,7 @@ class VariablesState(CommittedState):
 
 @dataclass(frozen=True)
 class Adapter:
-    """What `run` needs of a framework's adapter.
+    """The parts of a framework's adapter that `run` needs.
 
     Attributes:
         collectives: returns the collectives of all ranks.

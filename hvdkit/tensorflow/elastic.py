@@ -1,6 +1,6 @@
 """Horovod's elastic training with hvdkit's `init` and broadcasts.
 
-`hvdkit run --elastic` starts all ranks anew after a failure, and when the hosts have changed: see
+`hvdkit run --elastic` starts all ranks again after a failure, and when the hosts have changed: see
 `hvdkit.core.elastic`. Under `horovodrun`, Horovod's own elastic training runs.
 """
 

@@ -53,7 +53,7 @@ def kill_one(found, draw):
 
 
 def act(job, event, slots, draw):
-    """Do one event. Return the slots of the host afterwards."""
+    """Cause one event. Return the slots of the host afterwards."""
     if event == "remove":
         slots = max(1, slots - 1)
         job.set_hosts(f"localhost:{slots}")
