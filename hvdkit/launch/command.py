@@ -7,8 +7,7 @@ import contextlib
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,7 @@ from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.allocation import Allocation
 from hvdkit.launch.discovery import discover
 from hvdkit.launch.elastic import options as elastic_options
-from hvdkit.launch.elastic.members import Members
-from hvdkit.launch.elastic.supervisor import ElasticSupervisor, Exclusions
+from hvdkit.launch.elastic.job import ElasticJob
 from hvdkit.launch.gloo import Gloo
 from hvdkit.launch.job import Outcome, Timeouts
 from hvdkit.launch.launcher import Launcher, Settings
@@ -152,38 +150,26 @@ def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
         raise UsageError("--elastic needs Gloo, but the installed Horovod has only MPI")
     command = _command(options)
     check_command(command)
-    here = make_plan(command, _directory(), [hosts.Host("localhost", limits.first_size)], 1)
-    exclusions = Exclusions(limits.cooldown)
+    here = [hosts.Host("localhost", limits.first_size)]
 
     def current_hosts(stopped: Callable[[], bool] = lambda: False) -> Sequence[hosts.Host]:
         if options.host_discovery_script is not None:
             slots = options.slots_per_host or 1
             return discover(options.host_discovery_script, slots, stopped)
-        return _hosts(options) or here.hosts
+        return _hosts(options) or here
 
-    def start(plan: Plan, variables: Callable[[hosts.Host], Mapping[str, str]]) -> Outcome:
-        return _run_job(
-            plan, options, Gloo(plan, replace(settings, elastic_variables=variables)).run
-        )
-
-    def plan_for(given: Sequence[hosts.Host], size: int) -> Plan:
-        return make_plan(command, here.directory, given, size)
-
+    job = ElasticJob(
+        plan=lambda given, size: make_plan(command, _directory(), given, size),
+        hosts=current_hosts,
+        settings=settings,
+        limits=limits,
+        run=lambda plan, launcher: _run_job(plan, options, launcher.run),
+        say=_say,
+    )
     if options.dry_run:
-        found = current_hosts()
-        size = min(hosts.total_slots(found), limits.max_size or hosts.total_slots(found))
-        print(Gloo(plan_for(found, size), settings).describe(_say))
+        print(job.describe())
         return 0
-    with Members(
-        current_hosts,
-        prepare.task(here),
-        settings,
-        limits.min_size,
-        limits.max_size,
-        exclusions.__contains__,
-        _say,
-    ) as members:
-        return ElasticSupervisor(start, plan_for, members, exclusions, limits, _say).run().status
+    return job.start().status
 
 
 def _check_one_source_of_hosts(options: argparse.Namespace) -> None:
