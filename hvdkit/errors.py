@@ -22,6 +22,10 @@ class UsageError(HvdkitError, ValueError):
 #: sysexits.h).
 RESUMABLE = 75
 
+#: Exit status of the ranks of an elastic job that end to be started on other hosts (Linux's number
+#: of ERESTART).
+HOSTS_CHANGED = 85
+
 
 def status_before_start(number: signal.Signals) -> int:
     """Return the exit status of a job that a signal stopped before any rank was started.

@@ -22,7 +22,10 @@ from hvdkit.errors import HvdkitError
 GROUP_VARIABLE = "HVDKIT_RANK_GROUP"
 
 # Variables for a process's rank in a job. A new job must not inherit those of an outer job.
-_RANK_PREFIXES = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMI_", "PMIX_", "ROLE_", "TORCHELASTIC_")
+_RANK_PREFIXES = (
+    *("HVDKIT_ELASTIC_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMI_", "PMIX_"),
+    *("ROLE_", "TORCHELASTIC_"),
+)
 _RANK_VARIABLES = {
     *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     *("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME", "HOROVOD_CONTROLLER"),

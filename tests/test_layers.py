@@ -18,6 +18,7 @@ LAYERS = {
     "console": 0,
     "diagnostics": 0,
     "mesh": 0,
+    "owned_folders": 0,
     "processes": 0,
     "ranks": 0,
     "rendezvous": 0,

@@ -20,12 +20,12 @@ from hvdkit.checkpoint import manifest, tensors
 from hvdkit.checkpoint.chunks import FileRecord
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.manifest import Manifest
-from hvdkit.checkpoint.progress import report_saved
 from hvdkit.checkpoint.reading import examine
 from hvdkit.checkpoint.retention import Retention
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.storage import MAX_STEP, Draft, Entry, Storage, expect_manifests, newest_run
 from hvdkit.checkpoint.tensors import Content
+from hvdkit.core.progress import report_saved
 from hvdkit.errors import UsageError
 
 _log = logging.getLogger(__name__)

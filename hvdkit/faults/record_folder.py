@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+
+from hvdkit.owned_folders import OwnedFolder
 
 #: Ranks write a record when this file is touched.
 REQUEST = "request"
-#: A checkpointer touches this file when it has saved a step (`hvdkit/checkpoint/progress.py`).
+#: A rank touches this file when it has saved a checkpoint (`hvdkit/core/progress.py`).
 SAVED = "saved"
-#: The process that made the folder holds a lock on this file.
-_LOCK = "lock"
 #: The beginning of the folder's name.
 PREFIX = "hvdkit-records-"
 
@@ -25,32 +22,27 @@ class RecordFolder:
     """A folder for records. It is made on the first use of `path`."""
 
     def __init__(self) -> None:
-        self._path: Path | None = None
-        self._lock: IO[str] | None = None
-        # The size and time of each file that `changed` and `saved` have seen.
+        self._folder: OwnedFolder | None = None
+        # The size and time of each file that `changed` has returned.
         self._seen: dict[str, tuple[int, int]] = {}
 
     @property
     def path(self) -> Path:
         """The path of the folder, which only this user can read."""
-        if self._path is None:
-            _remove_abandoned(Path(tempfile.gettempdir()))
-            self._path = Path(tempfile.mkdtemp(prefix=PREFIX))
-            # The lock ends with the process, also after SIGKILL.
-            self._lock = (self._path / _LOCK).open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return self._path
+        if self._folder is None:
+            self._folder = OwnedFolder(Path(tempfile.gettempdir()), PREFIX)
+        return self._folder.path
 
     def request(self) -> None:
         """Ask the ranks for records."""
         request(self.path)
 
     def changed(self) -> Iterator[str]:
-        """Yield the records that were written since the last call, as JSON."""
-        if self._path is None:
+        """Yield the records that were written since the last call."""
+        if self._folder is None:
             return
         with contextlib.suppress(OSError):
-            for file in sorted(self._path.glob("rank-*.json")):
+            for file in sorted(self._folder.path.glob("rank-*.json")):
                 facts = file.stat()
                 stamp = facts.st_size, facts.st_mtime_ns
                 if self._seen.get(file.name) != stamp:
@@ -59,10 +51,10 @@ class RecordFolder:
 
     def saved(self) -> bool:
         """Return whether a step was saved since the last call."""
-        if self._path is None:
+        if self._folder is None:
             return False
         try:
-            stamp = 0, (self._path / SAVED).stat().st_mtime_ns
+            stamp = 0, (self._folder.path / SAVED).stat().st_mtime_ns
         except OSError:
             return False
         before = self._seen.get(SAVED)
@@ -71,21 +63,9 @@ class RecordFolder:
 
     def remove(self) -> None:
         """Delete the folder."""
-        if self._path is not None:
-            shutil.rmtree(self._path, ignore_errors=True)
-            self._path = None
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Delete the folders in `parent` whose processes have ended without deleting them."""
-    for folder in parent.glob(f"{PREFIX}*"):
-        # An error keeps the folder: it is another user's, its process is alive, or it is new.
-        with contextlib.suppress(OSError), (folder / _LOCK).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
 
 
 def request(folder: Path) -> None:

@@ -3,15 +3,19 @@
 from typing import Any
 
 import keras
-from horovod.common.elastic import ObjectState
+from horovod.common import elastic as horovod_elastic
+from horovod.common.exceptions import HostsUpdatedInterrupt
 
+from hvdkit.core.elastic import VariablesState
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.functions import broadcast_model
+from hvdkit.keras.resuming import ResumedEpoch, set_next_epoch
 
 __all__ = [
     "CommitStateCallback",
     "KerasState",
+    "ObjectState",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
     "run",
@@ -20,12 +24,16 @@ __all__ = [
 #: Decorates an elastic training function, whose first argument is the elastic state.
 run = backend.hvd.elastic.run
 
+#: Elastic state of picklable objects.
+ObjectState = backend.hvd.elastic.ObjectState
 
-class KerasState(ObjectState):
+
+class KerasState(VariablesState, horovod_elastic.ObjectState):
     """Elastic state of a Keras model, its optimizer, and any picklable objects.
 
     `commit` and `save` copy the state to host memory, `restore` restores that copy, and `sync`
-    broadcasts the state of rank 0. The states of random seeds are saved, but not broadcast.
+    broadcasts the state of rank 0. The states of random seeds are saved, but not broadcast: a rank
+    that starts again has the seeds that the script makes.
 
     Example:
         @hvd.elastic.run
@@ -41,6 +49,8 @@ class KerasState(ObjectState):
 
         train(hvd.elastic.KerasState(model, epoch=0))
     """
+
+    _interrupt = HostsUpdatedInterrupt
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """
@@ -84,6 +94,10 @@ class KerasState(ObjectState):
         self._save_variables()
         super().sync()
 
+    def _stored_variables(self) -> list[Any]:
+        optimizer_variables = [] if self.optimizer is None else self.optimizer.variables
+        return [*self.model.weights, *optimizer_variables]
+
     def _save_variables(self) -> None:
         optimizer_variables = [] if self.optimizer is None else self.optimizer.variables
         # Copies, because on the CPU an array may share the memory of the variable.
@@ -91,6 +105,30 @@ class KerasState(ObjectState):
             (variable, keras.ops.convert_to_numpy(variable).copy())
             for variable in [*self.model.variables, *optimizer_variables]
         ]
+
+
+class _UpdateCallback(keras.callbacks.Callback):
+    """A callback that keeps the progress of `fit` in a state.
+
+    Keras calls callbacks in the order of their list. `CommitStateCallback` calls these first, so
+    that a commit has the batch with which the weights were updated.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
+        others = [each for each in _updates_of(self.state) if type(each) is not type(self)]
+        self.state._updates = [*others, self]
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
+        self.state._updates = [each for each in _updates_of(self.state) if each is not self]
+
+
+def _updates_of(state: Any) -> list[_UpdateCallback]:
+    updates: list[_UpdateCallback] = getattr(state, "_updates", [])
+    return updates
 
 
 class CommitStateCallback(keras.callbacks.Callback):
@@ -111,13 +149,17 @@ class CommitStateCallback(keras.callbacks.Callback):
         # Old and new ranks start counting here.
         self.batches_remaining = self.batches_per_commit
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self.batches_remaining -= 1
         if self.batches_remaining == 0:
+            for update in _updates_of(self.state):
+                update.on_train_batch_end(batch, logs)
             self.commit()
             self.batches_remaining = self.batches_per_commit
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        for update in _updates_of(self.state):
+            update.on_epoch_end(epoch, logs)
         self.commit()
 
     def commit(self) -> None:
@@ -125,12 +167,13 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.state.commit()
 
 
-class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Keeps the batch number in `state.batch`; 0 after the end of an epoch.
+class UpdateBatchStateCallback(_UpdateCallback):
+    """Keeps the number of trained batches of the epoch in `state.batch`; 0 after its end.
 
-    After a reset, the epoch begins at its first batch again, because in Keras 3 the data determine
-    an epoch's length, and callbacks cannot change it. To resume in the middle, pass `fit` data
-    from which `state.batch` batches have been skipped.
+    If `state.batch` is not 0 when `fit` begins, the first epoch begins after these batches: they
+    are read and discarded. So each batch is trained once, if the data have the same order at each
+    start. Ranks that share the data count the batches of their own share: after a change of the
+    number of ranks, some samples of this epoch may be repeated or left out.
     """
 
     def __init__(self, state: Any) -> None:
@@ -138,17 +181,30 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         Args:
             state: has an attribute `batch`.
         """
-        super().__init__()
-        self.state = state
+        super().__init__(state)
+        self._resumes = False
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        self._resumes = self.state.batch > 0
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
+        if self._resumes:
+            set_next_epoch(ResumedEpoch(self.state.batch, True, lambda _: None, _nothing, _nothing))
+        self._resumes = False
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        self.state.batch = batch
+        self.state.batch = batch + 1
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         self.state.batch = 0
 
 
-class UpdateEpochStateCallback(keras.callbacks.Callback):
+def _nothing() -> None:
+    pass
+
+
+class UpdateEpochStateCallback(_UpdateCallback):
     """Keeps the number of completed epochs in `state.epoch`, including those before a reset."""
 
     def __init__(self, state: Any) -> None:
@@ -156,11 +212,11 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
         Args:
             state: has an attribute `epoch`.
         """
-        super().__init__()
-        self.state = state
+        super().__init__(state)
         self.initial_epoch = state.epoch
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
         self.initial_epoch = self.state.epoch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002

@@ -27,6 +27,7 @@ from typing import Any
 
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import messages, open_files
+from hvdkit.launch.commit_folder import CommitFolders
 from hvdkit.launch.host_facts import facts
 from hvdkit.launch.local_ranks import LocalRanks, RankProcess
 from hvdkit.launch.messages import Message
@@ -89,6 +90,7 @@ class Agent:
             self._unsent += messages.encode("alive")
         self._ranks = LocalRanks(keep_rank_variables, terminal, ORPHAN_GRACE)
         self._records_at = 0.0
+        self._commits: CommitFolders | None = None
         self._task: Message = {}
         self._ending: Iterator[None] | None = None
         self._last_received = self._stepped_at = time.monotonic()
@@ -117,6 +119,8 @@ class Agent:
         finally:
             # Also after an exception, no process of the job may remain.
             self._ranks.end()
+            if self._commits is not None:
+                self._commits.remove()
         self._flush()
 
     def _step(self) -> None:
@@ -245,6 +249,10 @@ class Agent:
                 self._send("states", states=self._ranks.states())
             case "heartbeat" if self._overrides is None:
                 self._send("alive")
+            case "keep":
+                self._keep(message["name"])
+            case "hosts" if self._commits is not None:
+                self._commits.announce(message["version"])
             case "outcome":
                 self.outcome = self.outcome or message
                 if not self._ranks.all:
@@ -258,6 +266,15 @@ class Agent:
             self._send("answer", answer=inspection.QUESTIONS[question](**arguments))
         except OSError as error:
             self._send("failed", reason=f"{question}: {error}")
+
+    def _keep(self, name: str) -> None:
+        """Make the folders for the commits of an elastic job."""
+        try:
+            self._commits = CommitFolders(name)
+        except OSError as error:
+            self._send("failed", reason=f"no folder for commits: {error}")
+            return
+        self._send("kept", folders=[str(path) for path in self._commits.paths])
 
     # Output and ends of the ranks
 

@@ -127,7 +127,7 @@ class AgentPool:
         """
         facts, problems = self.collect_facts(task, timeout)
         for connection, found in facts.items():
-            if unfit := _problems(found):
+            if unfit := unfitness(found):
                 problems[connection] = "; ".join(unfit)
         if problems:
             raise HvdkitError(_report(problems, len(self.connections)))
@@ -242,7 +242,7 @@ def _report(problems: Mapping[Connection, str], size: int) -> str:
     return "\n  ".join([count, *lines])
 
 
-def _problems(facts: Message) -> Sequence[str]:
+def unfitness(facts: Message) -> Sequence[str]:
     """Return why a host that answers cannot take part."""
     python = facts["python"].split(".")[:2]
     if python != [str(number) for number in sys.version_info[:2]]:

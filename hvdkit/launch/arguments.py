@@ -132,13 +132,13 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     restarts.add_argument(
         "--restarts",
         type=int,
-        default=0,
         metavar="N",
         help="if the job fails, start it again, at most N times in a row without a new checkpoint "
-        "of hvdkit (default: 0)",
+        "or commit of hvdkit (default: 0; with --elastic 3)",
     )
     restarts.add_argument(
         "--min-np",
+        "--min-num-proc",
         type=int,
         metavar="M",
         help="restart without hosts that are lost or have failed twice, with at least M ranks "
@@ -160,8 +160,10 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "--host-discovery-script",
         type=Path,
         metavar="FILE",
-        help="a program that prints one line HOST:SLOTS for each host; it runs before each start",
+        help="a program that prints the hosts, HOST:SLOTS per line, before each start; with "
+        "--elastic it is run every second",
     )
+    _add_elastic_arguments(verb)
     output.add_argument(
         "--output-dir",
         type=Path,
@@ -197,6 +199,49 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         help="write these arguments to FILE, and start no rank",
     )
     verb.add_argument("command", nargs=argparse.REMAINDER, help="the command of every rank")
+
+
+def _add_elastic_arguments(verb: argparse.ArgumentParser) -> None:
+    elastic = verb.add_argument_group("elastic jobs (names as for horovodrun)")
+    elastic.add_argument(
+        "--elastic",
+        action="store_true",
+        help="start the ranks again, from the last state.commit(), after a failure and when the "
+        "hosts of the script or the hostfile have changed",
+    )
+    elastic.add_argument(
+        "--max-np",
+        "--max-num-proc",
+        type=int,
+        metavar="M",
+        help="the largest number of ranks (default: all slots)",
+    )
+    elastic.add_argument(
+        "--slots-per-host",
+        type=int,
+        metavar="N",
+        help="the slots of a host that the script prints without a number (default: 1)",
+    )
+    elastic.add_argument(
+        "--elastic-timeout",
+        type=_seconds,
+        metavar="S",
+        help="seconds to wait for -np slots at the start, and for --min-np later (default: 600)",
+    )
+    elastic.add_argument(
+        "--reset-limit",
+        type=int,
+        metavar="N",
+        help="the most restarts, also those after changes of the hosts (default: no limit)",
+    )
+    elastic.add_argument(
+        "--blacklist-cooldown-range",
+        type=float,
+        nargs=2,
+        metavar=("MIN", "MAX"),
+        help="seconds for which a host is left out after ranks have failed there twice; they "
+        "double with each further failure (default: for the rest of the job)",
+    )
 
 
 def add_doctor_arguments(verb: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from hvdkit.launch import (
     supervised,
 )
 from hvdkit.launch.allocation import Allocation
+from hvdkit.launch.discovery import discover
+from hvdkit.launch.elastic import options as elastic_options
+from hvdkit.launch.elastic.job import ElasticJob
 from hvdkit.launch.gloo import Gloo
 from hvdkit.launch.job import Outcome, Timeouts
 from hvdkit.launch.kept_agents import KeptAgents
@@ -35,7 +39,6 @@ from hvdkit.launch.nodes import settings as node_options
 from hvdkit.launch.nodes.gathering import GatheredNodes
 from hvdkit.launch.nodes.settings import NodeSettings
 from hvdkit.launch.plan import Plan, check_command, make_plan
-from hvdkit.launch.restarting import discover
 from hvdkit.launch.running import run_job, say
 from hvdkit.launch.slurm import Slurm
 from hvdkit.launch.ssh import HOST_SECONDS, Ssh
@@ -97,9 +100,13 @@ def run(options: argparse.Namespace) -> int:
         debug_rank=options.debug_rank,
         bind=options.bind,
         use_agent_environment=options.nodes is not None,
-        restarts=options.restarts > 0,
+        restarts=bool(options.restarts) and not options.elastic,
         spares=not options.no_spares,
     )
+    if options.elastic:
+        return _run_elastic(options, settings)
+    elastic_options.refuse_without_elastic(options)
+    options.restarts = options.restarts or 0
     if options.nodes is not None:
         return _run_as_node(options, settings)
     _refuse_node_options(options)
@@ -125,6 +132,43 @@ def run(options: argparse.Namespace) -> int:
             (lambda: plan.hosts) if in_slurm or not named else (lambda: _hosts(options) or [])
         )
         return supervised.run(plan, options, settings, kept, start, job_hosts, in_slurm).status
+
+
+def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
+    """Run `hvdkit run --elastic`."""
+    limits = elastic_options.limits(options)
+    _refuse_node_options(options)
+    supervised.check_one_source_of_hosts(options)
+    named = any((options.hosts, options.hostfile, options.host_discovery_script))
+    if not named and (allocation.inside(os.environ) or allocation.batch_hosts(os.environ)):
+        raise UsageError(
+            "--elastic was given in an allocation, whose nodes stay the same. Use --restarts, or "
+            "name the hosts"
+        )
+    if _only_mpi():
+        raise UsageError("--elastic needs Gloo, but the installed Horovod has only MPI")
+    command = _command(options)
+    check_command(command)
+    here = [hosts.Host("localhost", limits.first_size)]
+
+    def current_hosts(stopped: Callable[[], bool] = lambda: False) -> Sequence[hosts.Host]:
+        if options.host_discovery_script is not None:
+            slots = options.slots_per_host or 1
+            return discover(options.host_discovery_script, slots, stopped)
+        return _hosts(options) or here
+
+    job = ElasticJob(
+        plan=lambda given, size: make_plan(command, _directory(), given, size),
+        hosts=current_hosts,
+        settings=settings,
+        limits=limits,
+        run=lambda plan, launcher: run_job(plan, options, launcher.run),
+        say=say,
+    )
+    if options.dry_run:
+        print(job.describe())
+        return 0
+    return job.start().status
 
 
 def _launcher(
@@ -338,7 +382,12 @@ def _directory() -> str:
 
 def _hosts(options: argparse.Namespace) -> list[hosts.Host] | None:
     if vars(options).get("host_discovery_script") is not None:
-        return discover(options.host_discovery_script)
+        if not (found := discover(options.host_discovery_script)):
+            raise UsageError(
+                f"--host-discovery-script {options.host_discovery_script} printed no hosts: "
+                f"expected HOST:SLOTS in each line"
+            )
+        return found
     if options.hosts is not None:
         return hosts.parse_hosts(options.hosts)
     return None if options.hostfile is None else hosts.read_hostfile(options.hostfile)

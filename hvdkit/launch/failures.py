@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from hvdkit.errors import RESUMABLE
@@ -105,10 +105,16 @@ class Failures:
 
     Args:
         describe: returns a text for ranks, such as "rank 1 on host1".
+        orderly: the statuses of orderly ends, which are not failures.
     """
 
-    def __init__(self, describe: Callable[[list[int]], str]) -> None:
+    def __init__(
+        self,
+        describe: Callable[[list[int]], str],
+        orderly: Collection[int] = (RESUMABLE,),
+    ) -> None:
         self._describe = describe
+        self._orderly = orderly
         self._found: list[Failure] = []
         self._deadline = float("inf")
 
@@ -119,7 +125,7 @@ class Failures:
         """Add a rank that has ended with `status`, which is not 0."""
         failure = Failure(rank, status, tail)
         self._found.append(failure)
-        if status != RESUMABLE:
+        if status not in self._orderly:
             wait = _KILLED_WAIT if status == -signal.SIGKILL else _WAITS[failure.kind]
             self._deadline = min(self._deadline, time.monotonic() + wait)
 
@@ -129,9 +135,9 @@ class Failures:
         return self._deadline
 
     @property
-    def resumable(self) -> bool:
-        """Whether all of them are orderly stops, so that the job can be resumed."""
-        return all(failure.status == RESUMABLE for failure in self._found)
+    def orderly(self) -> bool:
+        """Whether all of them are orderly ends, so that the job can be resumed."""
+        return all(failure.status in self._orderly for failure in self._found)
 
     @property
     def cause(self) -> Failure:
@@ -139,7 +145,7 @@ class Failures:
         return self._ordered()[0]
 
     def _ordered(self) -> list[Failure]:
-        failures = [failure for failure in self._found if failure.status != RESUMABLE]
+        failures = [failure for failure in self._found if failure.status not in self._orderly]
         failures.sort(key=lambda failure: failure.kind)
         # An error of one rank that all ranks raise, such as one of a checkpoint.
         alike = [each for each in failures if each.last_line == failures[0].last_line]

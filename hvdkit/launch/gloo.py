@@ -99,7 +99,8 @@ def run_with(
         places = place_variables(plan, address, server.port, server.key)
         prepare.start_ranks(agents, plan, facts, settings, interfaces, places)
         ready = registered_ranks(server, plan.size, facts, say)
-        return Job(plan, agents, output, settings.rank_timeouts, ready, say).run()
+        elastic = settings.elastic_variables is not None
+        return Job(plan, agents, output, settings.rank_timeouts, ready, say, elastic).run()
 
 
 def place_variables(

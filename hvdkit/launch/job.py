@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import FrameType
 
-from hvdkit.errors import RESUMABLE
+from hvdkit.errors import HOSTS_CHANGED, RESUMABLE
 from hvdkit.faults.verdict import Verdict
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection
@@ -54,8 +54,9 @@ class Outcome:
         report: the message for the user; empty after a success.
         failure: the failure that ended the job; None if there is none.
         restartable: whether the job failed by itself; False after a stop on request.
-        saved: whether a checkpoint was saved.
+        saved: whether a checkpoint or a commit was saved.
         lost: the hosts that could not be reached any more.
+        hosts_changed: whether the ranks have ended to be started on other hosts.
     """
 
     status: int
@@ -64,6 +65,7 @@ class Outcome:
     restartable: bool = False
     saved: bool = False
     lost: tuple[Host, ...] = ()
+    hosts_changed: bool = False
 
     @property
     def reason(self) -> str:
@@ -83,6 +85,7 @@ class Job:
         timeouts: the timeouts of the job.
         registered: returns the ranks that have registered at the rendezvous until now.
         say: prints a message for the user.
+        elastic: whether ranks may end because the hosts have changed.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Job:
         timeouts: Timeouts,
         registered: Callable[[], set[int]],
         say: Callable[[str], None],
+        elastic: bool = False,
     ) -> None:
         self._plan = plan
         self._agents = agents
@@ -102,7 +106,8 @@ class Job:
         self._say = say
         self._started_at = time.monotonic()
         self._statuses: dict[int, int] = {}
-        self._failures = Failures(self._ranks)
+        self._orderly = (RESUMABLE, HOSTS_CHANGED) if elastic else (RESUMABLE,)
+        self._failures = Failures(self._ranks, self._orderly)
         self._stalls = Stalls(plan.size, output.directory, self._ask_for_records)
         self._problem = ""
         self._ended_by_launcher = 0
@@ -169,8 +174,8 @@ class Job:
         if status == 0 or self._ending:
             return
         self._failures.add(rank, status, self._output.tail(rank))
-        if status == RESUMABLE:
-            # The other ranks are saving too, and must not be interrupted.
+        if status in self._orderly:
+            # The other ranks are ending too, maybe saving, and must not be interrupted.
             self._set_stop_deadline()
 
     @property
@@ -327,7 +332,11 @@ class Job:
         return Outcome(1, self._problem, restartable=True) if self._problem else Outcome(0)
 
     def _failure(self) -> Outcome:
-        if self._failures.resumable:
+        if self._failures.orderly and HOSTS_CHANGED in self._statuses.values():
+            if self._stopped_by is not None:
+                return self._ended_by(self._stopped_by, 128 + self._stopped_by)
+            return Outcome(HOSTS_CHANGED, self._problem, restartable=True, hosts_changed=True)
+        if self._failures.orderly:
             report = f"stopped; start the job again to resume it (exit status {RESUMABLE})"
             return Outcome(RESUMABLE, self._with_problem(report))
         cause = self._failures.cause

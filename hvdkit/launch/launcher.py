@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from hvdkit.launch.hosts import Host
 from hvdkit.launch.job import Outcome, Timeouts
 from hvdkit.launch.output import Output
 from hvdkit.launch.ssh import Ssh
@@ -53,6 +54,8 @@ class Settings:
         bind: bind each rank to cores of one NUMA node.
         restarts: the job may be started again, so agents stay after their ranks have ended.
         spares: agents keep spare interpreters for restarts.
+        elastic_variables: returns the variables for the ranks of an elastic job on a host; None in
+            other jobs.
     """
 
     ssh: Ssh
@@ -68,6 +71,7 @@ class Settings:
     bind: bool = False
     restarts: bool = False
     spares: bool = True
+    elastic_variables: Callable[[Host], Mapping[str, str]] | None = None
 
     @property
     def rank_timeouts(self) -> Timeouts:

@@ -16,6 +16,9 @@ To the agent:
     end        {grace}                       end every process: SIGTERM, `grace` seconds, SIGKILL
     record     {}                            ask the ranks for records, and send the states of their
                                              processes
+    keep       {name}                        make the folders for an elastic job's commits, and
+                                             delete them at the end
+    hosts      {version}                     the version of the elastic job's list of hosts
     heartbeat  {}                            the launcher still runs
     outcome    {status, report}              how the job ended, for agents of `--nodes`
 
@@ -27,7 +30,8 @@ From the agent:
     output     {rank, stream, text}          bytes that a rank has written
     ended      {rank, status}                the status is negative for a signal
     record     {text}                        a record that a rank has written (`hvdkit.faults`)
-    saved      {}                            a checkpointer has saved a step
+    saved      {}                            a checkpoint or a commit was saved
+    kept       {folders}                     the folders for commits
     states     {states: {rank: state}}       the states of the ranks' processes: "stopped", or ""
     signal     {number}                      a user on the agent's host asks the job to stop
     alive      {}                            the first message, and the answer to `heartbeat`. Not

@@ -153,6 +153,7 @@ def rank_messages(
         base = variables if inherited else forwarded | variables
         interface = interfaces[host]
         optional = {} if interface is network.LOOPBACK else _nccl(interface)
+        elastic = settings.elastic_variables(host) if settings.elastic_variables else {}
         ranks[host] = [
             {
                 "rank": place.rank,
@@ -162,6 +163,7 @@ def rank_messages(
                 | (environment.torch_variables(plan, place, *master) if master else {})
                 | {name: variables[name] for name in _MASTER_VARIABLES if name in variables}
                 | dict(place_variables(place, interface))
+                | dict(elastic)
                 | (environment.pinned_gpu(place, found["gpus"]) if settings.pin_gpus else {}),
                 "defaults": optional
                 | environment.defaults(place, found["cores"], settings.timeouts.start)

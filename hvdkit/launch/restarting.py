@@ -7,15 +7,13 @@ or have failed twice.
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-from hvdkit.errors import RESUMABLE, HvdkitError, UsageError
-from hvdkit.launch.hosts import Host, parse_hosts, total_slots
+from hvdkit.errors import RESUMABLE, HvdkitError
+from hvdkit.launch.hosts import Host, total_slots
 from hvdkit.launch.job import Outcome
 from hvdkit.launch.plan import Plan
 
@@ -23,7 +21,6 @@ from hvdkit.launch.plan import Plan
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 #: Failures of ranks on one host after which a restart leaves the host out.
 _MOST_FAILURES = 2
-_SCRIPT_SECONDS = 60.0
 
 
 @dataclass
@@ -130,33 +127,3 @@ class Supervisor:
         names = ", ".join(host.name for host in hosts if host not in good)
         self.say(f"left out, because ranks failed there {_MOST_FAILURES} times: {names}")
         return good
-
-
-def discover(script: Path) -> list[Host]:
-    """Return the hosts that a `--host-discovery-script` prints, as Horovod's scripts do.
-
-    A line is `HOST:SLOTS` or `HOST`, which has one slot.
-
-    Raises:
-        UsageError: the script fails, or a line is not a host.
-    """
-    try:
-        done = subprocess.run(
-            [str(script.absolute())],
-            capture_output=True,
-            text=True,
-            timeout=_SCRIPT_SECONDS,
-            check=False,
-        )
-    except OSError as error:
-        raise UsageError(f"--host-discovery-script {script}: {error.strerror}") from error
-    except subprocess.TimeoutExpired as error:
-        raise UsageError(
-            f"--host-discovery-script {script} did not end within {_SCRIPT_SECONDS:g} s"
-        ) from error
-    if done.returncode != 0:
-        raise UsageError(
-            f"--host-discovery-script {script} failed with exit status {done.returncode}: "
-            f"{done.stderr.strip()[-500:]}"
-        )
-    return parse_hosts(",".join(done.stdout.split()))

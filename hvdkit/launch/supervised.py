@@ -45,6 +45,11 @@ def check(options: argparse.Namespace, in_slurm: bool) -> None:
             )
     if options.restarts and options.debug_rank is not None:
         raise UsageError("--restarts cannot be combined with --debug-rank. Remove one of them")
+    check_one_source_of_hosts(options)
+
+
+def check_one_source_of_hosts(options: argparse.Namespace) -> None:
+    """Raise UsageError if hosts are named in two ways."""
     if options.host_discovery_script and (options.hosts or options.hostfile):
         raise UsageError(
             "--host-discovery-script was given with hosts. Remove -H and --hostfile, or the script"

@@ -1,23 +1,33 @@
-"""Horovod's elastic training with hvdkit's `init` and broadcasts."""
+"""Horovod's elastic training with hvdkit's `init` and broadcasts.
+
+`hvdkit run --elastic` starts all ranks again after a failure, and when the hosts have changed: see
+`hvdkit.core.elastic`. Under `horovodrun`, Horovod's own elastic training runs.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import tensorflow as tf
-from horovod.common.elastic import ObjectState, run_fn
-from horovod.common.exceptions import HorovodInternalError
-from horovod.tensorflow.mpi_ops import rank
+from horovod.common import elastic as horovod_elastic
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.tensorflow import mpi_ops
 
+from hvdkit.core import elastic
 from hvdkit.errors import UsageError
-from hvdkit.tensorflow.functions import broadcast_object, broadcast_variables
+from hvdkit.tensorflow.collectives import TensorFlowCollectives
+from hvdkit.tensorflow.functions import broadcast_object, broadcast_variables, is_seed
 from hvdkit.tensorflow.runtime import init, shutdown
+from hvdkit.tensorflow.variables import tf_variables
 
-__all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
+__all__ = ["ObjectState", "TensorFlowKerasState", "TensorFlowState", "run"]
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate an elastic training function, whose first argument is the elastic state."""
+    """Decorate an elastic training function, whose first argument is the elastic state.
+
+    See `hvdkit.torch.elastic.run`.
+    """
 
     @wraps(func)
     def with_horovod_errors(*args: Any, **kwargs: Any) -> Any:
@@ -30,8 +40,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 raise HorovodInternalError(error) from error
             raise
 
-    decorated: Callable[..., Any] = run_fn(with_horovod_errors, _reset)
-    return decorated
+    return elastic.run(with_horovod_errors, _adapter)
 
 
 def _reset() -> None:
@@ -39,12 +48,29 @@ def _reset() -> None:
     init()
 
 
-class _VariablesState(ObjectState):
+_adapter = elastic.Adapter(
+    collectives=lambda: TensorFlowCollectives(mpi_ops.global_process_set),
+    local_rank=mpi_ops.local_rank,
+    size=mpi_ops.size,
+    shutdown=shutdown,
+    horovods_run=lambda func: horovod_elastic.run_fn(func, _reset),
+    interrupt=HostsUpdatedInterrupt,
+)
+
+
+class _VariablesState(elastic.VariablesState, horovod_elastic.ObjectState):
     """Elastic state of variables, and of the objects given as keyword arguments."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    _interrupt = HostsUpdatedInterrupt
+
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any] = broadcast_object,
+        get_rank: Callable[[], int] = mpi_ops.rank,
+        **kwargs: Any,
+    ) -> None:
         self._save_variables()
-        super().__init__(bcast_object=broadcast_object, get_rank=rank, **kwargs)
+        super().__init__(bcast_object=bcast_object, get_rank=get_rank, **kwargs)
 
     def _all_variables(self) -> Sequence[Any]:
         raise NotImplementedError
@@ -67,7 +93,24 @@ class _VariablesState(ObjectState):
         super().sync()
 
     def _save_variables(self) -> None:
-        self._saved_variables = [(v, v.numpy()) for v in self._all_variables()]
+        # Copies: on the CPU, an array may share the memory of the variable.
+        self._saved_variables = [(v, v.numpy().copy()) for v in self._all_variables()]
+
+    def _stored_variables(self) -> Sequence[Any]:
+        return [v for v in self._all_variables() if not any(map(is_seed, tf_variables([v])))]
+
+
+class ObjectState(_VariablesState):
+    """Elastic state of picklable objects.
+
+    Args:
+        bcast_object: broadcasts an object from rank 0; default: hvdkit's `broadcast_object`.
+        get_rank: returns this rank; default: `hvd.rank`.
+        kwargs: the objects; they become attributes.
+    """
+
+    def _all_variables(self) -> Sequence[Any]:
+        return ()
 
 
 class TensorFlowKerasState(_VariablesState):

@@ -63,7 +63,7 @@ def broadcast_variables(
                 f"variables[{i}], {variable.name!r}, has dtype {variable.dtype.name}: expected "
                 f"numbers or bools; send other objects with broadcast_object()"
             )
-    own = [variable for variable in given if _plain_name(variable).split("/")[-1] != _SEED]
+    own = [variable for variable in given if not is_seed(variable)]
     collectives = TensorFlowCollectives(process_set)
     _check_root(root_rank, process_set)
     if collectives.single_rank:
@@ -102,6 +102,11 @@ def broadcast_unchecked(
         values = _broadcast_pack(pack, k, root_rank, process_set)
         for variable, value in zip(pack, values, strict=True):
             variable.assign(value)
+
+
+def is_seed(variable: Any) -> bool:
+    """Return whether a variable is the state of a seed generator of Keras."""
+    return _plain_name(variable).split("/")[-1] == _SEED
 
 
 def _plain_name(variable: tf.Variable) -> str:

@@ -1,7 +1,6 @@
 """`hvdkit run --restarts`."""
 
 import os
-import stat
 import subprocess
 import sys
 import time
@@ -9,12 +8,12 @@ import time
 import psutil
 import pytest
 
-from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.errors import HvdkitError
 from hvdkit.launch.failures import Failure
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.job import Outcome
 from hvdkit.launch.plan import make_plan
-from hvdkit.launch.restarting import Supervisor, discover
+from hvdkit.launch.restarting import Supervisor
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 
 HOSTS = [Host("host0", 2), Host("host1", 2)]
@@ -108,34 +107,6 @@ def test_a_restart_that_cannot_start_is_tried_again():
 def test_the_first_start_raises():
     with pytest.raises(HvdkitError, match="no route"):
         supervise([HvdkitError("host1: no route to host")])
-
-
-def script(tmp_path, text):
-    path = tmp_path / "hosts.sh"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
-
-
-def test_a_script_names_the_hosts(tmp_path):
-    assert discover(script(tmp_path, "echo host0:2; echo host1")) == [
-        Host("host0", 2),
-        Host("host1", 1),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("exit 3", "failed with exit status 3"), ("echo -n", "no hosts in it"), ("echo ':'", "not a")],
-)
-def test_a_script_that_names_none(tmp_path, text, expected):
-    with pytest.raises(UsageError, match=expected):
-        discover(script(tmp_path, text))
-
-
-def test_a_script_that_is_missing(tmp_path):
-    with pytest.raises(UsageError, match="No such file"):
-        discover(tmp_path / "missing")
 
 
 TRAIN = """

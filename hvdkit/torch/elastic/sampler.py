@@ -1,5 +1,29 @@
-"""`horovod.torch.elastic.sampler`, for scripts that import it by this name."""
+"""Share the samples of an epoch that are left among the current ranks."""
 
-from horovod.torch.elastic.sampler import ElasticSampler
+from collections.abc import Iterator
+from itertools import cycle, islice
+
+from horovod.torch.elastic import sampler as horovod_sampler
 
 __all__ = ["ElasticSampler"]
+
+
+class ElasticSampler(horovod_sampler.ElasticSampler):
+    """Horovod's `ElasticSampler`: shard an epoch over the ranks, which may change during it.
+
+    Keep the sampler in the state, call `record_batch` after each batch, and `set_epoch` at the end
+    of each epoch. After the ranks have changed, they share the samples that no committed batch had.
+
+    Every rank gets as many samples as the others. For this, up to `size - 1` samples are repeated
+    at the end of an epoch. Horovod's class fails there if fewer samples are left than ranks.
+
+    Args:
+        dataset: the data set; its length must not change.
+        shuffle: draw a new order for every epoch.
+        seed: the seed of the orders, the same on every rank.
+    """
+
+    def __iter__(self) -> Iterator[int]:
+        samples = islice(cycle(self.remaining_indices), self.total_size)
+        self.indices = list(samples)[self.rank :: self.num_replicas]
+        return iter(self.indices)

@@ -1,8 +1,14 @@
 """The state that an elastic job keeps and sends to new ranks."""
 
-from typing import Any
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
 
 import torch
+from horovod.common import elastic as horovod_elastic
+from horovod.common.exceptions import HostsUpdatedInterrupt
+from horovod.torch import mpi_ops
 from horovod.torch.elastic import state as horovod_state
 from horovod.torch.elastic.state import (
     ModelStateHandler,
@@ -13,11 +19,17 @@ from horovod.torch.elastic.state import (
     set_handler_registry,
 )
 
-from hvdkit.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from hvdkit.core.elastic import CommittedState
+from hvdkit.torch.functions import (
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 __all__ = [
     "ModelStateHandler",
+    "ObjectState",
     "OptimizerStateHandler",
     "SamplerStateHandler",
     "StateHandler",
@@ -36,7 +48,8 @@ class _OptimizerHandler(horovod_state.OptimizerStateHandler):
     """Restore the state and drop gradients, which differ between ranks after an interruption."""
 
     def restore(self) -> None:
-        super().restore()
+        # A copy: the optimizer keeps the tensors that it loads, and changes them in place.
+        self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
         _drop_gradients(self.value)
 
     def sync(self) -> None:
@@ -52,11 +65,55 @@ def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
             p.grad = None
 
 
-class TorchState(horovod_state.TorchState):
-    """Horovod's `TorchState`, except that models and optimizers are synchronised by hvdkit.
+class ObjectState(CommittedState, horovod_elastic.ObjectState):
+    """Elastic state of picklable objects.
 
-    Horovod's own way of synchronising an optimizer takes a step with it, which for a wrapped one
-    is a collective that only new ranks would enter.
+    Args:
+        bcast_object: broadcasts an object from rank 0; default: hvdkit's `broadcast_object`.
+        get_rank: returns this rank; default: `hvd.rank`.
+        kwargs: the objects; they become attributes.
+    """
+
+    _interrupt = HostsUpdatedInterrupt
+
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any] = broadcast_object,
+        get_rank: Callable[[], int] = mpi_ops.rank,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(bcast_object=bcast_object, get_rank=get_rank, **kwargs)
+
+    def write_saved(self, file: IO[bytes]) -> None:
+        """Write what `save` has saved to a file."""
+        torch.save({"objects": self._saved_state, "handlers": self._saved_handlers()}, file)
+
+    def read_saved(self, path: Path) -> None:
+        """Read what `write_saved` has written, for the next `restore`."""
+        # The file is this user's own, and contains arbitrary objects.
+        saved = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+        self._saved_state = saved["objects"]
+        self._load_handlers(saved["handlers"])
+
+    def _saved_handlers(self) -> Mapping[str, Any]:
+        return {}
+
+    def _load_handlers(self, saved: Mapping[str, Any]) -> None:
+        pass
+
+
+class TorchState(ObjectState, horovod_state.TorchState):
+    """Horovod's `TorchState`, with commits that outlive the ranks.
+
+    Models and optimizers are synchronised by hvdkit. Horovod's own way of synchronising an
+    optimizer takes a step with it, which for a wrapped one is a collective that only new ranks
+    would enter.
+
+    Args:
+        model: a model.
+        optimizer: an optimizer.
+        kwargs: further models, optimizers, `ElasticSampler`s and picklable objects; they become
+            attributes.
     """
 
     def __init__(
@@ -65,9 +122,20 @@ class TorchState(horovod_state.TorchState):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(model=model, optimizer=optimizer, **kwargs)
+        horovod_state.TorchState.__init__(self, model=model, optimizer=optimizer, **kwargs)
         for name, handler in self._handlers.items():
             if isinstance(handler.value, torch.nn.Module):
                 self._handlers[name] = _ModelHandler(handler.value)
             elif isinstance(handler.value, torch.optim.Optimizer):
                 self._handlers[name] = _OptimizerHandler(handler.value)
+
+    def _saved_handlers(self) -> Mapping[str, Any]:
+        # A handler of the user's own keeps what `save` saves in attributes, too.
+        return {
+            name: {key: value for key, value in vars(handler).items() if key != "value"}
+            for name, handler in self._handlers.items()
+        }
+
+    def _load_handlers(self, saved: Mapping[str, Any]) -> None:
+        for name, attributes in saved.items():
+            vars(self._handlers[name]).update(attributes)

@@ -1,0 +1,182 @@
+"""Start the ranks of an elastic job, and start them again after a failure or a change of hosts."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from hvdkit.core.committer import ElasticStart
+from hvdkit.errors import HvdkitError
+from hvdkit.launch.elastic.members import Members, assignment_of
+from hvdkit.launch.hosts import Host, total_slots
+from hvdkit.launch.job import Outcome
+from hvdkit.launch.plan import Plan
+
+#: Seconds before a restart, after a failure without a new commit: the first, and the longest.
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+#: Failures of ranks on one host after which a restart leaves the host out.
+_MOST_FAILURES = 2
+
+
+@dataclass(frozen=True)
+class ElasticLimits:
+    """The limits of an elastic job.
+
+    Attributes:
+        first_size: the number of slots to wait for before the first start.
+        min_size: the smallest number of ranks.
+        max_size: the largest number of ranks; None for all slots.
+        restarts: the most failures in a row without a new commit or checkpoint.
+        resets: the most restarts of any kind; None for no limit.
+        timeout: seconds to wait for slots.
+        cooldown: seconds for which a failing host is left out, the first time and at most; None for
+            the rest of the job.
+    """
+
+    first_size: int
+    min_size: int
+    max_size: int | None
+    restarts: int
+    resets: int | None
+    timeout: float
+    cooldown: tuple[float, float] | None = None
+
+
+@dataclass
+class Exclusions:
+    """The hosts that are left out, because ranks have failed there.
+
+    Attributes:
+        cooldown: as in `ElasticLimits`.
+        now: returns the time in seconds.
+    """
+
+    cooldown: tuple[float, float] | None
+    now: Callable[[], float] = time.monotonic
+    _failures: Counter[str] = field(default_factory=Counter)
+    _until: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str) -> str:
+        """Add a failure on a host. Return a message if the host is left out from now on."""
+        self._failures[name] += 1
+        beyond = self._failures[name] - _MOST_FAILURES
+        if beyond < 0:
+            return ""
+        text = (
+            f"ranks failed {self._failures[name]} times on {name}, which is left out if the other "
+            f"hosts are enough"
+        )
+        if self.cooldown is None:
+            self._until[name] = float("inf")
+            return text
+        shortest, longest = self.cooldown
+        seconds = min(longest, shortest * 2**beyond)
+        self._until[name] = self.now() + seconds
+        return f"{text}; for {seconds:g} s (--blacklist-cooldown-range)"
+
+    def __contains__(self, name: str) -> bool:
+        return self.now() < self._until.get(name, float("-inf"))
+
+
+@dataclass
+class ElasticSupervisor:
+    """Run an elastic job.
+
+    Attributes:
+        start: starts the ranks of a plan, whose ranks get the variables that a function returns for
+            their host, and returns the outcome.
+        make_plan: returns the plan of a job of the given size on the given hosts.
+        members: the hosts.
+        exclusions: the hosts that are left out.
+        limits: the limits of the job.
+        say: prints a message for the user.
+        pause: waits for some seconds.
+    """
+
+    start: Callable[[Plan, Callable[[Host], Mapping[str, str]]], Outcome]
+    make_plan: Callable[[Sequence[Host], int], Plan]
+    members: Members
+    exclusions: Exclusions
+    limits: ElasticLimits
+    say: Callable[[str], None]
+    pause: Callable[[float], None] = time.sleep
+    _starts: int = 0
+    _resets: int = 0
+    _used: int = 0
+    _committed: bool = False
+
+    def run(self) -> Outcome:
+        """Run the job until it succeeds, is stopped, or fails too often.
+
+        Raises:
+            HvdkitError: the job could not be started for the first time.
+        """
+        hosts = self.members.wait_for(self.limits.first_size, self.limits.timeout)
+        while True:
+            plan = self._plan(hosts)
+            outcome = self._start(plan)
+            self._starts += 1
+            self._committed = self._committed or outcome.saved
+            if not outcome.restartable:
+                return outcome
+            # A job that ends because it cannot go on has failed.
+            last = replace(outcome, status=1) if outcome.hosts_changed else outcome
+            if not self._may_restart(plan, outcome):
+                return last
+            self.members.confirm()
+            try:
+                hosts = self.members.wait_for(self.limits.min_size, self.limits.timeout)
+            except HvdkitError as error:
+                self.say(str(error))
+                return last
+
+    def _plan(self, hosts: Sequence[Host]) -> Plan:
+        slots = total_slots(hosts)
+        size = slots if self.limits.max_size is None else min(slots, self.limits.max_size)
+        plan = self.make_plan(hosts, size)
+        shown = ", ".join(f"{name}:{count}" for name, count in assignment_of(plan))
+        self.say(f"{size} rank{'s' if size > 1 else ''} on {shown}")
+        return plan
+
+    def _start(self, plan: Plan) -> Outcome:
+        version = self.members.begin(plan)
+
+        def variables(host: Host) -> Mapping[str, str]:
+            folders = self.members.folders(host)
+            return ElasticStart(folders, self._starts, version, self._committed).variables()
+
+        try:
+            return self.start(plan, variables)
+        except HvdkitError as error:
+            if self._starts == 0:
+                raise
+            # A host may just have been lost.
+            self.say(str(error))
+            return Outcome(1, restartable=True)
+
+    def _may_restart(self, plan: Plan, outcome: Outcome) -> bool:
+        """Count a restart, and return whether the limits permit it."""
+        self._used = 0 if outcome.saved else self._used
+        if not outcome.hosts_changed:
+            if outcome.failure is not None:
+                message = self.exclusions.add(plan.places[outcome.failure.rank].host.name)
+                if message:
+                    self.say(message)
+            if self._used == self.limits.restarts:
+                count = f"{self._used + 1} times in a row" if self._used else "once"
+                self.say(f"the job failed {count} without a new commit, and ends (--restarts)")
+                return False
+            if self._used:
+                self.pause(min(_FIRST_PAUSE * 2 ** (self._used - 1), _LONGEST_PAUSE))
+            self._used += 1
+        if self._resets == self.limits.resets:
+            self.say(f"the job was restarted {self._resets} times, and ends (--reset-limit)")
+            return False
+        self._resets += 1
+        if outcome.hosts_changed:
+            self.say("the hosts have changed: the ranks start again")
+        else:
+            self.say(f"restart {self._used} of {self.limits.restarts} without a new commit")
+        return True

@@ -1,0 +1,252 @@
+"""Commits of elastic states on hosts: folders of their own, and ranks in threads."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from hvdkit.core.commits import CommitId, CommitStore
+from hvdkit.core.committer import HOSTS_FILE, Committer, ElasticStart
+from hvdkit.core.elastic import Adapter, run
+from hvdkit.errors import HOSTS_CHANGED, HvdkitError, UsageError
+
+CONTENT = bytes(range(256)) * 4
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr("hvdkit.core.committer._CHUNK_BYTES", 100)
+
+
+def writes(content):
+    return lambda file: file.write(content)
+
+
+def newest(store):
+    commit = store.newest()
+    return None if commit is None else (commit.id, commit.path.read_bytes())
+
+
+def test_a_commit_replaces_the_one_before(tmp_path):
+    store = CommitStore([tmp_path], 0)
+    assert store.newest() is None
+    store.write(CommitId(0, 1), writes(b"one"))
+    store.write(CommitId(0, 2), writes(b"two"))
+    assert newest(store) == (CommitId(0, 2), b"two")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_states_have_commits_of_their_own(tmp_path):
+    CommitStore([tmp_path], 0).write(CommitId(0, 5), writes(b"first"))
+    CommitStore([tmp_path], 1).write(CommitId(0, 1), writes(b"second"))
+    assert newest(CommitStore([tmp_path], 0)) == (CommitId(0, 5), b"first")
+
+
+def test_a_later_start_is_newer_whatever_the_number():
+    assert CommitId(2, 3) > CommitId(1, 9)
+
+
+def test_a_full_folder_is_followed_by_the_next(tmp_path):
+    folders = [tmp_path / "memory", tmp_path / "disk"]
+    for folder in folders:
+        folder.mkdir()
+
+    def write(file):
+        file.write(b"half")
+        if Path(file.name).parent == folders[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = CommitStore(folders, 0)
+    store.write(CommitId(0, 1), writes(b"fits"))
+    store.write(CommitId(0, 2), write)
+    assert newest(store) == (CommitId(0, 2), b"half")
+    assert not list(folders[0].iterdir())
+    with pytest.raises(OSError, match="No space"):
+        CommitStore(folders[:1], 0).write(CommitId(0, 3), write)
+
+
+def test_a_writer_that_is_killed_leaves_the_commit_before(tmp_path):
+    store = CommitStore([tmp_path], 0)
+    store.write(CommitId(0, 1), writes(b"one"))
+    code = f"""
+import os, signal
+from pathlib import Path
+from hvdkit.core.commits import CommitId, CommitStore
+
+def write(file):
+    file.write(b"half")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+CommitStore([Path({str(tmp_path)!r})], 0).write(CommitId(0, 2), write)
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert newest(store) == (CommitId(0, 1), b"one")
+    store.write(CommitId(0, 2), writes(b"two"))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+class Ranks:
+    """Ranks in threads, each on a host of its own; rank i calls `work` with its collectives."""
+
+    def __init__(self, folders):
+        self.folders = folders
+        self.barrier = threading.Barrier(len(folders), timeout=20)
+        self.sent = [None] * len(folders)
+
+    def exchange(self, rank, value):
+        self.sent[rank] = value
+        self.barrier.wait()
+        everything = list(self.sent)
+        self.barrier.wait()
+        return everything
+
+    def run(self, work, start=0, committed=False):
+        results = [None] * len(self.folders)
+
+        def call(rank):
+            elastic_start = ElasticStart([self.folders[rank]], start, 4, committed)
+            committer = Committer(elastic_start, RankCollectives(self, rank), 0, writes=True)
+            try:
+                results[rank] = work(committer, rank)
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=call, args=(r,)) for r in range(len(self.folders))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return results
+
+
+class RankCollectives:
+    def __init__(self, world, rank):
+        self.world = world
+        self.rank = rank
+        self.ranks = range(len(world.folders))
+
+    def max(self, values, name):
+        gathered = self.world.exchange(self.rank, values)
+        return [max(column) for column in zip(*gathered, strict=True)]
+
+    def allgather(self, data, name):
+        return self.world.exchange(self.rank, data)
+
+    def broadcast_into(self, buffer, root_rank, name):
+        buffer[:] = self.world.exchange(self.rank, buffer.copy())[root_rank]
+
+
+@pytest.fixture
+def world(tmp_path):
+    folders = [tmp_path / f"host{i}" for i in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    return Ranks(folders)
+
+
+def test_the_newest_commit_is_copied_to_the_hosts_that_lack_it(world):
+    CommitStore([world.folders[0]], 0).write(CommitId(0, 9), writes(b"given up"))
+    CommitStore([world.folders[1]], 0).write(CommitId(1, 3), writes(CONTENT))
+
+    def work(committer, rank):
+        path = committer.resume()
+        content = path.read_bytes()
+        committer.commit(writes(b"next"))
+        return path.parent == world.folders[rank] and content
+
+    assert world.run(work, start=2) == [CONTENT] * 3
+    for folder in world.folders:
+        assert newest(CommitStore([folder], 0)) == (CommitId(2, 4), b"next")
+
+
+def test_no_commit_at_all(world, caplog):
+    assert world.run(lambda committer, _: committer.resume()) == [None] * 3
+    assert not caplog.records
+    assert world.run(lambda committer, _: committer.resume(), committed=True) == [None] * 3
+    (record,) = caplog.records
+    assert "every host that held a commit of the elastic state is lost" in record.getMessage()
+
+
+def test_a_commit_that_one_host_cannot_store_raises_on_all_ranks(world):
+    def work(committer, rank):
+        committer.commit(writes(b"good"))
+
+        def write(file):
+            if rank == 1:
+                raise TypeError("cannot pickle '_thread.lock' object")
+            file.write(b"bad")
+
+        committer.commit(write)
+
+    for error in world.run(work):
+        assert isinstance(error, HvdkitError)
+        assert "commit 2 of the elastic state was not stored: rank 1: TypeError" in str(error)
+
+
+def test_a_copy_that_one_host_cannot_store_raises_on_all_ranks(world):
+    CommitStore([world.folders[0]], 0).write(CommitId(0, 1), writes(CONTENT))
+    (world.folders[2] / "0.draft").mkdir()
+    for error in world.run(lambda committer, _: committer.resume(), start=1):
+        assert isinstance(error, HvdkitError)
+        assert "not copied to a new host: rank 2: IsADirectoryError" in str(error)
+
+
+def test_a_change_that_one_host_knows_ends_all_ranks(world):
+    assert world.run(lambda committer, _: committer.hosts_changed()) == [False] * 3
+    (world.folders[1] / HOSTS_FILE).write_text("5")
+    assert world.run(lambda committer, _: committer.hosts_changed()) == [True] * 3
+    assert world.run(lambda committer, _: committer.commit(writes(b""))) == [True] * 3
+    # Of a start before.
+    (world.folders[1] / HOSTS_FILE).write_text("3")
+    assert world.run(lambda committer, _: committer.hosts_changed()) == [False] * 3
+
+
+def test_a_start_survives_the_environment(tmp_path):
+    start = ElasticStart([tmp_path, Path("/x")], 3, 8, True)
+    assert ElasticStart.read(start.variables()) == start
+    assert ElasticStart.read({}) is None
+
+
+class Interrupt(Exception):
+    pass
+
+
+def adapter(size=2):
+    def in_process(func):
+        return lambda *args: ("in process", func(*args))
+
+    return Adapter(lambda: None, lambda: 0, lambda: size, lambda: None, in_process, Interrupt)
+
+
+class PlainState:
+    def sync(self):
+        self.synced = True
+
+
+def test_a_job_that_is_not_elastic_calls_the_function(monkeypatch):
+    monkeypatch.delenv("HOROVOD_ELASTIC", raising=False)
+    state = PlainState()
+    assert run(lambda s: s.synced, adapter())(state) is True
+    # Alone, a rank can start again in its process. Under horovodrun, Horovod starts it again.
+    assert run(lambda s: 1, adapter(size=1))(state) == ("in process", 1)
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    assert run(lambda s: 1, adapter())(state) == ("in process", 1)
+
+
+def test_a_state_without_commits(monkeypatch, tmp_path):
+    for name, value in ElasticStart([tmp_path], 0, 0, False).variables().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="PlainState, whose commits cannot be stored"):
+        run(lambda s: 1, adapter())(PlainState())
+
+
+def test_the_status_of_changed_hosts_is_no_other():
+    assert HOSTS_CHANGED == errno.ERESTART
+    assert HOSTS_CHANGED not in range(os.EX_USAGE, os.EX_CONFIG + 1)

@@ -1,0 +1,227 @@
+"""The trainings of the elastic tests, and what one process trains with the same batches.
+
+The state keeps the samples of each batch. So the final state tells which samples were trained, and
+the weights must be those of these batches.
+"""
+
+import json
+
+#: Samples of the data set.
+SAMPLES = 96
+#: The most samples that a sampler of at most 3 ranks repeats at the end of an epoch.
+REPEATED = 2
+BATCH = 4
+EPOCHS = 2
+
+DATA = f"""
+import numpy as np
+
+generator = np.random.default_rng(0)
+inputs = generator.normal(size=({SAMPLES}, 8)).astype("float32")
+targets = generator.normal(size=({SAMPLES}, 1)).astype("float32")
+"""
+
+TORCH = f"""
+import json, os, sys, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import hvdkit.torch as hvd
+{DATA}
+hvd.init()
+torch.manual_seed(hvd.rank())
+data = TensorDataset(*map(torch.from_numpy, (inputs, targets)), torch.arange({SAMPLES}))
+model = torch.nn.Linear(8, 1)
+torch.nn.init.constant_(model.weight, 0.5)
+torch.nn.init.constant_(model.bias, 0.0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+sampler = hvd.elastic.ElasticSampler(data)
+loader = DataLoader(data, batch_size={BATCH}, sampler=sampler)
+
+
+@hvd.elastic.run
+def train(state):
+    print("begin", state.epoch, state.batch, "size", hvd.size(), "resets", resets, flush=True)
+    while state.epoch < {EPOCHS}:
+        for number, (x, y, samples) in enumerate(loader):
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+            everywhere = sum(hvd.allgather_object(samples.tolist()), [])
+            state.trained = [*state.trained, [state.epoch, everywhere]]
+            state.sampler.record_batch(number, len(samples))
+            state.batch += 1
+            time.sleep(float(open("pause").read()))
+            after_batch(state)
+        state.epoch += 1
+        state.batch = 0
+        state.sampler.set_epoch(state.epoch)
+        state.commit()
+
+
+def after_batch(state):
+    if os.environ.get("COMMITS") == "rarely" and state.batch % 3:
+        state.check_host_updates()
+    else:
+        state.commit()
+    if hvd.rank() == 0:
+        print("batch", state.epoch, state.batch, os.getpid(), flush=True)
+
+
+resets = []
+state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0, trained=[])
+state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+train(state)
+weights = [p.tolist() for p in model.parameters()]
+print("trained", json.dumps([weights, state.trained]), flush=True)
+"""
+
+#: Each rank has every second sample, in the same order in each epoch.
+KERAS = f"""
+import json, os, time
+import keras
+import hvdkit.keras as hvd
+{DATA}
+hvd.init()
+inputs, targets = inputs[hvd.rank() :: hvd.size()], targets[hvd.rank() :: hvd.size()]
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1), keras.layers.Dropout(0.0)])
+model.layers[0].kernel.assign(np.full((8, 1), 0.5))
+optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+model.compile(hvd.DistributedOptimizer(optimizer), "mse", metrics=["mae"])
+
+
+class Report(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if hvd.rank() == 0:
+            print("batch", state.epoch, state.batch, os.getpid(), flush=True)
+        time.sleep(float(open("pause").read()))
+
+
+@hvd.elastic.run
+def train(state):
+    print("begin", state.epoch, state.batch, "size", hvd.size(), "resets", resets, flush=True)
+    callbacks = [
+        hvd.elastic.CommitStateCallback(state),
+        hvd.elastic.UpdateBatchStateCallback(state),
+        hvd.elastic.UpdateEpochStateCallback(state),
+        Report(),
+    ]
+    model.fit(
+        inputs,
+        targets,
+        batch_size={BATCH},
+        shuffle=False,
+        epochs={EPOCHS} - state.epoch,
+        callbacks=callbacks,
+        verbose=0,
+    )
+
+
+resets = []
+state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+train(state)
+weights = [np.asarray(w).T.tolist() for w in model.get_weights()]
+print("trained", json.dumps([weights, []]), flush=True)
+"""
+
+TENSORFLOW = f"""
+import json, os, time
+import tensorflow as tf
+import hvdkit.tensorflow as hvd
+{DATA}
+hvd.init()
+inputs, targets = inputs[hvd.rank() :: hvd.size()], targets[hvd.rank() :: hvd.size()]
+data = tf.data.Dataset.from_tensor_slices((inputs, targets)).batch({BATCH})
+weight, bias = tf.Variable(tf.fill((8, 1), 0.5)), tf.Variable(tf.zeros((1,)))
+velocity = [tf.Variable(tf.zeros_like(v)) for v in (weight, bias)]
+
+
+@tf.function
+def step(x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(x @ weight + bias - y))
+    gradients = hvd.DistributedGradientTape(tape).gradient(loss, [weight, bias])
+    for v, speed, gradient in zip((weight, bias), velocity, gradients):
+        speed.assign(0.9 * speed + gradient)
+        v.assign_sub(0.01 * speed)
+
+
+@hvd.elastic.run
+def train(state):
+    print("begin", state.epoch, state.batch, "size", hvd.size(), "resets", resets, flush=True)
+    while state.epoch < {EPOCHS}:
+        for x, y in data.skip(state.batch):
+            step(x, y)
+            state.batch += 1
+            state.commit()
+            if hvd.rank() == 0:
+                print("batch", state.epoch, state.batch, os.getpid(), flush=True)
+            time.sleep(float(open("pause").read()))
+        state.epoch += 1
+        state.batch = 0
+        state.commit()
+
+
+resets = []
+state = hvd.elastic.TensorFlowState([weight, bias, *velocity], epoch=0, batch=0)
+state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+train(state)
+print("trained", json.dumps([[weight.numpy().T.tolist(), bias.numpy().tolist()], []]), flush=True)
+"""
+
+
+def batches_in_order(ranks):
+    """Return the batches of KERAS and TENSORFLOW with a fixed number of ranks."""
+    size = BATCH * ranks
+    starts = range(0, SAMPLES, size)
+    return [[epoch, [*range(s, s + size)]] for epoch in range(EPOCHS) for s in starts]
+
+
+def check(lines, ranks, trained=None):
+    """Check the results of all ranks: equal weights, each sample trained, one process's weights.
+
+    Args:
+        lines: the lines of all ranks.
+        ranks: the number of ranks at the end.
+        trained: the batches, if the ranks do not tell them.
+    """
+    results = [line.partition("trained ")[2] for line in lines if "] trained " in line]
+    assert len(results) == ranks
+    assert len(set(results)) == 1
+    weights, told = json.loads(results[0])
+    trained = told or trained
+    if trained is None:
+        return None
+    for epoch in range(EPOCHS):
+        samples = [s for number, batch in trained if number == epoch for s in batch]
+        assert set(samples) == set(range(SAMPLES))
+        # The sampler repeats samples in the last batch, so that all ranks have the same number.
+        assert len(samples) <= SAMPLES + REPEATED, len(samples)
+    assert_close(weights, expected(trained))
+    return trained
+
+
+def assert_close(found, wanted):
+    import numpy as np
+
+    for mine, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(np.array(mine), theirs, rtol=1e-3, atol=1e-5)
+
+
+def expected(trained):
+    """Return weights and bias after the batches, by SGD with momentum in NumPy."""
+    import numpy as np
+
+    names = {}
+    exec(DATA, names)
+    weight, bias = np.full((1, 8), 0.5), np.zeros(1)
+    velocity = [np.zeros_like(weight), np.zeros_like(bias)]
+    for _, samples in trained:
+        x, y = (names[name][samples].astype(np.float64) for name in ("inputs", "targets"))
+        error = 2 * (x @ weight.T + bias - y) / len(x)
+        velocity[0] = 0.9 * velocity[0] + error.T @ x
+        velocity[1] = 0.9 * velocity[1] + error.sum(0)
+        weight -= 0.01 * velocity[0]
+        bias -= 0.01 * velocity[1]
+    return [weight, bias]

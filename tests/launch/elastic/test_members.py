@@ -1,0 +1,159 @@
+"""The hosts of an elastic job. Names of this machine are hosts, with real agents."""
+
+import contextlib
+import time
+
+import psutil
+import pytest
+
+from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.launch import prepare
+from hvdkit.launch.elastic.members import Members
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.job import Timeouts
+from hvdkit.launch.launcher import Settings
+from hvdkit.launch.plan import make_plan
+from hvdkit.launch.ssh import Ssh
+from tests.elastic.jobs import abandoned_folders
+
+A, B = Host("localhost", 2), Host("127.0.0.1", 1)
+SECONDS = 60.0
+
+
+class Watched:
+    """Members whose list of hosts the test sets."""
+
+    def __init__(self, *found, min_size=1, max_size=None, start=30.0):
+        self.found = list(found)
+        self.excluded = set()
+        self.texts = []
+        self.members = Members(
+            self.discover,
+            prepare.task(make_plan(["true"], "/", [A], 1)),
+            Settings(Ssh(), "python", timeouts=Timeouts(start)),
+            min_size,
+            max_size,
+            self.excluded.__contains__,
+            self.texts.append,
+        )
+
+    def discover(self, stopped):
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+    def __enter__(self):
+        self.folders = abandoned_folders()
+        self.members.__enter__()
+        return self
+
+    def __exit__(self, *exc):
+        self.members.__exit__(*exc)
+        assert not abandoned_folders() - self.folders
+
+    def slots(self, size=1):
+        return [(host.name, host.slots) for host in self.members.wait_for(size, SECONDS)]
+
+    def begin(self, *hosts):
+        plan = make_plan(["true"], "/", hosts, sum(host.slots for host in hosts))
+        self.version = self.members.begin(plan)
+
+    def wait_announced(self, changed, host=A):
+        """Wait until the ranks on a host know whether the hosts have changed."""
+        file = self.members.folders(host)[0] / "hosts"
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError, ValueError):
+                if int(file.read_text()) == self.version + changed:
+                    return
+            time.sleep(0.05)
+        raise AssertionError(f"not announced: {changed}")
+
+    def wait_text(self, part):
+        deadline = time.monotonic() + SECONDS
+        while not any(part in text for text in self.texts):
+            assert time.monotonic() < deadline, self.texts
+            time.sleep(0.05)
+
+
+def test_added_and_removed_hosts_are_announced():
+    with Watched(A) as watched:
+        assert watched.slots() == [("localhost", 2)]
+        watched.begin(A)
+        watched.wait_announced(False)
+        watched.found = [B, A]
+        watched.wait_announced(True)
+        # The older host comes first.
+        assert watched.slots(3) == [("localhost", 2), ("127.0.0.1", 1)]
+        watched.begin(A, B)
+        watched.wait_announced(False, B)
+        watched.found = [B]
+        watched.wait_announced(True)
+        watched.wait_announced(True, B)
+        # Back before any rank has ended.
+        watched.found = [B, A]
+        watched.wait_announced(False)
+        watched.found = [Host("localhost", 1), B]
+        watched.wait_announced(True)
+
+
+def test_hosts_beyond_the_largest_size_are_not_announced():
+    with Watched(A, max_size=2) as watched:
+        watched.slots()
+        watched.begin(A)
+        watched.found = [A, B]
+        assert watched.slots(3)
+        time.sleep(0.5)
+        watched.wait_announced(False)
+
+
+def test_too_few_slots_do_not_interrupt():
+    with Watched(A, min_size=2) as watched:
+        watched.slots()
+        watched.begin(A)
+        watched.found = [B]
+        time.sleep(2.5)
+        watched.wait_announced(False)
+        watched.found = UsageError("the script failed")
+        watched.wait_text("the hosts stay the same: the script failed")
+        watched.wait_announced(False)
+
+
+def test_an_excluded_host_is_used_if_too_few_are_left():
+    with Watched(A, B) as watched:
+        assert len(watched.slots(3)) == 2
+        watched.excluded.add("localhost")
+        assert watched.slots() == [("127.0.0.1", 1)]
+        watched.excluded.add("127.0.0.1")
+        assert len(watched.slots()) == 2
+
+
+def test_the_first_look_fails():
+    with Watched() as watched:
+        watched.found = UsageError("no such file")
+        with contextlib.suppress(HvdkitError):
+            watched.members.wait_for(1, 3.0)
+    with Watched() as watched, pytest.raises(HvdkitError, match=r"after 2 s .* have 0 slots"):
+        watched.members.wait_for(1, 2.0)
+    assert any("waiting for hosts: they have 0 slots" in text for text in watched.texts)
+
+
+def test_an_agent_that_is_killed_gets_a_successor_with_the_same_folders():
+    with Watched(A) as watched:
+        watched.slots()
+        watched.begin(A)
+        folders = watched.members.folders(A)
+        (folders[0] / "0-0-1.commit").write_text("kept")
+        agents = [
+            child
+            for child in psutil.Process().children()
+            if "hvdkit.launch.agent" in child.cmdline()
+        ]
+        assert len(agents) == 1
+        agents[0].kill()
+        watched.wait_text("its agent ended with status -9")
+        watched.members.confirm()
+        assert watched.slots() == [("localhost", 2)]
+        assert watched.members.folders(A) == folders
+        assert (folders[0] / "0-0-1.commit").read_text() == "kept"
+        watched.wait_announced(False)

@@ -1,0 +1,151 @@
+"""The restarts of an elastic job, without ranks."""
+
+import pytest
+
+from hvdkit.core.committer import ElasticStart
+from hvdkit.errors import HvdkitError
+from hvdkit.launch.elastic.members import assignment_of
+from hvdkit.launch.elastic.supervisor import ElasticLimits, ElasticSupervisor, Exclusions
+from hvdkit.launch.failures import Failure
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.job import Outcome
+from hvdkit.launch.plan import make_plan
+
+ONE, TWO = [Host("host0", 1)], [Host("host0", 1), Host("host1", 1)]
+FAILED = Outcome(1, restartable=True)
+COMMITTED = Outcome(1, restartable=True, saved=True)
+CHANGED = Outcome(85, restartable=True, hosts_changed=True, saved=True)
+LIMITS = ElasticLimits(1, 1, None, restarts=2, resets=None, timeout=5.0)
+
+
+class FakeMembers:
+    """Hosts that are given for each start."""
+
+    def __init__(self, hosts):
+        self.hosts = list(hosts)
+        self.waits = []
+        self.confirmed = 0
+        self.version = 0
+
+    def wait_for(self, size, timeout):
+        self.waits.append((size, timeout))
+        found = self.hosts.pop(0) if len(self.hosts) > 1 else self.hosts[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def confirm(self):
+        self.confirmed += 1
+
+    def begin(self, plan):
+        self.version += 2
+        return self.version
+
+    def folders(self, host):
+        return [f"/{host.name}"]
+
+
+def supervise(outcomes, hosts=(ONE,), limits=LIMITS):
+    """Run a job. Return the outcome, the hosts and variables of the starts, texts and pauses."""
+    left, plans, starts, texts, pauses = list(outcomes), [], [], [], []
+
+    def start(plan, variables):
+        plans.append(assignment_of(plan))
+        starts.append(ElasticStart.read(variables(plan.hosts[0])))
+        outcome = left.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    supervisor = ElasticSupervisor(
+        start,
+        lambda given, size: make_plan(["true"], "/", given, size),
+        FakeMembers(hosts),
+        Exclusions(limits.cooldown),
+        limits,
+        texts.append,
+        pauses.append,
+    )
+    outcome = supervisor.run()
+    assert not left
+    return outcome, plans, starts, texts, pauses
+
+
+def test_changes_of_the_hosts_are_no_failures():
+    outcome, plans, starts, texts, pauses = supervise(
+        [CHANGED] * 5 + [Outcome(0)], hosts=[ONE, TWO, ONE, TWO, ONE, TWO]
+    )
+    assert outcome.status == 0
+    assert plans == [[("host0", 1)], [("host0", 1), ("host1", 1)]] * 3
+    assert [(start.number, start.hosts) for start in starts] == [(n, 2 * n + 2) for n in range(6)]
+    assert [start.committed for start in starts] == [False] + [True] * 5
+    assert texts[0] == "1 rank on host0:1"
+    assert texts[1] == "the hosts have changed: the ranks start again"
+    assert texts[2] == "2 ranks on host0:1, host1:1"
+    assert pauses == []
+
+
+def test_a_job_that_fails_without_a_commit_ends():
+    outcome, _, _, texts, pauses = supervise([FAILED, FAILED, FAILED])
+    assert outcome.status == 1
+    assert texts[-1].startswith("the job failed 3 times in a row without a new commit")
+    assert pauses == [1.0]
+
+
+def test_each_commit_permits_all_restarts_again():
+    outcome, *_ = supervise([FAILED, FAILED, COMMITTED, FAILED, Outcome(0)])
+    assert outcome.status == 0
+
+
+def test_the_reset_limit_counts_all_restarts():
+    limits = ElasticLimits(1, 1, None, restarts=2, resets=2, timeout=5.0)
+    outcome, plans, _, texts, _ = supervise([CHANGED, COMMITTED, CHANGED], limits=limits)
+    assert outcome.status == 1
+    assert len(plans) == 3
+    assert texts[-1] == "the job was restarted 2 times, and ends (--reset-limit)"
+
+
+@pytest.mark.parametrize("outcome", [Outcome(75), Outcome(143), Outcome(0)])
+def test_a_job_that_was_stopped_is_not_restarted(outcome):
+    assert supervise([outcome])[0] == outcome
+
+
+def test_too_few_hosts_end_the_job_with_its_failure():
+    failed = Outcome(7, restartable=True)
+    outcome, _, _, texts, _ = supervise([failed], hosts=[TWO, HvdkitError("after 5 s: 0 slots")])
+    assert outcome.status == 7
+    assert texts[-1] == "after 5 s: 0 slots"
+
+
+def test_the_largest_size():
+    limits = ElasticLimits(1, 1, 3, restarts=2, resets=None, timeout=5.0)
+    hosts = [Host("host0", 2), Host("host1", 4)]
+    _, plans, *_ = supervise([Outcome(0)], hosts=[hosts], limits=limits)
+    assert plans == [[("host0", 2), ("host1", 1)]]
+
+
+def test_a_start_that_fails_is_tried_again_but_not_the_first():
+    outcome, *_ = supervise([FAILED, HvdkitError("host1: no route"), Outcome(0)])
+    assert outcome.status == 0
+    with pytest.raises(HvdkitError, match="no route"):
+        supervise([HvdkitError("host1: no route")])
+
+
+def test_a_host_is_left_out_after_two_failures():
+    failure = Outcome(1, failure=Failure(1, 1, ()), restartable=True, saved=True)
+    *_, texts, _ = supervise([failure, failure, Outcome(0)], hosts=[TWO])
+    assert "ranks failed 2 times on host1, which is left out if the other hosts are enough" in texts
+
+
+def test_a_host_is_left_out_for_some_time():
+    now = 0.0
+    exclusions = Exclusions((10.0, 25.0), now=lambda: now)
+    assert exclusions.add("a") == ""
+    assert "a" not in exclusions
+    for seconds in (10, 20, 25, 25):
+        assert f"for {seconds} s (--blacklist-cooldown-range)" in exclusions.add("a")
+        now += seconds - 1
+        assert "a" in exclusions
+        now += 2
+        assert "a" not in exclusions
+    assert "b" not in exclusions

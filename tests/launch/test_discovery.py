@@ -1,0 +1,54 @@
+"""`--host-discovery-script`."""
+
+import stat
+import time
+
+import pytest
+
+from hvdkit.errors import UsageError
+from hvdkit.launch.discovery import DiscoveryStopped, discover
+from hvdkit.launch.hosts import Host
+
+
+def script(tmp_path, text):
+    path = tmp_path / "hosts.sh"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_a_script_names_the_hosts(tmp_path):
+    assert discover(script(tmp_path, "echo host0:2; echo host1")) == [
+        Host("host0", 2),
+        Host("host1", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("exit 3", "failed with exit status 3"), ("echo ':'", "not a")],
+)
+def test_a_script_that_names_none(tmp_path, text, expected):
+    with pytest.raises(UsageError, match=expected):
+        discover(script(tmp_path, text))
+
+
+def test_a_script_that_is_missing(tmp_path):
+    with pytest.raises(UsageError, match="No such file"):
+        discover(tmp_path / "missing")
+
+
+def test_a_script_that_names_no_host_yet(tmp_path):
+    assert discover(script(tmp_path, "echo")) == []
+
+
+def test_hosts_without_slots(tmp_path):
+    path = script(tmp_path, "echo a; echo user@b:2; echo [fe80::1]; echo [fe80::2]:3")
+    slots = [(host.name, host.slots) for host in discover(path, slots=4)]
+    assert slots == [("a", 4), ("user@b", 2), ("[fe80::1]", 4), ("[fe80::2]", 3)]
+
+
+def test_a_script_that_hangs_is_ended(tmp_path):
+    began = time.monotonic()
+    with pytest.raises(DiscoveryStopped):
+        discover(script(tmp_path, "sleep 300"), stopped=lambda: time.monotonic() > began + 0.5)
