@@ -159,7 +159,7 @@ class Job:
             case "failed":
                 self._fail(f"{host.name}: {message['reason']}")
             case "done":
-                connection.idle = message["stays"]
+                connection.idle = bool(message.get("stays"))
                 self._finished.add(connection)
             case "lost" if connection not in self._finished:
                 self._finished.add(connection)
