@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import ml_dtypes
 import numpy as np
+import xxhash
 from packaging.version import Version
 
 from hvdkit.core.bucketing import without_layer_numbers
@@ -194,6 +195,15 @@ def write(variable: Any, content: np.ndarray) -> None:
     # A copy, because `content` may be unaligned.
     values = content.copy().view(dtype_of(variable))
     variable.assign(values.reshape(tuple(variable.shape)))
+
+
+def digests(variables: Sequence[Any]) -> list[int]:
+    """Return a 64-bit digest of each `keras.Variable`, computed on its device with PyTorch."""
+    if NAME == "torch":
+        from hvdkit.torch.digests import digests as digests_of
+
+        return digests_of([variable.value for variable in variables])
+    return [xxhash.xxh64_intdigest(read(variable).data) for variable in variables]
 
 
 def tensor_of(variable: Any) -> Any:

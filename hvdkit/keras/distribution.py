@@ -14,7 +14,7 @@ from hvdkit.core.replicas import CheckSettings, ReplicaCheck
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.accumulation import AccumulationWindow
-from hvdkit.keras.replicas import KerasReplicas
+from hvdkit.keras.replicas import keras_replicas, steps_of
 
 _ATTRIBUTE = "_hvdkit_distribution"
 
@@ -54,7 +54,8 @@ class Distribution:
         self.replicas = ReplicaCheck(
             self.collectives,
             check_settings,
-            lambda: KerasReplicas(self.shared_variables, self._optimizer),
+            lambda: keras_replicas(self.shared_variables, self._optimizer),
+            lambda: steps_of(self._optimizer),
         )
         self.accumulation_steps = accumulation_steps
         self._reduction = reduction

@@ -12,6 +12,7 @@ from hvdkit.core.wire_format import Scaling, WireFormat
 from hvdkit.tensorflow.backend import GraphMemory, GraphOps
 from hvdkit.tensorflow.bucket_reduction import TracedReduction, allreduce
 from hvdkit.tensorflow.graphs import new_variable
+from hvdkit.tensorflow.replicas import record_reduced
 from hvdkit.tensorflow.value_check import ValueCheck
 
 
@@ -98,6 +99,7 @@ class Plan:
         given = {i: self._as_planned(i, gradients[i]) for i in self._planned}
         if not self._eager:
             planned = {} if variables is None else {i: variables[i] for i in self._planned}
+            record_reduced(planned.values(), self._process_set)
             before = [self._values.compare_in_graph(planned)] if planned else []
             with tf.control_dependencies(before):
                 reduced = self._reduce(given)
@@ -105,10 +107,10 @@ class Plan:
             has = tf.constant([int(gradient is not None) for gradient in gradients], tf.int32)
             reduced, ranks = self._traced(given, has)
             if variables is not None:
-                listed = list(variables)
-                self._values.compare(
-                    lambda: {i: listed[i] for i, count in enumerate(ranks.numpy()) if count}
-                )
+                reduced_by = zip(variables, ranks.numpy(), strict=True)
+                found = {i: v for i, (v, count) in enumerate(reduced_by) if count}
+                record_reduced(found.values(), self._process_set)
+                self._values.compare(found)
             if any(gradient is None for gradient in gradients):
                 ranks = ranks.numpy()
                 reduced = {i: gradient for i, gradient in reduced.items() if ranks[i]}

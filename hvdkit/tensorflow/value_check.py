@@ -5,7 +5,7 @@ silently train a different model on each rank.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,18 +60,18 @@ class ValueCheck:
         self._counted = 0
         self._counter: Counter | None = None
 
-    def compare(self, variables: Callable[[], Mapping[int, Any]]) -> None:
+    def compare(self, variables: Mapping[int, Any]) -> None:
         """Count one eager reduction, and compare if a comparison is due. A collective.
 
         Args:
-            variables: returns the variables by their index among the names.
+            variables: the variables by their index among the names.
 
         Raises:
             RankMismatchError: on every rank, naming the first variable that differs.
         """
         count, self._counted = self._counted, self._counted + 1
         if count in _COMPARED or (count > _COMPARED[-1] and count % _INTERVAL == 0):
-            self._check(tf.constant(count), variables())
+            self._check(tf.constant(count), variables)
 
     def compare_in_graph(self, variables: Mapping[int, Any]) -> Any:
         """Count one reduction in a graph, and compare if a comparison is due. A collective.

@@ -156,6 +156,9 @@ with hvd.Checkpointer("checkpoints", model=model, optimizer=optimizer) as checkp
         model(torch.rand(4, 8, generator=generator)).square().sum().backward()
         optimizer.step()
         step += 1
+        if step == 6 and hvd.rank() == {flips} and not os.path.exists("flipped"):
+            open("flipped", "w").close()
+            model.weight.data.view(torch.int32)[3, 3] ^= 1 << 30
         if step % 2 == 0:
             checkpointer.save(step)
             checkpointer.wait()
@@ -167,10 +170,10 @@ if hvd.rank() == 0:
 """
 
 
-def train(folder, kills, *options):
+def train(folder, kills, *options, flips=-1):
     skip_where_unsupported(Configuration("torch", "gloo", 2))
     folder.mkdir()
-    (folder / "train.py").write_text(TRAIN.format(kills=kills))
+    (folder / "train.py").write_text(TRAIN.format(kills=kills, flips=flips))
     command = [sys.executable, "-m", "hvdkit", "run", "-np", "2", *options, "train.py"]
     env = {name: value for name, value in os.environ.items() if name != "PWD"}
     done = subprocess.run(
@@ -191,6 +194,16 @@ def test_a_killed_job_ends_with_the_same_weights(tmp_path):
     assert undisturbed.returncode == 0
     assert weights == expected
     assert len(weights) == 1
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_restart_resumes_before_a_bit_flipped(tmp_path, rank):
+    done, _ = train(tmp_path / "flipped", [], "--restarts", "1", flips=rank)
+    assert done.returncode == 0, done.stderr
+    assert "RankMismatchError: Ranks have different values after step 6: 'weight'" in done.stderr
+    assert "Step 6 was not saved." in done.stderr
+    starts = [line for line in done.stdout.splitlines() if line.startswith("[0] from")]
+    assert starts == ["[0] from 0", "[0] from 4"]
 
 
 @pytest.mark.parametrize(
