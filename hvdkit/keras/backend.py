@@ -17,6 +17,7 @@ from packaging.version import Version
 
 from hvdkit.core.bucketing import without_layer_numbers
 from hvdkit.core.consistency import check_consistency
+from hvdkit.core.stragglers import BACKWARD, StepTimes
 from hvdkit.engine.describe import EngineMissing
 from hvdkit.errors import HvdkitError, UsageError
 
@@ -241,6 +242,19 @@ def reduce(reducer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> 
         return list(reducer(gradients, variables))
     names = [without_layer_numbers(v.path) for v in variables]
     return list(reducer(gradients, [v.value for v in variables], names))
+
+
+def step_times() -> Any:
+    """Return an object that measures the time that a rank spends in each section of its steps."""
+    if NAME == "torch":
+        return StepTimes()
+    return importlib.import_module("hvdkit.tensorflow.step_times").GraphTimes()
+
+
+def begin_backward(times: Any) -> None:
+    """Record that the backward pass begins. Does nothing on TensorFlow, whose graph records it."""
+    if NAME == "torch":
+        times.enter(BACKWARD)
 
 
 def expect(reducer: Any, variables: Sequence[Any]) -> None:

@@ -12,7 +12,9 @@ from hvdkit.core.wire_format import Scaling, WireFormat
 from hvdkit.tensorflow.backend import GraphMemory, GraphOps
 from hvdkit.tensorflow.bucket_reduction import TracedReduction, allreduce
 from hvdkit.tensorflow.graphs import new_variable
+from hvdkit.tensorflow.nonfinite import NonFiniteCheck
 from hvdkit.tensorflow.replicas import record_reduced
+from hvdkit.tensorflow.step_times import TapeStragglers
 from hvdkit.tensorflow.value_check import ValueCheck
 
 
@@ -61,6 +63,12 @@ class Plan:
         values: the check of the variables' values.
         eager: whether the plan is for eager steps, in which a collective counts the ranks that have
             each gradient.
+        nonfinite: the check of the gradients; None for no check.
+        stragglers: compares the ranks' times; None if no times are compared here.
+
+    Attributes:
+        skips_step: whether all ranks skip the step, because gradients of the last call are not
+            finite. A tensor in a graph.
     """
 
     def __init__(
@@ -71,7 +79,12 @@ class Plan:
         process_set: mpi_ops.ProcessSet,
         values: ValueCheck,
         eager: bool,
+        nonfinite: NonFiniteCheck | None,
+        stragglers: TapeStragglers | None,
     ) -> None:
+        self.stragglers = stragglers
+        self.skips_step: Any = False
+        self._nonfinite = nonfinite
         self._buckets = planned
         self._scaling = scaling
         self._values = values
@@ -95,6 +108,7 @@ class Plan:
 
         Raises:
             RankMismatchError: see `ValueCheck`.
+            NonFiniteGradients: see `NonFiniteCheck`.
         """
         given = {i: self._as_planned(i, gradients[i]) for i in self._planned}
         if not self._eager:
@@ -103,9 +117,15 @@ class Plan:
             before = [self._values.compare_in_graph(planned)] if planned else []
             with tf.control_dependencies(before):
                 reduced = self._reduce(given)
+            if self._nonfinite is not None:
+                flags = self._nonfinite.flags(given)
+                reduced, self.skips_step = self._nonfinite.handle_in_graph(flags, reduced)
         else:
             has = tf.constant([int(gradient is not None) for gradient in gradients], tf.int32)
-            reduced, ranks = self._traced(given, has)
+            reduced, ranks, flags = self._traced(given, has)
+            ranks, found, count = ranks[:-2], ranks[-2], ranks[-1]
+            if self._nonfinite is not None:
+                self.skips_step = self._nonfinite.handle(flags.numpy(), int(found), int(count))
             if variables is not None:
                 reduced_by = zip(variables, ranks.numpy(), strict=True)
                 found = {i: v for i, (v, count) in enumerate(reduced_by) if count}
@@ -140,9 +160,13 @@ class Plan:
         return tf.fill(shape, tf.cast(self._zero.read_value(), dtype))
 
     def _reduce_counted(self, gradients: Mapping[int, Any], has: tf.Tensor) -> Any:
-        """Reduce, and count the ranks that have each gradient."""
-        ranks = allreduce(has, f"{self._buckets.name}.used", self._process_set)
-        return self._reduce(gradients), ranks
+        """Reduce, and count the ranks that have each gradient, a broken one, and all ranks."""
+        flags = tf.constant([0])
+        if self._nonfinite is not None:
+            flags = self._nonfinite.flags(gradients)
+        own = tf.concat([has, [tf.reduce_max(flags), 1]], 0)
+        ranks = allreduce(own, f"{self._buckets.name}.used", self._process_set)
+        return self._reduce(gradients), ranks, flags
 
     def _reduce(self, gradients: Mapping[int, Any]) -> dict[int, Any]:
         plan = self._buckets.plan

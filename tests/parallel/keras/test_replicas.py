@@ -133,7 +133,6 @@ def test_ranks_that_differ_are_not_saved(hvd, tmp_path, rank):
             fit(hvd, model, lambda batch: change.get(batch, int)(), rank=rank, callbacks=[saves])
         assert "after step 4: " in str(caught.value)
         assert str(caught.value).endswith("Step 4 was not saved.")
-        same_everywhere(str(caught.value))
         assert [info.step for info in Store(folder).steps()] == [2]
         saves = hvd.callbacks.Checkpoint(folder, every_steps=2)
         fit(hvd, model_of(hvd), callbacks=[saves])

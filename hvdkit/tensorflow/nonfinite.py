@@ -1,0 +1,153 @@
+"""Find gradients that contain NaN or infinity before they are reduced, eagerly or in a graph."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvdkit.core.consistency import grouped
+from hvdkit.core.nonfinite import (
+    LAST_FIRST,
+    RAISE,
+    NonFiniteGradients,
+    describe,
+    describe_groups,
+    names_text,
+)
+from hvdkit.tensorflow.collectives import TensorFlowCollectives
+
+_log = logging.getLogger("hvdkit")
+
+
+class NonFiniteCheck:
+    """Finds gradients that are not finite on a rank, and raises or logs on all ranks.
+
+    Args:
+        names: the names of the gradients.
+        prefix: the prefix of the collectives' names.
+        collectives: the collectives of the ranks.
+        policy: `RAISE` or `SKIP`, see `hvdkit.core.nonfinite`.
+    """
+
+    def __init__(
+        self, names: Sequence[str], prefix: str, collectives: TensorFlowCollectives, policy: str
+    ) -> None:
+        self._names = list(names)
+        self._prefix = f"{prefix}.nonfinite"
+        self._collectives = collectives
+        self._policy = policy
+
+    def flags(self, gradients: Mapping[int, Any]) -> tf.Tensor:
+        """Return a vector with 1 for each gradient that is not finite, else 0.
+
+        Args:
+            gradients: the gradients by their index among the names.
+        """
+        found = [tf.constant(0)] * len(self._names)
+        for i, gradient in gradients.items():
+            found[i] = _is_broken(gradient)
+        return tf.stack(found)
+
+    def handle(self, flags: np.ndarray, found: int, count: int) -> bool:
+        """Raise or log, outside of a graph. A collective if `found` is not 0.
+
+        Args:
+            flags: the flags of this rank.
+            found: the number of ranks that have gradients that are not finite.
+            count: the number of ranks that have not called `join`.
+
+        Returns:
+            Whether all ranks skip the step.
+
+        Raises:
+            NonFiniteGradients: on every rank, with the policy `RAISE`.
+        """
+        if not found:
+            return False
+        text = describe(self._collectives, self._listed(flags), found, count, LAST_FIRST)
+        self._raise_or_log(text)
+        return True
+
+    def handle_in_graph(
+        self, flags: tf.Tensor, reduced: Mapping[int, Any]
+    ) -> tuple[dict[int, Any], tf.Tensor]:
+        """Raise or log, in a graph. A collective.
+
+        Args:
+            flags: the flags of this rank.
+            reduced: the reduced gradients.
+
+        Returns:
+            The reduced gradients, and whether all ranks skip the step. With the policy `RAISE`, the
+            gradients fail with an error of TensorFlow that has the text of NonFiniteGradients.
+        """
+        own = tf.stack([1, tf.reduce_max(flags)])
+        sums = own if self._collectives.single_rank else self._allreduce(own)
+        # After all collectives. Otherwise an error could cancel the collectives that other ranks
+        # have started.
+        with tf.control_dependencies(tf.nest.flatten(dict(reduced), expand_composites=True)):
+            done = tf.cond(sums[1] > 0, lambda: self._report(flags, sums), lambda: tf.constant(0))
+        with tf.control_dependencies([done]):
+            passed = tf.nest.map_structure(tf.identity, dict(reduced), expand_composites=True)
+            return passed, sums[1] > 0
+
+    def _report(self, flags: tf.Tensor, sums: tf.Tensor) -> tf.Tensor:
+        ranks = list(self._collectives.ranks)
+
+        @tf.autograph.experimental.do_not_convert
+        def report(sums: tf.Tensor, gathered: tf.Tensor) -> int:
+            count, found = (int(n) for n in sums)
+            # Empty if ranks are in `join`, because these take part in sums only.
+            rows = gathered.numpy()
+            texts = {
+                rank: names_text(self._listed(row)) for rank, row in zip(ranks, rows, strict=False)
+            }
+            self._raise_or_log(describe_groups(found, count, grouped(texts), LAST_FIRST))
+            return 0
+
+        def gather() -> tf.Tensor:
+            if self._collectives.single_rank:
+                return flags[None]
+            return mpi_ops.allgather(
+                flags[None],
+                f"{self._prefix}.flags",
+                ignore_name_scope=True,
+                process_set=self._collectives.process_set,
+            )
+
+        gathered = tf.cond(
+            tf.equal(sums[0], len(ranks)), gather, lambda: tf.zeros((0, len(self._names)), tf.int32)
+        )
+        done = tf.py_function(report, [sums, gathered], tf.int32)
+        return tf.ensure_shape(done, ())
+
+    def _listed(self, flags: np.ndarray) -> list[str]:
+        """Return the names of gradients that are not finite, the last variables first."""
+        return [self._names[k] for k in np.flatnonzero(flags)[::-1]]
+
+    def _raise_or_log(self, text: str) -> None:
+        if self._policy == RAISE:
+            raise NonFiniteGradients(f"{text}. No rank makes this step.")
+        if self._collectives.rank == self._collectives.ranks[0]:
+            _log.warning("%s. All ranks skip this step.", text)
+
+    def _allreduce(self, tensor: tf.Tensor) -> tf.Tensor:
+        return mpi_ops._allreduce(
+            tensor,
+            name=f"{self._prefix}.found",
+            op=mpi_ops.Sum,
+            ignore_name_scope=True,
+            process_set=self._collectives.process_set,
+        )
+
+
+def _is_broken(gradient: Any) -> tf.Tensor:
+    """Return 1 if a gradient is not finite, else 0."""
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    if values.dtype.is_complex:
+        values = tf.stack([tf.math.real(values), tf.math.imag(values)])
+    finite = tf.reduce_all(tf.math.is_finite(values))
+    return tf.cast(tf.logical_not(finite), tf.int32)
