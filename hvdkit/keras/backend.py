@@ -15,7 +15,6 @@ import numpy as np
 import xxhash
 from packaging.version import Version
 
-from hvdkit.core.bucketing import without_layer_numbers
 from hvdkit.core.consistency import check_consistency
 from hvdkit.core.stragglers import BACKWARD, StepTimes
 from hvdkit.engine.describe import EngineMissing
@@ -240,8 +239,7 @@ def reduce(reducer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> 
     """Reduce gradients of `keras.Variable`s with the backend's `GradientReducer`."""
     if NAME == "tensorflow":
         return list(reducer(gradients, variables))
-    names = [without_layer_numbers(v.path) for v in variables]
-    return list(reducer(gradients, [v.value for v in variables], names))
+    return list(reducer(gradients, [v.value for v in variables], [v.path for v in variables]))
 
 
 def step_times() -> Any:
@@ -260,9 +258,7 @@ def begin_backward(times: Any) -> None:
 def expect(reducer: Any, variables: Sequence[Any]) -> None:
     """Send buckets during the next backward pass. Does nothing on TensorFlow."""
     if NAME == "torch":
-        reducer.expect(
-            [v.value for v in variables], [without_layer_numbers(v.path) for v in variables]
-        )
+        reducer.expect([v.value for v in variables], [v.path for v in variables])
 
 
 def end_interrupted(reducer: Any) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from hvdkit.core.bucketing import unique_names
 from hvdkit.core.consistency import grouped
 from hvdkit.core.nonfinite import (
     LAST_FIRST,
@@ -26,16 +27,16 @@ class NonFiniteCheck:
     """Finds gradients that are not finite on a rank, and raises or logs on all ranks.
 
     Args:
-        names: the names of the gradients.
+        count: the number of gradients.
         prefix: the prefix of the collectives' names.
         collectives: the collectives of the ranks.
         policy: `RAISE` or `SKIP`, see `hvdkit.core.nonfinite`.
     """
 
     def __init__(
-        self, names: Sequence[str], prefix: str, collectives: TensorFlowCollectives, policy: str
+        self, count: int, prefix: str, collectives: TensorFlowCollectives, policy: str
     ) -> None:
-        self._names = list(names)
+        self._count = count
         self._prefix = f"{prefix}.nonfinite"
         self._collectives = collectives
         self._policy = policy
@@ -44,20 +45,21 @@ class NonFiniteCheck:
         """Return a vector with 1 for each gradient that is not finite, else 0.
 
         Args:
-            gradients: the gradients by their index among the names.
+            gradients: the gradients by their index.
         """
-        found = [tf.constant(0)] * len(self._names)
+        found = [tf.constant(0)] * self._count
         for i, gradient in gradients.items():
             found[i] = _is_broken(gradient)
         return tf.stack(found)
 
-    def handle(self, flags: np.ndarray, found: int, count: int) -> bool:
+    def handle(self, flags: np.ndarray, found: int, count: int, sources: Sequence[Any]) -> bool:
         """Raise or log, outside of a graph. A collective if `found` is not 0.
 
         Args:
             flags: the flags of this rank.
             found: the number of ranks that have gradients that are not finite.
             count: the number of ranks that have not called `join`.
+            sources: the variables of the gradients.
 
         Returns:
             Whether all ranks skip the step.
@@ -67,18 +69,21 @@ class NonFiniteCheck:
         """
         if not found:
             return False
-        text = describe(self._collectives, self._listed(flags), found, count, LAST_FIRST)
+        text = describe(
+            self._collectives, _listed(flags, _names_of(sources)), found, count, LAST_FIRST
+        )
         self._raise_or_log(text)
         return True
 
     def handle_in_graph(
-        self, flags: tf.Tensor, reduced: Mapping[int, Any]
+        self, flags: tf.Tensor, reduced: Mapping[int, Any], sources: Sequence[Any]
     ) -> tuple[dict[int, Any], tf.Tensor]:
         """Raise or log, in a graph. A collective.
 
         Args:
             flags: the flags of this rank.
             reduced: the reduced gradients.
+            sources: the variables of the gradients.
 
         Returns:
             The reduced gradients, and whether all ranks skip the step. With the policy `RAISE`, the
@@ -86,15 +91,21 @@ class NonFiniteCheck:
         """
         own = tf.stack([1, tf.reduce_max(flags)])
         sums = own if self._collectives.single_rank else self._allreduce(own)
+        names = _names_of(sources)
+
+        def report() -> tf.Tensor:
+            return self._report(flags, sums, names)
+
         # After all collectives. Otherwise an error could cancel the collectives that other ranks
         # have started.
         with tf.control_dependencies(tf.nest.flatten(dict(reduced), expand_composites=True)):
-            done = tf.cond(sums[1] > 0, lambda: self._report(flags, sums), lambda: tf.constant(0))
+            done = tf.cond(sums[1] > 0, report, lambda: tf.constant(0))
         with tf.control_dependencies([done]):
             passed = tf.nest.map_structure(tf.identity, dict(reduced), expand_composites=True)
             return passed, sums[1] > 0
 
-    def _report(self, flags: tf.Tensor, sums: tf.Tensor) -> tf.Tensor:
+    def _report(self, flags: tf.Tensor, sums: tf.Tensor, names: Sequence[str]) -> tf.Tensor:
+        """Raise or log, on all ranks. A collective."""
         ranks = list(self._collectives.ranks)
 
         @tf.autograph.experimental.do_not_convert
@@ -103,7 +114,8 @@ class NonFiniteCheck:
             # Empty if ranks are in `join`, because these take part in sums only.
             rows = gathered.numpy()
             texts = {
-                rank: names_text(self._listed(row)) for rank, row in zip(ranks, rows, strict=False)
+                rank: names_text(_listed(row, names))
+                for rank, row in zip(ranks, rows, strict=False)
             }
             self._raise_or_log(describe_groups(found, count, grouped(texts), LAST_FIRST))
             return 0
@@ -119,14 +131,10 @@ class NonFiniteCheck:
             )
 
         gathered = tf.cond(
-            tf.equal(sums[0], len(ranks)), gather, lambda: tf.zeros((0, len(self._names)), tf.int32)
+            tf.equal(sums[0], len(ranks)), gather, lambda: tf.zeros((0, self._count), tf.int32)
         )
         done = tf.py_function(report, [sums, gathered], tf.int32)
         return tf.ensure_shape(done, ())
-
-    def _listed(self, flags: np.ndarray) -> list[str]:
-        """Return the names of gradients that are not finite, the last variables first."""
-        return [self._names[k] for k in np.flatnonzero(flags)[::-1]]
 
     def _raise_or_log(self, text: str) -> None:
         if self._policy == RAISE:
@@ -151,3 +159,15 @@ def _is_broken(gradient: Any) -> tf.Tensor:
         values = tf.stack([tf.math.real(values), tf.math.imag(values)])
     finite = tf.reduce_all(tf.math.is_finite(values))
     return tf.cast(tf.logical_not(finite), tf.int32)
+
+
+def _names_of(sources: Sequence[Any]) -> list[str]:
+    # Every tf.Variable without a name is called `Variable:0`.
+    return unique_names(
+        [getattr(s, "path", None) or getattr(s, "name", None) or "tensor" for s in sources]
+    )
+
+
+def _listed(flags: np.ndarray, names: Sequence[str]) -> list[str]:
+    """Return the names of gradients that are not finite, the last variables first."""
+    return [names[k] for k in np.flatnonzero(flags)[::-1]]

@@ -98,12 +98,15 @@ class Plan:
         # The number of rows of a sparse gradient changes, so reduce retracing.
         self._traced = tf.function(self._reduce_counted, autograph=False, reduce_retracing=True)
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], check_values: bool = False
+    ) -> list[Any]:
         """Return the reduced gradients; None if no rank has a gradient.
 
         Args:
             gradients: this rank's gradients; None for a missing one.
-            variables: compare the values of these variables if a comparison is due, without the
+            variables: their variables.
+            check_values: compare the values of the variables if a comparison is due, without the
                 variables that have no gradient on any rank.
 
         Raises:
@@ -112,21 +115,25 @@ class Plan:
         """
         given = {i: self._as_planned(i, gradients[i]) for i in self._planned}
         if not self._eager:
-            planned = {} if variables is None else {i: variables[i] for i in self._planned}
+            planned = {i: variables[i] for i in self._planned} if check_values else {}
             record_reduced(planned.values(), self._process_set)
             before = [self._values.compare_in_graph(planned)] if planned else []
             with tf.control_dependencies(before):
                 reduced = self._reduce(given)
             if self._nonfinite is not None:
                 flags = self._nonfinite.flags(given)
-                reduced, self.skips_step = self._nonfinite.handle_in_graph(flags, reduced)
+                reduced, self.skips_step = self._nonfinite.handle_in_graph(
+                    flags, reduced, variables
+                )
         else:
             has = tf.constant([int(gradient is not None) for gradient in gradients], tf.int32)
             reduced, ranks, flags = self._traced(given, has)
             ranks, found, count = ranks[:-2], ranks[-2], ranks[-1]
             if self._nonfinite is not None:
-                self.skips_step = self._nonfinite.handle(flags.numpy(), int(found), int(count))
-            if variables is not None:
+                self.skips_step = self._nonfinite.handle(
+                    flags.numpy(), int(found), int(count), variables
+                )
+            if check_values:
                 reduced_by = zip(variables, ranks.numpy(), strict=True)
                 found = {i: v for i, (v, count) in enumerate(reduced_by) if count}
                 record_reduced(found.values(), self._process_set)

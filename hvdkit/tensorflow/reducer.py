@@ -149,7 +149,7 @@ class GradientReducer:
             self._times.stop()
         self._generation = self._collectives.generation
         begun = self._times.begin_reduction(prepared) if self._times is not None else ()
-        reduced = plan.reduce(prepared, sources if check_values else None)
+        reduced = plan.reduce(prepared, sources, check_values)
         if self._times is not None:
             handle = self._times.end_reduction(begun, reduced)
             if plan.stragglers is not None:
@@ -165,13 +165,12 @@ class GradientReducer:
         given = {k: each for k, each in enumerate(gradients) if each is not None}
         if self._on_nonfinite == IGNORE or not given:
             return list(gradients)
-        names = unique_names([_name_of(variable) for variable in variables])
-        check = NonFiniteCheck(names, "", self._collectives, self._on_nonfinite)
+        check = NonFiniteCheck(len(gradients), "", self._collectives, self._on_nonfinite)
         flags = check.flags(given)
         if tf.executing_eagerly():
-            self.skips_step = check.handle(flags.numpy(), int(tf.reduce_max(flags)), 1)
+            self.skips_step = check.handle(flags.numpy(), int(tf.reduce_max(flags)), 1, variables)
         else:
-            given, self.skips_step = check.handle_in_graph(flags, given)
+            given, self.skips_step = check.handle_in_graph(flags, given, variables)
         return [given.get(k) for k in range(len(gradients))]
 
     def _prepared(self, gradient: Any, variable: Any) -> Any:
@@ -208,11 +207,12 @@ class GradientReducer:
         scaling = Scaling(total, self._reduction.predivide, ranks)
         states = self._states_of(planned)
         process_set = self._collectives.process_set
-        names = [spec.name for spec in specs]
-        values = ValueCheck(names, planned.name, process_set)
+        values = ValueCheck([spec.name for spec in specs], planned.name, process_set)
         nonfinite = None
         if self._on_nonfinite != IGNORE:
-            nonfinite = NonFiniteCheck(names, planned.name, self._collectives, self._on_nonfinite)
+            nonfinite = NonFiniteCheck(
+                *(len(specs), planned.name, self._collectives, self._on_nonfinite)
+            )
         stragglers = None
         if self._times is not None and self._compares_times:
             stragglers = TapeStragglers(

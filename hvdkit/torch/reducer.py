@@ -15,7 +15,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvdkit.core.accumulation import Window
-from hvdkit.core.bucketing import unique_names
+from hvdkit.core.bucketing import unique_names, without_layer_numbers
 from hvdkit.core.coordination import BackwardFailed
 from hvdkit.core.nonfinite import IGNORE, RAISE, NonFiniteGradients, describe
 from hvdkit.core.reduction import Reduction, ReductionState
@@ -35,7 +35,7 @@ class _Parameters:
     Args:
         parameters: leaf tensors that need gradients.
         synchronizer: the synchronizer of these parameters.
-        finds_nonfinite: whether to look for NaN and infinity in gradients.
+        labels: the names of the parameters for an error about NaN; None for no check.
 
     Attributes:
         overlaps: whether buckets can be sent during backward passes.
@@ -47,12 +47,13 @@ class _Parameters:
         self,
         parameters: list[torch.Tensor],
         synchronizer: Synchronizer[torch.Tensor, Any],
-        finds_nonfinite: bool,
+        labels: Sequence[str] | None,
     ) -> None:
         self.parameters = parameters
         self.synchronizer = synchronizer
         #: The gradients since the last reduction that are not finite; None without a check.
-        self.nonfinite = NonFiniteNames() if finds_nonfinite else None
+        self.nonfinite = None if labels is None else NonFiniteNames()
+        self._labels = labels or ()
         self.overlaps = True
         self.expected_in: int | None = None
         self._hooked = False
@@ -85,7 +86,7 @@ class _Parameters:
 
     def _send(self, i: int, gradient: torch.Tensor) -> None:
         if self.nonfinite is not None:
-            self.nonfinite.add(self.synchronizer.specs[i].name, gradient)
+            self.nonfinite.add(self._labels[i], gradient)
         self.synchronizer.mark_ready(i)
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -296,7 +297,8 @@ class GradientReducer:
     def _parameters(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> _Parameters:
         key = tuple(map(id, parameters))
         if key not in self._known:
-            unique = unique_names(names)
+            # Ranks may number layers differently.
+            unique = unique_names([without_layer_numbers(name) for name in names])
             specs = [spec(name, p) for name, p in zip(unique, parameters, strict=True)]
             own = list(parameters)
             synchronizer = Synchronizer(
@@ -310,6 +312,6 @@ class GradientReducer:
             if self._resumed:
                 # In the order of the first calls. A state of other gradients is ignored.
                 synchronizer.resume(self._resumed.pop(0))
-            finds_nonfinite = self._on_nonfinite != IGNORE
-            self._known[key] = _Parameters(own, synchronizer, finds_nonfinite)
+            labels = unique_names(names) if self._on_nonfinite != IGNORE else None
+            self._known[key] = _Parameters(own, synchronizer, labels)
         return self._known[key]

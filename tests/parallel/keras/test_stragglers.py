@@ -30,15 +30,14 @@ def slow_gradient():
         return Slow.apply
     import tensorflow as tf
 
-    def wait(gradient):
-        time.sleep(SECONDS)
-        return gradient
-
     @tf.custom_gradient
     def same(x):
         def gradient(upstream):
-            waited = tf.py_function(wait, [upstream], upstream.dtype)
-            return tf.ensure_shape(waited, upstream.shape)
+            # Not time.sleep in a py_function: TensorFlow runs it before the clock of the graph.
+            matrix = tf.fill((512, 512), 1e-3 * tf.reduce_sum(upstream))
+            for _ in range(60):
+                matrix = tf.tanh(matrix @ matrix)
+            return upstream + 1e-30 * tf.reduce_sum(matrix)
 
         return tf.identity(x), gradient
 
