@@ -26,6 +26,9 @@ SECTIONS = (FORWARD, BACKWARD, WAIT, UPDATE)
 
 # A rank is slow if its own time is this many times the median of the other ranks.
 _SLOW = 1.2
+# ... and if this part of the time is lost. Otherwise, the own times may be so short that chance
+# decides which rank needs more.
+_LOST = 0.05
 # Consecutive reports in which a rank is slow before it is named.
 _REPORTS = 2
 # Reports of less time are ignored: the clock and the scheduler decide them.
@@ -148,12 +151,15 @@ def own_time(seconds: Mapping[str, float]) -> float:
 def is_slow(rank: int, times: Mapping[int, Mapping[str, float]]) -> bool:
     """Return whether a rank needs 20 % more time of its own than the median of the others.
 
+    This difference must be at least 5 % of all time.
+
     Args:
         rank: the rank.
         times: rank -> section -> seconds.
     """
     others = median(own_time(seconds) for other, seconds in times.items() if other != rank)
-    return own_time(times[rank]) > _SLOW * others
+    own, total = own_time(times[rank]), sum(times[rank].values())
+    return own > _SLOW * others and own - others > _LOST * total
 
 
 def describe(rank: int, times: Mapping[int, Mapping[str, float]]) -> str:

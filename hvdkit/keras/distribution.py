@@ -1,6 +1,6 @@
 """Reduce and accumulate the gradients of a Keras optimizer in its `apply` method."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ import keras
 
 from hvdkit.core import bucketing
 from hvdkit.core.accumulation import check_passes
-from hvdkit.core.nonfinite import IGNORE, SKIP, NonFiniteGradients
+from hvdkit.core.nonfinite import IGNORE, NonFiniteGradients
 from hvdkit.core.reduction import Reduction
 from hvdkit.core.replicas import CheckSettings, ReplicaCheck
 from hvdkit.core.stragglers import StragglerReport
@@ -172,22 +172,36 @@ class Distribution:
             lambda: window.add(ordered),
         )
 
-    def _apply_reduced(self, gradients: list[Any], variables: Sequence[Any]) -> None:
-        """Update with reduced gradients, unless all ranks skip the update."""
+    def _apply_reduced(
+        self,
+        gradients: list[Any],
+        variables: Sequence[Any],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Update with reduced gradients, unless all ranks skip the update.
+
+        Args:
+            gradients: the reduced gradients.
+            variables: their variables.
+            then: called after the update or the skipped update.
+        """
         optimizer = self._optimizer
-        if self._on_nonfinite == SKIP and not optimizer.built:
-            with backend.outside_of_graphs():
-                optimizer.build(variables)
 
         def update() -> None:
             type(optimizer).apply(optimizer, gradients, variables)
+            then()
 
         self._applying = True
         try:
-            if self._on_nonfinite == SKIP:
-                keras.ops.cond(self._reducer.skips_step, lambda: None, update)
-            else:
+            if self._on_nonfinite == IGNORE:
                 update()
+                return
+            if not optimizer.built:
+                with backend.outside_of_graphs():
+                    optimizer.build(variables)
+            # Also if an error is raised in a graph: otherwise the graph might already have changed
+            # variables that do not depend on gradients, such as the number of steps.
+            keras.ops.cond(self._reducer.skips_step, then, update)
         finally:
             self._applying = False
 
@@ -202,9 +216,8 @@ class Distribution:
             raise
         if scale != 1.0:
             reduced = [backend.scaled(g, scale) for g in reduced]
-        self._apply_reduced(reduced, window.variables)
-        # Last, because the reduced gradients may share the window's memory.
-        window.clear()
+        # Clear it last, because the reduced gradients may share the window's memory.
+        self._apply_reduced(reduced, window.variables, window.clear)
 
     def flush(self) -> bool:
         """Apply the accumulated gradients; see the function `flush`."""

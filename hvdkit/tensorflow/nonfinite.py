@@ -86,8 +86,8 @@ class NonFiniteCheck:
             sources: the variables of the gradients.
 
         Returns:
-            The reduced gradients, and whether all ranks skip the step. With the policy `RAISE`, the
-            gradients fail with an error of TensorFlow that has the text of NonFiniteGradients.
+            The reduced gradients, and whether all ranks skip the step. With the policy `RAISE`,
+            both fail with an error of TensorFlow that has the text of NonFiniteGradients.
         """
         own = tf.stack([1, tf.reduce_max(flags)])
         sums = own if self._collectives.single_rank else self._allreduce(own)
@@ -102,7 +102,7 @@ class NonFiniteCheck:
             done = tf.cond(sums[1] > 0, report, lambda: tf.constant(0))
         with tf.control_dependencies([done]):
             passed = tf.nest.map_structure(tf.identity, dict(reduced), expand_composites=True)
-            return passed, sums[1] > 0
+            return passed, tf.identity(sums[1] > 0)
 
     def _report(self, flags: tf.Tensor, sums: tf.Tensor, names: Sequence[str]) -> tf.Tensor:
         """Raise or log, on all ranks. A collective."""

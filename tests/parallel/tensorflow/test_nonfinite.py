@@ -14,9 +14,7 @@ def steps_of(hvd, where, variables, **options):
 
     def step(x, broken):
         with tf.GradientTape() as tape:
-            w1, *others = variables
-            w1 = w1 * tf.where(broken, float("inf"), 1.0)
-            loss = loss_of([w1, *others], x)
+            loss = loss_of(variables, x) * tf.where(broken, float("inf"), 1.0)
         tape = hvd.DistributedGradientTape(tape, **options)
         return tape.gradient(loss, variables)
 
