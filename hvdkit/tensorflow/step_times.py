@@ -84,7 +84,7 @@ class GraphTimes:
         self._eager[-1] = 0.0
 
     def end_step(self) -> None:
-        """Do nothing: a step ends with its reduction."""
+        """Record that a step ends. Does nothing, because a step ends with its reduction."""
 
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call, and count from 0 again."""
