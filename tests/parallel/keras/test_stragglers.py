@@ -70,7 +70,9 @@ def test_a_slow_rank_is_named(hvd, where):
     with recorded("hvdkit") as log:
         model.fit(x, x[:, :1], batch_size=1, epochs=2, verbose=0, callbacks=[Slow()])
     lines = [record.getMessage() for record in log if "is slow" in record.getMessage()]
-    assert len(lines) == (hvd.rank() == 1)
-    for line in lines:
-        assert line.startswith("rank 1 on host ")
-        assert f"The largest difference is in {where}." in line
+    if hvd.rank() != 1:
+        # On a busy machine, another rank may be slow, too.
+        return
+    (line,) = lines
+    assert line.startswith("rank 1 on host ")
+    assert f"The largest difference is in {where}." in line

@@ -33,7 +33,9 @@ def test_a_slow_rank_is_named(hvd, where):
                 time.sleep(SECONDS)
             step(tf.constant(data_of(hvd.rank(), number)))
     lines = [record.getMessage() for record in log if "is slow" in record.getMessage()]
-    assert len(lines) == (hvd.rank() == 1)
-    for line in lines:
-        assert line.startswith("rank 1 on host ")
-        assert "The largest difference is in data and forward." in line
+    if hvd.rank() != 1:
+        # On a busy machine, another rank may be slow, too.
+        return
+    (line,) = lines
+    assert line.startswith("rank 1 on host ")
+    assert "The largest difference is in data and forward." in line
