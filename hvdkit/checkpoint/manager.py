@@ -32,6 +32,7 @@ from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.writing import Snapshot, rank_to_bytes
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import digest
+from hvdkit.core.replicas import ReplicaCheck
 from hvdkit.errors import RESUMABLE, UsageError
 
 _log = logging.getLogger("hvdkit.checkpoint")
@@ -108,6 +109,9 @@ class Manager:
         stop_signals: signals that make `maybe_save` save and stop the job; see `StopSignals`.
         cannot_save_now: returns whether this rank has gradients that wait for a step, for example
             inside an accumulation window.
+        replicas: returns the comparison of each optimizer's replicas, in the same order on all
+            ranks; None for an optimizer whose replicas are not compared. Each save makes the
+            comparisons.
         allocate: allocates the first rank's memory for its copy of the state.
 
     Raises:
@@ -132,6 +136,7 @@ class Manager:
         run: int | None = None,
         stop_signals: Sequence[int] = STOP_SIGNALS,
         cannot_save_now: Callable[[], bool] = lambda: False,
+        replicas: Callable[[], Sequence[ReplicaCheck | None]] = tuple,
         allocate: Allocate = memory.allocate,
     ) -> None:
         if every_steps is not None and (not isinstance(every_steps, int) or every_steps < 1):
@@ -166,6 +171,7 @@ class Manager:
         self._asynchronous = asynchronous
         self._signals = StopSignals(stop_signals)
         self._cannot_save_now = cannot_save_now
+        self._replicas = replicas
         self._closed = False
         self._half_restored = False
         self._last_step = 0
@@ -196,8 +202,10 @@ class Manager:
     ) -> None:
         """Save the state as it is now. A collective.
 
-        Copy the state and return; a thread writes the copy. If the previous write is still running,
-        wait for it first. With `wait`, or without `asynchronous`, write the state without a copy.
+        Compare parameters and optimizer state between the ranks, unless they were compared since
+        the last step. Copy the state and return; a thread writes the copy. If the previous write is
+        still running, wait for it first. With `wait`, or without `asynchronous`, write the state
+        without a copy.
 
         Args:
             step: the number of steps trained, the same on all ranks.
@@ -211,6 +219,9 @@ class Manager:
             UsageError: on all ranks: a rank is in an accumulation window, has a state that cannot
                 be saved, or gave another step; or the folder has steps of an earlier run, and none
                 was restored.
+            RankMismatchError: on all ranks: parameters or optimizer state differ between ranks, so
+                the step was not saved (see `check_interval` and `on_mismatch` of
+                `hvd.DistributedOptimizer`).
             CheckpointError: on all ranks: this write or the previous one failed.
         """
         self._begin("save")
@@ -231,7 +242,7 @@ class Manager:
                 )
             if self._first:
                 self._writer.open()
-            trees = {name: self._parts[name].save() for name in self._parts_to_save()}
+            alike = {name: self._parts[name].save() for name in self._alike}
             signatures = {name: part.signature() for name, part in self._compared.items()}
             gathers = {
                 name: part.prepare_gather(self._first) for name, part in self._sharded.items()
@@ -241,9 +252,21 @@ class Manager:
                 "wait": str(wait),
                 "ranks": ", ".join(self._rank_parts),
                 "parts": ", ".join(self._parts),
-                "alike": {name: _fingerprint(trees[name], name) for name in self._alike},
+                "alike": {name: _fingerprint(each, name) for name, each in alike.items()},
                 "signatures": {name: digest(lines).hex() for name, lines in signatures.items()},
                 "shards": {name: each.layout for name, each in gathers.items()},
+                "replicas": [self._described(check) for check in self._replicas()],
+            }
+        except Exception as error:
+            problem = error
+        gathered = exchange(self._collectives, message, problem, consequence)
+        self._compare(gathered, signatures, consequence)
+        self._compare_replicas([each["replicas"] for each in gathered], int(step))
+        try:
+            # After the comparison, which may have repaired this rank.
+            trees = {
+                name: alike[name] if name in alike else self._parts[name].save()
+                for name in self._parts_to_save()
             }
             own = rank_to_bytes(
                 _encoded_plainly(
@@ -254,8 +277,7 @@ class Manager:
                 content = in_place(trees) if wait else self._memory.copy(trees)
         except Exception as error:
             problem = error
-        gathered = exchange(self._collectives, message, problem, consequence)
-        self._compare(gathered, signatures, consequence)
+        exchange(self._collectives, {}, problem, consequence)
         for name, rows in gathers.items():
             rows.run(self._collectives, [each["shards"][name] for each in gathered])
             if rows.part is not None:
@@ -318,6 +340,34 @@ class Manager:
             layouts = [each["shards"][name] for each in gathered]
             check_layouts(self._collectives.ranks, layouts, consequence)
 
+    def _described(self, check: ReplicaCheck | None) -> dict[str, Any] | None:
+        """Return a comparison as the ranks exchange it; None if it cannot be made here."""
+        if check is None or not check.settings.interval:
+            return None
+        if list(check.ranks) != list(self._collectives.ranks):
+            return None
+        return {"settings": str(check.settings), "stepped": check.has_stepped()}
+
+    def _compare_replicas(self, gathered: Sequence[Sequence[Any]], step: int) -> None:
+        """Compare replicas between the ranks if one rank has stepped since. A collective.
+
+        Args:
+            gathered: rank -> optimizer -> the result of `_described`.
+            step: the step to save.
+
+        Raises:
+            RankMismatchError: on all ranks, see `ReplicaCheck.compare`.
+        """
+        if len({len(of_rank) for of_rank in gathered}) > 1:
+            return
+        for check, described in zip(self._replicas(), zip(*gathered, strict=True), strict=True):
+            # A rank without the comparison would leave the others waiting.
+            if check is None or not all(described):
+                continue
+            same = len({each["settings"] for each in described}) == 1
+            if same and any(each["stepped"] for each in described):
+                check.compare(step, f"Step {step} was not saved.")
+
     def _warn_of_missing(self, metrics: Mapping[str, float]) -> None:
         """Warn once for each metric of `keep_best` that is missing in a step's metrics."""
         missing = set(self._store.retention.missing(metrics)) if metrics else set()
@@ -348,6 +398,7 @@ class Manager:
                 process exits with status 75 (`RESUMABLE`).
             UsageError: see `save`; also if the step is lower than an earlier one, as that of a loop
                 that counts the batches of each epoch from 0.
+            RankMismatchError: see `save`.
             CheckpointError: see `save`; also if an earlier write failed and no save is due.
         """
         self._check_open()

@@ -29,10 +29,11 @@ def group_by_text(collectives: Collectives, text: str, name: str) -> list[str]:
         name: the name of the collective.
     """
     gathered = collectives.allgather(text.encode(), name)
-    return _group(dict(zip(collectives.ranks, map(bytes.decode, gathered), strict=True)))
+    return grouped(dict(zip(collectives.ranks, map(bytes.decode, gathered), strict=True)))
 
 
-def _group(text_of_rank: Mapping[int, str]) -> list[str]:
+def grouped(text_of_rank: Mapping[int, str]) -> list[str]:
+    """Return "ranks R, S: TEXT" for each different text. Not a collective."""
     ranks_of_text: dict[str, list[int]] = {}
     for rank, text in text_of_rank.items():
         ranks_of_text.setdefault(text, []).append(rank)
@@ -121,7 +122,7 @@ def first_difference(by_rank: Mapping[int, Sequence[str]], subject: str) -> str:
     """
     longest = max(len(lines) for lines in by_rank.values())
     for number in range(longest):
-        groups = _group(
+        groups = grouped(
             {
                 rank: lines[number] if number < len(lines) else "nothing more"
                 for rank, lines in by_rank.items()

@@ -30,7 +30,7 @@ from typing import Any, NoReturn, Protocol
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import group_by_text
-from hvdkit.core.nonfinite import RAISE, NonFiniteGradients, names_text
+from hvdkit.core.nonfinite import RAISE, NonFiniteGradients, describe
 from hvdkit.core.rounds import Rounds
 from hvdkit.core.stragglers import UPDATE, WAIT, StepTimes, StragglerReport
 from hvdkit.errors import HvdkitError
@@ -552,15 +552,7 @@ class Coordinator:
         Raises:
             NonFiniteGradients: on every rank.
         """
-        text = (
-            f"gradients contain NaN or infinity on {slot.nonfinite} of {result.count} ranks, "
-            f"before the reduction"
-        )
-        # Ranks in `join` take part in sums only.
-        if result.count == len(self._collectives.ranks):
-            own = names_text(names)
-            groups = ". ".join(group_by_text(self._collectives, own, "hvdkit.rounds.nonfinite"))
-            text += f" (in the order in which they were computed: {groups})"
+        text = describe(self._collectives, names, slot.nonfinite, result.count)
         if rounds.on_nonfinite == RAISE:
             error = NonFiniteGradients(f"{text}. Call optimizer.zero_grad() to continue.")
             self._reset([rounds], True, error)

@@ -4,6 +4,10 @@ The sum over the ranks makes a gradient NaN on every rank. So the ranks look at 
 before the sum, to name the rank and the parameter that a NaN came from.
 """
 
+from collections.abc import Sequence
+
+from hvdkit.core.collectives import Collectives
+from hvdkit.core.consistency import group_by_text
 from hvdkit.errors import HvdkitError, UsageError
 
 #: Do not look at the gradients.
@@ -12,6 +16,10 @@ IGNORE = "ignore"
 RAISE = "raise"
 #: Skip the step on every rank, and log it.
 SKIP = "skip"
+
+#: The orders in which an error names gradients.
+COMPUTED = "in the order in which they were computed"
+LAST_FIRST = "those of the last variables first"
 
 # Gradients that an error names for each rank.
 _SHOWN = 3
@@ -38,3 +46,28 @@ def names_text(names: list[str]) -> str:
         return "none"
     shown = ", ".join(map(repr, names[:_SHOWN]))
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+
+
+def describe(
+    collectives: Collectives, names: list[str], found: int, count: int, order: str = COMPUTED
+) -> str:
+    """Return a text about gradients that are not finite. A collective.
+
+    Args:
+        collectives: the collectives of the ranks.
+        names: the names of this rank's gradients that are not finite.
+        found: the number of ranks that have such gradients.
+        count: the number of ranks that have not called `join`.
+        order: the order of the names.
+    """
+    # Ranks in `join` take part in sums only.
+    everyone = count == len(collectives.ranks)
+    own = names_text(names)
+    groups = group_by_text(collectives, own, "hvdkit.nonfinite") if everyone else ()
+    return describe_groups(found, count, groups, order)
+
+
+def describe_groups(found: int, count: int, groups: Sequence[str], order: str) -> str:
+    """Return the text of `describe`, given the texts of the ranks. Not a collective."""
+    text = f"gradients contain NaN or infinity on {found} of {count} ranks, before the reduction"
+    return f"{text} ({order}: {'. '.join(groups)})" if groups else text

@@ -4,8 +4,9 @@ All ranks apply the same reduced gradients, so their parameters stay equal to th
 differ after a fault of memory or of a processor, and after code that changes parameters, optimizer
 state or a learning rate on some ranks only. Nothing else in data-parallel training notices this.
 
-Every `interval` steps each rank computes a digest, and one small allreduce compares the digests.
-If the digests differ, the ranks find out which tensors and elements differ, and on which ranks.
+Every `interval` steps, and before each checkpoint, each rank computes a digest, and one small
+allreduce compares the digests. If the digests differ, the ranks find out which tensors and elements
+differ, and on which ranks.
 
 A wrong gradient before the sum cannot be found this way: all ranks apply the same wrong sum.
 """
@@ -43,11 +44,16 @@ _OPTIONS_ADVICE = (
     "Ranks with different options train different models. Change learning rates and other options "
     "on all ranks alike, or call hvd.broadcast_optimizer_state(optimizer, root_rank=0)."
 )
-_VALUES_ADVICE = (
+#: The end of an error about values.
+VALUES_ADVICE = (
     "All ranks have applied the same gradients. So memory or a processor of a host has failed, or "
     "code changes parameters or optimizer state on some ranks only. Restore a checkpoint of an "
     "earlier step. on_mismatch='repair' of hvd.DistributedOptimizer copies the values of the "
     "majority instead. If ranks should differ, pass check_interval=0."
+)
+_JOIN_ADVICE = (
+    " The ranks have called hvd.join() or hvd.init() since the last comparison. Afterwards, "
+    "broadcast the parameters and the optimizer state of one rank before you train or save."
 )
 _ROUNDING_ADVICE = (
     "The differences are small, as if processors round differently. The job continues, and logs "
@@ -146,31 +152,72 @@ class ReplicaCheck:
         collectives: the collectives of the ranks to compare.
         settings: the settings.
         replicas: returns this rank's tensors.
+        steps: returns the number of steps that this rank has made, or another number that changes
+            with each step; 0 as long as the ranks need not be equal.
+        advice: the end of an error about values.
     """
 
     def __init__(
-        self, collectives: Collectives, settings: CheckSettings, replicas: Callable[[], Replicas]
+        self,
+        collectives: Collectives,
+        settings: CheckSettings,
+        replicas: Callable[[], Replicas],
+        steps: Callable[[], int],
+        advice: str = VALUES_ADVICE,
     ) -> None:
         self._collectives = collectives
         self._settings = settings
         self._replicas = replicas
+        self._steps = steps
+        self._advice = advice
+        self._compared_steps = 0
+        self._generation = collectives.generation
         self._saved = False
         self._logged = False
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that are compared."""
+        return self._collectives.ranks
+
+    @property
+    def settings(self) -> CheckSettings:
+        """The settings."""
+        return self._settings
+
+    def has_stepped(self) -> bool:
+        """Return whether this rank has made a step since the last comparison.
+
+        Ranks that have called `join` may return different results.
+        """
+        return self._steps() not in (0, self._compared_steps)
 
     def is_due(self, step: int) -> bool:
         """Return whether to compare after `step` steps. The same on all ranks."""
         interval = self._settings.interval
         return bool(interval) and step > 0 and step % interval == 0
 
-    def compare(self, step: int) -> None:
+    def compare(self, step: int, consequence: str = "") -> None:
         """Compare the replicas. A collective.
 
         Args:
             step: the number of steps that were made, for the error.
+            consequence: a sentence for the error.
 
         Raises:
             RankMismatchError: on every rank, naming the tensors, the ranks and the elements.
         """
+        joined = self._collectives.generation != self._generation
+        self._generation = self._collectives.generation
+        try:
+            self._compare(step)
+        except RankMismatchError as error:
+            text = f"{error}{_JOIN_ADVICE if joined else ''}"
+            raise RankMismatchError(f"{text} {consequence}" if consequence else text) from None
+        self._compared_steps = self._steps()
+
+    def _compare(self, step: int) -> None:
+        """Implement `compare`."""
         own = self._replicas()
         digests = np.array(own.digests(), np.uint64)
         text = "\n".join(own.settings)
@@ -233,7 +280,7 @@ class ReplicaCheck:
         else:
             self._save(step, own, differences)
             raise RankMismatchError(
-                f"{text} {_VALUES_ADVICE} These ranks have saved the tensors in "
+                f"{text} {self._advice} These ranks have saved the tensors in "
                 f"{FOLDER}/step-{step}-rank-N.*, in their working directories."
             )
 

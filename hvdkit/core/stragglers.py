@@ -13,18 +13,22 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Protocol
 
 from hvdkit.core.collectives import Collectives
 
 #: The sections of a step. `WAIT` is a reduction; the others are a rank's own time.
 FORWARD, BACKWARD, WAIT, UPDATE = "data and forward", "backward", "wait", "update"
-_SECTIONS = (FORWARD, BACKWARD, WAIT, UPDATE)
+SECTIONS = (FORWARD, BACKWARD, WAIT, UPDATE)
 
 # A rank is slow if its own time is this many times the median of the other ranks.
 _SLOW = 1.2
+# ... and if this part of the time is lost. Otherwise, the own times may be so short that chance
+# decides which rank needs more.
+_LOST = 0.05
 # Consecutive reports in which a rank is slow before it is named.
 _REPORTS = 2
 # Reports over less time are ignored, because the scheduler of the host would decide them.
@@ -55,11 +59,35 @@ class StepTimes:
             self.seconds[self._section] = spent
         self._section, self._since = section, now
 
+    def start(self) -> None:
+        """Count again after `stop`: a rank reads data."""
+        if self._since is None:
+            self.enter(FORWARD)
+
+    def stop(self) -> None:
+        """Stop to count until the next `enter` or `start`."""
+        if self._since is not None:
+            self.enter(self._section)
+        self._since = None
+
+    def end_step(self) -> None:
+        """Record that a step ends, and the next one begins."""
+        self.enter(FORWARD)
+
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call, and count from 0 again."""
-        self.enter(self._section)
+        if self._since is not None:
+            self.enter(self._section)
         taken, self.seconds = self.seconds, {}
         return taken
+
+
+class MeasuredTimes(Protocol):
+    """The times of a rank, see `StepTimes`."""
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds in each section since the last call, and count from 0 again."""
+        ...
 
 
 class StragglerReport:
@@ -70,7 +98,7 @@ class StragglerReport:
         times: the times of this rank.
     """
 
-    def __init__(self, collectives: Collectives, times: StepTimes) -> None:
+    def __init__(self, collectives: Collectives, times: MeasuredTimes) -> None:
         self._collectives = collectives
         self._times = times
         # Rank -> the number of consecutive reports in which it was slow.
@@ -81,17 +109,32 @@ class StragglerReport:
 
         Ranks in `join` are not compared.
         """
+        self.compare(self._collectives.sum(self.numbers(), "hvdkit.stragglers"))
+
+    def numbers(self) -> list[int]:
+        """Return this rank's times since the last report, to be summed over the ranks.
+
+        These are microseconds in each section, for each rank: zeros for the others.
+        """
         own, ranks = self._times.take(), list(self._collectives.ranks)
-        microseconds = [0] * (len(ranks) * len(_SECTIONS))
-        place = ranks.index(self._collectives.rank) * len(_SECTIONS)
-        for k, section in enumerate(_SECTIONS):
+        microseconds = [0] * (len(ranks) * len(SECTIONS))
+        place = ranks.index(self._collectives.rank) * len(SECTIONS)
+        for k, section in enumerate(SECTIONS):
             microseconds[place + k] = int(own.get(section, 0.0) * 1e6)
-        summed = self._collectives.sum(microseconds, "hvdkit.stragglers")
+        return microseconds
+
+    def compare(self, summed: Sequence[int]) -> None:
+        """Log a line if this rank is slow. Not a collective.
+
+        Args:
+            summed: the sums of `numbers` over the ranks.
+        """
+        ranks = list(self._collectives.ranks)
         times = {}
         for k, rank in enumerate(ranks):
-            of_rank = summed[k * len(_SECTIONS) : (k + 1) * len(_SECTIONS)]
+            of_rank = summed[k * len(SECTIONS) : (k + 1) * len(SECTIONS)]
             if any(of_rank):
-                times[rank] = {s: n / 1e6 for s, n in zip(_SECTIONS, of_rank, strict=True)}
+                times[rank] = {s: n / 1e6 for s, n in zip(SECTIONS, of_rank, strict=True)}
         if len(times) < 2 or max(sum(seconds.values()) for seconds in times.values()) < _SECONDS:
             return
         slow = {rank for rank in times if is_slow(rank, times)}
@@ -108,12 +151,15 @@ def own_time(seconds: Mapping[str, float]) -> float:
 def is_slow(rank: int, times: Mapping[int, Mapping[str, float]]) -> bool:
     """Return whether a rank needs 20 % more time of its own than the median of the others.
 
+    This difference must be at least 5 % of all time.
+
     Args:
         rank: the rank.
         times: rank -> section -> seconds.
     """
     others = median(own_time(seconds) for other, seconds in times.items() if other != rank)
-    return own_time(times[rank]) > _SLOW * others
+    own, total = own_time(times[rank]), sum(times[rank].values())
+    return own > _SLOW * others and own - others > _LOST * total
 
 
 def describe(rank: int, times: Mapping[int, Mapping[str, float]]) -> str:

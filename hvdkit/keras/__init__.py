@@ -16,6 +16,7 @@ from hvdkit.keras import backend  # isort: skip
 
 from hvdkit.checkpoint.manager import Stopped
 from hvdkit.checkpoint.retention import KeepBest
+from hvdkit.core.nonfinite import NonFiniteGradients
 from hvdkit.errors import RESUMABLE
 from hvdkit.keras import callbacks, elastic
 from hvdkit.keras.data import ResumableSampler
@@ -75,6 +76,7 @@ __all__ = [
     "DistributedOptimizer",
     "Int8",
     "KeepBest",
+    "NonFiniteGradients",
     "PartialDistributedOptimizer",
     "ProcessSet",
     "ResumableSampler",

@@ -12,10 +12,11 @@ from typing import Any
 import keras
 import ml_dtypes
 import numpy as np
+import xxhash
 from packaging.version import Version
 
-from hvdkit.core.bucketing import without_layer_numbers
 from hvdkit.core.consistency import check_consistency
+from hvdkit.core.stragglers import BACKWARD, StepTimes
 from hvdkit.engine.describe import EngineMissing
 from hvdkit.errors import HvdkitError, UsageError
 
@@ -196,6 +197,15 @@ def write(variable: Any, content: np.ndarray) -> None:
     variable.assign(values.reshape(tuple(variable.shape)))
 
 
+def digests(variables: Sequence[Any]) -> list[int]:
+    """Return a 64-bit digest of each `keras.Variable`, computed on its device with PyTorch."""
+    if NAME == "torch":
+        from hvdkit.torch.digests import digests as digests_of
+
+        return digests_of([variable.value for variable in variables])
+    return [xxhash.xxh64_intdigest(read(variable).data) for variable in variables]
+
+
 def tensor_of(variable: Any) -> Any:
     """Return the `hvdkit.checkpoint.state.Tensor` of a `keras.Variable`."""
     kind = _items.TorchTensor if NAME == "torch" else _items.VariableTensor
@@ -229,16 +239,26 @@ def reduce(reducer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> 
     """Reduce gradients of `keras.Variable`s with the backend's `GradientReducer`."""
     if NAME == "tensorflow":
         return list(reducer(gradients, variables))
-    names = [without_layer_numbers(v.path) for v in variables]
-    return list(reducer(gradients, [v.value for v in variables], names))
+    return list(reducer(gradients, [v.value for v in variables], [v.path for v in variables]))
+
+
+def step_times() -> Any:
+    """Return an object that measures the time that a rank spends in each section of its steps."""
+    if NAME == "torch":
+        return StepTimes()
+    return importlib.import_module("hvdkit.tensorflow.step_times").GraphTimes()
+
+
+def begin_backward(times: Any) -> None:
+    """Record that the backward pass begins. Does nothing on TensorFlow, whose graph records it."""
+    if NAME == "torch":
+        times.enter(BACKWARD)
 
 
 def expect(reducer: Any, variables: Sequence[Any]) -> None:
     """Send buckets during the next backward pass. Does nothing on TensorFlow."""
     if NAME == "torch":
-        reducer.expect(
-            [v.value for v in variables], [without_layer_numbers(v.path) for v in variables]
-        )
+        reducer.expect([v.value for v in variables], [v.path for v in variables])
 
 
 def end_interrupted(reducer: Any) -> None:

@@ -29,7 +29,7 @@ from hvdkit.keras.items import (
     metric_variables,
     rank_items_of,
 )
-from hvdkit.keras.models import finalize
+from hvdkit.keras.models import distributions_of, finalize
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.resuming import ResumedEpoch, set_next_epoch
 from hvdkit.keras.training import LastCallback
@@ -66,6 +66,10 @@ class Checkpoint(LastCallback):
 
     On SIGTERM, SIGINT or SIGUSR1, all ranks save after the current batch and end with status 75.
     Within an accumulation window, a due checkpoint is saved at the end of the window.
+
+    Each save compares the trained variables and those of the optimizer between the ranks first. If
+    they differ, nothing is saved, and all ranks raise an error (see `on_mismatch` of
+    `hvd.DistributedOptimizer`).
 
     If `fit` resumes with another number of ranks, the metrics of the resumed epoch cover only its
     remaining batches.
@@ -209,7 +213,7 @@ class Checkpoint(LastCallback):
             # Keras does not tell callbacks that an exception has ended `fit`.
             left_open.abandon()
         # The manager must not refer to this callback, whose finalizer closes the manager.
-        progress, metadata = self._progress, self.metadata
+        progress, metadata, compared = self._progress, self.metadata, distributions_of(model)
         self._distribution = distribution = distribution_of(model.optimizer)
         self._metrics.model = model
         collectives = distribution.collectives if distribution else backend.collectives()
@@ -236,6 +240,7 @@ class Checkpoint(LastCallback):
             cannot_save_now=lambda: (
                 progress.at_end or bool(distribution and distribution.window_open)
             ),
+            replicas=lambda: [d.replicas if d.check_parameters else None for d in compared],
             # A second `fit` continues the run of the first.
             run=None if self._manager is None else self._manager.run,
             overwrite=self._overwrite,

@@ -194,6 +194,9 @@ class Coordination:
                 # `fit` reads this after `on_train_begin`.
                 self.model._initial_epoch = counts[3]
         self._compared = [d for d in reducing if d.check_parameters and self._compares_values]
+        self._end_batches()
+        for distribution in self._compared:
+            distribution.times.take()
         if self._compares_values:
             self._before = {id(v): digest_of(v) for v in self._untrained_variables()}
 
@@ -253,7 +256,9 @@ class Coordination:
         self._before = {}
 
     def compare_replicas(self) -> None:
-        """Count a batch, and compare trained variables if a comparison is due. A collective.
+        """Count a batch, and compare times and trained variables if a comparison is due.
+
+        A collective.
 
         Raises:
             RankMismatchError: on every rank, see `ReplicaCheck.compare`.
@@ -261,7 +266,19 @@ class Coordination:
         for distribution in self._compared:
             distribution.batches += 1
             if distribution.replicas.is_due(distribution.batches):
+                distribution.stragglers.report()
                 distribution.replicas.compare(distribution.batches)
+            distribution.times.end_step()
+
+    def begin_batch(self) -> None:
+        """Measure the times of a batch. Not a collective."""
+        for distribution in self._compared:
+            distribution.times.start()
+
+    def _end_batches(self) -> None:
+        """Measure no times until the next batch, because other ranks wait at other places."""
+        for distribution in self._compared:
+            distribution.times.stop()
 
     def _untrained_variables(self) -> list[Any]:
         """Return variables without gradients, except seeds and moving statistics."""
@@ -305,6 +322,7 @@ class Coordination:
         Closes the accumulation window, averages moving statistics, and copies the metrics, because
         validation resets them.
         """
+        self._end_batches()
         for distribution in self.distributions:
             if distribution.accumulation_steps > 1:
                 distribution.flush()

@@ -1,6 +1,6 @@
 """Reduce and accumulate the gradients of a Keras optimizer in its `apply` method."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -9,12 +9,14 @@ import keras
 
 from hvdkit.core import bucketing
 from hvdkit.core.accumulation import check_passes
+from hvdkit.core.nonfinite import IGNORE, NonFiniteGradients
 from hvdkit.core.reduction import Reduction
 from hvdkit.core.replicas import CheckSettings, ReplicaCheck
+from hvdkit.core.stragglers import StragglerReport
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.accumulation import AccumulationWindow
-from hvdkit.keras.replicas import KerasReplicas
+from hvdkit.keras.replicas import keras_replicas, steps_of
 
 _ATTRIBUTE = "_hvdkit_distribution"
 
@@ -28,6 +30,8 @@ class Distribution:
         accumulation_steps: batches per update.
         check_parameters: whether `fit` compares the variables' values between ranks.
         replicas: compares trained variables and the optimizer's variables every few batches.
+        times: the time that this rank spends in each section of its steps, in `fit`.
+        stragglers: compares these times every few batches.
         batches: the number of batches of coordinated `fit`s since the start.
         in_fit: True during a coordinated `fit`, and after one that ended with an error.
     """
@@ -44,7 +48,9 @@ class Distribution:
         scale_local_gradients: bool,
         check_parameters: bool,
         check_settings: CheckSettings,
+        on_nonfinite: str,
     ) -> None:
+        self._on_nonfinite = on_nonfinite
         self.check_parameters = check_parameters
         self.in_fit = False
         self.process_set = process_set
@@ -54,8 +60,11 @@ class Distribution:
         self.replicas = ReplicaCheck(
             self.collectives,
             check_settings,
-            lambda: KerasReplicas(self.shared_variables, self._optimizer),
+            lambda: keras_replicas(self.shared_variables, self._optimizer),
+            lambda: steps_of(self._optimizer),
         )
+        self.times = backend.step_times()
+        self.stragglers = StragglerReport(self.collectives, self.times)
         self.accumulation_steps = accumulation_steps
         self._reduction = reduction
         self._groups = groups
@@ -76,7 +85,18 @@ class Distribution:
             optimizer: the wrapped optimizer, or a `LossScaleOptimizer` around it. The latter needs
                 reduced gradients, because it calls the inner optimizer only if they are finite. If
                 both are hooked, the one that is called first reduces.
+
+        Raises:
+            UsageError: the optimizer scales the loss, and `on_nonfinite` checks gradients.
         """
+        if self._on_nonfinite != IGNORE and isinstance(
+            optimizer, keras.optimizers.LossScaleOptimizer
+        ):
+            raise UsageError(
+                f"on_nonfinite is {self._on_nonfinite!r} with a LossScaleOptimizer, which Keras "
+                f"adds for mixed_float16: it expects infinity, and skips such updates on all ranks "
+                f"itself. Omit on_nonfinite"
+            )
         self._optimizer = optimizer
 
         def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -116,6 +136,7 @@ class Distribution:
             self._model_in_step = None
 
     def _expect_gradients(self) -> None:
+        backend.begin_backward(self.times)
         if self._model_in_step is not None and self.accumulation_steps == 1:
             variables = self._shared(self._model_in_step.trainable_weights)
             backend.expect(self._get_reducer(variables), variables)
@@ -151,11 +172,36 @@ class Distribution:
             lambda: window.add(ordered),
         )
 
-    def _apply_reduced(self, gradients: list[Any], variables: Sequence[Any]) -> None:
+    def _apply_reduced(
+        self,
+        gradients: list[Any],
+        variables: Sequence[Any],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Update with reduced gradients, unless all ranks skip the update.
+
+        Args:
+            gradients: the reduced gradients.
+            variables: their variables.
+            then: called after the update or the skipped update.
+        """
         optimizer = self._optimizer
+
+        def update() -> None:
+            type(optimizer).apply(optimizer, gradients, variables)
+            then()
+
         self._applying = True
         try:
-            type(optimizer).apply(optimizer, gradients, variables)
+            if self._on_nonfinite == IGNORE:
+                update()
+                return
+            if not optimizer.built:
+                with backend.outside_of_graphs():
+                    optimizer.build(variables)
+            # Also if an error is raised in a graph: otherwise the graph might already have changed
+            # variables that do not depend on gradients, such as the number of steps.
+            keras.ops.cond(self._reducer.skips_step, then, update)
         finally:
             self._applying = False
 
@@ -163,12 +209,15 @@ class Distribution:
         """Apply the sums of a window, times `scale`, and clear the window."""
         window = self._window
         assert window is not None
-        reduced = self._reduce(sums, window.variables)
+        try:
+            reduced = self._reduce(sums, window.variables)
+        except NonFiniteGradients:
+            window.clear()
+            raise
         if scale != 1.0:
             reduced = [backend.scaled(g, scale) for g in reduced]
-        self._apply_reduced(reduced, window.variables)
-        # Last, because the reduced gradients may share the window's memory.
-        window.clear()
+        # Clear it last, because the reduced gradients may share the window's memory.
+        self._apply_reduced(reduced, window.variables, window.clear)
 
     def flush(self) -> bool:
         """Apply the accumulated gradients; see the function `flush`."""
@@ -228,8 +277,13 @@ class Distribution:
             self._reducer = backend.GradientReducer(
                 replace(self._reduction, groups=self._group_indices(shared)),
                 self.process_set,
-                context=[f"optimizer: {type(self._optimizer).__name__}"],
+                context=[
+                    f"optimizer: {type(self._optimizer).__name__}",
+                    f"on_nonfinite: {self._on_nonfinite}",
+                ],
                 passes=self.accumulation_steps if self._averaged else 1,
+                on_nonfinite=self._on_nonfinite,
+                times=self.times,
             )
             if self._reducer_state is not None:
                 self._reducer.restore_state(self._reducer_state)

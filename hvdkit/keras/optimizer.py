@@ -12,6 +12,7 @@ import keras
 
 from hvdkit.core import bucketing
 from hvdkit.core.accumulation import Window
+from hvdkit.core.nonfinite import IGNORE, check_policy
 from hvdkit.core.reduction import Reduction
 from hvdkit.core.replicas import INTERVAL, STOP, CheckSettings
 from hvdkit.errors import UsageError
@@ -42,6 +43,7 @@ def DistributedOptimizer(
     check_parameters: bool = True,
     check_interval: int = INTERVAL,
     on_mismatch: str = STOP,
+    on_nonfinite: str = IGNORE,
 ) -> Any:
     """Make `optimizer` reduce gradients over all ranks before it applies them.
 
@@ -82,6 +84,11 @@ def DistributedOptimizer(
             `RankMismatchError` on every rank, unless the difference is as small as rounding, which
             is logged; `"repair"` copies the values of the majority of ranks, and raises if there is
             none, as with two ranks.
+        on_nonfinite: what to do if a rank's gradients contain NaN or infinity before the reduction:
+            `"ignore"` does not look; `"raise"` raises `NonFiniteGradients` on every rank, with the
+            ranks and the variables; `"skip"` logs them and skips the update on every rank. Inside
+            of a graph of TensorFlow, the error is one of TensorFlow with the same text. Not for a
+            `LossScaleOptimizer`, which expects infinity and skips such updates itself.
 
     Arguments after `op` are keyword-only, because their positions differ between `horovod.keras`
     and `horovod.tensorflow.keras`.
@@ -121,6 +128,7 @@ def DistributedOptimizer(
         scale_local_gradients=scale_local_gradients,
         check_parameters=check_parameters,
         check_settings=CheckSettings(check_interval, on_mismatch),
+        on_nonfinite=check_policy(on_nonfinite),
     )
     return optimizer
 

@@ -19,7 +19,7 @@ A coordinated list does the following, in this order (see `hvdkit.keras.coordina
 - Drop callbacks that write files or a progress bar on all ranks but the first. Broadcast the state
   that `BackupAndRestore` restores on the first rank.
 - After the first batch, compare the values of variables between ranks. Every few batches, compare
-  the trained variables and those of the optimizer.
+  the trained variables, those of the optimizer, and the times that the ranks need.
 - If there is a `TerminateOnNaN`, make the loss of a batch NaN on every rank if it is not finite on
   one rank.
 - If a callback stops training on one rank, stop on every rank: after the same batch if callbacks
@@ -159,6 +159,10 @@ class _CoordinatedList:
             for callback in self.callbacks
             if not isinstance(callback, (*_WRITERS, ProgbarLogger))
         ]
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._coordination.begin_batch()
+        super().on_train_batch_begin(batch, logs)  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         coordination = self._coordination

@@ -81,6 +81,7 @@ from hvdkit.checkpoint.manager import Stopped
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.sharding import Shard
 from hvdkit.core.int8 import Int8
+from hvdkit.core.nonfinite import NonFiniteGradients
 from hvdkit.core.schedules import WarmupCosine
 from hvdkit.errors import RESUMABLE
 from hvdkit.tensorflow import elastic
@@ -118,6 +119,7 @@ __all__ = [
     "LocalGradientAggregationHelper",
     "Max",
     "Min",
+    "NonFiniteGradients",
     "PartialDistributedGradientTape",
     "ProcessSet",
     "Product",

@@ -21,6 +21,7 @@ from hvdkit.errors import UsageError
 from hvdkit.tensorflow import runtime, tape
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.items import Randomness, Statistics, VariableTensor
+from hvdkit.tensorflow.replicas import tape_check
 from hvdkit.tensorflow.variables import tf_variable
 
 
@@ -45,6 +46,10 @@ class Checkpointer(Manager):
     - the variables and the optimizer state;
     - the scales of the wire formats, and the position in the data;
     - for each rank, the random states of Python, NumPy, `tf.random.Generator` and Keras's layers.
+
+    Each save compares the ranks first: the variables whose gradients a `DistributedGradientTape` or
+    `hvd.DistributedOptimizer` reduces, and the variables of Keras optimizers. If they differ,
+    nothing is saved, and all ranks raise an error.
 
     If the program is reproducible, a run that was killed and resumed ends bit-identical to an
     uninterrupted run. `tf.random.uniform` and similar functions (no generator, no "stateless" in
@@ -125,6 +130,11 @@ class Checkpointer(Manager):
             items["sharded"] = ShardedItem(sharded, lambda variable, _: _tensor(variable))
         items["metadata"] = kept_in(self.metadata)
         collectives = TensorFlowCollectives(process_set)
+        tapes = tape_check(
+            collectives,
+            lambda: [_named(given) for given in models.values()],
+            [o for name, o in optimizers.items() if name not in distributions],
+        )
         super().__init__(
             Store(
                 folder,
@@ -150,6 +160,10 @@ class Checkpointer(Manager):
             overwrite=overwrite,
             stop_signals=stop_signals,
             cannot_save_now=lambda: any(d.window_open for d in distributions.values()),
+            replicas=lambda: [
+                *(d.replicas if d.check_parameters else None for d in distributions.values()),
+                tapes,
+            ],
         )
 
 

@@ -4,11 +4,12 @@ import collections
 import itertools
 import re
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops as resource_ops
 from tensorflow.python.ops import resource_variable_ops
@@ -58,50 +59,65 @@ def new_variable(value: Any) -> tf.Variable:
         return tf.Variable(value, dtype=tf.int32, trainable=False)
 
 
-class Counter:
-    """An integer that graphs read and write, initially 0.
+class GraphValue:
+    """A value that graphs read and write, initially zeros.
 
     Not a `tf.Variable`, because a `tf.Module` cannot be saved if its function uses a variable that
     the module does not own.
+
+    Args:
+        dtype: the dtype.
+        shape: the shape.
     """
 
-    def __init__(self) -> None:
-        self._name = f"hvdkit.counter.{next(_numbers)}"
+    def __init__(self, dtype: tf.DType, shape: Sequence[int] = ()) -> None:
+        self._name = f"hvdkit.value.{next(_numbers)}"
+        self._dtype, self._shape = dtype, list(shape)
         # The resource lives as long as a handle to it.
         with tf.init_scope():
             self._handle = self.handle()
         self.reset()
-        _counters.add(self)
+        _values.add(self)
 
     def handle(self) -> tf.Tensor:
         """Return a handle for `read` and `assign` in the graph that is being traced."""
         with tf.device("/cpu:0"):
-            return resource_ops.var_handle_op(dtype=tf.int32, shape=[], shared_name=self._name)
+            return resource_ops.var_handle_op(
+                dtype=self._dtype, shape=self._shape, shared_name=self._name
+            )
 
-    @staticmethod
-    def read(handle: tf.Tensor) -> tf.Tensor:
+    def read(self, handle: tf.Tensor) -> tf.Tensor:
         """Return the value. A graph runs operations on the same handle in program order."""
-        return resource_ops.read_variable_op(handle, tf.int32)
+        return resource_ops.read_variable_op(handle, self._dtype)
 
-    @staticmethod
-    def assign(handle: tf.Tensor, value: tf.Tensor) -> Any:
+    def assign(self, handle: tf.Tensor, value: tf.Tensor) -> Any:
         """Set the value; return the operation."""
         return resource_ops.assign_variable_op(handle, value)
 
-    def reset(self) -> None:
-        """Set the value to 0 immediately."""
+    def numpy(self) -> np.ndarray:
+        """Return the current value, outside of graphs."""
         with tf.init_scope():
-            self.assign(self._handle, tf.constant(0))
+            found: np.ndarray = self.read(self._handle).numpy()
+            return found
+
+    def set(self, value: Any) -> None:
+        """Set the value immediately."""
+        with tf.init_scope():
+            self.assign(self._handle, tf.constant(value, self._dtype, self._shape))
+
+    def reset(self) -> None:
+        """Set the value to zeros immediately."""
+        self.set(0)
 
 
 _numbers = itertools.count()
-_counters: WeakSet[Counter] = WeakSet()
+_values: WeakSet[GraphValue] = WeakSet()
 
 
-def reset_counters() -> None:
-    """Set all counters to 0. All ranks call it together."""
-    for counter in list(_counters):
-        counter.reset()
+def reset_values() -> None:
+    """Set the values of all graphs to 0. All ranks call it together."""
+    for value in list(_values):
+        value.reset()
 
 
 def retrace_after_init() -> None:

@@ -12,6 +12,9 @@ from hvdkit.core.wire_format import Scaling, WireFormat
 from hvdkit.tensorflow.backend import GraphMemory, GraphOps
 from hvdkit.tensorflow.bucket_reduction import TracedReduction, allreduce
 from hvdkit.tensorflow.graphs import new_variable
+from hvdkit.tensorflow.nonfinite import NonFiniteCheck
+from hvdkit.tensorflow.replicas import record_reduced
+from hvdkit.tensorflow.step_times import TapeStragglers
 from hvdkit.tensorflow.value_check import ValueCheck
 
 
@@ -60,6 +63,12 @@ class Plan:
         values: the check of the variables' values.
         eager: whether the plan is for eager steps, in which a collective counts the ranks that have
             each gradient.
+        nonfinite: the check of the gradients; None for no check.
+        stragglers: compares the ranks' times; None if no times are compared here.
+
+    Attributes:
+        skips_step: whether all ranks skip the step, because gradients of the last call are not
+            finite. A tensor in a graph.
     """
 
     def __init__(
@@ -70,7 +79,12 @@ class Plan:
         process_set: mpi_ops.ProcessSet,
         values: ValueCheck,
         eager: bool,
+        nonfinite: NonFiniteCheck | None,
+        stragglers: TapeStragglers | None,
     ) -> None:
+        self.stragglers = stragglers
+        self.skips_step: Any = False
+        self._nonfinite = nonfinite
         self._buckets = planned
         self._scaling = scaling
         self._values = values
@@ -84,31 +98,46 @@ class Plan:
         # The number of rows of a sparse gradient changes, so reduce retracing.
         self._traced = tf.function(self._reduce_counted, autograph=False, reduce_retracing=True)
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], check_values: bool = False
+    ) -> list[Any]:
         """Return the reduced gradients; None if no rank has a gradient.
 
         Args:
             gradients: this rank's gradients; None for a missing one.
-            variables: compare the values of these variables if a comparison is due, without the
+            variables: their variables.
+            check_values: compare the values of the variables if a comparison is due, without the
                 variables that have no gradient on any rank.
 
         Raises:
             RankMismatchError: see `ValueCheck`.
+            NonFiniteGradients: see `NonFiniteCheck`.
         """
         given = {i: self._as_planned(i, gradients[i]) for i in self._planned}
         if not self._eager:
-            planned = {} if variables is None else {i: variables[i] for i in self._planned}
+            planned = {i: variables[i] for i in self._planned} if check_values else {}
+            record_reduced(planned.values(), self._process_set)
             before = [self._values.compare_in_graph(planned)] if planned else []
             with tf.control_dependencies(before):
                 reduced = self._reduce(given)
+            if self._nonfinite is not None:
+                flags = self._nonfinite.flags(given)
+                reduced, self.skips_step = self._nonfinite.handle_in_graph(
+                    flags, reduced, variables
+                )
         else:
             has = tf.constant([int(gradient is not None) for gradient in gradients], tf.int32)
-            reduced, ranks = self._traced(given, has)
-            if variables is not None:
-                listed = list(variables)
-                self._values.compare(
-                    lambda: {i: listed[i] for i, count in enumerate(ranks.numpy()) if count}
+            reduced, ranks, flags = self._traced(given, has)
+            ranks, found, count = ranks[:-2], ranks[-2], ranks[-1]
+            if self._nonfinite is not None:
+                self.skips_step = self._nonfinite.handle(
+                    flags.numpy(), int(found), int(count), variables
                 )
+            if check_values:
+                reduced_by = zip(variables, ranks.numpy(), strict=True)
+                found = {i: v for i, (v, count) in enumerate(reduced_by) if count}
+                record_reduced(found.values(), self._process_set)
+                self._values.compare(found)
             if any(gradient is None for gradient in gradients):
                 ranks = ranks.numpy()
                 reduced = {i: gradient for i, gradient in reduced.items() if ranks[i]}
@@ -138,9 +167,13 @@ class Plan:
         return tf.fill(shape, tf.cast(self._zero.read_value(), dtype))
 
     def _reduce_counted(self, gradients: Mapping[int, Any], has: tf.Tensor) -> Any:
-        """Reduce, and count the ranks that have each gradient."""
-        ranks = allreduce(has, f"{self._buckets.name}.used", self._process_set)
-        return self._reduce(gradients), ranks
+        """Reduce, and count the ranks that have each gradient, a broken one, and all ranks."""
+        flags = tf.constant([0])
+        if self._nonfinite is not None:
+            flags = self._nonfinite.flags(gradients)
+        own = tf.concat([has, [tf.reduce_max(flags), 1]], 0)
+        ranks = allreduce(own, f"{self._buckets.name}.used", self._process_set)
+        return self._reduce(gradients), ranks, flags
 
     def _reduce(self, gradients: Mapping[int, Any]) -> dict[int, Any]:
         plan = self._buckets.plan

@@ -13,14 +13,18 @@ from tensorflow.python.ops import control_flow_util
 
 from hvdkit.core.bucketing import ParameterSpec, unique_names, without_layer_numbers
 from hvdkit.core.int8 import Int8
+from hvdkit.core.nonfinite import IGNORE
 from hvdkit.core.reduction import ABSENT, PlannedBuckets, Reduction, plan_buckets
+from hvdkit.core.stragglers import StragglerReport
 from hvdkit.core.wire_format import Scaling
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.tensorflow.backend import multiply
 from hvdkit.tensorflow.bucket_reduction import engine_sends_int8
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.graphs import retrace_after_init
+from hvdkit.tensorflow.nonfinite import NonFiniteCheck
 from hvdkit.tensorflow.plan import CodecStates, Plan
+from hvdkit.tensorflow.step_times import GraphTimes, TapeStragglers
 from hvdkit.tensorflow.value_check import ValueCheck
 
 
@@ -40,6 +44,13 @@ class GradientReducer:
         process_set: the ranks to reduce over. On other ranks gradients are unchanged.
         context: further lines that must be the same on every rank; errors show them first.
         passes: the number of backward passes in each gradient; the result is their mean.
+        on_nonfinite: what to do about gradients with NaN or infinity, see `hvdkit.core.nonfinite`.
+        times: measures the time that this rank spends in each section of its steps.
+        compares_times: whether to compare these times between the ranks, every few reductions.
+
+    Attributes:
+        skips_step: whether all ranks skip the step, because gradients of the last call are not
+            finite. A tensor in a graph.
     """
 
     def __init__(
@@ -48,11 +59,19 @@ class GradientReducer:
         process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
         context: Sequence[str] = (),
         passes: int = 1,
+        on_nonfinite: str = IGNORE,
+        times: GraphTimes | None = None,
+        compares_times: bool = False,
     ) -> None:
+        self._times = times
+        self._compares_times = compares_times
+        self.skips_step: Any = False
+        self._on_nonfinite = on_nonfinite
         self._reduction = reduction
         self._passes = passes
         self._context = tuple(context)
         self._collectives = TensorFlowCollectives(process_set)
+        self._generation = self._collectives.generation
         self._plans: dict[tuple[Any, ...], Plan] = {}
         # By generation and digest, because several plans may have the same buckets.
         self._states: dict[tuple[int, str], CodecStates] = {}
@@ -104,6 +123,7 @@ class GradientReducer:
         Raises:
             RankMismatchError: on every rank, if ranks reduce different gradients, or if variables
                 differ (see `ValueCheck`).
+            NonFiniteGradients: on every rank, with `on_nonfinite="raise"`.
             UsageError: the call is inside a function that XLA compiles.
         """
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
@@ -113,7 +133,8 @@ class GradientReducer:
             )
         retrace_after_init()
         if self._collectives.single_rank:
-            return [multiply(gradient, 1.0 / self._passes) for gradient in gradients]
+            checked = self._checked_alone(gradients, variables)
+            return [multiply(gradient, 1.0 / self._passes) for gradient in checked]
         indices = [
             k
             for k, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
@@ -122,11 +143,34 @@ class GradientReducer:
         prepared = [self._prepared(gradients[k], variables[k]) for k in indices]
         sources = [variables[k] for k in indices]
         plan = self._plan_of(_specs(prepared, sources), prepared)
-        reduced = plan.reduce(prepared, sources if check_values else None)
+        if self._times is not None and self._generation != self._collectives.generation:
+            # The time in `join` does not count.
+            self._times.stop()
+        self._generation = self._collectives.generation
+        begun = self._times.begin_reduction(prepared) if self._times is not None else ()
+        reduced = plan.reduce(prepared, sources, check_values)
+        if self._times is not None:
+            handle = self._times.end_reduction(begun, reduced)
+            if plan.stragglers is not None:
+                plan.stragglers.count(handle)
+        self.skips_step = plan.skips_step
         result: list[Any] = [None] * len(gradients)
         for k, gradient in zip(indices, reduced, strict=True):
             result[k] = gradient
         return result
+
+    def _checked_alone(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the gradients of a single rank, after a check for NaN and infinity."""
+        given = {k: each for k, each in enumerate(gradients) if each is not None}
+        if self._on_nonfinite == IGNORE or not given:
+            return list(gradients)
+        check = NonFiniteCheck(len(gradients), "", self._collectives, self._on_nonfinite)
+        flags = check.flags(given)
+        if tf.executing_eagerly():
+            self.skips_step = check.handle(flags.numpy(), int(tf.reduce_max(flags)), 1, variables)
+        else:
+            given, self.skips_step = check.handle_in_graph(flags, given, variables)
+        return [given.get(k) for k in range(len(gradients))]
 
     def _prepared(self, gradient: Any, variable: Any) -> Any:
         if gradient is None:
@@ -163,7 +207,20 @@ class GradientReducer:
         states = self._states_of(planned)
         process_set = self._collectives.process_set
         values = ValueCheck([spec.name for spec in specs], planned.name, process_set)
-        self._plans[key] = Plan(planned, scaling, states, process_set, values, eager)
+        nonfinite = None
+        if self._on_nonfinite != IGNORE:
+            nonfinite = NonFiniteCheck(
+                *(len(specs), planned.name, self._collectives, self._on_nonfinite)
+            )
+        stragglers = None
+        if self._times is not None and self._compares_times:
+            stragglers = TapeStragglers(
+                StragglerReport(self._collectives, self._times),
+                *(self._times, self._collectives, f"{planned.name}.times"),
+            )
+        self._plans[key] = Plan(
+            *(planned, scaling, states, process_set, values, eager), nonfinite, stragglers
+        )
         return self._plans[key]
 
     def _path(self) -> list[str]:

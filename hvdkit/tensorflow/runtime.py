@@ -11,7 +11,7 @@ from hvdkit.core.runtime import Runtime, loading
 from hvdkit.engine.describe import require
 from hvdkit.errors import HvdkitError
 from hvdkit.tensorflow.devices import use_own_gpu
-from hvdkit.tensorflow.graphs import clear_traces, reset_counters
+from hvdkit.tensorflow.graphs import clear_traces, reset_values
 
 engine = require("tensorflow")
 
@@ -72,5 +72,5 @@ def _join() -> Any:
     last = mpi_ops.join()
     _runtime.begin_generation()
     # Ranks that joined early have lower counts than others.
-    reset_counters()
+    reset_values()
     return last

@@ -11,11 +11,13 @@ from horovod.tensorflow import mpi_ops
 
 from hvdkit.core import bucketing
 from hvdkit.core.compression import check_adasum
+from hvdkit.core.nonfinite import IGNORE, SKIP, check_policy
 from hvdkit.core.reduction import Reduction
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.compression import Compression, wire_format
 from hvdkit.tensorflow.graphs import trace_position
 from hvdkit.tensorflow.reducer import GradientReducer
+from hvdkit.tensorflow.step_times import GraphTimes
 from hvdkit.tensorflow.variables import tf_variable_or_none
 
 #: Reduces gradients; called with the gradients and their sources.
@@ -37,6 +39,7 @@ def DistributedGradientTape(
     *,
     bucket_bytes: int = bucketing.BUCKET_BYTES,
     check_parameters: bool = True,
+    on_nonfinite: str = IGNORE,
 ) -> Any:
     """Return a tape whose `gradient()` reduces the gradients over all ranks.
 
@@ -65,6 +68,12 @@ def DistributedGradientTape(
         check_parameters: compare the variables' values between ranks before the second reduction
             and some later ones. The first rank logs a difference as a warning. From the 171st
             reduction on, a difference is an error on every rank.
+            Also compare the times that the ranks need, every 100 reductions, and log a rank that is
+            slow.
+        on_nonfinite: `"raise"`: if a rank's gradients contain NaN or infinity before the reduction,
+            raise `NonFiniteGradients` on every rank, with the ranks and the variables. In a graph
+            it is an error of TensorFlow with the same text. `"ignore"` does not look. A tape cannot
+            skip a step. Not for float16 with loss scaling, which expects infinity.
 
     Raises:
         UsageError: an argument is invalid, or arguments contradict each other. Nothing has been
@@ -77,6 +86,7 @@ def DistributedGradientTape(
         gradients = tape.gradient(loss, model.trainable_variables)
     """
     _check_arguments(gradtape, op, gradient_predivide_factor, process_set)
+    _check_nonfinite(on_nonfinite, op)
     resolved = wire_format(compression)
     if op == mpi_ops.Adasum:
         check_adasum(resolved)
@@ -95,6 +105,7 @@ def DistributedGradientTape(
             sparse_as_dense,
             process_set,
             check_parameters,
+            on_nonfinite,
         )
         return _reducer(*key, trace_position(key))(gradients, sources, check_parameters)
 
@@ -130,6 +141,7 @@ def PartialDistributedGradientTape(
     *,
     bucket_bytes: int = bucketing.BUCKET_BYTES,
     check_parameters: bool = True,
+    on_nonfinite: str = IGNORE,
 ) -> Any:
     """Return a `DistributedGradientTape` that does not reduce the gradients of local layers.
 
@@ -162,6 +174,7 @@ def PartialDistributedGradientTape(
         scale_local_gradients,
         bucket_bytes=bucket_bytes,
         check_parameters=check_parameters,
+        on_nonfinite=on_nonfinite,
     )
     for layer in local_layers:
         for variable in layer.trainable_weights:
@@ -276,6 +289,12 @@ def restore_reduction_state(state: Mapping[str, Any]) -> None:
 
 
 @functools.cache
+def _times(process_set: mpi_ops.ProcessSet) -> GraphTimes:  # noqa: ARG001
+    """Return the times between the reductions of all tapes over these ranks."""
+    return GraphTimes()
+
+
+@functools.cache
 def _reducer(
     compression: Any,
     average: bool,
@@ -285,6 +304,7 @@ def _reducer(
     sparse_as_dense: bool,
     process_set: mpi_ops.ProcessSet,
     check_parameters: bool,
+    on_nonfinite: str,
     position: str,
 ) -> GradientReducer:
     """Return the reducer for these settings and this position in a graph.
@@ -300,8 +320,19 @@ def _reducer(
         groups=groups,
         sparse_as_dense=sparse_as_dense,
     )
-    context = ["DistributedGradientTape", f"check_parameters: {check_parameters}"]
-    reducer = GradientReducer(reduction, process_set, context)
+    context = [
+        "DistributedGradientTape",
+        f"check_parameters: {check_parameters}",
+        f"on_nonfinite: {on_nonfinite}",
+    ]
+    reducer = GradientReducer(
+        reduction,
+        process_set,
+        context,
+        on_nonfinite=on_nonfinite,
+        times=_times(process_set) if check_parameters else None,
+        compares_times=True,
+    )
     # The key is a part of checkpoints.
     key = "; ".join([*reduction.describe(), f"ranks: {process_set.ranks}", f"place: {position}"])
     # Two names of one wire format make two reducers. Only the state of the first one is saved.
@@ -354,6 +385,17 @@ def _group_maker(
         return tuple(group for group in found if group)
 
     return look_up
+
+
+def _check_nonfinite(policy: str, op: int) -> None:
+    check_policy(policy)
+    if policy == SKIP:
+        raise UsageError(
+            "on_nonfinite is 'skip', but the script makes the step, not the tape: use 'raise', or "
+            "hvd.DistributedOptimizer(optimizer, on_nonfinite='skip') and a plain tf.GradientTape"
+        )
+    if policy != IGNORE and op == mpi_ops.Adasum:
+        raise UsageError("on_nonfinite is 'raise' with op=hvd.Adasum: use another op, or omit it")
 
 
 def _check_arguments(

@@ -5,7 +5,7 @@ silently train a different model on each rank.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import xxhash
 from horovod.tensorflow import mpi_ops
 
 from hvdkit.core.consistency import RankMismatchError
-from hvdkit.tensorflow.graphs import Counter
+from hvdkit.tensorflow.graphs import GraphValue
 from hvdkit.tensorflow.variables import tf_variable_or_none
 
 _log = logging.getLogger("hvdkit.tensorflow")
@@ -58,20 +58,20 @@ class ValueCheck:
         self._prefix = f"{prefix}.values"
         self._process_set = process_set
         self._counted = 0
-        self._counter: Counter | None = None
+        self._counter: GraphValue | None = None
 
-    def compare(self, variables: Callable[[], Mapping[int, Any]]) -> None:
+    def compare(self, variables: Mapping[int, Any]) -> None:
         """Count one eager reduction, and compare if a comparison is due. A collective.
 
         Args:
-            variables: returns the variables by their index among the names.
+            variables: the variables by their index among the names.
 
         Raises:
             RankMismatchError: on every rank, naming the first variable that differs.
         """
         count, self._counted = self._counted, self._counted + 1
         if count in _COMPARED or (count > _COMPARED[-1] and count % _INTERVAL == 0):
-            self._check(tf.constant(count), variables())
+            self._check(tf.constant(count), variables)
 
     def compare_in_graph(self, variables: Mapping[int, Any]) -> Any:
         """Count one reduction in a graph, and compare if a comparison is due. A collective.
@@ -81,9 +81,9 @@ class ValueCheck:
             of TensorFlow, which has the text of the RankMismatchError.
         """
         if self._counter is None:
-            self._counter = Counter()
+            self._counter = GraphValue(tf.int32)
         handle = self._counter.handle()
-        count = Counter.read(handle)
+        count = self._counter.read(handle)
         later = tf.logical_and(count > _COMPARED[-1], tf.equal(count % _INTERVAL, 0))
         checked = tf.cond(
             tf.logical_or(tf.reduce_any(tf.equal(count, _COMPARED)), later),
@@ -91,7 +91,7 @@ class ValueCheck:
             lambda: tf.constant(0),
         )
         with tf.control_dependencies([checked]):
-            return Counter.assign(handle, count + 1)
+            return self._counter.assign(handle, count + 1)
 
     def _check(self, count: tf.Tensor, variables: Mapping[int, Any]) -> tf.Tensor:
         found = {

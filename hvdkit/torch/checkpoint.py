@@ -49,6 +49,10 @@ class Checkpointer(Manager):
     resumed ends with the same bytes as an uninterrupted run, if the rest of the program is
     reproducible.
 
+    Each save compares the parameters and the state of wrapped optimizers between the ranks first.
+    If they differ, nothing is saved, and all ranks raise an error (see `on_mismatch` of
+    `hvd.DistributedOptimizer`).
+
     Only the first rank reads and writes the folder. See `Manager` for the methods: `restore`,
     `maybe_save`, `save`, `save_and_stop`, `wait` and `close`.
 
@@ -179,6 +183,7 @@ class Checkpointer(Manager):
             overwrite=overwrite,
             stop_signals=stop_signals,
             cannot_save_now=lambda: not all(each.is_between_steps() for each in wrapped),
+            replicas=lambda: [each.replicas for each in wrapped],
             allocate=host_memory,
         )
 

@@ -5,6 +5,7 @@ applies. If it calls `expect` before its backward pass, buckets are sent during 
 """
 
 import functools
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,13 +15,18 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvdkit.core.accumulation import Window
-from hvdkit.core.bucketing import unique_names
+from hvdkit.core.bucketing import unique_names, without_layer_numbers
 from hvdkit.core.coordination import BackwardFailed
+from hvdkit.core.nonfinite import IGNORE, RAISE, NonFiniteGradients, describe
 from hvdkit.core.reduction import Reduction, ReductionState
+from hvdkit.core.stragglers import UPDATE, WAIT, StepTimes
 from hvdkit.core.synchronizer import Synchronizer
 from hvdkit.errors import HvdkitError
 from hvdkit.torch.backend import TorchBackend, spec
 from hvdkit.torch.collectives import TorchCollectives
+from hvdkit.torch.nonfinite import NonFiniteNames
+
+_log = logging.getLogger("hvdkit")
 
 
 class _Parameters:
@@ -29,6 +35,7 @@ class _Parameters:
     Args:
         parameters: leaf tensors that need gradients.
         synchronizer: the synchronizer of these parameters.
+        labels: the names of the parameters for an error about NaN; None for no check.
 
     Attributes:
         overlaps: whether buckets can be sent during backward passes.
@@ -37,10 +44,16 @@ class _Parameters:
     """
 
     def __init__(
-        self, parameters: list[torch.Tensor], synchronizer: Synchronizer[torch.Tensor, Any]
+        self,
+        parameters: list[torch.Tensor],
+        synchronizer: Synchronizer[torch.Tensor, Any],
+        labels: Sequence[str] | None,
     ) -> None:
         self.parameters = parameters
         self.synchronizer = synchronizer
+        #: The gradients since the last reduction that are not finite; None without a check.
+        self.nonfinite = None if labels is None else NonFiniteNames()
+        self._labels = labels or ()
         self.overlaps = True
         self.expected_in: int | None = None
         self._hooked = False
@@ -68,6 +81,13 @@ class _Parameters:
             # It is in several re-entrant checkpoints, each of which adds to its gradient.
             self.overlaps = False
         self._arrived.add(i)
+        gradient = self.parameters[i].grad
+        if gradient is not None:
+            self._send(i, gradient)
+
+    def _send(self, i: int, gradient: torch.Tensor) -> None:
+        if self.nonfinite is not None:
+            self.nonfinite.add(self._labels[i], gradient)
         self.synchronizer.mark_ready(i)
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -86,10 +106,19 @@ class _Parameters:
             parameter.grad = gradient
         # In the order of a backward pass.
         for i in reversed(range(len(gradients))):
-            if gradients[i] is not None and i not in self._arrived:
-                self.synchronizer.mark_ready(i)
+            gradient = gradients[i]
+            if gradient is not None and i not in self._arrived:
+                self._send(i, gradient)
         self.expected_in = None
         self._arrived.clear()
+
+    def take_nonfinite(self) -> list[str]:
+        """Return the names of gradients that are not finite, and forget them."""
+        if self.nonfinite is None:
+            return []
+        names = self.nonfinite.names()
+        self.nonfinite.clear()
+        return names
 
 
 def _accumulated(reference: "weakref.ref[_Parameters]", i: int, _: torch.Tensor) -> None:
@@ -109,6 +138,12 @@ class GradientReducer:
         process_set: the ranks to reduce over; other ranks keep their gradients.
         context: further lines that must be the same on every rank; errors show them first.
         passes: the number of backward passes in each gradient; the result is their mean.
+        on_nonfinite: what to do about gradients with NaN or infinity, see `hvdkit.core.nonfinite`.
+        times: measures the time that this rank spends in each section of its steps.
+
+    Attributes:
+        skips_step: whether all ranks skip the step, because gradients of the last call are not
+            finite.
     """
 
     def __init__(
@@ -117,7 +152,12 @@ class GradientReducer:
         process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
         context: Sequence[str] = (),
         passes: int = 1,
+        on_nonfinite: str = IGNORE,
+        times: StepTimes | None = None,
     ) -> None:
+        self._times = StepTimes() if times is None else times
+        self.skips_step = False
+        self._on_nonfinite = on_nonfinite
         self._reduction = reduction
         self._window = Window(passes)
         self._context = tuple(context)
@@ -203,13 +243,16 @@ class GradientReducer:
         Raises:
             RankMismatchError: on every rank, when their parameters or settings differ.
             BackwardFailed: on every rank, when the backward pass raised on some only.
+            NonFiniteGradients: on every rank, with `on_nonfinite="raise"`.
         """
+        self._times.enter(WAIT)
         known = self._parameters(parameters, names)
         if self._expecting is not known:
             self.end_interrupted()
         known.take(gradients)
         self._expecting = None
         self._reduce(known, gradients)
+        self._times.enter(UPDATE)
         return [parameter.grad for parameter in known.parameters]
 
     def _reduce(self, known: _Parameters, gradients: Sequence[torch.Tensor | None] | None) -> None:
@@ -221,18 +264,20 @@ class GradientReducer:
 
         Raises:
             BackwardFailed: on every rank, when the backward pass raised on some only.
+            NonFiniteGradients: on every rank, with `on_nonfinite="raise"`.
         """
         synchronizer = known.synchronizer
         if not synchronizer.planned:
             synchronizer.make_plan()
         failed = gradients is None
         given = gradients or [None] * len(known.parameters)
-        values = [*(int(gradient is not None) for gradient in given), int(failed)]
+        nonfinite = known.take_nonfinite()
+        present = [int(gradient is not None) for gradient in given]
+        values = [*present, int(failed), int(bool(nonfinite)), 1]
         started = self._collectives.start_sum(values, f"{synchronizer.name}.used")
         synchronizer.send()
         synchronizer.wait()
-        *used, failures = started()
-        count = len(self._collectives.ranks)
+        *used, failures, found, count = started()
         if 0 < failures < count:
             raise BackwardFailed(
                 f"the backward pass raised on {failures} of {count} ranks"
@@ -242,11 +287,19 @@ class GradientReducer:
         for parameter, ranks in zip(known.parameters, used, strict=True):
             if not ranks:
                 parameter.grad = None
+        self.skips_step = bool(found) and not failures
+        if self.skips_step:
+            text = describe(self._collectives, nonfinite, found, count)
+            if self._on_nonfinite == RAISE:
+                raise NonFiniteGradients(f"{text}. No rank makes this step.")
+            if self._collectives.rank == self._collectives.ranks[0]:
+                _log.warning("%s. All ranks skip this step.", text)
 
     def _parameters(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> _Parameters:
         key = tuple(map(id, parameters))
         if key not in self._known:
-            unique = unique_names(names)
+            # Ranks may number layers differently.
+            unique = unique_names([without_layer_numbers(name) for name in names])
             specs = [spec(name, p) for name, p in zip(unique, parameters, strict=True)]
             own = list(parameters)
             synchronizer = Synchronizer(
@@ -260,5 +313,6 @@ class GradientReducer:
             if self._resumed:
                 # In the order of the first calls. A state of other gradients is ignored.
                 synchronizer.resume(self._resumed.pop(0))
-            self._known[key] = _Parameters(own, synchronizer)
+            labels = unique_names(names) if self._on_nonfinite != IGNORE else None
+            self._known[key] = _Parameters(own, synchronizer, labels)
         return self._known[key]

@@ -143,15 +143,19 @@ class WrappedOptimizer(torch.optim.Optimizer):
             finds_nonfinite=on_nonfinite != IGNORE,
         )
         self.coordinator = _coordinator_of(process_set)
+        #: Compares parameters, optimizer state and options between ranks; None if it should not.
+        self.replicas: ReplicaCheck | None = None
+        if check_parameters:
+            self.replicas = ReplicaCheck(
+                self._collectives, replicas, lambda: owner._replicas(), lambda: owner.steps
+            )
         #: The reduction rounds, which `hvdkit.torch.passes` enters when a pass ends.
         self.rounds = Rounds(
             self._collectives,
             self._gradients,
             window,
             (lambda: owner._check_values()) if check_parameters else None,
-            ReplicaCheck(self._collectives, replicas, lambda: owner._replicas())
-            if check_parameters
-            else None,
+            self.replicas,
             self.coordinator.stragglers,
             on_nonfinite,
         )

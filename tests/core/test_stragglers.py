@@ -39,6 +39,13 @@ def test_slow_ranks(own, slow):
     assert [rank for rank in all_times if is_slow(rank, all_times)] == slow
 
 
+def test_ranks_that_mostly_wait_are_not_slow():
+    """Rank 1 is slow. The other ranks need little time, so ratios between them say nothing."""
+    own = {0: 0.01, 1: 0.8, 2: 0.06, 3: 0.02}
+    all_times = {rank: {FORWARD: each, WAIT: 1.0 - each} for rank, each in own.items()}
+    assert [rank for rank in all_times if is_slow(rank, all_times)] == [1]
+
+
 def test_the_line_names_the_section_and_the_time_lost():
     line = describe(1, {0: times(1.0, 1.9), 1: times(2.8, 0.1), 2: times(1.0, 1.9)})
     assert "rank 1 on host " in line

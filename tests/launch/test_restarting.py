@@ -129,6 +129,9 @@ with hvd.Checkpointer("checkpoints", model=model, optimizer=optimizer) as checkp
         model(torch.rand(4, 8, generator=generator)).square().sum().backward()
         optimizer.step()
         step += 1
+        if step == 6 and hvd.rank() == {flips} and not os.path.exists("flipped"):
+            open("flipped", "w").close()
+            model.weight.data.view(torch.int32)[3, 3] ^= 1 << 30
         if step % 2 == 0:
             checkpointer.save(step)
             checkpointer.wait()
@@ -152,10 +155,10 @@ hvd.init()
 """
 
 
-def train(folder, kills, *options, controller="gloo"):
+def train(folder, kills, *options, controller="gloo", flips=-1):
     skip_where_unsupported(Configuration("torch", controller, 2))
     folder.mkdir()
-    (folder / "train.py").write_text(TRAIN.format(kills=kills))
+    (folder / "train.py").write_text(TRAIN.format(kills=kills, flips=flips))
     command = [sys.executable, "-m", "hvdkit", "run", "-np", "2", *options, "train.py"]
     env = {name: value for name, value in os.environ.items() if name != "PWD"}
     done = subprocess.run(
@@ -268,6 +271,16 @@ def test_a_killed_launcher_ends_its_ranks_and_the_same_command_resumes(tmp_path)
     )
     assert done.returncode == 0, done.stderr
     assert "[0] from 4" in done.stdout
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_restart_resumes_before_a_bit_flipped(tmp_path, rank):
+    done, _ = train(tmp_path / "flipped", [], "--restarts", "1", flips=rank)
+    assert done.returncode == 0, done.stderr
+    assert "RankMismatchError: Ranks have different values after step 6: 'weight'" in done.stderr
+    assert "Step 6 was not saved." in done.stderr
+    starts = [line for line in done.stdout.splitlines() if line.startswith("[0] from")]
+    assert starts == ["[0] from 0", "[0] from 4"]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ import re
 import numpy as np
 import pytest
 
+from hvdkit.checkpoint.store import Store
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.replicas import FOLDER
 from tests.logs import recorded
+from tests.parallel.keras.job import common_folder
 from tests.parallel.keras.test_uses import same_everywhere, weights_of
 
 
@@ -27,7 +29,7 @@ def model_of(hvd, local=False, **options):
     return model
 
 
-def fit(hvd, model, change=lambda batch: None, batches=8, rank=-1):
+def fit(hvd, model, change=lambda batch: None, batches=8, rank=-1, callbacks=()):
     """Train, and call `change(batch)` after each batch on one rank."""
     import keras
 
@@ -37,7 +39,7 @@ def fit(hvd, model, change=lambda batch: None, batches=8, rank=-1):
                 change(batch)
 
     x = np.random.default_rng(hvd.rank()).normal(size=(batches * 4, 3)).astype("float32")
-    model.fit(x, x[:, :1], batch_size=4, shuffle=False, verbose=0, callbacks=[Change()])
+    model.fit(x, x[:, :1], batch_size=4, shuffle=False, verbose=0, callbacks=[Change(), *callbacks])
 
 
 def times_two(variable):
@@ -119,3 +121,24 @@ def test_ranks_that_number_layers_differently(hvd, tmp_path):
 def test_local_layers_differ(hvd):
     model = model_of(hvd, local=True, check_interval=1)
     fit(hvd, model)
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_ranks_that_differ_are_not_saved(hvd, tmp_path, rank):
+    with common_folder(hvd) as folder, contextlib.chdir(tmp_path):
+        model = model_of(hvd)
+        saves = hvd.callbacks.Checkpoint(folder, every_steps=2)
+        change = {3: lambda: times_two(model.layers[0].kernel)}
+        with pytest.raises(RankMismatchError) as caught:
+            fit(hvd, model, lambda batch: change.get(batch, int)(), rank=rank, callbacks=[saves])
+        assert "after step 4: " in str(caught.value)
+        assert str(caught.value).endswith("Step 4 was not saved.")
+        assert [info.step for info in Store(folder).steps()] == [2]
+        saves = hvd.callbacks.Checkpoint(folder, every_steps=2)
+        fit(hvd, model_of(hvd), callbacks=[saves])
+        assert saves.step == 8
+
+
+def test_local_layers_are_saved(hvd, tmp_path):
+    with common_folder(hvd) as folder:
+        fit(hvd, model_of(hvd, local=True), callbacks=[hvd.callbacks.Checkpoint(folder)], batches=2)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from hvdkit.checkpoint.store import Store
+from hvdkit.core.consistency import RankMismatchError
 from hvdkit.errors import UsageError
 from tests.parallel.rank_pool import Configuration, start_ranks_of
 from tests.parallel.tensorflow.test_digits import QUIET, example
@@ -126,6 +127,64 @@ def test_a_resumed_loop_is_bit_identical(hvd, compression):
         clear_reducers()
         assert resumed == trained(hvd, other, compression)
         assert len({str(content) for content, _ in of_every_rank(hvd, resumed)}) == 1
+
+
+def steps_of(hvd, kind, rate=0.1):
+    """Return a model with a local layer, its optimizer and a training step."""
+    import keras
+    import tensorflow as tf
+
+    keras.utils.set_random_seed(1)
+    local = keras.layers.Dense(3)
+    model = keras.Sequential([keras.Input((4,)), local, keras.layers.Dense(2)])
+    local.kernel.assign_add(tf.ones_like(local.kernel) * hvd.rank())
+    optimizer = keras.optimizers.Adam(rate)
+    if kind == "optimizer":
+        optimizer = hvd.DistributedOptimizer(optimizer, check_interval=1)
+        local.trainable = False
+    optimizer.build(model.trainable_variables)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(tf.ones((2, 4)) * float(hvd.rank())) ** 2)
+        if kind != "optimizer":
+            tape = hvd.PartialDistributedGradientTape(tape, local_layers=local)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    return model, optimizer, step if kind == "eager" else tf.function(step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "changed"),
+    [("graph", 0, "kernel"), ("eager", 1, "kernel_momentum"), ("optimizer", 0, "kernel")],
+)
+def test_ranks_that_differ_are_not_saved(hvd, tmp_path, kind, rank, changed):
+    with common_folder(hvd) as folder, contextlib.chdir(tmp_path):
+        model, optimizer, step = steps_of(hvd, kind)
+        with hvd.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer:
+            for number in range(1, 4):
+                step()
+                checkpointer.save(number)
+            if hvd.rank() == rank:
+                variables = [*model.layers[1].variables, *optimizer.variables]
+                (found,) = [
+                    v for v in variables if v.path.endswith(changed) and tuple(v.shape) == (3, 2)
+                ]
+                value = found.numpy()
+                value.view(np.uint32)[1, 1] ^= 1 << 30
+                found.assign(value)
+            step()
+            with pytest.raises(RankMismatchError) as caught:
+                checkpointer.save(4)
+            message = str(caught.value)
+            assert len(set(of_every_rank(hvd, message))) == 1
+            assert f"{changed}' on rank {1 if hvd.size() == 2 else rank} (host " in message
+            assert message.endswith("Step 4 was not saved.")
+            assert checkpointer.latest() == 3
+            assert checkpointer.restore().step == 3
+            # Nothing has been trained here since, but the ranks compare once more.
+            checkpointer.save(4)
 
 
 def clear_reducers():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hvdkit.core.consistency import RankMismatchError
-from hvdkit.core.replicas import FOLDER
+from hvdkit.core.replicas import FOLDER, ReplicaCheck
 from hvdkit.errors import UsageError
 from tests.logs import recorded
 from tests.parallel.torch.oracle import (
@@ -20,6 +20,7 @@ from tests.parallel.torch.oracle import (
     sgd,
     small_model,
 )
+from tests.parallel.torch.test_checkpoint import shared_folder
 
 INTERVAL = 3
 WIDTHS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -241,3 +242,130 @@ def test_wrong_settings(hvd, options, text):
     model = small_model()
     with pytest.raises(UsageError, match=text):
         hvd.DistributedOptimizer(sgd(model.parameters()), **options)
+
+
+def saving(hvd, folder, **options):
+    """Return a model, its optimizer and a checkpointer, and a function that trains until a step."""
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(
+        adamw(model.parameters()), model.named_parameters(), **options
+    )
+    checkpointer = hvd.Checkpointer(folder, model=model, optimizer=optimizer, every_steps=2)
+
+    def until(last, first=0, before_save=lambda step: None):
+        for step in range(first, last):
+            train(hvd, model, optimizer, 1)
+            before_save(step + 1)
+            checkpointer.maybe_save(step + 1)
+
+    return model, optimizer, checkpointer, until
+
+
+@pytest.mark.parametrize("kind", ["parameter", "exp_avg", "lr"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_differ_are_not_saved(hvd, tmp_path, rank, kind):
+    """The checkpoint is that of rank 0, and a restart would resume from it."""
+    with shared_folder(hvd) as folder, contextlib.chdir(tmp_path):
+        model, optimizer, checkpointer, until = saving(hvd, folder)
+
+        def change(step):
+            if step == 2:
+                hvd.barrier()
+                kept.extend(p.detach().clone() for p in model.parameters())
+            if step != 4 or hvd.rank() != rank:
+                return
+            if kind == "lr":
+                optimizer.param_groups[0]["lr"] *= 2
+            else:
+                changed = model[2].weight
+                flip(changed if kind == "parameter" else optimizer.state[changed][kind], 5, 62)
+
+        kept = []
+        with pytest.raises(RankMismatchError) as caught:
+            until(8, before_save=change)
+        message = assert_raised_on_all_ranks(hvd, caught)
+        assert "after step 4" in message
+        assert message.endswith("Step 4 was not saved.")
+        if kind == "lr":
+            assert "lr of parameter group 0 is 0.02" in message
+        else:
+            blamed = 1 if hvd.size() == 2 else rank
+            assert f"'2.weight' on rank {blamed} (host " in message
+        assert [saved.step for saved in checkpointer.steps()] == [2]
+        checkpointer.close()
+        model, _, checkpointer, until = saving(hvd, folder)
+        assert checkpointer.restore().step == 2
+        assert all(map(torch.equal, model.parameters(), kept))
+        until(4, first=2)
+        assert checkpointer.latest() == 4
+        checkpointer.close()
+
+
+def test_what_the_majority_has_is_saved(hvd, tmp_path):
+    """All of rank 0's tensors are wrong, also the small ones that are saved as plain values."""
+    with shared_folder(hvd) as folder, contextlib.chdir(tmp_path):
+        model, optimizer, checkpointer, until = saving(hvd, folder, on_mismatch="repair")
+
+        def change(step):
+            if step == 4 and hvd.rank() == 0:
+                state = optimizer.state[model[0].bias]
+                for each in (model[0].bias, state["exp_avg"], state["step"]):
+                    each.detach().mul_(2)
+
+        if hvd.size() == 2:
+            with pytest.raises(RankMismatchError, match="Step 4 was not saved"):
+                until(4, before_save=change)
+            return
+        until(4, before_save=change)
+        last = hvd.size() - 1
+        state = optimizer.state_dict()["state"] if hvd.rank() == last else None
+        expected = hvd.broadcast_object(state, last)
+        weights = [p.detach().clone() for p in model.parameters()]
+        checkpointer.close()
+        model, optimizer, checkpointer, _ = saving(hvd, folder)
+        assert checkpointer.restore().step == 4
+        assert all(map(torch.equal, model.parameters(), weights))
+        for key, values in optimizer.state_dict()["state"].items():
+            for name, value in values.items():
+                assert torch.equal(value, expected[key][name]), name
+        assert_same_on_all_ranks(hvd, model)
+        checkpointer.close()
+
+
+@pytest.mark.parametrize("options", [{"check_interval": 0}, {"check_parameters": False}])
+def test_ranks_that_differ_on_purpose_are_saved(hvd, options):
+    with shared_folder(hvd) as folder:
+        model, _, checkpointer, until = saving(hvd, folder, **options)
+        until(2, before_save=lambda _: flip(model[0].weight, 3, 62) if hvd.rank() == 1 else None)
+        assert checkpointer.latest() == 2
+        checkpointer.close()
+
+
+def test_a_save_after_join_needs_a_broadcast(hvd, tmp_path):
+    with shared_folder(hvd) as folder, contextlib.chdir(tmp_path):
+        model, optimizer, checkpointer, _ = saving(hvd, folder)
+        train(hvd, model, optimizer, 5 if hvd.rank() == 0 else 3)
+        last = hvd.join()
+        with pytest.raises(RankMismatchError, match=r"called hvd.join\(\) or .* Step 5 was not"):
+            checkpointer.save(5)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=last)
+        checkpointer.save(5)
+        assert checkpointer.latest() == 5
+        checkpointer.close()
+
+
+def test_values_are_compared_once_for_each_step(hvd):
+    with shared_folder(hvd) as folder, pytest.MonkeyPatch.context() as patch:
+        model, optimizer, checkpointer, _ = saving(hvd, folder)
+        compared = []
+        own = ReplicaCheck._compare
+        patch.setattr(
+            ReplicaCheck, "_compare", lambda *args: (compared.append(args[1]), own(*args))
+        )
+        checkpointer.save(0)
+        train(hvd, model, optimizer, 1)
+        checkpointer.save(1)
+        checkpointer.save(1)
+        assert compared == [1]
+        checkpointer.close()

@@ -1,0 +1,110 @@
+"""The variables of a custom training loop that must be equal on all ranks at a checkpoint."""
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+import xxhash
+from horovod.tensorflow import mpi_ops
+
+from hvdkit.core.replicas import CheckSettings, ReplicaCheck
+from hvdkit.core.variable_replicas import VariableReplicas, state_of
+from hvdkit.tensorflow.collectives import TensorFlowCollectives
+from hvdkit.tensorflow.items import VariableTensor
+from hvdkit.tensorflow.variables import tf_variable, tf_variable_or_none
+
+_ADVICE = (
+    "All ranks have applied the same gradients. So memory or a processor of a host has failed, or "
+    "code changes variables on some ranks only, or the script has not called "
+    "hvd.broadcast_variables(model.variables, root_rank=0). Restore a checkpoint of an earlier "
+    "step. If ranks should differ, pass check_parameters=False to hvd.DistributedGradientTape."
+)
+
+#: The variables whose gradients tapes have reduced with `check_parameters`, by ranks and id.
+_reduced: "weakref.WeakValueDictionary[tuple[Any, ...], tf.Variable]" = (
+    weakref.WeakValueDictionary()
+)
+
+
+def record_reduced(variables: Iterable[Any], process_set: mpi_ops.ProcessSet) -> None:
+    """Record that the gradients of these variables are reduced, so all ranks apply the same ones.
+
+    Args:
+        variables: `tf.Variable`s and `keras.Variable`s; other sources of a tape are ignored.
+        process_set: the ranks.
+    """
+    ranks = tuple(process_set.ranks)
+    for source in variables:
+        if (variable := tf_variable_or_none(source)) is not None:
+            _reduced[ranks, id(variable)] = variable
+
+
+class _Access:
+    """Implements `VariableAccess` for `tf.Variable`s and `keras.Variable`s."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+
+    def name_of(self, variable: Any) -> str:
+        return self._names[id(variable)]
+
+    def dtype_of(self, variable: Any) -> np.dtype:
+        return np.dtype(tf_variable(variable).dtype.as_numpy_dtype)
+
+    def read(self, variable: Any) -> np.ndarray:
+        return VariableTensor(tf_variable(variable)).memory()
+
+    def write(self, variable: Any, content: np.ndarray) -> None:
+        VariableTensor(tf_variable(variable)).write(content)
+
+    def digests(self, variables: Sequence[Any]) -> list[int]:
+        return [xxhash.xxh64_intdigest(self.read(variable).data) for variable in variables]
+
+
+def tape_check(
+    collectives: TensorFlowCollectives,
+    models: Callable[[], Sequence[Mapping[str, Any]]],
+    optimizers: Sequence[Any],
+) -> ReplicaCheck:
+    """Return the comparison of the variables whose gradients tapes reduce.
+
+    Args:
+        collectives: the collectives of the ranks.
+        models: returns name -> variable of each model.
+        optimizers: the optimizers. The variables of a Keras optimizer are compared.
+    """
+    ranks = tuple(collectives.ranks)
+
+    def shared() -> dict[str, Any]:
+        return {
+            name: variable
+            for model in models()
+            for name, variable in model.items()
+            if (ranks, id(tf_variable(variable))) in _reduced
+        }
+
+    def replicas() -> VariableReplicas:
+        variables = shared()
+        state = [
+            variable
+            for optimizer in optimizers
+            if isinstance(optimizer, keras.optimizers.Optimizer)
+            for variable in state_of(optimizer, list(variables.values()))
+        ]
+        names = {id(variable): name for name, variable in variables.items()}
+        names |= {id(variable): variable.path for variable in state}
+        return VariableReplicas(_Access(names), list(variables.values()), state)
+
+    # A graph cannot count steps here, so each number is new.
+    numbers = itertools.count(1)
+    return ReplicaCheck(
+        collectives,
+        CheckSettings(),
+        replicas,
+        lambda: next(numbers) if shared() else 0,
+        advice=_ADVICE,
+    )

@@ -1,0 +1,185 @@
+"""The time that a rank spends in each section of its steps, measured in a graph or eagerly."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvdkit.core.replicas import INTERVAL
+from hvdkit.core.stragglers import BACKWARD, FORWARD, SECTIONS, WAIT, StragglerReport
+from hvdkit.tensorflow.collectives import TensorFlowCollectives
+from hvdkit.tensorflow.graphs import GraphValue
+
+# The first of the sections. The time before the first gradient contains the update of the step
+# before.
+_SECTIONS = (FORWARD, BACKWARD, WAIT)
+
+
+class GraphTimes:
+    """Measures the times of `hvdkit.core.stragglers` around the reductions of this process.
+
+    Python does not run between the operations of a graph, so operations read the clock: if the
+    first gradient exists, if all gradients exist, and if all of them are reduced.
+    """
+
+    def __init__(self) -> None:
+        # Of graphs, and of eager reductions: seconds in each section, and the end of the last
+        # reduction, 0 if unknown.
+        self._graph = GraphValue(tf.float64, [len(_SECTIONS) + 1])
+        self._eager = [0.0] * (len(_SECTIONS) + 1)
+
+    def begin_reduction(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Return the times at which the first and the last gradient exist.
+
+        Args:
+            gradients: this rank's gradients, those of the last variables last.
+        """
+        if tf.executing_eagerly():
+            return [time.time()] * 2
+        tensors = tf.nest.flatten(
+            [each for each in gradients if each is not None], expand_composites=True
+        )
+        # A backward pass begins with the last variables.
+        return [_clock_after(tensors[-1:]), _clock_after(tensors)]
+
+    def end_reduction(self, begun: Sequence[Any], reduced: Sequence[Any]) -> tf.Tensor | None:
+        """Add the times of one step.
+
+        Args:
+            begun: the result of `begin_reduction`.
+            reduced: the reduced gradients.
+
+        Returns:
+            In a graph, a handle for `take_in_graph`.
+        """
+        if tf.executing_eagerly():
+            self._eager = _added(self._eager, [*begun, time.time()])
+            return None
+        tensors = [each for each in reduced if each is not None]
+        end = _clock_after(tf.nest.flatten(tensors, expand_composites=True))
+        handle = self._graph.handle()
+        values = _added(tf.unstack(self._graph.read(handle)), [*begun, end])
+        self._graph.assign(handle, tf.stack(values))
+        return handle
+
+    def take_in_graph(self, handle: tf.Tensor) -> tf.Tensor:
+        """Return the seconds in each of the first sections since the last call; count from 0."""
+        values = self._graph.read(handle)
+        self._graph.assign(handle, tf.concat([tf.zeros_like(values[:-1]), values[-1:]], 0))
+        return values[:-1]
+
+    def start(self) -> None:
+        """Begin to count, if `stop` has ended it."""
+        now = time.time()
+        if not self._graph.numpy()[-1]:
+            self._graph.set([*self._graph.numpy()[:-1], now])
+        if not self._eager[-1]:
+            self._eager[-1] = now
+
+    def stop(self) -> None:
+        """Stop to count until the next reduction or `start`."""
+        self._graph.set([*self._graph.numpy()[:-1], 0.0])
+        self._eager[-1] = 0.0
+
+    def end_step(self) -> None:
+        """Record that a step ends. Does nothing, because a step ends with its reduction."""
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds since the last call, and count from 0 again."""
+        graph, eager = self._graph.numpy(), self._eager
+        self._graph.set([0.0] * len(_SECTIONS) + [graph[-1]])
+        self._eager = [0.0] * len(_SECTIONS) + [eager[-1]]
+        return {section: float(graph[k] + eager[k]) for k, section in enumerate(_SECTIONS)}
+
+
+class TapeStragglers:
+    """Compares the ranks' times every `INTERVAL` reductions of one set of gradients.
+
+    Every rank has one for each plan. The count of a graph begins at 0 again after `join`, because
+    joined ranks do not count.
+
+    Args:
+        report: compares the times that `times` measures.
+        times: the times of this rank.
+        collectives: the collectives of the ranks.
+        name: the name of the collective.
+    """
+
+    def __init__(
+        self,
+        report: StragglerReport,
+        times: GraphTimes,
+        collectives: TensorFlowCollectives,
+        name: str,
+    ) -> None:
+        self._report = report
+        self._times = times
+        self._collectives = collectives
+        self._name = name
+        self._counted = 0
+        self._counter: GraphValue | None = None
+
+    def count(self, handle: tf.Tensor | None) -> None:
+        """Count one reduction, and compare if a comparison is due. A collective.
+
+        Args:
+            handle: the result of `GraphTimes.end_reduction`.
+        """
+        if handle is None:
+            self._counted += 1
+            if self._counted % INTERVAL == 0:
+                self._report.report()
+            return
+        if self._counter is None:
+            self._counter = GraphValue(tf.int32)
+        counter = self._counter.handle()
+        count = self._counter.read(counter) + 1
+        self._counter.assign(counter, count)
+        tf.cond(
+            tf.equal(count % INTERVAL, 0), lambda: self._compare(handle), lambda: tf.constant(0)
+        )
+
+    def _compare(self, handle: tf.Tensor) -> tf.Tensor:
+        own = tf.cast(self._times.take_in_graph(handle) * 1e6, tf.int64)
+        ranks = list(self._collectives.ranks)
+        before = ranks.index(self._collectives.rank) * len(SECTIONS)
+        after = len(ranks) * len(SECTIONS) - before - len(_SECTIONS)
+        summed = mpi_ops._allreduce(
+            tf.pad(own, [[before, after]]),
+            name=self._name,
+            op=mpi_ops.Sum,
+            ignore_name_scope=True,
+            process_set=self._collectives.process_set,
+        )
+
+        @tf.autograph.experimental.do_not_convert
+        def compare(summed: tf.Tensor) -> int:
+            self._report.compare(summed.numpy().tolist())
+            return 0
+
+        return tf.ensure_shape(tf.py_function(compare, [summed], tf.int32), ())
+
+
+def _clock_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return the time at which tensors exist, in a graph."""
+    with tf.control_dependencies(list(tensors)):
+        return tf.timestamp()
+
+
+def _added(values: Sequence[Any], times: Sequence[Any]) -> list[Any]:
+    """Add the sections of a step to the sums.
+
+    Args:
+        values: the sums, and the end of the last reduction, or 0.
+        times: of the first gradient, of the last one, and of the last reduced gradient.
+    """
+    *sums, last = values
+    first, computed, end = times
+    if isinstance(last, float):
+        before = first - last if last else 0.0
+    else:
+        before = tf.where(last > 0, first - last, tf.zeros_like(last))
+    sections = [before, computed - first, end - computed]
+    return [*(a + b for a, b in zip(sums, sections, strict=True)), end]

@@ -1,0 +1,78 @@
+"""A rank that makes all others wait in `fit` is named."""
+
+import time
+
+import numpy as np
+import pytest
+
+from tests.logs import recorded
+
+INTERVAL, SECONDS = 8, 0.1
+
+
+def slow_gradient():
+    """Return a function that returns its argument, and whose gradient takes long."""
+    import keras
+
+    if keras.backend.backend() == "torch":
+        import torch
+
+        class Slow(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                time.sleep(SECONDS)
+                return gradient
+
+        return Slow.apply
+    import tensorflow as tf
+
+    @tf.custom_gradient
+    def same(x):
+        def gradient(upstream):
+            # Not time.sleep in a py_function: TensorFlow runs it before the clock of the graph.
+            matrix = tf.fill((512, 512), 1e-3 * tf.reduce_sum(upstream))
+            for _ in range(60):
+                matrix = tf.tanh(matrix @ matrix)
+            return upstream + 1e-30 * tf.reduce_sum(matrix)
+
+        return tf.identity(x), gradient
+
+    return same
+
+
+@pytest.mark.parametrize("where", ["data and forward", "backward"])
+def test_a_slow_rank_is_named(hvd, where):
+    import keras
+
+    class Slow(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if hvd.rank() == 1 and where == "data and forward":
+                time.sleep(SECONDS)
+
+        def on_epoch_end(self, epoch, logs=None):
+            # Not in a batch, so this does not count.
+            if hvd.rank() == 0:
+                time.sleep(10 * SECONDS)
+
+    slow = hvd.rank() == 1 and where == "backward"
+    keras.utils.set_random_seed(1)
+    between = keras.layers.Lambda(slow_gradient() if slow else lambda x: x)
+    layers = [keras.layers.Dense(4), between, keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    model.compile(
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), check_interval=INTERVAL), loss="mse"
+    )
+    x = np.ones((INTERVAL * 2, 3), "float32")
+    with recorded("hvdkit") as log:
+        model.fit(x, x[:, :1], batch_size=1, epochs=2, verbose=0, callbacks=[Slow()])
+    lines = [record.getMessage() for record in log if "is slow" in record.getMessage()]
+    if hvd.rank() != 1:
+        # On a busy machine, another rank may be slow, too.
+        return
+    (line,) = lines
+    assert line.startswith("rank 1 on host ")
+    assert f"The largest difference is in {where}." in line
