@@ -74,5 +74,10 @@ def _slots_of_others(optimizer: Any, variables: Sequence[Any]) -> set[int]:
     own = {id(variable) for variable in variables}
     others = [k for k, v in enumerate(inner._trainable_variables) if id(v) not in own]
     count = len(inner._trainable_variables)
-    lists = [each for each in vars(inner).values() if isinstance(each, list) and len(each) == count]
+    # `_variables` has all variables of the optimizer, also those that are no slots.
+    lists = [
+        each
+        for name, each in vars(inner).items()
+        if isinstance(each, list) and len(each) == count and name != "_variables"
+    ]
     return {id(each[k]) for each in lists for k in others}
