@@ -1042,6 +1042,9 @@ def test_exports_that_safetensors_loads(hvd, tmp_path):
         checkpointer.save(1)
     with Store(tmp_path / "steps").newest_good() as opened:
         export(opened, tmp_path / "x.pt")
+        (tmp_path / "other").touch()
+        # Not readable by this user alone: both follow the umask.
+        assert (tmp_path / "x.pt").stat().st_mode == (tmp_path / "other").stat().st_mode
         weights.export_file(opened, tmp_path / "x.safetensors")
         weights.export_folder(opened, tmp_path / "folder", shard_bytes=100)
     expected = {
