@@ -80,10 +80,10 @@ def measure(benchmark: Benchmark, options: argparse.Namespace) -> None:
                 for host in cluster.hosts:
                     network_hosts.limit_rate(host, network)
             controllers = ["gloo", "mpi"] if cluster is None else ["gloo"]
-            fields = machine.fields(controllers)
+            variants_by_controller = machine.variants_by_controller(controllers)
             for model in models:
-                for controller, field in fields.items():
-                    run = one_run(machine, field, network, cluster, model)
+                for controller, variants in variants_by_controller.items():
+                    run = one_run(machine, variants, network, cluster, model)
                     result["runs"].append(run | {"controller": controller})
                     save(options, result)
                     show(benchmark, run)

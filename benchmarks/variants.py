@@ -207,16 +207,17 @@ class Machine:
             raise UsageError("none of the variants can be measured with these options")
         return found
 
-    def fields(self, controllers: Sequence[str]) -> dict[str, list[Variant]]:
-        """Return the variants to measure together, by controller.
+    def variants_by_controller(self, controllers: Sequence[str]) -> dict[str, list[Variant]]:
+        """Return, for each controller, the variants that one run measures in turns.
 
-        All together would need twice the memory, and no reported pair has both controllers.
+        The variants without a controller are in each run. Two runs need half the memory of one, and
+        no reported pair has both controllers.
         """
         found = self.variants(["", *controllers])
-        fields = {}
+        by_controller = {}
         for controller in controllers:
-            field = [c for c in found if c.controller in ("", controller)]
+            variants = [v for v in found if v.controller in ("", controller)]
             # Variants without synchronisation are measured alone only if no others were requested.
-            if any(c.controller for c in field) or (not any(c.controller for c in found)):
-                fields[controller] = field
-        return fields
+            if any(v.controller for v in variants) or not any(v.controller for v in found):
+                by_controller[controller] = variants
+        return by_controller

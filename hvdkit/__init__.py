@@ -1,4 +1,8 @@
-"""hvdkit: Horovod-based ring-allreduce training on the PyTorch and TensorFlow of today."""
+"""Data-parallel training with ring-allreduce, built on Horovod.
+
+Import the adapter of the framework: `hvdkit.torch`, `hvdkit.tensorflow` or `hvdkit.keras`. The
+function `run` is Horovod's `horovod.run`.
+"""
 
 from typing import Any
 
@@ -6,7 +10,7 @@ __version__ = "0.1.0.dev0"
 
 
 def __getattr__(name: str) -> Any:
-    # `horovod.run(function, ...)`. Imported on use, because it is slow to import.
+    # Imported on use, because it is slow to import.
     if name == "run":
         from horovod.runner import run
 

@@ -33,8 +33,7 @@ class OwnedFolder:
         if adopted is not None:
             self.path, self._lock = adopted
         else:
-            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-            self._lock = _lock(self.path)
+            self.path, self._lock = _make(parent, prefix)
         _remove_abandoned(parent, prefix)
 
     def remove(self) -> None:
@@ -51,6 +50,19 @@ def _lock(folder: Path) -> IO[str]:
         lock.close()
         raise
     return lock
+
+
+def _make(parent: Path, prefix: str) -> tuple[Path, IO[str]]:
+    """Make and lock a folder with a new name."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        try:
+            lock = _lock(folder)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # another process has taken the new folder for an abandoned one
+        if (folder / _LOCK).exists():
+            return folder, lock
+        lock.close()
 
 
 def _adopt(folder: Path) -> tuple[Path, IO[str]] | None:

@@ -96,7 +96,15 @@ def from_file(spec: TensorSpec, dtype: str) -> TensorSpec:
     Raises:
         ValueError: the file holds something else.
     """
+    if dtype not in PAIRS:
+        raise ValueError(
+            f"the dtype is {dtype!r:.40}: expected {spec.dtype} as in the file, or one of "
+            f"{', '.join(PAIRS)}"
+        )
     found = TensorSpec(dtype, spec.shape[:-1])
-    if dtype not in PAIRS or in_file(found) != spec:
-        raise ValueError(f"{spec.dtype} {list(spec.shape)} is no {dtype!r:.40}")
+    if in_file(found) != spec:
+        raise ValueError(
+            f"the file has {spec.dtype} {list(spec.shape)}: expected {PAIRS[dtype]} [..., 2], the "
+            f"real and imaginary parts of {dtype}"
+        )
     return found

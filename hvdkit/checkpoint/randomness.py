@@ -31,16 +31,36 @@ def save() -> Tree:
     }
 
 
+def check(tree: Tree) -> None:
+    """Check that NumPy's global generator is of the kind that `save` saved.
+
+    Raises:
+        UsageError: it is of another kind.
+    """
+    saved, own = tree["numpy"], _numpy_kind()
+    if saved is not None and saved["kind"] != own:
+        raise UsageError(
+            f"NumPy's global generator was of kind {saved['kind']} when it was saved, but is of "
+            f"kind {own} here. Call np.random.set_bit_generator in both runs or in none, or "
+            f"restore with strict=False"
+        )
+
+
 def restore(tree: Tree) -> None:
-    """Restore the states that `save` returned."""
+    """Restore the states that `save` returned. A generator of another kind is unchanged."""
     _set_python_state(random, tree["python"])
     legacy = tree["numpy"]
     # None: the user had replaced NumPy's generator by one of another kind.
-    if legacy is not None:
+    if legacy is not None and legacy["kind"] == _numpy_kind():
         key = np.frombuffer(legacy["key"], np.uint32)
         np.random.set_state(
             (legacy["kind"], key, legacy["pos"], legacy["has_gauss"], legacy["gauss"])
         )
+
+
+def _numpy_kind() -> str:
+    state: Any = np.random.get_state(legacy=False)
+    return str(state["bit_generator"])
 
 
 def _python_state(generator: Any) -> Tree:

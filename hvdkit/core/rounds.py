@@ -246,6 +246,7 @@ class Rounds:
         return (
             f"step {self._step + 1}, reduction {self._number + 1}, {where}"
             + (f", pass {passes} of its window" if passes else "")
+            + (", after a round with ranks that made no pass" if self.has_late_ranks else "")
             + f"; {self.gradients.describe()}"
         )
 

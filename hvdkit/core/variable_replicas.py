@@ -108,6 +108,11 @@ def state_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
     own = {id(variable) for variable in variables}
     others = [k for k, v in enumerate(inner._trainable_variables) if id(v) not in own]
     count = len(inner._trainable_variables)
-    lists = [each for each in vars(inner).values() if isinstance(each, list) and len(each) == count]
+    # `_variables` has all variables of the optimizer, also those that are no slots.
+    lists = [
+        each
+        for name, each in vars(inner).items()
+        if isinstance(each, list) and len(each) == count and name != "_variables"
+    ]
     excluded = {id(each[k]) for each in lists for k in others}
     return [variable for variable in optimizer.variables if id(variable) not in excluded]

@@ -6,6 +6,7 @@ name and then renamed, so it is complete or missing, even if a build is interrup
 
 from __future__ import annotations
 
+import errno
 import grp
 import hashlib
 import json
@@ -16,7 +17,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ import platformdirs
 from hvdkit.errors import HvdkitError
 
 log = logging.getLogger("hvdkit.engine")
+
+# How often `store` renames an entry that other processes store at the same time.
+_ATTEMPTS = 10
 
 
 def folder() -> Path:
@@ -146,20 +150,31 @@ def store(key: str, wheel: Path, ingredients: Mapping[str, Any]) -> Path:
     wheels = folder() / "wheels"
     entry = wheels / key
     with staging(wheels) as new:
-        # mkdtemp makes folders that other users cannot read; they may share the cache.
-        new.chmod(0o755)
-        shutil.copy2(wheel, new / wheel.name)
+        full = new / "entry"
+        full.mkdir()
+        # Other users may share the cache, but cannot read folders of mkdtemp.
+        full.chmod(0o755)
+        shutil.copy2(wheel, full / wheel.name)
         content = {
             "wheel": wheel.name,
             "sha256": sha256(wheel),
             "ingredients": dict(ingredients),
         }
-        (new / "entry.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
-        full = new.with_name(new.name + ".full")
-        new.rename(full)
-    # A rename cannot replace a folder that has files: move the old one first.
-    with staging(wheels) as old:
-        if entry.exists():
-            entry.rename(old / "entry")
-        full.rename(entry)
+        (full / "entry.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+        _rename(full, entry, new)
     return entry / wheel.name
+
+
+def _rename(new: Path, entry: Path, staged: Path) -> None:
+    """Rename the folder `new` to `entry`, and move an older entry to the folder `staged`."""
+    for attempt in range(_ATTEMPTS):
+        # A rename cannot replace a folder that has files: move the old one first.
+        with suppress(FileNotFoundError):
+            entry.rename(staged / f"old-{attempt}")
+        try:
+            new.rename(entry)
+            return
+        except OSError as error:
+            # Another process has stored the same key in the meantime.
+            if attempt == _ATTEMPTS - 1 or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise

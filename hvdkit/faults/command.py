@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import tempfile
 import time
@@ -61,10 +60,9 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
     jobs = sorted((folder or Path(tempfile.gettempdir())).glob(f"{PREFIX}*"))
     paragraphs = []
     for found in _ask(jobs):
-        if found:
-            size = next(iter(found.values())).size
-            title = f"{len(found)} of {size} ranks are on this host."
-            paragraphs += [title, *_explain(found, {}, count)]
+        size = next(iter(found.values())).size
+        title = f"{len(found)} of {size} ranks are on this host."
+        paragraphs += [title, *_explain(found, {}, count)]
     if not paragraphs:
         raise UsageError(
             "no ranks of `hvdkit run` answer on this host: expected a job of this user that has "
@@ -74,28 +72,31 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
 
 
 def _ask(folders: Sequence[Path]) -> list[dict[int, Record]]:
-    """Ask the ranks that write to the folders for records, and return the answers of each job."""
+    """Ask the ranks that write to the folders for records, and return the answers of each job.
+
+    A job whose ranks do not answer is left out.
+    """
     asked = time.time()
     for folder in folders:
         request(folder)
     deadline = time.monotonic() + _ANSWER_SECONDS
-    while time.monotonic() < deadline and not all(_has_answered(f, asked) for f in folders):
+    while True:
+        answers = [_answers(folder, asked) for folder in folders]
+        if all(complete for _, complete in answers) or time.monotonic() > deadline:
+            return [found for found, _ in answers if found]
         time.sleep(_POLL_SECONDS)
-    answers = []
-    for folder in folders:
-        # Errors: another user's folder, or a job that has ended meanwhile.
-        with contextlib.suppress(HvdkitError):
-            found = records.read(folder)
-            answers.append({rank: r for rank, r in found.items() if r.time >= asked})
-    return answers
 
 
-def _has_answered(folder: Path, asked: float) -> bool:
+def _answers(folder: Path, asked: float) -> tuple[dict[int, Record], bool]:
+    """Return the records that ranks have made since `asked`, and whether all ranks have one."""
     try:
-        ranks = {path.stem for path in folder.glob("rank-*.stacks")}
-        return ranks <= {p.stem for p in folder.glob("rank-*.json") if p.stat().st_mtime >= asked}
-    except OSError:
-        return True
+        ranks = len(list(folder.glob("rank-*.stacks")))
+        # Not the time of the file: a rank may have made an earlier record before the request, and
+        # written it afterwards.
+        found = {rank: r for rank, r in records.read(folder).items() if r.time >= asked}
+    except (HvdkitError, OSError):  # another user's folder, or a job that has ended meanwhile
+        return {}, True
+    return found, len(found) >= ranks
 
 
 def _explain(found: Mapping[int, Record], states: Mapping[int, str], count: int) -> Iterator[str]:

@@ -41,13 +41,15 @@ class RecordFolder:
         """Yield the records that were written since the last call."""
         if self._folder is None:
             return
-        with contextlib.suppress(OSError):
-            for file in sorted(self._folder.path.glob("rank-*.json")):
+        for file in sorted(self._folder.path.glob("rank-*.json")):
+            # After an error the next call reads the file again.
+            with contextlib.suppress(OSError):
                 facts = file.stat()
                 stamp = facts.st_size, facts.st_mtime_ns
                 if self._seen.get(file.name) != stamp:
+                    text = file.read_text(encoding="utf-8", errors="replace")
                     self._seen[file.name] = stamp
-                    yield file.read_text(encoding="utf-8", errors="replace")
+                    yield text
 
     def saved(self) -> bool:
         """Return whether a step was saved since the last call."""

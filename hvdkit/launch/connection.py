@@ -26,6 +26,8 @@ _AGENT = ["-m", "hvdkit.launch.agent"]
 _STDERR_LINES = 50
 # The errors of a connection to a host that does not answer.
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+# The most bytes of a line that an error shows.
+_SHOWN_BYTES = 80
 #: The search paths of Python modules and of libraries.
 _PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")
 
@@ -70,17 +72,33 @@ class Connection:
         self._events = events
         self._error: OSError | None = None
         self._disconnected = threading.Event()
-        # Reentrant: a signal handler may send while the main thread does.
+        # A signal handler may send while the main thread writes a message. Its message waits here.
+        self._unsent: deque[bytes] = deque()
+        self._sending = False
         self._send_lock = threading.RLock()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message. If the agent is lost, nothing happens: the reader thread reports it."""
-        data = messages.encode(kind, **fields)
-        with self._send_lock, contextlib.suppress(ConnectionError):
-            while data and not self._disconnected.is_set():
-                data = data[os.write(self._send_fd, data) :]
+        self._unsent.append(messages.encode(kind, **fields))
+        # A loop, because a signal handler may add a message after `_write_unsent`.
+        while self._unsent and not self._disconnected.is_set():
+            with self._send_lock:
+                if self._sending:  # in a signal handler; the interrupted call writes the message
+                    return
+                try:
+                    self._sending = True
+                    self._write_unsent()
+                finally:
+                    self._sending = False
+
+    def _write_unsent(self) -> None:
+        while self._unsent:
+            data = self._unsent.popleft()
+            with contextlib.suppress(ConnectionError):
+                while data and not self._disconnected.is_set():
+                    data = data[os.write(self._send_fd, data) :]
 
     def disconnect(self) -> None:
         """Close the agent's input. The agent then ends its ranks and itself."""
@@ -124,10 +142,11 @@ class Connection:
     def _read(self) -> None:
         try:
             for line in self._received:
-                # An agent that is killed may leave half a line.
-                if self.greeted and line.endswith(b"\n"):
-                    self._receive(messages.decode(line))
-                self.greeted = self.greeted or line == messages.GREETING
+                if not self.greeted:
+                    # The start-up files of a login shell may print text without a line end.
+                    self.greeted = line.endswith(messages.GREETING)
+                elif line.endswith(b"\n"):  # an agent that is killed may leave half a line
+                    self._receive(_decoded(line))
         except OSError as error:  # of a socket whose other host is gone
             self._error = error
         self.ended = True
@@ -307,6 +326,18 @@ class SocketConnection(Connection):
     def _close_input(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
+
+
+def _decoded(line: bytes) -> Message:
+    try:
+        return messages.decode(line)
+    except ValueError:
+        reason = (
+            f"its agent's output contains {line[:_SHOWN_BYTES]!r}: expected a message of the "
+            "agent. Check that no other program writes there, such as a background process of a "
+            "shell's start-up files"
+        )
+        return {"kind": "failed", "reason": reason}
 
 
 def agent_command(host: Host, local: bool, ssh: Ssh, python: str) -> list[str]:

@@ -75,8 +75,14 @@ def encode(kind: str, **fields: Any) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """Return the message in `line`."""
-    message: Message = json.loads(line)
+    """Return the message in `line`.
+
+    Raises:
+        ValueError: the line is not a message.
+    """
+    message = json.loads(line)
+    if not isinstance(message, dict) or "kind" not in message:
+        raise ValueError(f"{line!r} is not a message")
     return message
 
 

@@ -5,6 +5,7 @@ If ssh fails, its error is explained, with what the user can do.
 
 from __future__ import annotations
 
+import getopt
 import re
 import shlex
 import shutil
@@ -23,6 +24,9 @@ _CONNECT_SECONDS = 10
 # The number of keepalive messages in the time after which a silent host is lost.
 _KEEPALIVES = 3
 
+# ssh's options, as for `getopt`.
+_OPTIONS = "46AaCfGgKkMNnqsTtVvXxYyB:b:c:D:E:e:F:I:i:J:L:l:m:O:o:P:p:Q:R:S:W:w:"
+_REFUSED = "Permission denied|Too many authentication failures"
 _PYTHON_MISSING = (126, 127)
 _DROPPED = (
     "kex_exchange_identification|Connection (closed|reset) by|Not allowed at this time"
@@ -75,10 +79,9 @@ class Ssh:
                 "ssh is not installed here, but other hosts are reached over ssh; install it, "
                 "on Debian and Ubuntu with: apt-get install openssh-client"
             )
-        name = host.name.replace("[", "").replace("]", "")
         # With `exec`, no shell remains between ssh and the command. With `cd`, the home directory
         # is not in Python's module path. Both work in sh, bash, zsh, csh and fish.
-        return ["ssh", *self.options(), name, f"cd / && exec {shlex.join(command)}"]
+        return ["ssh", *self.options(), _login_name(host), f"cd / && exec {shlex.join(command)}"]
 
     def failed_transiently(self, status: int | None, stderr: str) -> bool:
         """Return whether an ssh server refused the connection because it had too many connections.
@@ -106,7 +109,8 @@ class Ssh:
         """Return the command line of `program` (ssh, ssh-copy-id) for `host`, for the user."""
         port = [] if self.port is None else ["-p", str(self.port)]
         identity = [] if self.identity is None else ["-i", self.identity]
-        return shlex.join([program, *port, *identity, host.name])
+        arguments = self.arguments if program == "ssh" else _for_copy_id(self.arguments)
+        return shlex.join([program, *arguments, *port, *identity, _login_name(host)])
 
     def explain(self, host: Host, status: int | None, stderr: str, python: str) -> str:
         """Return why the agent on `host` did not start, and what to do.
@@ -134,7 +138,12 @@ class Ssh:
                 f"fingerprint, or, on a network that you trust: `{scan}`",
             ),
             (
-                r"Permission denied|Too many authentication failures",
+                # Only if the login failed: otherwise another key was accepted.
+                rf"Identity file .+ not accessible(.|\n)*({_REFUSED})",
+                "the file of --ssh-identity cannot be read; check its path and its permissions",
+            ),
+            (
+                _REFUSED,
                 "it does not accept a login without a password. Give it your key with "
                 f"`{self.by_hand('ssh-copy-id', host)}` (or name the key: --ssh-identity FILE), "
                 f"until `ssh -oBatchMode=yes{login.removeprefix('ssh')} true` works",
@@ -159,10 +168,6 @@ class Ssh:
                 "overloaded (MaxStartups in its sshd_config), or refuses this address",
             ),
             (
-                r"Identity file \S+ not accessible",
-                "the file of --ssh-identity cannot be read; check its path and its permissions",
-            ),
-            (
                 r"No module named '?(hvdkit|psutil)",
                 f"{python} there has no hvdkit; install the same environment there, at the same "
                 "path, or give the path of its Python with --python",
@@ -180,6 +185,26 @@ class Ssh:
         if status is None:
             return f"ssh has not ended; try `{login} true` by hand ({last})"
         return f"ssh ended with status {status}; try `{login} true` by hand ({last})"
+
+
+def _login_name(host: Host) -> str:
+    """Return the name of a host for ssh, which takes IPv6 addresses without brackets."""
+    return host.name.replace("[", "").replace("]", "")
+
+
+def _for_copy_id(arguments: Sequence[str]) -> list[str]:
+    """Return the user's arguments for ssh that concern the connection, for ssh-copy-id.
+
+    ssh-copy-id has -F, -o and -p of ssh's options, but not -J.
+    """
+    try:
+        options, _ = getopt.getopt(list(arguments), _OPTIONS)
+    except getopt.GetoptError:
+        return []
+    settings = [
+        ("-o", f"ProxyJump={value}") if name == "-J" else (name, value) for name, value in options
+    ]
+    return [f"{name}{value}" for name, value in settings if name in ("-F", "-o", "-p")]
 
 
 def _last_line(stderr: str) -> str:

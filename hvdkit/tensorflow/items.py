@@ -124,6 +124,7 @@ class Randomness:
         Raises:
             UsageError: names or kinds differ.
         """
+        randomness.check(tree)
         saved = tree["generators"]
         self._generators.check({name: saved[name] for name in saved if name != _GLOBAL})
 

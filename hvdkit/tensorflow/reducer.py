@@ -140,9 +140,10 @@ class GradientReducer:
             for k, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
             if gradient is not None or _can_have_gradient(variable)
         ]
-        prepared = [self._prepared(gradients[k], variables[k]) for k in indices]
         sources = [variables[k] for k in indices]
-        plan = self._plan_of(_specs(prepared, sources), prepared)
+        names = _names(sources)
+        prepared = [self._prepared(gradients[k], variables[k]) for k in indices]
+        plan = self._plan_of(_specs(names, prepared, sources), prepared)
         if self._times is not None and self._generation != self._collectives.generation:
             # The time in `join` does not count.
             self._times.stop()
@@ -239,19 +240,27 @@ class GradientReducer:
         return self._states[key]
 
 
-def _specs(gradients: Sequence[Any], variables: Sequence[Any]) -> list[ParameterSpec]:
+def _names(variables: Sequence[Any]) -> list[str]:
+    """Return unique names of the variables, after a check that their shapes are known."""
     # Every tf.Variable without a name is called `Variable:0`.
     names = unique_names([_name_of(variable) for variable in variables])
-    specs = []
-    for name, gradient, variable in zip(names, gradients, variables, strict=True):
-        shape = tuple(variable.shape)
-        if None in shape:
+    for name, variable in zip(names, variables, strict=True):
+        shape = tf.TensorShape(variable.shape)
+        if not shape.is_fully_defined():
             raise HvdkitError(
                 f"the gradient of {name!r} has shape {shape}: a bucket needs a known size when the "
                 f"graph is traced. Give the variable a static shape."
             )
+    return names
+
+
+def _specs(
+    names: Sequence[str], gradients: Sequence[Any], variables: Sequence[Any]
+) -> list[ParameterSpec]:
+    specs = []
+    for name, gradient, variable in zip(names, gradients, variables, strict=True):
         dtype = tf.as_dtype(variable.dtype) if gradient is None else gradient.dtype
-        specs.append(ParameterSpec(name, shape, dtype.name, dtype.size, ""))
+        specs.append(ParameterSpec(name, tuple(variable.shape), dtype.name, dtype.size, ""))
     return specs
 
 

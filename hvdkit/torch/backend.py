@@ -180,7 +180,8 @@ class TorchMemory:
         dims = self._bucket.sparse_dims
         if p.grad is None:
             indices = torch.empty((0, dims), dtype=torch.int64, device=p.device)
-            return indices, torch.empty((0, *p.shape[dims:]), dtype=p.dtype, device=p.device)
+            shape, dtype = (0, *p.shape[dims:]), dtype_of_gradient(p)
+            return indices, torch.empty(shape, dtype=dtype, device=p.device)
         gradient = p.grad if p.grad.is_sparse else p.grad.to_sparse(dims)
         # This adds up rows with equal indices, so that fewer rows are sent.
         gradient = gradient.coalesce()
@@ -199,7 +200,8 @@ class TorchMemory:
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients, dense; zeros for a missing gradient."""
         return [
-            torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in self._parameters
+            torch.zeros_like(p, dtype=dtype_of_gradient(p)) if p.grad is None else p.grad.to_dense()
+            for p in self._parameters
         ]
 
     @torch.no_grad()
@@ -207,7 +209,7 @@ class TorchMemory:
         """Set the gradients."""
         for p, gradient in zip(self._parameters, gradients, strict=True):
             if p.grad is not None or p.requires_grad:
-                p.grad = gradient.to(p.dtype).view(p.shape)
+                p.grad = gradient.to(dtype_of_gradient(p)).view(p.shape)
 
 
 def _fits(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:

@@ -315,15 +315,18 @@ class OptimizerGradients:
     def describe(self) -> str:
         """Describe the signature for an error."""
         everything = self._owner._all_parameters()
-        frozen = [self._owner._name_of(p) for p in everything if not p.requires_grad]
-        names = ", ".join(frozen[:_SHOWN]) + (", ..." if len(frozen) > _SHOWN else "")
-        planned = sum(map(self._has_gradient, range(len(self._parameters))))
-        held = planned + sum(p.grad is not None for p in everything if p not in self._numbers)
+        frozen = [p for p in everything if not p.requires_grad]
+        held = {p for p in everything if p not in self._numbers and p.grad is not None}
+        held |= {p for number, p in enumerate(self._parameters) if self._has_gradient(number)}
+        missing = [p for p in everything if p.requires_grad and p not in held] if held else []
         return (
             f"{len(everything) - len(frozen)} of {len(everything)} parameters need gradients"
-            + (f" (not: {names})" if frozen else "")
-            + f", {held} have one"
+            f"{self._except(frozen)}, {len(held)} have one{self._except(missing)}"
         )
+
+    def _except(self, parameters: Sequence[torch.nn.Parameter]) -> str:
+        names = ", ".join(self._owner._name_of(p) for p in parameters[:_SHOWN])
+        return f" (not: {names}{', ...' if len(parameters) > _SHOWN else ''})" if names else ""
 
     def _has_gradient(self, number: int) -> bool:
         if number in self._bases:
@@ -336,7 +339,7 @@ class OptimizerGradients:
         return any(p.grad is not None for p in self._parameters)
 
     def all_removed(self) -> bool:
-        """Return whether the last round left gradients and the script has removed all of them."""
+        """Return whether the script has removed all gradients of the last round; False if none."""
         any_reduced = False
         for p, snapshot in zip(self._parameters, self._after_round, strict=True):
             if snapshot is not None:

@@ -847,6 +847,7 @@ class Randomness:
         Raises:
             UsageError: names or kinds differ.
         """
+        randomness.check(tree)
         self._generators.check(tree["generators"])
 
     def restore(self, tree: Tree) -> None:

@@ -391,9 +391,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             )
         if closure is not None and self._on_nonfinite == SKIP:
             raise UsageError(
-                "step(closure) was called with on_nonfinite='skip', but the step has begun when "
-                "the closure computes the gradients. Use on_nonfinite='raise', or step() without "
-                "a closure."
+                "on_nonfinite='skip' checks gradients before the step begins, but step(closure) "
+                "computes them within it. Use on_nonfinite='raise', or step() without a closure."
             )
         self._complete_earlier_passes()
         if self._window.open:

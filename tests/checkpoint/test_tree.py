@@ -158,8 +158,14 @@ def test_the_tree_has_dtypes_that_safetensors_lacks():
 )
 @pytest.mark.parametrize("kind", ["$tensor", "$array"])
 def test_a_dtype_that_the_file_does_not_have(kind, mark):
-    with pytest.raises(ValueError, match=r"wrong content of \$"):
+    with pytest.raises(ValueError, match=r"wrong content of \$") as caught:
         tree.decode({kind: mark}, {"x": TensorSpec("F64", (3, 4))})
+    if mark == ["x", "C128"]:
+        assert "the file has F64 [3, 4]: expected F64 [..., 2]" in str(caught.value)
+    if mark == ["x", "F32"]:
+        assert "the dtype is 'F32': expected F64 as in the file, or one of C32, C128" in str(
+            caught.value
+        )
 
 
 @pytest.mark.parametrize(

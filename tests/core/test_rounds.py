@@ -541,6 +541,18 @@ def test_parameters_that_need_gradients_on_some_ranks_only_are_an_error(at_step)
         assert usable
 
 
+def test_ranks_in_different_positions_have_different_descriptions():
+    def run(collectives):
+        rounds = SimulatedOptimizer(collectives).rounds
+        seen = {(rounds.digest(), rounds.describe("at its step"))}
+        for attribute in ("_step", "_number", "has_late_ranks"):
+            setattr(rounds, attribute, 1)
+            seen.add((rounds.digest(), rounds.describe("at its step")))
+        return len(seen), len(dict(seen)), len({text for _, text in seen})
+
+    assert on_ranks(2, run) == [(4, 4, 4)] * 2
+
+
 def test_gradients_removed_on_some_ranks_only_are_an_error():
     def run(collectives):
         optimizer = SimulatedOptimizer(collectives)

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import platformdirs
 import pytest
@@ -29,6 +30,23 @@ def test_storing_again_replaces(wheel):
     cache.store("k", wheel, {})
     wheel.write_bytes(b"second")
     assert cache.store("k", wheel, {}).read_bytes() == b"second"
+    assert [entry.name for entry in (cache.folder() / "wheels").iterdir()] == ["k"]
+
+
+def test_another_process_stores_the_same_key_at_the_same_time(wheel, monkeypatch):
+    cache.store("k", wheel, {})
+    other = cache.store("other", wheel, {}).parent
+    rename = Path.rename
+
+    def racing(path, target):
+        if target.name == "k" and other.exists():
+            rename(other, target)
+        return rename(path, target)
+
+    wheel.write_bytes(b"second")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", racing)
+        assert cache.store("k", wheel, {}).read_bytes() == b"second"
     assert [entry.name for entry in (cache.folder() / "wheels").iterdir()] == ["k"]
 
 

@@ -5,11 +5,14 @@ import json
 import random
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.faults.command import why
+from hvdkit.faults.command import inspect_live, why
+from hvdkit.faults.record_folder import PREFIX
 
 RECORD = {
     "version": 1,
@@ -63,6 +66,29 @@ def test_the_failure_of_one_rank_and_the_errors_of_the_others(tmp_path, start):
     ) in text
     assert "rank 0  collective" in text
     assert why(start) == text
+
+
+def test_inspect_waits_for_a_record_that_was_made_after_the_request(tmp_path):
+    """The file of an earlier record may be written after the request."""
+    folder = tmp_path / f"{PREFIX}x"
+    folder.mkdir()
+    (folder / "rank-0.stacks").touch()
+
+    def write(moment):
+        (folder / "new").write_text(json.dumps(RECORD | {"time": moment}))
+        (folder / "new").rename(folder / "rank-0.json")
+
+    def rank():
+        while not (folder / "request").exists():
+            time.sleep(0.01)
+        write(RECORD["time"])
+        time.sleep(0.3)
+        write(time.time())
+
+    thread = threading.Thread(target=rank, daemon=True)
+    thread.start()
+    assert inspect_live(folder=tmp_path).startswith("1 of 2 ranks are on this host.")
+    thread.join(timeout=10)
 
 
 def test_a_folder_without_anything(tmp_path):

@@ -47,3 +47,19 @@ time.sleep(60)
     first.remove()
     second.remove()
     assert not list(parent.iterdir())
+
+
+def test_a_record_that_cannot_be_read_is_returned_by_the_next_call(parent, monkeypatch):
+    folder = RecordFolder()
+    for rank in range(2):
+        (folder.path / f"rank-{rank}.json").write_text(str(rank))
+
+    def fails(*_, **_options):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", fails)
+        assert not list(folder.changed())
+    assert list(folder.changed()) == ["0", "1"]
+    assert not list(folder.changed())
+    folder.remove()

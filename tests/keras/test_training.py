@@ -56,3 +56,20 @@ def test_on_one_rank_an_accumulation_window_closes_at_the_end_of_an_epoch(hvd):
     x = np.ones((14, 1), "float32")
     model.fit(x, x, batch_size=2, epochs=2, verbose=0)
     assert int(model.optimizer.iterations) == 4
+
+
+def test_settings_of_an_optimizer_without_slots_are_compared(hvd):
+    """SGD without momentum has as many variables of its own as it trains here."""
+    import keras
+
+    from hvdkit.keras.replicas import KerasReplicas
+
+    optimizer = keras.optimizers.SGD(0.1)
+    variables = [keras.Variable(np.zeros(3), name=name) for name in ("shared", "local")]
+    optimizer.build(variables)
+    replicas = KerasReplicas(variables[:1], optimizer)
+    assert [name.strip("'").rpartition("/")[2] for name in replicas.names] == [
+        "iteration",
+        "learning_rate",
+        "shared",
+    ]

@@ -23,14 +23,34 @@ def test_ssh_asks_nothing_and_the_users_arguments_come_first():
             "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
             "ssh-keygen -R '[h]:2222'",
         ),
-        (255, "me@h: Permission denied (publickey).", "ssh-copy-id -p 2222 -i '/k e y' me@h"),
+        (
+            255,
+            "me@h: Permission denied (publickey).",
+            "ssh-copy-id -oProxyJump=gateway -p 2222 -i '/k e y' me@h",
+        ),
+        (
+            255,
+            "Warning: Identity file /k e y not accessible: No such file or directory.\n"
+            "me@h: Permission denied (publickey).",
+            "the file of --ssh-identity cannot be read",
+        ),
+        (
+            255,
+            "Warning: Identity file /k e y not accessible: No such file or directory.\n"
+            "ssh: connect to host h port 2222: Connection refused",
+            "no ssh server listens",
+        ),
         (255, "ssh: Could not resolve hostname h: Name or service not known", "/etc/hosts"),
         (255, "ssh: connect to host h port 2222: Connection refused", "no ssh server listens"),
         (255, "ssh: connect to host h port 2222: Connection timed out", "cannot be reached"),
         (127, "sh: 1: exec: /py: not found", "there is no Python at /py"),
         (1, "/py: No module named hvdkit", "/py there has no hvdkit"),
         (1, "ModuleNotFoundError: No module named 'psutil'", "/py there has no hvdkit"),
-        (1, "something new", "ssh ended with status 1; try `ssh -p 2222 -i '/k e y' me@h true`"),
+        (
+            1,
+            "something new",
+            "ssh ended with status 1; try `ssh -Jgateway -p 2222 -i '/k e y' me@h true`",
+        ),
         (None, "", "ssh has not ended"),
     ],
 )
@@ -38,6 +58,15 @@ def test_each_error_of_ssh_has_advice(status, said, expected):
     text = SSH.explain(Host("me@h", 1), status, said, "/py")
     assert expected in text
     assert "\n" not in text
+
+
+def test_commands_for_the_user_have_addresses_and_arguments_that_the_programs_accept():
+    ssh = Ssh(arguments=["-J", "gateway", "-vA", "-oUser=me"])
+    host = Host("me@[fd00::1]", 1)
+    assert ssh.by_hand("ssh", host) == "ssh -J gateway -vA -oUser=me me@fd00::1"
+    assert (
+        ssh.by_hand("ssh-copy-id", host) == "ssh-copy-id -oProxyJump=gateway -oUser=me me@fd00::1"
+    )
 
 
 def test_agents_on_other_hosts_get_the_search_paths_of_this_process(monkeypatch):

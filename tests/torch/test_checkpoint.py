@@ -209,6 +209,29 @@ def test_a_generator_of_another_kind_under_the_same_name(hvd, tmp_path):
         restoring.restore()
 
 
+def test_a_global_generator_of_numpy_of_another_kind(hvd, tmp_path):
+    import torch
+
+    from hvdkit.errors import HvdkitError
+
+    def restored(**options):
+        with hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1)) as checkpointer:
+            return checkpointer.restore(**options)
+
+    with hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1)) as saving:
+        saving.save(1)
+        expected = torch.rand(1)
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(0))
+    try:
+        with pytest.raises(HvdkitError, match=r"NumPy's global generator .*MT19937.* PCG64"):
+            restored()
+        assert restored(strict=False) is not None
+        assert torch.rand(1) == expected
+    finally:
+        np.random.set_bit_generator(before)
+
+
 @pytest.mark.parametrize("names", [("noise", "new"), ("renamed",), ()])
 def test_generators_with_other_names(hvd, tmp_path, names):
     import torch
@@ -1019,6 +1042,9 @@ def test_exports_that_safetensors_loads(hvd, tmp_path):
         checkpointer.save(1)
     with Store(tmp_path / "steps").newest_good() as opened:
         export(opened, tmp_path / "x.pt")
+        (tmp_path / "other").touch()
+        # Not readable by this user alone: both follow the umask.
+        assert (tmp_path / "x.pt").stat().st_mode == (tmp_path / "other").stat().st_mode
         weights.export_file(opened, tmp_path / "x.safetensors")
         weights.export_folder(opened, tmp_path / "folder", shard_bytes=100)
     expected = {

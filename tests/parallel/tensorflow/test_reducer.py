@@ -211,6 +211,22 @@ def test_sparse_gradients(hvd, as_dense):
     np.testing.assert_allclose(result.numpy(), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("shape", [(None, 4), None])
+def test_a_variable_of_unknown_shape_is_an_error(hvd, shape, sparse):
+    import tensorflow as tf
+
+    from hvdkit.errors import HvdkitError
+    from hvdkit.tensorflow.reducer import GradientReducer
+
+    reduce = GradientReducer(Reduction(NoCompression()))
+    table = tf.Variable(tf.zeros((5, 4)), shape=tf.TensorShape(shape), name="table")
+    dense = tf.ones((5, 4))
+    gradient = tf.IndexedSlices(dense, tf.range(5), tf.constant([5, 4])) if sparse else dense
+    with pytest.raises(HvdkitError, match="'table.*Give the variable a static shape"):
+        reduce([gradient], [table])
+
+
 def test_missing_gradients(hvd):
     import tensorflow as tf
 

@@ -471,7 +471,19 @@ def test_a_fused_optimizer_with_a_scaler_does_not_wait_for_the_device(hvd):
     assert optimizer.stepped
 
 
-@pytest.mark.parametrize("compression", WIRES)
+class Unchanged:
+    """A compressor of the user, which reduces gradients one by one."""
+
+    @staticmethod
+    def compress(tensor):
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor, _):
+        return tensor
+
+
+@pytest.mark.parametrize("compression", [*WIRES, Unchanged])
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_gradients_of_another_dtype_than_their_parameters(hvd, dtypes, compression):
     own, other = (getattr(torch, name) for name in dtypes)
@@ -488,6 +500,31 @@ def test_gradients_of_another_dtype_than_their_parameters(hvd, dtypes, compressi
             for p, dtype in zip(parameters, (other, own), strict=True):
                 assert p.grad.dtype == dtype
                 assert p.grad.tolist() == [passes * (hvd.size() + 1) / 2] * 5
+        optimizer.zero_grad()
+        # Rank 0 has no gradient of the first parameter.
+        sum(p.float().sum() for p in parameters[min(hvd.rank(), 1) ^ 1 :]).backward()
+        assert parameters[0].grad.dtype == other
+        assert parameters[0].grad.tolist() == [(hvd.size() - 1) / hvd.size()] * 5
+        optimizer.zero_grad()
+
+
+@pytest.mark.device(ranks=2)
+def test_a_sparse_gradient_of_another_dtype_is_missing_on_a_rank(hvd):
+    weight = nn.Parameter(torch.ones(4, 2, dtype=torch.float64, device=DEVICE))
+    if not hasattr(weight, "grad_dtype"):
+        pytest.skip("torch without grad_dtype")
+    weight.grad_dtype = torch.float32
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.0))
+    for _ in range(2):
+        if hvd.rank():
+            rows = torch.tensor([[1, 3]], device=DEVICE)
+            values = torch.ones(2, 2, dtype=torch.float32, device=DEVICE)
+            weight.grad = torch.sparse_coo_tensor(rows, values, (4, 2))
+        optimizer.synchronize()
+        share = (hvd.size() - 1) / hvd.size()
+        assert weight.grad.dtype == torch.float32
+        assert weight.grad.to_dense().tolist() == [[0, 0], [share] * 2] * 2
+        optimizer.step()
         optimizer.zero_grad()
 
 

@@ -1,0 +1,98 @@
+"""The launcher's connection to an agent."""
+
+import os
+import queue
+import signal
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from hvdkit.launch import messages
+from hvdkit.launch.connection import Connection
+from hvdkit.launch.hosts import Host
+
+
+class PipeConnection(Connection):
+    """A connection over two pipes. The test has the ends of the agent."""
+
+    def __init__(self):
+        self.agent_reads, send_fd = os.pipe()
+        receive_fd, self.agent_writes = os.pipe()
+        self.fd = send_fd
+        self.events = queue.Queue()
+        super().__init__(Host("h", 1), send_fd, os.fdopen(receive_fd, "rb"), self.events)
+
+    def _close_input(self):
+        os.close(self.fd)
+
+
+@contextmanager
+def a_connection():
+    connection = PipeConnection()
+    try:
+        yield connection
+    finally:
+        connection.disconnect()
+        os.close(connection.agent_reads)
+        os.close(connection.agent_writes)
+        connection._reader.join(timeout=10)
+        connection._received.close()
+
+
+def received(connection, output):
+    """Return the kinds of the messages in an agent's output, and the first of them."""
+    os.write(connection.agent_writes, output)
+    os.close(connection.agent_writes)
+    found = [connection.events.get(timeout=10).message]
+    while found[-1]["kind"] != "lost":
+        found.append(connection.events.get(timeout=10).message)
+    connection.agent_writes = os.open(os.devnull, os.O_WRONLY)
+    return [message["kind"] for message in found], found[0]
+
+
+def test_a_greeting_after_text_without_a_line_end():
+    with a_connection() as connection:
+        output = b"Welcome\nhi" + messages.GREETING + messages.encode("hello")
+        assert received(connection, output)[0] == ["hello", "lost"]
+
+
+@pytest.mark.parametrize("line", [b"hi", b"5", b"\xff", b"{}"])
+def test_a_line_that_is_not_a_message(line):
+    with a_connection() as connection:
+        output = messages.GREETING + line + b"\n" + messages.encode("done")
+        kinds, first = received(connection, output)
+    assert kinds == ["failed", "done", "lost"]
+    assert f"contains {line!r}"[:-1] in first["reason"]
+    assert "expected a message of the agent" in first["reason"]
+
+
+def test_a_signal_handler_that_sends_while_a_message_is_written():
+    long = "x" * 1_000_000  # more than the pipe holds
+    handled = threading.Event()
+    lines = []
+
+    def handler(*_):
+        connection.send("signal", number=15)
+        handled.set()
+
+    def agent():
+        os.read(connection.agent_reads, 1)  # the message has begun, and the pipe is full
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        # With the defect the handler waits for the pipe, in the middle of the message.
+        handled.wait(timeout=1)
+        with os.fdopen(os.dup(connection.agent_reads), "rb") as stream:
+            lines.extend(stream.readline() for _ in range(3))
+
+    with a_connection() as connection:
+        previous = signal.signal(signal.SIGUSR1, handler)
+        thread = threading.Thread(target=agent, daemon=True)
+        try:
+            thread.start()
+            connection.send("task", text=long)
+            connection.send("end")
+            thread.join(timeout=30)
+        finally:
+            signal.signal(signal.SIGUSR1, previous)
+    lines[0] = b"{" + lines[0].removeprefix(b"{")  # the agent has read the first byte
+    assert [messages.decode(line)["kind"] for line in lines] == ["task", "signal", "end"]
