@@ -45,6 +45,7 @@ class Distribution:
         check_parameters: bool,
         check_settings: CheckSettings,
     ) -> None:
+        bucketing.check_groups(groups, "variables", name=lambda v: getattr(v, "path", v))
         self.check_parameters = check_parameters
         self.in_fit = False
         self.process_set = process_set

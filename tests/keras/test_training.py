@@ -1,6 +1,9 @@
 """Callback lists of `fit` on one rank."""
 
 import numpy as np
+import pytest
+
+from hvdkit.errors import UsageError
 
 
 def lists_of(model, **options):
@@ -56,3 +59,21 @@ def test_on_one_rank_an_accumulation_window_closes_at_the_end_of_an_epoch(hvd):
     x = np.ones((14, 1), "float32")
     model.fit(x, x, batch_size=2, epochs=2, verbose=0)
     assert int(model.optimizer.iterations) == 4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gradient_predivide_factor": 0.0},
+        {"bucket_bytes": -1},
+        {"backward_passes_per_step": True},
+        {"groups": [1]},
+        {"process_set": None},
+    ],
+)
+def test_an_invalid_argument_is_an_error_before_the_first_batch(hvd, wrong):
+    import keras
+
+    (name,) = wrong
+    with pytest.raises(UsageError, match=f"^{name} is "):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **wrong)
