@@ -1,7 +1,6 @@
 """`hvd.Checkpointer`: checkpoints of a PyTorch training."""
 
 import os
-import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -216,15 +215,16 @@ def _state_dict(checkpoint: OpenCheckpoint, part: str) -> dict[str, Any]:
 
 
 def _save(content: Any, target: Path) -> None:
+    # Not a file of `tempfile`, which other users could not read.
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as beside:
-            try:
-                torch.save(content, beside)
-                beside.flush()
-                os.fsync(beside.fileno())
-                os.replace(beside.name, target)
-            except BaseException:
-                os.unlink(beside.name)
-                raise
+        try:
+            with beside.open("wb") as stream:
+                torch.save(content, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
     except OSError as error:
         raise HvdkitError(f"cannot write {target}: {error.strerror or error}") from error
