@@ -4,6 +4,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 #: SIGINT: Ctrl-C. SIGTERM: a batch system ends the job. SIGUSR1: a batch system will end the job
 #: soon. SIGHUP: the terminal was closed.
@@ -22,4 +23,13 @@ def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Ite
         yield
     finally:
         for number, handler_before in previous.items():
-            signal.signal(number, handler_before)
+            restore(number, handler_before)
+
+
+def restore(number: int, previous: Any) -> None:
+    """Install a handler that `signal.signal` has returned.
+
+    None stands for a handler that was not installed by Python, and that Python cannot install
+    again. Then the signal gets its default handler.
+    """
+    signal.signal(number, signal.SIG_DFL if previous is None else previous)

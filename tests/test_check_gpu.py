@@ -460,6 +460,16 @@ def test_a_pack_that_is_too_large_names_its_biggest_files():
     pack.check_size({"wheel": 60 * 10**6})
 
 
+def test_the_size_counts_every_engine_in_the_cache(index, small_sdist, monkeypatch):
+    for key in ("one", "another"):
+        engine = small_sdist / "cache" / "wheels" / key / "horovod-0.28.1.whl"
+        engine.parent.mkdir(parents=True)
+        engine.write_bytes(bytes(800_000))
+    monkeypatch.setattr(pack, "MOST_BYTES", 1_500_000)
+    with pytest.raises(pack.Problem, match=r"another/horovod-0\.28\.1\.whl \(0\.8 MB\)"):
+        pack.run(small_sdist, "3.12")
+
+
 def test_needs_of_the_other_python_version_are_found(tmp_path):
     needs = [
         "here>=1",

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 from hvdkit.errors import UsageError
+from hvdkit.signals import restore
 
 _log = logging.getLogger("hvdkit.checkpoint")
 
@@ -85,10 +86,9 @@ class StopSignals:
 
     def _restore(self, number: int) -> None:
         previous = self._previous.pop(number)
-        # Keep a handler that the user has installed since. None stands for a handler that was not
-        # installed by Python, and that Python cannot install again.
+        # Keep a handler that the user has installed since.
         if signal.getsignal(number) == self._record:
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+            restore(number, previous)
 
     def _record(self, number: int, _frame: FrameType | None) -> None:
         self.asked = signal.Signals(number).name

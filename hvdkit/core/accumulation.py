@@ -66,6 +66,22 @@ class Window:
         self._ended_early = False
 
 
+def window_of(accumulation_steps: int, backward_passes_per_step: int) -> Window:
+    """Return the window for the two arguments of a `DistributedOptimizer`.
+
+    Raises:
+        UsageError: an argument is not a whole number >= 1, or both are above 1.
+    """
+    mean, total = Window(accumulation_steps), Window(backward_passes_per_step, mean=False)
+    if mean.size > 1 and total.size > 1:
+        raise UsageError(
+            f"accumulation_steps is {mean.size}, and backward_passes_per_step is {total.size}: the "
+            f"first averages the gradients of several passes, and the second sums them. Pass only "
+            f"one of the two"
+        )
+    return total if total.size > 1 else mean
+
+
 def check_passes(collectives: Collectives, passes: int) -> None:
     """Compare the numbers of passes that the ranks have accumulated. A collective.
 

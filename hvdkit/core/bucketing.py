@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from numbers import Real
+from typing import Any
 
 from hvdkit.core.consistency import digest
 from hvdkit.errors import UsageError
@@ -128,15 +130,58 @@ def check(specs: Sequence[ParameterSpec], bucket_bytes: int) -> None:
     """Check the arguments of `plan`.
 
     Raises:
-        UsageError: a name appears twice, or `bucket_bytes` is below 1.
+        UsageError: a name appears twice, or `bucket_bytes` is not a number >= 1.
     """
-    if bucket_bytes < 1:
-        raise UsageError(f"bucket size is {bucket_bytes} bytes: expected at least 1")
+    check_bucket_bytes(bucket_bytes)
     seen: set[str] = set()
     for spec in specs:
         if spec.name in seen:
             raise UsageError(f"two parameters are named {spec.name!r}: names must be unique")
         seen.add(spec.name)
+
+
+def check_bucket_bytes(bucket_bytes: Any) -> None:
+    """Check a user's argument `bucket_bytes`.
+
+    Raises:
+        UsageError: it is not a number >= 1.
+    """
+    is_number = isinstance(bucket_bytes, Real) and not isinstance(bucket_bytes, bool)
+    if not is_number or not bucket_bytes >= 1:
+        raise UsageError(f"bucket_bytes is {bucket_bytes!r}: expected a number of bytes >= 1")
+
+
+def check_groups(
+    groups: Any, members: str, identity: Callable[[Any], int] = id, name: Callable[[Any], Any] = str
+) -> None:
+    """Check a user's argument `groups`.
+
+    Args:
+        groups: the argument.
+        members: the plural word for a member of a group, for errors.
+        identity: returns the same number for two objects that stand for one parameter.
+        name: returns the name of a member, for errors.
+
+    Raises:
+        UsageError: it is neither a number >= 0, nor lists in which each member occurs once.
+    """
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        if groups < 0:
+            raise UsageError(f"groups is {groups}: expected 0 or more")
+        return
+    if not isinstance(groups, Sequence) or not all(isinstance(g, list | tuple) for g in groups):
+        raise UsageError(
+            f"groups is {groups!r}: expected a number of buckets, or a list of lists of {members}"
+        )
+    seen: set[int] = set()
+    for group in groups:
+        for member in group:
+            if identity(member) in seen:
+                raise UsageError(
+                    f"groups contains {name(member)!r} twice: expected each of the {members} at "
+                    f"most once"
+                )
+            seen.add(identity(member))
 
 
 def without_layer_numbers(path: str) -> str:
@@ -159,13 +204,7 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def even_groups(count: int, groups: int) -> list[list[int]]:
-    """Divide the numbers below `count` into `groups` ranges of about equal length.
-
-    Raises:
-        UsageError: `groups` is negative.
-    """
-    if groups < 0:
-        raise UsageError(f"groups is {groups}: expected 0 or more")
+    """Divide the numbers below `count` into `groups` ranges of about equal length."""
     groups = min(groups, count)
     return [list(range(count * k // groups, count * (k + 1) // groups)) for k in range(groups)]
 

@@ -32,6 +32,18 @@ def is_single_rank(process_set: Membership) -> bool:
     return process_set.size() == 1 and not os.environ.get(SINGLE_RANK_COLLECTIVES)
 
 
+def check_process_set(process_set: Any) -> None:
+    """Check a user's argument `process_set`.
+
+    Raises:
+        UsageError: it is not a process set.
+    """
+    if not callable(getattr(process_set, "included", None)):
+        raise UsageError(
+            f"process_set is {process_set!r}: expected a hvd.ProcessSet, or hvd.global_process_set"
+        )
+
+
 def check_member(process_set: Membership) -> None:
     """Check that this rank belongs to the set.
 
@@ -50,9 +62,13 @@ class ProcessSetCollectives:
     Args:
         process_set: the process set.
         runtime: the module `runtime` of the adapter.
+
+    Raises:
+        UsageError: `process_set` is not a process set.
     """
 
     def __init__(self, process_set: Any, runtime: Any) -> None:
+        check_process_set(process_set)
         self.process_set = process_set
         self._runtime = runtime
 

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
+from numbers import Real
+from typing import Any
 
 from hvdkit.core import bucketing, loaded_modules
 from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import check_consistency, digest
 from hvdkit.core.wire_format import SparseRows, WireFormat
+from hvdkit.errors import UsageError
 
 #: Stands for a number of sparse dimensions if the rank has no gradient.
 ABSENT = -1
@@ -31,6 +35,9 @@ class Reduction:
         groups: see `bucketing.plan`.
         sparse_as_dense: reduce sparse gradients in buckets.
         find_unused: leave a parameter without a gradient if no rank has used it.
+
+    Raises:
+        UsageError: `bucket_bytes` is not a number >= 1.
     """
 
     format: WireFormat
@@ -41,6 +48,9 @@ class Reduction:
     groups: Sequence[Sequence[int]] = ()
     sparse_as_dense: bool = False
     find_unused: bool = False
+
+    def __post_init__(self) -> None:
+        bucketing.check_bucket_bytes(self.bucket_bytes)
 
     def describe(self) -> list[str]:
         """Return one line per setting, for ranks to compare."""
@@ -54,6 +64,30 @@ class Reduction:
             f"sparse_as_dense: {self.sparse_as_dense}",
             f"find_unused_parameters: {self.find_unused}",
         ]
+
+
+def predivide(factor: Any, average: bool) -> float | None:
+    """Return `Reduction.predivide` for a user's argument `gradient_predivide_factor`.
+
+    Args:
+        factor: the argument; 1.0, the default, lets the wire format decide.
+        average: whether the gradients are averaged.
+
+    Raises:
+        UsageError: the factor is not a finite number above 0, or splits no average.
+    """
+    if not isinstance(factor, Real) or not 0 < float(factor) < inf:
+        raise UsageError(
+            f"gradient_predivide_factor is {factor!r}: expected a finite number above 0"
+        )
+    if factor == 1.0:
+        return None
+    if not average:
+        raise UsageError(
+            f"gradient_predivide_factor is {factor}, which splits the division of an average: "
+            f"pass op=hvd.Average, or omit the factor"
+        )
+    return float(factor)
 
 
 @dataclass(frozen=True)

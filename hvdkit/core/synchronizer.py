@@ -290,8 +290,8 @@ class Synchronizer(Generic[Buffer, Handle]):
     def _arrived_late(self, i: int) -> str:
         return (
             f"the gradient of {self._specs[i].name!r} arrived again after its bucket was sent, in "
-            f"one backward pass. This happens if a layer is in several re-entrant checkpoints: "
-            f"use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            f"one backward pass. This happens if a layer is in several re-entrant activation "
+            f"checkpoints: use checkpoints that are not re-entrant (PyTorch: use_reentrant=False)."
         )
 
     def _common_order(self) -> list[int]:

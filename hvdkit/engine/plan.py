@@ -24,15 +24,31 @@ CONTROLLERS = ("gloo", "mpi")
 GPU_CHOICES = ("auto", "nccl", "none")
 PATCH_CHOICES = ("all", "minimal")
 
-#: Variables of the user that change the compiled code. The plan sets Horovod's other variables.
-_PASSED_ON = (
-    "AR",
+#: Flags of the user, in which `native` stands for the CPU of the build machine.
+_FLAGS = (
     "CXXFLAGS",
     "CFLAGS",
     "CPPFLAGS",
+    "CUDAFLAGS",
     "LDFLAGS",
-    "CMAKE_PREFIX_PATH",
+    "NVCC_APPEND_FLAGS",
+    "NVCC_PREPEND_FLAGS",
     "HOROVOD_BUILD_ARCH_FLAGS",
+)
+
+#: Variables of the user that change the compiled code. The plan sets Horovod's other variables.
+_PASSED_ON = (
+    *_FLAGS,
+    "AR",
+    "CC",
+    "CMAKE_PREFIX_PATH",
+    "CUDAHOSTCXX",
+    # The compiler and the linker read these.
+    "CPATH",
+    "CPLUS_INCLUDE_PATH",
+    "C_INCLUDE_PATH",
+    "LD_RUN_PATH",
+    "LIBRARY_PATH",
 )
 
 #: The environment's lib folder, as the dynamic linker finds it from `site-packages/horovod/torch`.
@@ -132,9 +148,17 @@ class Plan:
             and {"version": self.gpu.nccl.version, "library": str(self.gpu.nccl.library)},
             "compiler": self.compiler.version,
             "settings": {name: os.environ[name] for name in _PASSED_ON if name in os.environ},
-            # Stock Horovod is compiled for the CPU of the build host.
-            "host_cpu": _cpu_flags() if self.patch_choice == "minimal" else None,
+            "host_cpu": self._host_cpu(),
         }
+
+    def _host_cpu(self) -> list[str] | None:
+        """Return the instruction sets of this CPU that the build uses; None if it uses none."""
+        if any("native" in os.environ.get(name, "") for name in _FLAGS):
+            return sorted(_cpu_flags())
+        # Stock Horovod is compiled for the CPU of the build machine.
+        if self.patch_choice == "minimal":
+            return sorted({"avx", "f16c", "fma"} & _cpu_flags())
+        return None
 
     @property
     def key(self) -> str:
@@ -290,12 +314,12 @@ def _mpi(request: Request, warnings: list[str]) -> mpi.Mpi | None:
     return found
 
 
-def _cpu_flags() -> list[str]:
-    """Return the instruction sets of this CPU that a build of stock Horovod uses."""
+def _cpu_flags() -> set[str]:
+    """Return the instruction sets of this CPU."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith(("flags", "Features")):
-            return sorted({"avx", "f16c", "fma"} & set(line.split(":", 1)[1].split()))
-    return []
+            return set(line.split(":", 1)[1].split())
+    return set()
 
 
 def _digest(content: Mapping[str, Any] | Sequence[Any]) -> str:

@@ -51,6 +51,7 @@ class Distribution:
         on_nonfinite: str,
     ) -> None:
         self._on_nonfinite = on_nonfinite
+        bucketing.check_groups(groups, "variables", name=lambda v: getattr(v, "path", v))
         self.check_parameters = check_parameters
         self.in_fit = False
         self.process_set = process_set

@@ -11,9 +11,10 @@ from typing import Any
 import keras
 
 from hvdkit.core import bucketing
-from hvdkit.core.accumulation import Window
+from hvdkit.core.accumulation import window_of
+from hvdkit.core.collectives import check_process_set
 from hvdkit.core.nonfinite import IGNORE, check_policy
-from hvdkit.core.reduction import Reduction
+from hvdkit.core.reduction import Reduction, predivide
 from hvdkit.core.replicas import INTERVAL, STOP, CheckSettings
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
@@ -99,32 +100,26 @@ def DistributedOptimizer(
     Raises:
         UsageError: the optimizer cannot be wrapped, or arguments contradict each other.
     """
-    passes, averaged = _passes(
-        accumulation_steps, backward_passes_per_step, average_aggregated_gradients
-    )
-    _check_optimizer(optimizer, passes)
+    window = window_of(accumulation_steps, backward_passes_per_step)
+    _check_optimizer(optimizer, window.size)
     if op not in (hvd.Average, hvd.Sum):
         raise UsageError(f"op is {op!r}: expected hvd.Average or hvd.Sum")
     if not hvd.is_initialized():
         raise UsageError("Horovod is not initialised: call hvd.init() before this")
-    if gradient_predivide_factor != 1.0 and op != hvd.Average:
-        raise UsageError(
-            f"gradient_predivide_factor is {gradient_predivide_factor}, which needs "
-            f"op=hvd.Average, and op is hvd.Sum: pass op=hvd.Average, or omit the factor"
-        )
+    check_process_set(process_set)
     Distribution(
         optimizer,
         Reduction(
             format=backend.wire_format(compression),
             average=op == hvd.Average,
-            predivide=None if gradient_predivide_factor == 1.0 else gradient_predivide_factor,
+            predivide=predivide(gradient_predivide_factor, op == hvd.Average),
             bucket_bytes=bucket_bytes,
             sparse_as_dense=sparse_as_dense,
         ),
         process_set,
         groups=groups if groups is not None else num_groups,
-        accumulation_steps=passes,
-        averaged=averaged,
+        accumulation_steps=window.size,
+        averaged=window.mean or average_aggregated_gradients,
         scale_local_gradients=scale_local_gradients,
         check_parameters=check_parameters,
         check_settings=CheckSettings(check_interval, on_mismatch),
@@ -182,19 +177,6 @@ def flush(optimizer: Any) -> bool:
             f"of hvd.DistributedOptimizer"
         )
     return distribution.flush()
-
-
-def _passes(accumulation: int, passes: int, averaged: bool) -> tuple[int, bool]:
-    """Return the batches per update, and whether their gradients are averaged."""
-    if accumulation != 1 and passes != 1:
-        raise UsageError(
-            f"accumulation_steps is {accumulation} and backward_passes_per_step is {passes}: the "
-            f"first averages over passes, the second sums; use one of them"
-        )
-    if not isinstance(passes, int) or passes < 1:
-        raise UsageError(f"backward_passes_per_step is {passes!r}: expected an integer >= 1")
-    # `Window` refuses values that are not integers.
-    return (passes, averaged) if passes > 1 else (Window(accumulation).size, True)
 
 
 def _check_optimizer(optimizer: Any, passes: int) -> None:

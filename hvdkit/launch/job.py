@@ -18,7 +18,7 @@ from hvdkit.launch.messages import LOST_SECONDS, PAUSE_SECONDS, Message, as_byte
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.stalls import Stalls
-from hvdkit.signals import handle_stop_signals
+from hvdkit.signals import handle_stop_signals, restore
 
 _POLL_SECONDS = 0.1
 # Between SIGTERM and SIGKILL, when the user asks for an immediate end.
@@ -137,7 +137,7 @@ class Job:
                     self._check_deadlines()
                     self._output.status(self._progress())
         finally:
-            signal.signal(signal.SIGTSTP, previous)
+            restore(signal.SIGTSTP, previous)
         return replace(self._outcome(), saved=self._saved, lost=tuple(self._lost))
 
     # Messages of agents

@@ -10,9 +10,10 @@ from horovod import tensorflow as horovod
 from horovod.tensorflow import mpi_ops
 
 from hvdkit.core import bucketing
+from hvdkit.core.collectives import check_process_set
 from hvdkit.core.compression import check_adasum
 from hvdkit.core.nonfinite import IGNORE, SKIP, check_policy
-from hvdkit.core.reduction import Reduction
+from hvdkit.core.reduction import Reduction, predivide
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.compression import Compression, wire_format
 from hvdkit.tensorflow.graphs import trace_position
@@ -85,13 +86,14 @@ def DistributedGradientTape(
         tape = hvd.DistributedGradientTape(tape)
         gradients = tape.gradient(loss, model.trainable_variables)
     """
-    _check_arguments(gradtape, op, gradient_predivide_factor, process_set)
+    _check_arguments(gradtape, op, process_set)
     _check_nonfinite(on_nonfinite, op)
+    bucketing.check_bucket_bytes(bucket_bytes)
+    divisor = predivide(gradient_predivide_factor, op == mpi_ops.Average)
     resolved = wire_format(compression)
     if op == mpi_ops.Adasum:
         check_adasum(resolved)
     make_groups = _group_maker(groups if groups is not None else num_groups)
-    predivide = None if gradient_predivide_factor == 1.0 else float(gradient_predivide_factor)
 
     def reduce(gradients: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
         if op == mpi_ops.Adasum:
@@ -99,7 +101,7 @@ def DistributedGradientTape(
         key = (
             compression,
             op == mpi_ops.Average,
-            predivide,
+            divisor,
             bucket_bytes,
             make_groups(sources),
             sparse_as_dense,
@@ -298,7 +300,7 @@ def _times(process_set: mpi_ops.ProcessSet) -> GraphTimes:  # noqa: ARG001
 def _reducer(
     compression: Any,
     average: bool,
-    predivide: float | None,
+    divisor: float | None,
     bucket_bytes: int,
     groups: tuple[tuple[int, ...], ...],
     sparse_as_dense: bool,
@@ -315,7 +317,7 @@ def _reducer(
     reduction = Reduction(
         format=wire_format(compression),
         average=average,
-        predivide=predivide,
+        predivide=divisor,
         bucket_bytes=bucket_bytes,
         groups=groups,
         sparse_as_dense=sparse_as_dense,
@@ -364,19 +366,13 @@ def _group_maker(
     Raises:
         UsageError: `groups` is invalid.
     """
+    bucketing.check_groups(
+        groups, "variables", _identity, lambda variable: getattr(variable, "name", variable)
+    )
     if isinstance(groups, int):
-        if groups < 0:
-            raise UsageError(f"groups is {groups}: expected 0 or more")
         number = groups
         return lambda sources: tuple(map(tuple, bucketing.even_groups(len(sources), number)))
-    if not all(isinstance(group, list | tuple) for group in groups):
-        raise UsageError(
-            f"groups is {groups!r}: expected a number, or a list of lists of variables"
-        )
     members = [[_identity(variable) for variable in group] for group in groups]
-    flat = [identity for group in members for identity in group]
-    if len(set(flat)) < len(flat):
-        raise UsageError("groups contains a variable twice: expected each variable at most once")
 
     def look_up(sources: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
         # A tape may be called for only some of a model's variables.
@@ -398,24 +394,14 @@ def _check_nonfinite(policy: str, op: int) -> None:
         raise UsageError("on_nonfinite is 'raise' with op=hvd.Adasum: use another op, or omit it")
 
 
-def _check_arguments(
-    gradtape: Any, op: int, gradient_predivide_factor: float, process_set: mpi_ops.ProcessSet
-) -> None:
+def _check_arguments(gradtape: Any, op: int, process_set: mpi_ops.ProcessSet) -> None:
     if not isinstance(gradtape, tf.GradientTape):
         raise UsageError(f"gradtape is a {type(gradtape).__name__}: expected a tf.GradientTape")
     if isinstance(gradtape, _DistributedTape):
         raise UsageError("gradtape is a DistributedGradientTape already: wrap it once")
     if op not in (mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum):
         raise UsageError(f"op is {op!r}: expected hvd.Average, hvd.Sum or hvd.Adasum")
-    if gradient_predivide_factor != 1.0 and op != mpi_ops.Average:
-        raise UsageError(
-            f"gradient_predivide_factor is {gradient_predivide_factor}, which needs "
-            f"op=hvd.Average: use that op, or omit the factor"
-        )
-    if gradient_predivide_factor <= 0:
-        raise UsageError(
-            f"gradient_predivide_factor is {gradient_predivide_factor}: expected more than 0"
-        )
+    check_process_set(process_set)
     if not mpi_ops.is_initialized():
         raise UsageError("Horovod is not initialised: call hvd.init() before this")
     if op == mpi_ops.Adasum:

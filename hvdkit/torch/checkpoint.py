@@ -220,6 +220,7 @@ def _state_dict(checkpoint: OpenCheckpoint, part: str) -> dict[str, Any]:
 
 
 def _save(content: Any, target: Path) -> None:
+    # Not a file of `tempfile`, which other users could not read.
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         try:

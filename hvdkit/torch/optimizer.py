@@ -9,10 +9,11 @@ from horovod.torch import mpi_ops
 from horovod.torch.optimizer import DistributedOptimizer as HorovodDistributedOptimizer
 
 from hvdkit.core import bucketing
-from hvdkit.core.accumulation import Window
+from hvdkit.core.accumulation import window_of
+from hvdkit.core.collectives import check_process_set
 from hvdkit.core.compression import check_adasum
 from hvdkit.core.nonfinite import IGNORE, check_policy
-from hvdkit.core.reduction import Reduction
+from hvdkit.core.reduction import Reduction, predivide
 from hvdkit.core.replicas import INTERVAL, STOP, CheckSettings
 from hvdkit.errors import UsageError
 from hvdkit.torch.compression import Compression, wire_format
@@ -93,18 +94,17 @@ def DistributedOptimizer(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size())
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     """
-    _check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor)
+    _check_arguments(optimizer, op)
+    check_process_set(process_set)
     replicas = CheckSettings(check_interval, on_mismatch)
-    window = Window(accumulation_steps)
-    if backward_passes_per_step > 1 and accumulation_steps == 1:
-        window = Window(backward_passes_per_step, mean=False)
-    if accumulation_steps > 1 and (backward_passes_per_step > 1 or op == mpi_ops.Adasum):
+    window = window_of(accumulation_steps, backward_passes_per_step)
+    if op == mpi_ops.Adasum and accumulation_steps > 1:
         raise UsageError(
-            f"accumulation_steps is {accumulation_steps}, with backward_passes_per_step "
-            f"{backward_passes_per_step} and op {_op_name(op)}: accumulation_steps averages over "
-            f"passes, backward_passes_per_step sums, and Adasum supports only sums; use one of the "
-            f"two"
+            f"accumulation_steps is {accumulation_steps}, and op is hvd.Adasum, which supports "
+            f"only sums over passes: pass backward_passes_per_step={accumulation_steps}, or "
+            f"op=hvd.Average"
         )
+    divisor = predivide(gradient_predivide_factor, op == mpi_ops.Average)
     if not mpi_ops.is_initialized():
         raise UsageError("Horovod is not initialised: call hvd.init() before this")
     if op == mpi_ops.Adasum and mpi_ops.size() > 1 and not mpi_ops.mpi_enabled():
@@ -120,7 +120,7 @@ def DistributedOptimizer(
     reduction = Reduction(
         format=wire_format(compression),
         average=op == mpi_ops.Average,
-        predivide=None if gradient_predivide_factor == 1.0 else gradient_predivide_factor,
+        predivide=divisor,
         passes=backward_passes_per_step,
         bucket_bytes=bucket_bytes,
         sparse_as_dense=sparse_as_dense,
@@ -136,7 +136,7 @@ def DistributedOptimizer(
         names,
         reduction,
         window,
-        _group_lists(groups or num_groups, names),
+        _group_lists(groups if groups is not None else num_groups, names),
         process_set,
         check_parameters,
         replicas,
@@ -165,11 +165,6 @@ def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         own._no_sync = previous
 
 
-def _op_name(op: int) -> str:
-    names = {mpi_ops.Average: "Average", mpi_ops.Sum: "Sum", mpi_ops.Adasum: "Adasum"}
-    return names.get(op, repr(op))
-
-
 def _horovods_adasum(
     optimizer: torch.optim.Optimizer,
     names: dict[torch.nn.Parameter, str],
@@ -195,13 +190,11 @@ def _group_lists(
     Raises:
         UsageError: `groups` is not a number or a list of lists of the optimizer's parameters.
     """
+    bucketing.check_groups(groups, "parameters", name=lambda p: names.get(p, "a tensor"))
     if isinstance(groups, int):
         parameters = [p for p in names if p.requires_grad]
         runs = bucketing.even_groups(len(parameters), groups)
         return [[parameters[i] for i in run] for run in runs]
-    if not all(isinstance(group, list | tuple) for group in groups):
-        raise UsageError(f"groups is {groups!r}: expected a number, or a list of lists of tensors")
-    seen: set[int] = set()
     own = {id(p) for p in names}
     for number, group in enumerate(groups):
         for p in group:
@@ -210,15 +203,10 @@ def _group_lists(
                     f"groups[{number}] contains an object that is not one of the optimizer's "
                     f"parameters"
                 )
-            if id(p) in seen:
-                raise UsageError(f"groups has parameter {names[p]!r} twice")  # type: ignore[index]
-            seen.add(id(p))
     return [list(group) for group in groups]  # type: ignore[arg-type]
 
 
-def _check_arguments(
-    optimizer: torch.optim.Optimizer, passes: int, op: int, predivide: float
-) -> None:
+def _check_arguments(optimizer: torch.optim.Optimizer, op: int) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optimizer is a {type(optimizer).__name__}: expected a torch optimizer")
     if isinstance(optimizer, WrappedOptimizer) or hasattr(optimizer, "_allreduce_delay"):
@@ -227,20 +215,11 @@ def _check_arguments(
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
-            "LBFGS calls its closure as often as the loss requires, and each rank has its own "
-            "loss, so the ranks would not stay in step: use another optimizer"
+            "LBFGS calls its closure as often as the loss requires. Each rank has its own loss, so "
+            "ranks would make different numbers of passes: use another optimizer"
         )
-    if not isinstance(passes, int) or passes < 1:
-        raise UsageError(f"backward_passes_per_step is {passes!r}: expected an integer >= 1")
     if op not in (mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum):
         raise UsageError(f"op is {op!r}: expected hvd.Average, hvd.Sum or hvd.Adasum")
-    if predivide <= 0:
-        raise UsageError(f"gradient_predivide_factor is {predivide}: expected more than 0")
-    if predivide != 1.0 and op != mpi_ops.Average:
-        raise UsageError(
-            f"gradient_predivide_factor is {predivide}, which splits the division of an average: "
-            f"expected op=hvd.Average"
-        )
 
 
 def _parameter_names(

@@ -483,12 +483,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: the number is below 1, or the optimizer has accumulation_steps.
         """
-        if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
-            raise UsageError(f"backward_passes_per_step is {passes!r}: expected an integer >= 1")
+        Window(passes, mean=False)  # Checks the number.
         if self._window.mean and self._window.size > 1:
             raise UsageError(
                 f"set_backward_passes_per_step({passes}) was called on an optimizer with "
-                f"accumulation_steps {self._window.size}: use one of the two"
+                f"accumulation_steps {self._window.size}: pass only one of the two"
             )
         self._window.close()
         self._window.size, self._window.mean = passes, False

@@ -93,8 +93,11 @@ def run(folder: Path, python_version: str) -> int:
         _download(needs, python_version, new, wheels)
         refuse(path.name for path in new.iterdir())
         _place_sdist(folder, new, Path(scratch))
-        files = [*new.iterdir(), folder / sdist_name(), *_files(folder / "cache")]
-        check_size({path.name: path.stat().st_size for path in files})
+        files = {f"wheels/{path.name}": path for path in new.iterdir()} | {
+            path.relative_to(folder).as_posix(): path
+            for path in (folder / sdist_name(), *_files(folder / "cache"))
+        }
+        check_size({name: path.stat().st_size for name, path in files.items()})
         replace(wheels, new)
     manifest = _write_manifest(folder, python_version, needs)
     _show(folder, manifest)

@@ -411,6 +411,27 @@ def test_a_writer_on_another_host_with_heartbeats(on_s3, impatient, monkeypatch)
         Store(str(on_s3)).open_for_writing()
 
 
+def test_a_writer_on_another_host_that_closes_while_the_next_one_waits(
+    on_s3, impatient, monkeypatch
+):
+    save(on_s3, 1)
+    there, lease = leave_writer(on_s3)
+    heartbeat = f"writers/{lease.token}.json"
+    read = Bucket.read
+    reads = itertools.count()
+
+    def closing(self, name, *arguments):
+        if name == heartbeat and next(reads) == 1:
+            head = log.read_head(there)
+            assert log.append(there, log.Record(head.number + 1, lease, head.steps, is_open=False))
+            there.delete([heartbeat])
+        return read(self, name, *arguments)
+
+    monkeypatch.setattr(Bucket, "read", closing)
+    save(on_s3, 2)
+    assert_newest_good(Store(str(on_s3)), 2)
+
+
 @pytest.mark.parametrize("when", ["before", "while it writes"])
 def test_a_writer_that_was_taken_over_commits_nothing_more(on_s3, impatient, monkeypatch, when):
     store = save(on_s3, 1)

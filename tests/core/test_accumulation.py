@@ -1,6 +1,6 @@
 import pytest
 
-from hvdkit.core.accumulation import PassesDiffer, Window, check_passes
+from hvdkit.core.accumulation import PassesDiffer, Window, check_passes, window_of
 from hvdkit.errors import UsageError
 from tests.core.simulated_ranks import on_every_rank
 
@@ -29,6 +29,19 @@ def test_without_accumulation_no_window_is_open():
 def test_a_size_that_is_no_whole_number_from_one_on_is_refused(size, mean, setting):
     with pytest.raises(UsageError, match=f"{setting} is {size!r}"):
         Window(size, mean=mean)
+
+
+def test_the_window_of_two_arguments():
+    mean, total, neither = window_of(3, 1), window_of(1, 4), window_of(1, 1)
+    assert [(w.size, w.mean) for w in (mean, total, neither)] == [(3, True), (4, False), (1, True)]
+    for wrong in (
+        lambda: window_of(2, 2),
+        lambda: window_of(0, 2),
+        lambda: window_of(2, 0),
+        lambda: window_of(1, True),
+    ):
+        with pytest.raises(UsageError):
+            wrong()
 
 
 def test_a_window_of_a_sum_has_the_divisor_one():

@@ -6,6 +6,8 @@ from hvdkit.core.bucketing import (
     FIRST_BUCKET_BYTES,
     MB,
     ParameterSpec,
+    check_bucket_bytes,
+    check_groups,
     describe_devices,
     even_groups,
     plan,
@@ -188,7 +190,7 @@ def test_no_parameters_make_no_buckets():
 def test_bad_input_is_refused():
     with pytest.raises(UsageError, match="'a'"):
         plan([spec("a", 1), spec("a", 2)])
-    with pytest.raises(UsageError, match="at least 1"):
+    with pytest.raises(UsageError, match="bucket_bytes is 0"):
         plan([spec("a", 1)], bucket_bytes=0)
 
 
@@ -207,3 +209,18 @@ def test_gradients_of_different_kinds_do_not_share_a_bucket():
     kinds = {bucket.parameters: bucket.kind for bucket in made.buckets}
     assert kinds == {(0,): "bf16", (1,): "int8", (2,): "bf16", (3,): "int8"}
     assert made.digest != plan(specs, groups=[[0, 1]]).digest
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, None, "25MB", float("nan")])
+def test_a_bucket_size_that_is_no_number_from_one_on_is_refused(wrong):
+    with pytest.raises(UsageError, match="bucket_bytes is"):
+        check_bucket_bytes(wrong)
+    check_bucket_bytes(25e6)
+
+
+@pytest.mark.parametrize("wrong", [-1, True, 1.5, None, "a", [1], ["ab"], [["a"], ["b", "a"]]])
+def test_groups_that_are_neither_a_number_nor_distinct_lists_are_refused(wrong):
+    with pytest.raises(UsageError, match="^groups "):
+        check_groups(wrong, "parameters")
+    for right in (0, 3, [], [["a", "b"], ("c",)]):
+        check_groups(right, "parameters")

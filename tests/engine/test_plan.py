@@ -102,10 +102,28 @@ def test_the_words_of_a_patch_do_not_change_the_key(made, field):
     assert with_first_patch(made, **{field: "other words"}).key == made.key
 
 
-def test_the_users_compiler_flags_change_the_key(made, monkeypatch):
+@pytest.mark.parametrize(
+    "name", ["CXXFLAGS", "HOROVOD_BUILD_ARCH_FLAGS", "NVCC_APPEND_FLAGS", "CC", "CPATH"]
+)
+def test_the_users_compiler_flags_change_the_key(made, monkeypatch, name):
     before = made.key
-    monkeypatch.setenv("CXXFLAGS", "-O1")
+    monkeypatch.setenv(name, "-O1")
     assert made.key != before
+
+
+@pytest.mark.parametrize(
+    ("flags", "differs"), [("-march=native", True), ("-mcpu=native", True), ("-mavx2", False)]
+)
+@pytest.mark.parametrize("name", ["CXXFLAGS", "HOROVOD_BUILD_ARCH_FLAGS"])
+def test_a_build_for_the_cpu_of_its_machine_has_this_cpu_in_its_key(
+    made, monkeypatch, name, flags, differs
+):
+    monkeypatch.setenv(name, flags)
+    keys = set()
+    for cpu in ({"avx2"}, {"avx2", "avx512f"}):
+        monkeypatch.setattr(plan, "_cpu_flags", lambda cpu=cpu: cpu)
+        keys.add(made.key)
+    assert (len(keys) == 2) is differs
 
 
 def test_the_number_of_jobs_does_not_change_the_key(made):

@@ -1,6 +1,9 @@
 """Callback lists of `fit` on one rank."""
 
 import numpy as np
+import pytest
+
+from hvdkit.errors import UsageError
 
 
 def lists_of(model, **options):
@@ -62,14 +65,32 @@ def test_settings_of_an_optimizer_without_slots_are_compared(hvd):
     """SGD without momentum has as many variables of its own as it trains here."""
     import keras
 
-    from hvdkit.keras.replicas import KerasReplicas
+    from hvdkit.keras.replicas import keras_replicas
 
     optimizer = keras.optimizers.SGD(0.1)
     variables = [keras.Variable(np.zeros(3), name=name) for name in ("shared", "local")]
     optimizer.build(variables)
-    replicas = KerasReplicas(variables[:1], optimizer)
+    replicas = keras_replicas(variables[:1], optimizer)
     assert [name.strip("'").rpartition("/")[2] for name in replicas.names] == [
         "iteration",
         "learning_rate",
         "shared",
     ]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gradient_predivide_factor": 0.0},
+        {"bucket_bytes": -1},
+        {"backward_passes_per_step": True},
+        {"groups": [1]},
+        {"process_set": None},
+    ],
+)
+def test_an_invalid_argument_is_an_error_before_the_first_batch(hvd, wrong):
+    import keras
+
+    (name,) = wrong
+    with pytest.raises(UsageError, match=f"^{name} is "):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **wrong)

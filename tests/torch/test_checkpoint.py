@@ -686,6 +686,9 @@ def test_every_dtype_of_torch(hvd, tmp_path):
         with Store(folder).newest_good() as opened:
             export(opened, tmp_path / "x.pt")
             file = f"{opened.location}/model.safetensors"
+        # As for any new file, so other users can read it if the umask allows it.
+        (tmp_path / "new").touch()
+        assert (tmp_path / "x.pt").stat().st_mode == (tmp_path / "new").stat().st_mode
         exported = torch.load(tmp_path / "x.pt", weights_only=True)
         assert {value.dtype for value in exported.values()} == {dtype}
         assert {key: as_bytes(value) for key, value in exported.items()} == expected, name

@@ -81,9 +81,9 @@ def test_operations_that_make_no_gradient_are_refused(hvd):
 
 def test_a_predivide_factor_needs_an_average(hvd):
     model = nn.Linear(3, 2)
-    with pytest.raises(UsageError, match=r"expected op=hvd\.Average"):
+    with pytest.raises(UsageError, match=r"pass op=hvd\.Average"):
         hvd.DistributedOptimizer(sgd(model), op=hvd.Sum, gradient_predivide_factor=2.0)
-    with pytest.raises(UsageError, match="expected more than 0"):
+    with pytest.raises(UsageError, match="expected a finite number above 0"):
         hvd.DistributedOptimizer(sgd(model), gradient_predivide_factor=0.0)
 
 

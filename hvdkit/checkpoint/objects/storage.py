@@ -20,7 +20,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -389,10 +388,8 @@ class ObjectWriter:
             head = log.read_head(self._bucket)
             if head.record is not None and head.record.is_open:
                 writer = head.record.writer
-                wait_for_death(
-                    *(url, self._lease, writer, partial(self._read_heartbeat, writer)),
-                    LEASE_TIMEOUT_SECONDS,
-                )
+                heartbeat = self._heartbeat_reader(writer)
+                wait_for_death(url, self._lease, writer, heartbeat, LEASE_TIMEOUT_SECONDS)
             sizes = _sizes(self._bucket)
             there = [each for each in head.steps if not _is_gone(self._bucket, each, sizes)]
             there += self._lost(head, sizes)
@@ -514,8 +511,22 @@ class ObjectWriter:
                 _log.warning("%s was not deleted yet: %s", _object(name, ""), error)
                 return
 
-    def _read_heartbeat(self, writer: Lease) -> bytes:
-        return self._bucket.read(_heartbeat_object(writer)) or b""
+    def _heartbeat_reader(self, writer: Lease) -> Callable[[], bytes | None]:
+        """Return a function that reads the heartbeat of `writer`.
+
+        It returns b"" until there is a heartbeat, because a writer appends its record first. It
+        returns None after the heartbeat was deleted: the writer has ended, or was replaced. Then
+        the next record exists already, so this process cannot create it.
+        """
+        found = False
+
+        def read() -> bytes | None:
+            nonlocal found
+            content = self._bucket.read(_heartbeat_object(writer))
+            found = found or content is not None
+            return content if found else b""
+
+        return read
 
     def _delete_heartbeats(self) -> None:
         """Delete the heartbeats of dead writers."""

@@ -359,11 +359,11 @@ def test_a_number_of_steps_that_is_none(hvd, steps):
 
 
 def test_two_ways_of_accumulating_do_not_mix(hvd):
-    with pytest.raises(UsageError, match="use one of the two"):
+    with pytest.raises(UsageError, match="(?i)pass only one of the two"):
         wrapped(hvd, small_model(), accumulation_steps=2, backward_passes_per_step=2)
-    with pytest.raises(UsageError, match="use one of the two"):
+    with pytest.raises(UsageError, match=r"op is hvd\.Adasum.*pass backward_passes_per_step=2"):
         wrapped(hvd, small_model(), accumulation_steps=2, op=hvd.Adasum)
-    with pytest.raises(UsageError, match="use one of the two"):
+    with pytest.raises(UsageError, match="(?i)pass only one of the two"):
         wrapped(hvd, small_model()).set_backward_passes_per_step(2)
 
 
