@@ -319,9 +319,12 @@ class OptimizerGradients:
         held = {p for p in everything if p not in self._numbers and p.grad is not None}
         held |= {p for number, p in enumerate(self._parameters) if self._has_gradient(number)}
         missing = [p for p in everything if p.requires_grad and p not in held] if held else []
+        bases = {self._parameters[number] for number in self._bases}
+        new = [p for p in everything if p.requires_grad and p not in bases]
         return (
             f"{len(everything) - len(frozen)} of {len(everything)} parameters need gradients"
             f"{self._except(frozen)}, {len(held)} have one{self._except(missing)}"
+            + (f", {len(bases)} from an earlier reduction{self._except(new)}" if bases else "")
         )
 
     def _except(self, parameters: Sequence[torch.nn.Parameter]) -> str:

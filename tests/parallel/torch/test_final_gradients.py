@@ -528,6 +528,28 @@ def test_a_sparse_gradient_of_another_dtype_is_missing_on_a_rank(hvd):
         optimizer.zero_grad()
 
 
+@pytest.mark.device(ranks=2)
+def test_the_error_names_gradients_that_ranks_have_removed(hvd):
+    model = nn.Linear(2, 2).to(DEVICE)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+
+    def backward():
+        model(torch.ones(1, 2, device=DEVICE)).sum().backward()
+
+    backward()
+    (model.weight if hvd.rank() else model.bias).grad = None
+    with pytest.raises(PassesDiffer) as caught:
+        backward()
+    assert "rank 0: " in str(caught.value)
+    assert "2 have one, 1 from an earlier reduction (not: bias)" in str(caught.value)
+    assert "2 have one, 1 from an earlier reduction (not: weight)" in str(caught.value)
+    optimizer.zero_grad()
+    backward()
+
+
 # Collectives that are left behind
 
 
