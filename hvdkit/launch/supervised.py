@@ -16,7 +16,7 @@ from hvdkit.launch.running import say
 
 # Time for hosts to answer before a restart.
 _PROBE_SECONDS = 15.0
-#: Seconds. A busy host may not answer for a shorter time.
+#: The smallest --host-timeout, in seconds. A busy host may need almost as long for an answer.
 _LEAST_TIMEOUT = 2.0
 
 
@@ -35,7 +35,7 @@ def check(options: argparse.Namespace, in_slurm: bool) -> None:
         )
     if options.min_np is not None:
         if not options.restarts:
-            raise UsageError("--min-np needs --restarts N, the most restarts")
+            raise UsageError("--min-np needs --restarts N: add it, or remove --min-np")
         if options.min_np < 1 or options.min_np > (options.num_proc or options.min_np):
             raise UsageError(f"--min-np is {options.min_np}: expected 1 to -np")
         if in_slurm:
@@ -80,7 +80,7 @@ def run(
 
     def answering(given: Sequence[Host]) -> Sequence[Host]:
         probe = make_plan(plan.command, plan.directory, given, total_slots(given))
-        problems = kept.answering(probe, settings, _PROBE_SECONDS)
+        problems = kept.problems(probe, settings, _PROBE_SECONDS)
         for host, problem in problems.items():
             say(f"left out: {host.name}: {problem}")
         left_out = {host.name for host in problems}
