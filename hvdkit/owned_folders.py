@@ -21,8 +21,9 @@ class OwnedFolder:
     Args:
         parent: the folder in which it is made.
         prefix: the beginning of its name. Abandoned folders with this prefix are deleted.
-        name: the rest of its name. A folder of this name that has lost its owner is adopted with
-            its content. If it has another owner, or without a name, the folder gets a new name.
+        name: the rest of its name. If a folder of this name exists and its owner has ended, this
+            process adopts it with its content. If it has another owner, the new folder gets a
+            random name. Default: a random name.
 
     Attributes:
         path: the path of the folder.

@@ -93,10 +93,10 @@ class Manager:
             rank's state is saved, and restored on all ranks, in this order. For a `ShardedItem`,
             every rank's rows are saved.
         rank_parts: items with a state of their own on each rank. They are restored after `parts`,
-            in this order, and only in a job with as many ranks. Restoring without a
+            in this order, and only in a job with the same number of ranks. In another job, a
             `RequiredRankItem` is an error, unless `strict` is False.
         alike: names of parts without tensors that are compared between the ranks at each save.
-        of_this_size: names of parts that are only restored in a job with as many ranks.
+        of_this_size: names of parts that are only restored in a job with the same number of ranks.
         versions: package name -> version, such as the framework's.
         sum_order: returns what the order of additions depends on, see `HostCollectives.sum_order`.
             It is saved, and a restore warns if it differs.
@@ -575,7 +575,8 @@ class Manager:
             mode: "min" or "max"; optional if the name implies it, see `KeepBest`.
 
         Returns:
-            The newest of several; None if there are no steps, or the metric was NaN in all.
+            The step; the newest one if several have the best value. None if there are no steps, or
+            the metric was NaN in all.
 
         Raises:
             UsageError: the name does not imply the mode; or there are steps, and none has the
@@ -624,7 +625,9 @@ class Manager:
         ]
 
     def _from_first(self, call: Callable[[], Any]) -> Any:
-        """Call on the first rank, and return the result as JSON has it on all ranks. A collective.
+        """Call on the first rank, and return the result on all ranks. A collective.
+
+        The result is sent as JSON.
 
         Raises:
             UsageError, CheckpointError: on all ranks: the call raised.
@@ -650,9 +653,10 @@ class Manager:
         self._finish("wait")
 
     def _begin(self, call: str) -> None:
-        """Begin a call other than `maybe_save`. A collective, the same as in `maybe_save`.
+        """Begin a call other than `maybe_save`. A collective.
 
-        Otherwise, a rank in `maybe_save` and a rank in another call would wait for each other.
+        It is the same allreduce as in `maybe_save`. Otherwise, a rank in `maybe_save` and a rank in
+        another call would wait for each other.
 
         Raises:
             UsageError: on all ranks that are in a call: the manager is closed, the calls differ, or
@@ -681,8 +685,8 @@ class Manager:
         if step < self._seen_step:
             problem = UsageError(
                 f"maybe_save({step}) after step {self._seen_step}: expected the number of steps "
-                f"trained since the beginning, which does not start again with an epoch, such as "
-                f"epoch * len(loader) + batch. To go back in a training, call restore()"
+                f"trained since the first epoch, such as epoch * len(loader) + batch. To go back "
+                f"in a training, call restore()"
             )
         exchange(self._collectives, {}, problem)
 

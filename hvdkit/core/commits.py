@@ -67,7 +67,7 @@ class CommitStore:
             write: writes the content to a file. It may be called again for another folder.
 
         Raises:
-            OSError: no folder has enough space, or a folder is gone.
+            OSError: no folder has enough space, or a folder does not exist any more.
         """
         for folder in self._folders:
             draft = folder / f"{self._key}.draft"

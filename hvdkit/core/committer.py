@@ -109,7 +109,7 @@ class Committer:
             write: writes the content to a file.
 
         Returns:
-            `hosts_changed`.
+            Whether the hosts have changed, as `hosts_changed` does.
 
         Raises:
             HvdkitError: on every rank, if a host could not store it.
@@ -144,8 +144,8 @@ class Committer:
         if best is None:
             if self._start.committed and self._collectives.rank == 0:
                 _log.warning(
-                    "every host that held a commit of the elastic state is lost: the training "
-                    "begins again as the script begins it. hvd.Checkpointer saves a state on disk"
+                    "every host that held a commit of the elastic state is lost, so the training "
+                    "starts from its beginning. To keep a state on disk, use hvd.Checkpointer"
                 )
             return None
         self._number = best.number

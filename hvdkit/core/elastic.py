@@ -67,7 +67,8 @@ class CommittedState:
     def check_host_updates(self) -> None:
         """End the ranks if the hosts have changed. A collective.
 
-        The state is committed before, so no work is lost. Cheaper than `commit` otherwise.
+        If the hosts have changed, commit the state first, so that no work is lost. Otherwise this
+        call is cheaper than `commit`.
 
         Raises:
             HostsUpdatedInterrupt: on every rank, if the hosts have changed.
@@ -93,9 +94,9 @@ class VariablesState(CommittedState):
     _saved_state: Mapping[str, Any]
 
     def _stored_variables(self) -> Sequence[Any]:
-        """Return the variables to store, among those that `save` saves. Not the states of seeds.
+        """Return the variables to store: those that `save` saves, without the states of seeds.
 
-        With equal seeds, all ranks would drop the same units in Dropout.
+        If all ranks restored the same seed, they would drop the same units in Dropout.
         """
         raise NotImplementedError
 
@@ -157,7 +158,8 @@ def run(func: Callable[..., Any], adapter: Adapter) -> Callable[..., Any]:
             return _run_started(func, adapter, start, state, *args, **kwargs)
         if os.environ.get("HOROVOD_ELASTIC") == "1" or adapter.size() == 1:
             return in_process(state, *args, **kwargs)
-        # After a failure, the other ranks of this job do not start Horovod again.
+        # After a failure, Horovod's decorator would start Horovod again on this rank, and wait for
+        # the other ranks, which do not start it again.
         state.sync()
         return func(state, *args, **kwargs)
 

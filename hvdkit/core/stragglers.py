@@ -65,7 +65,7 @@ class StepTimes:
             self.enter(FORWARD)
 
     def stop(self) -> None:
-        """Stop to count until the next `enter` or `start`."""
+        """Stop counting until the next `enter` or `start`."""
         if self._since is not None:
             self.enter(self._section)
         self._since = None
@@ -114,7 +114,7 @@ class StragglerReport:
     def numbers(self) -> list[int]:
         """Return this rank's times since the last report, to be summed over the ranks.
 
-        These are microseconds in each section, for each rank: zeros for the others.
+        The list has the microseconds in each section for each rank. Those of other ranks are zeros.
         """
         own, ranks = self._times.take(), list(self._collectives.ranks)
         microseconds = [0] * (len(ranks) * len(SECTIONS))

@@ -59,7 +59,8 @@ class VariableReplicas:
         self._access = access
         self._variables = [*scalars, *variables, *slots]
         paths = [access.name_of(variable) for variable in self._variables]
-        #: The names of the variables. Ranks that have made other models may number them otherwise.
+        #: The names of the variables. They contain numbers of layers, which differ between ranks if
+        #: a rank has made other models before.
         self.names: Sequence[str] = [repr(path) for path in paths]
         #: The names without these numbers.
         self.settings: Sequence[str] = [
@@ -98,7 +99,7 @@ class VariableReplicas:
 
 
 def state_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """Return the variables of a Keras optimizer, without its slots of other trained variables.
+    """Return the variables of a Keras optimizer, without the slots of other trained variables.
 
     Args:
         optimizer: the optimizer, or a `LossScaleOptimizer`.

@@ -1,4 +1,4 @@
-"""Say which ranks wait for which collective, which ranks are missing, and what those do.
+"""Say which ranks wait for which collective, and where the missing ranks are.
 
 A collective ends only after every rank of its process set has called it. So if a rank waits for
 call n of a collective, and another rank has made fewer calls of it, the other rank is missing.
@@ -105,13 +105,13 @@ def judge(records: Mapping[int, Record], states: Mapping[int, str], size: int) -
 
     Args:
         records: the records, by rank. A rank may have none.
-        states: rank -> `STOPPED` or `ENDED`, for ranks that are known to be.
+        states: rank -> `STOPPED` or `ENDED`. Other ranks have no entry.
         size: the number of ranks of the job.
     """
     waits = _waits(records, states, size)
     if not waits:
         return Verdict(_without_wait(records, states, size))
-    # The ranks left the common path at the oldest call that is not complete on all ranks.
+    # The cause is the oldest call that a rank has not made. Later calls wait because of it.
     incomplete = [wait for wait in waits if wait.missing]
     oldest = min(incomplete or waits, key=lambda wait: wait.call.enqueued)
     # A bucket says more than the small collectives of hvdkit that are sent beside it.
@@ -162,7 +162,7 @@ def _waits(records: Mapping[int, Record], states: Mapping[int, str], size: int) 
             for r in members
             if r not in entered and (r in records or r in states or len(records) < len(members))
         ]
-        # Records of an earlier start, with other process sets, do not fit together.
+        # No member waits if the records are from starts with different process sets.
         if waiting:
             waits.append(_Wait(call, waiting, missing))
     return waits

@@ -36,14 +36,14 @@ class Guard:
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
-            # Not an exception: the caller's code must not run in this process.
+            # An exception must not reach the caller, whose code must not run in this process.
             with contextlib.suppress(BaseException):
                 _run(read_end, group, grace, finish)
             os._exit(0)
         os.close(read_end)
 
     def close(self) -> None:
-        """End the guard. The processes of the group have ended."""
+        """End the guard. Call it after the processes of the group have ended."""
         with contextlib.suppress(OSError):
             os.write(self._write_end, _END)
         os.close(self._write_end)

@@ -47,7 +47,7 @@ class KeptAgents:
         self._start(plan, settings)
         return self._agents
 
-    def answering(self, probe: Plan, settings: Settings, timeout: float) -> dict[Host, str]:
+    def problems(self, probe: Plan, settings: Settings, timeout: float) -> dict[Host, str]:
         """Return the hosts of a plan that do not answer or cannot take part, and why.
 
         Args:

@@ -1,4 +1,4 @@
-"""The ranks of one host, as the agent of the host starts and ends them."""
+"""Start, signal and end the ranks of one host, in the agent of the host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RankProcess:
         process: its process.
 
     Attributes:
-        reported: whether the launcher knows that it has ended.
+        reported: whether the agent has told the launcher that the process has ended.
         pipes: the descriptor of each open pipe -> the name of the stream.
     """
 
@@ -69,7 +69,8 @@ class LocalRanks:
         keep_rank_variables: ranks inherit the rank variables of this process.
         terminal: the descriptors of the user's terminal (input, output, errors), for the rank that
             gets it.
-        grace: the seconds between SIGTERM and SIGKILL when there is no launcher to choose them.
+        grace: the seconds between SIGTERM and SIGKILL if the launcher is lost. Otherwise the
+            launcher chooses them.
 
     Attributes:
         all: the ranks.
@@ -132,7 +133,10 @@ class LocalRanks:
         self._spares.step(self.records.path)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the main process of each rank. Its helpers must not end before it."""
+        """Send a signal to the main process of each rank.
+
+        The processes that a rank has started get no signal, because they must not end before it.
+        """
         for rank in self.all:
             if rank.process.poll() is None:
                 rank.process.send_signal(number)

@@ -16,7 +16,7 @@ from hvdkit.launch.running import say
 
 # Time for hosts to answer before a restart.
 _PROBE_SECONDS = 15.0
-#: Seconds. A busy host may not answer for a shorter time.
+#: The smallest --host-timeout, in seconds. A busy host may need almost as long for an answer.
 _LEAST_TIMEOUT = 2.0
 
 
@@ -28,14 +28,10 @@ def check(options: argparse.Namespace, in_slurm: bool) -> None:
     """
     if options.restarts < 0:
         raise UsageError(f"--restarts is {options.restarts}: expected at least 0")
-    if options.host_timeout < _LEAST_TIMEOUT:
-        raise UsageError(
-            f"--host-timeout is {options.host_timeout:g}: expected at least {_LEAST_TIMEOUT:g} "
-            f"seconds"
-        )
+    check_host_timeout(options)
     if options.min_np is not None:
         if not options.restarts:
-            raise UsageError("--min-np needs --restarts N, the most restarts")
+            raise UsageError("--min-np needs --restarts N: add it, or remove --min-np")
         if options.min_np < 1 or options.min_np > (options.num_proc or options.min_np):
             raise UsageError(f"--min-np is {options.min_np}: expected 1 to -np")
         if in_slurm:
@@ -46,6 +42,15 @@ def check(options: argparse.Namespace, in_slurm: bool) -> None:
     if options.restarts and options.debug_rank is not None:
         raise UsageError("--restarts cannot be combined with --debug-rank. Remove one of them")
     check_one_source_of_hosts(options)
+
+
+def check_host_timeout(options: argparse.Namespace) -> None:
+    """Raise UsageError if a busy host could not answer in time."""
+    if options.host_timeout < _LEAST_TIMEOUT:
+        raise UsageError(
+            f"--host-timeout is {options.host_timeout:g}: expected at least {_LEAST_TIMEOUT:g} "
+            f"seconds"
+        )
 
 
 def check_one_source_of_hosts(options: argparse.Namespace) -> None:
@@ -80,7 +85,7 @@ def run(
 
     def answering(given: Sequence[Host]) -> Sequence[Host]:
         probe = make_plan(plan.command, plan.directory, given, total_slots(given))
-        problems = kept.answering(probe, settings, _PROBE_SECONDS)
+        problems = kept.problems(probe, settings, _PROBE_SECONDS)
         for host, problem in problems.items():
             say(f"left out: {host.name}: {problem}")
         left_out = {host.name for host in problems}

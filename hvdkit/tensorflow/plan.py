@@ -167,7 +167,13 @@ class Plan:
         return tf.fill(shape, tf.cast(self._zero.read_value(), dtype))
 
     def _reduce_counted(self, gradients: Mapping[int, Any], has: tf.Tensor) -> Any:
-        """Reduce, and count the ranks that have each gradient, a broken one, and all ranks."""
+        """Reduce the gradients, and count ranks in the same step.
+
+        Returns:
+            The reduced gradients; the counts; the flags of this rank, see `NonFiniteCheck.flags`.
+            The counts are the number of ranks that have each gradient, then the number of ranks
+            with a gradient that is not finite, then the number of all ranks.
+        """
         flags = tf.constant([0])
         if self._nonfinite is not None:
             flags = self._nonfinite.flags(gradients)

@@ -75,15 +75,15 @@ class Case:
 
     Attributes:
         name: what it is.
-        says: a pattern for what the launcher says, with `{{rank}}`.
+        says: a regular expression for what the launcher says, with `{rank}` for the rank.
         fault: code in step 10.
         before_init: code before `hvd.init()`.
         build: code before the model is made.
         options: code on all ranks before the optimizer is wrapped.
         instead_of_backward: code before `loss.backward()`, such as a condition.
         instead_of_step: code before `optimizer.step()`.
-        arguments: of `hvdkit run`.
-        parameter: the parameter that must be named.
+        arguments: additional arguments of `hvdkit run`.
+        env: additional environment variables of the job.
     """
 
     name: str

@@ -187,7 +187,7 @@ def test_spares_become_ranks(tmp_path):
     skip_where_unsupported(Configuration("torch", "gloo", 2))
     (tmp_path / "train.py").write_text(
         "import os, sys, time\nprint('loaded', 'torch' in sys.modules, flush=True)\n"
-        + TRAIN.format(kills=[3])
+        + TRAIN.format(kills=[3], flips=-1)
         .replace("hvd.init()", WAIT_FOR)
         .replace("step += 1", "step += 1; step == 3 and wait_for('go')")
     )
@@ -249,7 +249,7 @@ def test_a_killed_launcher_ends_its_ranks_and_the_same_command_resumes(tmp_path)
     skip_where_unsupported(Configuration("torch", "gloo", 2))
     (tmp_path / "train.py").write_text(
         "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        + TRAIN.format(kills=[])
+        + TRAIN.format(kills=[], flips=-1)
         .replace("step += 1", "step += 1; step == 5 and wait_for('go')")
         .replace("hvd.init()", WAIT_FOR)
     )

@@ -25,7 +25,7 @@ from hvdkit.launch.plan import Plan
 
 #: Seconds between two looks at the list of hosts, as in Horovod.
 _LOOK_SECONDS = 1.0
-#: Seconds for a host to answer that was lost, or that is asked before a restart.
+#: Seconds for the answer of a host whose agent was lost, and of each host before a restart.
 _PROBE_SECONDS = 15.0
 #: Seconds between two attempts to reach a host.
 _RETRY_SECONDS = 10.0
@@ -75,7 +75,8 @@ class Members:
     """Watch the hosts in a thread. A context manager that ends the agents on exit.
 
     Attributes:
-        discover: returns the current list of hosts. Its argument returns whether to give up.
+        discover: returns the current list of hosts. Its argument is a function that returns whether
+            to end the search early.
         task: the fields of the `task` message, with which agents examine their hosts.
         settings: how to reach hosts.
         min_size: the smallest number of ranks.
@@ -162,10 +163,13 @@ class Members:
                     member.connection.send("task", **self.task)
 
     def begin(self, plan: Plan) -> int:
-        """Announce changes from the hosts of `plan` from now on. Return the version of its list."""
+        """Tell ranks from now on if the list differs from the hosts of `plan`.
+
+        Return the version of the list. A higher version tells ranks that the hosts have changed.
+        """
         with self._changed:
             self._current = assignment_of(plan)
-            # An announcement increases it by one.
+            # Two, because an announced change has the current version plus one.
             self._version += 2
             self._announced = self._version
             self._send_version()
@@ -353,7 +357,9 @@ class Members:
         return [self._members[name] for name in self._listed]
 
     def _usable(self, also: _State = _State.READY) -> list[Host]:
-        """Return the hosts that can take part, without those that fail unless too few are left.
+        """Return the hosts that can take part.
+
+        Leave out hosts on which ranks have failed, unless too few hosts are left.
 
         Args:
             also: a state of agents in which hosts of the current start count as usable, too.

@@ -31,8 +31,8 @@ class ElasticLimits:
         restarts: the most failures in a row without a new commit or checkpoint.
         resets: the most restarts of any kind; None for no limit.
         timeout: seconds to wait for slots.
-        cooldown: seconds for which a failing host is left out, the first time and at most; None for
-            the rest of the job.
+        cooldown: the shortest and the longest time in seconds for which a failing host is left out.
+            It doubles with each further failure. None: for the rest of the job.
     """
 
     first_size: int
@@ -85,8 +85,8 @@ class ElasticSupervisor:
     """Run an elastic job.
 
     Attributes:
-        start: starts the ranks of a plan, whose ranks get the variables that a function returns for
-            their host, and returns the outcome.
+        start: starts the ranks of a plan, and returns the outcome. Its second argument is a
+            function that returns the environment variables for the ranks of a host.
         make_plan: returns the plan of a job of the given size on the given hosts.
         members: the hosts.
         exclusions: the hosts that are left out.
@@ -121,7 +121,8 @@ class ElasticSupervisor:
             self._committed = self._committed or outcome.saved
             if not outcome.restartable:
                 return outcome
-            # A job that ends because it cannot go on has failed.
+            # The ranks ended to be started on other hosts. Without another start, the job has
+            # failed.
             last = replace(outcome, status=1) if outcome.hosts_changed else outcome
             if not self._may_restart(plan, outcome):
                 return last

@@ -139,7 +139,7 @@ class SparePool:
         for slot in self._slots:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 report = json.loads((folder / file_name(slot.rank)).read_text())
-                # The ranks write the file, but only these modules are imported.
+                # A script can write anything to this file, so accept only these modules.
                 modules = {name: report["modules"][name] for name in report["modules"]}
                 if set(modules) <= set(MODULES) and report != self._reports.get(slot.rank):
                     self._reports[slot.rank] = report

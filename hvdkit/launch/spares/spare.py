@@ -27,7 +27,7 @@ class Spare:
     Args:
         group: the group of the ranks of the next start.
         command: the command of the rank.
-        python: the same, as it was recognised.
+        python: the parts of `command`, as `recognise` returns them.
         directory: the working directory of the rank.
         environment: the environment that the rank has now.
         cpus: the CPUs that the rank is bound to.
@@ -137,6 +137,6 @@ class Spare:
         try:
             self._socket.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
         except OSError:
-            pass  # it has died, which its agent finds out
+            pass  # the spare has ended, which `SparePool.step` notices
         finally:
             self._socket.setblocking(False)
