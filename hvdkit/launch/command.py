@@ -65,7 +65,7 @@ def _settings(options: argparse.Namespace, **others: Any) -> Settings:
     timeouts = Timeouts(
         options.start_timeout or Timeouts.start, vars(options).get("stop_grace", Timeouts.stop)
     )
-    if vars(options).get("restarts"):
+    if vars(options).get("restarts") or vars(options).get("elastic"):
         # The ranks that are left cannot save anything without those that have failed.
         timeouts = replace(timeouts, end=_END_SECONDS, lost=silence)
     return Settings(
@@ -138,7 +138,7 @@ def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
     """Run `hvdkit run --elastic`."""
     limits = elastic_options.limits(options)
     _refuse_node_options(options)
-    supervised.check_one_source_of_hosts(options)
+    supervised.check_hosts(options)
     named = any((options.hosts, options.hostfile, options.host_discovery_script))
     if not named and (allocation.inside(os.environ) or allocation.batch_hosts(os.environ)):
         raise UsageError(

@@ -187,7 +187,7 @@ def test_spares_become_ranks(tmp_path):
     skip_where_unsupported(Configuration("torch", "gloo", 2))
     (tmp_path / "train.py").write_text(
         "import os, sys, time\nprint('loaded', 'torch' in sys.modules, flush=True)\n"
-        + TRAIN.format(kills=[3])
+        + TRAIN.format(kills=[3], flips=-1)
         .replace("hvd.init()", WAIT_FOR)
         .replace("step += 1", "step += 1; step == 3 and wait_for('go')")
     )
@@ -249,7 +249,7 @@ def test_a_killed_launcher_ends_its_ranks_and_the_same_command_resumes(tmp_path)
     skip_where_unsupported(Configuration("torch", "gloo", 2))
     (tmp_path / "train.py").write_text(
         "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        + TRAIN.format(kills=[])
+        + TRAIN.format(kills=[], flips=-1)
         .replace("step += 1", "step += 1; step == 5 and wait_for('go')")
         .replace("hvd.init()", WAIT_FOR)
     )
@@ -281,6 +281,17 @@ def test_a_restart_resumes_before_a_bit_flipped(tmp_path, rank):
     assert "Step 6 was not saved." in done.stderr
     starts = [line for line in done.stdout.splitlines() if line.startswith("[0] from")]
     assert starts == ["[0] from 0", "[0] from 4"]
+
+
+@pytest.mark.parametrize("options", [["--launcher", "mpi"], ["--elastic"]])
+def test_agents_that_answer_stay_with_a_short_timeout(options):
+    controller = "mpi" if "mpi" in options else "gloo"
+    skip_where_unsupported(Configuration("torch", controller, 1))
+    command = [sys.executable, "-m", "hvdkit", "run", "-np", "1", "--host-timeout", "2"]
+    command += ["--restarts", "1", *options, sys.executable, "-c", "import time; time.sleep(4)"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "restart" not in done.stderr
 
 
 @pytest.mark.parametrize(
