@@ -138,7 +138,8 @@ def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
     """Run `hvdkit run --elastic`."""
     limits = elastic_options.limits(options)
     _refuse_node_options(options)
-    supervised.check_hosts(options)
+    supervised.check_host_timeout(options)
+    supervised.check_one_source_of_hosts(options)
     named = any((options.hosts, options.hostfile, options.host_discovery_script))
     if not named and (allocation.inside(os.environ) or allocation.batch_hosts(os.environ)):
         raise UsageError(

@@ -28,6 +28,7 @@ def check(options: argparse.Namespace, in_slurm: bool) -> None:
     """
     if options.restarts < 0:
         raise UsageError(f"--restarts is {options.restarts}: expected at least 0")
+    check_host_timeout(options)
     if options.min_np is not None:
         if not options.restarts:
             raise UsageError("--min-np needs --restarts N, the most restarts")
@@ -40,20 +41,20 @@ def check(options: argparse.Namespace, in_slurm: bool) -> None:
             )
     if options.restarts and options.debug_rank is not None:
         raise UsageError("--restarts cannot be combined with --debug-rank. Remove one of them")
-    check_hosts(options)
+    check_one_source_of_hosts(options)
 
 
-def check_hosts(options: argparse.Namespace) -> None:
-    """Check the timeout of hosts, and where their names come from.
-
-    Raises:
-        UsageError: the timeout is too short, or hosts are named in two ways.
-    """
+def check_host_timeout(options: argparse.Namespace) -> None:
+    """Raise UsageError if a busy host could not answer in time."""
     if options.host_timeout < _LEAST_TIMEOUT:
         raise UsageError(
             f"--host-timeout is {options.host_timeout:g}: expected at least {_LEAST_TIMEOUT:g} "
             f"seconds"
         )
+
+
+def check_one_source_of_hosts(options: argparse.Namespace) -> None:
+    """Raise UsageError if hosts are named in two ways."""
     if options.host_discovery_script and (options.hosts or options.hostfile):
         raise UsageError(
             "--host-discovery-script was given with hosts. Remove -H and --hostfile, or the script"
