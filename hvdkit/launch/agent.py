@@ -19,6 +19,7 @@ import selectors
 import shlex
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -119,8 +120,9 @@ class Agent:
         finally:
             # Also after an exception, no process of the job may remain.
             self._ranks.end()
-            if self._commits is not None:
-                self._commits.remove()
+        # After an exception, the successor of this agent finds the commits.
+        if self._commits is not None:
+            self._commits.remove()
         self._flush()
 
     def _step(self) -> None:
@@ -137,6 +139,8 @@ class Agent:
         # Check this before output is shown, because a slow reader may block the output.
         limit = self._task.get("lost_after", messages.LOST_SECONDS)
         if time.monotonic() > self._last_received + limit:
+            if self._overrides is None:  # the launcher shows it if it still runs
+                print(f"no message of the launcher for {limit:g} s", file=sys.stderr)
             self._on_launcher_lost()
         for key, _ in ready:
             if key.fd == self._receive_fd:
@@ -211,9 +215,11 @@ class Agent:
             self._selector.unregister(self._receive_fd)
             self._on_launcher_lost()
             return
-        self._last_received = time.monotonic()
         for line in self._lines.feed(data):
             self._handle(messages.decode(line))
+        if not self._launcher_lost:
+            # Not earlier: handling a message may take long, and no other is read meanwhile.
+            self._last_received = time.monotonic()
 
     def _handle(self, message: Message) -> None:
         match message["kind"]:
@@ -234,7 +240,7 @@ class Agent:
                 if self._make_echo is not None:
                     self._echo = self._make_echo(message["size"])
                 try:
-                    self._ranks.start(message["ranks"], self._task)
+                    self._ranks.start(message["ranks"], self._task, self._report_alive)
                 except HvdkitError as error:
                     self._stays = False
                     self._send("failed", reason=str(error))
@@ -247,8 +253,8 @@ class Agent:
             case "record" if self._ranks.all:
                 self._ranks.records.request()
                 self._send("states", states=self._ranks.states())
-            case "heartbeat" if self._overrides is None:
-                self._send("alive")
+            case "heartbeat":
+                self._report_alive()
             case "keep":
                 self._keep(message["name"])
             case "hosts" if self._commits is not None:
@@ -257,6 +263,11 @@ class Agent:
                 self.outcome = self.outcome or message
                 if not self._ranks.all:
                     self._end(0)
+
+    def _report_alive(self) -> None:
+        if self._overrides is None:
+            self._send("alive")
+            self._send_pending()
 
     def _answer(self, question: str, arguments: Mapping[str, Any]) -> None:
         from hvdkit.launch import inspection  # slow to import, and rarely needed
@@ -316,6 +327,8 @@ class Agent:
             self._send("record", text=text)
         if self._ranks.records.saved():
             self._send("saved")
+        if self._commits is not None:
+            self._commits.announce_pending()
         if self._ranks.all and self._ending is None:
             self._ranks.prepare_spares()
 

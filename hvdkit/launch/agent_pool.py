@@ -23,7 +23,7 @@ from hvdkit.launch import messages
 from hvdkit.launch.connection import Connection, Event, Events, ProcessConnection
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.messages import Message
-from hvdkit.launch.ssh import HOST_SECONDS, Ssh
+from hvdkit.launch.ssh import Ssh
 
 #: With more messages than this in the queue, the launcher stops reading from agents.
 _QUEUED = 1000
@@ -47,10 +47,10 @@ class AgentPool:
         events: the queue of the agents' messages.
 
     Args:
-        silence: the seconds without an answer after which a host is lost.
+        silence: the seconds without an answer after which a host is lost (`--host-timeout`).
     """
 
-    def __init__(self, silence: float = HOST_SECONDS) -> None:
+    def __init__(self, silence: float) -> None:
         # The system detects the loss of a host only some time after a message that is not answered.
         self._heartbeat_seconds = min(messages.HEARTBEAT_SECONDS, silence / 5)
         self.connections: list[Connection] = []
@@ -104,16 +104,18 @@ class AgentPool:
 
         If a user sent a signal to a node of `--nodes`, the signal is raised in this process.
         """
-        try:
-            event = self.events.get(timeout=timeout)
-        except queue.Empty:
-            return None
-        if event.connection.disconnected or event.connection in self.idle:
-            return None
-        if event.message["kind"] == "signal":
-            signal.raise_signal(event.message["number"])
-            return None
-        return event
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                event = self.events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return None
+            if event.connection.disconnected or event.connection in self.idle:
+                continue  # not of this start
+            if event.message["kind"] == "signal":
+                signal.raise_signal(event.message["number"])
+                continue
+            return event
 
     def require_facts(self, task: Message, timeout: float) -> dict[Connection, Message]:
         """Return the facts of every agent's host (`host_facts.facts`).
@@ -173,6 +175,8 @@ class AgentPool:
                 silent, pool.map(methodcaller("explain"), silent), strict=True
             ):
                 problems[connection] = f"did not answer within {timeout:g} s: {why}"
+        for connection in problems:
+            connection.idle = False  # it may answer later: another start needs another agent
         return facts, problems
 
     def ask(
@@ -201,7 +205,7 @@ class AgentPool:
     def _send_heartbeats(self) -> None:
         while not self._stop.wait(self._heartbeat_seconds):
             for connection in [*self.connections, *self.idle]:
-                connection.send("heartbeat")
+                connection.send_heartbeat()
 
 
 class _Retries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ class CommitFolders:
         if os.access(_MEMORY, os.W_OK):
             parents.insert(0, _MEMORY)
         self._folders = [OwnedFolder(parent, PREFIX, name) for parent in parents]
+        self._pending: int | None = None
 
     @property
     def paths(self) -> Sequence[Path]:
@@ -38,10 +40,20 @@ class CommitFolders:
         return [folder.path for folder in self._folders]
 
     def announce(self, version: int) -> None:
-        """Tell the ranks the version of the list of hosts."""
+        """Tell the ranks the version of the list of hosts, as soon as there is space for it."""
+        self._pending = version
+        self.announce_pending()
+
+    def announce_pending(self) -> None:
+        """Announce the last version if that was not possible before. Call it now and then."""
+        if self._pending is None:
+            return
         draft = self.paths[0] / f"{HOSTS_FILE}.draft"
-        draft.write_text(str(version), encoding="ascii")
-        draft.replace(self.paths[0] / HOSTS_FILE)
+        # While a rank writes a commit, the memory may be full for a moment.
+        with contextlib.suppress(OSError):
+            draft.write_text(str(self._pending), encoding="ascii")
+            draft.replace(self.paths[0] / HOSTS_FILE)
+            self._pending = None
 
     def remove(self) -> None:
         """Delete the folders."""

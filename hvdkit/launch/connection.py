@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
@@ -96,9 +97,25 @@ class Connection:
     def _write_unsent(self) -> None:
         while self._unsent:
             data = self._unsent.popleft()
-            with contextlib.suppress(ConnectionError):
+            try:
                 while data and not self._disconnected.is_set():
                     data = data[os.write(self._send_fd, data) :]
+            except OSError as error:
+                # The system reports that the other host is gone only once, here or to the reader.
+                self._error = self._error or error
+
+    def send_heartbeat(self) -> None:
+        """Send a heartbeat, unless it would wait for this agent while the other agents need one."""
+        if not self._send_lock.acquire(blocking=False):
+            return  # another thread is sending
+        try:
+            poll = select.poll()
+            if not self._disconnected.is_set():
+                poll.register(self._send_fd, select.POLLOUT)
+            if any(events & select.POLLOUT for _, events in poll.poll(0)):
+                self.send("heartbeat")
+        finally:
+            self._send_lock.release()
 
     def disconnect(self) -> None:
         """Close the agent's input. The agent then ends its ranks and itself."""

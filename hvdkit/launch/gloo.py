@@ -50,14 +50,14 @@ class Gloo:
             outcome = run_with(agents, self.plan, settings, output, say)
             self.kept.mark_checked(self.plan)
             return outcome
-        with AgentPool() as agents:
+        with AgentPool(self.settings.ssh.silence) as agents:
             prepare.start_agents(agents, self.plan, self.settings)
             return run_with(agents, self.plan, self.settings, output, say)
 
     def describe(self, say: Callable[[str], None]) -> str:  # noqa: ARG002
         """Return the plan as text, and the commands that would start the ranks."""
         local = prepare.local_hosts(self.plan)
-        with AgentPool() as agents:
+        with AgentPool(self.settings.ssh.silence) as agents:
             prepare.start_agents(agents, self.plan, self.settings)
             facts = prepare.collect_facts(agents, self.plan, self.settings)
         interfaces, address = prepare.choose_network(self.plan, facts, self.settings)

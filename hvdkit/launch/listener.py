@@ -48,6 +48,9 @@ class Listener(Generic[Peer]):
             it is not of this job. Must end within some seconds. An OSError counts as None.
         silence: the seconds without an answer after which the host of an agent is lost.
 
+    Attributes:
+        silence: as given.
+
     If strangers open too many connections, the oldest that is not authenticated is closed. An agent
     authenticates at once, so it is rarely among these.
     """
@@ -60,7 +63,7 @@ class Listener(Generic[Peer]):
         silence: float = HOST_SECONDS,
     ) -> None:
         self._server = server
-        self._silence = silence
+        self.silence = silence
         self._authenticate = authenticate
         self._accepted: queue.Queue[tuple[Peer, socket.socket]] = queue.Queue()
         # Each connection is checked in a thread of its own, so that a connection without data does
@@ -112,7 +115,7 @@ class Listener(Generic[Peer]):
             peer = self._authenticate(connection)
             if peer is not None:
                 connection.settimeout(None)
-                _enable_keepalive(connection, self._silence)
+                _enable_keepalive(connection, self.silence)
         except OSError:
             peer = None
         finally:
@@ -266,7 +269,7 @@ def agents_started_by(
     connected: dict[int, SocketConnection] = {}
     deadline = time.monotonic() + timeout
     try:
-        with AgentPool() as agents:
+        with AgentPool(listener.silence) as agents:
             while len(connected) < plan.size:
                 launcher.check()
                 if time.monotonic() > deadline:

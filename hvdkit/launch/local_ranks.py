@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import psutil
 
@@ -87,12 +87,15 @@ class LocalRanks:
         self._guard: Guard | None = None
         self._spares = SparePool()
 
-    def start(self, ranks: Sequence[Message], task: Message) -> None:
+    def start(
+        self, ranks: Sequence[Message], task: Message, report_alive: Callable[[], None]
+    ) -> None:
         """Start ranks, with spares where they fit.
 
         Args:
             ranks: the field `ranks` of the `start` message.
             task: the `task` message.
+            report_alive: called again and again meanwhile, because many ranks take long.
 
         Raises:
             HvdkitError: a rank cannot be started.
@@ -103,11 +106,12 @@ class LocalRanks:
             Slot(rank["rank"], rank["defaults"] | env | rank["env"] | folder, rank["cpus"])
             for rank in ranks
         ]
-        self._group, started = self._spares.claim(slots)
+        self._group, started = self._spares.claim(slots, report_alive)
         self._guard = Guard(self._group, self._grace, self.records.remove)
         for rank, slot in zip(ranks, slots, strict=True):
             process = started.get(slot.rank) or self._start(slot, rank["terminal"], task)
             self.all.append(RankProcess(slot.rank, process))
+            report_alive()
         if task.get("spares"):
             self._spares.watch(task["command"], task["directory"], slots)
 

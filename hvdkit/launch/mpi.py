@@ -170,7 +170,7 @@ class Mpi:
     def run(self, output: Output, say: Callable[[str], None]) -> Outcome:
         """Start the ranks, and watch them until they have ended."""
         prepare.warn_of_withheld(self.plan, self.settings, say)
-        with AgentPool() as agents:
+        with AgentPool(self.settings.ssh.silence) as agents:
             prepare.start_agents(agents, self.plan, self.settings)
             facts = prepare.collect_facts(agents, self.plan, self.settings)
             interfaces, address = prepare.choose_network(self.plan, facts, self.settings, say)
@@ -202,7 +202,7 @@ class Mpi:
 
     def describe(self, say: Callable[[str], None]) -> str:  # noqa: ARG002
         """Return the plan as text, and the command that would start the ranks."""
-        with AgentPool() as agents:
+        with AgentPool(self.settings.ssh.silence) as agents:
             prepare.start_agents(agents, self.plan, self.settings)
             facts = prepare.collect_facts(agents, self.plan, self.settings)
         interfaces, _ = prepare.choose_network(self.plan, facts, self.settings)

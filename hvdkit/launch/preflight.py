@@ -91,7 +91,7 @@ def examine(plan: Plan, settings: Settings, bandwidth: bool = False) -> list[Dia
     Raises:
         HvdkitError: a host stops answering, or no network connects the hosts.
     """
-    with AgentPool() as agents:
+    with AgentPool(settings.ssh.silence) as agents:
         prepare.start_agents(agents, plan, settings)
         facts, problems = agents.collect_facts(
             prepare.task(plan, settings), settings.timeouts.start

@@ -44,8 +44,14 @@ class Launched:
         return text
 
     def start(self, *code, **defaults):
-        self.send("task", command=[*RANK, *code], directory="/", path=None, files=[])
+        self.prepare(*code)
+        self.start_prepared(**defaults)
+
+    def prepare(self, *code, **task):
+        self.send("task", command=[*RANK, *code], directory="/", path=None, files=[], **task)
         assert self.receive("hello")["problems"] == []
+
+    def start_prepared(self, **defaults):
         rank = {"rank": 5, "env": {"GIVEN": "1"}, "defaults": defaults} | PLAIN
         self.send("start", ranks=[rank], size=6)
 
@@ -56,6 +62,7 @@ def agent():
         [sys.executable, "-m", "hvdkit.launch.agent"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         env=os.environ | {"HOROVOD_RANK": "99", "OWN": "mine"},
         start_new_session=True,
     )
@@ -64,6 +71,7 @@ def agent():
     process.wait(timeout=10)
     process.stdin.close()
     process.stdout.close()
+    process.stderr.close()
 
 
 def test_a_rank_gets_its_environment_without_rank_variables_of_another_job(agent):
@@ -183,3 +191,20 @@ def test_a_signal_is_sent_to_the_rank_only(agent):
     agent.line()
     agent.send("signal", number=signal.SIGINT)
     assert agent.receive("ended")["status"] == 75
+
+
+def test_an_agent_that_is_busy_does_not_take_its_launcher_for_lost(agent):
+    agent.prepare("print('started', flush=True); input()", lost_after=1.5)
+    agent.send("ask", question="listen", arguments={"address": "127.0.0.1"})
+    target = {"address": "127.0.0.1", "port": agent.receive("answer")["answer"], "seconds": 3}
+    agent.send("ask", question="send", arguments=target)
+    assert agent.receive("answer")["answer"] > 0
+    agent.send("heartbeat")
+    agent.start_prepared()
+    assert agent.line() == "started\n"
+
+
+def test_an_agent_says_why_it_ends_without_messages(agent):
+    agent.prepare("", lost_after=0.5)
+    assert agent.process.wait(timeout=30) == 0
+    assert agent.process.stderr.read() == b"no message of the launcher for 0.5 s\n"

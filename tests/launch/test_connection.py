@@ -1,7 +1,9 @@
 """The launcher's connection to an agent."""
 
+import contextlib
 import os
 import queue
+import select
 import signal
 import threading
 from contextlib import contextmanager
@@ -9,7 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from hvdkit.launch import messages
-from hvdkit.launch.connection import Connection
+from hvdkit.launch.agent_pool import AgentPool
+from hvdkit.launch.connection import Connection, Event
 from hvdkit.launch.hosts import Host
 
 
@@ -96,3 +99,37 @@ def test_a_signal_handler_that_sends_while_a_message_is_written():
             signal.signal(signal.SIGUSR1, previous)
     lines[0] = b"{" + lines[0].removeprefix(b"{")  # the agent has read the first byte
     assert [messages.decode(line)["kind"] for line in lines] == ["task", "signal", "end"]
+
+
+def test_an_agent_that_does_not_read_does_not_delay_the_heartbeats_of_others():
+    with a_connection() as stopped, a_connection() as other:
+        os.set_blocking(stopped.fd, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(stopped.fd, bytes(4096))
+        os.set_blocking(stopped.fd, True)
+        pool = AgentPool(silence=0.5)
+        pool.connections = [other]
+        pool.idle = [stopped]
+        heartbeats = messages.encode("heartbeat") * 5
+        with pool:
+            found = b""
+            while len(found) < len(heartbeats):
+                if not select.select([other.agent_reads], [], [], 30)[0]:
+                    break
+                found += os.read(other.agent_reads, 1000)
+            pool.connections, pool.idle = [], []
+            os.read(stopped.agent_reads, 65536)  # with the defect, the pool waits for this
+        assert found.startswith(heartbeats)
+
+
+def test_events_of_idle_agents_do_not_end_a_wait():
+    with a_connection() as used, a_connection() as idle:
+        pool = AgentPool(silence=30)
+        pool.connections, pool.idle = [used], [idle]
+        pool.events.put(Event(idle, {"kind": "lost"}))
+        answer = Event(used, {"kind": "answer", "answer": 5})
+        timer = threading.Timer(0.5, pool.events.put, [answer])
+        timer.start()
+        assert pool.ask(used, "free_port", {}, timeout=30) == 5
+        timer.join()

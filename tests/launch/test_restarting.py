@@ -283,6 +283,17 @@ def test_a_restart_resumes_before_a_bit_flipped(tmp_path, rank):
     assert starts == ["[0] from 0", "[0] from 4"]
 
 
+@pytest.mark.parametrize("options", [["--launcher", "mpi"], ["--elastic"]])
+def test_agents_that_answer_stay_with_a_short_timeout(options):
+    controller = "mpi" if "mpi" in options else "gloo"
+    skip_where_unsupported(Configuration("torch", controller, 1))
+    command = [sys.executable, "-m", "hvdkit", "run", "-np", "1", "--host-timeout", "2"]
+    command += ["--restarts", "1", *options, sys.executable, "-c", "import time; time.sleep(4)"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "restart" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -12,8 +12,8 @@ import pytest
 # `hvdkit run` that waits for seconds where it usually waits for a minute.
 RUN = """
 import sys
-from hvdkit.launch import job, messages
-job.LOST_SECONDS = 4.0
+from hvdkit.launch import messages
+messages.LOST_SECONDS = 4.0
 messages.HEARTBEAT_SECONDS = 0.3
 from hvdkit.cli import main
 sys.exit(main(["run", "-np", "1", sys.executable, "-c", sys.argv[1]]))

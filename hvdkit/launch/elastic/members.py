@@ -92,7 +92,7 @@ class Members:
     max_size: int | None
     excluded: Callable[[str], bool]
     say: Callable[[str], None]
-    _agents: AgentPool = field(default_factory=AgentPool)
+    _agents: AgentPool = field(init=False)
     _members: dict[str, _Member] = field(default_factory=dict)
     # The names on the list, the oldest first.
     _listed: list[str] = field(default_factory=list)
@@ -105,6 +105,9 @@ class Members:
     _announced: int = 0
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _stop: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._agents = AgentPool(self.settings.ssh.silence)
 
     def __enter__(self) -> Self:
         self._agents.__enter__()

@@ -9,7 +9,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,9 +99,13 @@ class SparePool:
                 return
 
     def claim(
-        self, wanted: Sequence[Slot]
+        self, wanted: Sequence[Slot], waiting: Callable[[], None] = lambda: None
     ) -> tuple[ProcessGroup, dict[int, subprocess.Popen[bytes]]]:
         """Start ranks with the spares that fit and are ready, and end the other spares.
+
+        Args:
+            wanted: the ranks of this start.
+            waiting: called several times per second while spares begin with their commands.
 
         Returns the group for all ranks of this start, and rank -> its process, which was a spare.
         The other ranks must be started as always.
@@ -116,7 +120,7 @@ class SparePool:
                     break
         deadline = time.monotonic() + _START_SECONDS
         for rank, spare in list(started.items()):
-            if spare.wait_for_start(deadline - time.monotonic()):
+            if spare.wait_for_start(deadline - time.monotonic(), waiting):
                 spare.close()
             else:
                 spare.kill()

@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ _HOOK = Path(__file__).parent / "hook"
 _VARIABLE = "HVDKIT_SPARE"
 _PATH = "PYTHONPATH"
 _SEND_SECONDS = 1.0
+_WAIT_SECONDS = 0.2
 
 
 class Spare:
@@ -106,16 +107,29 @@ class Spare:
         # The folder may have been replaced since the spare was started.
         self._send("start", environment=dict(environment), directory=self._directory)
 
-    def wait_for_start(self, timeout: float) -> bool:
-        """Return whether the spare has begun to run its command within `timeout` seconds."""
-        self._socket.settimeout(max(timeout, 0.001))
-        try:
-            while not self._received.endswith(b"started\n"):
-                if not (data := self._socket.recv(4096)):
+    def wait_for_start(self, timeout: float, waiting: Callable[[], None] = lambda: None) -> bool:
+        """Return whether the spare has begun to run its command within `timeout` seconds.
+
+        Args:
+            timeout: the seconds.
+            waiting: called several times per second meanwhile.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._received.endswith(b"started\n"):
+            left = deadline - time.monotonic()
+            self._socket.settimeout(min(max(left, 0.001), _WAIT_SECONDS))
+            try:
+                data = self._socket.recv(4096)
+            except TimeoutError:
+                if left <= 0:
                     return False
-                self._received += data
-        except OSError:
-            return False
+                waiting()
+                continue
+            except OSError:
+                return False
+            if not data:
+                return False
+            self._received += data
         return True
 
     def close(self) -> None:

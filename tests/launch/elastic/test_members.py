@@ -23,14 +23,16 @@ SECONDS = 60.0
 class Watched:
     """Members whose list of hosts the test sets."""
 
-    def __init__(self, *found, min_size=1, max_size=None, start=30.0):
+    def __init__(self, *found, min_size=1, max_size=None, start=30.0, silence=30.0):
         self.found = list(found)
         self.excluded = set()
         self.texts = []
+        timeouts = Timeouts(start, lost=silence)
+        settings = Settings(Ssh(silence=silence), "python", timeouts=timeouts)
         self.members = Members(
             self.discover,
-            prepare.task(make_plan(["true"], "/", [A], 1)),
-            Settings(Ssh(), "python", timeouts=Timeouts(start)),
+            prepare.task(make_plan(["true"], "/", [A], 1), settings),
+            settings,
             min_size,
             max_size,
             self.excluded.__contains__,
@@ -157,3 +159,26 @@ def test_an_agent_that_is_killed_gets_a_successor_with_the_same_folders():
         assert watched.members.folders(A) == folders
         assert (folders[0] / "0-0-1.commit").read_text() == "kept"
         watched.wait_announced(False)
+
+
+def test_a_change_is_announced_later_if_there_is_no_space():
+    with Watched(A) as watched:
+        watched.slots()
+        watched.begin(A)
+        watched.wait_announced(False)
+        obstacle = watched.members.folders(A)[0] / "hosts.draft"
+        obstacle.mkdir()
+        watched.found = [A, B]
+        watched.slots(3)
+        time.sleep(1)
+        obstacle.rmdir()
+        watched.wait_announced(True)
+        assert not any("cannot take part" in text for text in watched.texts)
+
+
+def test_agents_stay_with_a_short_timeout_of_hosts():
+    with Watched(A, silence=2.0) as watched:
+        watched.slots()
+        time.sleep(6)
+        assert watched.slots() == [("localhost", 2)]
+        assert watched.texts == []

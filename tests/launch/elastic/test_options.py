@@ -18,6 +18,7 @@ RUN = ["run", "--elastic"]
         ([*RUN, "-np", "2", "--max-np", "1"], "--min-np 2, -np 2, --max-np 1: expected"),
         ([*RUN, "--slots-per-host", "0"], "--slots-per-host is 0: expected at least 1"),
         ([*RUN, "--restarts", "-1"], "--restarts is -1: expected at least 0"),
+        ([*RUN, "--host-timeout", "1"], "--host-timeout is 1: expected at least 2 seconds"),
         ([*RUN, "--blacklist-cooldown-range", "9", "3"], "9 3: expected 0 < MIN <= MAX"),
         ([*RUN, "--host-discovery-script", "x", "-H", "a"], "was given with hosts"),
         ([*RUN, "--host-discovery-script", "./missing"], "No such file"),

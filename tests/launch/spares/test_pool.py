@@ -1,6 +1,7 @@
 """When the spares of a host are started, and which rank gets which."""
 
 import json
+import signal
 import sys
 import time
 
@@ -90,6 +91,17 @@ def test_a_spare_that_is_not_ready_is_not_used(pool, tmp_path):
     pool.step(tmp_path)
     assert pool.claim(slots())[1] == {}
     assert children() == []
+
+
+def test_a_spare_that_is_stopped_does_not_block(pool, tmp_path):
+    prepare(pool, tmp_path)
+    for spare in pool._spares.values():
+        spare.process.send_signal(signal.SIGSTOP)
+    calls = []
+    _, started = pool.claim(slots(), lambda: calls.append(time.monotonic()))
+    assert started == {}
+    assert len(calls) >= 4  # in two seconds
+    assert not children()
 
 
 def test_ranks_that_report_nothing_have_no_spares(pool, tmp_path):

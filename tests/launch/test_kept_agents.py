@@ -1,0 +1,40 @@
+"""Agents that stay connected between the starts of a job."""
+
+import signal
+import sys
+
+import psutil
+import pytest
+
+from hvdkit.errors import HvdkitError
+from hvdkit.launch import prepare
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.job import Timeouts
+from hvdkit.launch.kept_agents import KeptAgents
+from hvdkit.launch.launcher import Settings
+from hvdkit.launch.plan import make_plan
+from hvdkit.launch.ssh import Ssh
+
+PLAN = make_plan(["true"], "/", [Host("localhost", 1)], 1)
+
+
+def settings(start):
+    return Settings(Ssh(), sys.executable, timeouts=Timeouts(start), restarts=True)
+
+
+def agents():
+    return [c for c in psutil.Process().children() if "hvdkit.launch.agent" in c.cmdline()]
+
+
+def test_an_agent_that_was_stopped_between_two_starts_is_replaced():
+    with KeptAgents() as kept:
+        for _ in range(2):
+            prepare.collect_facts(kept.of(PLAN, settings(60)), PLAN, settings(60))
+            (agent,) = agents()
+        agent.send_signal(signal.SIGSTOP)
+        with pytest.raises(HvdkitError, match=r"did not answer within 1 s"):
+            prepare.collect_facts(kept.of(PLAN, settings(1)), PLAN, settings(1))
+        assert kept.connected() == []
+        prepare.collect_facts(kept.of(PLAN, settings(60)), PLAN, settings(60))
+        (successor,) = agents()
+        assert successor != agent
