@@ -53,6 +53,7 @@ class Outcome:
             signal n 128 + n.
         report: the message for the user; empty after a success.
         failure: the failure that ended the job; None if there is none.
+        suspects: the ranks that may have caused it, see `Failures.suspects`.
         restartable: whether the job failed by itself; False after a stop on request.
         saved: whether a checkpoint or a commit was saved.
         lost: the hosts that could not be reached any more.
@@ -66,11 +67,20 @@ class Outcome:
     saved: bool = False
     lost: tuple[Host, ...] = ()
     hosts_changed: bool = False
+    suspects: tuple[int, ...] = ()
+
+    def failing_host(self, plan: Plan) -> str | None:
+        """Return the host on which the failure began; None if this is not known."""
+        names = {plan.places[rank].host.name for rank in self.suspects}
+        return names.pop() if len(names) == 1 else None
 
     @property
     def reason(self) -> str:
         """The failure in one line."""
-        line = self.report.partition("\n")[0]
+        line, _, rest = self.report.partition("\n")
+        if self.failure is not None and self.failure.is_lost_peer:
+            # The second line has the possible causes, the exception has none.
+            return f"{line} {rest.partition(chr(10))[0]}"
         exception = self.failure.exception if self.failure is not None else None
         return f"{line} {exception}" if exception else line
 
@@ -348,7 +358,13 @@ class Job:
         report = self._failures.report(self._ended_by_launcher, finished)
         report = "\n".join(filter(None, [report, self._stalls.mismatch()]))
         restartable = self._stopped_by is None
-        return Outcome(code, self._with_problem(report), cause, restartable)
+        return Outcome(
+            code,
+            self._with_problem(report),
+            cause,
+            restartable,
+            suspects=tuple(self._failures.suspects),
+        )
 
     def _ended_by(self, number: signal.Signals, code: int) -> Outcome:
         if number == signal.SIGPIPE:
