@@ -186,12 +186,13 @@ class Failures:
         origin = next((each for each in alike if each.is_chained), failures[0])
         return [origin, *(each for each in failures if each is not origin)]
 
-    def report(self, ended: int, finished: Sequence[int]) -> str:
+    def report(self, ended: int, finished: Sequence[int], before: str = "") -> str:
         """Return the report for the user.
 
         Args:
             ended: the number of ranks that the launcher ended because of the failures.
             finished: the ranks that ended without an error.
+            before: the verdict on the stall in which the ranks failed; empty if there was none.
         """
         first, *others = self._ordered()
         parts = [f"{self._describe([first.rank])} failed: {exit_text(first.status)}"]
@@ -203,7 +204,10 @@ class Failures:
             lines[0] += f" The launcher ended {ended} other rank{'' if ended == 1 else 's'}."
         if first.kind == _LOST_PEER:
             stopped = [each.rank for each in self._found if each.status == RESUMABLE]
-            lines.append(_without_cause(self._describe, finished, stopped))
+            if before and not finished and not stopped:
+                lines.append("Before it failed: " + before.replace("\n", " "))
+            else:
+                lines.append(_without_cause(self._describe, finished, stopped))
         lines.append(tail_of(first.rank, first.tail))
         shown = {first.last_line}
         similar = [f for f in others if f.kind < _LOST_PEER or first.kind == _LOST_PEER]

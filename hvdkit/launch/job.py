@@ -75,12 +75,18 @@ class Outcome:
         return names.pop() if len(names) == 1 else None
 
     @property
+    def possible_causes(self) -> str:
+        """What may have caused a failure that only reports a lost peer; "" otherwise."""
+        if self.failure is None or not self.failure.is_lost_peer:
+            return ""
+        return "".join(self.report.splitlines()[1:2])
+
+    @property
     def reason(self) -> str:
         """The failure in one line."""
-        line, _, rest = self.report.partition("\n")
-        if self.failure is not None and self.failure.is_lost_peer:
-            # The second line has the possible causes, the exception has none.
-            return f"{line} {rest.partition(chr(10))[0]}"
+        line = self.report.partition("\n")[0]
+        if self.possible_causes:
+            return f"{line} {self.possible_causes}"
         exception = self.failure.exception if self.failure is not None else None
         return f"{line} {exception}" if exception else line
 
@@ -355,7 +361,8 @@ class Job:
         if self._stopped_by is not None and -status in (self._stopped_by, signal.SIGTERM):
             return self._ended_by(self._stopped_by, code)
         finished = [rank for rank, status in self._statuses.items() if status == 0]
-        report = self._failures.report(self._ended_by_launcher, finished)
+        before = self._stalls.verdict_on_failure()
+        report = self._failures.report(self._ended_by_launcher, finished, before)
         report = "\n".join(filter(None, [report, self._stalls.mismatch()]))
         restartable = self._stopped_by is None
         return Outcome(

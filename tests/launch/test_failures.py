@@ -108,6 +108,12 @@ def test_a_rank_that_has_stopped_in_order_is_named():
     assert "rank 1 had made an orderly stop (exit status 75)." in report
 
 
+def test_the_verdict_on_the_stall_in_which_ranks_failed():
+    report = failures((0, 1, LOST)).report(ended=1, finished=[], before="Rank 0 waits.\nRank 1 is.")
+    assert report.splitlines()[1] == "Before it failed: Rank 0 waits. Rank 1 is."
+    assert "waits" not in failures((0, 1, BAD)).report(ended=1, finished=[], before="Rank 0 waits")
+
+
 def test_an_exception_group():
     group = [
         "  + Exception Group Traceback (most recent call last):",

@@ -98,10 +98,10 @@ def test_a_host_where_ranks_fail_twice_is_left_out():
 
 
 def test_the_reason_of_a_failure_names_a_rank_that_ended_too_early():
-    tail = ("Traceback (most recent call last):", "HorovodInternalError: Horovod has been shut down")
-    report = "rank 0 failed: exit status 1.\nRank 1 had ended without an error.\nRank 0's last lines:"
+    tail = ("Traceback (most recent call last):", "Error: Horovod has been shut down")
+    report = "rank 0 failed.\nRank 1 had ended without an error.\nRank 0's last lines:\n  Error"
     outcome = Outcome(1, report, Failure(0, 1, tail))
-    assert outcome.reason == "rank 0 failed: exit status 1. Rank 1 had ended without an error."
+    assert outcome.reason == "rank 0 failed. Rank 1 had ended without an error."
 
 
 def test_no_host_is_left_out_for_an_error_of_all_ranks():
