@@ -76,7 +76,7 @@ class Outcome:
 
     @property
     def possible_causes(self) -> str:
-        """What may have caused a failure that only reports a lost peer; "" otherwise."""
+        """The possible causes of a failure that only reports a lost peer; "" for others."""
         if self.failure is None or not self.failure.is_lost_peer:
             return ""
         return "".join(self.report.splitlines()[1:2])
