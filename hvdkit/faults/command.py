@@ -139,7 +139,9 @@ def _failure(path: Path) -> str | None:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         ending = content["signal"] or f"exit status {content['status']}"
-        error = content["exception"] or next(iter(content["last_lines"][-1:]), "")
+        # A lost peer is only a consequence of the failure.
+        causes = content.get("possible_causes")
+        error = causes or content["exception"] or next(iter(content["last_lines"][-1:]), "")
         host = content["host"]
         return f"Rank {content['rank']} on {host} failed first: {ending}. {error}".rstrip()
     except FileNotFoundError:

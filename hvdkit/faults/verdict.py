@@ -16,6 +16,7 @@ from hvdkit.faults.records import Call, Record
 
 _DEADLOCK = "Every rank waits in a collective that another rank has not called: a deadlock."
 _LIMIT = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+_RECEIVE_LIMIT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 #: The most ranks that are described one by one.
 _SHOWN = 4
 #: The states of a rank's process, as texts for the user.
@@ -58,6 +59,7 @@ class Verdict:
         limit: the seconds that it may wait before the job ends; 0 for no limit.
         deadlock: whether no rank can continue, because each waits for another one.
         expired: whether the collective has waited for longer than its limit.
+        stopped: whether the process of a missing rank is stopped.
     """
 
     text: str
@@ -68,6 +70,7 @@ class Verdict:
     limit: float = 0.0
     deadlock: bool = False
     expired: bool = False
+    stopped: bool = False
 
     @property
     def is_final(self) -> bool:
@@ -87,7 +90,9 @@ class Verdict:
     def outlook(self) -> str:
         """The next state of a job that need not end now, as a sentence."""
         if self.limit:
-            return f"The job waits. It ends after {self.limit:,.0f} s ({_LIMIT})."
+            # A rank that has begun to receive data from the stopped process has a limit of its own.
+            earlier = f", or earlier ({_RECEIVE_LIMIT})" if self.stopped else ""
+            return f"The job waits. It ends after {self.limit:,.0f} s ({_LIMIT}){earlier}."
         return "The job waits." if self.waiting else "The job continues."
 
 
@@ -137,6 +142,7 @@ def judge(records: Mapping[int, Record], states: Mapping[int, str], size: int) -
         _seconds_waited(wait, records),
         0.0 if 0.0 in limits else max(limits, default=0.0),
         deadlock,
+        stopped=any(states.get(rank) == STOPPED for rank in wait.missing),
     )
 
 

@@ -44,7 +44,8 @@ def discover(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
-            text=True,
+            encoding="utf-8",
+            errors="backslashreplace",  # an error about the line shows the bytes
             start_new_session=True,
         )
     except OSError as error:
@@ -69,7 +70,7 @@ def discover(
             f"{errors.strip()[-500:]}"
         )
     words = [w if re.search(r":\d+$", w) else f"{w}:{slots}" for w in out.split()]
-    return parse_hosts(",".join(words)) if words else []
+    return parse_hosts(",".join(words), f"--host-discovery-script {script}:") if words else []
 
 
 def _communicate(

@@ -38,6 +38,9 @@ _BROKEN = re.compile(
     r"Connection (?:closed|reset) by peer|ncclRemoteError|remote process exited|Broken pipe"
 )
 _TRACEBACK = "Traceback (most recent call last)"
+# Before each line of an exception group, and before those of the exceptions within it.
+_GROUP, _WITHIN_GROUP = re.compile(r"^  [+|] "), re.compile(r"^ {4,}\|")
+_GROUP_HEADING = "Exception Group Traceback"
 _CHAINED = re.compile(r"direct cause of the following|During handling of the above")
 _NUMBER = re.compile(r"\d+")
 
@@ -60,7 +63,11 @@ class Failure:
     def traceback(self) -> list[str]:
         """The lines from the last traceback on, including chained exceptions; may be empty."""
         lines = list(self.tail)
-        starts = [i for i, line in enumerate(lines) if _TRACEBACK in line]
+        starts = [
+            i
+            for i, line in enumerate(lines)
+            if _TRACEBACK in line and not _WITHIN_GROUP.match(line)
+        ]
         while len(starts) > 1 and _CHAINED.search("\n".join(lines[starts[-2] : starts[-1]])):
             starts.pop()
         return lines[starts[-1] :] if starts else []
@@ -75,12 +82,20 @@ class Failure:
         """The line with the last exception; None without a traceback."""
         found = None
         before = ""
-        for line in self.traceback:
+        lines = self.traceback
+        if lines and _GROUP_HEADING in lines[0]:
+            lines = [_GROUP.sub("", line) for line in lines]
+        for line in lines:
             # All lines of a traceback but the first are indented.
             if before.startswith("  ") and line[:1].strip():
                 found = line
             before = line
         return found
+
+    @property
+    def is_lost_peer(self) -> bool:
+        """Whether the rank failed only because another rank had ended."""
+        return self.kind == _LOST_PEER
 
     @property
     def kind(self) -> int:
@@ -96,7 +111,8 @@ class Failure:
     @property
     def last_line(self) -> str:
         """The last line without its numbers, which is equal for ranks that failed alike."""
-        lines = [line for line in self.tail if line.strip()]
+        # An exception group ends with a frame.
+        lines = [line for line in self.tail if line.strip(" |+-")]
         return _NUMBER.sub("", lines[-1]) if lines else ""
 
 
@@ -144,6 +160,24 @@ class Failures:
         """The failure that is the most likely cause of the others."""
         return self._ordered()[0]
 
+    @property
+    def suspects(self) -> list[int]:
+        """The ranks that may have caused the failures. Empty if all of them had lost a peer.
+
+        Several ranks if they raised the same error, such as one about a difference of the ranks.
+        """
+        first, *others = self._ordered()
+        if first.is_lost_peer:
+            return []
+        alike = [
+            each.rank
+            for each in others
+            if first.traceback
+            and each.traceback
+            and (each.last_line, each.is_chained) == (first.last_line, first.is_chained)
+        ]
+        return [first.rank, *alike]
+
     def _ordered(self) -> list[Failure]:
         failures = [failure for failure in self._found if failure.status not in self._orderly]
         failures.sort(key=lambda failure: failure.kind)
@@ -152,12 +186,13 @@ class Failures:
         origin = next((each for each in alike if each.is_chained), failures[0])
         return [origin, *(each for each in failures if each is not origin)]
 
-    def report(self, ended: int, finished: Sequence[int]) -> str:
+    def report(self, ended: int, finished: Sequence[int], before: str = "") -> str:
         """Return the report for the user.
 
         Args:
             ended: the number of ranks that the launcher ended because of the failures.
             finished: the ranks that ended without an error.
+            before: the verdict on the stall in which the ranks failed; empty if there was none.
         """
         first, *others = self._ordered()
         parts = [f"{self._describe([first.rank])} failed: {exit_text(first.status)}"]
@@ -169,7 +204,10 @@ class Failures:
             lines[0] += f" The launcher ended {ended} other rank{'' if ended == 1 else 's'}."
         if first.kind == _LOST_PEER:
             stopped = [each.rank for each in self._found if each.status == RESUMABLE]
-            lines.append(_without_cause(self._describe, finished, stopped))
+            if before and not finished and not stopped:
+                lines.append("Before it failed: " + before.replace("\n", " "))
+            else:
+                lines.append(_without_cause(self._describe, finished, stopped))
         lines.append(tail_of(first.rank, first.tail))
         shown = {first.last_line}
         similar = [f for f in others if f.kind < _LOST_PEER or first.kind == _LOST_PEER]

@@ -46,14 +46,19 @@ class Host:
         return self.name.rpartition("@")[2].strip("[]")
 
 
-def parse_hosts(text: str) -> list[Host]:
+def parse_hosts(text: str, source: str = "-H") -> list[Host]:
     """Return the hosts of `-H`: `host1:4,host2:4`. The default is one slot.
+
+    Args:
+        text: the hosts.
+        source: where they are from, for errors.
 
     Raises:
         UsageError: a part is not a host, or a host is named twice.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    return _checked((_parse(part, f"-H {text}") for part in parts), f"-H {text}")
+    where = f"{source} {text}"
+    return _checked((_parse(part, where) for part in parts), where)
 
 
 def read_hostfile(path: Path) -> list[Host]:
@@ -65,7 +70,7 @@ def read_hostfile(path: Path) -> list[Host]:
         UsageError: the file cannot be read, or a line is not a host.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="backslashreplace").splitlines()
     except OSError as error:
         raise UsageError(f"--hostfile {path}: {error.strerror}") from error
     found = []

@@ -53,6 +53,7 @@ class Outcome:
             signal n 128 + n.
         report: the message for the user; empty after a success.
         failure: the failure that ended the job; None if there is none.
+        suspects: the ranks that may have caused it, see `Failures.suspects`.
         restartable: whether the job failed by itself; False after a stop on request.
         saved: whether a checkpoint or a commit was saved.
         lost: the hosts that could not be reached any more.
@@ -66,11 +67,26 @@ class Outcome:
     saved: bool = False
     lost: tuple[Host, ...] = ()
     hosts_changed: bool = False
+    suspects: tuple[int, ...] = ()
+
+    def failing_host(self, plan: Plan) -> str | None:
+        """Return the host on which the failure began; None if this is not known."""
+        names = {plan.places[rank].host.name for rank in self.suspects}
+        return names.pop() if len(names) == 1 else None
+
+    @property
+    def possible_causes(self) -> str:
+        """The possible causes of a failure that only reports a lost peer; "" for others."""
+        if self.failure is None or not self.failure.is_lost_peer:
+            return ""
+        return "".join(self.report.splitlines()[1:2])
 
     @property
     def reason(self) -> str:
         """The failure in one line."""
         line = self.report.partition("\n")[0]
+        if self.possible_causes:
+            return f"{line} {self.possible_causes}"
         exception = self.failure.exception if self.failure is not None else None
         return f"{line} {exception}" if exception else line
 
@@ -345,10 +361,17 @@ class Job:
         if self._stopped_by is not None and -status in (self._stopped_by, signal.SIGTERM):
             return self._ended_by(self._stopped_by, code)
         finished = [rank for rank, status in self._statuses.items() if status == 0]
-        report = self._failures.report(self._ended_by_launcher, finished)
+        before = self._stalls.verdict_on_failure()
+        report = self._failures.report(self._ended_by_launcher, finished, before)
         report = "\n".join(filter(None, [report, self._stalls.mismatch()]))
         restartable = self._stopped_by is None
-        return Outcome(code, self._with_problem(report), cause, restartable)
+        return Outcome(
+            code,
+            self._with_problem(report),
+            cause,
+            restartable,
+            suspects=tuple(self._failures.suspects),
+        )
 
     def _ended_by(self, number: signal.Signals, code: int) -> Outcome:
         if number == signal.SIGPIPE:

@@ -43,10 +43,13 @@ def make(directory: Path) -> Path:
     return folder
 
 
-def write_error(folder: Path, failure: Failure, plan: Plan, say: Callable[[str], None]) -> None:
+def write_error(
+    folder: Path, failure: Failure, possible_causes: str, plan: Plan, say: Callable[[str], None]
+) -> None:
     """Write the failure that ended a job to `error.json`.
 
-    The keys are `rank`, `host`, `status`, `signal`, `exception`, `traceback` and `last_lines`.
+    The keys are `rank`, `host`, `status`, `signal`, `possible_causes`, `exception`, `traceback` and
+    `last_lines`. `possible_causes` is null unless the rank has failed because it had lost a peer.
     `status` is null after a signal, and `signal` (its name) is null without one. Without a Python
     exception, `exception` is null and `traceback` is empty.
     """
@@ -56,6 +59,7 @@ def write_error(folder: Path, failure: Failure, plan: Plan, say: Callable[[str],
         "host": plan.places[failure.rank].host.name,
         "status": None if by_signal else failure.status,
         "signal": signal.Signals(-failure.status).name if by_signal else None,
+        "possible_causes": possible_causes or None,
         "exception": failure.exception,
         "traceback": failure.traceback,
         "last_lines": list(failure.tail),

@@ -83,7 +83,9 @@ class Supervisor:
             used += 1
             self.say(f"restart {used} of {self.restarts}")
             try:
-                outcome = self.start(self._next_plan(plan, outcome))
+                # The next failure is one of this plan, which may have other hosts.
+                plan = self._next_plan(plan, outcome)
+                outcome = self.start(plan)
             except HvdkitError as error:
                 self.say(str(error))
                 # A host may be about to come back.
@@ -91,8 +93,8 @@ class Supervisor:
         return outcome
 
     def _next_plan(self, plan: Plan, outcome: Outcome) -> Plan:
-        if outcome.failure is not None:
-            self._failures[plan.places[outcome.failure.rank].host.name] += 1
+        if (name := outcome.failing_host(plan)) is not None:
+            self._failures[name] += 1
         hosts = self.hosts()
         if self.min_size < self.size:
             hosts = self._without_lost(hosts, outcome.lost)

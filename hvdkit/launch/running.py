@@ -26,7 +26,7 @@ def run_job(plan: Plan, options: argparse.Namespace, run_ranks: RunRanks) -> Out
     if outcome.report:
         say(outcome.report)
     if folder is not None and outcome.failure is not None:
-        output_folder.write_error(folder, outcome.failure, plan, say)
+        output_folder.write_error(folder, outcome.failure, outcome.possible_causes, plan, say)
     return outcome
 
 

@@ -51,6 +51,7 @@ class Stalls:
         self._records: dict[int, Record] = {}
         self._received: dict[int, float] = {}
         self._states: dict[int, str] = {}
+        self._verdict: Verdict | None = None
         self._asked_at = float("-inf")
         self._judged_at = float("-inf")
         # The ranks' states at the first verdict of a deadlock, and the time to ask again.
@@ -87,6 +88,24 @@ class Stalls:
         """Return which ranks differ in the collective that failed; "" if that is not the cause."""
         return mismatch(self._records) or ""
 
+    def verdict_on_failure(self) -> str:
+        """Return the last verdict if the collective that failed is the one that ranks waited for.
+
+        "" otherwise: ranks that have continued meanwhile failed for another reason.
+        """
+        verdict = self._verdict
+        if verdict is None or verdict.call is None:
+            return ""
+        call = verdict.call
+        failed = [
+            record
+            for rank in verdict.waiting
+            if (record := self._records.get(rank)) is not None
+            and record.error
+            and record.calls.get(call.name, 0) == call.number
+        ]
+        return verdict.text if failed else ""
+
     def check(self, now: float, ended: Collection[int]) -> Verdict | None:
         """Return a verdict when the ranks have answered, or when their time is over."""
         if now > self._confirm_at or now > self._expires_at:
@@ -121,7 +140,7 @@ class Stalls:
             # If a rank is stopped, the engines do not end the job.
             margin = _MARGIN_SECONDS if STOPPED in states.values() else _ENGINE_SECONDS
             self._expires_at = now + max(left, 0) + margin
-        self._unconfirmed, self._judged_at = None, now
+        self._unconfirmed, self._judged_at, self._verdict = None, now, verdict
         self._keep(STATES, json.dumps(states))
         self._keep(VERDICT, f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{verdict.whole_text}\n")
         return verdict

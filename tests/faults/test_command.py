@@ -68,6 +68,14 @@ def test_the_failure_of_one_rank_and_the_errors_of_the_others(tmp_path, start):
     assert why(start) == text
 
 
+def test_possible_causes_instead_of_a_lost_peer(start):
+    content = ERROR | {"possible_causes": "rank 0 had ended without an error"}
+    (start / "error.json").write_text(json.dumps(content | {"exception": "HorovodInternalError"}))
+    assert why(start).startswith(
+        "Rank 1 on host1 failed first: SIGKILL. rank 0 had ended without an error"
+    )
+
+
 def test_inspect_waits_for_a_record_that_was_made_after_the_request(tmp_path):
     """The file of an earlier record may be written after the request."""
     folder = tmp_path / f"{PREFIX}x"

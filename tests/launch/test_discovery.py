@@ -26,11 +26,18 @@ def test_a_script_names_the_hosts(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("exit 3", "failed with exit status 3"), ("echo ':'", "not a")],
+    [
+        ("exit 3", "failed with exit status 3"),
+        ("echo ':'", "not a"),
+        ("echo a:1; echo a:1", "a is named twice"),
+        (r"printf 'a\377:1'", r"'a\\\\xff:1' is not a host"),
+    ],
 )
 def test_a_script_that_names_none(tmp_path, text, expected):
-    with pytest.raises(UsageError, match=expected):
-        discover(script(tmp_path, text))
+    path = script(tmp_path, text)
+    with pytest.raises(UsageError, match=expected) as raised:
+        discover(path)
+    assert str(raised.value).startswith(f"--host-discovery-script {path}")
 
 
 def test_a_script_that_is_missing(tmp_path):

@@ -59,6 +59,20 @@ def test_the_cause(ends, cause):
     assert failures(*ends).cause.rank == cause
 
 
+@pytest.mark.parametrize(
+    ("ends", "suspects"),
+    [
+        ([(0, 1, LOST), (1, 1, BAD)], [1]),
+        ([(0, 1, LOST), (1, 1, LOST)], []),
+        ([(1, 1, BAD), (0, 1, BAD), (2, 1, LOST)], [1, 0]),
+        ([(1, 1, AGREED), (0, 1, OF_RANK_0)], [0]),
+        ([(0, -9, ["step 7"]), (1, -9, ["step 7"])], [0]),
+    ],
+)
+def test_the_ranks_that_may_have_caused_the_failures(ends, suspects):
+    assert failures(*ends).suspects == suspects
+
+
 def test_each_kind_of_failure_is_shown_once():
     found = failures(
         (0, 1, LOST),
@@ -92,6 +106,31 @@ def test_an_error_that_all_ranks_raise():
 def test_a_rank_that_has_stopped_in_order_is_named():
     report = failures((1, RESUMABLE, ()), (0, 1, LOST)).report(ended=0, finished=[])
     assert "rank 1 had made an orderly stop (exit status 75)." in report
+
+
+def test_the_verdict_on_the_stall_in_which_ranks_failed():
+    report = failures((0, 1, LOST)).report(ended=1, finished=[], before="Rank 0 waits.\nRank 1 is.")
+    assert report.splitlines()[1] == "Before it failed: Rank 0 waits. Rank 1 is."
+    assert "waits" not in failures((0, 1, BAD)).report(ended=1, finished=[], before="Rank 0 waits")
+
+
+def test_an_exception_group():
+    group = [
+        "  + Exception Group Traceback (most recent call last):",
+        '  |   File "train.py", line 3, in <module>',
+        "  |     raise ExceptionGroup('of 2 workers', errors)",
+        "  | ExceptionGroup: of 2 workers (1 sub-exception)",
+        "  +-+---------------- 1 ----------------",
+        "    | Traceback (most recent call last):",
+        '    |   File "train.py", line 1, in <module>',
+        "    |     raise ValueError('bad sample')",
+        "    | ValueError: bad sample",
+        "    +------------------------------------",
+    ]
+    failure = failures((0, 1, ["step 7", *group])).cause
+    assert failure.traceback == group
+    assert failure.exception == "ExceptionGroup: of 2 workers (1 sub-exception)"
+    assert failure.last_line == "    | ValueError: bad sample"
 
 
 def test_other_ranks_get_more_time_while_the_cause_is_unknown():

@@ -60,6 +60,13 @@ def test_errors_in_a_hostfile_name_the_line(tmp_path, content, expected):
         read_hostfile(path)
 
 
+def test_a_hostfile_that_is_not_text(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_bytes(b"a\xff\n")
+    with pytest.raises(UsageError, match=r"line 1: 'a\\\\xff' is not a host"):
+        read_hostfile(path)
+
+
 def test_a_missing_hostfile():
     with pytest.raises(UsageError, match="--hostfile /gone: No such file"):
         read_hostfile(Path("/gone"))

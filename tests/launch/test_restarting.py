@@ -21,6 +21,12 @@ FAILED = Outcome(1, restartable=True)
 SAVED = Outcome(1, restartable=True, saved=True)
 
 
+def failed(*suspects):
+    """Return the outcome of a job in which one of these ranks has caused a failure."""
+    failure = Failure(suspects[0], 1, ())
+    return Outcome(1, failure=failure, restartable=True, saved=True, suspects=suspects)
+
+
 def supervise(outcomes, restarts=2, hosts=HOSTS, min_size=4, lost=()):
     """Run a job with the given outcomes. Return the outcome, the plans' hosts, texts and pauses."""
     left = list(outcomes)
@@ -85,10 +91,30 @@ def test_a_host_that_does_not_answer_is_left_out():
 
 
 def test_a_host_where_ranks_fail_twice_is_left_out():
-    failure = Outcome(1, failure=Failure(3, 1, ()), restartable=True, saved=True)
+    failure = failed(3)
     _, plans, texts, _ = supervise([failure, failure, Outcome(0)], min_size=2)
     assert plans == [["host0:2", "host1:2"]] * 2 + [["host0:2"]]
     assert "left out, because ranks failed there 2 times: host1" in texts
+
+
+def test_the_reason_of_a_failure_names_a_rank_that_ended_too_early():
+    tail = ("Traceback (most recent call last):", "Error: Horovod has been shut down")
+    report = "rank 0 failed.\nRank 1 had ended without an error.\nRank 0's last lines:\n  Error"
+    outcome = Outcome(1, report, Failure(0, 1, tail))
+    assert outcome.reason == "rank 0 failed. Rank 1 had ended without an error."
+
+
+def test_no_host_is_left_out_for_an_error_of_all_ranks():
+    failure = failed(3, 0, 1, 2)
+    _, plans, *_ = supervise([failure, failure, Outcome(0)], min_size=2)
+    assert plans == [["host0:2", "host1:2"]] * 3
+
+
+def test_failures_count_for_the_host_that_the_rank_had_in_that_start():
+    hosts = [Host("host1", 2), Host("host0", 2)]  # a hostfile that has changed
+    failure = failed(0)
+    _, plans, *_ = supervise([FAILED, failure, failure, Outcome(0)], 3, hosts, min_size=2)
+    assert plans == [["host0:2", "host1:2"], *[["host1:2", "host0:2"]] * 2, ["host0:2"]]
 
 
 def test_too_few_hosts_use_up_the_restarts():

@@ -84,6 +84,33 @@ def test_a_stopped_rank_ends_the_job_at_the_limit():
     assert len(asked) == 2
 
 
+def failed(number):
+    """Return the record of rank 0 after a failure in call `number`."""
+    content = json.loads(record(0, "x", "error", number))
+    return json.dumps(content | {"error": "failed: lost a peer", "failed": "x", "open": []})
+
+
+def test_the_verdict_on_a_stall_in_which_ranks_fail():
+    job, _ = stalls()
+    job.set_states({1: "stopped"})
+    job.add(record(0, "x", "stall"), 100.0)
+    verdict = job.check(130.0, ())
+    assert verdict.outlook.endswith("or earlier (HOROVOD_GLOO_TIMEOUT_SECONDS).")
+    assert job.verdict_on_failure() == ""
+    job.add(failed(number=1), 165.0)
+    assert job.verdict_on_failure() == verdict.text
+    assert "the process is stopped" in verdict.text
+
+
+def test_a_verdict_does_not_explain_a_later_failure():
+    job, _ = stalls()
+    job.set_states({1: "stopped"})
+    job.add(record(0, "x", "stall"), 100.0)
+    job.check(130.0, ())
+    job.add(failed(number=2), 165.0)
+    assert job.verdict_on_failure() == ""
+
+
 def test_a_text_that_is_no_record_is_ignored():
     job, asked = stalls()
     job.add("{", 100.0)

@@ -161,10 +161,9 @@ class ElasticSupervisor:
         """Count a restart, and return whether the limits permit it."""
         self._used = 0 if outcome.saved else self._used
         if not outcome.hosts_changed:
-            if outcome.failure is not None:
-                message = self.exclusions.add(plan.places[outcome.failure.rank].host.name)
-                if message:
-                    self.say(message)
+            name = outcome.failing_host(plan)
+            if name is not None and (message := self.exclusions.add(name)):
+                self.say(message)
             if self._used == self.limits.restarts:
                 count = f"{self._used + 1} times in a row" if self._used else "once"
                 self.say(f"the job failed {count} without a new commit, and ends (--restarts)")

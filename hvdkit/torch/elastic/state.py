@@ -123,6 +123,7 @@ class TorchState(ObjectState, horovod_state.TorchState):
         **kwargs: Any,
     ) -> None:
         horovod_state.TorchState.__init__(self, model=model, optimizer=optimizer, **kwargs)
+        self._bcast_object = broadcast_object  # Horovod's class sets its own
         for name, handler in self._handlers.items():
             if isinstance(handler.value, torch.nn.Module):
                 self._handlers[name] = _ModelHandler(handler.value)

@@ -132,7 +132,7 @@ def test_a_start_that_fails_is_tried_again_but_not_the_first():
 
 
 def test_a_host_is_left_out_after_two_failures():
-    failure = Outcome(1, failure=Failure(1, 1, ()), restartable=True, saved=True)
+    failure = Outcome(1, failure=Failure(1, 1, ()), restartable=True, saved=True, suspects=(1,))
     *_, texts, _ = supervise([failure, failure, Outcome(0)], hosts=[TWO])
     assert "ranks failed 2 times on host1, which is left out if the other hosts are enough" in texts
 

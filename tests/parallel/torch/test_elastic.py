@@ -4,6 +4,12 @@ import pytest
 import torch
 
 
+def test_the_objects_of_a_state_are_sent_as_other_objects(hvd):
+    """Horovod's function takes a minute for 400 MB, and names collectives after types."""
+    for kind in (hvd.elastic.ObjectState, hvd.elastic.TorchState):
+        assert kind(epoch=0)._bcast_object is hvd.broadcast_object
+
+
 def test_a_state_is_restored_twice(hvd):
     """The optimizer changes the tensors that it has loaded."""
     model = torch.nn.Linear(3, 1)
