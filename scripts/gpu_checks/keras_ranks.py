@@ -36,7 +36,8 @@ def fit(told: Mapping[str, Any]) -> dict[str, Any]:
     if hvd.rank() == 0:
         alone = oracle.dense_model()
         alone.compile(_adam(), loss="mse", jit_compile=False)
-        _train(alone, data.inputs, data.targets, data.batch * data.size)
+        with hvd.local_fit():
+            _train(alone, data.inputs, data.targets, data.batch * data.size)
         found["distance"] = oracle.distance(weights, alone.get_weights())
     return found
 

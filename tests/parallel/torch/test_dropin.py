@@ -97,8 +97,8 @@ def test_invalid_groups(hvd):
     model, other = small_model(), small_model()
     for groups, message in (
         (-1, "groups is -1: expected 0 or more"),
-        (["0.weight"], "a list of lists of tensors"),
-        ([model[0].weight], "a list of lists of tensors"),
+        (["0.weight"], "a list of lists of parameters"),
+        ([model[0].weight], "a list of lists of parameters"),
         ([[other[0].weight]], "not one of the optimizer's parameters"),
         ([["0.weight"]], "not one of the optimizer's parameters"),
         ([[model[0].weight], [model[0].weight]], "'0.weight' twice"),
