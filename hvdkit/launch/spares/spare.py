@@ -92,7 +92,7 @@ class Spare:
 
     def fits(self, environment: Mapping[str, str], cpus: Sequence[int]) -> bool:
         """Return whether the spare can run a rank with this environment."""
-        same = without_rank_variables(environment) == without_rank_variables(self._environment)
+        same = _read_by_imports(environment) == _read_by_imports(self._environment)
         return same and list(cpus) == self._cpus
 
     def poll(self) -> None:
@@ -154,3 +154,10 @@ class Spare:
             pass  # the spare has ended, which `SparePool.step` notices
         finally:
             self._socket.setblocking(False)
+
+
+def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a module may read while it is imported."""
+    # NCCL reads its variables when ranks connect. The network depends on the hosts of a start.
+    others = without_rank_variables(environment)
+    return {name: value for name, value in others.items() if not name.startswith("NCCL_")}

@@ -55,7 +55,7 @@ def prepare(pool, tmp_path, report=REPORT, ranks=(0, 1)):
 
 def test_each_rank_gets_a_spare(pool, tmp_path):
     prepare(pool, tmp_path)
-    group, started = pool.claim(slots(HOROVOD_GLOO_RENDEZVOUS_PORT="1"))
+    group, started = pool.claim(slots(HOROVOD_GLOO_RENDEZVOUS_PORT="1", NCCL_SOCKET_IFNAME="=x"))
     outputs = [started[rank].communicate(timeout=SECONDS)[0] for rank in range(2)]
     assert outputs == [b"0 True\n", b"1 True\n"]
     assert set(group.started) == set(started.values())
