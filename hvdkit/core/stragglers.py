@@ -29,8 +29,10 @@ _SLOW = 1.2
 # ... and if this part of the time is lost. Otherwise, the own times may be so short that chance
 # decides which rank needs more.
 _LOST = 0.05
-# Consecutive reports in which a rank is slow before it is named.
+# Consecutive reports in which a rank is slow before it is named, and the seconds that they cover.
+# In a shorter time, other programs on the host decide which rank is slow.
 _REPORTS = 2
+_PERSISTENT_SECONDS = 10.0
 # Reports over less time are ignored, because the scheduler of the host would decide them.
 _SECONDS = 0.5
 
@@ -101,8 +103,9 @@ class StragglerReport:
     def __init__(self, collectives: Collectives, times: MeasuredTimes) -> None:
         self._collectives = collectives
         self._times = times
-        # Rank -> the number of consecutive reports in which it was slow.
-        self._slow: dict[int, int] = {}
+        # The consecutive reports in which this rank was slow, the seconds that they cover, and
+        # whether the rank was named.
+        self._slow_reports, self._slow_seconds, self._named = 0, 0.0, False
 
     def report(self) -> None:
         """Compare the times since the last report; a rank that is slow logs it. A collective.
@@ -135,12 +138,19 @@ class StragglerReport:
             of_rank = summed[k * len(SECTIONS) : (k + 1) * len(SECTIONS)]
             if any(of_rank):
                 times[rank] = {s: n / 1e6 for s, n in zip(SECTIONS, of_rank, strict=True)}
-        if len(times) < 2 or max(sum(seconds.values()) for seconds in times.values()) < _SECONDS:
+        seconds = max((sum(each.values()) for each in times.values()), default=0.0)
+        if len(times) < 2 or seconds < _SECONDS:
             return
-        slow = {rank for rank in times if is_slow(rank, times)}
-        self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
-        if self._slow.get(self._collectives.rank) == _REPORTS:
-            _log.warning("%s", describe(self._collectives.rank, times))
+        rank = self._collectives.rank
+        if rank not in times or not is_slow(rank, times):
+            self._slow_reports, self._slow_seconds, self._named = 0, 0.0, False
+            return
+        self._slow_reports += 1
+        self._slow_seconds += seconds
+        persists = self._slow_reports >= _REPORTS and self._slow_seconds >= _PERSISTENT_SECONDS
+        if persists and not self._named:
+            self._named = True
+            _log.warning("%s", describe(rank, times))
 
 
 def own_time(seconds: Mapping[str, float]) -> float:

@@ -64,7 +64,7 @@ def test_a_rank_is_named_once_while_it_stays_slow(caplog, joined):
         now = [0.0]
         measured = StepTimes(lambda: now[0])
         report = StragglerReport(collectives, measured)
-        for _ in range(4):
+        for _ in range(12):
             measured.enter(FORWARD)
             now[0] += 2.0 if collectives.rank == 1 else 1.0
             measured.enter(WAIT)
@@ -77,3 +77,22 @@ def test_a_rank_is_named_once_while_it_stays_slow(caplog, joined):
         assert on_every_rank(4, rank, group) == [None] * 4
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("rank 1 on host ")
+
+
+def test_a_rank_that_is_slow_for_a_few_seconds_only_is_not_named(caplog):
+    def rank(collectives):
+        now = [0.0]
+        measured = StepTimes(lambda: now[0])
+        report = StragglerReport(collectives, measured)
+        for number in range(24):
+            # Slow for 8 seconds, then not.
+            slow = collectives.rank == 1 and number % 6 < 4
+            measured.enter(FORWARD)
+            now[0] += 2.0 if slow else 1.0
+            measured.enter(WAIT)
+            now[0] += 0.1 if slow else 1.1
+            report.report()
+
+    with caplog.at_level(logging.WARNING, "hvdkit"):
+        assert on_every_rank(2, rank) == [None] * 2
+    assert not caplog.records

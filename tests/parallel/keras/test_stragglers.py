@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 
+from hvdkit.core import stragglers
 from tests.logs import recorded
 
 INTERVAL, SECONDS = 8, 0.1
@@ -67,7 +68,8 @@ def test_a_slow_rank_is_named(hvd, where):
         hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), check_interval=INTERVAL), loss="mse"
     )
     x = np.ones((INTERVAL * 2, 3), "float32")
-    with recorded("hvdkit") as log:
+    with pytest.MonkeyPatch.context() as patch, recorded("hvdkit") as log:
+        patch.setattr(stragglers, "_PERSISTENT_SECONDS", 1.0)
         model.fit(x, x[:, :1], batch_size=1, epochs=2, verbose=0, callbacks=[Slow()])
     lines = [record.getMessage() for record in log if "is slow" in record.getMessage()]
     if hvd.rank() != 1:
