@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -157,7 +158,7 @@ def test_a_host_that_refuses_ssh(launches, refusing):
     assert done.returncode == 1
     assert "1 of 2 hosts cannot take part; nothing was started" in done.stderr
     assert "host1: it does not accept a login without a password" in done.stderr
-    assert "ssh-copy-id host1" in done.stderr
+    assert re.search("ssh-copy-id .*host1", done.stderr)
 
 
 def test_a_host_without_an_ssh_server(launches):
