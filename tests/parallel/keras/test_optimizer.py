@@ -221,7 +221,7 @@ INVALID = {
     "accumulation_steps is 0": lambda hvd: hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.1), accumulation_steps=0
     ),
-    "averages over passes": lambda hvd: hvd.DistributedOptimizer(
+    "averages the gradients of several passes": lambda hvd: hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.1), accumulation_steps=2, backward_passes_per_step=2
     ),
     "gradient_accumulation_steps=2": lambda hvd: hvd.DistributedOptimizer(
