@@ -60,7 +60,9 @@ def group():
 
 
 def environment(**others):
-    return {n: v for n, v in os.environ.items() if n != GROUP_VARIABLE} | others
+    # A spare has imported NumPy, which would start threads.
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return {n: v for n, v in os.environ.items() if n != GROUP_VARIABLE} | threads | others
 
 
 def spare_of(group, command, folder, env, modules=NUMPY, variables=None):
