@@ -54,7 +54,7 @@ def _system() -> Diagnostic:
     text = (
         f"{name}, Linux {platform.release()}, {platform.machine()}, glibc {platform.libc_ver()[1]}"
     )
-    if platform.machine() not in ("x86_64", "aarch64"):
+    if platform.machine() != "x86_64":
         advice = "hvdkit is tested on x86_64 only; run its tests here first (scripts/test)"
         return Diagnostic("system", WARNING, text, advice)
     return Diagnostic("system", OK, text)
@@ -225,7 +225,8 @@ def _extension(framework: frameworks.Framework, built_for: str) -> Diagnostic:
             f"built for {built_for}, does not load with {framework.version}: {last}",
             "run `hvdkit build`",
         )
-    loads = f"loads; operations: {answer.stdout.strip().splitlines()[-1]}"
+    operations = (answer.stdout.strip().splitlines() or ["none"])[-1]
+    loads = f"loads; operations: {operations}"
     if built_for != framework.version:
         return Diagnostic(
             name,

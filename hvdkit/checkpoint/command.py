@@ -90,7 +90,7 @@ def add_actions(add: AddAction, export: Export) -> None:
     exporting.add_argument(
         "--format",
         choices=("torch", "safetensors", "huggingface"),
-        help="the format, if the name of TARGET does not determine it: PyTorch's state_dict, one "
+        help="the format (default: determined by the name of TARGET): PyTorch's state_dict, one "
         "safetensors file, or a folder with model.safetensors as transformers reads it (add your "
         "model's config.json)",
     )

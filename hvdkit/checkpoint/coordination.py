@@ -57,7 +57,8 @@ def compare(
 
     Args:
         collectives: of the ranks.
-        values: those of all ranks, the same on every rank.
+        values: one value for each rank, in the order of the ranks. Every rank passes the same
+            list.
         subject: the name of the value in the error.
         consequence: added to the error.
 
@@ -69,7 +70,7 @@ def compare(
         holders.setdefault(value, []).append(rank)
     if len(holders) > 1:
         who = "; ".join(f"{_named(ranks)}: {value}" for value, ranks in holders.items())
-        text = f"ranks disagree about {subject} ({who}): all must do the same steps"
+        text = f"ranks disagree about {subject} ({who}): make the same call on all ranks"
         raise UsageError(f"{text} ({consequence})" if consequence else text)
 
 
@@ -84,7 +85,7 @@ def compare_lines(
 
     Args:
         collectives: of the ranks.
-        digests: of the lines of all ranks, the same on every rank.
+        digests: one digest of the lines for each rank. Every rank passes the same list.
         lines: of this rank.
         subject: the name of the lines in the error.
         consequence: added to the error.

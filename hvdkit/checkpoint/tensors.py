@@ -111,7 +111,7 @@ def header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None =
     if len(text) > MAX_HEADER_BYTES:
         raise UsageError(
             f"the names and shapes of {len(specs)} tensors take {len(text)} bytes; expected at "
-            f"most {MAX_HEADER_BYTES}. Divide them among several parts."
+            f"most {MAX_HEADER_BYTES}. Pass several models or optimizers in a dict."
         )
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 

@@ -183,7 +183,7 @@ class Writer:
             return
         self.run = self._begin_run()
         if not found:
-            # Its state is in memory, so the run can continue.
+            # The state of the step is in memory, so the training can continue, in a new run.
             _log.warning(
                 "step %d, which was restored, was deleted from %s; the next save begins a new run",
                 *(base.step, self._storage),

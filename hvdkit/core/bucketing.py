@@ -91,7 +91,7 @@ class BucketPlan:
 
     @cached_property
     def bucket_of(self) -> tuple[int, ...]:
-        """Parameter index -> index of its bucket."""
+        """Parameter index -> index of its bucket. Each parameter must be in a bucket."""
         bucket_of = {i: bucket.index for bucket in self.buckets for i in bucket.parameters}
         return tuple(bucket_of[i] for i in range(len(self.specs)))
 
@@ -194,12 +194,17 @@ def without_layer_numbers(path: str) -> str:
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
-    """Return `names`, and append its index to each name that has occurred before."""
+    """Return `names`, and append its index to each name that has occurred before.
+
+    The index is appended again if the result has occurred, too.
+    """
     seen: set[str] = set()
     result = []
     for i, name in enumerate(names):
-        result.append(f"{name} ({i})" if name in seen else name)
-        seen.add(result[-1])
+        while name in seen:
+            name = f"{name} ({i})"
+        result.append(name)
+        seen.add(name)
     return result
 
 

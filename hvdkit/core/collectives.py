@@ -128,8 +128,9 @@ def alltoall_in_rounds(
 class Collectives(Protocol):
     """Small collectives of one process set, on host data.
 
-    Every rank of the set calls the same method with the same `name` in the same order; a call
-    returns the same value on all of them. All methods block, except those that begin with `start`.
+    Every rank of the set calls the same method with the same `name` in the same order. Except
+    `alltoall`, a call returns the same value on all ranks. All methods block, except those that
+    begin with `start`.
     """
 
     @property

@@ -105,7 +105,8 @@ def resolve(
 ) -> WireFormat:
     """Return the wire format for a user's `compression` argument.
 
-    An engine without bfloat16 sends float32 instead of bfloat16, and rank 0 logs a warning.
+    An engine without bfloat16 sends float32 instead of bfloat16. Rank 0 logs a warning if
+    `compression` is bf16 or int8.
 
     Args:
         compression: the name of a format, one of `compressors`, a `WireFormat`, or an object with

@@ -326,7 +326,7 @@ class Checkpoint(LastCallback):
                 "data=sampler to hvd.callbacks.Checkpoint"
             )
         self._metrics.in_epoch = True
-        # If all ranks stop here, the next batch is not trained.
+        # If a callback has set `stop_training`, this was the last batch of the epoch.
         progress.at_end = done == progress.epoch_steps or bool(self.model.stop_training)
         self._maybe_save()
 

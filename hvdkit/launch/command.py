@@ -318,7 +318,7 @@ def _allocation(options: argparse.Namespace) -> Allocation | None:
     if hosts_named:
         raise UsageError(
             "--launcher slurm was given with hosts, but the hosts are those of the allocation. "
-            "Remove -H and --hostfile"
+            "Remove -H, --hostfile and --host-discovery-script"
         )
     slurm_allocation = allocation.read(os.environ)
     if options.mpi is None and _only_mpi():

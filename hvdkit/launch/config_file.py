@@ -1,6 +1,6 @@
 """Read and write the arguments of `hvdkit run` in a TOML file (`--config`, `--write-config`).
 
-The keys are the long options without their dashes, and `command`:
+The keys are the long options without the leading `--`, and `command`:
 
     num-proc = 8
     hosts = "node0:4,node1:4"
@@ -70,8 +70,8 @@ def _read(path: Path, verb: argparse.ArgumentParser) -> dict[str, Any]:
             close = difflib.get_close_matches(key, [*actions, _COMMAND], 1)
             hint = f" Did you mean {close[0]}?" if close else ""
             raise UsageError(
-                f"--config {path}: {key} is not an option of `hvdkit run`. Expected the long "
-                f"options without their dashes, and `command`.{hint}"
+                f"--config {path}: {key} is not an option of `hvdkit run`. Expected long "
+                f"options without the leading --, such as num-proc, or `command`.{hint}"
             )
         expected = _expected(actions.get(key))
         if not _fits(value, expected):

@@ -100,7 +100,7 @@ def shard(
         seed: seed of that shuffle; may be the same on every rank. None: a new order in each run.
         tail: "drop" or "pad".
         reader: returns the dataset of a file name, e.g. `tf.data.TFRecordDataset`. For "pad", a
-            dataset of (x, y).
+            dataset of (x, y) or (x, y, sample_weight).
         process_set: the ranks that share the dataset.
 
     Returns:
@@ -344,7 +344,9 @@ def _count_files(
     by_rank = [json.loads(answer) for answer in answers]
     for index, answer in enumerate(by_rank):
         if answer["problem"]:
-            raise UsageError(f"rank {index} cannot count its files: {answer['problem']}")
+            raise UsageError(
+                f"rank {collectives.ranks[index]} cannot count its files: {answer['problem']}"
+            )
     counts = [by_rank[i % size]["counts"][i // size] for i in range(len(names))]
     if rank == 0:
         seconds = time.monotonic() - began

@@ -38,7 +38,8 @@ recorder = _runtime.recorder
 def init(*args: Any, **kwargs: Any) -> None:
     """Initialise Horovod; see `hvdkit.core.runtime.Runtime.init`.
 
-    Functions that reduce gradients are traced again afterwards, because the ranks may differ.
+    Functions that reduce gradients are traced again afterwards, because the number of ranks may
+    have changed.
     """
     _runtime.init(*args, **kwargs)
     clear_traces()

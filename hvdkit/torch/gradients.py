@@ -224,11 +224,15 @@ class OptimizerGradients:
             self._bases.pop(number, None)
             if number in self._unreduced and self._window.passes:
                 name = self._owner._name_of(self._parameters[number])
+                advice = (
+                    "Inside one, call optimizer.zero_grad(), which does nothing until the window "
+                    "ends, instead of model.zero_grad()"
+                    if self._window.mean
+                    else "With backward_passes_per_step, remove them only after optimizer.step()"
+                )
                 raise HvdkitError(
                     f"the gradient of {name!r} was removed after {self._window.passes} of "
-                    f"{self._window.size} backward passes of an accumulation window. Inside one, "
-                    f"call optimizer.zero_grad(), which does nothing until the window ends, "
-                    f"instead of model.zero_grad()."
+                    f"{self._window.size} backward passes of an accumulation window. {advice}."
                 )
         elif number not in self._unreduced and self._is_reduced(number, gradient, assigned):
             self._record_change(number, gradient)

@@ -49,7 +49,7 @@ def test_a_host_is_added_and_the_first_one_is_removed(start):
     job.wait_for("1 ranks? on host0:1$|2 ranks on host0:1, host1:1")
     job.wait_for(r"begin 0 \d+ size 2 resets \[2\]")
     job.wait_for("batch")
-    # The commits are now on the second host only.
+    # From here on, only the second host has commits.
     job.set_hosts("host1:1")
     job.wait_for("1 rank on host1:1")
     job.wait_for(r"begin \d \d+ size 1 resets \[1\]")

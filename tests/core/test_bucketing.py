@@ -11,6 +11,7 @@ from hvdkit.core.bucketing import (
     describe_devices,
     even_groups,
     plan,
+    unique_names,
 )
 from hvdkit.errors import UsageError
 
@@ -72,7 +73,8 @@ def test_a_parameter_above_the_limit_has_a_bucket_for_itself():
 def test_a_group_shares_one_bucket_of_any_size_with_no_one_else():
     specs = [spec(f"p{i}", 100) for i in range(8)]
     made = plan(specs, 800, groups=[[0, 3, 7], [5, 4]])
-    # Groups keep their order; parameters 6, 2 and 1 are in no group.
+    # Members of a group are in the order of the backward pass. Parameters 6, 2 and 1 are in no
+    # group.
     assert sorted(members(made)) == [(1,), (5, 4), (6, 2), (7, 3, 0)]
 
 
@@ -224,3 +226,7 @@ def test_groups_that_are_neither_a_number_nor_distinct_lists_are_refused(wrong):
         check_groups(wrong, "parameters")
     for right in (0, 3, [], [["a", "b"], ("c",)]):
         check_groups(right, "parameters")
+
+
+def test_unique_names_differ_also_from_names_that_were_there():
+    assert unique_names(["a", "a (2)", "a", "a"]) == ["a", "a (2)", "a (2) (2)", "a (3)"]

@@ -101,6 +101,7 @@ def test_the_error_is_at_most_half_of_a_code(library):
     largest = np.abs(numbers).reshape(-1, BLOCK).max(1).repeat(BLOCK).astype(np.float64)
     error = np.abs(found.astype(np.float64) - numbers)
     assert (error <= largest / 254 * (1 + 2**-20)).all()
-    # Ranks encode a sum of decoded numbers again: that changes a number by its rounding at most.
+    # Ranks encode a sum of decoded numbers again. This changes a number by at most one float32
+    # rounding of the largest number of the block.
     again = decode(library, encode(library, found), len(numbers))
     assert (np.abs(again - found) <= np.spacing(largest.astype(np.float32))).all()

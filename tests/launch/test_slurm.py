@@ -82,7 +82,7 @@ def run(*arguments, **env):
     ("arguments", "env", "expected"),
     [
         (["--launcher", "slurm"], {}, "there is no allocation here"),
-        (["--launcher", "slurm", "-H", "a:1"], ENV, "Remove -H and --hostfile"),
+        (["--launcher", "slurm", "-H", "a:1"], ENV, "Remove -H, --hostfile and"),
         (["--mpi", "pmix", "-np", "1"], {}, "--mpi pmix is an option of srun"),
         (["-np", "8"], ENV, "-np is 8, but the allocation has 7 tasks"),
     ],

@@ -418,8 +418,8 @@ class ObjectWriter:
             entry = _look(self._bucket, Listed(name, step, run), sizes[name])
             if entry.manifest is None and not isinstance(entry.error, Damaged):
                 raise CheckpointError(f"{name} in {self._bucket.url}: {entry.error}")
-            # A draft that was not committed has the number of a readable record, or a number after
-            # the last record.
+            # The commit number in the manifest of an uncommitted draft is that of a readable
+            # record, or comes after the last record.
             if entry.manifest and _readable(head) < entry.manifest.commit <= head.number:
                 found.append(Listed(name, step, run))
         return found

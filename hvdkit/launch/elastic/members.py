@@ -143,7 +143,8 @@ class Members:
                     if not told:
                         self.say(
                             f"waiting for hosts: they have {total_slots(usable)} slots, expected "
-                            f"{size} (--min-np), for at most {timeout:g} s (--elastic-timeout)"
+                            f"{size} (-np, or --min-np after a restart), for at most {timeout:g} s "
+                            f"(--elastic-timeout)"
                         )
                         told = True
                 if time.monotonic() > deadline:
