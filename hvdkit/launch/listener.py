@@ -30,6 +30,9 @@ _TOKEN_BYTES = 100
 _ACCEPT_SECONDS = 0.2
 # The most connections that do not belong to this job and may be open at the same time.
 _STRANGERS = 64
+#: Connections that the system may keep until they are accepted. With few, the system drops others,
+#: which try again after seconds. All agents connect at once, and strangers may be among them.
+BACKLOG = 4096
 # Threads of connections that were closed a moment ago count too.
 _THREADS_PER_CONNECTION = 4
 # The seconds in which mpirun and srun should end by themselves after their ranks.
@@ -145,7 +148,7 @@ class AgentListener(Listener[int]):
     def __init__(self, address: str, size: int, silence: float = HOST_SECONDS) -> None:
         self._token = secrets.token_hex(16)
         self._size = size
-        server = socket.create_server((address, 0), backlog=size)
+        server = socket.create_server((address, 0), backlog=BACKLOG)
         self.address: tuple[str, int] = (address, server.getsockname()[1])
         super().__init__(server, size, self._read_rank, silence)
 

@@ -25,7 +25,7 @@ from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection, SocketConnection
 from hvdkit.launch.hosts import Host, own_addresses
 from hvdkit.launch.job import Outcome
-from hvdkit.launch.listener import Listener
+from hvdkit.launch.listener import BACKLOG, Listener
 from hvdkit.launch.nodes.handshake import Authenticator, NodeInfo, describe_node, is_node_0
 from hvdkit.launch.nodes.joining import QUIET_SECONDS, connect_to_any, read_file
 from hvdkit.launch.nodes.settings import NodeSettings
@@ -161,10 +161,10 @@ def _listening(settings: NodeSettings) -> Iterator[tuple[socket.socket, bytes]]:
     try:
         if socket.has_dualstack_ipv6():
             server = socket.create_server(
-                ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=settings.nodes
+                ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
             )
         else:
-            server = socket.create_server(("", port), backlog=settings.nodes)
+            server = socket.create_server(("", port), backlog=BACKLOG)
     except OSError as error:
         raise HvdkitError(
             f"{settings.rendezvous}: this node cannot listen on port {port}: {error.strerror}. Is "
