@@ -223,7 +223,8 @@ class Job:
         if not self._all_registered:
             self._check_registered(now)
         self._check_silence(now)
-        if (verdict := self._stalls.check(now, self._statuses)) is not None:
+        # A rank that the launcher ends has not ended by itself: a verdict would blame it for that.
+        if not self._ending and (verdict := self._stalls.check(now, self._statuses)) is not None:
             self._on_stall(verdict)
         if self._output.stdout_closed and self._stopped_by is None:
             # Other programs end at once if their output is closed. Here the ranks may save first.
