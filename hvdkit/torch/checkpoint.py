@@ -24,18 +24,14 @@ from hvdkit.torch import runtime
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.data import data_parts
 from hvdkit.torch.devices import host_memory
-from hvdkit.torch.items import (
-    ModelItem,
-    OptimizerItem,
-    Randomness,
-    ReductionItem,
-    StateDictItem,
-    Statistics,
-    identity,
-    on_host,
-    without_tensors,
-    writable,
-)
+from hvdkit.torch.items.model import ModelItem
+from hvdkit.torch.items.optimizer import OptimizerItem
+from hvdkit.torch.items.randomness import Randomness
+from hvdkit.torch.items.reduction import ReductionItem
+from hvdkit.torch.items.state_dict import StateDictItem
+from hvdkit.torch.items.statistics import Statistics
+from hvdkit.torch.items.tensors import identity, writable
+from hvdkit.torch.items.trees import on_host, without_tensors
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 
