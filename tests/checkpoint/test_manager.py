@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdkit.checkpoint import background, chunks, manager, tensors
+from hvdkit.checkpoint import background, chunks, manager, schedule, tensors
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.broadcast import Broadcast
 from hvdkit.checkpoint.errors import CheckpointError
@@ -476,7 +476,7 @@ def test_saves_by_the_first_ranks_clock(place, monkeypatch):
             # The clocks of the other ranks jump far ahead at each call.
             return cls.now if threading.current_thread().name == "first" else time.monotonic() * 1e6
 
-    monkeypatch.setattr(manager, "time", Clock)
+    monkeypatch.setattr(schedule, "time", Clock)
 
     def run(collectives):
         if collectives.rank == 0:
