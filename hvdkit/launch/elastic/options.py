@@ -1,4 +1,4 @@
-"""Check the options of `hvdkit run` for elastic jobs."""
+"""The limits of an elastic job, from the options of `hvdkit run`."""
 
 from __future__ import annotations
 
@@ -13,36 +13,12 @@ _RESTARTS = 3
 _TIMEOUT = 600.0
 
 
-def refuse_without_elastic(options: argparse.Namespace) -> None:
-    """Raise UsageError for options that need `--elastic`."""
-    others = {
-        "--max-np": options.max_np,
-        "--slots-per-host": options.slots_per_host,
-        "--elastic-timeout": options.elastic_timeout,
-        "--reset-limit": options.reset_limit,
-        "--blacklist-cooldown-range": options.blacklist_cooldown_range,
-    }
-    if given := [name for name, value in others.items() if value is not None]:
-        raise UsageError(f"{given[0]} needs --elastic")
-
-
 def limits(options: argparse.Namespace) -> ElasticLimits:
     """Return the limits of an elastic job.
 
     Raises:
-        UsageError: the options contradict each other.
+        UsageError: a number is out of range.
     """
-    others = {
-        "--nodes": options.nodes,
-        "--debug-rank": options.debug_rank,
-        "--mpi": options.mpi,
-        f"--launcher {options.launcher}": options.launcher not in ("auto", "gloo") or None,
-    }
-    if given := [name for name, value in others.items() if value is not None]:
-        raise UsageError(
-            f"--elastic cannot be combined with {given[0]}: an elastic job starts its ranks over "
-            f"Gloo, with an agent on each host"
-        )
     smallest = options.min_np or options.num_proc or 1
     first = options.num_proc or smallest
     largest = options.max_np
