@@ -7,6 +7,7 @@ from typing import Any
 
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.core.collectives import Collectives
+from hvdkit.core.consistency import name_ranks
 from hvdkit.errors import HvdkitError, UsageError
 
 
@@ -42,7 +43,7 @@ def exchange(
     if not holders:
         return gathered
     told = "; ".join(
-        text if len(who) == len(gathered) else f"{_named(who)}: {text}"
+        text if len(who) == len(gathered) else f"{name_ranks(who)}: {text}"
         for text, who in holders.items()
     )
     kind = UsageError if all(each.get("usage", True) for each in gathered) else CheckpointError
@@ -67,7 +68,7 @@ def compare(
     for rank, value in zip(collectives.ranks, values, strict=True):
         holders.setdefault(value, []).append(rank)
     if len(holders) > 1:
-        who = "; ".join(f"{_named(ranks)}: {value}" for value, ranks in holders.items())
+        who = "; ".join(f"{name_ranks(ranks)}: {value}" for value, ranks in holders.items())
         text = f"ranks disagree about {subject} ({who}): all must do the same steps"
         raise UsageError(f"{text} ({consequence})" if consequence else text)
 
@@ -146,7 +147,3 @@ def scatter(collectives: Collectives, data: Sequence[bytes], name: str) -> bytes
     is_first = collectives.rank == collectives.ranks[0]
     parts = list(data) if is_first else [b""] * len(collectives.ranks)
     return collectives.alltoall(parts, name)[0]
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
