@@ -27,14 +27,13 @@ def limits(options: argparse.Namespace) -> ElasticLimits:
     if ordered != sorted(ordered) or smallest < 1:
         given_sizes = ", ".join(f"{name} {size}" for name, size in sizes.items() if size)
         raise UsageError(f"{given_sizes}: expected 1 <= --min-np <= -np <= --max-np")
-    for name, value in {
-        "--restarts": options.restarts,
-        "--reset-limit": options.reset_limit,
-        "--slots-per-host": None if options.slots_per_host is None else options.slots_per_host - 1,
-    }.items():
-        if value is not None and value < 0:
-            least = int(name == "--slots-per-host")
-            raise UsageError(f"{name} is {value + least}: expected at least {least}")
+    for name, value, least in (
+        ("--restarts", options.restarts, 0),
+        ("--reset-limit", options.reset_limit, 0),
+        ("--slots-per-host", options.slots_per_host, 1),
+    ):
+        if value is not None and value < least:
+            raise UsageError(f"{name} is {value}: expected at least {least}")
     cooldown = options.blacklist_cooldown_range
     if cooldown is not None and not 0 < cooldown[0] <= cooldown[1]:
         raise UsageError(
