@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import hvdkit
 from hvdkit.console import Console
-from hvdkit.errors import HvdkitError, UsageError, status_before_start
-from hvdkit.signals import STOP_SIGNALS, handle_stop_signals
+from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.signals import STOP_SIGNALS, handle_stop_signals, status_before_start
 
 if TYPE_CHECKING:
     from hvdkit.checkpoint.reading import OpenCheckpoint

@@ -4,8 +4,6 @@ A message has one or two lines: what happened, what was expected and what to do.
 prints the message alone.
 """
 
-import signal
-
 
 class HvdkitError(RuntimeError):
     """An operation failed, or its environment is unsuitable. Command line: exit status 1."""
@@ -25,12 +23,3 @@ RESUMABLE = 75
 #: Exit status of the ranks of an elastic job that end to be started on other hosts (Linux's number
 #: of ERESTART).
 HOSTS_CHANGED = 85
-
-
-def status_before_start(number: signal.Signals) -> int:
-    """Return the exit status of a job that a signal stopped before any rank was started.
-
-    It is `RESUMABLE` for a batch system's signals only, not for Ctrl-C or a closed terminal.
-    """
-    by_batch_system = number in (signal.SIGTERM, signal.SIGUSR1)
-    return RESUMABLE if by_batch_system else 128 + number

@@ -10,11 +10,8 @@ Example:
 """
 
 import atexit
-import functools
 import os
-import re
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.mpirun import identify_mpirun
 from hvdkit.processes import ProcessGroup, exit_text, without_rank_variables
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
@@ -360,47 +358,6 @@ def start_mpi(
 def _check_size(size: int) -> None:
     if size < 1:
         raise UsageError(f"number of ranks is {size}: expected at least 1")
-
-
-@dataclass(frozen=True)
-class Mpirun:
-    """An MPI's launcher.
-
-    Attributes:
-        path: its path.
-        open_mpi: whether it is Open MPI's; else it is Hydra, of MPICH and Intel MPI.
-        major: the first number of its version; 0 if unknown.
-    """
-
-    path: str
-    open_mpi: bool
-    major: int
-
-
-@functools.cache
-def identify_mpirun(path: str) -> Mpirun:
-    """Return the kind of the MPI launcher at `path`.
-
-    Raises:
-        HvdkitError: it does not run, or its kind is unknown.
-    """
-    try:
-        answer = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=30, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise HvdkitError(f"cannot run {path!r} --version: {error}") from error
-    text = answer.stdout + answer.stderr
-    version = re.search(r"\b(\d+)\.\d+", text)
-    major = int(version[1]) if version else 0
-    if any(name in text for name in ("Open MPI", "OpenRTE", "PRRTE")):
-        return Mpirun(path, True, major)
-    if "HYDRA" in text.upper() or "MPICH" in text or "Intel(R) MPI" in text:
-        return Mpirun(path, False, major)
-    raise HvdkitError(
-        f"{path!r} is not the launcher of Open MPI or MPICH; its --version says {_tail(text)!r}. "
-        "Give the mpirun of the MPI that Horovod was built with"
-    )
 
 
 def _read(path: Path) -> str:

@@ -1,10 +1,12 @@
-"""The signals that ask a job to stop, and their handlers."""
+"""The signals that ask a job to stop: their handlers, and the exit status after one of them."""
 
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from hvdkit.errors import RESUMABLE
 
 #: SIGINT: Ctrl-C. SIGTERM: a batch system ends the job. SIGUSR1: a batch system will end the job
 #: soon. SIGHUP: the terminal was closed.
@@ -33,3 +35,12 @@ def restore(number: int, previous: Any) -> None:
     again. Then the signal gets its default handler.
     """
     signal.signal(number, signal.SIG_DFL if previous is None else previous)
+
+
+def status_before_start(number: signal.Signals) -> int:
+    """Return the exit status of a job that a signal stopped before any rank was started.
+
+    It is `RESUMABLE` for a batch system's signals only, not for Ctrl-C or a closed terminal.
+    """
+    by_batch_system = number in (signal.SIGTERM, signal.SIGUSR1)
+    return RESUMABLE if by_batch_system else 128 + number

@@ -18,6 +18,7 @@ LAYERS = {
     "console": 0,
     "diagnostics": 0,
     "mesh": 0,
+    "mpirun": 0,
     "owned_folders": 0,
     "processes": 0,
     "ranks": 0,
@@ -38,11 +39,14 @@ LAYERS = {
 }
 ALLOWED = {
     ("mesh", "errors"),
+    ("mpirun", "errors"),
     ("processes", "errors"),
     ("ranks", "errors"),
+    ("ranks", "mpirun"),
     ("ranks", "processes"),
     ("ranks", "rendezvous"),
     ("rendezvous", "mesh"),
+    ("signals", "errors"),
     ("checkpoint", "core"),
     ("cli", "bench"),
     ("launch", "core"),

@@ -2,8 +2,9 @@
 
 A save goes through these modules:
 
-    manager       all ranks enter `save` and succeed or fail together (`coordination`)
+    manager       all ranks enter `save` and succeed or fail together (`calls`, `coordination`)
     state, items  each stateful item returns its state as a tree of tensors
+    saving        all ranks check that they save the same state
     snapshot      rank 0 copies the tensors to host memory; training continues
     background    a thread writes the copy
     writing       encodes the parts as tensor files (`tensors`, `chunks`) and JSON (`tree`)

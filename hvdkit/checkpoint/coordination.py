@@ -1,13 +1,13 @@
 """Coordination: all ranks complete a save or a restore, or all of them raise."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.core.collectives import Collectives
+from hvdkit.core.consistency import name_ranks
 from hvdkit.errors import HvdkitError, UsageError
 
 
@@ -43,7 +43,7 @@ def exchange(
     if not holders:
         return gathered
     told = "; ".join(
-        text if len(who) == len(gathered) else f"{_named(who)}: {text}"
+        text if len(who) == len(gathered) else f"{name_ranks(who)}: {text}"
         for text, who in holders.items()
     )
     kind = UsageError if all(each.get("usage", True) for each in gathered) else CheckpointError
@@ -69,7 +69,7 @@ def compare(
     for rank, value in zip(collectives.ranks, values, strict=True):
         holders.setdefault(value, []).append(rank)
     if len(holders) > 1:
-        who = "; ".join(f"{_named(ranks)}: {value}" for value, ranks in holders.items())
+        who = "; ".join(f"{name_ranks(ranks)}: {value}" for value, ranks in holders.items())
         text = f"ranks disagree about {subject} ({who}): make the same call on all ranks"
         raise UsageError(f"{text} ({consequence})" if consequence else text)
 
@@ -107,6 +107,26 @@ def compare_lines(
     raise UsageError(f"{text} ({consequence})" if consequence else text)
 
 
+def call_on_first(collectives: Collectives, call: Callable[[], Any]) -> Any:
+    """Call on the first rank, and return the result on all ranks. A collective.
+
+    The result is sent as JSON.
+
+    Raises:
+        UsageError, CheckpointError: on all ranks: the call raised.
+    """
+    sent = b""
+    problem: Exception | None = None
+    first = collectives.ranks[0]
+    try:
+        if collectives.rank == first:
+            sent = json.dumps(call()).encode()
+    except Exception as error:
+        problem = error
+    exchange(collectives, {}, problem)
+    return json.loads(collectives.broadcast(sent, first, "hvdkit.checkpoint.told"))
+
+
 def gather(collectives: Collectives, data: bytes, name: str) -> list[bytes]:
     """Send every rank's data to the first rank. A collective.
 
@@ -128,50 +148,3 @@ def scatter(collectives: Collectives, data: Sequence[bytes], name: str) -> bytes
     is_first = collectives.rank == collectives.ranks[0]
     parts = list(data) if is_first else [b""] * len(collectives.ranks)
     return collectives.alltoall(parts, name)[0]
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-_BITS = 15
-
-
-@dataclass(frozen=True)
-class StepWord:
-    """Flags of each rank at the beginning of a call of the manager, summed over the ranks.
-
-    Attributes:
-        present: 1. A sum below the number of ranks shows that some have called `join`.
-        due: 1 if a save is due by the steps.
-        stops: 1 if this rank has a stop signal.
-        in_window: 1 in the middle of an accumulation window.
-        late: 1 on the first rank if a save is due by its clock.
-        failed: 1 on the first rank if a write has failed.
-        elsewhere: 1 if this rank is in another call than `maybe_save`.
-        backward: 1 if the step is lower than that of an earlier call.
-    """
-
-    present: int = 1
-    due: int = 0
-    stops: int = 0
-    in_window: int = 0
-    late: int = 0
-    failed: int = 0
-    elsewhere: int = 0
-    backward: int = 0
-
-    def sum(self, collectives: Collectives) -> "StepWord":
-        """Return the sum of all ranks' words. A collective."""
-        counts = astuple(self)
-        words = [_packed(counts[:4]), _packed(counts[4:])]
-        totals = collectives.sum(words, "hvdkit.checkpoint.step")
-        return StepWord(*(count for total in totals for count in _unpacked(total)))
-
-
-def _packed(counts: Sequence[int]) -> int:
-    return sum(count << k * _BITS for k, count in enumerate(counts))
-
-
-def _unpacked(word: int) -> list[int]:
-    return [word >> k * _BITS & (1 << _BITS) - 1 for k in range(4)]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit.checkpoint.dtypes import numpy_dtype
+from hvdkit.checkpoint.exporting import exporting
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.tensors import nbytes
@@ -33,6 +34,7 @@ def export(checkpoint: OpenCheckpoint, file: str | os.PathLike[str]) -> None:
 
     Raises:
         UsageError: the checkpoint has no layout, or the name ends differently.
+        HvdkitError: the file cannot be written.
     """
     path = Path(file)
     if not path.name.endswith(".weights.h5"):
@@ -41,22 +43,17 @@ def export(checkpoint: OpenCheckpoint, file: str | os.PathLike[str]) -> None:
     # Keras requires h5py; hvdkit does not.
     import h5py  # type: ignore[import-untyped]
 
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with h5py.File(temporary, "w") as h5:
-            for group_path, name, variables in layout:
-                group = h5.create_group(f"{group_path}/vars" if group_path else "vars")
-                if name is not None:
-                    group.attrs["name"] = name
-                for key, part, tensor in variables:
-                    array = _read(checkpoint, part, tensor)
-                    dataset = group.create_dataset(key, data=array)
-                    if array.dtype.name == "bfloat16":
-                        # HDF5 has no such dtype. Keras marks the dataset with this attribute.
-                        dataset.attrs["dtype"] = "bfloat16"
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with exporting(path) as beside, h5py.File(beside, "w") as h5:
+        for group_path, name, variables in layout:
+            group = h5.create_group(f"{group_path}/vars" if group_path else "vars")
+            if name is not None:
+                group.attrs["name"] = name
+            for key, part, tensor in variables:
+                array = _read(checkpoint, part, tensor)
+                dataset = group.create_dataset(key, data=array)
+                if array.dtype.name == "bfloat16":
+                    # HDF5 has no such dtype. Keras marks the dataset with this attribute.
+                    dataset.attrs["dtype"] = "bfloat16"
 
 
 def _layout(checkpoint: OpenCheckpoint) -> Sequence[Any]:

@@ -7,6 +7,8 @@ from typing import Any
 from hvdkit.checkpoint.state import Discarded, StatefulItem, Tensor, TensorSpec, Tree
 from hvdkit.errors import UsageError
 
+_SHOWN = 3
+
 
 class Variables:
     """A `StatefulItem` of ordered, named variables.
@@ -46,7 +48,7 @@ class Variables:
         saved_lines = [_line(name, spec) for name, spec in tree.items()]
         own_lines = [_line(name, tensor.spec) for name, tensor in own.items()]
         if saved_lines != own_lines:
-            raise UsageError(_difference(saved_lines, own_lines, self._subject))
+            raise _difference(saved_lines, own_lines, self._subject)
         return dict(zip(tree, own.values(), strict=True))
 
     def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
@@ -101,14 +103,20 @@ def _line(name: str, spec: TensorSpec) -> str:
     return f"{plain(name)} {spec.dtype}{list(spec.shape)}"
 
 
-def _difference(saved: Sequence[str], own: Sequence[str], subject: str) -> str:
+def _difference(saved: Sequence[str], own: Sequence[str], subject: str) -> UsageError:
     longest = max(len(saved), len(own))
     padded = [[*lines, *["nothing more"] * (longest - len(lines))] for lines in (saved, own)]
     differ = [f"{a} -> {b}" for a, b in zip(*padded, strict=True) if a != b]
-    more = f", and {len(differ) - 3} more" if len(differ) > 3 else ""
-    return (
-        f"the checkpoint does not fit {subject} (saved -> here): {'; '.join(differ[:3])}{more}. "
-        f"Build it as in the run that saved the checkpoint"
+    return does_not_fit(f"{subject} (saved -> here)", differ)
+
+
+def does_not_fit(subject: str, differences: Sequence[str]) -> UsageError:
+    """Return the error for an item that differs from the saved one."""
+    more = len(differences) - _SHOWN
+    shown = "; ".join(differences[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
+    return UsageError(
+        f"the checkpoint does not fit {subject}: {shown}. Build it as in the run that saved the "
+        f"checkpoint"
     )
 
 

@@ -5,33 +5,30 @@ result, or all of them raise, whichever rank had the error. Facts that only one 
 clock, a signal, a failed write) are communicated before a decision depends on them.
 """
 
-import json
 import logging
 import platform
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-import numpy as np
-
 import hvdkit
-from hvdkit.checkpoint import memory, tree
+from hvdkit.checkpoint import calls, memory
 from hvdkit.checkpoint.background import BackgroundWriter
-from hvdkit.checkpoint.coordination import StepWord, compare, compare_lines, exchange, gather
+from hvdkit.checkpoint.calls import StepWord
+from hvdkit.checkpoint.coordination import call_on_first, compare, exchange
 from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.memory import Allocate
-from hvdkit.checkpoint.restoring import NOTHING_RESTORED, Restoring
+from hvdkit.checkpoint.restoring import NOTHING_RESTORED, Restoring, wanted_parts
 from hvdkit.checkpoint.retention import KeepBest, Mode
-from hvdkit.checkpoint.sharding import ShardedItem, check_layouts
+from hvdkit.checkpoint.saving import Saving, check_arguments
+from hvdkit.checkpoint.schedule import Schedule
 from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
-from hvdkit.checkpoint.snapshot import SnapshotMemory, in_place
-from hvdkit.checkpoint.state import ComparedItem, RankItem, StatefulItem, Tree
-from hvdkit.checkpoint.storage import MAX_STEP
+from hvdkit.checkpoint.snapshot import SnapshotMemory
+from hvdkit.checkpoint.state import RankItem, StatefulItem
+from hvdkit.checkpoint.storage import check_number
 from hvdkit.checkpoint.store import Store
-from hvdkit.checkpoint.writing import Snapshot, rank_to_bytes
+from hvdkit.checkpoint.writing import Snapshot
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import digest
 from hvdkit.core.replicas import ReplicaCheck
 from hvdkit.errors import RESUMABLE, UsageError
 
@@ -139,26 +136,14 @@ class Manager:
         replicas: Callable[[], Sequence[ReplicaCheck | None]] = tuple,
         allocate: Allocate = memory.allocate,
     ) -> None:
-        if every_steps is not None and (not isinstance(every_steps, int) or every_steps < 1):
-            raise UsageError(f"every_steps is {every_steps!r}: expected a whole number >= 1")
-        if every_minutes is not None and not every_minutes > 0:
-            raise UsageError(f"every_minutes is {every_minutes!r}: expected more than 0")
+        self._schedule = Schedule(every_steps, every_minutes)
         for name in (*parts, *(rank_parts or {})):
             check_part_name(name)
         self._store = store
         self._collectives = collectives
         self._parts = dict(parts)
         self._rank_parts = dict(rank_parts or {})
-        self._alike = [name for name in self._parts if name in alike]
-        # Items of `alike` are compared by their content instead.
-        self._compared = {
-            name: part
-            for name, part in self._parts.items()
-            if isinstance(part, ComparedItem) and name not in self._alike
-        }
-        self._sharded = {
-            name: part for name, part in self._parts.items() if isinstance(part, ShardedItem)
-        }
+        self._alike = set(alike)
         self._of_this_size = set(of_this_size)
         self._versions = {
             "hvdkit": hvdkit.__version__,
@@ -166,20 +151,13 @@ class Manager:
             **(versions or {}),
         }
         self._sum_order = sum_order
-        self._every_steps = every_steps
-        self._every_seconds = None if every_minutes is None else 60 * every_minutes
         self._asynchronous = asynchronous
         self._signals = StopSignals(stop_signals)
         self._cannot_save_now = cannot_save_now
         self._replicas = replicas
         self._closed = False
         self._half_restored = False
-        self._last_step = 0
-        # The highest step that a call was given, or the restored step.
-        self._seen_step = 0
         self._unknown_metrics: set[str] = set()
-        # Monotonic: the time of day may jump.
-        self._last_time = time.monotonic()
         # Used on the first rank only.
         self._memory = SnapshotMemory(allocate)
         self._writer = BackgroundWriter(store, overwrite, run)
@@ -225,14 +203,19 @@ class Manager:
             CheckpointError: on all ranks: this write or the previous one failed.
         """
         self._begin("save")
-        message: dict[str, Any] = {}
-        problem: Exception | None = None
-        consequence = f"step {step} was not saved"
         wait = bool(wait) or not self._asynchronous
+        consequence = f"step {step} was not saved"
         # The previous copy is in use until it is written.
         self._finish("save", consequence)
+        saving = Saving(
+            *(self._collectives, self._parts, self._rank_parts, self._alike),
+            replicas=self._replicas,
+            memory=None if wait else self._memory,
+            consequence=consequence,
+        )
+        problem: Exception | None = None
         try:
-            values = _checked(step, epoch, metrics or {})
+            values = check_arguments(step, epoch, metrics or {})
             self._expect_whole_state()
             if self._cannot_save_now():
                 raise UsageError(
@@ -242,49 +225,11 @@ class Manager:
                 )
             if self._first:
                 self._writer.open()
-            alike = {name: self._parts[name].save() for name in self._alike}
-            signatures = {name: part.signature() for name, part in self._compared.items()}
-            gathers = {
-                name: part.prepare_gather(self._first) for name, part in self._sharded.items()
-            }
-            message = {
-                "step": int(step),
-                "wait": str(wait),
-                "ranks": ", ".join(self._rank_parts),
-                "parts": ", ".join(self._parts),
-                "alike": {name: _fingerprint(each, name) for name, each in alike.items()},
-                "signatures": {name: digest(lines).hex() for name, lines in signatures.items()},
-                "shards": {name: each.layout for name, each in gathers.items()},
-                "replicas": [self._described(check) for check in self._replicas()],
-            }
+            saving.prepare(int(step))
         except Exception as error:
             problem = error
-        gathered = exchange(self._collectives, message, problem, consequence)
-        self._compare(gathered, signatures, consequence)
-        self._compare_replicas([each["replicas"] for each in gathered], int(step))
-        try:
-            # After the comparison, which may have repaired this rank.
-            trees = {
-                name: alike[name] if name in alike else self._parts[name].save()
-                for name in self._parts_to_save()
-            }
-            own = rank_to_bytes(
-                _encoded_plainly(
-                    {name: part.save() for name, part in self._rank_parts.items()}, "rank"
-                )
-            )
-            if self._first:
-                content = in_place(trees) if wait else self._memory.copy(trees)
-        except Exception as error:
-            problem = error
-        exchange(self._collectives, {}, problem, consequence)
-        for name, rows in gathers.items():
-            rows.run(self._collectives, [each["shards"][name] for each in gathered])
-            if rows.part is not None:
-                content[name] = rows.part
-        ranks = gather(self._collectives, own, "hvdkit.checkpoint.ranks")
-        self._last_step, self._last_time = int(step), time.monotonic()
-        self._seen_step = max(self._seen_step, int(step))
+        content, ranks = saving.run(problem)
+        self._schedule.record_save(int(step))
         if self._first:
             snapshot = Snapshot(
                 step=int(step),
@@ -306,67 +251,6 @@ class Manager:
             if self._first:
                 snapshot.withdrawn.set()
             raise
-
-    def _compare(
-        self,
-        gathered: Sequence[Mapping[str, Any]],
-        signatures: Mapping[str, Sequence[str]],
-        consequence: str,
-    ) -> None:
-        """Check that the ranks save the same state. A collective.
-
-        Args:
-            gathered: the messages of all ranks in `save`.
-            signatures: part -> the signature of this rank's item.
-            consequence: added to an error.
-
-        Raises:
-            UsageError: on all ranks: they do not.
-        """
-        for kind, subject in (
-            ("step", "the step to save"),
-            ("wait", "whether to wait until it is written"),
-            ("ranks", "which items have a state on each rank"),
-            ("parts", "the parts"),
-        ):
-            compare(self._collectives, [each[kind] for each in gathered], subject, consequence)
-        for name in self._alike:
-            positions = [each["alike"][name] for each in gathered]
-            compare(self._collectives, positions, f"the position in {name!r}", consequence)
-        for name, lines in signatures.items():
-            digests = [each["signatures"][name] for each in gathered]
-            compare_lines(self._collectives, digests, lines, name, consequence)
-        for name in self._sharded:
-            layouts = [each["shards"][name] for each in gathered]
-            check_layouts(self._collectives.ranks, layouts, consequence)
-
-    def _described(self, check: ReplicaCheck | None) -> dict[str, Any] | None:
-        """Return a comparison as the ranks exchange it; None if it cannot be made here."""
-        if check is None or not check.settings.interval:
-            return None
-        if list(check.ranks) != list(self._collectives.ranks):
-            return None
-        return {"settings": str(check.settings), "stepped": check.has_stepped()}
-
-    def _compare_replicas(self, gathered: Sequence[Sequence[Any]], step: int) -> None:
-        """Compare replicas between the ranks if one rank has stepped since. A collective.
-
-        Args:
-            gathered: rank -> optimizer -> the result of `_described`.
-            step: the step to save.
-
-        Raises:
-            RankMismatchError: on all ranks, see `ReplicaCheck.compare`.
-        """
-        if len({len(of_rank) for of_rank in gathered}) > 1:
-            return
-        for check, described in zip(self._replicas(), zip(*gathered, strict=True), strict=True):
-            # A rank without the comparison would leave the others waiting.
-            if check is None or not all(described):
-                continue
-            same = len({each["settings"] for each in described}) == 1
-            if same and any(each["stepped"] for each in described):
-                check.compare(step, f"Step {step} was not saved.")
 
     def _warn_of_missing(self, metrics: Mapping[str, float]) -> None:
         """Warn once for each metric of `keep_best` that is missing in a step's metrics."""
@@ -408,28 +292,23 @@ class Manager:
             # Report a folder that cannot be written at the first step, not at the first save.
             self._writer.try_to_open()
         ranks = len(self._collectives.ranks)
-        due = self._every_steps is not None and (
-            step // self._every_steps > self._last_step // self._every_steps
-        )
-        late = self._every_seconds is not None and (
-            time.monotonic() - self._last_time >= self._every_seconds
-        )
+        due, back = self._schedule.is_due(step), self._schedule.error_at(step)
         agreed = StepWord(
             due=int(due),
             stops=int(bool(self._signals.asked)),
             in_window=int(bool(self._cannot_save_now())),
-            late=int(late and self._first),
+            late=int(self._schedule.is_late() and self._first),
             failed=int(self._writer.failed),
-            backward=int(step < self._seen_step),
+            backward=int(back is not None),
         ).sum(self._collectives)
         if agreed.present < ranks:
             # Some ranks have called `join`, and take part in reductions only.
             return False
         if agreed.elsewhere:
-            self._compare_calls("maybe_save")
+            calls.exchange_in_call(self._collectives, "maybe_save")
         if agreed.backward:
-            self._refuse_to_go_back(step)
-        self._seen_step = max(self._seen_step, step)
+            exchange(self._collectives, {}, back)
+        self._schedule.see(step)
         if agreed.failed:
             self.wait()
         if agreed.due not in (0, ranks):
@@ -507,8 +386,8 @@ class Manager:
         try:
             for name, value in (("step", step), ("run", run)):
                 if value is not None:
-                    _check_count(name, value)
-            parts = self._parts_wanted(only)
+                    check_number(name, value)
+            parts = wanted_parts(only, {*self._parts, *self._rank_parts})
             message = {
                 subject: "the newest" if wanted is None else str(wanted)
                 for subject, wanted in (("step", step), ("run", run))
@@ -535,15 +414,12 @@ class Manager:
         if found is None:
             return None
         self._half_restored = False
-        self._seen_step = 0
-        self._last_time = time.monotonic()
+        # With `only` it is another training, with its own count of steps.
+        self._schedule.record_restore(found.step if only is None else None)
         if only is not None:
-            # Another training, with its own count of steps.
             self._writer.begin_run()
-        else:
-            self._last_step = self._seen_step = found.step
-            if self._first:
-                self._writer.restored(found)
+        elif self._first:
+            self._writer.restored(found)
         return Restored(found.step, found.epoch, found.metrics, found.world_size)
 
     def steps(self) -> list[SavedStep]:
@@ -556,7 +432,9 @@ class Manager:
         """
         self._begin("steps")
         self._finish("steps")
-        return [SavedStep(**fields) for fields in self._from_first(self._list_steps)]
+        return [
+            SavedStep(**fields) for fields in call_on_first(self._collectives, self._list_steps)
+        ]
 
     def latest(self) -> int | None:
         """Return the step that was saved last; None if there is none. A collective.
@@ -606,12 +484,12 @@ class Manager:
         self._finish("delete")
         problem: Exception | None = None
         try:
-            _check_count("step", step)
+            check_number("step", step)
         except UsageError as error:
             problem = error
         told = exchange(self._collectives, {"step": repr(step)}, problem)
         compare(self._collectives, [each["step"] for each in told], "the step to delete")
-        self._from_first(lambda: self._writer.delete(step))
+        call_on_first(self._collectives, lambda: self._writer.delete(step))
 
     def _list_steps(self) -> list[dict[str, Any]]:
         return [
@@ -623,25 +501,6 @@ class Manager:
             }
             for info in self._store.steps_of_newest_run()
         ]
-
-    def _from_first(self, call: Callable[[], Any]) -> Any:
-        """Call on the first rank, and return the result on all ranks. A collective.
-
-        The result is sent as JSON.
-
-        Raises:
-            UsageError, CheckpointError: on all ranks: the call raised.
-        """
-        sent = b""
-        problem: Exception | None = None
-        try:
-            if self._first:
-                sent = json.dumps(call()).encode()
-        except Exception as error:
-            problem = error
-        exchange(self._collectives, {}, problem)
-        first = self._collectives.ranks[0]
-        return json.loads(self._collectives.broadcast(sent, first, "hvdkit.checkpoint.told"))
 
     def wait(self) -> None:
         """Wait until everything is on the disk. A collective.
@@ -655,40 +514,12 @@ class Manager:
     def _begin(self, call: str) -> None:
         """Begin a call other than `maybe_save`. A collective.
 
-        It is the same allreduce as in `maybe_save`. Otherwise, a rank in `maybe_save` and a rank in
-        another call would wait for each other.
-
         Raises:
-            UsageError: on all ranks that are in a call: the manager is closed, the calls differ, or
-                a rank is in `join`.
+            UsageError: on all ranks that are in a call: the manager is closed, or see
+                `calls.begin`.
         """
         self._check_open()
-        agreed = StepWord(elsewhere=1).sum(self._collectives)
-        ranks = len(self._collectives.ranks)
-        if agreed.present < ranks:
-            raise UsageError(
-                f"{call}() while {ranks - agreed.present} of {ranks} ranks wait in join(): "
-                f"expected all ranks to call it. Call it after join(), or call maybe_save(), which "
-                f"does nothing until then"
-            )
-        if agreed.elsewhere < ranks:
-            self._compare_calls(call)
-
-    def _compare_calls(self, call: str) -> None:
-        """Raise on all ranks, because they are in different calls. A collective."""
-        told = exchange(self._collectives, {"call": call})
-        compare(self._collectives, [each.get("call") for each in told], "which method to call")
-
-    def _refuse_to_go_back(self, step: int) -> None:
-        """Raise on all ranks, because a rank's step is lower than an earlier one. A collective."""
-        problem = None
-        if step < self._seen_step:
-            problem = UsageError(
-                f"maybe_save({step}) after step {self._seen_step}: expected the number of steps "
-                f"trained since the first epoch, such as epoch * len(loader) + batch. To go back "
-                f"in a training, call restore()"
-            )
-        exchange(self._collectives, {}, problem)
+        calls.begin(self._collectives, call)
 
     def _expect_whole_state(self) -> None:
         """Raise UsageError if the last restore failed after it had changed the state."""
@@ -710,14 +541,13 @@ class Manager:
         going_on = True
         while going_on:
             problem: Exception | None = None
-            message: dict[str, Any] = {"call": call}
+            message: dict[str, Any] = {}
             try:
                 if self._first:
                     message["going on"] = not self._writer.finished(_WAIT_SECONDS)
             except Exception as error:
                 problem = error
-            told = exchange(self._collectives, message, problem, consequence)
-            compare(self._collectives, [each.get("call") for each in told], "which method to call")
+            told = calls.exchange_in_call(self._collectives, call, message, problem, consequence)
             going_on = told[0]["going on"]
 
     def close(self) -> None:
@@ -756,7 +586,7 @@ class Manager:
             self._writer.close()
 
     def __enter__(self) -> Self:
-        if self._every_steps is not None or self._every_seconds is not None:
+        if not self._schedule.is_empty:
             # Before DataLoader workers are forked: a signal to the process group must not end them.
             self._signals.install()
         return self
@@ -770,77 +600,3 @@ class Manager:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the checkpointer is closed: make a new one")
-
-    def _parts_to_save(self) -> Collection[str]:
-        """Return the names of the parts that this rank saves, without sharded parts."""
-        if not self._first:
-            return self._alike
-        return [name for name in self._parts if name not in self._sharded]
-
-    def _parts_wanted(self, only: Collection[str] | None) -> set[str]:
-        """Return the names of the parts and rank parts to restore.
-
-        Raises:
-            UsageError: an entry of `only` is not the name of a part.
-        """
-        names = {*self._parts, *self._rank_parts}
-        if only is None:
-            return names
-        # Several models are `model-NAME`, one is `model`.
-        wanted = {name for name in names if name in only or name.partition("-")[0] in only}
-        known = {part for name in names for part in (name, name.partition("-")[0])}
-        unknown = [name for name in only if name not in known]
-        if isinstance(only, str) or unknown:
-            raise UsageError(
-                f"only is {only!r}: expected some of {', '.join(sorted(known))}, such as ('model',)"
-            )
-        return wanted
-
-
-def _checked(step: Any, epoch: Any, metrics: Any) -> dict[str, float]:
-    """Return the metrics as floats.
-
-    Raises:
-        UsageError: an argument of `save` is invalid.
-    """
-    _check_count("step", step)
-    if epoch is not None:
-        _check_count("epoch", epoch)
-    if not isinstance(metrics, Mapping):
-        raise UsageError(f"metrics is {metrics!r:.40}: expected a dict of numbers by name")
-    values = {}
-    for name, value in metrics.items():
-        if not isinstance(name, str):
-            raise UsageError(f"metrics has the name {name!r}: expected a text")
-        try:
-            if isinstance(value, str | bytes):
-                raise TypeError("a text")
-            values[name] = float(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise UsageError(f"the metric {name!r} is {value!r:.40}: expected a number") from error
-    return values
-
-
-def _check_count(name: str, value: Any) -> None:
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not whole or not 0 <= value < MAX_STEP:
-        raise UsageError(f"{name} is {value!r}: expected a whole number from 0 to {MAX_STEP - 1}")
-
-
-def _fingerprint(content: Tree, name: str) -> str:
-    return digest([json.dumps(_encoded_plainly(content, name), sort_keys=True)]).hex()[:16]
-
-
-def _encoded_plainly(content: Tree, name: str) -> Any:
-    """Return the JSON form of a tree without tensors.
-
-    Raises:
-        UsageError: it has tensors, or a value that cannot be saved.
-    """
-    encoded, tensors = tree.encode(content, name, inline=True)
-    if tensors:
-        raise UsageError(
-            f"{name} has tensors ({', '.join([*tensors][:3])}): expected plain values, such as "
-            f"NumPy arrays"
-        )
-    return encoded

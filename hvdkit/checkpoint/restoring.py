@@ -51,6 +51,29 @@ class _Prepared:
     not_restored: list[str]
 
 
+def wanted_parts(only: Collection[str] | None, known: Collection[str]) -> set[str]:
+    """Return the names of the parts and rank parts to restore.
+
+    Args:
+        only: names of arguments, see `Manager.restore`; None for all.
+        known: the names of all parts and rank parts.
+
+    Raises:
+        UsageError: an entry of `only` is not the name of a part.
+    """
+    if only is None:
+        return set(known)
+    # Several models are `model-NAME`, one is `model`.
+    wanted = {name for name in known if name in only or name.partition("-")[0] in only}
+    arguments = {part for name in known for part in (name, name.partition("-")[0])}
+    unknown = [name for name in only if name not in arguments]
+    if isinstance(only, str) or unknown:
+        raise UsageError(
+            f"only is {only!r}: expected some of {', '.join(sorted(arguments))}, such as ('model',)"
+        )
+    return wanted
+
+
 class Restoring:
     """One call of `Manager.restore`.
 

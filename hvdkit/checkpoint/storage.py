@@ -24,6 +24,17 @@ MAX_STEP = 10**12
 _URL = re.compile(r"(.*?)://(.*)", re.DOTALL)
 
 
+def check_number(name: str, value: Any) -> None:
+    """Check the number of a step, a run or an epoch.
+
+    Raises:
+        UsageError: it is not a whole number, negative or too large.
+    """
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or not 0 <= value < MAX_STEP:
+        raise UsageError(f"{name} is {value!r}: expected a whole number from 0 to {MAX_STEP - 1}")
+
+
 @dataclass(frozen=True)
 class Entry:
     """A step in the listing, described without reading its large files.

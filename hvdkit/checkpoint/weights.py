@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,10 @@ import numpy as np
 
 from hvdkit.checkpoint import tensors, tree
 from hvdkit.checkpoint.dtypes import NAMES, PAIRS
-from hvdkit.checkpoint.posix import disk
+from hvdkit.checkpoint.exporting import exporting
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.state import TensorSpec
-from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.errors import UsageError
 
 _log = logging.getLogger(__name__)
 
@@ -67,16 +65,10 @@ def export_file(checkpoint: OpenCheckpoint, target: Path) -> None:
         HvdkitError: the file cannot be written.
     """
     weights = _weights(checkpoint)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    with _writing(target):
-        try:
-            stream = _Copied(checkpoint, weights)
-            stream.copy_to(beside, list(weights.names), weights.tied)
-            stream.finish()
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
-        _sync_folder(target.absolute().parent)
+    with exporting(target) as beside:
+        stream = _Copied(checkpoint, weights)
+        stream.copy_to(beside, list(weights.names), weights.tied)
+        stream.finish()
 
 
 def export_folder(checkpoint: OpenCheckpoint, target: Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -101,36 +93,29 @@ def export_folder(checkpoint: OpenCheckpoint, target: Path, shard_bytes: int = S
     shards = list(
         _shards({name: tensors.nbytes(specs[name]) for name in weights.names}, shard_bytes)
     )
-    beside = target.absolute().with_name(f".{target.name}.{os.getpid()}")
-    with _writing(target):
-        try:
-            beside.mkdir()
-            stream = _Copied(checkpoint, weights)
-            files: dict[str, str] = {}
-            for number, names in enumerate(shards, 1):
-                file = "model.safetensors"
-                if len(shards) > 1:
-                    file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-                stream.copy_to(beside / file, names, weights.tied)
-                files |= {weights.names[name]: file for name in names}
-            stream.finish()
+    with exporting(target) as beside:
+        beside.mkdir()
+        stream = _Copied(checkpoint, weights)
+        files: dict[str, str] = {}
+        for number, names in enumerate(shards, 1):
+            file = "model.safetensors"
             if len(shards) > 1:
-                total = sum(tensors.nbytes(specs[name]) for name in weights.names)
-                index = {
-                    "metadata": {"total_size": total},
-                    "weight_map": dict(sorted(files.items())),
-                }
-                _write(
-                    beside / "model.safetensors.index.json",
-                    [json.dumps(index, indent=2).encode() + b"\n"],
-                )
-            _sync_folder(beside)
-            if os.path.lexists(target):
-                raise UsageError(f"{target} exists now; expected the name of a new folder")
-            beside.rename(target)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
-        _sync_folder(target.absolute().parent)
+                file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            stream.copy_to(beside / file, names, weights.tied)
+            files |= {weights.names[name]: file for name in names}
+        stream.finish()
+        if len(shards) > 1:
+            total = sum(tensors.nbytes(specs[name]) for name in weights.names)
+            index = {
+                "metadata": {"total_size": total},
+                "weight_map": dict(sorted(files.items())),
+            }
+            _write(
+                beside / "model.safetensors.index.json",
+                [json.dumps(index, indent=2).encode() + b"\n"],
+            )
+        if os.path.lexists(target):
+            raise UsageError(f"{target} exists now; expected the name of a new folder")
 
 
 def _weights(checkpoint: OpenCheckpoint) -> _Weights:
@@ -243,17 +228,3 @@ def _write(file: Path, pieces: Any) -> None:
             stream.write(piece)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    with disk.folder(folder) as descriptor:
-        disk.sync_folder(descriptor, folder.name)
-
-
-@contextmanager
-def _writing(target: Path) -> Iterator[None]:
-    """Raise an `HvdkitError` that names `target` for an `OSError`."""
-    try:
-        yield
-    except OSError as error:
-        raise HvdkitError(f"cannot write {target}: {error.strerror or error}") from error

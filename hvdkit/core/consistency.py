@@ -37,10 +37,12 @@ def grouped(text_of_rank: Mapping[int, str]) -> list[str]:
     ranks_of_text: dict[str, list[int]] = {}
     for rank, text in text_of_rank.items():
         ranks_of_text.setdefault(text, []).append(rank)
-    return [
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
-        for text, ranks in ranks_of_text.items()
-    ]
+    return [f"{name_ranks(ranks)}: {text}" for text, ranks in ranks_of_text.items()]
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank R" or "ranks R, S"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def are_equal(collectives: Collectives, number: int, name: str) -> bool:

@@ -24,6 +24,9 @@ from hvdkit.errors import HvdkitError, UsageError
 _FIRST_KERAS = "3.7"
 
 _COLLECTIVES = {"tensorflow": "TensorFlowCollectives", "torch": "TorchCollectives"}
+# Module and class.
+_TENSORS = {"tensorflow": ("items", "VariableTensor"), "torch": ("items.tensors", "TorchTensor")}
+_RANDOMNESS = {"tensorflow": ("items", "Randomness"), "torch": ("items.randomness", "Randomness")}
 
 
 def _backend_name() -> str:
@@ -71,18 +74,22 @@ def _adapter() -> Any:
 #: hvdkit's adapter for the backend.
 hvd: Any = _adapter()
 
-_new_collectives: Any = getattr(
-    importlib.import_module(f"hvdkit.{NAME}.collectives"), _COLLECTIVES[NAME]
-)
 
-GradientReducer: Any = importlib.import_module(f"hvdkit.{NAME}.reducer").GradientReducer
-wire_format: Any = importlib.import_module(f"hvdkit.{NAME}.compression").wire_format
+def _imported(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"hvdkit.{NAME}.{module}"), name)
+
+
+_new_collectives: Any = _imported("collectives", _COLLECTIVES[NAME])
+
+GradientReducer: Any = _imported("reducer", "GradientReducer")
+wire_format: Any = _imported("compression", "wire_format")
 
 _functions: Any = importlib.import_module(f"hvdkit.{NAME}.functions")
 _broadcast: Any = (
     _functions.broadcast_parameters if NAME == "torch" else _functions.broadcast_unchecked
 )
-_items: Any = importlib.import_module(f"hvdkit.{NAME}.items")
+_new_tensor: Any = _imported(*_TENSORS[NAME])
+_new_randomness: Any = _imported(*_RANDOMNESS[NAME])
 
 
 def collectives(process_set: Any = None) -> Any:
@@ -208,13 +215,12 @@ def digests(variables: Sequence[Any]) -> list[int]:
 
 def tensor_of(variable: Any) -> Any:
     """Return the `hvdkit.checkpoint.state.Tensor` of a `keras.Variable`."""
-    kind = _items.TorchTensor if NAME == "torch" else _items.VariableTensor
-    return kind(variable.value)
+    return _new_tensor(variable.value)
 
 
 def randomness() -> Any:
     """Return the `RankItem` of the random states of Python, NumPy and the backend."""
-    return _items.Randomness()
+    return _new_randomness()
 
 
 def framework_version() -> str:

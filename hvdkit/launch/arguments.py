@@ -47,122 +47,16 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         action="store_true",
         help="start on several hosts without checking them first (`hvdkit doctor --hosts`)",
     )
-    nodes_group = verb.add_argument_group("nodes without ssh: the same command on each")
-    nodes_group.add_argument("--nodes", type=int, metavar="N", help="the number of nodes")
-    nodes_group.add_argument(
-        "--node-rank",
-        type=int,
-        metavar="R",
-        help="the number of this node, from 0 (default: from Kubernetes' indexed Jobs, SkyPilot or "
-        "Slurm)",
-    )
-    meeting = nodes_group.add_mutually_exclusive_group()
-    meeting.add_argument("--rdzv", metavar="HOST:PORT", help="the address of node 0")
-    meeting.add_argument(
-        "--rdzv-file",
-        type=Path,
-        metavar="FILE",
-        help="on a shared disk: node 0 writes its address there",
-    )
-    nodes_group.add_argument(
-        "--key-file",
-        type=Path,
-        metavar="FILE",
-        help="the file with the job's key, the same on every node (default: $HVDKIT_JOB_KEY)",
-    )
-    mpi_group = verb.add_argument_group("MPI")
-    mpi_group.add_argument(
-        "--mpirun",
-        metavar="FILE",
-        help="the mpirun of Horovod's MPI (default: this environment's, or on PATH)",
-    )
-    mpi_group.add_argument(
-        "--mpi-args",
-        default="",
-        metavar="ARGS",
-        help="further arguments for mpirun, e.g. '--report-bindings'",
-    )
-    slurm_group = verb.add_argument_group("Slurm")
-    slurm_group.add_argument(
-        "--mpi",
-        metavar="KIND",
-        help="run ranks over MPI, with srun --mpi=KIND: pmix, pmi2 (default: over Gloo)",
-    )
-    ranks = verb.add_argument_group("the ranks' environment")
-    ranks.add_argument(
-        "-x",
-        action="append",
-        default=[],
-        dest="variables",
-        metavar="NAME[=VALUE]",
-        help="forward this variable; names like *TOKEN* and *KEY* are forwarded only with -x; "
-        "'WANDB_*' forwards all with this prefix",
-    )
-    ranks.add_argument(
-        "--env-file",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a file with lines NAME=VALUE or NAME, as for -x",
-    )
-    ranks.add_argument(
-        "--pin-gpus",
-        action="store_true",
-        help="set CUDA_VISIBLE_DEVICES to one GPU per rank, for programs that use a GPU before "
-        "hvd.init()",
-    )
-    ranks.add_argument(
-        "--bind",
-        action="store_true",
-        help="bind each rank to its own cores, of one NUMA node (--dry-run shows them)",
-    )
-    ranks.add_argument(
-        "--no-torch-env",
-        action="store_true",
-        help="do not set the variables of torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...",
-    )
+    _add_node_arguments(verb)
+    _add_launcher_arguments(verb)
+    _add_environment_arguments(verb)
     output = verb.add_argument_group("output")
     output.add_argument(
         "--all-output",
         action="store_true",
         help="show all ranks of a job of more than 16, not only rank 0",
     )
-    restarts = verb.add_argument_group("restarts")
-    restarts.add_argument(
-        "--restarts",
-        type=int,
-        metavar="N",
-        help="if the job fails, start it again, at most N times in a row without a new checkpoint "
-        "or commit of hvdkit (default: 0; with --elastic 3)",
-    )
-    restarts.add_argument(
-        "--min-np",
-        "--min-num-proc",
-        type=int,
-        metavar="M",
-        help="restart without hosts that are lost or have failed twice, with at least M ranks "
-        "(default: -np)",
-    )
-    restarts.add_argument(
-        "--host-timeout",
-        type=_seconds,
-        default=HOST_SECONDS,
-        metavar="S",
-        help=f"seconds without an answer after which a host is lost (default: {HOST_SECONDS:g})",
-    )
-    restarts.add_argument(
-        "--no-spares",
-        action="store_true",
-        help="keep no spare interpreters, which make restarts faster but need memory",
-    )
-    restarts.add_argument(
-        "--host-discovery-script",
-        type=Path,
-        metavar="FILE",
-        help="a program that prints the hosts, HOST:SLOTS per line, before each start; with "
-        "--elastic it is run every second",
-    )
+    _add_restart_arguments(verb)
     _add_elastic_arguments(verb)
     output.add_argument(
         "--output-dir",
@@ -199,6 +93,128 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         help="write these arguments to FILE, and start no rank",
     )
     verb.add_argument("command", nargs=argparse.REMAINDER, help="the command of every rank")
+
+
+def _add_node_arguments(verb: argparse.ArgumentParser) -> None:
+    nodes_group = verb.add_argument_group("nodes without ssh: the same command on each")
+    nodes_group.add_argument("--nodes", type=int, metavar="N", help="the number of nodes")
+    nodes_group.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="R",
+        help="the number of this node, from 0 (default: from Kubernetes' indexed Jobs, SkyPilot or "
+        "Slurm)",
+    )
+    meeting = nodes_group.add_mutually_exclusive_group()
+    meeting.add_argument("--rdzv", metavar="HOST:PORT", help="the address of node 0")
+    meeting.add_argument(
+        "--rdzv-file",
+        type=Path,
+        metavar="FILE",
+        help="on a shared disk: node 0 writes its address there",
+    )
+    nodes_group.add_argument(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help="the file with the job's key, the same on every node (default: $HVDKIT_JOB_KEY)",
+    )
+
+
+def _add_launcher_arguments(verb: argparse.ArgumentParser) -> None:
+    mpi_group = verb.add_argument_group("MPI")
+    mpi_group.add_argument(
+        "--mpirun",
+        metavar="FILE",
+        help="the mpirun of Horovod's MPI (default: this environment's, or on PATH)",
+    )
+    mpi_group.add_argument(
+        "--mpi-args",
+        default="",
+        metavar="ARGS",
+        help="further arguments for mpirun, e.g. '--report-bindings'",
+    )
+    slurm_group = verb.add_argument_group("Slurm")
+    slurm_group.add_argument(
+        "--mpi",
+        metavar="KIND",
+        help="run ranks over MPI, with srun --mpi=KIND: pmix, pmi2 (default: over Gloo)",
+    )
+
+
+def _add_environment_arguments(verb: argparse.ArgumentParser) -> None:
+    ranks = verb.add_argument_group("the ranks' environment")
+    ranks.add_argument(
+        "-x",
+        action="append",
+        default=[],
+        dest="variables",
+        metavar="NAME[=VALUE]",
+        help="forward this variable; names like *TOKEN* and *KEY* are forwarded only with -x; "
+        "'WANDB_*' forwards all with this prefix",
+    )
+    ranks.add_argument(
+        "--env-file",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a file with lines NAME=VALUE or NAME, as for -x",
+    )
+    ranks.add_argument(
+        "--pin-gpus",
+        action="store_true",
+        help="set CUDA_VISIBLE_DEVICES to one GPU per rank, for programs that use a GPU before "
+        "hvd.init()",
+    )
+    ranks.add_argument(
+        "--bind",
+        action="store_true",
+        help="bind each rank to its own cores, of one NUMA node (--dry-run shows them)",
+    )
+    ranks.add_argument(
+        "--no-torch-env",
+        action="store_true",
+        help="do not set the variables of torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...",
+    )
+
+
+def _add_restart_arguments(verb: argparse.ArgumentParser) -> None:
+    restarts = verb.add_argument_group("restarts")
+    restarts.add_argument(
+        "--restarts",
+        type=int,
+        metavar="N",
+        help="if the job fails, start it again, at most N times in a row without a new checkpoint "
+        "or commit of hvdkit (default: 0; with --elastic 3)",
+    )
+    restarts.add_argument(
+        "--min-np",
+        "--min-num-proc",
+        type=int,
+        metavar="M",
+        help="restart without hosts that are lost or have failed twice, with at least M ranks "
+        "(default: -np)",
+    )
+    restarts.add_argument(
+        "--host-timeout",
+        type=_seconds,
+        default=HOST_SECONDS,
+        metavar="S",
+        help=f"seconds without an answer after which a host is lost (default: {HOST_SECONDS:g})",
+    )
+    restarts.add_argument(
+        "--no-spares",
+        action="store_true",
+        help="keep no spare interpreters, which make restarts faster but need memory",
+    )
+    restarts.add_argument(
+        "--host-discovery-script",
+        type=Path,
+        metavar="FILE",
+        help="a program that prints the hosts, HOST:SLOTS per line, before each start; with "
+        "--elastic it is run every second",
+    )
 
 
 def _add_elastic_arguments(verb: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ from hvdkit.errors import UsageError
 from hvdkit.launch import (
     allocation,
     config_file,
+    conflicts,
     environment,
     hosts,
     inspection,
@@ -27,8 +28,8 @@ from hvdkit.launch import (
 )
 from hvdkit.launch.allocation import Allocation
 from hvdkit.launch.discovery import discover
-from hvdkit.launch.elastic import options as elastic_options
 from hvdkit.launch.elastic.job import ElasticJob
+from hvdkit.launch.elastic.options import limits
 from hvdkit.launch.gloo import Gloo
 from hvdkit.launch.job import Outcome, Timeouts
 from hvdkit.launch.kept_agents import KeptAgents
@@ -88,6 +89,7 @@ def run(options: argparse.Namespace) -> int:
     if options.write_config is not None:
         config_file.write(options.write_config, options, options.parser)
         return 0
+    conflicts.check(options)
     settings = _settings(
         options,
         variables=[
@@ -105,11 +107,9 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.elastic:
         return _run_elastic(options, settings)
-    elastic_options.refuse_without_elastic(options)
     options.restarts = options.restarts or 0
     if options.nodes is not None:
         return _run_as_node(options, settings)
-    _refuse_node_options(options)
     slurm_allocation = _allocation(options)
     supervised.check(options, slurm_allocation is not None)
     plan = _plan(options, slurm_allocation)
@@ -136,10 +136,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
     """Run `hvdkit run --elastic`."""
-    limits = elastic_options.limits(options)
-    _refuse_node_options(options)
+    job_limits = limits(options)
     supervised.check_host_timeout(options)
-    supervised.check_one_source_of_hosts(options)
     named = any((options.hosts, options.hostfile, options.host_discovery_script))
     if not named and (allocation.inside(os.environ) or allocation.batch_hosts(os.environ)):
         raise UsageError(
@@ -150,7 +148,7 @@ def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
         raise UsageError("--elastic needs Gloo, but the installed Horovod has only MPI")
     command = _command(options)
     check_command(command)
-    here = [hosts.Host("localhost", limits.first_size)]
+    here = [hosts.Host("localhost", job_limits.first_size)]
 
     def current_hosts(stopped: Callable[[], bool] = lambda: False) -> Sequence[hosts.Host]:
         if options.host_discovery_script is not None:
@@ -162,7 +160,7 @@ def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
         plan=lambda given, size: make_plan(command, _directory(), given, size),
         hosts=current_hosts,
         settings=settings,
-        limits=limits,
+        limits=job_limits,
         run=lambda plan, launcher: run_job(plan, options, launcher.run),
         say=say,
     )
@@ -237,23 +235,11 @@ def _node_settings(options: argparse.Namespace) -> NodeSettings:
     """Return this node's settings.
 
     Raises:
-        UsageError: options contradict each other, or one is missing.
+        UsageError: an option is missing, or a number is out of range.
     """
     count = options.nodes
     if count < 1:
         raise UsageError(f"--nodes is {count}; expected at least 1")
-    others = {
-        "-H": options.hosts,
-        "--hostfile": options.hostfile,
-        "--mpi": options.mpi,
-        "--debug-rank": options.debug_rank,
-        "--host-discovery-script": options.host_discovery_script,
-        "--launcher": None if options.launcher in ("auto", "gloo") else options.launcher,
-    }
-    if given := [name for name, value in others.items() if value is not None]:
-        raise UsageError(
-            f"{given[0]} cannot be combined with --nodes, where each node joins by itself"
-        )
     if options.rdzv is None and options.rdzv_file is None:
         raise UsageError(
             f"--nodes is {count}, without the address of node 0; give --rdzv or --rdzv-file"
@@ -276,18 +262,6 @@ def _node_settings(options: argparse.Namespace) -> NodeSettings:
         size=size,
         timeout=options.start_timeout or node_options.START_SECONDS,
     )
-
-
-def _refuse_node_options(options: argparse.Namespace) -> None:
-    """Raise UsageError for options that need `--nodes`."""
-    others = {
-        "--node-rank": options.node_rank,
-        "--rdzv": options.rdzv,
-        "--rdzv-file": options.rdzv_file,
-        "--key-file": options.key_file,
-    }
-    if given := [name for name, value in others.items() if value is not None]:
-        raise UsageError(f"{given[0]} needs --nodes N, the number of nodes")
 
 
 def _check_debug_rank(plan: Plan, settings: Settings) -> None:
@@ -315,11 +289,6 @@ def _allocation(options: argparse.Namespace) -> Allocation | None:
                 f"allocation. Use --launcher mpi"
             )
         return None
-    if hosts_named:
-        raise UsageError(
-            "--launcher slurm was given with hosts, but the hosts are those of the allocation. "
-            "Remove -H, --hostfile and --host-discovery-script"
-        )
     slurm_allocation = allocation.read(os.environ)
     if options.mpi is None and _only_mpi():
         raise UsageError(

@@ -26,8 +26,8 @@ from hvdkit.launch.network import Interface
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.ssh import Ssh
+from hvdkit.mpirun import Mpirun, identify_mpirun
 from hvdkit.processes import without_rank_variables
-from hvdkit.ranks import Mpirun, identify_mpirun
 
 #: Make a Horovod with both Gloo and MPI use MPI.
 CONTROLLER = {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}

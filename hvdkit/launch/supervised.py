@@ -24,14 +24,12 @@ def check(options: argparse.Namespace, in_slurm: bool) -> None:
     """Check the options for restarts.
 
     Raises:
-        UsageError: options contradict each other.
+        UsageError: a number is out of range, or the nodes of an allocation stay the same.
     """
     if options.restarts < 0:
         raise UsageError(f"--restarts is {options.restarts}: expected at least 0")
     check_host_timeout(options)
     if options.min_np is not None:
-        if not options.restarts:
-            raise UsageError("--min-np needs --restarts N: add it, or remove --min-np")
         if options.min_np < 1 or options.min_np > (options.num_proc or options.min_np):
             raise UsageError(f"--min-np is {options.min_np}: expected 1 to -np")
         if in_slurm:
@@ -39,9 +37,6 @@ def check(options: argparse.Namespace, in_slurm: bool) -> None:
                 "--min-np was given in a Slurm allocation, whose nodes stay the same. Use "
                 "`sbatch --requeue`, or remove --min-np"
             )
-    if options.restarts and options.debug_rank is not None:
-        raise UsageError("--restarts cannot be combined with --debug-rank. Remove one of them")
-    check_one_source_of_hosts(options)
 
 
 def check_host_timeout(options: argparse.Namespace) -> None:
@@ -50,14 +45,6 @@ def check_host_timeout(options: argparse.Namespace) -> None:
         raise UsageError(
             f"--host-timeout is {options.host_timeout:g}: expected at least {_LEAST_TIMEOUT:g} "
             f"seconds"
-        )
-
-
-def check_one_source_of_hosts(options: argparse.Namespace) -> None:
-    """Raise UsageError if hosts are named in two ways."""
-    if options.host_discovery_script and (options.hosts or options.hostfile):
-        raise UsageError(
-            "--host-discovery-script was given with hosts. Remove -H and --hostfile, or the script"
         )
 
 

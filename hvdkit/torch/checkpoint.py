@@ -9,6 +9,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvdkit.checkpoint.broadcast import Broadcast
+from hvdkit.checkpoint.exporting import exporting
 from hvdkit.checkpoint.items import kept_in, several
 from hvdkit.checkpoint.manager import Manager
 from hvdkit.checkpoint.reading import OpenCheckpoint
@@ -19,23 +20,19 @@ from hvdkit.checkpoint.state import StatefulItem
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.weights import TIED
 from hvdkit.core.collectives import check_member
-from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.errors import UsageError
 from hvdkit.torch import runtime
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.data import data_parts
 from hvdkit.torch.devices import host_memory
-from hvdkit.torch.items import (
-    ModelItem,
-    OptimizerItem,
-    Randomness,
-    ReductionItem,
-    StateDictItem,
-    Statistics,
-    identity,
-    on_host,
-    without_tensors,
-    writable,
-)
+from hvdkit.torch.items.model import ModelItem
+from hvdkit.torch.items.optimizer import OptimizerItem
+from hvdkit.torch.items.randomness import Randomness
+from hvdkit.torch.items.reduction import ReductionItem
+from hvdkit.torch.items.state_dict import StateDictItem
+from hvdkit.torch.items.statistics import Statistics
+from hvdkit.torch.items.tensors import identity, writable
+from hvdkit.torch.items.trees import on_host, without_tensors
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 
@@ -208,7 +205,8 @@ def export(checkpoint: OpenCheckpoint, target: str | os.PathLike[str]) -> None:
             f"{', '.join(outline.trees)}, written by {dict(outline.manifest.versions)}"
         )
     models = {name.removeprefix("model-"): _state_dict(checkpoint, name) for name in names}
-    _save(models["model"] if names == ["model"] else models, Path(target))
+    with exporting(Path(target)) as beside, beside.open("xb") as stream:
+        torch.save(models["model"] if names == ["model"] else models, stream)
 
 
 def _state_dict(checkpoint: OpenCheckpoint, part: str) -> dict[str, Any]:
@@ -217,19 +215,3 @@ def _state_dict(checkpoint: OpenCheckpoint, part: str) -> dict[str, Any]:
     state = without_tensors(prepared)
     tied = state.pop(TIED, {})
     return state | {name: state[holder] for name, holder in tied.items()}
-
-
-def _save(content: Any, target: Path) -> None:
-    # Not a file of `tempfile`, which other users could not read.
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        try:
-            with beside.open("xb") as stream:
-                torch.save(content, stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError as error:
-        raise HvdkitError(f"cannot write {target}: {error.strerror or error}") from error

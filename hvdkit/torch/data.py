@@ -14,7 +14,8 @@ from hvdkit.checkpoint.items import is_item, several
 from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.state import RankItem, StatefulItem, Tree
 from hvdkit.errors import UsageError
-from hvdkit.torch.items import Randomness, with_small_tensors, without_small_tensors
+from hvdkit.torch.items.randomness import Randomness
+from hvdkit.torch.items.trees import with_small_tensors, without_small_tensors
 from hvdkit.torch.sampling import ResumableSampler, sampler_of
 from hvdkit.torch.workers import shield_workers
 

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from horovod.torch.mpi_ops import ProcessSet
 
-from hvdkit.core.coordination import Coordinator, Entry, entry_lock
+from hvdkit.core.coordination import Coordinator, entry_lock
+from hvdkit.core.headers import Entry
 from hvdkit.core.rounds import Rounds
 
 

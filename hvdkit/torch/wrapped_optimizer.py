@@ -16,11 +16,10 @@ gradient, in this order; an indented function is called by the one above it:
     step                             the plain optimizer's step
 
 The base is the part of a gradient that earlier rounds have reduced. The header is a small sum that
-shows whether all ranks reduce the same gradients (`hvdkit.core.coordination`). A pass under
+shows whether all ranks reduce the same gradients (`hvdkit.core.headers`). A pass under
 `no_sync`, or before the last one of an accumulation window, ends without `send` and `wait`.
 """
 
-import functools
 import itertools
 import logging
 import weakref
@@ -30,7 +29,6 @@ from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdkit.core.accumulation import PassesDiffer, Window
 from hvdkit.core.coordination import BackwardFailed, Coordinator, entry_lock
@@ -40,7 +38,7 @@ from hvdkit.core.replicas import CheckSettings, ReplicaCheck
 from hvdkit.core.rounds import Rounds
 from hvdkit.core.stragglers import BACKWARD, FORWARD
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.torch import passes
+from hvdkit.torch import hooks, passes
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.digests import check_values
 from hvdkit.torch.gradients import OptimizerGradients
@@ -48,8 +46,6 @@ from hvdkit.torch.replicas import TorchReplicas
 
 log = logging.getLogger("hvdkit.torch")
 
-# Parameter -> its optimizer and hooks. A parameter belongs to the optimizer that wrapped it last.
-_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _count = itertools.count()
 _wrapped_optimizers: "weakref.WeakSet[WrappedOptimizer]" = weakref.WeakSet()
 
@@ -598,39 +594,4 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return {self._name_of(p): p for p in self._all_parameters()} | self._frozen
 
     def _register_hooks(self, parameter: torch.nn.Parameter, number: int | None) -> None:
-        reference = weakref.ref(self)
-        previous, *handles = _hooks.get(parameter, (reference,))
-        other = previous()
-        if other is not None and other is not self:
-            other._wrapped_again = True
-        for handle in handles:
-            handle.remove()
-        # PyTorch accepts hooks only while the parameter needs gradients.
-        frozen = not parameter.requires_grad
-        parameter.requires_grad_(True)
-        before = functools.partial(_before, reference, number)
-        after = functools.partial(_after, reference, number)
-        _hooks[parameter] = (
-            reference,
-            parameter.register_hook(before),
-            parameter.register_post_accumulate_grad_hook(after),
-        )
-        if frozen:
-            parameter.requires_grad_(False)
-
-
-# --- hooks: they must not keep the optimizer alive ------------------------------------------------
-
-_Reference = weakref.ref[WrappedOptimizer]
-
-
-def _before(reference: _Reference, number: int | None, _: torch.Tensor) -> None:
-    optimizer = reference()
-    if optimizer is not None:
-        optimizer._before_accumulation(number)
-
-
-def _after(reference: _Reference, number: int | None, _: torch.Tensor) -> None:
-    optimizer = reference()
-    if optimizer is not None:
-        optimizer._after_accumulation(number)
+        hooks.register(self, parameter, number)

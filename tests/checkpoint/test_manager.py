@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdkit.checkpoint import background, chunks, manager, tensors
+from hvdkit.checkpoint import background, calls, chunks, manager, schedule, tensors
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.broadcast import Broadcast
 from hvdkit.checkpoint.errors import CheckpointError
@@ -476,7 +476,7 @@ def test_saves_by_the_first_ranks_clock(place, monkeypatch):
             # The clocks of the other ranks jump far ahead at each call.
             return cls.now if threading.current_thread().name == "first" else time.monotonic() * 1e6
 
-    monkeypatch.setattr(manager, "time", Clock)
+    monkeypatch.setattr(schedule, "time", Clock)
 
     def run(collectives):
         if collectives.rank == 0:
@@ -990,9 +990,9 @@ def test_ranks_communicate_while_they_wait_for_a_write(tmp_path, monkeypatch):
         disk, "before_step", lambda name, file: time.sleep(0.5 if name == "fsync" else 0)
     )
     exchanges = []
-    exchange = manager.exchange
+    exchange = calls.exchange
     monkeypatch.setattr(
-        manager, "exchange", lambda *arguments: (exchanges.append(1), exchange(*arguments))[1]
+        calls, "exchange", lambda *arguments: (exchanges.append(1), exchange(*arguments))[1]
     )
 
     def run(collectives):

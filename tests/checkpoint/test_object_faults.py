@@ -17,8 +17,7 @@ import s3fs
 
 from hvdkit.checkpoint.errors import CheckpointError, WriterConflict
 from hvdkit.checkpoint.lease import Lease
-from hvdkit.checkpoint.objects import bucket, log
-from hvdkit.checkpoint.objects import storage as objects
+from hvdkit.checkpoint.objects import bucket, files, listing, log, writing
 from hvdkit.checkpoint.objects.bucket import Bucket
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.store import Store
@@ -339,7 +338,7 @@ def test_old_records_are_deleted(on_s3, monkeypatch):
 
 def test_large_files_are_sent_and_read_in_parts(on_s3, s3_proxy, monkeypatch):
     monkeypatch.setattr(bucket, "_PART_BYTES", 5 * 2**20)
-    monkeypatch.setattr(objects, "_BLOCK_BYTES", 2_000_000)
+    monkeypatch.setattr(files, "_BLOCK_BYTES", 2_000_000)
     data = np.random.default_rng(0).integers(0, 256, 23_000_001, np.uint8)
     tensors = {name: (TensorSpec("U8", (data.size,)), data) for name in ("a", "b")}
     encoded = {name: {"$tensor": name} for name in tensors}
@@ -367,8 +366,8 @@ def leave_writer(place, **changes):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(objects, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(objects, "LEASE_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(writing, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(writing, "LEASE_TIMEOUT_SECONDS", 0.5)
 
 
 def test_a_second_writer(on_s3, impatient):
@@ -378,7 +377,7 @@ def test_a_second_writer(on_s3, impatient):
             store.open_for_writing()
 
         def elsewhere():
-            objects._held.clear()
+            writing._held.clear()
             with pytest.raises(WriterConflict, match=f"process {os.getppid()} on .* is writing"):
                 store.open_for_writing()
 
@@ -453,7 +452,7 @@ def test_two_writers_that_take_over_at_once(on_s3, impatient, monkeypatch):
     """Both find the old writer dead. Only one of them can create the next record."""
     save(on_s3, 1)
     leave_writer(on_s3)
-    wait = objects.wait_for_death
+    wait = writing.wait_for_death
     first = []
 
     def meanwhile(*arguments):
@@ -461,7 +460,7 @@ def test_two_writers_that_take_over_at_once(on_s3, impatient, monkeypatch):
         if not first:
             first.append(leave_writer(on_s3))
 
-    monkeypatch.setattr(objects, "wait_for_death", meanwhile)
+    monkeypatch.setattr(writing, "wait_for_death", meanwhile)
     with Store(str(on_s3)).open_for_writing() as writer:
         # The first of the two wrote no more heartbeats, so this writer has replaced it.
         writer.write(snapshot(2))
@@ -482,7 +481,7 @@ def test_a_writer_that_was_replaced_long_ago(on_s3, impatient, monkeypatch):
         log.trim(there, number)
         with pytest.raises(WriterConflict, match="has taken over"):
             writer.write(snapshot(3))
-        monkeypatch.setattr(objects.ObjectWriter, "check", lambda self: None)
+        monkeypatch.setattr(writing.ObjectWriter, "check", lambda self: None)
         with pytest.raises(WriterConflict, match="has taken over"):
             writer.write(snapshot(4))
     assert [info.step for info in store.steps()] == [1, 2]
@@ -491,7 +490,7 @@ def test_a_writer_that_was_replaced_long_ago(on_s3, impatient, monkeypatch):
 
 def test_the_only_step_is_replaced_while_it_is_listed(on_s3, monkeypatch):
     store = save(on_s3, 1, keep_last=1)
-    scan = objects._scan
+    scan = listing.scan
     done = []
 
     def slow(*arguments):
@@ -500,7 +499,7 @@ def test_the_only_step_is_replaced_while_it_is_listed(on_s3, monkeypatch):
             save(on_s3, 2, keep_last=1)
         return scan(*arguments)
 
-    monkeypatch.setattr(objects, "_scan", slow)
+    monkeypatch.setattr(listing, "scan", slow)
     assert_newest_good(store, 2)
 
 

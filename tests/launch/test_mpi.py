@@ -6,7 +6,7 @@ from hvdkit.launch.hosts import Host
 from hvdkit.launch.network import LOOPBACK, Interface
 from hvdkit.launch.plan import make_plan
 from hvdkit.launch.ssh import Ssh
-from hvdkit.ranks import Mpirun
+from hvdkit.mpirun import Mpirun
 
 A, B = Host("a", 2), Host("b", 4)
 TWO_HOSTS = {A: Interface("eth0", "10.0.0.1", 24), B: Interface("ens3", "10.0.0.2", 24)}

@@ -590,13 +590,13 @@ def test_names_with_a_prefix_from_an_earlier_version(hvd, tmp_path, here, strict
     """Names had the prefix of `torch.compile` in their middle."""
     import torch
 
-    from hvdkit.torch import items
+    from hvdkit.torch.items import compiled
 
     saved, restored = Block.model("block"), Block.model(here)
     with torch.no_grad():
         saved.block.norm.running_mean += 3
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(items, "_without_prefixes", lambda _: str)
+        patch.setattr(compiled, "without_prefixes", lambda _: str)
         with hvd.Checkpointer(tmp_path, model=saved) as checkpointer:
             checkpointer.save(1)
     (step,) = checkpointer._store.steps()
@@ -1103,7 +1103,7 @@ def test_an_export_has_the_arrays_of_the_extra_state(hvd, tmp_path):
 def test_statistics_of_compiled_submodules(hvd, compiled):
     import torch
 
-    from hvdkit.torch.items import Statistics
+    from hvdkit.torch.items.statistics import Statistics
 
     saved, restored = Block.model(compiled), Block.model("no")
     with torch.no_grad():

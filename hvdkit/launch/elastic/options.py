@@ -1,4 +1,4 @@
-"""Check the options of `hvdkit run` for elastic jobs."""
+"""The limits of an elastic job, from the options of `hvdkit run`."""
 
 from __future__ import annotations
 
@@ -13,36 +13,12 @@ _RESTARTS = 3
 _TIMEOUT = 600.0
 
 
-def refuse_without_elastic(options: argparse.Namespace) -> None:
-    """Raise UsageError for options that need `--elastic`."""
-    others = {
-        "--max-np": options.max_np,
-        "--slots-per-host": options.slots_per_host,
-        "--elastic-timeout": options.elastic_timeout,
-        "--reset-limit": options.reset_limit,
-        "--blacklist-cooldown-range": options.blacklist_cooldown_range,
-    }
-    if given := [name for name, value in others.items() if value is not None]:
-        raise UsageError(f"{given[0]} needs --elastic")
-
-
 def limits(options: argparse.Namespace) -> ElasticLimits:
     """Return the limits of an elastic job.
 
     Raises:
-        UsageError: the options contradict each other.
+        UsageError: a number is out of range.
     """
-    others = {
-        "--nodes": options.nodes,
-        "--debug-rank": options.debug_rank,
-        "--mpi": options.mpi,
-        f"--launcher {options.launcher}": options.launcher not in ("auto", "gloo") or None,
-    }
-    if given := [name for name, value in others.items() if value is not None]:
-        raise UsageError(
-            f"--elastic cannot be combined with {given[0]}: an elastic job starts its ranks over "
-            f"Gloo, with an agent on each host"
-        )
     smallest = options.min_np or options.num_proc or 1
     first = options.num_proc or smallest
     largest = options.max_np
@@ -51,14 +27,13 @@ def limits(options: argparse.Namespace) -> ElasticLimits:
     if ordered != sorted(ordered) or smallest < 1:
         given_sizes = ", ".join(f"{name} {size}" for name, size in sizes.items() if size)
         raise UsageError(f"{given_sizes}: expected 1 <= --min-np <= -np <= --max-np")
-    for name, value in {
-        "--restarts": options.restarts,
-        "--reset-limit": options.reset_limit,
-        "--slots-per-host": None if options.slots_per_host is None else options.slots_per_host - 1,
-    }.items():
-        if value is not None and value < 0:
-            least = int(name == "--slots-per-host")
-            raise UsageError(f"{name} is {value + least}: expected at least {least}")
+    for name, value, least in (
+        ("--restarts", options.restarts, 0),
+        ("--reset-limit", options.reset_limit, 0),
+        ("--slots-per-host", options.slots_per_host, 1),
+    ):
+        if value is not None and value < least:
+            raise UsageError(f"{name} is {value}: expected at least {least}")
     cooldown = options.blacklist_cooldown_range
     if cooldown is not None and not 0 < cooldown[0] <= cooldown[1]:
         raise UsageError(

@@ -20,7 +20,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import NoReturn, Self
 
-from hvdkit.errors import HvdkitError, UsageError, status_before_start
+from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection, SocketConnection
 from hvdkit.launch.hosts import Host, own_addresses
@@ -30,6 +30,7 @@ from hvdkit.launch.nodes.handshake import Authenticator, NodeInfo, describe_node
 from hvdkit.launch.nodes.joining import QUIET_SECONDS, connect_to_any, read_file
 from hvdkit.launch.nodes.settings import NodeSettings
 from hvdkit.launch.ssh import HOST_SECONDS, Ssh
+from hvdkit.signals import status_before_start
 
 _SHOWN_NODES = 8
 

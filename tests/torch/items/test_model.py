@@ -8,7 +8,7 @@ def take_over(saved, restored):
     """Restore the matching tensors of one model in another; return the differences."""
     from hvdkit.checkpoint import tree
     from hvdkit.checkpoint.tensors import nbytes
-    from hvdkit.torch.items import ModelItem
+    from hvdkit.torch.items.model import ModelItem
 
     encoded, tensors = tree.encode(ModelItem(saved).save(), "model")
     part = ModelItem(restored)
@@ -79,7 +79,7 @@ def test_the_state_of_another_scheduler(hvd):
     import torch
 
     from hvdkit.errors import UsageError
-    from hvdkit.torch.items import StateDictItem
+    from hvdkit.torch.items.state_dict import StateDictItem
 
     def part(kind, **options):
         weight = torch.ones(1, requires_grad=True)

@@ -8,7 +8,7 @@ def there_and_back(saved, restored):
     """Save one optimizer's state, and restore it into another."""
     from hvdkit.checkpoint import tree
     from hvdkit.checkpoint.tensors import nbytes
-    from hvdkit.torch.items import OptimizerItem
+    from hvdkit.torch.items.optimizer import OptimizerItem
 
     encoded, tensors = tree.encode(OptimizerItem(saved).save(), "optimizer")
     part = OptimizerItem(restored)

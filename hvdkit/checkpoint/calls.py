@@ -1,0 +1,98 @@
+"""The calls of a `Manager`: check that all ranks are in the same one.
+
+Each call begins with the same allreduce of 16 bytes. Otherwise, a rank in `maybe_save` and a rank
+in another call would wait for each other.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from hvdkit.checkpoint.coordination import compare, exchange
+from hvdkit.core.collectives import Collectives
+from hvdkit.errors import UsageError
+
+_BITS = 15
+
+
+@dataclass(frozen=True)
+class StepWord:
+    """Flags of each rank at the beginning of a call of the manager, summed over the ranks.
+
+    Attributes:
+        present: 1. A sum below the number of ranks shows that some have called `join`.
+        due: 1 if a save is due by the steps.
+        stops: 1 if this rank has a stop signal.
+        in_window: 1 in the middle of an accumulation window.
+        late: 1 on the first rank if a save is due by its clock.
+        failed: 1 on the first rank if a write has failed.
+        elsewhere: 1 if this rank is in another call than `maybe_save`.
+        backward: 1 if the step is lower than that of an earlier call.
+    """
+
+    present: int = 1
+    due: int = 0
+    stops: int = 0
+    in_window: int = 0
+    late: int = 0
+    failed: int = 0
+    elsewhere: int = 0
+    backward: int = 0
+
+    def sum(self, collectives: Collectives) -> "StepWord":
+        """Return the sum of all ranks' words. A collective."""
+        counts = astuple(self)
+        words = [_packed(counts[:4]), _packed(counts[4:])]
+        totals = collectives.sum(words, "hvdkit.checkpoint.step")
+        return StepWord(*(count for total in totals for count in _unpacked(total)))
+
+
+def begin(collectives: Collectives, call: str) -> None:
+    """Begin a call other than `maybe_save`. A collective.
+
+    Raises:
+        UsageError: on all ranks that are in a call: the calls differ, or a rank is in `join`.
+    """
+    agreed = StepWord(elsewhere=1).sum(collectives)
+    ranks = len(collectives.ranks)
+    if agreed.present < ranks:
+        raise UsageError(
+            f"{call}() while {ranks - agreed.present} of {ranks} ranks wait in join(): expected "
+            f"all ranks to call it. Call it after join(), or call maybe_save(), which does nothing "
+            f"until then"
+        )
+    if agreed.elsewhere < ranks:
+        exchange_in_call(collectives, call)
+
+
+def exchange_in_call(
+    collectives: Collectives,
+    call: str,
+    message: Mapping[str, Any] | None = None,
+    problem: Exception | None = None,
+    consequence: str = "",
+) -> list[dict[str, Any]]:
+    """Return the messages of all ranks, as `exchange`. A collective.
+
+    Args:
+        collectives: of the ranks.
+        call: the name of the method that this rank is in.
+        message: see `exchange`.
+        problem: see `exchange`.
+        consequence: see `exchange`.
+
+    Raises:
+        UsageError: on all ranks: they are in different calls. Also as `exchange`.
+        CheckpointError: see `exchange`.
+    """
+    told = exchange(collectives, {"call": call, **(message or {})}, problem, consequence)
+    compare(collectives, [each.get("call") for each in told], "which method to call")
+    return told
+
+
+def _packed(counts: Sequence[int]) -> int:
+    return sum(count << k * _BITS for k, count in enumerate(counts))
+
+
+def _unpacked(word: int) -> list[int]:
+    return [word >> k * _BITS & (1 << _BITS) - 1 for k in range(4)]

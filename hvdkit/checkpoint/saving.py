@@ -1,0 +1,228 @@
+"""Save the state of all ranks: compare it between the ranks, and collect it on the first rank."""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from hvdkit.checkpoint import tree
+from hvdkit.checkpoint.coordination import compare, compare_lines, exchange, gather
+from hvdkit.checkpoint.sharding import Gather, ShardedItem, check_layouts
+from hvdkit.checkpoint.snapshot import SnapshotMemory, in_place
+from hvdkit.checkpoint.state import ComparedItem, RankItem, StatefulItem, Tree
+from hvdkit.checkpoint.storage import check_number
+from hvdkit.checkpoint.writing import EncodedPart, rank_to_bytes
+from hvdkit.core.collectives import Collectives
+from hvdkit.core.consistency import digest
+from hvdkit.core.replicas import ReplicaCheck
+from hvdkit.errors import UsageError
+
+
+class Saving:
+    """One call of `Manager.save`: call `prepare`, and then `run`.
+
+    Args:
+        collectives: the collectives of the job's ranks.
+        parts: name -> an item that is the same on all ranks, or a `ShardedItem`.
+        rank_parts: name -> an item that has its own state on each rank.
+        alike: names of parts without tensors, which are compared by their content.
+        replicas: see `Manager`.
+        memory: memory for the first rank's copy; None to use the tensors in place.
+        consequence: added to errors.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        parts: Mapping[str, StatefulItem],
+        rank_parts: Mapping[str, RankItem],
+        alike: Collection[str],
+        *,
+        replicas: Callable[[], Sequence[ReplicaCheck | None]],
+        memory: SnapshotMemory | None,
+        consequence: str,
+    ) -> None:
+        self._collectives = collectives
+        self._parts = parts
+        self._rank_parts = rank_parts
+        self._replicas = replicas
+        self._memory = memory
+        self._consequence = consequence
+        self._first = collectives.rank == collectives.ranks[0]
+        self._step = 0
+        self._message: dict[str, Any] = {}
+        self._names_alike = [name for name in parts if name in alike]
+        self._alike: dict[str, Tree] = {}
+        self._signatures: dict[str, list[str]] = {}
+        self._gathers: dict[str, Gather] = {}
+
+    def prepare(self, step: int) -> None:
+        """Prepare the comparison of this rank's state. Not a collective.
+
+        Args:
+            step: the step to save.
+
+        Raises:
+            UsageError: this rank has a state that cannot be saved.
+            MemoryError: there is not enough memory.
+        """
+        self._step = step
+        self._alike = {name: self._parts[name].save() for name in self._names_alike}
+        self._signatures = {
+            name: part.signature()
+            for name, part in self._parts.items()
+            if isinstance(part, ComparedItem) and name not in self._alike
+        }
+        self._gathers = {
+            name: part.prepare_gather(self._first)
+            for name, part in self._parts.items()
+            if isinstance(part, ShardedItem)
+        }
+        self._message = {
+            "step": step,
+            "wait": str(self._memory is None),
+            "ranks": ", ".join(self._rank_parts),
+            "parts": ", ".join(self._parts),
+            "alike": {name: _fingerprint(each, name) for name, each in self._alike.items()},
+            "signatures": {name: digest(lines).hex() for name, lines in self._signatures.items()},
+            "shards": {name: each.layout for name, each in self._gathers.items()},
+            "replicas": [self._described(check) for check in self._replicas()],
+        }
+
+    def run(self, problem: Exception | None) -> tuple[dict[str, EncodedPart], list[bytes]]:
+        """Compare the state between the ranks, and collect it on the first rank. A collective.
+
+        Args:
+            problem: the error of this rank in `prepare` or before.
+
+        Returns:
+            On the first rank, the parts, and the state of each rank alone.
+
+        Raises:
+            UsageError: on all ranks: a rank has a state that cannot be saved, or the states differ.
+            CheckpointError: on all ranks: a rank had another error.
+            RankMismatchError: on all ranks: parameters or optimizer state differ.
+        """
+        gathered = exchange(self._collectives, self._message, problem, self._consequence)
+        self._compare(gathered)
+        self._compare_replicas([each["replicas"] for each in gathered])
+        content: dict[str, EncodedPart] = {}
+        try:
+            # After the comparison, which may have repaired this rank.
+            trees = {
+                name: self._alike[name] if name in self._alike else part.save()
+                for name, part in self._parts.items()
+                if name in self._alike or (self._first and name not in self._gathers)
+            }
+            own = rank_to_bytes(
+                _encoded_plainly(
+                    {name: part.save() for name, part in self._rank_parts.items()}, "rank"
+                )
+            )
+            if self._first:
+                content = in_place(trees) if self._memory is None else self._memory.copy(trees)
+        except Exception as error:
+            problem = error
+        exchange(self._collectives, {}, problem, self._consequence)
+        for name, rows in self._gathers.items():
+            rows.run(self._collectives, [each["shards"][name] for each in gathered])
+            if rows.part is not None:
+                content[name] = rows.part
+        return content, gather(self._collectives, own, "hvdkit.checkpoint.ranks")
+
+    def _compare(self, gathered: Sequence[Mapping[str, Any]]) -> None:
+        """Check that the ranks save the same state. A collective.
+
+        Args:
+            gathered: the messages of all ranks.
+
+        Raises:
+            UsageError: on all ranks: they do not.
+        """
+        for kind, subject in (
+            ("step", "the step to save"),
+            ("wait", "whether to wait until it is written"),
+            ("ranks", "which items have a state on each rank"),
+            ("parts", "the parts"),
+        ):
+            compare(
+                self._collectives, [each[kind] for each in gathered], subject, self._consequence
+            )
+        for name in self._alike:
+            positions = [each["alike"][name] for each in gathered]
+            compare(self._collectives, positions, f"the position in {name!r}", self._consequence)
+        for name, lines in self._signatures.items():
+            digests = [each["signatures"][name] for each in gathered]
+            compare_lines(self._collectives, digests, lines, name, self._consequence)
+        for name in self._gathers:
+            layouts = [each["shards"][name] for each in gathered]
+            check_layouts(self._collectives.ranks, layouts, self._consequence)
+
+    def _described(self, check: ReplicaCheck | None) -> dict[str, Any] | None:
+        """Return a comparison as the ranks exchange it; None if it cannot be made here."""
+        if check is None or not check.settings.interval:
+            return None
+        if list(check.ranks) != list(self._collectives.ranks):
+            return None
+        return {"settings": str(check.settings), "stepped": check.has_stepped()}
+
+    def _compare_replicas(self, gathered: Sequence[Sequence[Any]]) -> None:
+        """Compare replicas between the ranks if one rank has stepped since. A collective.
+
+        Args:
+            gathered: rank -> optimizer -> the result of `_described`.
+
+        Raises:
+            RankMismatchError: on all ranks, see `ReplicaCheck.compare`.
+        """
+        if len({len(of_rank) for of_rank in gathered}) > 1:
+            return
+        for check, described in zip(self._replicas(), zip(*gathered, strict=True), strict=True):
+            # A rank without the comparison would leave the others waiting.
+            if check is None or not all(described):
+                continue
+            same = len({each["settings"] for each in described}) == 1
+            if same and any(each["stepped"] for each in described):
+                check.compare(self._step, f"Step {self._step} was not saved.")
+
+
+def check_arguments(step: Any, epoch: Any, metrics: Any) -> dict[str, float]:
+    """Check the arguments of `Manager.save`, and return the metrics as floats.
+
+    Raises:
+        UsageError: an argument is invalid.
+    """
+    check_number("step", step)
+    if epoch is not None:
+        check_number("epoch", epoch)
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics is {metrics!r:.40}: expected a dict of numbers by name")
+    values = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise UsageError(f"metrics has the name {name!r}: expected a text")
+        try:
+            if isinstance(value, str | bytes):
+                raise TypeError("a text")
+            values[name] = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UsageError(f"the metric {name!r} is {value!r:.40}: expected a number") from error
+    return values
+
+
+def _fingerprint(content: Tree, name: str) -> str:
+    return digest([json.dumps(_encoded_plainly(content, name), sort_keys=True)]).hex()[:16]
+
+
+def _encoded_plainly(content: Tree, name: str) -> Any:
+    """Return the JSON form of a tree without tensors.
+
+    Raises:
+        UsageError: it has tensors, or a value that cannot be saved.
+    """
+    encoded, tensors = tree.encode(content, name, inline=True)
+    if tensors:
+        raise UsageError(
+            f"{name} has tensors ({', '.join([*tensors][:3])}): expected plain values, such as "
+            f"NumPy arrays"
+        )
+    return encoded

@@ -1,0 +1,71 @@
+"""The schedule of `Manager.maybe_save`: after a number of steps, or of minutes."""
+
+import time
+
+from hvdkit.errors import UsageError
+
+
+class Schedule:
+    """The steps at which a save is due on this rank.
+
+    Args:
+        every_steps: a save is due after this many steps since the last save.
+        every_minutes: a save is due after this many minutes, by this rank's clock.
+
+    Raises:
+        UsageError: an argument is invalid.
+    """
+
+    def __init__(self, every_steps: int | None, every_minutes: float | None) -> None:
+        if every_steps is not None and (not isinstance(every_steps, int) or every_steps < 1):
+            raise UsageError(f"every_steps is {every_steps!r}: expected a whole number >= 1")
+        if every_minutes is not None and not every_minutes > 0:
+            raise UsageError(f"every_minutes is {every_minutes!r}: expected more than 0")
+        self._every_steps = every_steps
+        self._every_seconds = None if every_minutes is None else 60 * every_minutes
+        self._last_step = 0
+        # The highest step that a call was given, or the restored step.
+        self._seen_step = 0
+        # Monotonic: the time of day may jump.
+        self._last_time = time.monotonic()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no save is ever due."""
+        return self._every_steps is None and self._every_seconds is None
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a save is due by the steps."""
+        every = self._every_steps
+        return every is not None and step // every > self._last_step // every
+
+    def is_late(self) -> bool:
+        """Return whether a save is due by the clock."""
+        passed = time.monotonic() - self._last_time
+        return self._every_seconds is not None and passed >= self._every_seconds
+
+    def error_at(self, step: int) -> UsageError | None:
+        """Return the error for a step that is lower than an earlier one; else None."""
+        if step >= self._seen_step:
+            return None
+        return UsageError(
+            f"maybe_save({step}) after step {self._seen_step}: expected the number of steps "
+            f"trained since the first epoch, such as epoch * len(loader) + batch. To go back in a "
+            f"training, call restore()"
+        )
+
+    def see(self, step: int) -> None:
+        """Record that a call was given this step."""
+        self._seen_step = max(self._seen_step, step)
+
+    def record_save(self, step: int) -> None:
+        """Record that a step is saved."""
+        self._last_step, self._last_time = step, time.monotonic()
+        self.see(step)
+
+    def record_restore(self, step: int | None) -> None:
+        """Record that a step was restored; None if another training goes on from its items."""
+        self._seen_step = 0
+        self._last_time = time.monotonic()
+        if step is not None:
+            self._last_step = self._seen_step = step

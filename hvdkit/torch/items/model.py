@@ -1,0 +1,213 @@
+"""The state of a model: its `state_dict`, written in place where possible."""
+
+import itertools
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from hvdkit.checkpoint.items import does_not_fit
+from hvdkit.checkpoint.state import Discarded, TensorSpec, Tree
+from hvdkit.checkpoint.weights import TIED
+from hvdkit.torch.items import compiled
+from hvdkit.torch.items.tensors import CPU, TorchTensor, empty, overlaps, writable
+from hvdkit.torch.items.trees import at, on_host, with_tensors, without_tensors
+
+
+class ModelItem:
+    """A `StatefulItem`: the `state_dict` of a module.
+
+    A tensor with several names is saved once, under the first name.
+    """
+
+    def __init__(self, model: torch.nn.Module, subject: str = "model") -> None:
+        self._model = model
+        self._subject = subject
+        self._to_load: list[str] = []
+        # The addresses of the parameters that the planned partial restore restores.
+        self._restored: set[int] = set()
+        #: Name in the restored tree -> name in the module's `state_dict`.
+        self._names: dict[str, str] = {}
+
+    def _state(self, saved: Collection[str] = ()) -> dict[str, Any]:
+        """Return the module's `state_dict`, without prefixes of `torch.compile` in names.
+
+        Args:
+            saved: the names in the restored tree. Earlier versions saved prefixes.
+        """
+        state = self._model.state_dict()
+        plain = compiled.without_prefixes(self._model)
+        earlier = {
+            compiled.PREFIX.sub("", name): name for name in saved if compiled.PREFIX.search(name)
+        }
+        self._names = {}
+        for name in state:
+            known = plain(name)
+            if known not in saved and known in earlier:
+                known = earlier[known]
+            # A module that is not compiled may have both names.
+            self._names[name if known in self._names else known] = name
+        return {known: state[name] for known, name in self._names.items()}
+
+    def save(self) -> Tree:
+        """Return name -> tensor, and the extra state of modules."""
+        tree: dict[str, Any] = {}
+        tied: dict[str, str] = {}
+        holders: dict[Any, str] = {}
+        for name, value in self._state().items():
+            if not isinstance(value, torch.Tensor):
+                tree[name] = with_tensors(value, at(self._subject, (name,)))
+                continue
+            tensor = TorchTensor(value, at(self._subject, (name,)))
+            # All empty tensors have the address 0.
+            holder = holders.setdefault(_memory(value), name) if value.numel() else name
+            if holder != name:
+                tied[name] = holder
+            else:
+                tree[name] = tensor
+        return {**tree, TIED: tied} if tied else tree
+
+    def signature(self) -> list[str]:
+        """Return name, dtype and shape of each tensor of the `state_dict`."""
+        return [
+            f"{name} {_text(writable(value, at(self._subject, (name,))).spec)}"
+            if isinstance(value, torch.Tensor)
+            else name
+            for name, value in self._state().items()
+        ]
+
+    def plan_restore(self, tree: Tree) -> Tree:
+        """Return the model's memory, or new memory where a module's `state_dict` returns copies.
+
+        Raises:
+            UsageError: names, shapes or dtypes differ; the message has the first differences.
+        """
+        own, lines = self._compared(tree)
+        lines += [line for _, line in self._separate_in_checkpoint(tree, own)]
+        if lines:
+            raise does_not_fit(self._subject, lines)
+        return self._destinations(tree, own)
+
+    def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
+        """Plan the restore of the tensors that have the same name, shape and dtype."""
+        own, lines = self._compared(tree)
+        for name, line in self._separate_in_checkpoint(tree, own):
+            del own[name]
+            lines.append(line)
+        plain = compiled.without_prefixes(self._model)
+        fitting = {self._names[name] for name in own}
+        self._restored = {
+            parameter.data_ptr()
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+            # If nothing differs, all parameters are restored, even if the module's `state_dict`
+            # names them differently than `named_parameters`.
+            if not lines or name in fitting or plain(name) in own
+        }
+        return self._destinations(tree, own), lines
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Return whether `parameter` is one of the model's."""
+        return any(parameter is own for own in self._model.parameters())
+
+    def restores(self, parameter: torch.Tensor) -> bool:
+        """Return whether the last `plan_partial_restore` restores a parameter of the model."""
+        return parameter.data_ptr() in self._restored
+
+    def _separate_in_checkpoint(
+        self, tree: Tree, own: Mapping[str, torch.Tensor]
+    ) -> list[tuple[str, str]]:
+        """Return name and text for each tensor that is tied here, but not in the checkpoint."""
+        found = []
+        holders: dict[Any, str] = {}
+        for name in own:
+            if name in tree.get(TIED, {}) or not own[name].numel():
+                continue
+            holder = holders.setdefault(_memory(own[name]), name)
+            if holder != name:
+                found.append(
+                    (name, f"{name} and {holder} are one tensor here, and two in the checkpoint")
+                )
+        return found
+
+    def _compared(self, tree: Tree) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """Return the tensors that match the saved state, and a text for each that does not."""
+        # Compare all names, because the first of several names may have changed.
+        names = {*tree, *tree.get(TIED, {})}
+        own = {n: v for n, v in self._state(names).items() if isinstance(v, torch.Tensor)}
+        saved = {name: spec for name, spec in tree.items() if isinstance(spec, TensorSpec)}
+        named = saved | {name: saved[holder] for name, holder in tree.get(TIED, {}).items()}
+        lines = [f"the checkpoint has no {name}" for name in own if name not in named]
+        lines += [f"the model has no {name}" for name in named if name not in own]
+        alike = {}
+        for name in own:
+            here = TorchTensor(own[name], at(self._subject, (name,))).spec
+            if overlaps(own[name]):
+                lines.append(f"{name} is a result of expand() and cannot be written: clone it")
+            elif name in named and named[name] == here:
+                alike[name] = own[name]
+            elif name in named:
+                lines.append(
+                    f"{name} is {_text(here)} here and {_text(named[name])} in the checkpoint"
+                )
+        return alike, lines
+
+    def _destinations(self, tree: Tree, own: Mapping[str, torch.Tensor]) -> Tree:
+        """Return the tree with the memory of `own` in place of the tensors.
+
+        Args:
+            tree: the saved state.
+            own: name -> tensor of the model to restore.
+        """
+        tied = tree.get(TIED, {})
+        live = {
+            t.untyped_storage().data_ptr()
+            for t in itertools.chain(self._model.parameters(), self._model.buffers())
+        }
+        prepared = dict(tree)
+        # Load these with `load_state_dict`: copies, and tensors that are no longer tied.
+        self._to_load = [
+            name
+            for name in own
+            if own[name].untyped_storage().data_ptr() not in live
+            or (name in tied and not _share_memory(own[name], own.get(tied[name])))
+        ]
+        loaded = {tied.get(name, name) for name in self._to_load}
+        for name, spec in tree.items():
+            if not isinstance(spec, TensorSpec):
+                if name != TIED:
+                    prepared[name] = on_host(spec)
+                continue
+            if name in own and name not in self._to_load:
+                prepared[name] = TorchTensor(own[name])
+            elif name in loaded:
+                prepared[name] = TorchTensor(empty(spec, own[name].device if name in own else CPU))
+            else:
+                prepared[name] = Discarded(spec)
+        return prepared
+
+    def restore(self, tree: Tree) -> None:
+        """Load the values that were not written in place."""
+        tied = tree.get(TIED, {})
+        loaded = {name: tree[tied.get(name, name)].tensor for name in self._to_load}
+        extra = {
+            name: without_tensors(value)
+            for name, value in tree.items()
+            if not isinstance(value, TorchTensor | Discarded) and name != TIED
+        }
+        if loaded or extra:
+            state = {self._names.get(n, n): value for n, value in {**loaded, **extra}.items()}
+            self._model.load_state_dict(state, strict=False)
+
+
+def _text(spec: TensorSpec) -> str:
+    return f"{spec.dtype} {list(spec.shape)}"
+
+
+def _share_memory(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
+    return other is not None and tensor.data_ptr() == other.data_ptr()
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a key that is equal for tensors of the same memory and shape."""
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    return tensor.data_ptr(), tensor.device, tensor.dtype, shape, strides

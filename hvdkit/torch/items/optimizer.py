@@ -1,0 +1,221 @@
+"""The state of an optimizer: its `state_dict`, with the bits and devices that it was saved with."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from hvdkit.checkpoint.items import does_not_fit
+from hvdkit.checkpoint.state import Discarded, TensorSpec, Tree
+from hvdkit.torch.items.model import ModelItem
+from hvdkit.torch.items.tensors import CPU, TorchTensor, empty, empty_like
+from hvdkit.torch.items.trees import at, leaves, mapped, with_tensors, without_tensors
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
+
+
+class OptimizerItem:
+    """The state and options of an optimizer, with their shapes, dtypes and devices.
+
+    It does not call torch's `load_state_dict`, which casts state to the dtype of the parameter and
+    loses bits.
+
+    Args:
+        optimizer: the optimizer.
+        subject: its name in errors.
+        models: name -> the model's item. If a partial restore leaves a parameter unchanged, the
+            optimizer state of this parameter also stays unchanged.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        subject: str = "optimizer",
+        models: Mapping[str, ModelItem] | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._subject = subject
+        self._models = dict(models or {})
+        # Indices of the parameters whose state a partial restore leaves as it is.
+        self._left: set[int] = set()
+
+    def save(self) -> Tree:
+        """Return the `state_dict`, the class and the shapes of the parameters."""
+        state = self._optimizer.state_dict()
+        return {
+            "state": with_tensors(state["state"], f"{self._subject}['state']"),
+            "param_groups": with_tensors(state["param_groups"], f"{self._subject}['param_groups']"),
+            "optimizer": type(self._optimizer).__name__,
+            "shapes": self._shapes(),
+            # For a model on a GPU, some optimizers have step counters on the host.
+            "on_host": [
+                list(path)
+                for path, leaf in leaves(state["state"])
+                if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"
+            ],
+        }
+
+    def signature(self) -> list[str]:
+        """Return the class, and the index and shape of each parameter."""
+        return [type(self._optimizer).__name__] + [
+            f"parameter {i} of group {g} {shape}"
+            for g, group in enumerate(self._shapes())
+            for i, shape in enumerate(group)
+        ]
+
+    def _shapes(self) -> list[list[list[int]]]:
+        return [[list(p.shape) for p in group["params"]] for group in self._optimizer.param_groups]
+
+    def plan_restore(self, tree: Tree) -> Tree:
+        """Return the optimizer's memory if dtype, shape and device match, otherwise new memory.
+
+        Raises:
+            UsageError: the saved optimizer is of another class or has other parameters.
+        """
+        self._left = set()
+        kind, shapes = type(self._optimizer).__name__, self._shapes()
+        if tree["optimizer"] != kind:
+            raise does_not_fit(
+                self._subject,
+                [f"the optimizer is {kind} here and {tree['optimizer']} in the checkpoint"],
+            )
+        lines = []
+        if len(shapes) != len(tree["shapes"]):
+            lines.append(
+                f"the optimizer has {len(shapes)} parameter groups here and {len(tree['shapes'])} "
+                f"in the checkpoint"
+            )
+        for g, (saved, own) in enumerate(zip(tree["shapes"], shapes, strict=False)):
+            if len(saved) != len(own):
+                lines.append(
+                    f"group {g} has {len(own)} parameters here and {len(saved)} in the checkpoint"
+                )
+            lines += [
+                f"parameter {i} of group {g} is {b} here and {a} in the checkpoint"
+                for i, (a, b) in enumerate(zip(saved, own, strict=False))
+                if a != b
+            ]
+        if lines:
+            raise does_not_fit(self._subject, lines)
+        parameters = self._parameters()
+        own_leaves = dict(leaves(self._optimizer.state_dict()["state"]))
+        device_of = self._devices(tree)
+
+        def convert(leaf: Any, path: tuple[Any, ...]) -> Any:
+            if not isinstance(leaf, TensorSpec):
+                return leaf
+            parameter = parameters[path[0]] if isinstance(path[0], int) else None
+            held = own_leaves.get(path)
+            device = device_of(path, held)
+            if isinstance(held, torch.Tensor) and held.device == device:
+                kept = TorchTensor(held, at(f"{self._subject}['state']", path))
+                if kept.spec == leaf:
+                    return kept
+            return TorchTensor(
+                empty(leaf, device) if parameter is None else empty_like(leaf, parameter, device)
+            )
+
+        def convert_group(leaf: Any, path: tuple[Any, ...]) -> Any:
+            if not isinstance(leaf, TensorSpec):
+                return leaf
+            # Keep a learning rate that is a tensor, because a graph may refer to it.
+            held = self._optimizer.param_groups[path[0]].get(path[1])
+            if isinstance(held, torch.Tensor) and TorchTensor(held).spec == leaf:
+                return TorchTensor(held)
+            return TorchTensor(empty(leaf, CPU))
+
+        return tree | {
+            "state": mapped(tree["state"], convert),
+            "param_groups": mapped(tree["param_groups"], convert_group),
+        }
+
+    def plan_dependent_restore(
+        self, tree: Tree, wanted: Collection[str], planned: Collection[str]
+    ) -> tuple[Tree, list[str]]:
+        """Plan the restore of the optimizer state of those parameters that are restored, too.
+
+        Also restore the state of a parameter if no model that has it is among `wanted`. See
+        `hvdkit.checkpoint.state` for the arguments.
+
+        Raises:
+            UsageError: see `plan_restore`.
+        """
+        prepared = self.plan_restore(tree)
+        models = {name: model for name, model in self._models.items() if name in wanted}
+
+        def is_left(parameter: torch.Tensor) -> bool:
+            of = [name for name, model in models.items() if model.has(parameter)]
+            return bool(of) and not any(
+                name in planned and models[name].restores(parameter) for name in of
+            )
+
+        self._left = {
+            index
+            for index, parameter in enumerate(self._parameters())
+            if index in tree["state"] and is_left(parameter)
+        }
+        for index in self._left:
+            prepared["state"][index] = mapped(
+                tree["state"][index],
+                lambda leaf, _: Discarded(leaf) if isinstance(leaf, TensorSpec) else leaf,
+            )
+        count = len(self._left)
+        if not count:
+            return prepared, []
+        of_them = "a parameter that is" if count == 1 else f"{count} parameters that are"
+        return prepared, [f"the state of {of_them} not restored"]
+
+    def _devices(self, tree: Tree) -> Callable[[tuple[Any, ...], Any], torch.device]:
+        """Return a function that returns the device for a tensor of the state.
+
+        It is the device of the parameter, or the host for tensors that were on the host while
+        others of the parameter were not, such as step counters. If all tensors of the parameter
+        were on the host, torch's rule decides.
+        """
+        parameters = self._parameters()
+        on_host = {tuple(path) for path in tree["on_host"]}
+        tensors = [path for path, leaf in leaves(tree["state"]) if isinstance(leaf, TensorSpec)]
+        elsewhere = {path[0] for path in tensors if path not in on_host}
+        on_device = {
+            index
+            for group in tree["param_groups"]
+            if group.get("capturable") or group.get("fused")
+            for index in group["params"]
+        }
+
+        def device_of(path: tuple[Any, ...], held: Any) -> torch.device:
+            index = path[0]
+            known = held.device if isinstance(held, torch.Tensor) else None
+            if not isinstance(index, int):
+                return known or CPU
+            if path not in on_host:
+                return parameters[index].device
+            if index in elsewhere:
+                return CPU
+            counter = path[-1] == "step" and index not in on_device
+            return known or (CPU if counter else parameters[index].device)
+
+        return device_of
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def restore(self, tree: Tree) -> None:
+        """Restore the state in place: LR schedulers and wrappers refer to its containers."""
+        optimizer = self._optimizer
+        parameters = self._parameters()
+        state = {
+            parameters[key] if isinstance(key, int) else key: value
+            for key, value in without_tensors(tree["state"]).items()
+            if key not in self._left
+        }
+        for parameter in (parameters[index] for index in self._left):
+            if parameter in optimizer.state:
+                state[parameter] = optimizer.state[parameter]
+        self._left = set()
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        groups = without_tensors(tree["param_groups"])
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        if isinstance(optimizer, WrappedOptimizer):
+            optimizer.discard_accumulated()

@@ -1,0 +1,54 @@
+"""The state of gradient reduction, which a resumed job needs for the same bits."""
+
+from collections.abc import Mapping
+
+import torch
+
+from hvdkit.checkpoint.state import Tree
+from hvdkit.core.reduction import ReductionState
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
+
+
+class ReductionItem:
+    """The reduction states of wrapped optimizers, which bit-identical sums need."""
+
+    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        self._optimizers = {
+            name: optimizer
+            for name, optimizer in optimizers.items()
+            if isinstance(optimizer, WrappedOptimizer)
+        }
+
+    def save(self) -> Tree:
+        """Return the states of each optimizer's synchronizers."""
+        return {
+            name: [
+                state
+                and {
+                    "gradients": state.gradients,
+                    "order": list(state.order),
+                    "channels": [list(numbers) for numbers in state.codecs],
+                }
+                for state in optimizer.reduction_states()
+            ]
+            for name, optimizer in self._optimizers.items()
+        }
+
+    def plan_restore(self, tree: Tree) -> Tree:
+        """Return the tree: there are no tensors."""
+        return tree
+
+    def restore(self, tree: Tree) -> None:
+        """Restore the states. Optimizers ignore incompatible state."""
+        for name, optimizer in self._optimizers.items():
+            optimizer.resume_reduction(
+                [
+                    state
+                    and ReductionState(
+                        state["gradients"],
+                        tuple(state["order"]),
+                        tuple(tuple(numbers) for numbers in state["channels"]),
+                    )
+                    for state in tree.get(name, [])
+                ]
+            )
