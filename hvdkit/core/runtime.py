@@ -3,6 +3,9 @@
 Each adapter (`hvdkit.torch`, `hvdkit.tensorflow`) makes one `Runtime` for its framework's Horovod.
 """
 
+import atexit
+import contextlib
+import ctypes
 import logging
 import os
 import sys
@@ -174,6 +177,7 @@ class Runtime:
         self._torchrun_variables = torchrun_variables
         self._generation = 0
         self._warned = False
+        self._prepared_forks = self._forked = False
         #: The engine's collectives that know which ranks share a host.
         self.host_collectives = HostCollectives(horovod._basics.MPI_LIB_CTYPES)
         #: The engine's flight recorder.
@@ -243,6 +247,7 @@ class Runtime:
                 f"the launcher of the MPI that Horovod was built with (see `hvdkit doctor`). srun "
                 f"may need --mpi=pmix."
             )
+        self._prepare_forks()
         if horovod.local_size() > 1:
             self._use_own_gpu(horovod.local_rank())
         self.begin_generation()
@@ -255,6 +260,39 @@ class Runtime:
         """Shut down Horovod in this process. Ranks that wait for this one get an error."""
         self.recorder.unwatch()
         self._horovod.shutdown()
+
+    def check_process(self) -> None:
+        """Check that this process is the rank, and not one that the rank has forked.
+
+        Raises:
+            HvdkitError: it is a forked process, in which a collective would wait forever.
+        """
+        if self._forked:
+            raise HvdkitError(
+                "a collective was called in a process that a rank has forked after hvd.init(). "
+                "Only the rank itself can call collectives. Compute in the rank, or start the "
+                "process with another method, such as multiprocessing's 'spawn'"
+            )
+
+    def _prepare_forks(self) -> None:
+        """Let processes that this one forks end without the engine's clean-up.
+
+        There, the engine's thread does not exist, so a shutdown would wait forever. The destructors
+        of Gloo would close connections of this rank.
+        """
+        if self._prepared_forks:
+            return
+        self._prepared_forks = True
+        libc = ctypes.CDLL(None)
+
+        def after_fork() -> None:
+            self._forked = True
+            atexit.unregister(self._horovod._basics.shutdown)
+            with contextlib.suppress(AttributeError):  # a C library without `on_exit`
+                # `exit` then calls `_exit` with its status, before the destructors.
+                libc.on_exit(libc._exit, None)
+
+        os.register_at_fork(after_in_child=after_fork)
 
     def _report(self) -> None:
         """Log on rank 0 how buckets are reduced."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from hvdkit.core.runtime import Runtime, loading
+from hvdkit.core.stragglers import wait_measured
 from hvdkit.engine.describe import require
 from hvdkit.torch.devices import use_own_gpu
 
@@ -22,6 +23,18 @@ with loading("torch", torch.__version__, engine):
     from horovod.torch import mpi_ops
 
 _runtime = Runtime("torch", torch.__version__, engine, mpi_ops, use_own_gpu, _torchrun_variables)
+
+_wait = wait_measured(mpi_ops.mpi_lib.horovod_torch_wait_and_clear)
+
+
+def _checked_wait(handle: int) -> None:
+    """Wait for a collective."""
+    _runtime.check_process()
+    _wait(handle)
+
+
+# All functions of Horovod that wait for a collective call this one, also those of SyncBatchNorm.
+mpi_ops.mpi_lib.horovod_torch_wait_and_clear = _checked_wait
 
 init = _runtime.init
 host_collectives = _runtime.host_collectives
