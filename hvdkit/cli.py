@@ -53,6 +53,15 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
     except HvdkitError as error:
         print(f"hvdkit {shown.verb}: {error}", file=sys.stderr)
         return EXIT_FAILURE
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "start new thread" not in str(error):
+            raise
+        print(
+            f"hvdkit {shown.verb}: {error or 'no memory'}. This process has reached a limit of "
+            f"memory (`ulimit -v`) or of processes (`ulimit -u`): raise the limit",
+            file=sys.stderr,
+        )
+        return EXIT_FAILURE
     except _Ended as ended:
         (number,) = ended.args
         print(f"hvdkit {shown.verb}: {number.name}; {shown.when_ended}", file=sys.stderr)

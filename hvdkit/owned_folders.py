@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 from typing import IO
@@ -44,9 +45,19 @@ class OwnedFolder:
 
 
 def _lock(folder: Path) -> IO[str]:
-    lock = (folder / _LOCK).open("a")
+    """Lock a folder, and return the file that holds the lock.
+
+    Raises:
+        OSError: another process holds the lock, or has deleted the folder.
+    """
+    path = folder / _LOCK
+    lock = path.open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Between the two calls, another process may have deleted the folder, and a third process
+        # may have made it again.
+        if os.fstat(lock.fileno()).st_ino != path.stat().st_ino:
+            raise FileNotFoundError(path)
     except OSError:
         lock.close()
         raise
@@ -57,33 +68,35 @@ def _make(parent: Path, prefix: str) -> tuple[Path, IO[str]]:
     """Make and lock a folder with a new name."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        try:
-            lock = _lock(folder)
-        except (BlockingIOError, FileNotFoundError):
-            continue  # another process has taken the new folder for an abandoned one
-        if (folder / _LOCK).exists():
-            return folder, lock
-        lock.close()
+        # Another process may have taken the new folder for an abandoned one.
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            return folder, _lock(folder)
 
 
 def _adopt(folder: Path) -> tuple[Path, IO[str]] | None:
     """Make or lock the folder; return None if another process or user owns it."""
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
-            return None
-        lock = _lock(folder)
-        # Another process may have deleted the folder before the lock was held.
-        if (folder / _LOCK).exists():
-            return folder, lock
-        lock.close()
+        if _is_own(folder):
+            return folder, _lock(folder)
     return None
 
 
+def _is_own(folder: Path) -> bool:
+    """Return whether the path is a folder of this user. Others may make links in /tmp."""
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
 def _remove_abandoned(parent: Path, prefix: str) -> None:
-    """Delete the folders in `parent` whose processes have ended without deleting them."""
+    """Delete the folders in `parent` whose processes have ended without deleting them.
+
+    The lock is taken first, also of a folder without a file for it: its process was killed before
+    it made the file, or is about to make it. In the second case the process makes another folder.
+    """
     for folder in parent.glob(f"{prefix}*"):
-        # Errors: the folder is another user's, its process is alive, or it is new.
-        with contextlib.suppress(OSError), (folder / _LOCK).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # its process is alive, or has just deleted it
+            if _is_own(folder):
+                lock = _lock(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+                lock.close()

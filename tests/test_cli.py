@@ -3,7 +3,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hvdkit
@@ -38,6 +38,7 @@ _OF_A_SCRIPT = st.one_of(
 )
 
 
+@settings(deadline=None)  # the first call imports the commands
 @given(before=st.sampled_from([[], ["--"]]), arguments=st.lists(_OF_A_SCRIPT, max_size=5))
 def test_the_arguments_of_a_script_are_its_own(before, arguments):
     command = ["python", "train.py", *arguments]
@@ -93,3 +94,25 @@ def test_a_closed_pipe_is_not_an_error():
     assert job.stderr.read() == b""
     assert job.wait(timeout=60) == 128 + signal.SIGPIPE
     job.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            RuntimeError("can't start new thread"),
+            "hvdkit run: can't start new thread. This process",
+        ),
+        (MemoryError(), "hvdkit run: no memory. This process has reached a limit"),
+    ],
+    ids=str,
+)
+def test_a_limit_of_the_system_is_an_error_of_one_line(monkeypatch, capsys, error, expected):
+    def refuse(thread):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", refuse)
+        assert cli.main(["run", "-np", "1", "true"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"hvdkit run: {expected}")

@@ -31,6 +31,9 @@ from hvdkit.errors import UsageError
 
 #: The default number of steps between two comparisons.
 INTERVAL = 100
+# The first comparison, if it would be later otherwise: many mistakes show at once, and a short job
+# should not end without a comparison.
+_FIRST = 10
 #: What to do about a difference.
 STOP, REPAIR = "stop", "repair"
 
@@ -80,6 +83,10 @@ class Replicas(Protocol):
 
     def digests(self) -> Sequence[int]:
         """Return a 64-bit digest of each tensor."""
+        ...
+
+    def smallest(self) -> int | None:
+        """Return the index of the smallest floating-point parameter; None if there is none."""
         ...
 
     def read(self, index: int) -> np.ndarray:
@@ -173,7 +180,7 @@ class ReplicaCheck:
         self._compared_steps = 0
         self._generation = collectives.generation
         self._saved = False
-        self._logged = False
+        self._logged = self._logged_nan = False
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -195,7 +202,9 @@ class ReplicaCheck:
     def is_due(self, step: int) -> bool:
         """Return whether to compare after `step` steps. The same on all ranks."""
         interval = self._settings.interval
-        return bool(interval) and step > 0 and step % interval == 0
+        if not interval or step <= 0:
+            return False
+        return step % interval == 0 or (step == _FIRST and interval > _FIRST)
 
     def compare(self, step: int, consequence: str = "") -> None:
         """Compare the replicas. A collective.
@@ -225,6 +234,8 @@ class ReplicaCheck:
         equal, joined = compare(self._collectives, content, "hvdkit.replicas")
         # Ranks in `join` take part in reductions only, so nothing can be gathered. The difference
         # is found at the next comparison.
+        if equal:
+            self._warn_of_nan(step, own)
         if equal or joined:
             return
         texts = self._gather(text.encode(), "names")
@@ -234,6 +245,22 @@ class ReplicaCheck:
                 f"{first_difference(by_rank, f'the optimizer after step {step}')} {_OPTIONS_ADVICE}"
             )
         self._handle(step, own, self._differences(digests))
+
+    def _warn_of_nan(self, step: int, own: Replicas) -> None:
+        """Log if equal parameters are NaN: the loss was NaN on some rank. Not a collective.
+
+        Only the smallest parameter is read. A loss that is NaN makes all parameters NaN.
+        """
+        index = None if self._logged_nan else own.smallest()
+        if index is None or not np.isnan(own.values(index, own.read(index))).any():
+            return
+        self._logged_nan = True
+        self._log(
+            f"After step {step}, {own.names[index]} is NaN on all ranks: the loss or a gradient "
+            f"was NaN on one of them. Restore a checkpoint of an earlier step. "
+            f"on_nonfinite='raise' of hvd.DistributedOptimizer raises in the first such step, and "
+            f"names the rank."
+        )
 
     def _gather(self, data: bytes, name: str) -> dict[int, bytes]:
         """Return rank -> its data. A collective."""

@@ -3,13 +3,16 @@
 Each adapter (`hvdkit.torch`, `hvdkit.tensorflow`) makes one `Runtime` for its framework's Horovod.
 """
 
+import atexit
+import contextlib
+import ctypes
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from hvdkit.core import loaded_modules
 from hvdkit.core.host_collectives import HostCollectives, check_choice
@@ -155,6 +158,7 @@ class Runtime:
             only if several ranks share a host.
         torchrun_variables: returns Horovod's environment variables for this rank. Called only if
             torchrun started several ranks.
+        refuse_collectives: makes all collectives raise, in a process that this one has forked.
     """
 
     def __init__(
@@ -165,6 +169,7 @@ class Runtime:
         horovod: Horovod,
         use_own_gpu: Callable[[int], None],
         torchrun_variables: Callable[[], Mapping[str, str]],
+        refuse_collectives: Callable[[], None] = lambda: None,
     ) -> None:
         self._framework = framework
         self._version = version
@@ -172,8 +177,10 @@ class Runtime:
         self._horovod = horovod
         self._use_own_gpu = use_own_gpu
         self._torchrun_variables = torchrun_variables
+        self._refuse_collectives = refuse_collectives
         self._generation = 0
         self._warned = False
+        self._prepared_forks = False
         #: The engine's collectives that know which ranks share a host.
         self.host_collectives = HostCollectives(horovod._basics.MPI_LIB_CTYPES)
         #: The engine's flight recorder.
@@ -243,6 +250,7 @@ class Runtime:
                 f"the launcher of the MPI that Horovod was built with (see `hvdkit doctor`). srun "
                 f"may need --mpi=pmix."
             )
+        self._prepare_forks()
         if horovod.local_size() > 1:
             self._use_own_gpu(horovod.local_rank())
         self.begin_generation()
@@ -255,6 +263,26 @@ class Runtime:
         """Shut down Horovod in this process. Ranks that wait for this one get an error."""
         self.recorder.unwatch()
         self._horovod.shutdown()
+
+    def _prepare_forks(self) -> None:
+        """Let processes that this one forks end without the engine's clean-up.
+
+        There, the engine's thread does not exist, so a shutdown would wait forever. The destructors
+        of Gloo would close connections of this rank.
+        """
+        if self._prepared_forks:
+            return
+        self._prepared_forks = True
+        libc = ctypes.CDLL(None)
+
+        def after_fork() -> None:
+            self._refuse_collectives()
+            atexit.unregister(self._horovod._basics.shutdown)
+            with contextlib.suppress(AttributeError):  # a C library without `on_exit`
+                # `exit` then calls `_exit` with its status, before the destructors.
+                libc.on_exit(libc._exit, None)
+
+        os.register_at_fork(after_in_child=after_fork)
 
     def _report(self) -> None:
         """Log on rank 0 how buckets are reduced."""
@@ -289,6 +317,15 @@ class Runtime:
                 self._framework,
                 self._version,
             )
+
+
+def refuse_in_fork(*_: Any) -> NoReturn:
+    """Raise the error of a collective in a forked process, where it could wait forever."""
+    raise HvdkitError(
+        "a collective was called in a process that a rank has forked after hvd.init(). Only the "
+        "rank itself can call collectives. Compute in the rank, or start the process with another "
+        "method, such as multiprocessing's 'spawn'"
+    )
 
 
 def limit_stalls(environ: MutableMapping[str, str]) -> None:

@@ -1,8 +1,9 @@
 """Find slow ranks, for which all other ranks wait in each step.
 
 A rank's own time is the time between two reductions: it reads data, computes and updates. The rest
-of its time it waits in reductions, for the network and for slower ranks. So all ranks have about
-the same time per step, and only the own times show which rank is slow.
+of its time it waits in reductions and in collectives of the script, for the network and for slower
+ranks. So all ranks have about the same time per step, and only the own times show which rank is
+slow.
 
 Own times are compared by the median, as in NVIDIA's resiliency extension
 (https://nvidia.github.io/nvidia-resiliency-ext/straggler_det/).
@@ -10,13 +11,16 @@ Own times are compared by the median, as in NVIDIA's resiliency extension
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
+import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 from hvdkit.core.collectives import Collectives
 
@@ -39,7 +43,30 @@ _SECONDS = 0.5
 _log = logging.getLogger("hvdkit")
 
 
-@dataclass
+# The times that are measured in this process.
+_measured: weakref.WeakSet[StepTimes] = weakref.WeakSet()
+
+
+def wait_measured(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function like `wait` whose time counts as `WAIT`, in the thread that trains.
+
+    Args:
+        wait: the framework's function that waits for a collective.
+    """
+
+    @functools.wraps(wait)
+    def measured(handle: Any) -> Any:
+        interrupted = [(times, times.begin_wait()) for times in list(_measured)]
+        try:
+            return wait(handle)
+        finally:
+            for times, section in interrupted:
+                times.end_wait(section)
+
+    return measured
+
+
+@dataclass(eq=False)
 class StepTimes:
     """The time that this rank has spent in each section since the last report.
 
@@ -52,9 +79,35 @@ class StepTimes:
     seconds: dict[str, float] = field(default_factory=dict)
     _section: str = FORWARD
     _since: float | None = None
+    # The thread that trains. A backward pass on a GPU has another one.
+    _thread: int = 0
+
+    def __post_init__(self) -> None:
+        _measured.add(self)
 
     def enter(self, section: str) -> None:
         """Record that a section begins, and the current one ends."""
+        if section == FORWARD:
+            self._thread = threading.get_ident()
+        self._switch(section)
+
+    def begin_wait(self) -> str | None:
+        """Record that a collective begins to wait. Return the section for `end_wait`.
+
+        Returns None if this thread does not train, or nothing is counted.
+        """
+        if self._since is None or self._thread != threading.get_ident() or self._section == WAIT:
+            return None
+        section = self._section
+        self._switch(WAIT)
+        return section
+
+    def end_wait(self, section: str | None) -> None:
+        """Record that the collective of `begin_wait` has ended: the section continues."""
+        if section is not None and self._section == WAIT:
+            self._switch(section)
+
+    def _switch(self, section: str) -> None:
         now = self.clock()
         if self._since is not None:
             spent = self.seconds.get(self._section, 0.0) + now - self._since
@@ -69,7 +122,7 @@ class StepTimes:
     def stop(self) -> None:
         """Stop counting until the next `enter` or `start`."""
         if self._since is not None:
-            self.enter(self._section)
+            self._switch(self._section)
         self._since = None
 
     def end_step(self) -> None:
@@ -79,7 +132,7 @@ class StepTimes:
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call, and count from 0 again."""
         if self._since is not None:
-            self.enter(self._section)
+            self._switch(self._section)
         taken, self.seconds = self.seconds, {}
         return taken
 

@@ -3,6 +3,7 @@
 Keras and TensorFlow share this class. They read and write variables as NumPy arrays.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,6 +58,7 @@ class VariableReplicas:
         scalars = [variable for variable in state if not len(variable.shape)]
         slots = [variable for variable in state if len(variable.shape)]
         self._access = access
+        self._parameters = range(len(scalars), len(scalars) + len(variables))
         self._variables = [*scalars, *variables, *slots]
         paths = [access.name_of(variable) for variable in self._variables]
         #: The names of the variables. They contain numbers of layers, which differ between ranks if
@@ -71,6 +73,15 @@ class VariableReplicas:
     def digests(self) -> Sequence[int]:
         """Return a 64-bit digest of each variable."""
         return self._access.digests(self._variables)
+
+    def smallest(self) -> int | None:
+        """Return the index of the smallest trained variable of floats; None if there is none."""
+        sizes = {
+            index: math.prod(self._variables[index].shape)
+            for index in self._parameters
+            if self._access.dtype_of(self._variables[index]).kind not in "iubc"
+        }
+        return min(sizes, key=lambda index: sizes[index], default=None)
 
     def read(self, index: int) -> np.ndarray:
         """Return the bytes of a variable as a one-dimensional uint8 array."""

@@ -25,6 +25,7 @@ _WAITS = {
     "horovod/tensorflow/mpi_ops.py": None,
     "hvdkit/torch/collectives.py": None,
     "hvdkit/tensorflow/collectives.py": None,
+    "hvdkit/core/stragglers.py": {"measured"},
     "hvdkit/core/synchronizer.py": {"wait", "_finish", "_advance_bucket", "send", "make_plan"},
 }
 

@@ -39,6 +39,8 @@ _OWN = {
         r"hvdkit\.keras\.": "the coordination of fit",
         r"hvdkit\.broadcast": "a broadcast of parameters or objects",
         r"hvdkit\.allgather_object": "allgather_object",
+        r"hvdkit\.process_set\.add": "add_process_set",
+        r"hvdkit\.process_set\.remove": "remove_process_set",
         r"hvdkit\.shard\.": "the comparison of the data's sizes",
         r"sync_batch_norm": "a layer SyncBatchNorm",
         r"^join": "join()",

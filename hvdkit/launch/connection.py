@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import queue
-import select
 import signal
 import socket
 import subprocess
@@ -73,56 +72,45 @@ class Connection:
         self._events = events
         self._error: OSError | None = None
         self._disconnected = threading.Event()
-        # A signal handler may send while the main thread writes a message. Its message waits here.
-        self._unsent: deque[bytes] = deque()
-        self._sending = False
-        self._send_lock = threading.RLock()
+        # A thread writes the messages: an agent that is stopped must not delay the launcher, and a
+        # signal handler may send while the main thread does. None closes the agent's input.
+        self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, daemon=True)
+        self._writer.start()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message. If the agent is lost, nothing happens: the reader thread reports it."""
-        self._unsent.append(messages.encode(kind, **fields))
-        # A loop, because a signal handler may add a message after `_write_unsent`.
-        while self._unsent and not self._disconnected.is_set():
-            with self._send_lock:
-                if self._sending:  # in a signal handler; the interrupted call writes the message
-                    return
-                try:
-                    self._sending = True
-                    self._write_unsent()
-                finally:
-                    self._sending = False
+        """Send a message, without waiting for the agent.
 
-    def _write_unsent(self) -> None:
-        while self._unsent:
-            data = self._unsent.popleft()
+        If the agent is lost, nothing happens: the reader thread reports it.
+        """
+        if not self._disconnected.is_set():
+            self._unsent.put(messages.encode(kind, **fields))
+
+    def _write(self) -> None:
+        while (data := self._unsent.get()) is not None:
             try:
-                while data and not self._disconnected.is_set():
+                while data:
                     data = data[os.write(self._send_fd, data) :]
             except OSError as error:
                 # The system reports that the other host is gone only once, here or to the reader.
                 self._error = self._error or error
+        self._close_input()
 
     def send_heartbeat(self) -> None:
-        """Send a heartbeat, unless it would wait for this agent while the other agents need one."""
-        if not self._send_lock.acquire(blocking=False):
-            return  # another thread is sending
-        try:
-            poll = select.poll()
-            if not self._disconnected.is_set():
-                poll.register(self._send_fd, select.POLLOUT)
-            if any(events & select.POLLOUT for _, events in poll.poll(0)):
-                self.send("heartbeat")
-        finally:
-            self._send_lock.release()
+        """Send a heartbeat, unless the agent has not read the messages before it."""
+        if self._unsent.empty():
+            self.send("heartbeat")
 
     def disconnect(self) -> None:
-        """Close the agent's input. The agent then ends its ranks and itself."""
-        with self._send_lock:
-            if not self._disconnected.is_set():
-                self._disconnected.set()
-                self._close_input()
+        """Close the agent's input after the last message. The agent then ends its ranks and itself.
+
+        It does not wait for the agent; `close` does.
+        """
+        if not self._disconnected.is_set():
+            self._disconnected.set()
+            self._unsent.put(None)
 
     @property
     def disconnected(self) -> bool:
@@ -273,11 +261,13 @@ class ProcessConnection(Connection):
         self._kill()
 
     def close(self, timeout: float) -> None:
+        self.disconnect()
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             self._kill()
             self._process.wait()
+        self._writer.join(timeout=1)
         pipes = (self._process.stdout, self._process.stderr)
         for thread, pipe in zip((self._reader, self._stderr_reader), pipes, strict=True):
             thread.join(timeout=1)
@@ -285,12 +275,15 @@ class ProcessConnection(Connection):
             if pipe is not None and not thread.is_alive():
                 pipe.close()
 
-    def _close_input(self) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
+    def disconnect(self) -> None:
+        super().disconnect()
         if not self.greeted:
             # There is no agent yet, only an ssh that tries to connect.
             self._kill()
+
+    def _close_input(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
 
     def _kill(self) -> None:
         # The whole group, because a ProxyCommand may not notice the end of ssh.
@@ -334,9 +327,11 @@ class SocketConnection(Connection):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the reader
 
     def close(self, timeout: float) -> None:
+        self.disconnect()
         self._reader.join(timeout)
         self.cut()
         self._reader.join(timeout=1)
+        self._writer.join(timeout=1)
         self._received.close()
         self._socket.close()
 

@@ -195,7 +195,13 @@ class Failures:
             before: the verdict on the stall in which the ranks failed; empty if there was none.
         """
         first, *others = self._ordered()
-        parts = [f"{self._describe([first.rank])} failed: {exit_text(first.status)}"]
+        alike = self.suspects
+        # The first one to end is no more the cause than the others.
+        all_alike = len(alike) == len(self._found) > 1 and not ended and not finished
+        if all_alike:
+            parts = [f"all ranks failed with the same error: {exit_text(first.status)}"]
+        else:
+            parts = [f"{self._describe([first.rank])} failed: {exit_text(first.status)}"]
         after = [f for f in others if f.kind == _LOST_PEER and first.kind < _LOST_PEER]
         if after:
             parts.append(f"{_count(len(after))} failed after it, because a peer was lost")
@@ -218,7 +224,7 @@ class Failures:
                 lines.append(f"{self._describe([failure.rank])} failed, too: {ending}.")
                 lines.append(tail_of(failure.rank, failure.tail))
         same = sum(failure.last_line == first.last_line for failure in similar)
-        if same:
+        if same and not all_alike:
             lines.append(
                 f"{same} more rank{'s' if same > 1 else ''} failed like rank {first.rank}."
             )

@@ -28,7 +28,6 @@ from horovod.tensorflow import (
     ProcessSet,
     Product,
     Sum,
-    add_process_set,
     allgather,
     allreduce,
     alltoall,
@@ -64,7 +63,6 @@ from horovod.tensorflow import (
     rank_op,
     reducescatter,
     refs_to_vars,
-    remove_process_set,
     rocm_built,
     size,
     size_op,
@@ -100,6 +98,7 @@ from hvdkit.tensorflow.functions import (
 )
 from hvdkit.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from hvdkit.tensorflow.optimizer import DistributedOptimizer
+from hvdkit.tensorflow.process_sets import add_process_set, remove_process_set
 from hvdkit.tensorflow.sampling import ResumableSampler
 from hvdkit.tensorflow.sync_batch_norm import SyncBatchNormalization
 from hvdkit.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape

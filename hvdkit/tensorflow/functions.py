@@ -1,16 +1,15 @@
 """Broadcast variables and Python objects from one rank; gather objects from all ranks."""
 
-import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
-import cloudpickle
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from hvdkit.core import objects
 from hvdkit.core.consistency import check_consistency
-from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.errors import UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.variables import tf_variables
 
@@ -199,7 +198,7 @@ def broadcast_object(
     """Send rank `root_rank`'s object to every rank, pickled.
 
     Unlike Horovod's function, this one may be called while a graph is traced, is not limited to
-    2 GB, and raises on every rank if the object cannot be pickled.
+    2 GB, and raises on every rank if the object cannot be sent.
 
     Args:
         obj: the object to send; ignored on other ranks.
@@ -212,23 +211,13 @@ def broadcast_object(
         On `root_rank` the object itself, on other ranks a copy.
 
     Raises:
-        HvdkitError: on the other ranks, if the root could not pickle its object. The root raises
-            the error of pickle.
+        HvdkitError: on every rank, if the object cannot be pickled, or if another rank cannot
+            receive or unpickle it.
     """
     _no_session(session, "broadcast_object")
     _check_root(root_rank, process_set)
-    collectives = TensorFlowCollectives(process_set)
-    if collectives.single_rank:
-        return obj
     name = name or "hvdkit.broadcast_object"
-    is_root = mpi_ops.rank() == root_rank
-    data, error = _pickled(obj) if is_root else (b"", None)
-    received = collectives.broadcast(data, root_rank, name)
-    if error is not None:
-        raise error
-    if not received:
-        raise HvdkitError(f"{name}: rank {root_rank} could not pickle its object; see its error")
-    return obj if is_root else pickle.loads(received)
+    return objects.broadcast_object(TensorFlowCollectives(process_set), obj, root_rank, name)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -250,30 +239,11 @@ def allgather_object(
         One object per rank, in the order of the ranks.
 
     Raises:
-        HvdkitError: on every rank, if one rank could not pickle its object. That rank raises the
-            error of pickle.
+        HvdkitError: on every rank, if a rank cannot pickle its object or unpickle another one.
     """
     _no_session(session, "allgather_object")
-    name = name or "hvdkit.allgather_object"
     collectives = TensorFlowCollectives(process_set)
-    if collectives.single_rank:
-        return [obj]
-    data, error = _pickled(obj)
-    gathered = collectives.allgather(data, name)
-    if error is not None:
-        raise error
-    failed = [rank for rank, part in zip(collectives.ranks, gathered, strict=True) if not part]
-    if failed:
-        raise HvdkitError(f"{name}: ranks {failed} could not pickle their objects; see their error")
-    return [pickle.loads(part) for part in gathered]
-
-
-def _pickled(obj: Any) -> tuple[bytes, Exception | None]:
-    """Return the pickled object; on failure no bytes, which tell the other ranks, and the error."""
-    try:
-        return cloudpickle.dumps(obj), None
-    except Exception as error:
-        return b"", error
+    return objects.allgather_object(collectives, obj, name or "hvdkit.allgather_object")
 
 
 def broadcast_object_fn(

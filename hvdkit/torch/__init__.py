@@ -25,7 +25,6 @@ from horovod.torch import (
     Product,
     Sum,
     SyncBatchNorm,
-    add_process_set,
     allgather,
     allgather_async,
     allreduce,
@@ -68,7 +67,6 @@ from horovod.torch import (
     rank,
     reducescatter,
     reducescatter_async,
-    remove_process_set,
     rocm_built,
     size,
     sparse_allreduce_async,
@@ -100,6 +98,7 @@ from hvdkit.torch.functions import (
 )
 from hvdkit.torch.joining import join
 from hvdkit.torch.optimizer import DistributedOptimizer, no_sync
+from hvdkit.torch.process_sets import add_process_set, remove_process_set
 from hvdkit.torch.sampling import DistributedSampler, ResumableSampler
 
 #: The name of `RankMismatchError` before 0.1, for one release.

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import torch
 from horovod.torch import mpi_ops
 
+from hvdkit.core import objects
 from hvdkit.core.consistency import check_consistency
 from hvdkit.errors import UsageError
 from hvdkit.torch.collectives import TorchCollectives
@@ -222,19 +222,14 @@ def broadcast_object(
 
     Returns:
         The object itself on `root_rank`, a copy of it on other ranks.
+
+    Raises:
+        HvdkitError: on every rank, if the object cannot be pickled, or if another rank cannot
+            receive or unpickle it.
     """
     # Horovod's function converts the bytes one by one: 400 MB take a minute.
     name = name or "hvdkit.broadcast_object"
-    is_root = mpi_ops.rank() == root_rank
-    data = bytearray(cloudpickle.dumps(obj)) if is_root else bytearray()
-    size = torch.tensor([len(data)])
-    mpi_ops.broadcast_(size, root_rank, f"{name}.sz", process_set)
-    if not is_root:
-        data = bytearray(int(size))
-    content = torch.frombuffer(data, dtype=torch.uint8)
-    for piece in content.split(_CHUNK_BYTES):
-        mpi_ops.broadcast_(piece, root_rank, f"{name}.t", process_set)
-    return obj if is_root else cloudpickle.loads(data)
+    return objects.broadcast_object(TorchCollectives(process_set), obj, root_rank, name)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
@@ -242,10 +237,9 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
     Returns:
         One object per rank, in their order.
+
+    Raises:
+        HvdkitError: on every rank, if a rank cannot pickle its object or unpickle another one.
     """
-    name = name or "hvdkit.allgather_object"
-    data = bytearray(cloudpickle.dumps(obj))
-    sizes = mpi_ops.allgather(torch.tensor([len(data)]), f"{name}.sz").tolist()
-    content = torch.frombuffer(data, dtype=torch.uint8)
-    gathered = mpi_ops.allgather(content, f"{name}.t")
-    return [cloudpickle.loads(part.numpy()) for part in gathered.split(sizes)]
+    collectives = TorchCollectives(mpi_ops.global_process_set)
+    return objects.allgather_object(collectives, obj, name or "hvdkit.allgather_object")

@@ -37,6 +37,15 @@ class TorchReplicas:
         """Return a 64-bit digest of each tensor."""
         return digests(self._tensors)
 
+    def smallest(self) -> int | None:
+        """Return the index of the smallest parameter that is trained; None if there is none."""
+        sizes = {
+            index: tensor.numel()
+            for index, tensor in enumerate(self._tensors)
+            if tensor.requires_grad and tensor.numel() and not tensor.is_complex()
+        }
+        return min(sizes, key=lambda index: sizes[index], default=None)
+
     def read(self, index: int) -> np.ndarray:
         """Return the bytes of a tensor as a one-dimensional uint8 array."""
         host = self._tensors[index].detach().cpu().contiguous()

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
-from hvdkit.core.runtime import Runtime, loading
+from hvdkit.core.runtime import Runtime, loading, refuse_in_fork
+from hvdkit.core.stragglers import wait_measured
 from hvdkit.engine.describe import require
 from hvdkit.torch.devices import use_own_gpu
 
@@ -21,7 +22,31 @@ engine = require("torch")
 with loading("torch", torch.__version__, engine):
     from horovod.torch import mpi_ops
 
-_runtime = Runtime("torch", torch.__version__, engine, mpi_ops, use_own_gpu, _torchrun_variables)
+# All functions of Horovod that wait for a collective call this one, also those of SyncBatchNorm.
+mpi_ops.mpi_lib.horovod_torch_wait_and_clear = wait_measured(
+    mpi_ops.mpi_lib.horovod_torch_wait_and_clear
+)
+_COLLECTIVES = [
+    name
+    for name in dir(mpi_ops.mpi_lib)
+    if "_async_" in name or name in ("horovod_torch_join", "horovod_torch_barrier")
+]
+
+
+def _refuse_collectives() -> None:
+    for name in _COLLECTIVES:
+        setattr(mpi_ops.mpi_lib, name, refuse_in_fork)
+
+
+_runtime = Runtime(
+    "torch",
+    torch.__version__,
+    engine,
+    mpi_ops,
+    use_own_gpu,
+    _torchrun_variables,
+    _refuse_collectives,
+)
 
 init = _runtime.init
 host_collectives = _runtime.host_collectives

@@ -1,6 +1,7 @@
 """Own times, and which ranks are slow."""
 
 import logging
+import threading
 
 import pytest
 
@@ -13,6 +14,7 @@ from hvdkit.core.stragglers import (
     StragglerReport,
     describe,
     is_slow,
+    wait_measured,
 )
 from tests.core.simulated_ranks import SimulatedGroup, on_every_rank
 
@@ -28,6 +30,34 @@ def test_sections_take_turns():
         measured.enter(section)
     assert measured.take() == {FORWARD: 1.0, BACKWARD: 2.0, WAIT: 3.0, UPDATE: 4.0}
     assert measured.take() == {UPDATE: 0.5}
+
+
+def test_a_collective_of_the_script_is_no_own_time():
+    clock = [0.0]
+    measured = StepTimes(lambda: clock[0])
+
+    @wait_measured
+    def wait(seconds):
+        clock[0] += seconds
+        return seconds
+
+    wait(10)  # nothing is counted yet
+    measured.enter(FORWARD)
+    clock[0] += 1
+    assert wait(20) == 20
+    clock[0] += 2
+    measured.enter(BACKWARD)
+    wait(3)
+    other = threading.Thread(target=wait, args=[5])  # not the thread that trains
+    other.start()
+    other.join()
+    measured.enter(WAIT)
+    wait(7)
+    measured.enter(UPDATE)
+    with pytest.raises(TypeError):
+        wait(None)
+    clock[0] += 1
+    assert measured.take() == {FORWARD: 3.0, BACKWARD: 5.0, WAIT: 30.0, UPDATE: 1.0}
 
 
 @pytest.mark.parametrize(

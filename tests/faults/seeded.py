@@ -107,7 +107,7 @@ class Case:
             rank=rank,
             before_init=block(self.before_init, "    "),
             build=block(self.build, "    "),
-            options=self.options,
+            options=self.options.replace("{rank}", str(rank)),
             fault=block(self.fault, "    "),
             instead_of_backward=self.instead_of_backward,
             instead_of_step=self.instead_of_step,
@@ -259,6 +259,17 @@ CASES: list[Case] = [
         r"ranks are not in the same step.*rank {rank}: step 1\d",
         instead_of_step="if not (at_fault and step == 10): ",
     ),
+    Case(
+        "does not add a process set",
+        r"waited \d+ s for add_process_set(.|\n)*" + _STALL + r".*time\.sleep",
+        options="if at_fault: time.sleep(100)\nhvd.add_process_set([0, 1])",
+        env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"},
+    ),
+    Case(
+        "broadcasts an object that it cannot pickle",
+        r"rank {rank}: TypeError: cannot pickle",
+        options="hvd.broadcast_object(threading.Lock(), root_rank={rank})",
+    ),
     Case("has fewer batches", _ENDED, "global steps; sys.exit(0) if step == 10 else None"),
     Case(
         "sends another shape",
@@ -299,8 +310,8 @@ CASES: list[Case] = [
         "is slow in each step",
         r"rank {rank} on host \S+ is slow",
         "model.register_forward_pre_hook(lambda *_: time.sleep(0.3))",
-        # A collective of the script in each step would hide which rank is slow.
-        options="options['check_interval'] = 4; steps, own = 30, False",
+        # The other ranks wait in the allreduce of the loss.
+        options="options['check_interval'] = 4; steps = 50",
     ),
     *map(_mpi, [_SLEEPS, _STOPPED, _KILLED, _RAISES, _ENDS, _ALONE]),
 ]  # fmt: skip

@@ -40,6 +40,7 @@ def a_connection():
         os.close(connection.agent_reads)
         os.close(connection.agent_writes)
         connection._reader.join(timeout=10)
+        connection._writer.join(timeout=10)
         connection._received.close()
 
 
@@ -70,35 +71,48 @@ def test_a_line_that_is_not_a_message(line):
     assert "expected a message of the agent" in first["reason"]
 
 
-def test_a_signal_handler_that_sends_while_a_message_is_written():
+def test_an_agent_that_does_not_read_does_not_delay_the_launcher():
     long = "x" * 1_000_000  # more than the pipe holds
-    handled = threading.Event()
-    lines = []
-
-    def handler(*_):
-        connection.send("signal", number=15)
-        handled.set()
-
-    def agent():
-        os.read(connection.agent_reads, 1)  # the message has begun, and the pipe is full
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
-        # With the defect the handler waits for the pipe, in the middle of the message.
-        handled.wait(timeout=1)
-        with os.fdopen(os.dup(connection.agent_reads), "rb") as stream:
-            lines.extend(stream.readline() for _ in range(3))
-
     with a_connection() as connection:
-        previous = signal.signal(signal.SIGUSR1, handler)
-        thread = threading.Thread(target=agent, daemon=True)
+        sending = threading.Thread(target=connection.send, args=["task"], kwargs={"text": long})
+        sending.start()
+        sending.join(timeout=30)
+        is_delayed = sending.is_alive()
+        connection.send("end")
+        with os.fdopen(os.dup(connection.agent_reads), "rb") as stream:
+            lines = [stream.readline() for _ in range(2)]
+        sending.join()
+    assert not is_delayed
+    assert [messages.decode(line)["kind"] for line in lines] == ["task", "end"]
+
+
+def test_the_last_message_is_sent_before_the_input_is_closed():
+    long = "x" * 1_000_000
+    with a_connection() as connection:
+        connection.send("outcome", text=long)
+        connection.disconnect()
+        connection.send("task")
+        with os.fdopen(os.dup(connection.agent_reads), "rb") as stream:
+            lines = stream.readlines()
+    assert [messages.decode(line) for line in lines] == [{"kind": "outcome", "text": long}]
+
+
+def test_a_signal_handler_that_sends_while_messages_are_sent():
+    count = 300
+    with a_connection() as connection:
+        previous = signal.signal(signal.SIGALRM, lambda *_: connection.send("signal", number=15))
         try:
-            thread.start()
-            connection.send("task", text=long)
-            connection.send("end")
-            thread.join(timeout=30)
+            signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+            for _ in range(count):
+                connection.send("task", text="x" * 100)
         finally:
-            signal.signal(signal.SIGUSR1, previous)
-    lines[0] = b"{" + lines[0].removeprefix(b"{")  # the agent has read the first byte
-    assert [messages.decode(line)["kind"] for line in lines] == ["task", "signal", "end"]
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+        connection.disconnect()
+        with os.fdopen(os.dup(connection.agent_reads), "rb") as stream:
+            kinds = [messages.decode(line)["kind"] for line in stream]
+    assert kinds.count("task") == count
+    assert set(kinds) <= {"task", "signal"}
 
 
 def test_an_agent_that_does_not_read_does_not_delay_the_heartbeats_of_others():

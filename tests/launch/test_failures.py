@@ -99,7 +99,15 @@ def test_a_rank_that_ended_without_an_error_is_named():
 
 def test_an_error_that_all_ranks_raise():
     report = failures((0, 1, MISMATCH), (1, 1, MISMATCH)).report(ended=0, finished=[])
+    assert report.startswith("all ranks failed with the same error: exit status 1.\n")
     assert "lost a peer" not in report
+    assert "failed like" not in report
+
+
+@pytest.mark.parametrize(("ended", "finished"), [(1, []), (0, [2])])
+def test_an_error_that_some_ranks_raise(ended, finished):
+    report = failures((0, 1, BAD), (1, 1, BAD)).report(ended=ended, finished=finished)
+    assert report.startswith("rank 0 failed: exit status 1")
     assert "1 more rank failed like rank 0." in report
 
 

@@ -251,20 +251,24 @@ def test_a_killed_job_over_mpi_resumes(tmp_path):
     assert len(weights) == 1
 
 
-def test_a_job_that_always_fails_ends_with_the_first_reason(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "saved"), [((), "checkpoint"), (("--elastic",), "commit")], ids=["", "elastic"]
+)
+def test_a_job_that_always_fails_ends_with_the_first_reason(tmp_path, options, saved):
     (tmp_path / "script.py").write_text(
         "import os, sys\n"
         "if os.path.exists('failed'):\n    sys.exit('the same again')\n"
         "open('failed', 'w').close()\nraise ValueError('bad sample 17')\n"
     )
-    command = [sys.executable, "-m", "hvdkit", "run", "-np", "1", "--restarts", "1", "script.py"]
+    run = [sys.executable, "-m", "hvdkit", "run", *options, "-np", "1", "--restarts", "1"]
     env = {name: value for name, value in os.environ.items() if name != "PWD"}
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=env
-    )
+        [*run, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+        env=env,
+    )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "hvdkit run: the job failed 2 times in a row without a new checkpoint, and ends "
+        f"hvdkit run: the job failed 2 times in a row without a new {saved}, and ends "
         "(--restarts). The first failure: rank 0 on localhost failed: exit status 1. ValueError: "
         "bad sample 17"
     )

@@ -51,6 +51,33 @@ def test_an_agent_that_is_stopped_is_lost(launcher):
         time.sleep(0.05)
 
 
+# `hvdkit run` whose agent is stopped before it gets the message that starts the ranks.
+STOPPED_AT_START = """
+import os, signal, sys, threading
+from hvdkit.launch import connection, messages
+messages.LOST_SECONDS = 4.0
+messages.HEARTBEAT_SECONDS = 0.3
+from hvdkit.cli import main
+send = connection.Connection.send
+
+def send_to_stopped(self, kind, **fields):
+    if kind == "start":
+        os.kill(self._process.pid, signal.SIGSTOP)
+    send(self, kind, **fields)
+
+connection.Connection.send = send_to_stopped
+# More than a pipe holds.
+sys.exit(main(["run", "-np", "1", "-x", "LONG=" + "x" * 100_000, "true"]))
+"""
+
+
+def test_an_agent_that_is_stopped_before_a_long_message_is_lost():
+    command = [sys.executable, "-c", STOPPED_AT_START]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert job.returncode == 1
+    assert "lost localhost: its agent has not answered for 4 s" in job.stderr
+
+
 def test_a_whole_job_that_is_stopped_for_a_while_continues(launcher):
     job, agent, rank = launcher("time.sleep(8); print('continued')")
     time.sleep(1)

@@ -106,6 +106,7 @@ class ElasticSupervisor:
     _resets: int = 0
     _used: int = 0
     _committed: bool = False
+    _first: Outcome | None = None
 
     def run(self) -> Outcome:
         """Run the job until it succeeds, is stopped, or fails too often.
@@ -155,18 +156,23 @@ class ElasticSupervisor:
                 raise
             # A host may just have been lost.
             self.say(str(error))
-            return Outcome(1, restartable=True)
+            return Outcome(1, str(error), restartable=True)
 
     def _may_restart(self, plan: Plan, outcome: Outcome) -> bool:
         """Count a restart, and return whether the limits permit it."""
         self._used = 0 if outcome.saved else self._used
         if not outcome.hosts_changed:
+            if not self._used or self._first is None:
+                self._first = outcome
             name = outcome.failing_host(plan)
             if name is not None and (message := self.exclusions.add(name)):
                 self.say(message)
             if self._used == self.limits.restarts:
                 count = f"{self._used + 1} times in a row" if self._used else "once"
-                self.say(f"the job failed {count} without a new commit, and ends (--restarts)")
+                self.say(
+                    f"the job failed {count} without a new commit, and ends (--restarts). The "
+                    f"first failure: {self._first.reason}"
+                )
                 return False
             if self._used:
                 self.pause(min(_FIRST_PAUSE * 2 ** (self._used - 1), _LONGEST_PAUSE))

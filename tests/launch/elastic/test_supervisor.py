@@ -92,6 +92,22 @@ def test_a_job_that_fails_without_a_commit_ends():
     assert pauses == [1.0]
 
 
+def test_the_first_failure_since_the_last_commit_is_named():
+    def failed(report, saved=False):
+        return Outcome(1, report, restartable=True, saved=saved)
+
+    old, first, last = failed("old"), failed("bad sample.", saved=True), failed("other")
+    error = HvdkitError("host1: no route")
+    for outcomes, reason in [
+        ([old, first, CHANGED, last, last, last], "other"),
+        ([old, first, last, last], "bad sample."),
+        ([first, error, last], "bad sample."),
+        ([COMMITTED, CHANGED, error, last, last], "host1: no route"),
+    ]:
+        *_, texts, _ = supervise(outcomes)
+        assert texts[-1].endswith(f"ends (--restarts). The first failure: {reason}")
+
+
 def test_each_commit_permits_all_restarts_again():
     outcome, *_ = supervise([FAILED, FAILED, COMMITTED, FAILED, Outcome(0)])
     assert outcome.status == 0

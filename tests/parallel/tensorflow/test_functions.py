@@ -5,6 +5,7 @@ import pytest
 
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.errors import HvdkitError, UsageError
+from tests.parallel.objects import objects_and_errors
 from tests.parallel.tensorflow.oracle import assert_raised_on_all_ranks, assert_same_on_all_ranks
 
 DTYPES = [
@@ -248,21 +249,34 @@ def test_objects_of_different_types(hvd, where):
 
 
 def test_a_large_object_is_sent_in_chunks(hvd):
-    from hvdkit.tensorflow import collectives
+    from hvdkit.core import objects
 
-    size, collectives._CHUNK_BYTES = collectives._CHUNK_BYTES, 1000
-    try:
-        data = np.random.default_rng(hvd.rank()).bytes(12_345)
+    data = np.random.default_rng(hvd.rank()).bytes(12_345)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objects, "_CHUNK", 1000)
         taken = hvd.broadcast_object(data, root_rank=1)
-    finally:
-        collectives._CHUNK_BYTES = size
     assert taken == np.random.default_rng(1).bytes(12_345)
 
 
-def test_an_object_that_cannot_be_pickled_raises_on_every_rank(hvd):
-    import threading
+def test_an_object_that_cannot_be_sent_raises_on_every_rank(hvd):
+    for own, error in objects_and_errors(hvd.rank()):
+        for call in (lambda o: hvd.broadcast_object(o, root_rank=1), hvd.allgather_object):
+            with pytest.raises(HvdkitError, match=error):
+                call(own)
+            assert hvd.broadcast_object(hvd.rank(), root_rank=1) == 1
 
-    own = threading.Lock() if hvd.rank() == 1 else 0
-    theirs = (TypeError, "cannot pickle") if hvd.rank() == 1 else (HvdkitError, "could not pickle")
-    assert_raised_on_all_ranks(hvd, *theirs, lambda: hvd.broadcast_object(own, root_rank=1))
-    assert_raised_on_all_ranks(hvd, *theirs, lambda: hvd.allgather_object(own))
+
+def test_too_little_memory_on_one_rank_raises_on_every_rank(hvd):
+    from hvdkit.core import objects
+
+    def allocate(size):
+        if hvd.rank() == 0:
+            raise MemoryError
+        return np.empty(size, np.uint8)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objects, "_allocate", allocate)
+        patch.setattr(objects, "_LARGE", 1000)
+        with pytest.raises(HvdkitError, match=r"too little memory .* \(rank 0: MemoryError"):
+            hvd.broadcast_object(bytes(2000), root_rank=1)
+    assert hvd.broadcast_object(hvd.rank(), root_rank=1) == 1

@@ -210,3 +210,27 @@ print("equal", flush=True)
 """
     for result in run(configuration, code, 40, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="10"):
         assert "equal" in result.output
+
+
+def test_a_forked_process_ends_and_the_rank_continues():
+    """The end of the fork neither waits for the engine nor closes its connections."""
+    code = """
+import os, sys
+for how in ("end", "raise", "collective"):
+    fork = os.fork()
+    if not fork:
+        if how == "raise":
+            raise ValueError
+        if how == "collective":
+            hvd.allreduce(torch.ones(1))
+        print("the fork ends", flush=True)
+        sys.exit(3)
+    status = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+    assert status == (3 if how == "end" else 1), status
+    assert hvd.allreduce(torch.ones(100_000), op=hvd.Sum, name="large").eq(3).all()
+print("continued", flush=True)
+"""
+    results = run(BOTH[0], code, 60, HVDKIT_COLLECTIVES="flat")
+    for result in results:
+        assert "continued" in result.output
+        assert "in a process that a rank has forked after hvd.init()" in result.output

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from hvdkit.core.consistency import RankMismatchError
+from hvdkit.errors import HvdkitError
+from tests.parallel.objects import NotPicklable, objects_and_errors
 from tests.parallel.torch.oracle import DEVICE
 
 # Several tests broadcast from rank 1.
@@ -153,4 +155,27 @@ def test_broadcast_optimizer_state_of_different_models_is_an_error_on_every_rank
     model = nn.Linear(3, 2 if hvd.rank() else 3).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(RankMismatchError, match="group 0, parameter 0"):
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["", "large"])
+def test_an_object_that_cannot_be_sent_raises_on_every_rank(hvd, large):
+    from hvdkit.core import objects
+
+    with pytest.MonkeyPatch.context() as patch:
+        if large:
+            patch.setattr(objects, "_LARGE", 1)
+        for own, error in objects_and_errors(hvd.rank()):
+            for call in (lambda o: hvd.broadcast_object(o, root_rank=1), hvd.allgather_object):
+                with pytest.raises(HvdkitError, match=error):
+                    call(own)
+                assert hvd.broadcast_object(hvd.rank(), root_rank=1) == 1
+
+
+def test_optimizer_state_that_cannot_be_pickled_raises_on_every_rank(hvd):
+    model = model_of(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if hvd.rank() == 0:
+        optimizer.param_groups[0]["own"] = NotPicklable()
+    with pytest.raises(HvdkitError, match="rank 0: TypeError: it has a socket"):
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)

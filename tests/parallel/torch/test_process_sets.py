@@ -57,6 +57,23 @@ def test_removing_different_process_sets_is_refused_on_all_ranks(hvd):
     check_the_job(hvd)
 
 
+def test_a_rank_that_passes_no_process_set_raises_on_all_ranks(hvd):
+    own = ["x"] if hvd.rank() == 1 else [0, 2]
+    with pytest.raises(ValueError, match=r"has not passed a process set \(rank 1: ValueError: "):
+        hvd.add_process_set(own)
+    check_the_job(hvd)
+
+
+def test_removing_a_process_set_that_some_ranks_have_removed_raises_on_all_ranks(hvd):
+    process_set = hvd.add_process_set([0, 1])
+    own = hvd.ProcessSet([0, 1]) if hvd.rank() == 1 else process_set
+    with pytest.raises(ValueError, match="exists on some ranks only .rank 1: ValueError: it was"):
+        hvd.remove_process_set(own)
+    assert hvd.remove_process_set(process_set)
+    assert not hvd.remove_process_set(process_set)
+    check_the_job(hvd)
+
+
 INIT = """
 import os, sys, time
 import horovod.torch as hvd

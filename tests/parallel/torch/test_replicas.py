@@ -369,3 +369,36 @@ def test_values_are_compared_once_for_each_step(hvd):
         checkpointer.save(1)
         assert compared == [1]
         checkpointer.close()
+
+
+def test_the_first_comparison_is_early(hvd, tmp_path):
+    """A job of fewer steps than `check_interval` does not end without a comparison."""
+    with contextlib.chdir(tmp_path):
+        model = small_model()
+        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+
+        def before(step):
+            if step == 2 and hvd.rank() == 0:
+                flip(model[2].weight, 5, 63)
+
+        with pytest.raises(RankMismatchError, match=r"after step 10: '2\.weight'"):
+            train(hvd, model, optimizer, 20, before)
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_weights_that_are_nan_on_all_ranks_are_reported_once(hvd, make):
+    """Weights that become NaN on one rank make the gradients of all ranks NaN."""
+    model = small_model()
+    optimizer = wrapped(hvd, model, make)
+
+    def before(step):
+        if step == 4 and hvd.rank() == 1:
+            with torch.no_grad():
+                model[0].weight[0, 0] = float("nan")
+
+    with recorded("hvdkit") as log:
+        train(hvd, model, optimizer, 12, before)
+    lines = [record.getMessage() for record in log]
+    assert len(lines) == (hvd.rank() == 0)
+    for line in lines:
+        assert line.startswith("After step 6, '4.bias' is NaN on all ranks: the loss or a gradient")

@@ -24,8 +24,27 @@ class SlowBackward(torch.autograd.Function):
         return gradient
 
 
-@pytest.mark.parametrize("where", ["data and forward", "backward"])
-def test_a_slow_rank_is_named(hvd, where):
+def averaged_loss(hvd, loss):
+    return hvd.allreduce(loss.detach(), name="averaged loss")
+
+
+def barrier(hvd, loss):
+    hvd.barrier()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("where", "collective"),
+    [
+        ("data and forward", None),
+        ("backward", None),
+        ("data and forward", averaged_loss),
+        ("data and forward", barrier),
+        ("backward", barrier),
+    ],
+)
+def test_a_slow_rank_is_named(hvd, where, collective):
+    """`collective` is one that the script calls in each step, in which the other ranks wait."""
     model = small_model()
     optimizer = hvd.DistributedOptimizer(
         sgd(model.parameters()), model.named_parameters(), check_interval=10
@@ -40,8 +59,13 @@ def test_a_slow_rank_is_named(hvd, where):
                 time.sleep(SECONDS)
             hidden = model[0](batch_of(hvd.rank(), step))
             hidden = SlowBackward.apply(hidden) if slow and where == "backward" else hidden
-            model[1:](hidden).square().mean().backward()
+            loss = model[1:](hidden).square().mean()
+            if collective is not None and where == "data and forward":
+                collective(hvd, loss)
+            loss.backward()
             optimizer.step()
+            if collective is not None:
+                collective(hvd, loss)
             time.sleep(0.01 if step > 10 else 0.08)
     lines = [record.getMessage() for record in log]
     if hvd.rank() != 1:

@@ -1,0 +1,148 @@
+"""Send pickled objects between ranks, and raise on every rank if one of them fails.
+
+Any rank may fail: the sender cannot pickle its object, or a receiver has too little memory, or has
+not the class of the object. If the failure were known to this rank only, the other ranks would wait
+in their next collective. So each function ends with a small sum of the failures.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from hvdkit.core.collectives import Collectives
+from hvdkit.core.consistency import grouped
+from hvdkit.errors import HvdkitError, UsageError
+
+# Bytes. MPI counts in 32 bits.
+_CHUNK = 1 << 30
+# Bytes. Before the ranks send more, they agree that every rank has the memory.
+_LARGE = 1 << 26
+
+
+def broadcast_object(collectives: Collectives, obj: Any, root_rank: int, name: str) -> Any:
+    """Broadcast an object of `root_rank`, pickled. A collective.
+
+    Args:
+        collectives: the collectives of the ranks. A rank that skips collectives gets its own object
+            back.
+        obj: the object; ignored on other ranks.
+        root_rank: the rank that sends.
+        name: the beginning of the names of the collectives, for errors.
+
+    Returns:
+        The object itself on `root_rank`, a copy on other ranks.
+
+    Raises:
+        HvdkitError: on every rank, if the object cannot be pickled on the root, or cannot be
+            received or unpickled on another rank. The error names the rank and the cause.
+        UsageError: `root_rank` is none of the ranks.
+    """
+    if collectives.single_rank:
+        return obj
+    if root_rank not in collectives.ranks:
+        raise UsageError(f"root_rank is {root_rank}: expected one of {list(collectives.ranks)}")
+    is_root = collectives.rank == root_rank
+    data, error = _attempt(cloudpickle.dumps, obj) if is_root else (None, None)
+    # A failure of the root has a size of -1.
+    header = np.array([-1 if data is None else len(data)], np.int64)
+    collectives.broadcast_into(header.view(np.uint8), root_rank, f"{name}.sz")
+    size = int(header[0])
+    if size < 0:
+        _raise(collectives, error, f"{name}: the object cannot be pickled", name)
+    # Writable also on the root, because frameworks do not accept read-only memory.
+    make: Callable[[Any], Any] = bytearray if is_root else _allocate
+    buffer, error = _attempt(make, data if is_root else size)
+    if size >= _LARGE:
+        raise_on_all_ranks(
+            collectives, error, f"{name}: a rank has too little memory for {size:,} bytes", name
+        )
+    elif error is not None:
+        raise error
+    content = np.frombuffer(buffer, np.uint8)
+    for start in range(0, size, _CHUNK):
+        collectives.broadcast_into(content[start : start + _CHUNK], root_rank, f"{name}.t")
+    result, error = (obj, None) if is_root else _attempt(pickle.loads, buffer)
+    raise_on_all_ranks(
+        collectives, error, f"{name}: the object of rank {root_rank} cannot be unpickled", name
+    )
+    return result
+
+
+def allgather_object(collectives: Collectives, obj: Any, name: str) -> list[Any]:
+    """Gather an object, pickled, from every rank. A collective.
+
+    Args:
+        collectives: the collectives of the ranks. A rank that skips collectives gets `[obj]`.
+        obj: this rank's object.
+        name: the beginning of the names of the collectives, for errors.
+
+    Returns:
+        One object for each rank, in the order of the ranks.
+
+    Raises:
+        HvdkitError: on every rank, if a rank cannot pickle its object, or cannot unpickle another
+            one. The error names the rank and the cause.
+    """
+    if collectives.single_rank:
+        return [obj]
+    data, error = _attempt(cloudpickle.dumps, obj)
+    # A pickled object has at least one byte, so no bytes mean a failure.
+    gathered = collectives.allgather(data or b"", name)
+    if not all(gathered):
+        _raise(collectives, error, f"{name}: an object cannot be pickled", name)
+    objects, error = _attempt(lambda parts: [pickle.loads(part) for part in parts], gathered)
+    raise_on_all_ranks(collectives, error, f"{name}: a rank cannot unpickle the objects", name)
+    return list(objects)
+
+
+def _allocate(size: int) -> np.ndarray:
+    return np.empty(size, np.uint8)
+
+
+def _attempt(call: Callable[[Any], Any], argument: Any) -> tuple[Any, Exception | None]:
+    """Return the result of a call, or None and its error."""
+    try:
+        return call(argument), None
+    except Exception as error:
+        return None, error
+
+
+def raise_on_all_ranks(
+    collectives: Collectives,
+    error: Exception | None,
+    text: str,
+    name: str,
+    kind: type[HvdkitError] = HvdkitError,
+) -> None:
+    """Raise on every rank if one of them has an error. A collective.
+
+    Args:
+        collectives: the collectives of the ranks.
+        error: the error of this rank; None for none.
+        text: the beginning of the error on all ranks, which also names the ranks and their errors.
+        name: the beginning of the names of the collectives.
+        kind: the class of the error on all ranks.
+    """
+    (failures,) = collectives.sum([int(error is not None)], f"{name}.failures")
+    if failures:
+        _raise(collectives, error, text, name, kind)
+
+
+def _raise(
+    collectives: Collectives,
+    error: Exception | None,
+    text: str,
+    name: str,
+    kind: type[HvdkitError] = HvdkitError,
+) -> None:
+    """Raise an error with those of all ranks. A collective."""
+    own = "" if error is None else f"{type(error).__name__}: {error}"
+    gathered = collectives.allgather(own.encode(errors="replace"), f"{name}.errors")
+    pairs = zip(collectives.ranks, gathered, strict=True)
+    causes = grouped({rank: part.decode() for rank, part in pairs if part})
+    raise kind(f"{text} ({'; '.join(causes)})") from error

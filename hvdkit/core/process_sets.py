@@ -1,0 +1,91 @@
+"""Add and remove process sets: all ranks together, or none of them.
+
+The engine waits without a limit until all ranks have asked for a process set. So the ranks first
+call a small collective: the verdict on a hang names a rank that does not call it, and the engine's
+limit for stalls ends the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from hvdkit.core.collectives import Collectives
+from hvdkit.core.objects import raise_on_all_ranks
+from hvdkit.errors import UsageError
+
+
+class HorovodSets(Protocol):
+    """The parts of `horovod.common.process_sets` that this module uses."""
+
+    ProcessSet: type[Any]
+
+    def add_process_set(self, process_set: Any) -> Any:
+        """Add a process set."""
+        ...
+
+    def remove_process_set(self, process_set: Any) -> bool:
+        """Remove a process set."""
+        ...
+
+
+class ProcessSets:
+    """Horovod's functions for process sets, on all ranks together.
+
+    Args:
+        horovod: the module `horovod.common.process_sets`.
+        collectives: returns the collectives of all ranks.
+    """
+
+    def __init__(self, horovod: HorovodSets, collectives: Callable[[], Collectives]) -> None:
+        self._horovod = horovod
+        self._collectives = collectives
+
+    def add_process_set(self, process_set: Any | Sequence[int]) -> Any:
+        """Add a process set, and return it. A collective of all ranks, also those outside the set.
+
+        It needs HOROVOD_DYNAMIC_PROCESS_SETS=1.
+
+        Args:
+            process_set: a `ProcessSet`, or its ranks; the same on all ranks.
+
+        Raises:
+            ValueError: on every rank, if the set exists, a rank has passed something else, or the
+                ranks have passed different sets.
+        """
+        kind = self._horovod.ProcessSet
+        error = None
+        try:
+            process_set = process_set if isinstance(process_set, kind) else kind(process_set)
+        except Exception as raised:
+            error = raised
+        raise_on_all_ranks(
+            self._collectives(),
+            error,
+            "add_process_set: a rank has not passed a process set",
+            "hvdkit.process_set.add",
+            UsageError,
+        )
+        return self._horovod.add_process_set(process_set)
+
+    def remove_process_set(self, process_set: Any) -> bool:
+        """Remove a process set. A collective of all ranks, also those outside the set.
+
+        It needs HOROVOD_DYNAMIC_PROCESS_SETS=1.
+
+        Returns:
+            Whether it was removed: False for the global set, and for a set that was not added.
+
+        Raises:
+            ValueError: on every rank, if the set exists on some ranks only, or the ranks have
+                passed different sets.
+        """
+        exists = process_set.process_set_id not in (None, 0)
+        collectives = self._collectives()
+        name = "hvdkit.process_set.remove"
+        with_set, ranks = collectives.sum([int(exists), 1], name)
+        if 0 < with_set < ranks:
+            error = None if exists else ValueError("it was not added, or was removed already")
+            text = "remove_process_set: the process set exists on some ranks only"
+            raise_on_all_ranks(collectives, error, text, name, UsageError)
+        return self._horovod.remove_process_set(process_set) if exists else False

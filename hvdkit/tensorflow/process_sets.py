@@ -1,0 +1,11 @@
+"""`hvd.add_process_set` and `hvd.remove_process_set`."""
+
+from horovod.common import process_sets
+
+from hvdkit.core.process_sets import ProcessSets
+from hvdkit.tensorflow.collectives import TensorFlowCollectives
+
+_sets = ProcessSets(process_sets, lambda: TensorFlowCollectives(process_sets.global_process_set))
+
+add_process_set = _sets.add_process_set
+remove_process_set = _sets.remove_process_set

@@ -1,0 +1,91 @@
+"""Temporary folders that belong to a process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hvdkit.owned_folders import OwnedFolder
+
+REPOSITORY = Path(__file__).parents[1]
+
+# A process that is killed after one of its calls, while it makes a folder.
+KILLED = """
+import fcntl, os, sys, tempfile
+from pathlib import Path
+from hvdkit.owned_folders import OwnedFolder
+module, name = {"mkdtemp": (tempfile, "mkdtemp"), "flock": (fcntl, "flock")}[sys.argv[2]]
+call = getattr(module, name)
+
+def call_and_die(*args, **kwargs):
+    call(*args, **kwargs)
+    os._exit(9)
+
+setattr(module, name, call_and_die)
+OwnedFolder(Path(sys.argv[1]), "test-")
+"""
+
+
+def kill_at(call, parent):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(parent), call], timeout=60, check=False
+    )
+    assert done.returncode == 9
+    assert len(list(parent.glob("test-*"))) == 1
+
+
+def test_a_folder_whose_owner_was_killed_before_the_lock_is_removed(tmp_path):
+    for call in ("mkdtemp", "flock"):
+        kill_at(call, tmp_path)
+        folder = OwnedFolder(tmp_path, "test-")
+        assert list(tmp_path.glob("test-*")) == [folder.path]
+        folder.remove()
+
+
+def test_a_folder_that_is_deleted_only_in_part_is_removed(tmp_path):
+    (tmp_path / "test-old" / "content").mkdir(parents=True)
+    OwnedFolder(tmp_path, "test-").remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_in_use_and_links_stay(tmp_path):
+    first = OwnedFolder(tmp_path, "test-")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "test-link").symlink_to(elsewhere)
+    (tmp_path / "test-file").write_text("of another program")
+    OwnedFolder(tmp_path, "test-").remove()
+    assert first.path.exists()
+    assert not list(elsewhere.iterdir())
+    assert (tmp_path / "test-file").exists()
+    first.remove()
+
+
+def make_folders(parent: Path, name: str, count: int) -> None:
+    """Make, use and delete folders; exit with status 1 if one is deleted while it is in use."""
+    for number in range(count):
+        folder = OwnedFolder(parent, "test-", name)
+        (folder.path / "content").write_text(str(os.getpid()))
+        if number % 3:
+            OwnedFolder(parent, "test-").remove()
+        if (folder.path / "content").read_text() != str(os.getpid()):
+            sys.exit("two processes own this folder")
+        if number % 2:
+            folder.remove()
+        else:
+            folder._lock.close()  # as after a kill
+
+
+def test_processes_that_make_folders_at_the_same_time(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from tests.test_owned_folders import make_folders; "
+        "make_folders(Path(sys.argv[1]), sys.argv[2], 200)"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), name], cwd=REPOSITORY)
+        for name in ("", "", "fixed", "fixed")
+    ]
+    statuses = [process.wait(timeout=120) for process in processes]
+    assert statuses == [0] * len(processes)
+    OwnedFolder(tmp_path, "test-").remove()
+    assert not list(tmp_path.iterdir())
