@@ -72,7 +72,7 @@ _RULES = (
         lambda options: options.launcher == "slurm",
         ("-H", "--hostfile", "--host-discovery-script"),
         "--launcher slurm was given with hosts, but the hosts are those of the allocation. Remove "
-        "-H and --hostfile",
+        "-H, --hostfile and --host-discovery-script",
     ),
 )
 
