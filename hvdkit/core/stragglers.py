@@ -241,7 +241,8 @@ def describe(rank: int, times: Mapping[int, Mapping[str, float]]) -> str:
     worst = max(lost, key=lambda section: lost[section])
     total = sum(times[rank].values())
     return (
-        f"rank {rank} on host {socket.gethostname()} is slow: outside of reductions it needs "
-        f"{own:.1f} s, and the median of the other ranks is {usual:.1f} s. The largest difference "
-        f"is in {worst}. All ranks wait for it, {100 * (own - usual) / total:.0f} % of the time."
+        f"rank {rank} on host {socket.gethostname()} is slow: in the last {total:.1f} s it spent "
+        f"{own:.1f} s outside of reductions, and the median of the other ranks is {usual:.1f} s. "
+        f"The largest difference is in {worst}. All ranks wait for it, "
+        f"{100 * (own - usual) / total:.0f} % of the time."
     )
