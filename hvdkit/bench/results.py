@@ -6,8 +6,9 @@ import csv
 import datetime
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import hvdkit
 from hvdkit.errors import HvdkitError, UsageError
 
 _FORMAT = 1
+# Their versions are among the conditions.
+_LIBRARIES = ("torch", "tensorflow", "keras", "mpi4py", "numpy")
 
 
 @dataclass
@@ -52,7 +55,8 @@ class Results:
             HvdkitError: a file cannot be written.
         """
         if options.json is not None:
-            content = {"format": _FORMAT, **asdict(self)}
+            rows = [row for row in self.rows if row["turns"]]
+            content = {"format": _FORMAT, **asdict(self), "rows": rows}
             _write(options.json, json.dumps(content) + "\n")
         if options.csv is not None and columns:
             temporary = _temporary(options.csv)
@@ -77,16 +81,22 @@ class Results:
 
 
 @contextlib.contextmanager
-def kept_on_failure(results: Results, options: argparse.Namespace) -> Iterator[None]:
-    """Say which results are kept when the benchmark fails or is interrupted."""
+def kept_on_failure(
+    results: Results, options: argparse.Namespace, save: Callable[[], None]
+) -> Iterator[None]:
+    """Save the results when the benchmark fails or is interrupted, and say which there are."""
     try:
         yield
     except KeyboardInterrupt:
+        if results.done:
+            save()
         options.when_ended = results.kept(options)
         raise
     except UsageError:
         raise
     except HvdkitError as error:
+        if results.done:
+            save()
         raise HvdkitError(f"{error}\n{results.kept(options)}") from error
 
 
@@ -96,9 +106,17 @@ def conditions(**further: Any) -> dict[str, Any]:
         "hvdkit": hvdkit.__version__,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cores": len(os.sched_getaffinity(0)),
+        "versions": {name: found for name in _LIBRARIES if (found := _version(name))},
         "load_before": round(psutil.getloadavg()[0], 2),
         **further,
     }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def load(path: Path, benchmark: str) -> Results:

@@ -7,6 +7,7 @@ import pytest
 
 from hvdkit.bench import comparison, results
 from hvdkit.bench.allreduce import table
+from hvdkit.console import Console
 from hvdkit.errors import HvdkitError, UsageError
 
 TURNS = 5
@@ -39,6 +40,20 @@ def test_noise_is_rarely_marked():
 def test_changes_beyond_the_noise_are_marked():
     before, now = run_of([10, 10, 10], 0), run_of([12, 8, 10.2], 1)
     assert marks(before, now) == ["slower", "faster", ""]
+
+
+def test_only_marked_changes_are_shown(capsys):
+    before, now = run_of([10, 10], 0), run_of([12, 10], 1)
+    before.complete = False
+    now.conditions["cores"] = 64
+    changes = comparison.compare(before, now, table.key, table.turn_medians)
+    comparison.show(before, now, changes, Console(soft_wrap=True))
+    shown = capsys.readouterr().out
+    assert "1 of 2 results changed beyond the noise" in shown
+    assert "v0 float32 sum none 1 KiB" in shown
+    assert "v1" not in shown
+    assert "cores was" in shown
+    assert "The earlier run ended early" in shown
 
 
 def test_few_turns_are_not_enough_to_mark_anything():

@@ -39,7 +39,7 @@ _TURN_SECONDS = 0.05
 _FEWEST_CALLS, _MOST_CALLS = 2, 100
 _WARM_CALLS = 3
 # The source and the buffer of a rank, and what the library copies.
-_BUFFERS = 3.0
+_BUFFERS = 4.0
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
@@ -178,7 +178,8 @@ class _Benchmark:
 
     def run(self) -> Results:
         """Measure all cases. Print a line for each result."""
-        with kept_on_failure(self._results, self._options), contextlib.ExitStack() as stack:
+        keeping = kept_on_failure(self._results, self._options, self._save)
+        with keeping, contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdkit-bench-")))
             running: dict[Variant, Job] = {}
             for variant in self._variants:

@@ -162,7 +162,7 @@ class Hvdkit(Horovod):
         chosen = Int8(as_bf16=lambda *_: False) if case.wire == "int8" else case.wire
         # The gradient is the buffer, so `fill` and `read` use it.
         self._buffer = torch.empty(case.elements, dtype=self._source.dtype)
-        parameter = torch.nn.Parameter(self._buffer.clone())
+        parameter = torch.nn.Parameter(torch.empty_like(self._buffer))
         parameter.grad = self._buffer
         collectives = TorchCollectives(self._hvd.global_process_set)
         synchronizer: Synchronizer[Any, Any] = Synchronizer(

@@ -209,7 +209,7 @@ class _Benchmark:
 
     def run(self) -> Results:
         """Measure all models, and print their tables."""
-        with kept_on_failure(self._results, self._options):
+        with kept_on_failure(self._results, self._options, self._save):
             for model in self._models:
                 self._measure(model)
         self._results.complete = True
@@ -277,7 +277,7 @@ class _Benchmark:
                 "parameters": job.facts[0]["parameters"],
                 "bytes": job.facts[0]["bytes"],
                 "idle": idle,
-                "peak": 0,
+                "peak": None,  # known when the ranks end
                 "turns": [],
                 "cpu": [],
             }

@@ -65,7 +65,7 @@ def columns(rows: Sequence[Mapping[str, Any]], rate: float | None) -> list[dict[
                 "efficiency": efficiency,
                 "cpu_ms": statistics.median(row["cpu"]) * 1e3,
                 "idle_share": row["idle"],
-                "peak_mb": row["peak"] / 1e6,
+                "peak_mb": None if row["peak"] is None else row["peak"] / 1e6,
                 "limit_ms": None if limit is None else limit * 1e3,
                 "median_per_limit": None if limit is None else middle / limit,
                 "turns": len(row["turns"]),
@@ -103,7 +103,7 @@ def show(rows: Sequence[Mapping[str, Any]], rate: float | None, what: str) -> No
             _optional(values["efficiency"], ".0%"),
             f"{values['cpu_ms']:.1f}",
             f"{values['idle_share']:.0%}",
-            f"{values['peak_mb']:.0f}",
+            _optional(values["peak_mb"], ".0f"),
         ]
         if rate is not None:
             cells += [_optional(values["limit_ms"], ".1f")]
