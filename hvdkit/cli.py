@@ -103,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_build(verbs)
     _add_doctor(verbs)
     _add_run(verbs)
+    _add_bench(verbs)
     _add_checkpoint(verbs)
     _add_why(verbs)
     _add_inspect(verbs)
@@ -254,6 +255,14 @@ def _add_run(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     verb.set_defaults(
         run=command.run, parser=verb, when_ended="no rank runs.", resumable_before_start=True
     )
+
+
+def _add_bench(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from hvdkit.bench import command
+
+    verb = _add_verb(verbs, "bench", command.HELP, command.EXAMPLE)
+    actions = verb.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
+    command.add_actions(partial(_add_verb, actions))
 
 
 def _add_checkpoint(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

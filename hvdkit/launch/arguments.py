@@ -41,7 +41,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the plan and the commands; hosts are contacted, no rank is started",
     )
-    _add_host_arguments(verb)
+    add_host_arguments(verb)
     verb.add_argument(
         "--no-preflight",
         action="store_true",
@@ -262,7 +262,7 @@ def _add_elastic_arguments(verb: argparse.ArgumentParser) -> None:
 
 def add_doctor_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `hvdkit doctor` for several hosts."""
-    _add_host_arguments(verb)
+    add_host_arguments(verb)
     verb.add_argument(
         "--bandwidth",
         action="store_true",
@@ -270,7 +270,8 @@ def add_doctor_arguments(verb: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_host_arguments(verb: argparse.ArgumentParser) -> None:
+def add_host_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments that name other hosts, and say how to reach them."""
     where = verb.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="H:N,…", help="hosts and their numbers of ranks")
     where.add_argument(

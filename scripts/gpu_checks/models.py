@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-from benchmarks.torch_models import resnet50
+from hvdkit.bench.step.torch_models import resnet50
 
 Shape = tuple[int, ...]
 

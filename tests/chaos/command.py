@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import hosts
+from hvdkit.bench import namespaces
 from tests.chaos.settings import PROGRAMS, Limits
 from tests.chaos.trial import ALL, References, Result, Trial
 from tests.chaos.world import world
@@ -41,7 +41,7 @@ def main() -> int:
     # The world is removed on SIGTERM too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     seed = args.seed if args.seed is not None else random.randrange(1 << 31)
-    several = hosts.missing() or ssh_servers.missing()
+    several = namespaces.missing() or ssh_servers.missing()
     most_hosts = 1 if several else max(args.hosts, default=4)
     if several and max(args.hosts, default=1) > 1:
         raise SystemExit(f"chaos: {several}")

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import ClassVar
 
-from benchmarks.hosts import Host
+from hvdkit.bench.namespaces import Host
 from tests.chaos.faults import Fault
 from tests.chaos.job import Job
 

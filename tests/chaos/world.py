@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hosts import Cluster, Host, hosts
+from hvdkit.bench.namespaces import Cluster, Host, hosts
 from tests.checkpoint import s3_server
 from tests.cluster import ssh_servers
 

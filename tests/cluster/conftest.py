@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from benchmarks.hosts import Cluster, hosts, missing
+from hvdkit.bench.namespaces import Cluster, hosts, missing
 from tests.cluster import ssh_servers
 from tests.cluster.launches import Launches
 

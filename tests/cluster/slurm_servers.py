@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.hosts import Cluster, Host, missing_program
+from hvdkit.bench.namespaces import Cluster, Host, missing_program
 
 _SECONDS = 60
 _MUNGED, _CONTROLLER, _NODE = "/usr/sbin/munged", "/usr/sbin/slurmctld", "/usr/sbin/slurmd"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.hosts import Cluster, Host, missing_program
+from hvdkit.bench.namespaces import Cluster, Host, missing_program
 
 _SECONDS = 30
 _SSHD = "/usr/sbin/sshd"

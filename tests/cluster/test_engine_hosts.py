@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.hosts import INTERFACE, limit_rate
+from hvdkit.bench.namespaces import INTERFACE, limit_rate
 from hvdkit.ranks import RankCommand, RanksFailed, start_ranks
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported

@@ -1,4 +1,4 @@
-"""The hosts of `benchmarks.hosts`."""
+"""The hosts of `hvdkit.bench.namespaces`."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import INTERFACE
+from hvdkit.bench.namespaces import INTERFACE
 
 
 def run(host, *command):
@@ -77,7 +77,7 @@ def test_nothing_is_left_of_hosts(make_hosts):
 
 def test_the_next_run_removes_the_hosts_of_a_killed_run(make_hosts):
     code = (
-        "import time; from benchmarks.hosts import hosts\n"
+        "import time; from hvdkit.bench.namespaces import hosts\n"
         "with hosts(1):\n    print('made', flush=True); time.sleep(60)"
     )
     killed = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from benchmarks.jobs import REPOSITORY
-from benchmarks.report import console
+from hvdkit.bench.figures import wide_console
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +26,8 @@ HVDKIT = ("fp32", "fp16", "int8")
 DDP = ("powersgd",)
 
 _JOB_SECONDS = 3600
+#: The checkout. The digits are an example of it.
+_REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def main(description: str) -> int:
@@ -68,7 +69,7 @@ def _run(optimizer: str, options: argparse.Namespace, folder: Path) -> list[dict
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HVDKIT_COLLECTIVES": "flat"}
     script = [sys.executable, sys.argv[0], "--rank", json.dumps(spec)]
     command = [sys.executable, "-m", "hvdkit", "run", "-np", str(options.ranks), *script]
-    subprocess.run(command, env=environment, cwd=REPOSITORY, timeout=_JOB_SECONDS, check=True)
+    subprocess.run(command, env=environment, cwd=_REPOSITORY, timeout=_JOB_SECONDS, check=True)
     results: list[dict[str, Any]] = json.loads(out.read_text())
     return results
 
@@ -96,7 +97,7 @@ def _show(results: Sequence[Mapping[str, Any]], ranks: int) -> None:
                 f"{worse / statistics.stdev(plain):+.2f}",
                 f"{statistics.median(result['ms'] for result in chosen):.1f}",
             )
-    console().print(table)
+    wide_console().print(table)
 
 
 # --- a rank -------------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ class Digits:
     name, metric, steps = "digits", "accuracy", 150
 
     def __init__(self) -> None:
-        sys.path.append(str(REPOSITORY / "examples"))
+        sys.path.append(str(_REPOSITORY / "examples"))
         import torch_digits  # type: ignore[import-not-found]
 
         self._example = torch_digits

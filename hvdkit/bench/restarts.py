@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.hosts import Cluster, hosts, missing
+from hvdkit.bench.namespaces import Cluster, hosts, missing
 
 _SCRIPT = Path(__file__).parent / "restart_script.py"
 _SECONDS = 120.0

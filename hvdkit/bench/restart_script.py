@@ -1,4 +1,4 @@
-"""The training script of `benchmarks/restarts.py`: a small model, and a checkpoint every 50 steps.
+"""The training script of `restarts`: a small model, and a checkpoint every 50 steps.
 
     restart_script.py MODE FOLDER
 

@@ -1,0 +1,332 @@
+"""`hvdkit bench allreduce`: parse the arguments, measure all cases in turns, show the results."""
+
+import argparse
+import contextlib
+import dataclasses
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hvdkit.bench import arguments, comparison, link, places, plot, software
+from hvdkit.bench.allreduce import table, variants
+from hvdkit.bench.allreduce.cases import DTYPES, OPS, WIRES, Case, bus_factor, cases, parse_names
+from hvdkit.bench.allreduce.variants import Variant
+from hvdkit.bench.figures import wide_console
+from hvdkit.bench.jobs import Job, JobPlan
+from hvdkit.bench.results import Results, conditions, kept_on_failure
+from hvdkit.bench.sizes import parse_sizes, show_size
+from hvdkit.bench.turns import in_turns
+from hvdkit.console import Console
+from hvdkit.errors import HvdkitError, UsageError
+
+HELP = "measure time and bandwidth of allreduces, with peers in the same run"
+EXAMPLE = """\
+  hvdkit bench allreduce -np 2
+  hvdkit bench allreduce -np 8 -H host1:4,host2:4 --sizes 1KiB..1GiBx4 --json cluster.json
+  hvdkit bench allreduce -np 2 --dtypes float32,float16 --ops sum,max --sizes 4MB,25MB
+  hvdkit bench allreduce -np 2 --wires none,fp16,int8 --two-hosts 1Gbit/s  # needs root
+  hvdkit bench allreduce -np 2 --stock stock/ --variants 'hvdkit-*,stock-*,torch-gloo'"""
+
+_SIZES = "1KiB..16MiBx4"
+_TURNS = 5
+# A turn of fast calls makes many of them, so that there are enough for a 99th percentile.
+_TURN_SECONDS = 0.05
+_FEWEST_CALLS, _MOST_CALLS = 2, 100
+_WARM_CALLS = 3
+# The source and the buffer of a rank, and what the library copies.
+_BUFFERS = 4.0
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of `hvdkit bench allreduce`."""
+    verb.add_argument(
+        "--sizes",
+        default=_SIZES,
+        metavar="SIZES",
+        help="sizes of the buffer: 4MB,25MB or 1KiB..1GiB (each twice the one before) or "
+        "1KiB..1GiBx4 (four times); KB = 1000, KiB = K = 1024 (default: %(default)s)",
+    )
+    verb.add_argument(
+        "--dtypes",
+        default="float32",
+        metavar="NAMES",
+        help=f"some of {', '.join(DTYPES)} (default: %(default)s)",
+    )
+    verb.add_argument(
+        "--ops", default="sum", metavar="NAMES", help=f"some of {', '.join(OPS)} (default: sum)"
+    )
+    verb.add_argument(
+        "--wires",
+        default="none",
+        metavar="NAMES",
+        help=f"wire formats, for sums and averages of float32 and float64: some of "
+        f"{', '.join(WIRES)} (default: none, the buffer's own dtype)",
+    )
+    verb.add_argument(
+        "--calls",
+        type=int,
+        metavar="N",
+        help="allreduces in a turn (default: as many as take 50 ms, at least 2, at most 100)",
+    )
+    verb.add_argument(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="also measure hvdkit on the engine in DIR, as NAME-gloo and NAME-mpi",
+    )
+    arguments.add_arguments(
+        verb,
+        "hvdkit-gloo, torch-gloo, mpi4py, mpi4py-ring, and stock-gloo with --stock; there are also "
+        "hvdkit-mpi, flat-gloo (HVDKIT_COLLECTIVES=flat), engine-gloo (Horovod's calls on the "
+        "installed engine), and each over mpi",
+        _TURNS,
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run `hvdkit bench allreduce`. Returns the exit status.
+
+    Raises:
+        HvdkitError: an argument is wrong, a rank failed, or a result was wrong.
+    """
+    planned = list(
+        cases(
+            parse_sizes(options.sizes),
+            parse_names(options.dtypes, list(DTYPES), "--dtypes"),
+            parse_names(options.ops, OPS, "--ops"),
+            parse_names(options.wires, WIRES, "--wires"),
+        )
+    )
+    if not planned:
+        raise UsageError(
+            f"--dtypes {options.dtypes} --ops {options.ops} --wires {options.wires} leave nothing "
+            f"to measure: averages and wire formats need floating-point numbers, and a wire format "
+            f"needs a sum or an average"
+        )
+    if options.calls is not None and options.calls < 1:
+        raise UsageError(f"--calls is {options.calls}: expected at least 1")
+    before = arguments.check(options, "allreduce")
+    engines = _engines(options)
+    folders = arguments.engine_folders(options) | engines
+    found = software.Software("torch", folders, options.mpirun)
+    with places.opened(options, found.mpirun) as place:
+        results = _Benchmark(options, found, list(engines), place, planned).run()
+    console = Console(soft_wrap=True)
+    table.show_summary(results, wide_console())
+    for text in table.advice(results):
+        print(f"# {text}")
+    if before is not None:
+        changes = comparison.compare(before, results, table.key, table.turn_medians)
+        comparison.show(before, results, changes, console)
+    if options.plot is not None:
+        _plot(results, options.plot)
+    wrong = [row for row in results.rows if row["wrong"]]
+    if wrong:
+        names = ", ".join(" ".join(table.key(row)) for row in wrong[:5])
+        raise HvdkitError(
+            f"{len(wrong)} results are wrong (column #wrong), such as {names}. Do not train with "
+            f"these variants here; report this with the output of `hvdkit doctor`"
+        )
+    return 0
+
+
+class _Benchmark:
+    """A run of the benchmark."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        found: software.Software,
+        engines: Sequence[str],
+        place: places.Place,
+        planned: Sequence[Case],
+    ) -> None:
+        self._options = options
+        self._place = place
+        self._software = found
+        self._variants, left_out = software.choose(
+            variants.known(engines),
+            options.variants,
+            lambda variant: variants.by_default(variant) and not self._is_unnamed_stock(variant),
+            lambda variant: self._software.lacks(variant.needs, place.controllers),
+        )
+        for text in left_out:
+            print(f"# {text}", flush=True)
+        self._cases = [case for case in planned if self._variants_of(case)]
+        if not self._cases:
+            raise UsageError("none of the variants can reduce these dtypes and wire formats")
+        self._check_memory(psutil.virtual_memory().available, "this machine")
+        self._results = Results(
+            "allreduce",
+            conditions(
+                place=place.describe(),
+                ranks=place.size,
+                link=None if place.link_rate is None else link.show_rate(place.link_rate),
+                engines={n: e.version for n, e in sorted(self._software.engines.items())},
+            ),
+            expected=sum(len(self._variants_of(case)) for case in self._cases),
+        )
+
+    def _is_unnamed_stock(self, variant: Variant) -> bool:
+        return variant.library == software.STOCK and self._options.stock is None
+
+    def run(self) -> Results:
+        """Measure all cases. Print a line for each result."""
+        keeping = kept_on_failure(self._results, self._options, self._save)
+        with keeping, contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdkit-bench-")))
+            running: dict[Variant, Job] = {}
+            for variant in self._variants:
+                print(f"starting {variant.name}", file=sys.stderr, flush=True)
+                job = Job(self._plan(variant), self._place, folder)
+                stack.callback(job.close)
+                job.start()
+                self._check_facts(job)
+                if not self._options.keep_running:
+                    job.pause()
+                running[variant] = job
+            place, turns = self._place.describe(), self._options.turns
+            print(f"# hvdkit bench allreduce: {place}, {turns} turns\n#", flush=True)
+            print(table.header(), flush=True)
+            for case in self._cases:
+                self._measure(case, {v: running[v] for v in self._variants_of(case)})
+            for job in running.values():
+                job.finish()
+        self._results.complete = True
+        self._save()
+        return self._results
+
+    def _plan(self, variant: Variant) -> JobPlan:
+        return JobPlan(
+            name=variant.name,
+            module="hvdkit.bench.allreduce.rank",
+            controller=variant.controller,
+            size=self._place.size,
+            spec={"variant": dataclasses.astuple(variant)},
+            engine=self._software.engine(variant.needs),
+            env={"HVDKIT_COLLECTIVES": "flat"} if variant.library == variants.FLAT else {},
+        )
+
+    def _variants_of(self, case: Case) -> list[Variant]:
+        found = []
+        for variant in self._variants:
+            engine = self._software.engine(variant.needs)
+            if variant.supports(case, has_bfloat16=engine is not None and engine.ours):
+                found.append(variant)
+        return found
+
+    def _check_facts(self, job: Job) -> None:
+        """Check the memory of all hosts of a job that has started."""
+        least = min(job.facts, key=lambda fact: fact["available"])
+        self._check_memory(least["available"], least["host"])
+
+    def _check_memory(self, available: int, where: str) -> None:
+        largest = max(self._cases, key=lambda case: case.nbytes)
+        ranks = len(self._variants_of(largest)) * self._place.ranks_here
+        needed = ranks * _BUFFERS * largest.nbytes
+        if needed > available:
+            raise UsageError(
+                f"--sizes has {show_size(largest.nbytes)}, which needs about {needed / 1e9:.1f} GB "
+                f"of memory for {ranks} ranks of all variants on {where}, and "
+                f"{available / 1e9:.1f} GB are available. Give smaller --sizes or fewer --variants"
+            )
+
+    def _measure(self, case: Case, running: dict[Variant, Job]) -> None:
+        """Measure one case with all its variants."""
+        options = self._options
+        by_name = {job.name: job for job in running.values()}
+        calls: dict[str, int] = {}
+        wrong = dict.fromkeys(by_name, 0)
+        times: dict[str, list[list[float]]] = {name: [] for name in by_name}
+        for name, job in by_name.items():
+            with self._running(job):
+                job.ask("allocate", case=dataclasses.asdict(case))
+                warm = _slowest(job.ask("call", count=_WARM_CALLS))
+                calls[name] = options.calls or _count(warm[-1])
+                wrong[name] += _wrong(job)
+
+        def work(job: Job) -> list[float]:
+            return _slowest(job.ask("call", count=calls[job.name]))
+
+        turns = in_turns(list(by_name.values()), options.turns, work, options.keep_running)
+        for _, job, seconds in turns:
+            times[job.name].append(seconds)
+        for name, job in by_name.items():
+            with self._running(job):
+                wrong[name] += _wrong(job)
+                job.ask("free")
+            row = {
+                "variant": name,
+                "dtype": case.dtype,
+                "op": case.op,
+                "wire": case.wire,
+                "bytes": case.nbytes,
+                "turns": times[name],
+                "wrong": wrong[name],
+            }
+            self._results.rows.append(row)
+            self._results.done += 1
+            print(table.line(row, self._place.size), flush=True)
+        self._save()
+
+    @contextlib.contextmanager
+    def _running(self, job: Job) -> Iterator[None]:
+        if not self._options.keep_running:
+            job.resume()
+        yield
+        if not self._options.keep_running:
+            job.pause()
+
+    def _save(self) -> None:
+        rows = [table.columns(row, self._place.size) for row in self._results.rows]
+        self._results.save(self._options, rows)
+
+
+def _engines(options: argparse.Namespace) -> dict[str, Path | None]:
+    """Return the engines of `--engine`.
+
+    Raises:
+        UsageError: an argument has another form, or a name is taken.
+    """
+    found: dict[str, Path | None] = {}
+    taken = {variant.library for variant in variants.known(())}
+    for text in options.engine:
+        name, _, folder = text.partition("=")
+        if not name.isidentifier() or not folder or name in taken or name in found:
+            raise UsageError(
+                f"--engine is {text!r}: expected NAME=DIR, with a new name of letters and digits"
+            )
+        found[name] = Path(folder)
+    return found
+
+
+def _slowest(answers: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the seconds of the slowest rank, for each call."""
+    return [max(call) for call in zip(*(answer["seconds"] for answer in answers), strict=True)]
+
+
+def _count(seconds: float) -> int:
+    """Return the number of calls in a turn."""
+    return max(_FEWEST_CALLS, min(_MOST_CALLS, round(_TURN_SECONDS / seconds)))
+
+
+def _wrong(job: Job) -> int:
+    """Return the number of wrong elements on all ranks."""
+    return sum(answer["wrong"] for answer in job.ask("check"))
+
+
+def _plot(results: Results, path: Path) -> None:
+    ranks = results.conditions["ranks"]
+    series: dict[str, list[tuple[int, float, float]]] = {}
+    for row in results.rows:
+        name = " ".join(table.key(row)[:-1])
+        median = statistics.median(table.turn_medians(row))
+        rate = row["bytes"] / median * bus_factor(ranks)
+        series.setdefault(name, []).append((row["bytes"], median, rate))
+    plot.lines(path, f"allreduce: {results.conditions['place']}", series)

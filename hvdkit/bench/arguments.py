@@ -1,0 +1,120 @@
+"""The arguments that all benchmarks of `hvdkit bench` share, and their checks."""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from hvdkit.bench import link, results
+from hvdkit.bench.software import STOCK, missing_module
+from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.launch.arguments import add_host_arguments
+
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+def add_arguments(verb: argparse.ArgumentParser, variants: str, turns: int) -> None:
+    """Add the shared arguments.
+
+    Args:
+        verb: the parser.
+        variants: which variants are measured if none are named, for the help.
+        turns: the default of `--turns`.
+    """
+    verb.add_argument(
+        "-np",
+        "--num-proc",
+        type=int,
+        metavar="N",
+        help="number of ranks (default: 2, or all slots)",
+    )
+    verb.add_argument(
+        "--variants",
+        metavar="NAMES",
+        help=f"the variants to measure, separated by commas; 'hvdkit-*' stands for several "
+        f"(default: {variants})",
+    )
+    verb.add_argument(
+        "--turns",
+        type=int,
+        default=turns,
+        metavar="N",
+        help="number of turns, in each of which every variant works once (default: %(default)s)",
+    )
+    verb.add_argument(
+        "--stock",
+        type=Path,
+        metavar="DIR",
+        help="the folder of another Horovod, for the stock variants: `hvdkit build --patches "
+        "minimal --target DIR`",
+    )
+    verb.add_argument(
+        "--two-hosts",
+        metavar="RATE",
+        help="run on two hosts that are network namespaces of this machine, with a link of this "
+        "rate, such as 1Gbit/s; needs root and iproute2",
+    )
+    verb.add_argument("--mpirun", metavar="FILE", help="the mpirun of the engine's MPI")
+    verb.add_argument(
+        "--keep-running",
+        action="store_true",
+        help="do not stop the other variants during a turn: shows the cost of idle jobs",
+    )
+    add_host_arguments(verb)
+    files = verb.add_argument_group("results")
+    files.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all times to FILE, also if the run ends"
+    )
+    files.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each result")
+    files.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture: .png, .svg, .pdf")
+    files.add_argument(
+        "--compare",
+        type=Path,
+        metavar="FILE",
+        help="the file of --json of an earlier run: show what has changed beyond the noise",
+    )
+
+
+def check(options: argparse.Namespace, benchmark: str) -> results.Results | None:
+    """Check the shared arguments before anything is measured.
+
+    Returns:
+        The results of `--compare`; None without it.
+
+    Raises:
+        UsageError: an argument is wrong, or a file cannot be written.
+    """
+    if options.turns < 1:
+        raise UsageError(f"--turns is {options.turns}: expected at least 1")
+    for option in ("json", "csv", "plot"):
+        path = getattr(options, option)
+        if path is not None:
+            _check_writable(path, f"--{option}")
+    if options.plot is not None:
+        if options.plot.suffix not in _PICTURES:
+            raise UsageError(f"--plot is {options.plot}: expected a name with {_PICTURES}")
+        if (reason := missing_module("matplotlib")) is not None:
+            raise UsageError(f"--plot: {reason}")
+    if options.two_hosts is not None:
+        link.parse_rate(options.two_hosts, "--two-hosts")
+        if (reason := link.missing()) is not None:
+            raise HvdkitError(f"--two-hosts: {reason}")
+    return None if options.compare is None else results.load(options.compare, benchmark)
+
+
+def engine_folders(options: argparse.Namespace) -> dict[str, Path | None]:
+    """Return the folder of each engine that the command line names."""
+    return {STOCK: options.stock}
+
+
+def _check_writable(path: Path, option: str) -> None:
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise UsageError(f"{option} is {path}, which is a folder: expected the name of a file")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"{option} is {path}, but no file can be written to {folder}: {error.strerror}. Create "
+            f"the folder, or give another one"
+        ) from error

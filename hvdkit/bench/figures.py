@@ -1,0 +1,45 @@
+"""Summaries of measured times, and the console for their tables."""
+
+import statistics
+from collections.abc import Sequence
+
+from hvdkit.console import Console
+
+# Of the tables with the most columns.
+_WIDTH = 132
+
+# The share of the turns that `spread` leaves out at each end.
+_OUTLIERS = 0.1
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return lower quartile, median and upper quartile."""
+    if len(values) < 2:
+        return (values[0],) * 3
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Return a percentile. Of fewer than 100 values, the 99th is the largest or close to it."""
+    if len(values) < 2:
+        return values[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def spread(turns: Sequence[float]) -> tuple[float, float]:
+    """Return the range of the turns, without the lowest and the highest tenth of them."""
+    ordered = sorted(turns)
+    left_out = int(len(ordered) * _OUTLIERS)
+    kept = ordered[left_out : len(ordered) - left_out]
+    return kept[0], kept[-1]
+
+
+def ratios(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float]:
+    """Return the quartiles of the ratios of two variants in the same turn."""
+    return quartiles([a / b for a, b in zip(first, second, strict=False)])
+
+
+def wide_console() -> Console:
+    """Return a console that is wide enough for the tables."""
+    return Console(width=max(Console().width, _WIDTH))

@@ -1,0 +1,47 @@
+"""The guard of a rank: a process that stops and continues the rank between its turns.
+
+The rank forks the guard before it starts threads. A rank that is stopped cannot execute commands,
+so the guard has a connection of its own. The guard ends with the rank, and the rank with it.
+"""
+
+import ctypes
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+
+from hvdkit.bench import control
+
+_PR_SET_PDEATHSIG = 1
+
+
+def fork(spec: Mapping[str, Any], rank: int) -> None:
+    """Start the guard of this process."""
+    parent = os.getpid()
+    if os.fork():
+        return
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            _serve(control.connect(spec, control.GUARD, rank), psutil.Process(parent))
+    finally:
+        os._exit(0)
+
+
+def _serve(runner: control.Peer, rank: psutil.Process) -> None:
+    try:
+        while (message := runner.receive()) is not None:
+            answer: dict[str, Any] = {}
+            if message["do"] == "stop":
+                rank.send_signal(signal.SIGSTOP)
+            elif message["do"] == "continue":
+                rank.send_signal(signal.SIGCONT)
+            else:
+                times = rank.cpu_times()
+                answer = {"cpu": times.user + times.system, "memory": rank.memory_full_info().uss}
+            runner.send(answer)
+    finally:
+        # The runner has ended: the rank must notice it, and end.
+        rank.send_signal(signal.SIGCONT)

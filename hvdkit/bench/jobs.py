@@ -1,0 +1,207 @@
+"""The job of one variant: its ranks, which execute commands, and stop between their turns."""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hvdkit.bench import control
+from hvdkit.bench.places import Place
+from hvdkit.engine.describe import Engine
+from hvdkit.errors import HvdkitError
+from hvdkit.ranks import RankGroup
+
+#: Until all ranks have imported their framework, connected and built what they measure.
+START_SECONDS = 180.0
+COMMAND_SECONDS = 600.0
+IDLE_SECONDS = 0.5
+
+_GUARD_SECONDS = 30.0
+_END_SECONDS = 60.0
+_FAILURE_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What a job runs.
+
+    Attributes:
+        name: the name of the variant.
+        module: the module whose `build` makes the `worker.Workload` of a rank.
+        controller: `gloo` or `mpi`.
+        size: the number of ranks.
+        spec: what the workload needs to know, for JSON.
+        engine: the engine to use; None for a variant without one.
+        hvdkit: the folder of another hvdkit to measure; None for this one.
+        env: further environment variables of the ranks.
+    """
+
+    name: str
+    module: str
+    controller: str
+    size: int
+    spec: Mapping[str, Any]
+    engine: Engine | None = None
+    hvdkit: Path | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class Job:
+    """The ranks of one variant.
+
+    Args:
+        plan: what the ranks run.
+        place: where they run.
+        folder: a folder of this machine that lives as long as the job.
+
+    Attributes:
+        plan: as given.
+        facts: the answer of each rank to its start, by rank.
+        peak: the largest peak of a rank's resident memory in bytes, after `finish`.
+    """
+
+    def __init__(self, plan: JobPlan, place: Place, folder: Path) -> None:
+        self.plan = plan
+        self.facts: list[dict[str, Any]] = []
+        self.peak = 0
+        self._place = place
+        self._folder = folder
+        self._group: RankGroup | None = None
+        self._ranks: Sequence[control.Peer] = ()
+        self._guards: Sequence[control.Peer] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the variant."""
+        return self.plan.name
+
+    def start(self) -> None:
+        """Start the ranks, and wait until they are ready.
+
+        Raises:
+            HvdkitError: they did not start.
+        """
+        connections = control.Control(self._place.addresses, self.plan.size)
+        try:
+            self._group = self._launch(connections)
+            accepted = connections.accept(START_SECONDS, self._group.running)
+        finally:
+            connections.close()
+        if accepted is None:
+            self._fail("did not start")
+        self._ranks, self._guards = accepted
+        self._answers("to start")
+        self.facts = self._answers("to be ready", START_SECONDS)
+
+    def _launch(self, connections: control.Control) -> RankGroup:
+        plan = self.plan
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict(plan.env)
+        environment |= connections.environment
+        # A rank that is stopped while it waits for another one must not time out later.
+        environment["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "86400"
+        spec = dict(plan.spec) | connections.spec | {"module": plan.module, "size": plan.size}
+        spec["store"] = str(self._folder / f"{plan.name}.store") if self._shares_files else None
+        package = (plan.hvdkit or Path(__file__).parents[1]).resolve()
+        # Of a package with the same name, the first folder on the path counts.
+        path = [str(package.parent)] if plan.hvdkit else []
+        if plan.engine is not None:
+            spec["engine"] = str(plan.engine.path) if self._shares_files else None
+            spec["hvdkit"] = str(package) if self._shares_files else None
+            path.append(str(plan.engine.path.parent))
+        path += filter(None, [os.environ.get("PYTHONPATH")])
+        environment["PYTHONPATH"] = os.pathsep.join(path)
+        rank = ["-m", "hvdkit.bench.rank"]
+        if plan.hvdkit is not None:
+            # This package's own file: the other hvdkit has another benchmark or none.
+            rank = [str(Path(__file__).with_name("rank.py"))]
+        return self._place.launch(
+            [sys.executable, *rank, json.dumps(spec)],
+            environment,
+            plan.controller,
+            plan.size,
+        )
+
+    @property
+    def _shares_files(self) -> bool:
+        return self._place.shares_files
+
+    def ask(self, command: str, **message: Any) -> list[dict[str, Any]]:
+        """Send a command to all ranks. Return their answers, by rank.
+
+        Raises:
+            HvdkitError: a rank has ended, or does not answer.
+        """
+        with contextlib.suppress(OSError):
+            for rank in self._ranks:
+                rank.send({"do": command, **message})
+        return self._answers(command)
+
+    def pause(self) -> None:
+        """Stop the ranks (SIGSTOP)."""
+        self._ask_guards("stop")
+
+    def resume(self) -> None:
+        """Continue the ranks."""
+        self._ask_guards("continue")
+
+    def idle_share(self) -> float:
+        """Return the share of a core that all ranks use together while they are idle."""
+        self.resume()
+        before = self._usage("cpu")
+        time.sleep(IDLE_SECONDS)
+        return (self._usage("cpu") - before) / IDLE_SECONDS
+
+    def unshared_memory(self) -> float:
+        """Return the unshared memory of all ranks together, in bytes."""
+        return self._usage("memory")
+
+    def finish(self) -> None:
+        """Let the ranks end by themselves."""
+        self.resume()
+        self.peak = max(answer["peak"] for answer in self.ask("finish"))
+        assert self._group is not None
+        self._close_connections()
+        self._group.wait(_END_SECONDS)
+
+    def close(self) -> None:
+        """End the ranks in any state. May be called again."""
+        if self._group is not None:
+            self._group.stop()
+        self._close_connections()
+
+    def _close_connections(self) -> None:
+        for peer in (*self._ranks, *self._guards):
+            peer.close()
+        self._ranks = self._guards = ()
+
+    def _usage(self, what: str) -> float:
+        return sum(float(answer[what]) for answer in self._ask_guards("usage"))
+
+    def _ask_guards(self, command: str) -> list[dict[str, Any]]:
+        with contextlib.suppress(OSError):
+            for guard in self._guards:
+                guard.send({"do": command})
+        found = control.answers(self._guards, _GUARD_SECONDS)
+        if found is None:
+            self._fail("has ended between its turns")
+        return found
+
+    def _answers(self, command: str, seconds: float = COMMAND_SECONDS) -> list[dict[str, Any]]:
+        found = control.answers(self._ranks, seconds)
+        if found is None:
+            self._fail(f"did not answer to {command!r}")
+        return found
+
+    def _fail(self, what: str) -> NoReturn:
+        """Raise an error with the output of the ranks."""
+        try:
+            if self._group is not None:
+                self._group.wait(_FAILURE_SECONDS)
+        except HvdkitError as error:
+            raise HvdkitError(f"{self.name} {what}:\n{error}") from error
+        raise HvdkitError(f"{self.name} {what}: its ranks ended without an error")

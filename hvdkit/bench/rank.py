@@ -1,0 +1,38 @@
+"""A rank of a benchmark: `python -m hvdkit.bench.rank SPEC`, started by `jobs.Job`."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+
+def _use_this_package() -> None:
+    """Make `hvdkit.bench` the package of this file, whatever hvdkit is imported.
+
+    `--before` measures another hvdkit, with the benchmark of this one.
+    """
+    here = Path(__file__).parent
+    sys.path.remove(str(here))  # because this file was started as a script
+    location = here / "__init__.py"
+    spec = importlib.util.spec_from_file_location(
+        "hvdkit.bench", location, submodule_search_locations=[str(here)]
+    )
+    assert spec is not None
+    sys.modules["hvdkit.bench"] = importlib.util.module_from_spec(spec)
+
+
+def main() -> None:
+    """Run this rank. The module `spec["module"]` builds its `Workload`."""
+    from hvdkit.bench import guard, worker
+
+    spec = json.loads(sys.argv[1])
+    rank = worker.rank_of_this_process()
+    guard.fork(spec, rank)
+    module = importlib.import_module(spec["module"])
+    worker.serve(spec, rank, lambda: module.build(spec | {"rank": rank}))
+
+
+if __name__ == "__main__":
+    if not __package__:
+        _use_this_package()
+    main()

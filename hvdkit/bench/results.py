@@ -1,0 +1,157 @@
+"""The results of a benchmark: kept in files while it runs, and read again for a comparison."""
+
+import argparse
+import contextlib
+import csv
+import datetime
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import hvdkit
+from hvdkit.errors import HvdkitError, UsageError
+
+_FORMAT = 1
+# Their versions are among the conditions.
+_LIBRARIES = ("torch", "tensorflow", "keras", "mpi4py", "numpy")
+
+
+@dataclass
+class Results:
+    """What one run has measured.
+
+    Attributes:
+        benchmark: `allreduce` or `step`.
+        conditions: where and with what it was measured.
+        expected: the number of results, or of other `unit`s, of the complete run.
+        unit: what `expected` and `done` count.
+        done: how many have been measured.
+        rows: a row for each variant and case. `turns` has the seconds of each turn.
+        complete: whether the run has ended as planned.
+    """
+
+    benchmark: str
+    conditions: Mapping[str, Any]
+    expected: int = 0
+    unit: str = "results"
+    done: int = 0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    complete: bool = False
+
+    def save(self, options: argparse.Namespace, columns: Sequence[Mapping[str, Any]]) -> None:
+        """Write the files of `--json` and `--csv`.
+
+        Args:
+            options: the command line.
+            columns: the rows of the table, for `--csv`.
+
+        Raises:
+            HvdkitError: a file cannot be written.
+        """
+        if options.json is not None:
+            rows = [row for row in self.rows if row["turns"]]
+            content = {"format": _FORMAT, **asdict(self), "rows": rows}
+            _write(options.json, json.dumps(content) + "\n")
+        if options.csv is not None and columns:
+            temporary = _temporary(options.csv)
+            try:
+                with temporary.open("w", newline="") as stream:
+                    writer = csv.DictWriter(stream, list(columns[0]))
+                    writer.writeheader()
+                    writer.writerows(columns)
+                temporary.replace(options.csv)
+            except OSError as error:
+                raise HvdkitError(f"cannot write {options.csv}: {error.strerror}") from error
+
+    def kept(self, options: argparse.Namespace) -> str:
+        """Return a sentence about the results of a run that ended early."""
+        count = f"{self.done} of {self.expected} {self.unit} were measured"
+        files = [str(path) for path in (options.json, options.csv) if path is not None]
+        if not self.done:
+            return "nothing was measured."
+        if files:
+            return f"{count}; they are in {' and '.join(files)}."
+        return f"{count}; they are printed above."
+
+
+@contextlib.contextmanager
+def kept_on_failure(
+    results: Results, options: argparse.Namespace, save: Callable[[], None]
+) -> Iterator[None]:
+    """Save the results when the benchmark fails or is interrupted, and say which there are."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if results.done:
+            save()
+        options.when_ended = results.kept(options)
+        raise
+    except UsageError:
+        raise
+    except HvdkitError as error:
+        if results.done:
+            save()
+        raise HvdkitError(f"{error}\n{results.kept(options)}") from error
+
+
+def conditions(**further: Any) -> dict[str, Any]:
+    """Return where and when this run measures."""
+    return {
+        "hvdkit": hvdkit.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": {name: found for name in _LIBRARIES if (found := _version(name))},
+        "load_before": round(psutil.getloadavg()[0], 2),
+        **further,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def load(path: Path, benchmark: str) -> Results:
+    """Return the results of an earlier run.
+
+    Raises:
+        UsageError: the file is not of `--json`, or of another benchmark.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version = content.pop("format")
+        found = Results(**content)
+    except OSError as error:
+        raise UsageError(f"--compare {path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(
+            f"--compare {path} is damaged or no file of `hvdkit bench`; expected a file of --json"
+        ) from error
+    if version != _FORMAT or found.benchmark != benchmark:
+        raise UsageError(
+            f"--compare {path} is of `hvdkit bench {found.benchmark}`, format {version}; expected "
+            f"`hvdkit bench {benchmark}`, format {_FORMAT}"
+        )
+    return found
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.part")
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file, which is complete at any time."""
+    temporary = _temporary(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise HvdkitError(f"cannot write {path}: {error.strerror}") from error

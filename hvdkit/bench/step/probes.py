@@ -1,0 +1,185 @@
+"""Two probes of an optimizer in PyTorch, each in a job of its own, and their tables.
+
+`python-cost` is the time that the synchronization of one small parameter adds to a backward pass.
+`memory` is the memory that synchronization adds.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from hvdkit.bench.worker import Workload
+
+PROBES = ("python-cost", "memory")
+
+#: Steps of `python-cost`.
+STEPS = 2000
+PARAMETERS = 1000
+
+#: Returns freed memory to the system at once: it must not hide later allocations.
+MEMORY_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+
+
+def sizes(probe: str) -> Sequence[int]:
+    """Return the numbers of ranks with which a probe is run."""
+    return (1, 2) if probe == "python-cost" else (2,)
+
+
+def show(probe: str, answers: Mapping[str, Mapping[str, float]], console: Console) -> None:
+    """Print the answers: variant and ranks -> answer of the slowest rank."""
+    (_show_python_cost if probe == "python-cost" else _show_memory)(answers, console)
+
+
+def _show_python_cost(answers: Mapping[str, Mapping[str, float]], console: Console) -> None:
+    table = Table(title=f"{PARAMETERS} parameters of 2 elements: what synchronization adds")
+    table.add_column("variant, ranks")
+    for column in ("CPU us / parameter", "wall us / parameter", "memory grew by, bytes"):
+        table.add_column(column, justify="right")
+    for name, answer in answers.items():
+        cells = [f"{answer['cost']:.2f}", f"{answer['wall']:.2f}", f"{answer['grown']:.0f}"]
+        table.add_row(name, *cells)
+    console.print(table)
+    steps = next(iter(answers.values()))["steps"]
+    console.print(
+        f"The difference of two medians of {steps:.0f} steps: backward passes with and without "
+        "synchronization, in turns, in the same process. CPU time is that of the calling thread, "
+        "without other threads and without waits that sleep. With one rank an optimizer may do "
+        "nothing. Memory is the growth of resident memory during these steps."
+    )
+
+
+def _show_memory(answers: Mapping[str, Mapping[str, float]], console: Console) -> None:
+    table = Table(title="resnet50, 2 ranks: peak of resident memory while training, MB")
+    table.add_column("variant, ranks")
+    for column in ("without", "with", "more", "more / gradients"):
+        table.add_column(column, justify="right")
+    for name, answer in answers.items():
+        more = answer["cost"]
+        cells = [f"{answer[key] / 1e6:.1f}" for key in ("without", "with", "cost")]
+        table.add_row(name, *cells, f"{more / answer['bytes']:.2f}")
+    console.print(table)
+    console.print(
+        "In one process, after hvd.init(): steps of the plain optimizer, then of the variant. The "
+        "peak is VmHWM of /proc/self/status over 3 steps, after 3 unmeasured ones and a reset "
+        "through /proc/self/clear_refs. The difference includes the engine's own buffers."
+    )
+
+
+# --- the ranks ----------------------------------------------------------------------------------
+
+
+def build(spec: Mapping[str, Any]) -> Workload:
+    """Return the work of this rank."""
+    return Probe(spec)
+
+
+class Probe:
+    """A `worker.Workload`: one probe."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        from hvdkit.bench.step.torch_rank import Framework
+
+        self._spec = spec
+        self._framework = Framework(spec)
+
+    def facts(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def answer(self, command: str, message: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        """Run the probe of this name."""
+        return (
+            _python_cost(self._framework, self._spec["steps"])
+            if (command == "python-cost")
+            else _memory(self._framework)
+        )
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._framework.close()
+
+
+def _python_cost(framework: Any, steps: int) -> dict[str, Any]:
+    """Return the cost of the wrapped optimizer per parameter, in microseconds."""
+    import torch
+
+    from hvdkit.bench.step.torch_rank import plain_loop
+
+    class Many(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            each = (torch.nn.Parameter(torch.ones(2)) for _ in range(PARAMETERS))
+            self.all = torch.nn.ParameterList(each)
+
+        def forward(self) -> torch.Tensor:
+            return torch.cat(list(self.all)).sum()
+
+    def side(wrap: bool) -> Callable[[], tuple[float, float]]:
+        model = Many()
+        plain = torch.optim.SGD(model.parameters(), lr=1e-3)
+        wrapped = framework.wrap(model, plain) if wrap else plain_loop(model, plain)
+
+        def step() -> tuple[float, float]:
+            loss = wrapped.module()
+            began, cpu_began = time.perf_counter(), time.thread_time()
+            wrapped.backward(loss, True)
+            times = time.perf_counter() - began, time.thread_time() - cpu_began
+            with wrapped.updating():
+                wrapped.optimizer.step()
+            wrapped.optimizer.zero_grad()
+            return times
+
+        return step
+
+    plain_step, wrapped_step = side(wrap=False), side(wrap=True)
+    for _ in range(max(20, steps // 4)):
+        plain_step()
+        wrapped_step()
+    process = psutil.Process()
+    # Filled before, so that the measurement does not allocate memory.
+    times = [[0.0] * steps for _ in range(4)]
+    before = process.memory_info().rss
+    for i in range(steps):
+        times[0][i], times[1][i] = plain_step()
+        times[2][i], times[3][i] = wrapped_step()
+    grown = process.memory_info().rss - before
+    wall, cpu, wrapped_wall, wrapped_cpu = map(statistics.median, times)
+    scale = 1e6 / PARAMETERS
+    cost, more = (wrapped_cpu - cpu) * scale, (wrapped_wall - wall) * scale
+    return {"cost": cost, "wall": more, "grown": grown, "steps": steps}
+
+
+def _memory(framework: Any) -> dict[str, Any]:
+    """Return by how many bytes synchronization increases the peak of memory."""
+    import torch
+
+    from hvdkit.bench.step.torch_models import image_loss, resnet50
+    from hvdkit.bench.step.torch_rank import Wrapped, plain_loop
+
+    torch.manual_seed(0)
+    model = resnet50()
+    loss_of = image_loss(1)
+    plain = torch.optim.SGD(model.parameters(), lr=1e-5)
+
+    def peak(wrapped: Wrapped) -> int:
+        for i in range(6):
+            if i == 3:
+                Path("/proc/self/clear_refs").write_text("5")
+            wrapped.backward(loss_of(wrapped.module), True)
+            with wrapped.updating():
+                wrapped.optimizer.step()
+            wrapped.optimizer.zero_grad()
+        status = Path("/proc/self/status").read_text().splitlines()
+        (line,) = (line for line in status if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+
+    without = peak(plain_loop(model, plain))
+    with_it = peak(framework.wrap(model, plain))
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    return {"cost": with_it - without, "without": without, "with": with_it, "bytes": size}

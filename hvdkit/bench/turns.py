@@ -1,0 +1,53 @@
+"""Run jobs in turns: in each turn, every job works once, while the others are stopped."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import psutil
+
+from hvdkit.bench.jobs import Job
+from hvdkit.errors import HvdkitError
+
+Result = TypeVar("Result")
+
+# The next job needs the memory of the largest one, and a reserve for what it allocates later.
+_SPARE_MEMORY = 1.5
+
+
+def in_turns(
+    jobs: Sequence[Job], turns: int, work: Callable[[Job], Result], keep_running: bool = False
+) -> Iterator[tuple[int, Job, Result]]:
+    """Yield the turn, the job and the result of `work(job)`, for each turn and job.
+
+    Args:
+        jobs: the jobs, which are stopped.
+        turns: the number of turns.
+        work: called while the job runs.
+        keep_running: do not stop the other jobs. They must be running.
+    """
+    for turn in range(turns):
+        # A random order, so that no job always follows the same other one.
+        for job in random.Random(turn).sample(jobs, len(jobs)):
+            if not keep_running:
+                job.resume()
+            result = work(job)
+            if not keep_running:
+                job.pause()
+            yield turn, job, result
+
+
+def check_memory(started: Sequence[Job]) -> None:
+    """Check that there is enough memory for one more job on this machine.
+
+    Raises:
+        HvdkitError: there is not.
+    """
+    largest = max((job.unshared_memory() for job in started), default=0.0)
+    available = psutil.virtual_memory().available
+    if available < _SPARE_MEMORY * largest:
+        raise HvdkitError(
+            f"too little memory for all variants at once: {available / 1e9:.1f} GB left, with "
+            f"{len(started)} started, the largest with {largest / 1e9:.1f} GB. Name fewer with "
+            f"--variants"
+        )

@@ -1,0 +1,104 @@
+"""`hvdkit bench` on several hosts: over ssh, and on two hosts that it makes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hvdkit.bench import link
+from tests.bench.commands import ENVIRONMENT, bench
+from tests.cluster.launches import BOTH
+from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
+
+_SECONDS = 180
+
+
+@pytest.fixture(autouse=True)
+def engine():
+    skip_where_unsupported(Configuration("torch", "gloo", 2))
+
+
+def over_ssh(launches, *arguments):
+    own = [sys.executable, "-m", "hvdkit", "bench", *arguments, *BOTH]
+    done = subprocess.run(
+        launches.cluster.hosts[0].command([*own, f"--ssh-arg=-F{launches.access.config}"]),
+        env=os.environ | ENVIRONMENT,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+    launches.check_nothing_is_left()
+    return done
+
+
+@pytest.mark.long
+def test_allreduce_on_hosts_over_ssh(launches, tmp_path):
+    path = tmp_path / "run.json"
+    names = "hvdkit-gloo,torch-gloo"
+    arguments = ["--variants", names, "--sizes", "1KiB,1MB", "--turns", "2", "--json", str(path)]
+    done = over_ssh(launches, "allreduce", *arguments)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(path.read_text())
+    assert content["conditions"]["place"] == "2 ranks on host0:1, host1:1"
+    assert [row["wrong"] for row in content["rows"]] == [0] * 4
+
+
+@pytest.mark.long
+def test_steps_on_hosts_over_ssh(launches):
+    names = "hvdkit-gloo-fp32,ddp-gloo-fp32,alone,single"
+    arguments = ["--model", "many-small", "--turns", "2", "--variants", names]
+    done = over_ssh(launches, "step", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "hvdkit-gloo-fp32 / ddp-gloo-fp32" in done.stdout
+
+
+@pytest.mark.long
+def test_a_host_that_does_not_exist(launches):
+    own = [sys.executable, "-m", "hvdkit", "bench", "allreduce", "-H", "host0:1,gone:1"]
+    done = subprocess.run(
+        launches.cluster.hosts[0].command([*own, f"--ssh-arg=-F{launches.access.config}"]),
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "gone" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_two_hosts_with_a_limited_link(make_hosts, tmp_path, ranks):
+    if reason := link.missing():
+        pytest.skip(reason)
+    path = tmp_path / "run.json"
+    names = "hvdkit-gloo,flat-gloo,torch-gloo"
+    arguments = ["--variants", names, "--sizes", "5MB", "--turns", "3", "--json", str(path)]
+    done = bench("allreduce", "-np", str(ranks), "--two-hosts", "200Mbit/s", *arguments)
+    assert done.returncode == 0, done.stderr
+    rows = {row["variant"]: row for row in json.loads(path.read_text())["rows"]}
+    assert not any(row["wrong"] for row in rows.values())
+    # A ring sends 2(n-1)/n times the buffer over the link, at 25 MB/s.
+    ring = 2 * (ranks - 1) / ranks * 5e6 / 25e6
+    for name in ("flat-gloo", "torch-gloo"):
+        # The link lets a burst of 256 KB pass.
+        assert min(map(min, rows[name]["turns"])) > 0.9 * ring
+    assert min(map(min, rows["hvdkit-gloo"]["turns"])) > 0.9 * 5e6 / 25e6
+
+
+@pytest.mark.long
+def test_the_limit_of_the_link_is_shown(make_hosts):
+    if reason := link.missing():
+        pytest.skip(reason)
+    names = "hvdkit-gloo-fp32,hvdkit-gloo-int8,alone"
+    arguments = ["--model", "many-small", "--turns", "2", "--variants", names]
+    done = bench("step", "--two-hosts", "100Mbit/s", *arguments)
+    assert done.returncode == 0, done.stderr
+    # 2.1 MB at 12.5 MB/s; int8 sends a quarter.
+    assert "169.0" in done.stdout or link.can_measure()
+    assert "median / limit" in done.stdout
