@@ -32,6 +32,7 @@ from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.writing import Snapshot, rank_to_bytes
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import digest
+from hvdkit.core.counters import counters
 from hvdkit.core.replicas import ReplicaCheck
 from hvdkit.errors import RESUMABLE, UsageError
 
@@ -193,6 +194,7 @@ class Manager:
     def _first(self) -> bool:
         return self._collectives.rank == self._collectives.ranks[0]
 
+    @counters.timing_checkpoint
     def save(
         self,
         step: int,
@@ -379,6 +381,7 @@ class Manager:
             )
         self._unknown_metrics |= missing
 
+    @counters.timing_checkpoint
     def maybe_save(
         self,
         step: int,

@@ -99,6 +99,7 @@ from hvdkit.torch.functions import (
     broadcast_parameters,
 )
 from hvdkit.torch.joining import join
+from hvdkit.torch.monitor import Monitor
 from hvdkit.torch.optimizer import DistributedOptimizer, no_sync
 from hvdkit.torch.sampling import DistributedSampler, ResumableSampler
 
@@ -121,6 +122,7 @@ __all__ = [
     "KeepBest",
     "Max",
     "Min",
+    "Monitor",
     "NonFiniteGradients",
     "PassesDiffer",
     "ProcessSet",
