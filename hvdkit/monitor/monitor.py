@@ -44,8 +44,8 @@ _NAME = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,100}")
 # A rank that waits this long for the others logs a warning.
 _WARN_SECONDS = 10.0
 
-# Monitors of this process that are open.
-_open: "weakref.WeakSet[BaseMonitor]" = weakref.WeakSet()
+# The number of the last monitor, the same on all ranks.
+_last = 0
 
 
 class Framework(Protocol):
@@ -160,8 +160,7 @@ class BaseMonitor:
         self._every = every
         self._machine = Machine()
         self._delivery: Delivery | None = None
-        # Monitors are made in the same order on all ranks, so this number is the same on them.
-        self._name = f"hvdkit.monitor.{len(_open)}"
+        self._name = ""
         self._generation: int | None = None
         self._names: list[str] = sorted(metrics.METRICS)
         self._until = every
@@ -171,7 +170,6 @@ class BaseMonitor:
         self._compare_arguments()
         self._open_loggers()
         self._interval = self._new_interval()
-        _open.add(self)
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -257,10 +255,13 @@ class BaseMonitor:
             self._until = self._every
             self._start()
 
-    @property
-    def reports_next_step(self) -> bool:
-        """Whether the next step ends with a report."""
-        return self._until <= 1
+    def reports_after(self, steps: int) -> bool:
+        """Return whether a report is due after so many further steps."""
+        return self._until <= steps
+
+    def add_data_time(self, seconds: float) -> None:
+        """Count time as waiting for data; `batches` does so."""
+        self._interval.data_seconds += seconds
 
     def flush(self) -> None:
         """Report now, for example after a validation. A collective: every rank calls it."""
@@ -294,7 +295,6 @@ class BaseMonitor:
         """Close the loggers without a last report, after an error. Not a collective."""
         self._closed = True
         self._pending = None
-        _open.discard(self)
         if self._delivery is not None:
             self._delivery.close()
             self._delivery = None
@@ -325,7 +325,7 @@ class BaseMonitor:
         Raises:
             RankMismatchError: on every rank, if the arguments of the ranks differ.
         """
-        self._collectives.describe(self._name, "a report of hvd.Monitor")
+        global _last
         lines = [f"logger: {each.describe()}" for each in self._loggers]
         with self._warning_while_waiting("Monitor()"):
             check_consistency(
@@ -335,6 +335,11 @@ class BaseMonitor:
                 "Every rank must make the same Monitor, because its reports are collectives. Only "
                 "the first rank opens the loggers.",
             )
+        # In an elastic job, new ranks have made fewer monitors.
+        (last,) = self._collectives.max([_last], "hvdkit.monitor.number")
+        _last = last + 1
+        self._name = f"hvdkit.monitor.{_last}"
+        self._collectives.describe(self._name, "a report of hvd.Monitor")
 
     def _open_loggers(self) -> None:
         """Open the loggers on the first rank. A collective.
@@ -478,8 +483,6 @@ class BaseMonitor:
     def _totals(self) -> dict[str, float]:
         return {
             metrics.CHECKPOINT: counters.checkpoint_seconds,
-            metrics.PAYLOAD: float(counters.payload_bytes),
-            metrics.OVERFLOWS: float(counters.overflows),
             **self._framework.totals(),
         }
 
@@ -511,9 +514,10 @@ class BaseMonitor:
             **self._framework.gauges(),
             metrics.STEP: seconds / steps,
             metrics.DATA: interval.data_seconds / steps,
-            metrics.CHECKPOINT: spent[metrics.CHECKPOINT] / steps,
-            metrics.PAYLOAD: spent[metrics.PAYLOAD] / steps,
         }
+        for name in (metrics.CHECKPOINT, metrics.PAYLOAD):
+            if name in spent:
+                values[name] = spent[name] / steps
         for name in (metrics.OVERFLOWS, metrics.SKIPPED):
             if name in spent:
                 values[name] = spent[name]

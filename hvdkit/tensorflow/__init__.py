@@ -99,6 +99,7 @@ from hvdkit.tensorflow.functions import (
     broadcast_variables,
 )
 from hvdkit.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+from hvdkit.tensorflow.monitor import Monitor
 from hvdkit.tensorflow.optimizer import DistributedOptimizer
 from hvdkit.tensorflow.sampling import ResumableSampler
 from hvdkit.tensorflow.sync_batch_norm import SyncBatchNormalization
@@ -119,6 +120,7 @@ __all__ = [
     "LocalGradientAggregationHelper",
     "Max",
     "Min",
+    "Monitor",
     "NonFiniteGradients",
     "PartialDistributedGradientTape",
     "ProcessSet",

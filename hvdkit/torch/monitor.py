@@ -9,6 +9,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvdkit.core.collectives import check_member, check_process_set
+from hvdkit.core.counters import counters
 from hvdkit.errors import UsageError
 from hvdkit.monitor import Logger, metrics
 from hvdkit.monitor.monitor import BaseMonitor
@@ -73,7 +74,7 @@ def _compute_norm(
     monitor = reference()
     if (
         monitor is None
-        or not monitor.reports_next_step
+        or not monitor.reports_after(1)
         or not isinstance(optimizer, WrappedOptimizer)
     ):
         return
@@ -132,10 +133,8 @@ class _Torch:
 
     def totals(self) -> Mapping[str, float]:
         """See `Framework`."""
-        optimizers = self.optimizers()
-        if not optimizers:
-            return {}
-        return {metrics.SKIPPED: float(sum(each.skipped_steps for each in optimizers))}
+        skipped = sum(each.skipped_steps for each in self.optimizers())
+        return {**totals(), metrics.SKIPPED: float(skipped)}
 
     def gauges(self) -> Mapping[str, float]:
         """See `Framework`."""
@@ -196,6 +195,14 @@ def numbers(values: Sequence[Any]) -> list[float]:
         for k, number in zip(places, together.tolist(), strict=True):
             found[k] = number
     return found
+
+
+def totals() -> dict[str, float]:
+    """Return the counters of the gradient synchronizers."""
+    return {
+        metrics.PAYLOAD: float(counters.payload_bytes),
+        metrics.OVERFLOWS: float(counters.overflows),
+    }
 
 
 def memory() -> dict[str, float]:

@@ -47,5 +47,6 @@ class WandbLogger(Logger):
         self._run.log({**scalars(record), _STEP: record.step})
 
     def close(self) -> None:
-        """Finish the run."""
+        """Finish the run. It continues if the logger is opened again."""
+        self._settings |= {"id": self._run.id, "resume": "allow"}
         self._run.finish()
