@@ -47,6 +47,19 @@ _WARN_SECONDS = 10.0
 # The number of the last monitor, the same on all ranks.
 _last = 0
 
+# The monitors of this process that are open.
+_open: "weakref.WeakSet[BaseMonitor]" = weakref.WeakSet()
+
+
+def complete_started_reports() -> None:
+    """Wait for the reports that this rank has started, before it calls `join`. Not a collective.
+
+    Horovod counts a rank in `join` as ready for each tensor, so it must have nothing in flight.
+    The other ranks have started the same reports, because they have made the same step.
+    """
+    for monitor in list(_open):
+        monitor.complete_started()
+
 
 class Framework(Protocol):
     """The parts of a framework's adapter that a monitor needs."""
@@ -146,7 +159,8 @@ class BaseMonitor:
         every: int,
     ) -> None:
         chosen = [ConsoleLogger()] if loggers is None else loggers
-        if isinstance(chosen, Logger) or not all(isinstance(each, Logger) for each in chosen):
+        is_list = isinstance(chosen, Sequence)
+        if not is_list or not all(isinstance(each, Logger) for each in chosen):
             raise UsageError(
                 f"loggers is {loggers!r}: expected a list of loggers of hvdkit.monitor, such as "
                 f"[JSONLLogger('metrics.jsonl')]"
@@ -170,6 +184,7 @@ class BaseMonitor:
         self._compare_arguments()
         self._open_loggers()
         self._interval = self._new_interval()
+        _open.add(self)
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -295,6 +310,7 @@ class BaseMonitor:
         """Close the loggers without a last report, after an error. Not a collective."""
         self._closed = True
         self._pending = None
+        _open.discard(self)
         if self._delivery is not None:
             self._delivery.close()
             self._delivery = None
@@ -436,6 +452,12 @@ class BaseMonitor:
             again = decode(summed, self._names, ranks)
             decoded = replace(decoded, values={**again.values, **decoded.values})
         self._write(decoded)
+
+    def complete_started(self) -> None:
+        """Wait for the report that this rank has started; see `complete_started_reports`."""
+        if self._pending is not None:
+            summed = self._pending.result()
+            self._pending = replace(self._pending, result=lambda: summed)
 
     def _finish_earlier(self) -> None:
         """Write a report that was started before the last `init` or `join`. Not a collective."""
