@@ -29,6 +29,7 @@ from hvdkit.checkpoint.storage import check_number
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.writing import Snapshot
 from hvdkit.core.collectives import Collectives
+from hvdkit.core.counters import counters
 from hvdkit.core.replicas import ReplicaCheck
 from hvdkit.errors import RESUMABLE, UsageError
 
@@ -171,6 +172,7 @@ class Manager:
     def _first(self) -> bool:
         return self._collectives.rank == self._collectives.ranks[0]
 
+    @counters.timing_checkpoint
     def save(
         self,
         step: int,
@@ -263,6 +265,7 @@ class Manager:
             )
         self._unknown_metrics |= missing
 
+    @counters.timing_checkpoint
     def maybe_save(
         self,
         step: int,

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdkit.core.backend import BucketMemory
-from hvdkit.core.scalar_ops import Scalar, ScalarOps
+from hvdkit.core.counters import counters
+from hvdkit.core.scalar_ops import PYTHON_OPS, Scalar, ScalarOps
 from hvdkit.core.wire_format import (
     NARROW,
     AbsMax,
@@ -94,6 +95,8 @@ class _Codec(WireFormat):
             return abs_max / scale, False
 
         def repeat() -> BucketReduction:
+            if self.ops is PYTHON_OPS:  # otherwise a graph is being traced
+                counters.overflows += 1
             wide_abs_max, _ = yield from self._reduce_wide(memory, scaling)
             return wide_abs_max, True
 

@@ -68,11 +68,11 @@ def wait_measured(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @dataclass(eq=False)
 class StepTimes:
-    """The time that this rank has spent in each section since the last report.
+    """The time that this rank has spent in each section.
 
     Attributes:
-        seconds: section -> seconds.
         clock: returns seconds.
+        seconds: section -> seconds since the beginning.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -81,6 +81,8 @@ class StepTimes:
     _since: float | None = None
     # The thread that trains. A backward pass on a GPU has another one.
     _thread: int = 0
+    # `seconds` at the last `take`.
+    _taken: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _measured.add(self)
@@ -129,19 +131,24 @@ class StepTimes:
         """Record that a step ends, and the next one begins."""
         self.enter(FORWARD)
 
-    def take(self) -> dict[str, float]:
-        """Return the seconds since the last call, and count from 0 again."""
+    def totals(self) -> dict[str, float]:
+        """Return the seconds in each section since the beginning."""
         if self._since is not None:
             self._switch(self._section)
-        taken, self.seconds = self.seconds, {}
-        return taken
+        return dict(self.seconds)
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds in each section since the last call of this method."""
+        before, self._taken = self._taken, self.totals()
+        spent = {s: seconds - before.get(s, 0.0) for s, seconds in self._taken.items()}
+        return {section: seconds for section, seconds in spent.items() if seconds}
 
 
 class MeasuredTimes(Protocol):
     """The times of a rank, see `StepTimes`."""
 
     def take(self) -> dict[str, float]:
-        """Return the seconds in each section since the last call, and count from 0 again."""
+        """Return the seconds in each section since the last call of this method."""
         ...
 
 

@@ -23,6 +23,7 @@ from hvdkit.core.accumulation import Window
 from hvdkit.core.backend import Backend, BucketMemory, Buffer, Handle
 from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
 from hvdkit.core.collectives import Collectives
+from hvdkit.core.counters import counters
 from hvdkit.core.reduction import PlannedBuckets, Reduction, ReductionState, plan_buckets
 from hvdkit.core.wire_format import (
     AbsMax,
@@ -336,6 +337,7 @@ class Synchronizer(Generic[Buffer, Handle]):
             if reduction.collectives:
                 name += f".{reduction.collectives}"
             reduction.collectives += 1
+            counters.count_request(reduction.request)
             if isinstance(reduction.request, Gather):
                 reduction.handle = self._backend.gather(reduction.request.rows, name)
             else:

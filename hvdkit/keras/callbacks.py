@@ -20,6 +20,7 @@ from hvdkit.keras.checkpoint import Checkpoint
 from hvdkit.keras.coordination import HasLocalVariables
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.metrics import additive
+from hvdkit.keras.monitor import MonitorCallback
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.training import ReducesMetrics
 
@@ -30,6 +31,7 @@ __all__ = [
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
+    "MonitorCallback",
     "additive",
 ]
 

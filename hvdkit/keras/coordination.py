@@ -112,9 +112,9 @@ class Coordination:
             count, in_use, needs, all_known, *sums = self.group.sum(values, "hvdkit.keras.fit")
         if not in_use and needs:
             raise UsageError(
-                f"hvd.callbacks.Checkpoint saves one model, but fit would train a separate one on "
-                f"each of {count} ranks, because their gradients are not reduced. Compile the "
-                f"model with hvd.DistributedOptimizer(optimizer)"
+                f"hvd.callbacks.Checkpoint and MonitorCallback need one model, but fit would train "
+                f"a separate one on each of {count} ranks, because their gradients are not "
+                f"reduced. Compile the model with hvd.DistributedOptimizer(optimizer)"
             )
         if not in_use:
             if self.is_first and "separate" not in _logged:

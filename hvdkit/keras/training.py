@@ -83,6 +83,11 @@ def local_fit() -> Iterator[None]:
         _local.reset(token)
 
 
+def in_local_fit() -> bool:
+    """Return whether the code runs in a context of `local_fit`."""
+    return _local.get()
+
+
 class ReducesMetrics(keras.callbacks.Callback):
     """Base of callbacks that request metrics over all ranks, with any optimizer.
 

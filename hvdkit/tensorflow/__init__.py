@@ -97,6 +97,7 @@ from hvdkit.tensorflow.functions import (
     broadcast_variables,
 )
 from hvdkit.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+from hvdkit.tensorflow.monitor import Monitor
 from hvdkit.tensorflow.optimizer import DistributedOptimizer
 from hvdkit.tensorflow.process_sets import add_process_set, remove_process_set
 from hvdkit.tensorflow.sampling import ResumableSampler
@@ -118,6 +119,7 @@ __all__ = [
     "LocalGradientAggregationHelper",
     "Max",
     "Min",
+    "Monitor",
     "NonFiniteGradients",
     "PartialDistributedGradientTape",
     "ProcessSet",

@@ -11,6 +11,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvdkit.core.host_collectives import int8_name
+from hvdkit.core.int8 import BLOCK
 from hvdkit.core.scalar_ops import Scalar
 from hvdkit.core.wire_format import (
     AbsMax,
@@ -50,6 +51,8 @@ class TracedReduction:
         self._name = name
         self._process_set = process_set
         self._collectives = 0
+        #: The bytes that this rank gives to collectives, as in `hvdkit.core.counters`.
+        self.payload_bytes: Any = 0
 
     def run(self, result: Any = None) -> Scalar | None:
         """Run until the next `GlobalMax`, and return its value; None at the end.
@@ -68,6 +71,7 @@ class TracedReduction:
     def _result_of(self, request: Request) -> Any:
         if isinstance(request, Sum | BlockSum):
             wire = request.buffer
+            self._count(wire.tensor if isinstance(wire, Wire) else wire, request)
             add = self._sum if isinstance(request, Sum) else self._sum_blocks
             if not isinstance(wire, Wire):
                 # A user's compressor may sum plain tensors.
@@ -76,6 +80,8 @@ class TracedReduction:
             return wire
         if isinstance(request, Gather):
             indices, values = request.rows
+            self._count(indices, request)
+            self._count(values, request)
             return self._gather(indices), self._gather(values)
         if isinstance(request, AbsMax):
             return abs_max(request.buffer)
@@ -89,17 +95,27 @@ class TracedReduction:
     def _cond(self, request: Cond) -> tuple[tf.Tensor, ...]:
         def branch(start: Callable[[], BucketReduction]) -> Callable[[], list[tf.Tensor]]:
             def run() -> list[tf.Tensor]:
-                before = self._memory.content
+                before, counted = self._memory.content, self.payload_bytes
+                self.payload_bytes = 0
                 scalars = self._run_branch(start())
-                after = self._memory.content
-                self._memory.content = before
-                return [after, *map(tf.convert_to_tensor, scalars)]
+                after, added = self._memory.content, tf.cast(self.payload_bytes, tf.int64)
+                self._memory.content, self.payload_bytes = before, counted
+                return [after, added, *map(tf.convert_to_tensor, scalars)]
 
             return run
 
         if_true, if_false = branch(request.if_true), branch(request.if_false)
-        self._memory.content, *scalars = tf.cond(request.condition, if_true, if_false)
+        self._memory.content, added, *scalars = tf.cond(request.condition, if_true, if_false)
+        self.payload_bytes = added + tf.cast(self.payload_bytes, tf.int64)
         return tuple(scalars)
+
+    def _count(self, tensor: tf.Tensor, request: Request) -> None:
+        """Add the bytes of a tensor that is sent."""
+        number = tensor.shape.num_elements()
+        number = tf.size(tensor, tf.int64) if number is None else number
+        blocks = isinstance(request, BlockSum)
+        size = number + 4 * -(-number // BLOCK) if blocks else number * tensor.dtype.size
+        self.payload_bytes = self.payload_bytes + size
 
     def _run_branch(self, generator: BucketReduction) -> Sequence[Scalar]:
         result = None

@@ -14,7 +14,7 @@ from hvdkit.tensorflow.bucket_reduction import TracedReduction, allreduce
 from hvdkit.tensorflow.graphs import new_variable
 from hvdkit.tensorflow.nonfinite import NonFiniteCheck
 from hvdkit.tensorflow.replicas import record_reduced
-from hvdkit.tensorflow.step_times import TapeStragglers
+from hvdkit.tensorflow.step_times import TapeStragglers, payload_bytes
 from hvdkit.tensorflow.value_check import ValueCheck
 
 
@@ -200,6 +200,7 @@ class Plan:
                 )
             ]
             self._run(reductions)
+            payload_bytes.add(sum(reduction.payload_bytes for reduction in reductions))
         return {
             i: gradient
             for bucket, memory in zip(plan.buckets, memories, strict=True)

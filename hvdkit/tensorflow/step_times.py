@@ -29,6 +29,9 @@ class GraphTimes:
         # reduction, 0 if unknown.
         self._graph = GraphValue(tf.float64, [len(_SECTIONS) + 1])
         self._eager = [0.0] * (len(_SECTIONS) + 1)
+        # Seconds in each section that `take` and `take_in_graph` have removed from these.
+        self._taken_in_graphs = GraphValue(tf.float64, [len(_SECTIONS)])
+        self._taken = [0.0] * len(_SECTIONS)
 
     def begin_reduction(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """Return the times at which the first and the last gradient exist.
@@ -68,6 +71,8 @@ class GraphTimes:
         """Return the seconds in each of the first sections since the last call; count from 0."""
         values = self._graph.read(handle)
         self._graph.assign(handle, tf.concat([tf.zeros_like(values[:-1]), values[-1:]], 0))
+        taken = self._taken_in_graphs.handle()
+        self._taken_in_graphs.assign(taken, self._taken_in_graphs.read(taken) + values[:-1])
         return values[:-1]
 
     def start(self) -> None:
@@ -91,7 +96,38 @@ class GraphTimes:
         graph, eager = self._graph.numpy(), self._eager
         self._graph.set([0.0] * len(_SECTIONS) + [graph[-1]])
         self._eager = [0.0] * len(_SECTIONS) + [eager[-1]]
-        return {section: float(graph[k] + eager[k]) for k, section in enumerate(_SECTIONS)}
+        spent = [float(graph[k] + eager[k]) for k in range(len(_SECTIONS))]
+        self._taken = [a + b for a, b in zip(self._taken, spent, strict=True)]
+        return dict(zip(_SECTIONS, spent, strict=True))
+
+    def totals(self) -> dict[str, float]:
+        """Return the seconds in each section since the beginning."""
+        graphs: list[Any] = [self._graph.numpy(), self._taken_in_graphs.numpy()]
+        parts = [*graphs, self._eager, self._taken]
+        return {s: float(sum(part[k] for part in parts)) for k, s in enumerate(_SECTIONS)}
+
+
+class PayloadBytes:
+    """The bytes of the buckets that this rank has reduced, as in `hvdkit.core.counters`."""
+
+    def __init__(self) -> None:
+        # Made on use, because it starts TensorFlow's devices.
+        self._value: GraphValue | None = None
+
+    def add(self, number: Any) -> None:
+        """Add a number, in the graph that is being traced."""
+        if self._value is None:
+            self._value = GraphValue(tf.int64)
+        handle = self._value.handle()
+        self._value.assign(handle, self._value.read(handle) + tf.cast(number, tf.int64))
+
+    def total(self) -> int:
+        """Return the number of bytes since the beginning, outside of graphs."""
+        return 0 if self._value is None else int(self._value.numpy())
+
+
+#: The bytes of this process.
+payload_bytes = PayloadBytes()
 
 
 class TapeStragglers:

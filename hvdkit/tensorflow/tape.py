@@ -291,7 +291,7 @@ def restore_reduction_state(state: Mapping[str, Any]) -> None:
 
 
 @functools.cache
-def _times(process_set: mpi_ops.ProcessSet) -> GraphTimes:  # noqa: ARG001
+def times_of(process_set: mpi_ops.ProcessSet) -> GraphTimes:  # noqa: ARG001
     """Return the times between the reductions of all tapes over these ranks."""
     return GraphTimes()
 
@@ -332,7 +332,7 @@ def _reducer(
         process_set,
         context,
         on_nonfinite=on_nonfinite,
-        times=_times(process_set) if check_parameters else None,
+        times=times_of(process_set) if check_parameters else None,
         compares_times=True,
     )
     # The key is a part of checkpoints.

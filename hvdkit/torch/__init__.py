@@ -97,6 +97,7 @@ from hvdkit.torch.functions import (
     broadcast_parameters,
 )
 from hvdkit.torch.joining import join
+from hvdkit.torch.monitor import Monitor
 from hvdkit.torch.optimizer import DistributedOptimizer, no_sync
 from hvdkit.torch.process_sets import add_process_set, remove_process_set
 from hvdkit.torch.sampling import DistributedSampler, ResumableSampler
@@ -120,6 +121,7 @@ __all__ = [
     "KeepBest",
     "Max",
     "Min",
+    "Monitor",
     "NonFiniteGradients",
     "PassesDiffer",
     "ProcessSet",

@@ -6,6 +6,7 @@ returns. A rank that made no backward pass takes part in the reduction before th
 """
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,15 @@ from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 # torch.amp.GradScaler, for any device, exists since torch 2.3.
 _TorchGradScaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
+
+
+_scalers: "weakref.WeakSet[GradScaler]" = weakref.WeakSet()
+
+
+def loss_scale() -> float | None:
+    """Return the scale of the only `hvd.GradScaler` in use. Waits for the device."""
+    scalers = list(_scalers)
+    return float(scalers[0].get_scale()) if len(scalers) == 1 else None
 
 
 class GradScaler(_TorchGradScaler):
@@ -56,6 +66,7 @@ class GradScaler(_TorchGradScaler):
         steps = optimizer.steps
         result = super().step(optimizer, *args, **kwargs)
         if optimizer.steps == steps:
+            optimizer.skipped_steps += 1
             optimizer.end_step()
         return result
 
@@ -76,6 +87,7 @@ class GradScaler(_TorchGradScaler):
             )
         if not in_window:
             super().update(new_scale)
+            _scalers.add(self)
 
 
 def _reduce_before_unscaling(unscale: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,6 +37,10 @@ def clip_grad_norm_(
     if not all(reduced):
         return None
     parameters = [p for each in several for group in each.param_groups for p in group["params"]]
-    return torch.nn.utils.clip_grad_norm_(
+    norm = torch.nn.utils.clip_grad_norm_(
         parameters, max_norm, norm_type, error_if_nonfinite, foreach
     )
+    if norm_type == 2.0:
+        for each in several:
+            wrapped(each).grad_norm = norm
+    return norm

@@ -5,6 +5,7 @@ import logging
 import torch
 from horovod.torch import mpi_ops
 
+from hvdkit.monitor.monitor import complete_started_reports
 from hvdkit.torch import runtime
 from hvdkit.torch.wrapped_optimizer import wrapped_optimizers
 
@@ -35,6 +36,7 @@ def join(device: int = -1) -> int:
             torch.optim.Optimizer.zero_grad(optimizer)
         optimizer.mark_gradients_used()
         optimizer.complete_deferred()
+    complete_started_reports()
     if device == -1 and torch.cuda.is_available() and torch.cuda.is_initialized():
         device = torch.cuda.current_device()
     last = int(mpi_ops.join(device))

@@ -36,7 +36,7 @@ from hvdkit.core.nonfinite import IGNORE, RAISE, SKIP, NonFiniteGradients, names
 from hvdkit.core.reduction import Reduction, ReductionState
 from hvdkit.core.replicas import CheckSettings, ReplicaCheck
 from hvdkit.core.rounds import Rounds
-from hvdkit.core.stragglers import BACKWARD, FORWARD
+from hvdkit.core.stragglers import BACKWARD, FORWARD, UPDATE
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch import hooks, passes
 from hvdkit.torch.collectives import TorchCollectives
@@ -50,7 +50,7 @@ _count = itertools.count()
 _wrapped_optimizers: "weakref.WeakSet[WrappedOptimizer]" = weakref.WeakSet()
 
 
-def _coordinator_of(process_set: mpi_ops.ProcessSet) -> Coordinator:
+def coordinator_of(process_set: mpi_ops.ProcessSet) -> Coordinator:
     """Return the coordinator of a process set, which keeps it."""
     found: Coordinator | None = getattr(process_set, "_hvdkit_coordinator", None)
     if found is None:
@@ -115,8 +115,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
         # Whether the last step changed the parameters. After a fused step this is its tensor
         # `found_inf`: 0 if the step changed them.
         self._stepped: bool | torch.Tensor = False
-        #: The number of steps that were made.
+        #: The number of steps that were made, and of those that were skipped.
         self.steps = 0
+        self.skipped_steps = 0
+        #: The 2-norm of the reduced gradients at the last `clip_grad_norm_`; None without one.
+        self.grad_norm: torch.Tensor | None = None
         self._no_sync = False
         # The current backward pass.
         self._task_id: int | None = None  # PyTorch's graph task
@@ -138,7 +141,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             keep_sparse=reduction.sparse_as_dense and isinstance(plain, torch.optim.SparseAdam),
             finds_nonfinite=on_nonfinite != IGNORE,
         )
-        self.coordinator = _coordinator_of(process_set)
+        self.coordinator = coordinator_of(process_set)
         #: Compares parameters, optimizer state and options between ranks; None if it should not.
         self.replicas: ReplicaCheck | None = None
         if check_parameters:
@@ -221,6 +224,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         arrived = self._nothing_to_reduce or self._gradients.end_pass()
         if self._collectives.single_rank and not self._local_pass:
             self._report_nonfinite()
+            self.coordinator.times.enter(UPDATE)
         if not arrived or self._nothing_to_reduce:
             return False
         if self._window.size > 1 and not self._no_sync:
@@ -397,6 +401,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             if self._should_synchronize:
                 self.reduce()
             if self.rounds.skips_step:
+                self.skipped_steps += 1
                 self.end_step()
                 return None
             result = super().step()

@@ -1,0 +1,67 @@
+"""Counters of this process for `hvdkit.monitor`: bytes, overflows, and time in checkpoints."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from hvdkit.core.int8 import BLOCK
+from hvdkit.core.wire_format import BlockSum, Gather, Request, Sum
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class Counters:
+    """Numbers that only grow, since the process began.
+
+    Attributes:
+        payload_bytes: the bytes of the buckets that this rank has reduced, as they were encoded.
+        overflows: sums of buckets that did not fit into float16 and were repeated in float32.
+        checkpoint_seconds: the time that the training waited for checkpoints.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.payload_bytes = 0
+        self.overflows = 0
+        self.checkpoint_seconds = 0.0
+        self._clock = clock
+        self._in_checkpoint = False
+
+    def count_request(self, request: Request) -> None:
+        """Add the bytes of a collective that a wire format has requested."""
+        if isinstance(request, Gather):
+            self.payload_bytes += sum(_bytes_of(part) for part in request.rows)
+        elif isinstance(request, BlockSum):
+            # One byte for each of the float32 numbers, and a float32 scale for each block.
+            numbers = _bytes_of(request.buffer) // 4
+            self.payload_bytes += numbers + 4 * -(-numbers // BLOCK)
+        elif isinstance(request, Sum):
+            self.payload_bytes += _bytes_of(request.buffer)
+
+    def timing_checkpoint(
+        self, call: Callable[_Arguments, _Result]
+    ) -> Callable[_Arguments, _Result]:
+        """Return the same function, which adds its time to `checkpoint_seconds`."""
+
+        @functools.wraps(call)
+        def timed(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            if self._in_checkpoint:
+                return call(*args, **kwargs)
+            self._in_checkpoint, began = True, self._clock()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._in_checkpoint = False
+                self.checkpoint_seconds += self._clock() - began
+
+        return timed
+
+
+def _bytes_of(buffer: object) -> int:
+    # A compressor of the user may send an object without this attribute.
+    return int(getattr(buffer, "nbytes", 0))
+
+
+#: The counters of this process.
+counters = Counters()

@@ -1,0 +1,214 @@
+"""A callback that measures `model.fit` on all ranks."""
+
+import contextlib
+import importlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from hvdkit.errors import UsageError
+from hvdkit.keras import backend
+from hvdkit.keras.checkpoint import Checkpoint
+from hvdkit.keras.optimizer import distribution_of
+from hvdkit.keras.training import LastCallback, in_local_fit
+from hvdkit.monitor import Logger, metrics
+from hvdkit.monitor.monitor import BaseMonitor
+
+_adapter: Any = importlib.import_module(f"hvdkit.{backend.NAME}.monitor")
+
+
+class MonitorCallback(LastCallback):
+    """Measure `fit` on all ranks, and write a record every few batches.
+
+    Pass one to `fit` on every rank. Only the first rank writes. A record has the mean, the minimum
+    and the maximum over the ranks, and the slowest rank. See docs/monitoring.md for the metrics.
+
+    A step is a batch. Loss and metrics are those of Keras: means since the beginning of the epoch.
+    At the end of each epoch there is a record with the logs of the epoch, also of the validation.
+    Steps continue after a resume by `hvd.callbacks.Checkpoint`.
+
+        from hvdkit.monitor import ConsoleLogger, JSONLLogger
+
+        loggers = [ConsoleLogger(), JSONLLogger("run/metrics.jsonl")]
+        model.fit(data, callbacks=[hvd.callbacks.MonitorCallback(loggers, batch_size=32)])
+    """
+
+    needs_one_model = True
+
+    def __init__(
+        self,
+        loggers: Sequence[Logger] | None = None,
+        *,
+        every: int = 10,
+        batch_size: int | None = None,
+    ) -> None:
+        """
+        Args:
+            loggers: where to write, see `hvdkit.monitor`. Default: `ConsoleLogger()`. Each `fit`
+                opens and closes them.
+            every: batches per record.
+            batch_size: the samples in a batch of each rank, for samples per second.
+        """
+        super().__init__()
+        self._loggers = loggers
+        self._every = every
+        self._batch_size = batch_size
+        self._monitor: BaseMonitor | None = None
+        self._checkpoint: Checkpoint | None = None
+        self._steps = 0
+        self._begun = False
+        self._first_batch = 0
+        self._logs: Mapping[str, Any] = {}
+        self._batch_ended: float | None = None
+        self._pause = contextlib.ExitStack()
+
+    def fit_begins(self, callbacks: Sequence[Any]) -> None:
+        """Open the loggers. A collective.
+
+        Raises:
+            UsageError, RankMismatchError, HvdkitError: on every rank, as for `hvd.Monitor`.
+        """
+        if in_local_fit() and backend.hvd.is_initialized() and backend.hvd.size() > 1:
+            raise UsageError(
+                "MonitorCallback reports over all ranks, but fit trains on this rank only, in "
+                "hvd.local_fit(): omit the callback there"
+            )
+        if not backend.hvd.is_initialized():
+            raise UsageError("Horovod is not initialised: call hvd.init() before this")
+        if self._monitor is not None:
+            # Keras does not tell callbacks that an exception has ended `fit`.
+            self._monitor.abandon()
+        distribution = distribution_of(self.model.optimizer)
+        self._monitor = BaseMonitor(
+            distribution.collectives if distribution else backend.collectives(),
+            _Keras(self.model, distribution.times if distribution else None),
+            self._loggers,
+            self._every,
+        )
+        found = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
+        self._checkpoint = found[0] if found else None
+        self._begun = False
+
+    def epoch_begins(self, epoch: int) -> None:
+        """Continue with the steps of a checkpoint. Not a collective."""
+        self._batch_ended = None
+        if self._begun:
+            return
+        self._begun = True
+        assert self._monitor is not None
+        if self._checkpoint is not None:
+            self._steps = self._checkpoint.step
+        elif not self._steps:
+            self._steps = epoch * (self.params.get("steps") or 0)
+        self._monitor.steps = self._steps
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
+        self._first_batch = batch
+        if self._monitor is None or self._batch_ended is None or backend.NAME != "torch":
+            return  # on TensorFlow, the training function reads the batch
+        self._monitor.add_data_time(time.perf_counter() - self._batch_ended)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
+        self._logs = logs or {}
+
+    def batch_ends(self, batch: int) -> None:
+        """Report if a report is due. A collective."""
+        monitor = self._monitor
+        assert monitor is not None
+        steps = batch - self._first_batch + 1
+        values = _numbers(self._logs) if monitor.reports_after(steps) else {}
+        monitor.log(values, steps * (self._batch_size or 0))
+        monitor.advance(steps)
+        self._steps = monitor.steps
+        self._batch_ended = time.perf_counter()
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
+        if self._monitor is not None:
+            self._pause.enter_context(self._monitor.paused())
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
+        self._pause.close()
+
+    def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Report the logs of the epoch. A collective."""
+        assert self._monitor is not None
+        self._monitor.log({**_numbers(logs), "epoch": epoch + 1})
+        self._monitor.flush()
+
+    def fit_ends(self) -> None:
+        """Close the loggers. A collective."""
+        monitor, self._monitor = self._monitor, None
+        assert monitor is not None
+        monitor.close()
+
+
+def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers in the logs of Keras; a custom `train_step` may return anything."""
+    found = {}
+    for name, value in logs.items():
+        with contextlib.suppress(TypeError, ValueError):
+            found[str(name)] = float(value)
+    return {name: x for name, x in found.items() if not name.startswith(metrics.RESERVED)}
+
+
+class _Keras:
+    """`hvdkit.monitor.monitor.Framework` for Keras.
+
+    Args:
+        model: the model.
+        times: measures the sections; None if nothing does.
+    """
+
+    name = f"keras {keras.__version__} on {backend.NAME} {backend.framework_version()}"
+
+    def __init__(self, model: Any, times: Any) -> None:
+        self._model = model
+        self._times = times
+
+    @staticmethod
+    def scalar(value: Any) -> Any:
+        """See `Framework`."""
+        return float(value)
+
+    @staticmethod
+    def numbers(values: Sequence[Any]) -> list[float]:
+        """See `Framework`."""
+        return list(values)
+
+    def section_seconds(self) -> Mapping[str, float]:
+        """See `Framework`."""
+        return {} if self._times is None else dict(self._times.totals())
+
+    def pause(self) -> None:
+        """See `Framework`. The coordination of `fit` stops the times itself."""
+
+    def resume(self) -> None:
+        """See `Framework`."""
+
+    @staticmethod
+    def totals() -> Mapping[str, float]:
+        """See `Framework`."""
+        return dict(_adapter.totals())
+
+    def gauges(self) -> Mapping[str, float]:
+        """See `Framework`."""
+        values = dict(_adapter.memory())
+        optimizer = self._model.optimizer
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            values[metrics.LOSS_SCALE] = _number(optimizer.dynamic_scale)
+        while hasattr(optimizer, "inner_optimizer"):
+            optimizer = optimizer.inner_optimizer
+        values[metrics.LR] = _number(optimizer.learning_rate)
+        return values
+
+    @staticmethod
+    def gpu() -> str | None:
+        """See `Framework`."""
+        found: str | None = _adapter.gpu()
+        return found
+
+
+def _number(value: Any) -> float:
+    return float(keras.ops.convert_to_numpy(value))

@@ -1,0 +1,122 @@
+"""Read the file of a `JSONLLogger`.
+
+The file has one JSON object in each line, of one of two types.
+
+A line of type "start" begins the file, and each part of the run after a restart:
+
+- version: the version of the file, 1.
+- step: the number of steps before this part. Records of later steps that stand before this line are
+  void, because the job has resumed from this step.
+- time: seconds since the epoch.
+- ranks: the ranks of the job; every: steps per record; host: that of the first rank.
+- framework, hvdkit: versions.
+- units: name of a metric -> "s", "B", "1/s", "ratio" or "", for the metrics of `Monitor` itself.
+
+A line of type "record" is one report:
+
+- step: the number of steps since the beginning of the run.
+- steps: the number of steps that it covers. 0: only values that were logged after the last step.
+- time: seconds since the epoch, by the clock of the first rank.
+- samples: of all ranks in these steps; 0 if unknown.
+- ranks: the ranks that made these steps; the others were in `hvd.join()`.
+- slowest: rank, seconds (its own time per step), median (of all ranks), section; or null.
+- metrics: name -> mean, min, max over the ranks with a finite value, or null. `by_rank` has the
+  values in the order of `ranks`, in jobs of 2 to 64 ranks; null: the rank has no finite value.
+  `nonfinite`, if it exists, lists the ranks whose value is NaN or infinite.
+
+Readers ignore unknown keys, unknown types, and lines that are not JSON: the last line of a job that
+was killed may be cut.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdkit.errors import HvdkitError
+from hvdkit.monitor.loggers.jsonl import VERSION
+from hvdkit.monitor.records import Record, Run, Slowest, Statistic
+
+
+@dataclass
+class History:
+    """The content of a file.
+
+    Attributes:
+        runs: the parts of the run, in the order of their starts.
+        records: the valid records, in the order of their steps.
+        units: metric -> unit, as in `hvdkit.monitor.metrics`.
+        skipped: the number of lines that could not be read.
+    """
+
+    runs: list[Run] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    units: dict[str, str] = field(default_factory=dict)
+    skipped: int = 0
+
+
+def read(path: str | os.PathLike[str]) -> History:
+    """Return the history in a file of a `JSONLLogger`, also while the job runs.
+
+    Raises:
+        OSError: the file cannot be read.
+        HvdkitError: a newer hvdkit wrote it.
+    """
+    history = History()
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                _add(history, json.loads(line), path)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                history.skipped += bool(line.strip())
+    return history
+
+
+def _add(history: History, line: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    if line["type"] == "start":
+        version = int(line["version"])
+        if version > VERSION:
+            raise _newer(path, version)
+        run = Run(
+            int(line["step"]),
+            float(line["time"]),
+            list(line["ranks"]),
+            int(line["every"]),
+            str(line["framework"]),
+        )
+        history.runs.append(run)
+        history.units.update(line["units"])
+        history.records = [each for each in history.records if each.step <= run.step]
+    elif line["type"] == "record":
+        history.records.append(_record(line))
+
+
+def _newer(path: str | os.PathLike[str], version: int) -> HvdkitError:
+    return HvdkitError(
+        f"{os.fspath(path)} has version {version} of the format, and this hvdkit reads version "
+        f"{VERSION}: update hvdkit"
+    )
+
+
+def _record(line: Mapping[str, Any]) -> Record:
+    ranks = list(line["ranks"])
+    slowest = line["slowest"]
+    return Record(
+        int(line["step"]),
+        int(line["steps"]),
+        float(line["time"]),
+        int(line["samples"]),
+        ranks,
+        {name: _statistic(each, ranks) for name, each in line["metrics"].items()},
+        slowest
+        and Slowest(slowest["rank"], slowest["seconds"], slowest["median"], slowest["section"]),
+    )
+
+
+def _statistic(numbers: Mapping[str, Any], ranks: list[int]) -> Statistic:
+    values = zip(ranks, numbers.get("by_rank", ()), strict=False)
+    by_rank = {rank: value for rank, value in values if value is not None}
+    by_rank.update(dict.fromkeys(numbers.get("nonfinite", ()), math.nan))
+    return Statistic(numbers["mean"], numbers["min"], numbers["max"], by_rank)

@@ -1,0 +1,1 @@
+"""Loggers: where a `Monitor` writes its records."""

@@ -1,0 +1,88 @@
+"""Show records as lines in logs, or as progress on a terminal."""
+
+import sys
+from typing import Any, TextIO
+
+from hvdkit.monitor import metrics
+from hvdkit.monitor.loggers.logger import Logger
+from hvdkit.monitor.records import Record
+
+_OF_MONITOR = metrics.METRICS.keys()
+_SHOWN = (metrics.LR, metrics.GRAD_NORM, metrics.LOSS_SCALE)
+
+
+class ConsoleLogger(Logger):
+    """Print a line for each record, on the first rank. On a terminal, show the progress.
+
+    Args:
+        total_steps: the number of steps of the run, for the remaining time.
+        file: where to print. Default: standard error.
+    """
+
+    def __init__(self, total_steps: int | None = None, file: TextIO | None = None) -> None:
+        self._total = total_steps
+        self._file = file
+        self._progress: Any = None
+        self._task: Any = None
+
+    def open(self) -> None:
+        """Begin the progress on a terminal."""
+        file = sys.stderr if self._file is None else self._file
+        self._file = file
+        if not file.isatty():
+            return
+        # Imported on use, because it takes as long as the rest of hvdkit.
+        import rich.console
+        import rich.progress
+
+        self._progress = rich.progress.Progress(
+            rich.progress.TextColumn("step {task.completed}"),
+            rich.progress.BarColumn(bar_width=20),
+            rich.progress.TimeRemainingColumn(),
+            rich.progress.TextColumn("{task.description}"),
+            console=rich.console.Console(file=file),
+            refresh_per_second=4,
+        )
+        self._task = self._progress.add_task("", total=self._total)
+        self._progress.start()
+
+    def log(self, record: Record) -> None:
+        """Show a record."""
+        assert self._file is not None
+        if self._progress is not None:
+            # Square brackets are styles of rich.
+            text = describe(record).replace("[", "\\[")
+            self._progress.update(self._task, completed=record.step, description=text)
+            return
+        total = f"/{self._total}" if self._total else ""
+        print(f"step {record.step}{total}: {describe(record)}", file=self._file, flush=True)
+
+    def close(self) -> None:
+        """End the progress."""
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def describe(record: Record) -> str:
+    """Return a line for people."""
+    found = record.metrics
+    own = [name for name in found if name not in _OF_MONITOR]
+    parts = [f"{name} {found[name].shown:.4g}" for name in (*own, *_SHOWN) if name in found]
+    if metrics.SAMPLES in found:
+        parts.append(f"{found[metrics.SAMPLES].shown:.4g} samples/s")
+    step = found.get(metrics.STEP)
+    if step is not None and step.mean:
+        shares = [
+            f"{name.removeprefix('time/')} {100 * share:.0f} %"
+            for name in metrics.SECTIONS
+            if name in found and (share := (found[name].mean or 0.0) / step.mean) >= 0.005
+        ]
+        parts.append(
+            f"{1000 * step.mean:.4g} ms/step" + (f" ({', '.join(shares)})" if shares else "")
+        )
+    slowest = record.slowest
+    if slowest is not None and len(record.ranks) > 1 and slowest.median:
+        more = 100 * (slowest.seconds / slowest.median - 1)
+        where = slowest.section.removeprefix("time/")
+        parts.append(f"slowest: rank {slowest.rank}, {where} (+{more:.0f} %)")
+    return ", ".join(parts)

@@ -1,0 +1,154 @@
+"""Write records as lines of JSON. `hvdkit.monitor.history` describes the file and reads it."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import hvdkit
+from hvdkit.errors import HvdkitError
+from hvdkit.monitor.loggers.logger import Logger
+from hvdkit.monitor.metrics import METRICS
+from hvdkit.monitor.records import Record, Run, Statistic
+
+#: The version of the file. Readers refuse a newer one.
+VERSION = 1
+
+# In larger jobs, records do not have the values of each rank.
+_MANY_RANKS = 64
+
+
+class JSONLLogger(Logger):
+    """Append records to a file, one JSON object in each line.
+
+    The file may exist: a resumed job appends to it. A job that is killed leaves a readable file,
+    except perhaps for its last line, which readers skip.
+
+    Args:
+        path: the file. Its folder is created.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._file: int | None = None
+        # Whether the file ends within a line.
+        self._cut = False
+
+    def describe(self) -> str:
+        """Return the kind; the path may differ between hosts."""
+        return f"JSONLLogger {self._path.name}"
+
+    def open(self) -> None:
+        """Open the file, and lock it against a second job.
+
+        Raises:
+            OSError: it cannot be written.
+            HvdkitError: another job writes to it.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            self._lock(file)
+            size = os.fstat(file).st_size
+            self._cut = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+        except BaseException:
+            os.close(file)
+            raise
+        self._file = file
+
+    def _lock(self, file: int) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise HvdkitError(
+                f"another job, or another Monitor, writes to {self._path}. Choose another file, or "
+                f"close the other one"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+
+    def begin(self, run: Run) -> None:
+        """Write a line of type "start"."""
+        self._write(
+            {
+                "type": "start",
+                "version": VERSION,
+                "step": run.step,
+                "time": run.time,
+                "ranks": list(run.ranks),
+                "every": run.every,
+                "host": socket.gethostname(),
+                "framework": run.framework,
+                "hvdkit": hvdkit.__version__,
+                "units": {name: metric.unit for name, metric in METRICS.items()},
+            }
+        )
+
+    def log(self, record: Record) -> None:
+        """Write a line of type "record"."""
+        slowest = record.slowest
+        self._write(
+            {
+                "type": "record",
+                "step": record.step,
+                "steps": record.steps,
+                "time": record.time,
+                "samples": record.samples,
+                "ranks": list(record.ranks),
+                "slowest": slowest
+                and {
+                    "rank": slowest.rank,
+                    "seconds": _rounded(slowest.seconds),
+                    "median": _rounded(slowest.median),
+                    "section": slowest.section,
+                },
+                "metrics": {
+                    name: _statistic(each, record) for name, each in sorted(record.metrics.items())
+                },
+            }
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            os.close(file)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        assert self._file is not None
+        text = json.dumps(line, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+        content = ("\n" * self._cut + text + "\n").encode()
+        self._cut = True
+        written = os.write(self._file, content)
+        if written < len(content):
+            # Remove the beginning of the line, unless the file system is in trouble.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+                self._cut = False
+            raise OSError(errno.ENOSPC, f"{self._path}: {os.strerror(errno.ENOSPC)}")
+        self._cut = False
+
+
+def _statistic(statistic: Statistic, record: Record) -> dict[str, Any]:
+    numbers: dict[str, Any] = {
+        "mean": _rounded(statistic.mean),
+        "min": _rounded(statistic.min),
+        "max": _rounded(statistic.max),
+    }
+    if statistic.nonfinite:
+        numbers["nonfinite"] = statistic.nonfinite
+    if len(statistic.by_rank) > 1 and len(record.ranks) <= _MANY_RANKS:
+        numbers["by_rank"] = [_rounded(statistic.by_rank.get(rank)) for rank in record.ranks]
+    return numbers
+
+
+def _rounded(value: float | None) -> float | None:
+    """Return a value as JSON, with the precision of float32 numbers."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.9g}")

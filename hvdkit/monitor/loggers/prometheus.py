@@ -1,0 +1,178 @@
+"""Serve the last record to Prometheus.
+
+Names follow https://prometheus.io/docs/practices/naming/: a prefix, base units as a suffix, and
+`_total` for counters. The mean over the ranks has the plain name, and `_min` and `_max` are before
+the unit.
+"""
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from hvdkit.errors import HvdkitError
+from hvdkit.monitor import metrics
+from hvdkit.monitor.loggers.logger import Logger, require
+from hvdkit.monitor.records import Record, Run, Statistic
+
+_UNITS = ("seconds", "bytes", "ratio", "per_second")
+
+#: Metric -> the name of its counter, and its meaning.
+COUNTERS = {
+    metrics.PAYLOAD: ("hvdkit_payload_bytes", "Encoded gradients that a rank gave to collectives."),
+    metrics.OVERFLOWS: ("hvdkit_overflows", "Sums in float16 that were repeated in float32."),
+    metrics.SKIPPED: ("hvdkit_skipped_steps", "Steps that an optimizer skipped."),
+}
+
+
+class PrometheusLogger(Logger):
+    """Serve metrics at `http://ADDRESS:PORT/metrics`, on the first rank.
+
+    Prometheus should scrape at least as often as there are reports: only the last record is served.
+
+    Needs `pip install 'hvdkit[monitor-prometheus]'`.
+
+    Args:
+        port: the port; 0 for a free one (see `port`).
+        address: the address to listen at. There is no authentication: on another address than the
+            loopback, everyone in the network can read the metrics.
+
+    Raises:
+        UsageError: the package prometheus_client is not installed.
+    """
+
+    def __init__(self, port: int = 9464, address: str = "127.0.0.1") -> None:
+        self._client = require("prometheus_client", "prometheus_client", "monitor-prometheus")
+        self._port = port
+        self._address = address
+        self._server: Any = None
+        self._thread: threading.Thread | None = None
+        self._last: Record | None = None
+        self._run: Run | None = None
+        self._steps = self._samples = self._records = 0
+        self._counted = dict.fromkeys(COUNTERS, 0.0)
+        self._lock = threading.Lock()
+
+    @property
+    def port(self) -> int:
+        """The port that the first rank listens on, after `Monitor()`."""
+        return self._port
+
+    def open(self) -> None:
+        """Listen.
+
+        Raises:
+            HvdkitError: the port is in use.
+            OSError: this host does not have the address.
+        """
+        registry = self._client.CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        try:
+            started = self._client.start_http_server(self._port, self._address, registry)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise HvdkitError(
+                f"port {self._port} of {self._address} is in use by another program, perhaps by "
+                f"another job. Pass port=..., or port=0 for a free one"
+            ) from None
+        self._server, self._thread = started
+        self._port = self._server.server_port
+
+    def begin(self, run: Run) -> None:
+        """Remember the size of the job."""
+        with self._lock:
+            self._run = run
+
+    def log(self, record: Record) -> None:
+        """Serve this record from now on."""
+        with self._lock:
+            merged = record
+            if not record.steps and self._last is not None:
+                # Values of a validation do not replace those of the steps.
+                merged = Record(
+                    *(record.step, 0, record.time, 0, record.ranks),
+                    {**self._last.metrics, **record.metrics},
+                    self._last.slowest,
+                )
+            self._last = merged
+            self._records += 1
+            self._steps += record.steps
+            self._samples += record.samples
+            for name in COUNTERS:
+                statistic = record.metrics.get(name)
+                per_step = record.steps if name == metrics.PAYLOAD else 1
+                if record.steps and statistic is not None and statistic.mean is not None:
+                    self._counted[name] += statistic.mean * per_step
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._server is None:
+            return
+        self._server.shutdown()
+        self._server.server_close()
+        if self._thread is not None:
+            self._thread.join()
+        self._server = self._thread = None
+
+    def collect(self) -> Iterator[Any]:
+        """Return the metric families; prometheus_client calls it for each scrape."""
+        with self._lock:
+            last, run = self._last, self._run
+            steps, samples, records = self._steps, self._samples, self._records
+            counted = dict(self._counted)
+        core = self._client.core
+        gauge, counter = core.GaugeMetricFamily, core.CounterMetricFamily
+        yield counter("hvdkit_steps", "Steps since the start of the process.", value=steps)
+        yield counter("hvdkit_samples", "Samples of all ranks since then.", value=samples)
+        yield counter("hvdkit_reports", "Records since then.", value=records)
+        for name, (family, meaning) in COUNTERS.items():
+            yield counter(family, meaning, value=counted[name])
+        if run is not None:
+            yield gauge("hvdkit_ranks", "Ranks of the job.", value=len(run.ranks))
+        if last is None:
+            return
+        yield gauge("hvdkit_step", "Steps since the beginning of the run.", value=last.step)
+        meaning = "Time of the last record, since the epoch."
+        yield gauge("hvdkit_last_record_timestamp_seconds", meaning, value=last.time)
+        if last.slowest is not None:
+            yield gauge("hvdkit_slowest_rank", "The slowest rank.", value=last.slowest.rank)
+            meaning = "Time per step of the slowest rank, without communication."
+            yield gauge("hvdkit_slowest_rank_duration_seconds", meaning, value=last.slowest.seconds)
+        families: dict[str, Any] = {}
+        for name, statistic in last.metrics.items():
+            for family, meaning, labels, value in _samples_of(name, statistic):
+                if family not in families:
+                    families[family] = gauge(family, meaning, labels=list(labels))
+                families[family].add_metric(list(labels.values()), value)
+        yield from families.values()
+
+
+def _samples_of(
+    name: str, statistic: Statistic
+) -> Iterator[tuple[str, str, dict[str, str], float]]:
+    """Return name, meaning, labels and value of each sample of a metric."""
+    known = metrics.METRICS.get(name)
+    if known is not None and not known.prometheus:
+        return
+    labels: dict[str, str] = {}
+    if known is None:
+        base, meaning, labels = "metric", "Metric of the script", {"name": name}
+    elif name in metrics.SECTIONS:
+        base, meaning = known.prometheus, "Time per step in a section"
+        labels = {"section": os.path.basename(name)}
+    else:
+        base, meaning = known.prometheus, known.meaning[0].upper() + known.meaning[1:]
+    unit = next((u for u in _UNITS if base.endswith(f"_{u}")), "")
+    stem = base.removesuffix(f"_{unit}") if unit else base
+    suffix = f"_{unit}" if unit else ""
+    for kind, value in (
+        ("", statistic.shown),
+        ("_min", statistic.min),
+        ("_max", statistic.max),
+    ):
+        if value is not None and (not kind or statistic.by_rank):
+            which = {"": "mean", "_min": "minimum", "_max": "maximum"}[kind]
+            text = f"{meaning}, {which} over the ranks." if statistic.by_rank else f"{meaning}."
+            yield f"hvdkit_{stem}{kind}{suffix}", text, labels, value

@@ -1,0 +1,98 @@
+"""Write records as TensorBoard's event files, without TensorFlow."""
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdkit.monitor.loggers.logger import Logger, require
+from hvdkit.monitor.records import Record, Run
+
+
+class TensorBoardLogger(Logger):
+    """Write event files for TensorBoard: `tensorboard --logdir FOLDER`.
+
+    A metric `loss` has the tag `loss` for the mean over the ranks, and `loss_min` and `loss_max` if
+    the ranks differ. After a resume, TensorBoard hides the records that the resume has replaced.
+
+    Needs `pip install 'hvdkit[monitor-tensorboard]'`.
+
+    Args:
+        folder: the folder of the run. It is created.
+
+    Raises:
+        UsageError: the package tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        # These modules of tensorboard do not import TensorFlow.
+        parts = [
+            require(f"tensorboard.{module}", "tensorboard", "monitor-tensorboard")
+            for module in (
+                "summary.writer.record_writer",
+                "compat.proto.event_pb2",
+                "compat.proto.summary_pb2",
+            )
+        ]
+        self._writers, self._events, self._summaries = parts
+        self._folder = Path(folder)
+        self._writer: Any = None
+
+    def describe(self) -> str:
+        """Return the kind; the path may differ between hosts."""
+        return f"TensorBoardLogger {self._folder.name}"
+
+    def open(self) -> None:
+        """Create an event file.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files of a folder in the order of their names.
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._writer = self._writers.RecordWriter((self._folder / name).open("xb"))
+        self._write(time.time(), file_version="brain.Event:2")
+
+    def begin(self, run: Run) -> None:
+        """Write that the job has resumed: TensorBoard drops later steps."""
+        session = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._write(run.time, step=run.step + 1, session_log=session)
+
+    def log(self, record: Record) -> None:
+        """Write one event with all metrics."""
+        value_of = self._summaries.Summary.Value
+        values = [value_of(tag=tag, simple_value=v) for tag, v in scalars(record).items()]
+        summary = self._summaries.Summary(value=values)
+        self._write(record.time, step=record.step, summary=summary)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def _write(self, seconds: float, **fields: Any) -> None:
+        event = self._events.Event(wall_time=seconds, **fields)
+        self._writer.write(event.SerializeToString())
+        self._writer.flush()
+
+
+def scalars(record: Record, slowest: str = "slowest_rank") -> Mapping[str, float]:
+    """Return the numbers of a record for loggers that know only names and numbers.
+
+    Args:
+        record: the record.
+        slowest: the name of the slowest rank.
+    """
+    numbers: dict[str, float] = {}
+    for name, statistic in record.metrics.items():
+        numbers[name] = statistic.shown
+        if statistic.min is not None and statistic.max is not None:
+            differs = statistic.min != statistic.max
+            numbers |= (
+                {f"{name}_min": statistic.min, f"{name}_max": statistic.max} if differs else {}
+            )
+    if record.slowest is not None and len(record.ranks) > 1:
+        numbers[slowest] = float(record.slowest.rank)
+    return numbers

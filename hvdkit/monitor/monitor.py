@@ -1,0 +1,610 @@
+"""`BaseMonitor`: measure steps on every rank, and report them every few steps.
+
+A report is one small sum over the ranks. It begins at the end of a step, runs while the next step
+is computed, and is read at the end of that step. So no rank waits for it, and the record of a step
+appears one step later.
+
+No decision about a collective depends on data of one rank: reports are due after a number of calls
+of `step`, which every rank makes equally often. If a rank has a metric for the first time, the sum
+says so to all ranks, and all of them exchange the names and repeat the sum. All collectives after
+the first are sums, in which ranks in `join` need no call.
+"""
+
+import contextlib
+import logging
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self, TypeVar
+
+from hvdkit.core import stragglers
+from hvdkit.core.collectives import Collectives
+from hvdkit.core.consistency import check_consistency
+from hvdkit.core.counters import counters
+from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.monitor import metrics
+from hvdkit.monitor.delivery import Delivery
+from hvdkit.monitor.exchange import Contribution, Decoded, decode, encode, exchange_names
+from hvdkit.monitor.loggers.console import ConsoleLogger
+from hvdkit.monitor.loggers.logger import Logger
+from hvdkit.monitor.machine import Machine
+from hvdkit.monitor.records import Record, Run, Slowest, Statistic
+
+_Batch = TypeVar("_Batch")
+
+_log = logging.getLogger("hvdkit.monitor")
+
+# More names than this are a mistake, such as a name with a number in it.
+_MAX_NAMES = 500
+_NAME = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,100}")
+
+# A rank that waits this long for the others logs a warning.
+_WARN_SECONDS = 10.0
+
+# The number of the last monitor, the same on all ranks.
+_last = 0
+
+# The monitors of this process that are open.
+_open: "weakref.WeakSet[BaseMonitor]" = weakref.WeakSet()
+
+
+def complete_started_reports() -> None:
+    """Wait for the reports that this rank has started, before it calls `join`. Not a collective.
+
+    Horovod counts a rank in `join` as ready for each tensor, so it must have nothing in flight.
+    The other ranks have started the same reports, because they have made the same step.
+    """
+    for monitor in list(_open):
+        monitor.complete_started()
+
+
+class Framework(Protocol):
+    """The parts of a framework's adapter that a monitor needs."""
+
+    @property
+    def name(self) -> str:
+        """Name and version, such as "torch 2.13.0"."""
+        ...
+
+    def scalar(self, value: Any) -> Any:
+        """Return a value of the user as a number, or as a scalar of the framework.
+
+        Does not wait for a device.
+
+        Raises:
+            UsageError: it is not a number.
+        """
+        ...
+
+    def numbers(self, values: Sequence[Any]) -> list[float]:
+        """Return results of `scalar` as floats. Waits for the device."""
+        ...
+
+    def section_seconds(self) -> Mapping[str, float]:
+        """Return the seconds in sections of `hvdkit.core.stragglers` since the beginning."""
+        ...
+
+    def pause(self) -> None:
+        """Stop counting sections."""
+        ...
+
+    def resume(self) -> None:
+        """Count sections again."""
+        ...
+
+    def totals(self) -> Mapping[str, float]:
+        """Return further counters since the beginning."""
+        ...
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return metrics with their current values, such as the learning rate."""
+        ...
+
+    def gpu(self) -> str | None:
+        """Return the UUID of this rank's GPU, such as "GPU-2b34…"; None if it uses none."""
+        ...
+
+
+@dataclass
+class _Interval:
+    """The steps since the last report.
+
+    Attributes:
+        began: the time at which it began, by `time.perf_counter`.
+        sections: seconds in each section of the step at its beginning.
+        totals: the counters at its beginning.
+        steps: the number of steps.
+        samples: the number of samples.
+        values: name -> the logged values.
+        data_seconds: time in `batches`.
+        paused_seconds: time in `paused`.
+    """
+
+    began: float
+    sections: Mapping[str, float]
+    totals: Mapping[str, float]
+    steps: int
+    samples: int
+    values: dict[str, list[Any]]
+    data_seconds: float = 0.0
+    paused_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A report that has been started.
+
+    Attributes:
+        generation: that of the collectives at the start.
+        own: this rank's part.
+        result: waits for the sum.
+    """
+
+    generation: int
+    own: Contribution
+    result: Callable[[], list[int]]
+
+
+class BaseMonitor:
+    """Measure the steps of a training loop; see `Monitor` of each adapter."""
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        framework: Framework,
+        loggers: Sequence[Logger] | None,
+        every: int,
+    ) -> None:
+        chosen = [ConsoleLogger()] if loggers is None else loggers
+        is_list = isinstance(chosen, Sequence)
+        if not is_list or not all(isinstance(each, Logger) for each in chosen):
+            raise UsageError(
+                f"loggers is {loggers!r}: expected a list of loggers of hvdkit.monitor, such as "
+                f"[JSONLLogger('metrics.jsonl')]"
+            )
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise UsageError(f"every is {every!r}: expected a whole number >= 1")
+        self._steps = 0
+        self._loggers = list(chosen)
+        self._collectives = collectives
+        self._framework = framework
+        self._every = every
+        self._machine = Machine()
+        self._delivery: Delivery | None = None
+        self._name = ""
+        self._generation: int | None = None
+        self._names: list[str] = sorted(metrics.METRICS)
+        self._until = every
+        self._pending: _Pending | None = None
+        self._written: int | None = None
+        self._closed = False
+        self._compare_arguments()
+        self._open_loggers()
+        self._interval = self._new_interval()
+        _open.add(self)
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """The number of steps since the beginning of the run.
+
+        Set it after a resume, on every rank. The next record then begins there, and replaces the
+        records of later steps.
+        """
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps = steps
+        self._interval = self._new_interval()
+
+    def batches(self, data: Iterable[_Batch]) -> Iterator[_Batch]:
+        """Iterate over `data`, and measure the time that each batch takes: `time/data`."""
+        iterator = iter(data)
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._interval.data_seconds += time.perf_counter() - began
+            yield batch
+
+    def log(self, values: Mapping[str, Any], samples: int = 0) -> None:
+        """Add values to the current step. Not a collective.
+
+        A report has the mean over all calls since the last report, on each rank, and then the mean,
+        the minimum and the maximum over the ranks that have the name.
+
+        Args:
+            values: name -> a number, or a tensor with one element. Not read before the report.
+            samples: the number of samples that this rank has trained since the last call.
+
+        Raises:
+            UsageError: a name or a value is invalid.
+        """
+        for name, value in values.items():
+            if not isinstance(name, str) or not _NAME.fullmatch(name):
+                raise UsageError(
+                    f"a metric has the name {name!r}: expected a text of 1 to 100 characters"
+                )
+            if name.startswith(metrics.RESERVED):
+                raise UsageError(
+                    f"a metric has the name {name!r}, but Monitor measures metrics with this "
+                    f"prefix itself: choose another name"
+                )
+            scalar = self._framework.scalar(value)
+            self._interval.values.setdefault(name, []).append(scalar)
+        self._interval.samples += int(samples)
+
+    def step(self, values: Mapping[str, Any] | None = None, samples: int = 0) -> None:
+        """End a step: call it on every rank, once after each step of the optimizer. A collective.
+
+        Args:
+            values: see `log`.
+            samples: see `log`.
+
+        Raises:
+            UsageError: see `log`.
+            HorovodInternalError: a rank has failed.
+        """
+        if values or samples:
+            self.log(values or {}, samples)
+        self.advance(1)
+
+    def advance(self, steps: int) -> None:
+        """End several steps at once. A collective, see `step`."""
+        if self._closed:
+            raise UsageError("step() was called after close(): make another Monitor")
+        self._begin_generation()
+        self._finish()
+        self._steps += steps
+        self._interval.steps += steps
+        self._until -= steps
+        if self._until <= 0:
+            self._until = self._every
+            self._start()
+
+    def reports_after(self, steps: int) -> bool:
+        """Return whether a report is due after so many further steps."""
+        return self._until <= steps
+
+    def add_data_time(self, seconds: float) -> None:
+        """Count time as waiting for data; `batches` does so."""
+        self._interval.data_seconds += seconds
+
+    def flush(self) -> None:
+        """Report now, for example after a validation. A collective: every rank calls it."""
+        self._begin_generation()
+        self._finish()
+        self._start()
+        self._finish()
+        self._until = self._every
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context whose time does not count, such as a validation."""
+        began = time.perf_counter()
+        self._framework.pause()
+        try:
+            yield
+        finally:
+            self._framework.resume()
+            self._interval.paused_seconds += time.perf_counter() - began
+
+    def close(self) -> None:
+        """Report the last steps, and close the loggers. A collective: every rank calls it."""
+        if self._closed:
+            return
+        try:
+            self.flush()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the loggers without a last report, after an error. Not a collective."""
+        self._closed = True
+        self._pending = None
+        _open.discard(self)
+        if self._delivery is not None:
+            self._delivery.close()
+            self._delivery = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an exception, other ranks may be anywhere.
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    # --- reports ----------------------------------------------------------------------------------
+
+    @property
+    def _is_first(self) -> bool:
+        return self._collectives.rank == self._collectives.ranks[0]
+
+    @property
+    def _place(self) -> int:
+        return list(self._collectives.ranks).index(self._collectives.rank)
+
+    def _compare_arguments(self) -> None:
+        """Check that all ranks make the same monitor. A collective.
+
+        Raises:
+            RankMismatchError: on every rank, if the arguments of the ranks differ.
+        """
+        global _last
+        lines = [f"logger: {each.describe()}" for each in self._loggers]
+        with self._warning_while_waiting("Monitor()"):
+            check_consistency(
+                self._collectives,
+                [f"every: {self._every}", *lines],
+                "the arguments of Monitor",
+                "Every rank must make the same Monitor, because its reports are collectives. Only "
+                "the first rank opens the loggers.",
+            )
+        # In an elastic job, new ranks have made fewer monitors.
+        (last,) = self._collectives.max([_last], "hvdkit.monitor.number")
+        _last = last + 1
+        self._name = f"hvdkit.monitor.{_last}"
+        self._collectives.describe(self._name, "a report of hvd.Monitor")
+
+    def _open_loggers(self) -> None:
+        """Open the loggers on the first rank. A collective.
+
+        Raises:
+            HvdkitError: on every rank, if a logger cannot be opened.
+        """
+        problem = b""
+        opened: list[Logger] = []
+        if self._is_first:
+            try:
+                for logger in self._loggers:
+                    logger.open()
+                    opened.append(logger)
+            except Exception as error:
+                text = f"{type(self._loggers[len(opened)]).__name__} cannot be opened: {error}"
+                problem = text.encode(errors="replace")
+        first = self._collectives.ranks[0]
+        problem = self._collectives.broadcast(problem, first, f"{self._name}.open")
+        if problem:
+            for logger in opened:
+                with contextlib.suppress(Exception):
+                    logger.close()
+            raise HvdkitError(problem.decode(errors="replace"))
+        if self._is_first and self._loggers:
+            self._delivery = Delivery(self._loggers)
+            # A script may end without close().
+            weakref.finalize(self, self._delivery.close)
+
+    def _begin_generation(self) -> None:
+        """Compare the positions of the ranks after `init` and after `join`. A collective then.
+
+        Raises:
+            UsageError, HvdkitError: on every rank, see `_exchange_names` and `_open_loggers`.
+        """
+        generation = self._collectives.generation
+        if generation == self._generation:
+            return
+        self._finish_earlier()
+        self._generation = generation
+        ranks = list(self._collectives.ranks)
+        own = [0] * len(ranks)
+        own[self._place] = self.steps
+        # In an elastic job, another rank may have become the first.
+        has_to_open = bool(self._loggers) and self._is_first and self._delivery is None
+        with self._warning_while_waiting("Monitor.step()"):
+            summed = self._collectives.sum([*own, int(has_to_open)], f"{self._name}.steps")
+        # New ranks of an elastic job begin with 0, and a rank that was in `join` made fewer steps.
+        self._steps = max(summed[:-1])
+        self._until = self._every - self._steps % self._every
+        if summed[-1]:
+            self._open_loggers()
+        self._names = sorted(metrics.METRICS)
+        self._exchange_names(self._interval.values)
+
+    def _exchange_names(self, own: Iterable[str]) -> None:
+        """Give a slot to each metric of each rank. A collective.
+
+        Raises:
+            UsageError: on every rank, if there are too many names.
+        """
+        added = exchange_names(
+            self._collectives, sorted(set(own) - set(self._names)), f"{self._name}.names"
+        )
+        self._names = sorted({*self._names, *added})
+        if len(self._names) > _MAX_NAMES:
+            raise UsageError(
+                f"Monitor got more than {_MAX_NAMES} names of metrics, such as "
+                f"{', '.join(map(repr, added[:3]))}: use the same names in each step"
+            )
+
+    def _start(self) -> None:
+        """Start a report of the steps since the last one."""
+        interval = self._interval
+        own = Contribution(self.steps, interval.steps, interval.samples, self._measure())
+        self._interval = self._new_interval()
+        place, ranks = self._place, len(self._collectives.ranks)
+        numbers = encode(own, self._names, place, ranks)
+        result = self._collectives.start_sum(numbers, self._name)
+        self._pending = _Pending(self._collectives.generation, own, result)
+
+    def _finish(self) -> None:
+        """Complete the report that was started last. A collective if a metric is new."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        ranks = list(self._collectives.ranks)
+        decoded = decode(pending.result(), self._names, ranks)
+        if not decoded.complete:
+            self._exchange_names(pending.own.values)
+            numbers = encode(pending.own, self._names, self._place, len(ranks))
+            summed = self._collectives.sum(numbers, f"{self._name}.again")
+            # A rank that has called `join` meanwhile is only in the first sum.
+            again = decode(summed, self._names, ranks)
+            decoded = replace(decoded, values={**again.values, **decoded.values})
+        self._write(decoded)
+
+    def complete_started(self) -> None:
+        """Wait for the report that this rank has started; see `complete_started_reports`."""
+        if self._pending is not None:
+            summed = self._pending.result()
+            self._pending = replace(self._pending, result=lambda: summed)
+
+    def _finish_earlier(self) -> None:
+        """Write a report that was started before the last `init` or `join`. Not a collective."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        ranks = list(self._collectives.ranks)
+        # Horovod was shut down meanwhile, perhaps, or the job has another size.
+        with contextlib.suppress(Exception):
+            self._write(decode(pending.result(), self._names, ranks))
+
+    def _write(self, decoded: Decoded) -> None:
+        """Pass a record to the loggers of the first rank."""
+        if not decoded.present or self._delivery is None:
+            return
+        if not self._is_first:
+            # In an elastic job, another rank has become the first, and has opened the loggers.
+            self._delivery.close()
+            self._delivery = None
+            return
+        step = max(step for step, _, _ in decoded.present.values())
+        steps = max(steps for _, steps, _ in decoded.present.values())
+        if not steps and not decoded.values.keys() - metrics.METRICS.keys():
+            return
+        record = record_of(decoded, step, steps)
+        if self._written is None or record.step - record.steps < self._written:
+            self._delivery.begin(
+                Run(
+                    record.step - record.steps,
+                    record.time,
+                    list(self._collectives.ranks),
+                    self._every,
+                    self._framework.name,
+                )
+            )
+        self._written = record.step
+        self._delivery.log(record)
+
+    # --- measurements -----------------------------------------------------------------------------
+
+    def _new_interval(self) -> _Interval:
+        sections = self._framework.section_seconds()
+        return _Interval(time.perf_counter(), sections, self._totals(), 0, 0, {})
+
+    def _totals(self) -> dict[str, float]:
+        return {
+            metrics.CHECKPOINT: counters.checkpoint_seconds,
+            **self._framework.totals(),
+        }
+
+    def _measure(self) -> dict[str, float]:
+        """Return this rank's metrics of the current interval."""
+        interval = self._interval
+        values: dict[str, float] = {}
+        if interval.steps:
+            values |= self._measure_steps(interval)
+        names = list(interval.values)
+        scalars = [value for name in names for value in interval.values[name]]
+        numbers = iter(self._framework.numbers(scalars))
+        for name in names:
+            found = [next(numbers) for _ in interval.values[name]]
+            values[name] = sum(found) / len(found)
+        return values
+
+    def _measure_steps(self, interval: _Interval) -> dict[str, float]:
+        steps = interval.steps
+        seconds = time.perf_counter() - interval.began - interval.paused_seconds
+        counted = self._totals()
+        before = interval.totals
+        spent = {name: max(counted[name] - before.get(name, 0.0), 0.0) for name in counted}
+        uuid = self._framework.gpu()
+        if uuid is not None:
+            self._machine.watch_gpu(uuid)
+        values = {
+            **self._machine.measure(),
+            **self._framework.gauges(),
+            metrics.STEP: seconds / steps,
+            metrics.DATA: interval.data_seconds / steps,
+        }
+        for name in (metrics.CHECKPOINT, metrics.PAYLOAD):
+            if name in spent:
+                values[name] = spent[name] / steps
+        for name in (metrics.OVERFLOWS, metrics.SKIPPED):
+            if name in spent:
+                values[name] = spent[name]
+        if interval.samples and seconds > 0:
+            values[metrics.SAMPLES_OF_RANK] = interval.samples / seconds
+        sections = self._framework.section_seconds()
+        for name, section in _SECTIONS.items():
+            if section in sections:
+                spent_in = sections[section] - interval.sections.get(section, 0.0)
+                values[name] = max(spent_in, 0.0) / steps
+        if metrics.FORWARD in values:
+            # The loop reads data and saves between a step and the next backward pass.
+            other = values[metrics.DATA] + values[metrics.CHECKPOINT]
+            values[metrics.FORWARD] = max(values[metrics.FORWARD] - other, 0.0)
+        return values
+
+    @contextlib.contextmanager
+    def _warning_while_waiting(self, call: str) -> Iterator[None]:
+        timer = threading.Timer(
+            _WARN_SECONDS,
+            _log.warning,
+            (
+                "rank %d has waited for other ranks in %s for %.0f seconds: every rank must call "
+                "it, because it is a collective.",
+                *(self._collectives.rank, call, _WARN_SECONDS),
+            ),
+        )
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+def record_of(decoded: Decoded, step: int, steps: int) -> Record:
+    """Return the record of a report.
+
+    Args:
+        decoded: the contributions of the ranks.
+        step: the number of steps of the run.
+        steps: the number of steps that the record covers.
+    """
+    samples = sum(count for _, _, count in decoded.present.values())
+    statistics = {name: Statistic.of(values) for name, values in decoded.values.items()}
+    durations = decoded.values.get(metrics.STEP, {})
+    seconds = max((durations[r] * decoded.present[r][1] for r in durations), default=0.0)
+    if samples and seconds > 0:
+        rate = samples / seconds
+        statistics[metrics.SAMPLES] = Statistic(rate, rate, rate, {})
+    return Record(
+        step,
+        steps,
+        time.time(),
+        samples,
+        list(decoded.present),
+        statistics,
+        Slowest.of(decoded.values),
+    )
+
+
+# Metric -> the section of `hvdkit.core.stragglers`.
+_SECTIONS = {
+    metrics.FORWARD: stragglers.FORWARD,
+    metrics.BACKWARD: stragglers.BACKWARD,
+    metrics.COMMUNICATION: stragglers.WAIT,
+    metrics.UPDATE: stragglers.UPDATE,
+}

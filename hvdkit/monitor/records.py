@@ -1,0 +1,125 @@
+"""Records: what a report says about the steps since the report before."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from hvdkit.monitor import metrics
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A metric of several ranks.
+
+    Mean, minimum and maximum are those of the finite values; None if there is no finite value.
+
+    Attributes:
+        mean: the mean over the ranks.
+        min: the smallest value.
+        max: the largest value.
+        by_rank: rank -> value, of the ranks that have the metric.
+    """
+
+    mean: float | None
+    min: float | None
+    max: float | None
+    by_rank: Mapping[int, float]
+
+    @classmethod
+    def of(cls, by_rank: Mapping[int, float]) -> "Statistic":
+        """Return the statistic of some values."""
+        finite = [value for value in by_rank.values() if math.isfinite(value)]
+        if not finite:
+            return cls(None, None, None, by_rank)
+        return cls(fmean(finite), min(finite), max(finite), by_rank)
+
+    @property
+    def nonfinite(self) -> list[int]:
+        """The ranks whose value is NaN or infinite."""
+        return [rank for rank, value in self.by_rank.items() if not math.isfinite(value)]
+
+    @property
+    def shown(self) -> float:
+        """The mean, or NaN if a value is not finite, so that nobody overlooks it."""
+        return math.nan if self.mean is None or self.nonfinite else self.mean
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The rank with the largest time of its own, which is a step without communication.
+
+    Attributes:
+        rank: the rank.
+        seconds: its own time per step.
+        median: the median of the own times of all ranks.
+        section: the section in which it differs most from the median, such as `time/data`.
+    """
+
+    rank: int
+    seconds: float
+    median: float
+    section: str
+
+    @classmethod
+    def of(cls, values: Mapping[str, Mapping[int, float]]) -> "Slowest | None":
+        """Return the slowest rank; None if no times are known.
+
+        Args:
+            values: metric -> rank -> value.
+        """
+        own_sections = [s for s in metrics.SECTIONS if s != metrics.COMMUNICATION and s in values]
+        ranks = sorted({rank for section in own_sections for rank in values[section]})
+        if not ranks:
+            return None
+        own = {r: sum(values[section].get(r, 0.0) for section in own_sections) for r in ranks}
+        rank = max(ranks, key=lambda each: own[each])
+
+        def excess(section: str) -> float:
+            usual = median(values[section].get(r, 0.0) for r in ranks)
+            return values[section].get(rank, 0.0) - usual
+
+        return cls(rank, own[rank], median(own.values()), max(own_sections, key=excess))
+
+
+@dataclass(frozen=True)
+class Record:
+    """One report.
+
+    Attributes:
+        step: the number of steps since the beginning of the run, with those before a resume.
+        steps: the number of steps that the record covers. 0: values that were logged after the last
+            step, such as those of a validation.
+        time: seconds since the epoch, by the first rank's clock.
+        samples: the number of samples of all ranks in these steps; 0 if unknown.
+        ranks: the ranks that made the steps. The others are in `hvd.join()`.
+        metrics: name -> statistic.
+        slowest: the slowest rank; None if unknown.
+    """
+
+    step: int
+    steps: int
+    time: float
+    samples: int
+    ranks: Sequence[int]
+    metrics: Mapping[str, Statistic]
+    slowest: Slowest | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """The job, or its part since the last restart.
+
+    Attributes:
+        step: the number of steps before this part. It replaces all records of later steps.
+        time: seconds since the epoch.
+        ranks: the ranks of the job.
+        every: steps per record.
+        framework: name and version, such as "torch 2.13.0".
+    """
+
+    step: int
+    time: float
+    ranks: Sequence[int]
+    every: int
+    framework: str

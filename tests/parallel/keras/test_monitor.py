@@ -1,0 +1,138 @@
+"""`MonitorCallback` on real ranks."""
+
+import time
+
+import numpy as np
+import pytest
+
+from hvdkit.errors import UsageError
+from hvdkit.monitor import Logger, metrics
+from tests.parallel.keras.job import common_folder
+
+
+class Kept(Logger):
+    """Keeps the records, on the first rank."""
+
+    def __init__(self):
+        self.records, self.runs = [], []
+
+    def begin(self, run):
+        self.runs.append(run)
+
+    def log(self, record):
+        self.records.append(record)
+
+
+def model_of(hvd, **options):
+    import keras
+
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), **options)
+    model.compile(optimizer, loss="mse", metrics=["mae"])
+    return model
+
+
+def data(hvd, rows=20):
+    x = np.random.default_rng(hvd.rank()).normal(size=(rows, 3)).astype("float32")
+    return x, x[:, :1]
+
+
+def test_records_of_fit(hvd):
+    import keras
+
+    kept = Kept()
+    x, y = data(hvd)
+
+    class Slow(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            time.sleep(0.2)
+
+    model = model_of(hvd)
+    callback = hvd.callbacks.MonitorCallback([kept], every=4, batch_size=2)
+    history = model.fit(
+        *(x, y),
+        batch_size=2,
+        epochs=2,
+        validation_data=(x[:4], y[:4]),
+        validation_batch_size=2,
+        verbose=0,
+        callbacks=[Slow(), callback],
+    )
+    if hvd.rank() != 0:
+        assert not kept.records
+        return
+    # 10 batches in an epoch, with a record of the epoch at its end.
+    assert [(r.step, r.steps) for r in kept.records] == [
+        *((4, 4), (8, 4), (10, 2)),
+        *((14, 4), (18, 4), (20, 2)),
+    ]
+    first, epoch = kept.records[1], kept.records[2]
+    assert first.samples == 4 * 2 * hvd.size()
+    assert first.metrics["loss"].by_rank.keys() == set(range(hvd.size()))
+    assert {"mae", metrics.LR, metrics.RSS, metrics.PAYLOAD} <= first.metrics.keys()
+    assert epoch.metrics["val_loss"].mean == pytest.approx(history.history["val_loss"][0])
+    assert epoch.metrics["loss"].mean == pytest.approx(history.history["loss"][0])
+    assert epoch.metrics["epoch"].mean == 1
+    for name in (metrics.FORWARD, metrics.BACKWARD, metrics.COMMUNICATION):
+        assert first.metrics[name].min >= 0
+    assert first.metrics[metrics.COMMUNICATION].max > 0
+    assert first.metrics[metrics.PAYLOAD].mean == pytest.approx(4 * 21)
+    # The validation of 0.4 s is not part of the steps after it.
+    assert (
+        kept.records[3].metrics[metrics.STEP].mean * 4
+        < 0.4 + 5 * first.metrics[metrics.STEP].mean * 4
+    )
+
+
+def test_steps_continue_after_a_resume(hvd):
+    x, y = data(hvd)
+    runs = []
+    with common_folder(hvd) as folder:
+        for epochs in (1, 2):
+            kept = Kept()
+            callbacks = [
+                hvd.callbacks.MonitorCallback([kept], every=4),
+                hvd.callbacks.Checkpoint(folder),
+            ]
+            model_of(hvd).fit(x, y, batch_size=2, epochs=epochs, verbose=0, callbacks=callbacks)
+            runs.append(kept)
+    if hvd.rank() == 0:
+        assert [run.step for kept in runs for run in kept.runs] == [0, 10]
+        assert [r.step for kept in runs for r in kept.records] == [4, 8, 10, 12, 16, 20]
+
+
+def test_a_second_fit_and_a_fit_that_raised(hvd):
+    import keras
+
+    class Raises(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 5:
+                raise KeyError("on all ranks")
+
+    kept = Kept()
+    x, y = data(hvd)
+    model = model_of(hvd)
+    callback = hvd.callbacks.MonitorCallback([kept], every=2)
+    with pytest.raises(KeyError):
+        model.fit(x, y, batch_size=2, verbose=0, callbacks=[Raises(), callback])
+    for _ in range(2):
+        model.fit(x, y, batch_size=2, verbose=0, callbacks=[callback])
+    if hvd.rank() == 0:
+        assert kept.records[-1].step == 25
+
+
+def test_accumulation_counts_batches(hvd):
+    kept = Kept()
+    x, y = data(hvd)
+    callback = hvd.callbacks.MonitorCallback([kept], every=5)
+    model_of(hvd, accumulation_steps=4).fit(x, y, batch_size=2, verbose=0, callbacks=[callback])
+    if hvd.rank() == 0:
+        assert [r.step for r in kept.records if r.steps] == [5, 10]
+
+
+def test_one_rank_alone(hvd):
+    x, y = data(hvd)
+    if hvd.rank() == 0:
+        with hvd.local_fit(), pytest.raises(UsageError, match="omit the callback there"):
+            model_of(hvd).fit(x, y, verbose=0, callbacks=[hvd.callbacks.MonitorCallback([])])
