@@ -13,8 +13,9 @@ import libcst as cst
 from hvdkit.migrate.ddp import facts as ddp_facts
 from hvdkit.migrate.ddp import rules as ddp_rules
 from hvdkit.migrate.ddp.conversion import Conversion
+from hvdkit.migrate.ddp.facts import Facts
 from hvdkit.migrate.ddp.units import Unit, divide, mentions
-from hvdkit.migrate.rules import RULES
+from hvdkit.migrate.rules import RULES, UNIMPORTED
 from hvdkit.migrate.script import Remark, Script
 
 _HOROVOD = re.compile(r"\b(horovod|hvdkit)\b")
@@ -54,14 +55,18 @@ def migrate(texts: Mapping[Path, str]) -> dict[Path, Outcome]:
             scripts[path] = Script(text)
         except cst.ParserSyntaxError as error:
             outcomes[path] = Outcome(text, text, advice=[_not_python(text, error)])
+        except RecursionError:
+            deep = Remark(
+                1, "syntax", "expressions are nested too deeply, so the file is left alone"
+            )
+            outcomes[path] = Outcome(text, text, advice=[deep])
     distributed = {}
     for path, script in scripts.items():
         found = ddp_facts.gather(script)
         if found.is_distributed:
             distributed[path] = found
-        if script.imports("horovod", "hvdkit") or "horovod" in script.text:
-            for rule in RULES:
-                rule(script)
+        for rule in RULES if script.imports("horovod", "hvdkit") else UNIMPORTED:
+            rule(script)
     paths = {id(script): path for path, script in scripts.items()}
     for unit in divide(distributed, texts):
         _convert(unit, {id(each): paths[id(each.script)] for each in unit.facts})
@@ -72,33 +77,42 @@ def migrate(texts: Mapping[Path, str]) -> dict[Path, Outcome]:
 
 def _convert(unit: Unit, paths: Mapping[int, Path]) -> None:
     """Convert all scripts of a unit, or none."""
-    for facts in unit.facts:
-        for call in facts.spawns:
-            if ddp_rules.spawn_parts(facts.script, call) is None:
-                reason = "start the ranks with `hvdkit run` instead of torch.multiprocessing.spawn"
-                unit.obstacles.append((facts, facts.script.line(call), reason))
-    if not unit.obstacles:
+    if any(facts.script.imports("horovod", "hvdkit") for facts in unit.facts):
+        _with_horovod(unit)
+    elif unit.obstacles:
+        for facts, line, reason in unit.obstacles:
+            place = f" with {paths[id(facts)]}, line {line}"
+            for each in unit.facts:
+                own = each is facts
+                text = f"not converted{'' if own else place}: {reason}"
+                each.script.advice.append(Remark(line if own else 1, "ddp", text))
+        for facts in unit.facts:
+            _advise(facts)
+    else:
         for facts in unit.facts:
             conversion = Conversion(facts, unit, _free_name(facts.script))
             for rule in ddp_rules.RULES:
                 rule(conversion)
             conversion.finish()
-            for rule in RULES:
-                rule(facts.script)
-        return
-    for facts, line, reason in unit.obstacles:
-        place = "" if len(unit.facts) == 1 else f" with {paths[id(facts)]}, line {line}"
-        for each in unit.facts:
-            own = each is facts
-            text = f"not converted: {reason}" if own else f"not converted{place}: {reason}"
-            each.script.advice.append(Remark(line if own else 1, "ddp", text))
+            for other in RULES:
+                other(facts.script)
+
+
+def _with_horovod(unit: Unit) -> None:
+    """Leave scripts for Horovod or DDP; say what is left in scripts that were converted."""
     for facts in unit.facts:
-        if facts.script.imports("horovod"):
-            continue  # a script for both: DDP's part stays
-        for node, name in facts.uses:
-            if name in ddp_rules.REPLACEMENTS:
-                text = f"{name.rpartition('.')[2]}: use {ddp_rules.REPLACEMENTS[name]}"
-                facts.script.advise("ddp", node, text)
+        if any(each.inits for each in unit.facts):
+            node = facts.uses[0][0] if facts.uses else facts.script.module
+            facts.script.note("ddp", node, "the lines for torch.distributed are left as they are")
+        else:
+            _advise(facts)
+
+
+def _advise(facts: Facts) -> None:
+    for node, name in facts.uses:
+        if name in ddp_rules.REPLACEMENTS:
+            text = f"{name.rpartition('.')[2]}: use {ddp_rules.REPLACEMENTS[name]}"
+            facts.script.advise("ddp", node, text)
 
 
 def _free_name(script: Script) -> str:

@@ -67,12 +67,15 @@ class Conversion:
 
     def finish(self) -> None:
         """Import hvdkit.torch, and remove imports that are not used any more."""
+        lines = [
+            (node, unused)
+            for node in self.script.all(cst.SimpleStatementLine)
+            if isinstance(node, cst.SimpleStatementLine) and (unused := self._unused(node))
+        ]
+        # hvdkit.torch takes the place of an import of PyTorch.
+        lines.sort(key=lambda each: "torch" not in self.script.source(each[0]))
         place = None
-        for node in self.script.all(cst.SimpleStatementLine):
-            assert isinstance(node, cst.SimpleStatementLine)
-            unused = self._unused(node)
-            if not unused:
-                continue
+        for node, unused in lines:
             (statement,) = node.body
             assert isinstance(statement, cst.Import | cst.ImportFrom)
             assert not isinstance(statement.names, cst.ImportStar)

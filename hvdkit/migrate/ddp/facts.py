@@ -209,14 +209,19 @@ def _owner(script: Script, call: cst.Call) -> str:
 
 
 def _first_owner(script: Script, parameters: cst.CSTNode) -> str:
-    """Return the model whose parameters an expression, or the values of a name, contain."""
-    values = script.values_of(parameters) or [parameters]
-    todo: list[cst.CSTNode] = list(values)
-    owners = set()
+    """Return the model whose parameters an expression contains; "" for none or several."""
+    todo, seen, owners = [parameters], set(), set()
     while todo:
         node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
         if isinstance(node, cst.Call) and (owner := _owner(script, node)):
-            owners.add(owner.split(".")[0] if owner.split(".")[0] != "self" else owner)
+            # `model.head.parameters()` are parameters of `model`.
+            parts = owner.split(".")
+            owners.add(".".join(parts[:2] if parts[0] == "self" else parts[:1]))
+        elif isinstance(node, cst.Name | cst.Attribute):
+            todo += script.values_of(node) or []
         todo += node.children
     return owners.pop() if len(owners) == 1 else ""
 

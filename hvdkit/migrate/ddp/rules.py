@@ -11,6 +11,7 @@ import libcst as cst
 
 from hvdkit.migrate.ddp.conversion import Conversion, comment_lines
 from hvdkit.migrate.ddp.facts import DIST, SAMPLERS, WRAPPERS, without_module
+from hvdkit.migrate.ddp.spawning import spawn_parts
 from hvdkit.migrate.rule import Rule, rule
 from hvdkit.migrate.script import Script, argument, without_arguments
 
@@ -68,6 +69,7 @@ def _keep_comments(script: Script, node: cst.CSTNode) -> None:
     setup=SETUP.replace("ddp_model = DDP(model)\n", ""),
 )
 def model(self: Rule[Conversion], it: Conversion) -> None:
+    _note_differences(self, it)
     for wrap in it.facts.wraps:
         line = it.script.statement(wrap.call)
         inner = it.script.dotted(wrap.model)
@@ -86,6 +88,28 @@ def model(self: Rule[Conversion], it: Conversion) -> None:
             it.script.insert(line, _line(_broadcast(it, wrap.target)))
         elif inner:
             it.script.insert(line, _line(_broadcast(it, inner)), before=True)
+
+
+def _note_differences(self: Rule[Conversion], it: Conversion) -> None:
+    """Point out what DDP does beside reducing gradients."""
+    for wrap in it.facts.wraps[:1]:
+        name = wrap.target or it.script.dotted(wrap.model) or "model"
+        methods = {each.attr.value for each in it.script.attributes()}
+        if "eval" in methods:
+            it.script.note(
+                self.name,
+                wrap.call,
+                f"each rank keeps its own buffers, such as the statistics of batch norm. To "
+                f"evaluate with those of rank 0 on every rank, call "
+                f"{it.hvd}.broadcast_parameters({name}.named_buffers(), root_rank=0) before",
+            )
+        if "load_state_dict" in methods:
+            it.script.note(
+                self.name,
+                wrap.call,
+                "keys of a state dict have no prefix `module.` now: remove it from the keys of "
+                "checkpoints that contain a wrapped model",
+            )
 
 
 def _only_model(call: cst.Call) -> cst.BaseExpression:
@@ -211,6 +235,8 @@ def all_reduce(self: Rule[Conversion], it: Conversion) -> None:
         operation = _operation(it.script, argument(call, "op", position))
         tensor = argument(call, "tensor", 0)
         extra = {"tensor", "op", "dst"}
+        if name.endswith(".reduce"):
+            it.script.note(self.name, call, "every rank gets the result now, not only one")
         if operation is None or tensor is None or not _simple(it.script, call, extra):
             it.script.advise(
                 self.name,
@@ -319,6 +345,7 @@ def gather(self: Rule[Conversion], it: Conversion) -> None:
             or filled is None
             or not _simple(it.script, call, {first, second})
             or it.script.dotted(filled.value) is None
+            or (name == "all_gather" and not _is_new_list(it.script, filled.value))
             or not re.fullmatch(r"[\w.\[\]()]+", source)
             or (item is not None and _uses_dist(it.script, item))
             or not isinstance(line, cst.SimpleStatementLine)
@@ -326,7 +353,7 @@ def gather(self: Rule[Conversion], it: Conversion) -> None:
             shown = code.format(list="results", hvd=it.hvd, item="item")
             it.script.advise(self.name, call, f"replace it by a line such as {shown}")
             continue
-        it.forget(call)
+        it.forget(call.func)
         it.uses_hvd = True
         new = cst.parse_statement(
             code.format(list=it.script.source(filled.value), hvd=it.hvd, item=source)
@@ -335,6 +362,14 @@ def gather(self: Rule[Conversion], it: Conversion) -> None:
         statement = new.body[0]
         it.script.edit(it.script.parent(call), lambda _, statement=statement: statement)
         it.script.change(self.name, call, self.reason)
+
+
+def _is_new_list(script: Script, node: cst.BaseExpression) -> bool:
+    """Return whether a list has new tensors, not parts of another tensor that is to be filled."""
+    return all(
+        isinstance(each, cst.ListComp | cst.BinaryOperation | cst.List)
+        for each in script.values_of(node) or [node]
+    )
 
 
 @rule(
@@ -492,39 +527,15 @@ def spawn(self: Rule[Conversion], it: Conversion) -> None:
         for each in given:
             code = it.script.source(each)
             arguments.append(f"{it.hvd}.size()" if code == count else code)
+            if code == count:
+                it.forget(each)
         line = it.script.statement(call)
-        it.forget(call)
+        it.forget(call.func)
         it.uses_hvd = True
         new = cst.parse_expression(f"{function}({', '.join(arguments)})")
         it.script.edit(call, lambda _, new=new: new)
         it.script.insert(line, _line(it.call("init")), before=True)
         it.script.change(self.name, call, self.reason)
-
-
-def spawn_parts(script: Script, call: cst.Call) -> tuple[str, list[cst.BaseExpression], str] | None:
-    """Return the function, its arguments and the number of processes of `mp.spawn`.
-
-    None if the call cannot be replaced.
-    """
-    function, count = argument(call, "fn", 0), argument(call, "nprocs", 2)
-    given = argument(call, "args", 1)
-    known = {"fn", "args", "nprocs", "join", "daemon", "start_method"}
-    if function is None or count is None or not script.is_statement(call):
-        return None
-    if {each.keyword.value for each in call.args if each.keyword} - known:
-        return None
-    code, name = script.source(count.value), script.dotted(function.value)
-    is_count = isinstance(count.value, cst.Name | cst.Integer)
-    if name is None or not (is_count or code.endswith("device_count()")):
-        return None
-    values: list[cst.BaseExpression] = []
-    if given is not None:
-        if not isinstance(given.value, cst.Tuple | cst.List):
-            return None
-        if any(isinstance(each, cst.StarredElement) for each in given.value.elements):
-            return None
-        values = [each.value for each in given.value.elements]
-    return name, values, code
 
 
 @rule(

@@ -11,6 +11,7 @@ from pathlib import Path
 import libcst as cst
 
 from hvdkit.migrate.ddp.facts import Facts, without_module
+from hvdkit.migrate.ddp.spawning import can_spawn
 from hvdkit.migrate.script import Script
 
 #: A file without these words does not use torch.distributed.
@@ -45,8 +46,10 @@ class Unit:
                 moved = re.fullmatch(r"([\w.]+?)\.(?:to|cuda|float|half|double)\(.*\)", inner)
                 found |= {model, wrap.target, moved[1] if moved else ""}
         found.discard("")
-        for facts in self.facts:
-            found |= _aliases(facts.script, found)
+        while (
+            more := {name for facts in self.facts for name in _aliases(facts.script, found)} - found
+        ):
+            found |= more
         return found
 
     @property
@@ -56,13 +59,17 @@ class Unit:
 
 
 def _aliases(script: Script, models: set[str]) -> set[str]:
-    """Return the names that a script assigns a model to: `plain = model.module`."""
+    """Return other names of the models: `plain = model.module`, or `self.model = model`."""
     found: set[str] = set()
     for node in script.all(cst.Assign):
         assert isinstance(node, cst.Assign)
-        if without_module(script.dotted(node.value) or "") in models:
-            found |= {script.dotted(each.target) or "" for each in node.targets}
-    return found - {""}
+        targets = {script.dotted(each.target) or "" for each in node.targets}
+        value = without_module(script.dotted(node.value) or "")
+        if value in models:
+            found |= targets
+        elif targets & models:
+            found.add(value)
+    return found - {"", "None"}
 
 
 def divide(scripts: Mapping[Path, Facts], texts: Mapping[Path, str]) -> list[Unit]:
@@ -111,8 +118,15 @@ def _examine(unit: Unit, outside: Iterable[Path]) -> None:
     for facts in unit.facts:
         for node, reason in facts.blockers:
             obstacle(reason, facts, node)
-        if facts.script.imports("horovod", "hvdkit"):
-            obstacle("it also uses Horovod, which the rules have migrated", facts)
+        for call in facts.spawns:
+            if not can_spawn(facts, call):
+                obstacle(
+                    "start the ranks with `hvdkit run` instead of torch.multiprocessing.spawn",
+                    facts,
+                    call,
+                )
+    if unit.obstacles:
+        return
     wraps = [(facts, wrap) for facts in unit.facts for wrap in facts.wraps]
     optimizers = [(facts, each) for facts in unit.facts for each in facts.optimizers]
     if not any(facts.inits for facts in unit.facts):

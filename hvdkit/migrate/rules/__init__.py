@@ -9,3 +9,6 @@ RULES = (
     *keras.RULES,
     *pytorch.RULES,
 )
+
+#: Rules for files that mention Horovod, but do not import it. They only give advice.
+UNIMPORTED = (horovod.lightning, horovod.dynamic_imports)

@@ -81,7 +81,6 @@ BACKEND = frozenset(
         "is_float_dtype",
         "is_int_dtype",
         "is_keras_tensor",
-        "name_scope",
         "result_type",
         "set_epsilon",
         "set_floatx",
