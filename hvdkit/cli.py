@@ -108,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_why(verbs)
     _add_inspect(verbs)
     _add_generate(verbs)
+    _add_migrate(verbs)
     return parser
 
 
@@ -331,6 +332,14 @@ def _add_generate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     verb = _add_verb(verbs, "generate", generate.HELP, generate.EXAMPLE)
     actions = verb.add_subparsers(dest="action", metavar="ACTION", required=True)
     generate.add_actions(partial(_add_verb, actions))
+
+
+def _add_migrate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from hvdkit.migrate import command
+
+    verb = _add_verb(verbs, "migrate", command.HELP, command.EXAMPLE)
+    command.add_arguments(verb)
+    verb.set_defaults(run=command.run, when_ended="each file is as before, or migrated.")
 
 
 def _export(opened: OpenCheckpoint, target: Path, format: str | None) -> None:

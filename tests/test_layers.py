@@ -29,6 +29,7 @@ LAYERS = {
     "faults": 1,
     "checkpoint": 1,
     "launch": 1,
+    "migrate": 1,
     "monitor": 1,
     "doctor": 2,
     "torch": 2,

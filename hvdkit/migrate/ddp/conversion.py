@@ -1,0 +1,130 @@
+"""Convert the scripts of a unit, or say what has to be done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import libcst as cst
+from libcst.metadata import ImportAssignment
+
+from hvdkit.migrate.ddp.facts import Facts, Optimizer
+from hvdkit.migrate.ddp.units import Unit
+from hvdkit.migrate.script import Script, imported_names
+
+IMPORT = "import hvdkit.torch as {}"
+
+
+@dataclass
+class Conversion:
+    """One script of a unit that is being converted."""
+
+    facts: Facts
+    unit: Unit
+    #: The name of hvdkit.torch in the script.
+    hvd: str
+    #: The nodes of names that rules have replaced.
+    replaced: set[cst.CSTNode] = field(default_factory=set)
+    uses_hvd: bool = False
+
+    @property
+    def script(self) -> Script:
+        """The script."""
+        return self.facts.script
+
+    def call(self, function: str, *arguments: str) -> cst.BaseExpression:
+        """Return a call of a function of hvdkit.torch."""
+        self.uses_hvd = True
+        return cst.parse_expression(f"{self.hvd}.{function}({', '.join(arguments)})")
+
+    def name(self, name: str) -> cst.Attribute | cst.Name:
+        """Return a name of hvdkit.torch."""
+        self.uses_hvd = True
+        node = cst.parse_expression(f"{self.hvd}.{name}")
+        assert isinstance(node, cst.Attribute)
+        return node
+
+    def replace(self, node: cst.CSTNode, new: cst.BaseExpression) -> None:
+        """Replace an expression by another one."""
+        self.forget(node)
+        parentheses = {
+            key: getattr(node, key)
+            for key in ("lpar", "rpar")
+            if isinstance(node, cst.BaseExpression)
+        }
+        self.script.edit(node, lambda _: new.with_changes(**parentheses))
+
+    def forget(self, node: cst.CSTNode) -> None:
+        """Remember that the names in a node are not used any more."""
+        self.replaced.add(node)
+        for child in node.children:
+            self.forget(child)
+
+    def optimizers_of(self, model: str) -> list[Optimizer]:
+        """Return the optimizers of this script for a model, or all if all are for one model."""
+        own = [each for each in self.facts.optimizers if each.target]
+        exact = [each for each in own if each.model == model]
+        return exact or (own if len({each.model for each in own}) == 1 else [])
+
+    def finish(self) -> None:
+        """Import hvdkit.torch, and remove imports that are not used any more."""
+        lines = [
+            (node, unused)
+            for node in self.script.all(cst.SimpleStatementLine)
+            if isinstance(node, cst.SimpleStatementLine) and (unused := self._unused(node))
+        ]
+        # hvdkit.torch takes the place of an import of PyTorch.
+        lines.sort(key=lambda each: "torch" not in self.script.source(each[0]))
+        place = None
+        for node, unused in lines:
+            (statement,) = node.body
+            assert isinstance(statement, cst.Import | cst.ImportFrom)
+            assert not isinstance(statement.names, cst.ImportStar)
+            if len(unused) < len(statement.names):
+                kept = [each for each in statement.names if each not in unused]
+                kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+                self.script.edit(statement, lambda each, kept=kept: each.with_changes(names=kept))
+            elif place is None and self.uses_hvd:
+                place = node
+                line = cst.parse_statement(IMPORT.format(self.hvd))
+                assert isinstance(line, cst.SimpleStatementLine)
+                self.script.edit(node, lambda each, line=line: each.with_changes(body=line.body))
+            elif not _comments(node):
+                self.script.edit(node, lambda _: cst.RemoveFromParent())
+        if place is None and self.uses_hvd:
+            self.script.need_import(IMPORT.format(self.hvd))
+
+    def _unused(self, line: cst.SimpleStatementLine) -> list[cst.ImportAlias]:
+        """Return the names of an import at the top level of which no use is left."""
+        if len(line.body) != 1 or line not in self.script.module.body:
+            return []
+        statement = line.body[0]
+        if not isinstance(statement, cst.Import | cst.ImportFrom):
+            return []
+        return [
+            alias for _, alias in imported_names(statement) if self._is_unused(statement, alias)
+        ]
+
+    def _is_unused(self, statement: cst.CSTNode, alias: cst.ImportAlias) -> bool:
+        name = alias.evaluated_alias or alias.evaluated_name.split(".")[0]
+        scope = self.script.scope(statement)
+        uses = {
+            access.node
+            for binding in (scope[name] if scope else ())
+            if isinstance(binding, ImportAssignment)
+            for access in binding.references
+        }
+        return bool(uses) and uses <= self.replaced
+
+
+def _comments(node: cst.CSTNode) -> list[cst.CSTNode]:
+    """Return the comments in a statement and before it."""
+    if isinstance(node, cst.Comment):
+        return [node]
+    return [found for child in node.children for found in _comments(child)]
+
+
+def comment_lines(node: cst.CSTNode) -> list[cst.EmptyLine]:
+    """Return the comments within an expression as lines of their own."""
+    return [
+        cst.EmptyLine(comment=each) for each in _comments(node) if isinstance(each, cst.Comment)
+    ]

@@ -1,0 +1,264 @@
+"""What a script does with torch.distributed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from hvdkit.migrate.script import Script, argument
+
+DIST = "torch.distributed."
+WRAPPERS = (
+    "torch.nn.parallel.DistributedDataParallel",
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+)
+SAMPLERS = (
+    "torch.utils.data.DistributedSampler",
+    "torch.utils.data.distributed.DistributedSampler",
+)
+#: Parts of torch.distributed that need no process group.
+HARMLESS = (
+    "torch.distributed.is_available",
+    "torch.distributed.is_nccl_available",
+    "torch.distributed.is_gloo_available",
+    "torch.distributed.is_mpi_available",
+    "torch.distributed.elastic.multiprocessing.errors",
+    "torch.distributed.ReduceOp",
+    "torch.distributed.init_process_group",
+)
+#: Name of what hvdkit cannot replace -> what to do. A script that uses one is not converted.
+UNSUPPORTED = {
+    "torch.distributed.fsdp": "hvdkit has no FSDP: every rank has all parameters. Keep this script "
+    "on torchrun, or use a model that fits on one device",
+    "torch.distributed._composable": "hvdkit has no FSDP: every rank has all parameters",
+    "torch.distributed.optim": "hvdkit does not shard optimizer state: use the plain optimizer",
+    "torch.distributed.algorithms.ddp_comm_hooks": "replace the hook by compression= of "
+    'hvd.DistributedOptimizer, such as compression="fp16"',
+    "torch.distributed.algorithms.join": "call hvd.join() after the loop, see docs/migrating.md",
+    "torch.distributed.rpc": "hvdkit has no RPC",
+    "torch.distributed.pipelining": "hvdkit has no pipeline parallelism",
+    "torch.distributed.pipeline": "hvdkit has no pipeline parallelism",
+    "torch.distributed.tensor": "hvdkit has no tensor parallelism",
+    "torch.distributed.device_mesh": "hvdkit has no device meshes: use hvd.ProcessSet",
+    "torch.distributed.checkpoint": "save on rank 0, or use hvd.Checkpointer",
+    "apex.parallel": "use torch.nn.parallel.DistributedDataParallel first, or wrap the optimizer "
+    "with hvd.DistributedOptimizer by hand",
+}
+#: Arguments of DDP that hvdkit does not need.
+_DROPPED = {
+    "module",
+    "device_ids",
+    "output_device",
+    "dim",
+    "broadcast_buffers",
+    "find_unused_parameters",
+    "bucket_cap_mb",
+    "check_reduction",
+    "gradient_as_bucket_view",
+    "static_graph",
+}
+_HOOKS = ("register_comm_hook", "_set_static_graph", "require_backward_grad_sync")
+
+
+@dataclass
+class Wrap:
+    """A model that DDP wraps: `target = DDP(model)`. `target` is "" in other statements."""
+
+    call: cst.Call
+    model: cst.BaseExpression
+    target: str
+
+
+@dataclass
+class Optimizer:
+    """An optimizer of torch.optim, for the parameters of `model` ("" if they are not known)."""
+
+    call: cst.Call
+    target: str
+    model: str
+    #: The code of its first argument is `model.parameters()`.
+    is_whole: bool
+
+
+@dataclass
+class Facts:
+    """What one script does with torch.distributed."""
+
+    script: Script
+    inits: list[cst.Call] = field(default_factory=list)
+    wraps: list[Wrap] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    spawns: list[cst.Call] = field(default_factory=list)
+    #: (node, why the script is not converted)
+    blockers: list[tuple[cst.CSTNode, str]] = field(default_factory=list)
+    uses: list[tuple[cst.CSTNode, str]] = field(default_factory=list)
+    is_conditional: bool = False
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the script uses torch.distributed or DDP."""
+        return bool(self.uses or self.wraps or self.blockers)
+
+
+def gather(script: Script) -> Facts:
+    """Return what a script does with torch.distributed."""
+    facts = Facts(script)
+    for node in _names(script):
+        name = script.name_of(node)
+        assert name is not None
+        unsupported = next((each for each in UNSUPPORTED if _within(name, each)), None)
+        if unsupported:
+            facts.blockers.append((node, UNSUPPORTED[unsupported]))
+        elif (name.startswith(DIST) and not name.startswith(HARMLESS[:5])) or name in WRAPPERS:
+            facts.uses.append((node, name))
+    for node in script.all(cst.Import, cst.ImportFrom):
+        _star_import(facts, node)
+    for call in script.calls():
+        _call(facts, call)
+    for attribute in script.attributes():
+        if attribute.attr.value in _HOOKS and facts.uses:
+            reason = f"hvdkit has no {attribute.attr.value}"
+            if attribute.attr.value == "register_comm_hook":
+                reason = UNSUPPORTED["torch.distributed.algorithms.ddp_comm_hooks"]
+            facts.blockers.append((attribute, reason))
+    facts.is_conditional = any(
+        _condition(script, call) for call in [*facts.inits, *(wrap.call for wrap in facts.wraps)]
+    ) or _called_conditionally(facts)
+    return facts
+
+
+def _within(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")
+
+
+def _names(script: Script) -> list[cst.CSTNode]:
+    """Return the outermost nodes of all names that imports define."""
+    found: list[cst.CSTNode] = []
+    for node in script.all(cst.Attribute, cst.Name):
+        outer = script.parent(node)
+        if isinstance(outer, cst.Attribute):
+            continue
+        if script.enclosing(node, cst.Import, cst.ImportFrom) or script.name_of(node) is None:
+            continue
+        found.append(node)
+    return found
+
+
+def _star_import(facts: Facts, node: cst.CSTNode) -> None:
+    if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar) and node.module:
+        module = facts.script.dotted(node.module) or ""
+        if _within(module, "torch.distributed") or _within(module, "torch.nn.parallel"):
+            facts.blockers.append((node, f"import the names of {module} instead of *"))
+
+
+def _call(facts: Facts, call: cst.Call) -> None:
+    script = facts.script
+    name = script.name_of(call.func) or ""
+    if name == DIST + "init_process_group":
+        facts.inits.append(call)
+        if not script.is_statement(call):
+            facts.blockers.append((call, "call init_process_group() as a statement of its own"))
+    elif name in WRAPPERS:
+        _wrap(facts, call)
+    elif name == "torch.multiprocessing.spawn" or name.startswith("torch.multiprocessing.spawn."):
+        facts.spawns.append(call)
+    elif re.fullmatch(r"torch\.optim\.(\w+\.)*[A-Z]\w*", name) and "lr_scheduler" not in name:
+        _optimizer(facts, call, name)
+
+
+def _wrap(facts: Facts, call: cst.Call) -> None:
+    script = facts.script
+    model = argument(call, "module", 0)
+    others = {each.keyword.value for each in call.args if each.keyword} - _DROPPED
+    if model is None or any(each.star for each in call.args):
+        facts.blockers.append((call, "give DistributedDataParallel the model as an argument"))
+    elif others:
+        facts.blockers.append((call, f"hvdkit has no {sorted(others)[0]}= of DDP"))
+    else:
+        facts.wraps.append(Wrap(call, model.value, target_of(script, call)))
+
+
+def _optimizer(facts: Facts, call: cst.Call, name: str) -> None:
+    script = facts.script
+    if name.endswith(".LBFGS"):
+        facts.blockers.append((call, "hvd.DistributedOptimizer does not take LBFGS"))
+        return
+    given = argument(call, "params", 0)
+    model, is_whole = "", False
+    if given is not None:
+        parameters = given.value
+        if isinstance(parameters, cst.Call) and not parameters.args:
+            model, is_whole = _owner(script, parameters), True
+        if not model:
+            is_whole = False
+            model = _first_owner(script, parameters)
+    facts.optimizers.append(Optimizer(call, target_of(script, call), model, is_whole))
+
+
+def _owner(script: Script, call: cst.Call) -> str:
+    """Return "model" for `model.parameters()` and `model.module.parameters()`."""
+    function = call.func
+    if not isinstance(function, cst.Attribute) or function.attr.value not in (
+        "parameters",
+        "named_parameters",
+    ):
+        return ""
+    return without_module(script.dotted(function.value) or "")
+
+
+def _first_owner(script: Script, parameters: cst.CSTNode) -> str:
+    """Return the model whose parameters an expression contains; "" for none or several."""
+    todo, seen, owners = [parameters], set(), set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, cst.Call) and (owner := _owner(script, node)):
+            # `model.head.parameters()` are parameters of `model`.
+            parts = owner.split(".")
+            owners.add(".".join(parts[:2] if parts[0] == "self" else parts[:1]))
+        elif isinstance(node, cst.Name | cst.Attribute):
+            todo += script.values_of(node) or []
+        todo += node.children
+    return owners.pop() if len(owners) == 1 else ""
+
+
+def without_module(name: str) -> str:
+    """Return the name of a model without DDP's `.module`."""
+    return name.removesuffix(".module")
+
+
+def target_of(script: Script, call: cst.Call) -> str:
+    """Return "x" if the call is the value of a statement `x = call`; otherwise ""."""
+    statement = script.parent(call)
+    if not isinstance(statement, cst.Assign) or len(statement.targets) != 1:
+        return ""
+    line = script.parent(statement)
+    if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
+        return ""
+    return script.dotted(statement.targets[0].target) or ""
+
+
+def _condition(script: Script, node: cst.CSTNode) -> bool:
+    """Return whether an `if` decides about a node, other than `if __name__ == "__main__"`."""
+    while node is not script.module:
+        node = script.parent(node)
+        if isinstance(node, cst.If | cst.IfExp) and "__name__" not in script.source(node.test):
+            return True
+    return False
+
+
+def _called_conditionally(facts: Facts) -> bool:
+    """Return whether an `if` decides about a call of the function that starts the ranks."""
+    script = facts.script
+    names = {
+        function.name.value
+        for init in facts.inits
+        if isinstance(function := script.enclosing(init, cst.FunctionDef), cst.FunctionDef)
+    }
+    return any(
+        script.dotted(call.func) in names and _condition(script, call) for call in script.calls()
+    )

@@ -1,0 +1,67 @@
+"""Calls of `torch.multiprocessing.spawn` that start the ranks."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from hvdkit.migrate.ddp.facts import Facts
+from hvdkit.migrate.script import Script, argument
+
+_KNOWN = {"fn", "args", "nprocs", "join", "daemon", "start_method"}
+
+
+def spawn_parts(script: Script, call: cst.Call) -> tuple[str, list[cst.BaseExpression], str] | None:
+    """Return the function, its arguments and the number of processes of a call of `spawn`.
+
+    None if a plain call of the function cannot replace it.
+    """
+    function, count = argument(call, "fn", 0), argument(call, "nprocs", 2)
+    given = argument(call, "args", 1)
+    if function is None or count is None or not script.is_statement(call):
+        return None
+    if {each.keyword.value for each in call.args if each.keyword} - _KNOWN:
+        return None
+    code, name = script.source(count.value), script.dotted(function.value)
+    is_count = isinstance(count.value, cst.Name | cst.Integer)
+    if name is None or not (is_count or code.endswith("device_count()")):
+        return None
+    values: list[cst.BaseExpression] = []
+    if given is not None:
+        if not isinstance(given.value, cst.Tuple | cst.List):
+            return None
+        if any(isinstance(each, cst.StarredElement) for each in given.value.elements):
+            return None
+        values = [each.value for each in given.value.elements]
+    return name, values, code
+
+
+def can_spawn(facts: Facts, call: cst.Call) -> bool:
+    """Return whether a call of `spawn` starts the ranks, and can be replaced."""
+    parts = spawn_parts(facts.script, call)
+    if parts is None:
+        return False
+    functions = {
+        each.name.value: each
+        for each in facts.script.all(cst.FunctionDef)
+        if isinstance(each, cst.FunctionDef)
+    }
+    if parts[0] not in functions:
+        return len(facts.spawns) == 1  # a parameter
+    todo, seen = [parts[0]], set()
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        inside = [each for each in facts.script.calls() if _within(facts, each, functions[name])]
+        if any(init in inside for init in facts.inits):
+            return True
+        names = {facts.script.dotted(each.func) or "" for each in inside}
+        todo += [each for each in names & functions.keys() if each not in seen]
+    return False
+
+
+def _within(facts: Facts, node: cst.CSTNode, function: cst.CSTNode) -> bool:
+    while node is not facts.script.module:
+        node = facts.script.parent(node)
+        if node is function:
+            return True
+    return False

@@ -1,0 +1,212 @@
+"""Scripts that import each other, and whether they can be converted together."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import libcst as cst
+
+from hvdkit.migrate.ddp.facts import Facts, without_module
+from hvdkit.migrate.ddp.spawning import can_spawn
+from hvdkit.migrate.script import Script
+
+#: A file without these words does not use torch.distributed.
+_WORDS = re.compile(
+    r"torch\.distributed(?!\.elastic)|from\s+torch\s+import\s+[^\n]*\bdistributed\b|"
+    r"DistributedDataParallel"
+)
+
+
+def mentions(text: str) -> bool:
+    """Return whether a file may use torch.distributed or DDP. Cheap, and true too often."""
+    return _WORDS.search(text) is not None
+
+
+@dataclass
+class Unit:
+    """Files that use torch.distributed and import each other."""
+
+    facts: list[Facts]
+    #: Why the unit is not converted: (facts of the file, line, reason).
+    obstacles: list[tuple[Facts, int, str]] = field(default_factory=list)
+
+    @property
+    def models(self) -> set[str]:
+        """The names of the models that DDP wraps, before and after."""
+        found = set()
+        for facts in self.facts:
+            for wrap in facts.wraps:
+                model = facts.script.dotted(wrap.model) or ""
+                # `net.to(device)` has the parameters of `net`.
+                inner = facts.script.source(wrap.model)
+                moved = re.fullmatch(r"([\w.]+?)\.(?:to|cuda|float|half|double)\(.*\)", inner)
+                found |= {model, wrap.target, moved[1] if moved else ""}
+        found.discard("")
+        while (
+            more := {name for facts in self.facts for name in _aliases(facts.script, found)} - found
+        ):
+            found |= more
+        return found
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether the unit can also run without ranks."""
+        return any(facts.is_conditional for facts in self.facts)
+
+
+def _aliases(script: Script, models: set[str]) -> set[str]:
+    """Return other names of the models: `plain = model.module`, or `self.model = model`."""
+    found: set[str] = set()
+    for node in script.all(cst.Assign):
+        assert isinstance(node, cst.Assign)
+        targets = {script.dotted(each.target) or "" for each in node.targets}
+        value = without_module(script.dotted(node.value) or "")
+        if value in models:
+            found |= targets
+        elif targets & models:
+            found.add(value)
+    return found - {"", "None"}
+
+
+def divide(scripts: Mapping[Path, Facts], texts: Mapping[Path, str]) -> list[Unit]:
+    """Divide the scripts of torch.distributed into units, and examine each.
+
+    Args:
+        scripts: the facts of the files that use torch.distributed.
+        texts: all given files, because one may import another through a third.
+    """
+    graph = _Imports(texts)
+    reached = {path: graph.reachable(path) for path in scripts}
+    units: list[tuple[set[Path], set[Path]]] = []
+    for path in scripts:
+        files, outside = {path}, set()
+        for other in reached[path]:
+            if other in scripts:
+                files.add(other)
+            elif other not in texts and mentions(graph.text(other)):
+                outside.add(other)
+        joined = [each for each in units if each[0] & files]
+        for each in joined:
+            units.remove(each)
+            files |= each[0]
+            outside |= each[1]
+        units.append((files, outside))
+    made = []
+    for files, outside in units:
+        unit = Unit([scripts[path] for path in sorted(files)])
+        _examine(unit, outside)
+        made.append(unit)
+    return made
+
+
+def _examine(unit: Unit, outside: Iterable[Path]) -> None:
+    """Find what prevents the conversion of a unit."""
+    first = unit.facts[0]
+
+    def obstacle(reason: str, facts: Facts = first, node: object = None) -> None:
+        line = facts.script.line(node) if node is not None else 1  # type: ignore[arg-type]
+        unit.obstacles.append((facts, line, reason))
+
+    for path in sorted(outside):
+        obstacle(
+            f"it imports {path}, which uses torch.distributed too: give both to hvdkit migrate"
+        )
+    for facts in unit.facts:
+        for node, reason in facts.blockers:
+            obstacle(reason, facts, node)
+        for call in facts.spawns:
+            if not can_spawn(facts, call):
+                obstacle(
+                    "start the ranks with `hvdkit run` instead of torch.multiprocessing.spawn",
+                    facts,
+                    call,
+                )
+    if unit.obstacles:
+        return
+    wraps = [(facts, wrap) for facts in unit.facts for wrap in facts.wraps]
+    optimizers = [(facts, each) for facts in unit.facts for each in facts.optimizers]
+    if not any(facts.inits for facts in unit.facts):
+        obstacle("no file calls init_process_group(): give the script that calls it, too")
+    if not wraps:
+        obstacle("no file wraps a model in DistributedDataParallel")
+        return
+    models = unit.models
+    for facts, optimizer in optimizers:
+        if not optimizer.model:
+            obstacle("it is not clear whose parameters this optimizer has", facts, optimizer.call)
+        elif optimizer.model not in models:
+            obstacle(
+                f"this optimizer has the parameters of {optimizer.model}, which "
+                f"DistributedDataParallel does not wrap",
+                facts,
+                optimizer.call,
+            )
+        if unit.is_conditional and not optimizer.target:
+            obstacle("assign the optimizer to a name first", facts, optimizer.call)
+    for facts, wrap in wraps:
+        own = {wrap.target, facts.script.dotted(wrap.model) or ""}
+        if len(wraps) == 1:
+            own |= models
+        if not any(without_module(each.model) in own for _, each in optimizers):
+            obstacle(
+                "no optimizer of torch.optim is made from the parameters of this model: wrap its "
+                "optimizer with hvd.DistributedOptimizer by hand",
+                facts,
+                wrap.call,
+            )
+
+
+class _Imports:
+    """The imports of local modules."""
+
+    def __init__(self, texts: Mapping[Path, str]) -> None:
+        self._texts = dict(texts)
+
+    def text(self, path: Path) -> str:
+        """Return the text of a file; empty if it cannot be read."""
+        if path not in self._texts:
+            try:
+                self._texts[path] = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                self._texts[path] = ""
+        return self._texts[path]
+
+    def reachable(self, path: Path) -> set[Path]:
+        """Return all local files that a file imports, directly or through others."""
+        found: set[Path] = set()
+        todo = [path]
+        while todo:
+            for other in self._imported(todo.pop(), path.parent):
+                if other not in found and other != path:
+                    found.add(other)
+                    todo.append(other)
+        return found
+
+    def _imported(self, path: Path, start: Path) -> Iterable[Path]:
+        try:
+            tree = ast.parse(self.text(path))
+        except (SyntaxError, ValueError):
+            return
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield from _files(start, alias.name)
+            elif isinstance(node, ast.ImportFrom):
+                place = (
+                    path.parents[node.level - 1] if 0 < node.level <= len(path.parents) else start
+                )
+                if node.module:
+                    yield from _files(place, node.module)
+                for alias in node.names:
+                    yield from _files(place, ".".join(filter(None, [node.module, alias.name])))
+
+
+def _files(start: Path, module: str) -> Iterable[Path]:
+    place = start.joinpath(*module.split("."))
+    for path in (place.with_name(place.name + ".py"), place / "__init__.py"):
+        if path.is_file():
+            yield path.resolve()

@@ -1,0 +1,142 @@
+"""Migrate files that belong together."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import libcst as cst
+
+from hvdkit.migrate.ddp import facts as ddp_facts
+from hvdkit.migrate.ddp import rules as ddp_rules
+from hvdkit.migrate.ddp.conversion import Conversion
+from hvdkit.migrate.ddp.facts import Facts
+from hvdkit.migrate.ddp.units import Unit, divide, mentions
+from hvdkit.migrate.rules import RULES, UNIMPORTED
+from hvdkit.migrate.script import Remark, Script
+
+_HOROVOD = re.compile(r"\b(horovod|hvdkit)\b")
+
+
+@dataclass
+class Outcome:
+    """What the rules did with a file, and what they leave to a human."""
+
+    before: str
+    after: str
+    changes: list[Remark] = field(default_factory=list)
+    advice: list[Remark] = field(default_factory=list)
+    notes: list[Remark] = field(default_factory=list)
+
+
+def concerns(text: str) -> bool:
+    """Return whether a file may use Horovod or DDP. Cheap, and true too often."""
+    return _HOROVOD.search(text) is not None or mentions(text)
+
+
+def migrate(texts: Mapping[Path, str]) -> dict[Path, Outcome]:
+    """Migrate files, which may import each other.
+
+    Args:
+        texts: file -> its text. Each file that is not Python 3 has an outcome with advice.
+
+    Returns:
+        The outcomes of the files that use Horovod or DDP.
+    """
+    outcomes: dict[Path, Outcome] = {}
+    scripts: dict[Path, Script] = {}
+    for path, text in texts.items():
+        if not concerns(text):
+            continue
+        try:
+            scripts[path] = Script(text)
+        except cst.ParserSyntaxError as error:
+            outcomes[path] = Outcome(text, text, advice=[_not_python(text, error)])
+        except RecursionError:
+            deep = Remark(
+                1, "syntax", "expressions are nested too deeply, so the file is left alone"
+            )
+            outcomes[path] = Outcome(text, text, advice=[deep])
+    distributed = {}
+    for path, script in scripts.items():
+        found = ddp_facts.gather(script)
+        if found.is_distributed:
+            distributed[path] = found
+        for rule in RULES if script.imports("horovod", "hvdkit") else UNIMPORTED:
+            rule(script)
+    paths = {id(script): path for path, script in scripts.items()}
+    for unit in divide(distributed, texts):
+        _convert(unit, {id(each): paths[id(each.script)] for each in unit.facts})
+    for path, script in scripts.items():
+        outcomes[path] = _outcome(script)
+    return {path: each for path, each in outcomes.items() if each.changes or each.advice}
+
+
+def _convert(unit: Unit, paths: Mapping[int, Path]) -> None:
+    """Convert all scripts of a unit, or none."""
+    if any(facts.script.imports("horovod", "hvdkit") for facts in unit.facts):
+        _with_horovod(unit)
+    elif unit.obstacles:
+        for facts, line, reason in unit.obstacles:
+            place = f" with {paths[id(facts)]}, line {line}"
+            for each in unit.facts:
+                own = each is facts
+                text = f"not converted{'' if own else place}: {reason}"
+                each.script.advice.append(Remark(line if own else 1, "ddp", text))
+        for facts in unit.facts:
+            _advise(facts)
+    else:
+        for facts in unit.facts:
+            conversion = Conversion(facts, unit, _free_name(facts.script))
+            for rule in ddp_rules.RULES:
+                rule(conversion)
+            conversion.finish()
+            for other in RULES:
+                other(facts.script)
+
+
+def _with_horovod(unit: Unit) -> None:
+    """Leave scripts for Horovod or DDP; say what is left in scripts that were converted."""
+    for facts in unit.facts:
+        if any(each.inits for each in unit.facts):
+            node = facts.uses[0][0] if facts.uses else facts.script.module
+            facts.script.note("ddp", node, "the lines for torch.distributed are left as they are")
+        else:
+            _advise(facts)
+
+
+def _advise(facts: Facts) -> None:
+    for node, name in facts.uses:
+        if name in ddp_rules.REPLACEMENTS:
+            text = f"{name.rpartition('.')[2]}: use {ddp_rules.REPLACEMENTS[name]}"
+            facts.script.advise("ddp", node, text)
+
+
+def _free_name(script: Script) -> str:
+    return next(name for name in ("hvd", "hvdkit_torch", "_hvd") if not script.binds(name))
+
+
+def _outcome(script: Script) -> Outcome:
+    after = script.apply()
+    ast.parse(after)  # a rule must not break a script
+    return Outcome(
+        script.text,
+        after,
+        sorted(set(script.changes)),
+        sorted(set(script.advice)),
+        sorted(set(script.notes)),
+    )
+
+
+def _not_python(text: str, error: cst.ParserSyntaxError) -> Remark:
+    lines = text.splitlines()
+    line = lines[error.raw_line - 1] if error.raw_line <= len(lines) else ""
+    advice = "not Python 3, so the file is left alone: correct the syntax error"
+    if re.search(r"\basync\s*=", text):
+        advice = "`async` is a keyword since Python 3.7: write non_blocking=True"
+    elif re.search(r"^\s*print\s+[^(]", line) or re.search(r"^\s*print\s+[\"']", text, re.M):
+        advice = "Python 2: convert the file with lib2to3 (Python 3.11 or older) first"
+    return Remark(error.raw_line, "syntax", advice)

@@ -1,0 +1,261 @@
+"""Rules about old versions of PyTorch, NumPy and Python."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+from libcst.metadata import ImportAssignment
+
+from hvdkit.migrate.rule import Rule, rule
+from hvdkit.migrate.script import Script, argument, without_arguments
+
+_SETUP = "import torch\nimport torch.nn.functional as F\nimport hvdkit.torch as hvd\n"
+_LOSS = re.compile(
+    r"torch\.nn\.functional\.(\w*cross_entropy\w*|\w*nll_loss|\w+_loss|kl_div)"
+    r"|torch\.nn\.(modules\.loss\.)?\w+Loss"
+)
+
+
+@rule(
+    "A loss has no dimension any more.",
+    before="loss = F.cross_entropy(output, target)\nprint(loss.data[0])",
+    after="loss = F.cross_entropy(output, target)\nprint(loss.item())",
+    setup=_SETUP,
+)
+def loss_value(self: Rule[Script], script: Script) -> None:
+    for node in script.all(cst.Subscript):
+        assert isinstance(node, cst.Subscript)
+        data = node.value
+        if script.source(node)[-3:] != "[0]" or not isinstance(data, cst.Attribute):
+            continue
+        if data.attr.value != "data" or not script.imports("torch"):
+            continue
+        if _is_loss(script, data.value):
+            if isinstance(script.parent(node), cst.Attribute):
+                continue
+            script.edit(node, _item)
+            script.change(self.name, node, self.reason)
+        elif re.search(r"loss", script.source(data.value), re.I):
+            code = script.source(data.value)
+            script.advise(self.name, node, f"if {code} is one number, write {code}.item()")
+
+
+def _item(node: cst.Subscript) -> cst.Call:
+    assert isinstance(node.value, cst.Attribute)
+    return cst.Call(node.value.with_changes(attr=cst.Name("item")))
+
+
+def _is_loss(script: Script, node: cst.CSTNode) -> bool:
+    """Return whether all values of a name come from loss functions that return one number."""
+    values = script.values_of(node)
+    for value in values or [node]:
+        if not isinstance(value, cst.Call):
+            return False
+        if any(argument(value, name) for name in ("reduce", "reduction")):
+            return False
+        name = script.name_of(value.func)
+        if name is None:
+            # `criterion(output, target)`, where criterion = nn.CrossEntropyLoss()
+            made = script.made_by(value.func) or [""]
+            if not all(_LOSS.fullmatch(each) for each in made):
+                return False
+            makers = script.values_of(value.func) or []
+            if any(
+                argument(each, name)
+                for each in makers
+                if isinstance(each, cst.Call)
+                for name in ("reduce", "reduction")
+            ):
+                return False
+        elif not _LOSS.fullmatch(name):
+            return False
+    return True
+
+
+@rule(
+    "PyTorch ignores `volatile`, and keeps the graph in memory.",
+    before="inputs = Variable(inputs, volatile=True)",
+    setup=_SETUP + "from torch.autograd import Variable\n",
+)
+def volatile(self: Rule[Script], script: Script) -> None:
+    for call in script.calls():
+        name = script.name_of(call.func) or ""
+        if name.startswith("torch.autograd") and argument(call, "volatile"):
+            script.advise(
+                self.name, call, "remove volatile=, and evaluate in a block of torch.no_grad()"
+            )
+
+
+@rule(
+    "The rows of a transposed tensor are not contiguous, and view() refuses them.",
+    before="correct_k = correct[:k].view(-1).float().sum(0)",
+    after="correct_k = correct[:k].reshape(-1).float().sum(0)",
+    setup=_SETUP,
+)
+def flat_view(self: Rule[Script], script: Script) -> None:
+    for call in script.calls():
+        function = call.func
+        if not isinstance(function, cst.Attribute) or function.attr.value != "view":
+            continue
+        if not re.fullmatch(r"\w*correct\w*\[\s*:\s*\w+\]\.view\(-1\)", script.source(call)):
+            continue
+        script.edit(
+            call,
+            lambda each: each.with_deep_changes(each.func, attr=cst.Name("reshape")),
+        )
+        script.change(self.name, call, self.reason)
+
+
+@rule(
+    "Iterators have no method next().",
+    before="batches = iter(loader)\nx = batches.next()",
+    after="batches = iter(loader)\nx = next(batches)",
+    setup=_SETUP,
+)
+def next_method(self: Rule[Script], script: Script) -> None:
+    for call in script.calls():
+        function = call.func
+        if not isinstance(function, cst.Attribute) or function.attr.value != "next" or call.args:
+            continue
+        values = script.values_of(function.value) or [cst.Name("unknown")]
+        if all(
+            isinstance(each, cst.Call) and script.dotted(each.func) == "iter" for each in values
+        ):
+            script.edit(call, lambda each: cst.Call(cst.Name("next"), [cst.Arg(each.func.value)]))
+            script.change(self.name, call, self.reason)
+
+
+@rule(
+    "The schedulers of PyTorch have no `verbose` any more.",
+    before="torch.optim.lr_scheduler.StepLR(optimizer, 30, verbose=True)",
+    after="torch.optim.lr_scheduler.StepLR(optimizer, 30)",
+    setup=_SETUP,
+)
+def scheduler_verbose(self: Rule[Script], script: Script) -> None:
+    for call in script.calls():
+        name = script.name_of(call.func) or ""
+        if name.startswith("torch.optim.lr_scheduler.") and argument(call, "verbose"):
+            script.edit(call, lambda each: without_arguments(each, "verbose"))
+            script.change(self.name, call, self.reason)
+
+
+_TRANSFORMS = {"Scale": "Resize", "RandomSizedCrop": "RandomResizedCrop"}
+
+
+@rule(
+    "The transform has another name.",
+    before="transforms.Scale(256)",
+    after="transforms.Resize(256)",
+    setup=_SETUP + "from torchvision import transforms\n",
+)
+def transforms(self: Rule[Script], script: Script) -> None:
+    for attribute in script.attributes():
+        name = script.name_of(attribute) or ""
+        old = name.removeprefix("torchvision.transforms.")
+        if name != old and old in _TRANSFORMS and attribute.attr.value == old:
+            new = cst.Name(_TRANSFORMS[old])
+            script.edit(attribute, lambda each, new=new: each.with_changes(attr=new))
+            script.change(self.name, attribute, self.reason)
+    for node in script.all(cst.ImportFrom):
+        assert isinstance(node, cst.ImportFrom)
+        if node.module is None or script.dotted(node.module) != "torchvision.transforms":
+            continue
+        for alias in node.names if not isinstance(node.names, cst.ImportStar) else ():
+            old = alias.evaluated_name
+            if old in _TRANSFORMS:
+                new = cst.Name(_TRANSFORMS[old])
+                name = alias.asname or cst.AsName(cst.Name(old))
+                script.edit(
+                    alias, lambda each, new=new, name=name: each.with_changes(name=new, asname=name)
+                )
+                script.change(self.name, node, self.reason)
+
+
+#: Names that NumPy has removed -> what they were.
+_NUMPY = {
+    "bool8": "np.bool_",
+    "complex": "complex",
+    "float": "float",
+    "int": "int",
+    "object": "object",
+    "str": "str",
+    "Inf": "np.inf",
+    "NaN": "np.nan",
+    "float_": "np.float64",
+    "product": "np.prod",
+}
+
+
+@rule(
+    "NumPy has removed the name.",
+    before="x = np.zeros(3, np.float)",
+    after="x = np.zeros(3, float)",
+    setup=_SETUP + "import numpy as np\n",
+)
+def numpy_names(self: Rule[Script], script: Script) -> None:
+    for attribute in script.attributes():
+        name = script.name_of(attribute) or ""
+        old = name.removeprefix("numpy.")
+        if name == old or old not in _NUMPY or script.dotted(attribute) is None:
+            continue
+        new = _NUMPY[old].replace("np.", script.source(attribute.value) + ".")
+        if "." not in new and _is_bound(script, new):
+            continue
+        script.edit(attribute, lambda _, new=new: cst.parse_expression(new))
+        script.change(self.name, attribute, self.reason)
+
+
+def _is_bound(script: Script, name: str) -> bool:
+    """Return whether a script gives the name of a builtin another meaning."""
+    scope = script.scope(script.module.body[0]) if script.module.body else None
+    return scope is None or any(
+        not type(each).__name__.startswith("Builtin") for each in scope[name]
+    )
+
+
+@rule(
+    "Python 3.12 has no distutils.",
+    before="from distutils.version import LooseVersion",
+    after="from packaging.version import parse as LooseVersion",
+    setup=_SETUP,
+)
+def loose_version(self: Rule[Script], script: Script) -> None:
+    for node in script.all(cst.ImportFrom):
+        assert isinstance(node, cst.ImportFrom)
+        if node.module is None or script.dotted(node.module) != "distutils.version":
+            continue
+        if isinstance(node.names, cst.ImportStar) or len(node.names) != 1:
+            continue
+        alias = node.names[0]
+        name = alias.evaluated_alias or alias.evaluated_name
+        if alias.evaluated_name not in ("LooseVersion", "StrictVersion"):
+            continue
+        scope = script.scope(node)
+        uses = [
+            access.node
+            for binding in (scope[name] if scope else ())
+            if isinstance(binding, ImportAssignment)
+            for access in binding.references
+        ]
+        if not all(isinstance(script.parent(each), cst.Call) for each in uses):
+            script.advise(self.name, node, "Python 3.12 has no distutils: use packaging.version")
+            continue
+        new = alias.with_changes(name=cst.Name("parse"), asname=cst.AsName(cst.Name(name)))
+        target = cst.parse_expression("packaging.version")
+        script.edit(
+            node, lambda each, new=new, target=target: each.with_changes(module=target, names=[new])
+        )
+        script.change(self.name, node, self.reason)
+
+
+RULES = (
+    loss_value,
+    volatile,
+    flat_view,
+    next_method,
+    scheduler_verbose,
+    transforms,
+    numpy_names,
+    loose_version,
+)

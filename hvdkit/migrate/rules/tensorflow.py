@@ -1,0 +1,248 @@
+"""Rules about TensorFlow 1 in scripts for TensorFlow 2."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from hvdkit.migrate.rule import Rule, rule
+from hvdkit.migrate.script import Script
+
+_SETUP = "import tensorflow as tf\nfrom keras import backend as K\nimport hvdkit.keras as hvd\n"
+_CONFIG = re.compile(r"tensorflow\.(compat\.v1\.)?ConfigProto")
+_SESSION = re.compile(r"tensorflow\.(compat\.v1\.)?(Interactive)?Session")
+_SET_SESSION = re.compile(
+    r"(tensorflow\.(python\.)?keras|keras|tensorflow\.compat\.v1\.keras)"
+    r"\.backend\.(tensorflow_backend\.)?set_session"
+)
+
+
+@rule(
+    "TensorFlow 2 has no sessions. hvd.init() has chosen the GPU of the local rank.",
+    before="config = tf.ConfigProto()\n"
+    "config.gpu_options.allow_growth = True\n"
+    "config.gpu_options.visible_device_list = str(hvd.local_rank())\n"
+    "K.set_session(tf.Session(config=config))",
+    after='for gpu in tf.config.list_physical_devices("GPU"):\n'
+    "    tf.config.experimental.set_memory_growth(gpu, True)",
+    setup=_SETUP,
+)
+def pinned_gpu(self: Rule[Script], script: Script) -> None:
+    for node in script.all(cst.Module, cst.IndentedBlock):
+        body = [each for each in getattr(node, "body", ()) if isinstance(each, cst.CSTNode)]
+        for i, line in enumerate(body):
+            config = _assigned_config(script, line)
+            if config:
+                _pinned(self, script, body[i:], config)
+
+
+def _assigned_config(script: Script, line: cst.CSTNode) -> str:
+    """Return "config" for `config = tf.ConfigProto()`."""
+    statement = _only(line)
+    if not isinstance(statement, cst.Assign) or not isinstance(statement.value, cst.Call):
+        return ""
+    if statement.value.args or not _CONFIG.fullmatch(script.name_of(statement.value.func) or ""):
+        return ""
+    target = statement.targets[0].target
+    return target.value if isinstance(target, cst.Name) and len(statement.targets) == 1 else ""
+
+
+def _only(line: cst.CSTNode) -> cst.CSTNode | None:
+    if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1:
+        return line.body[0]
+    return None
+
+
+def _pinned(self: Rule[Script], script: Script, lines: list[cst.CSTNode], config: str) -> None:
+    """Replace the lines from `config = …` to `set_session`, if all are understood."""
+    grows, used = False, [lines[0]]
+    for line in lines[1:]:
+        code = script.source(line).strip().splitlines()[-1].strip()
+        if re.match(rf"{config}\.gpu_options\.visible_device_list\s*=.*local_rank\(\)", code):
+            used.append(line)
+        elif re.match(rf"{config}\.gpu_options\.allow_growth\s*=\s*True", code):
+            used.append(line)
+            grows = True
+        elif re.match(rf"{config}\.allow_soft_placement\s*=", code):
+            used.append(line)
+        elif _is_set_session(script, line, config):
+            used.append(line)
+            break
+        else:
+            return
+    else:
+        return
+    uses = [
+        each
+        for each in script.all(cst.Name)
+        if script.source(each) == config and not _is_keyword(script, each)
+    ]
+    if len(uses) != len(used) or "tensorflow" not in script.imported or _tf(script) is None:
+        return
+    script.change(self.name, lines[0], self.reason)
+    new = cst.parse_statement(
+        f'for gpu in {_tf(script)}.config.list_physical_devices("GPU"):\n'
+        f"    {_tf(script)}.config.experimental.set_memory_growth(gpu, True)\n"
+    )
+    first, *others = used
+    if grows and not script.binds("gpu"):
+        script.edit(first, lambda each: new.with_changes(leading_lines=each.leading_lines))
+    elif grows:
+        new = new.with_changes(target=cst.Name("device"))  # rare: the script has a name `gpu`
+        script.edit(first, lambda each: _renamed(new, each))
+    else:
+        script.edit(first, lambda _: cst.RemoveFromParent())
+    for line in others:
+        script.edit(line, lambda _: cst.RemoveFromParent())
+
+
+def _is_keyword(script: Script, name: cst.CSTNode) -> bool:
+    where = script.parent(name)
+    return isinstance(where, cst.Arg) and where.keyword is name
+
+
+def _renamed(loop: cst.CSTNode, line: cst.CSTNode) -> cst.CSTNode:
+    code = cst.Module([loop]).code.replace("(gpu,", "(device,")  # type: ignore[list-item]
+    return cst.parse_statement(code).with_changes(leading_lines=line.leading_lines)  # type: ignore[attr-defined]
+
+
+def _tf(script: Script) -> str | None:
+    """Return the script's name for tensorflow."""
+    for node in script.all(cst.Import):
+        assert isinstance(node, cst.Import)
+        for alias in node.names:
+            if script.dotted(alias.name) == "tensorflow":
+                return alias.evaluated_alias or "tensorflow"
+    return None
+
+
+def _is_set_session(script: Script, line: cst.CSTNode, config: str) -> bool:
+    """Return whether a line is `K.set_session(tf.Session(config=config))`."""
+    statement = _only(line)
+    call = statement.value if isinstance(statement, cst.Expr) else None
+    if not isinstance(call, cst.Call) or len(call.args) != 1:
+        return False
+    session = call.args[0].value
+    return (
+        _SET_SESSION.fullmatch(script.name_of(call.func) or "") is not None
+        and isinstance(session, cst.Call)
+        and _SESSION.fullmatch(script.name_of(session.func) or "") is not None
+        and [script.source(each.value) for each in session.args] == [config]
+    )
+
+
+#: Names of TensorFlow 1 that tf.compat.v1 has, and that do not need a graph.
+_COMPATIBLE = frozenset(
+    [
+        "app",
+        "assign",
+        "assign_add",
+        "decode_raw",
+        "div",
+        "enable_eager_execution",
+        "flags",
+        "gfile",
+        "image.resize_images",
+        "log",
+        "logging",
+        "parse_single_example",
+        "python_io",
+        "random.set_random_seed",
+        "random_normal",
+        "random_uniform",
+        "read_file",
+        "set_random_seed",
+        "sparse_tensor_to_dense",
+        "to_double",
+        "to_float",
+        "to_int32",
+        "to_int64",
+    ]
+)
+#: Names of TensorFlow 1 that belong to graphs and sessions.
+_GRAPH = re.compile(
+    r"tensorflow\.(compat\.v1\.)?"
+    r"(Session|InteractiveSession|ConfigProto|GPUOptions|GraphOptions|OptimizerOptions|placeholder|"
+    r"get_variable|variable_scope|global_variables|global_variables_initializer|"
+    r"trainable_variables|reset_default_graph|local_variables_initializer|layers|contrib|"
+    r"estimator|disable_eager_execution|disable_v2_behavior|"
+    r"train\.(\w*Optimizer|MonitoredTrainingSession|Saver|StopAtStepHook|LoggingTensorHook|"
+    r"get_or_create_global_step|create_global_step|get_global_step|SessionRunHook)|"
+    r"keras\.backend\.(set_session|get_session))"
+)
+_KERAS_GRAPH = re.compile(r"keras\.backend\.(tensorflow_backend\.)?(set_session|get_session)")
+
+
+@rule(
+    "TensorFlow 2 has the name in tf.compat.v1.",
+    before="tf.set_random_seed(1)",
+    after="tf.compat.v1.set_random_seed(1)",
+    setup=_SETUP,
+)
+def compatible_names(self: Rule[Script], script: Script) -> None:
+    for attribute in script.attributes():
+        name = script.name_of(attribute) or ""
+        if name.removeprefix("tensorflow.") not in _COMPATIBLE or name.startswith(
+            "tensorflow.compat"
+        ):
+            continue
+        short = name.removeprefix("tensorflow.")
+        if short == name or script.dotted(attribute) != f"{_tf(script)}.{short}":
+            continue
+        new = cst.parse_expression(f"{_tf(script)}.compat.v1.{short}")
+        script.edit(attribute, lambda _, new=new: new)
+        script.change(self.name, attribute, self.reason)
+
+
+@rule(
+    "TensorFlow 2 has no graphs and sessions; hvdkit needs eager execution.",
+    before="x = tf.placeholder(tf.float32)",
+    setup=_SETUP,
+)
+def graphs(self: Rule[Script], script: Script) -> None:
+    pinned = {each.line for each in script.changes if each.rule == pinned_gpu.name}
+    seen = set()
+    for node in script.all(cst.Attribute, cst.Name):
+        name = script.name_of(node) or ""
+        if isinstance(script.parent(node), cst.Attribute) and _is_graph(
+            script.name_of(script.parent(node)) or ""
+        ):
+            continue
+        if (
+            not _is_graph(name)
+            or name in seen
+            or script.enclosing(node, cst.Import, cst.ImportFrom)
+        ):
+            continue
+        if pinned and re.search(r"ConfigProto|Session|set_session", name):
+            continue
+        seen.add(name)
+        script.advise(
+            self.name,
+            node,
+            f"{name} is TensorFlow 1: write this part with Keras or tf.GradientTape. The command "
+            f"tf_upgrade_v2 renames what has only another name",
+        )
+
+
+def _is_graph(name: str) -> bool:
+    return bool(_GRAPH.fullmatch(name) or _KERAS_GRAPH.fullmatch(name))
+
+
+@rule(
+    "A data set of TensorFlow 2 is iterated directly.",
+    before="iterator = dataset.make_one_shot_iterator()",
+    setup=_SETUP,
+)
+def dataset_iterators(self: Rule[Script], script: Script) -> None:
+    for call in script.calls():
+        function = call.func
+        if isinstance(function, cst.Attribute) and function.attr.value in (
+            "make_one_shot_iterator",
+            "make_initializable_iterator",
+        ):
+            script.advise(self.name, call, "iterate over the data set, or call iter(dataset)")
+
+
+RULES = (pinned_gpu, compatible_names, graphs, dataset_iterators)

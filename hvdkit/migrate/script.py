@@ -1,0 +1,360 @@
+"""A parsed Python file: what its names mean, and the edits that rules request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+from libcst.metadata import (
+    Assignment,
+    ImportAssignment,
+    MetadataWrapper,
+    ParentNodeProvider,
+    PositionProvider,
+    Scope,
+    ScopeProvider,
+)
+
+Edit = Callable[[Any], "cst.CSTNode | cst.RemovalSentinel"]
+
+
+@dataclass(frozen=True, order=True)
+class Remark:
+    """One line of the file: changed by a rule, or left to a human with advice."""
+
+    line: int
+    rule: str
+    text: str
+
+
+@dataclass
+class Script:
+    """A parsed file.
+
+    Rules read it, and request edits of nodes of the tree as it was parsed. `apply` makes all edits.
+    Names are resolved through the imports of the file, so rules see `tensorflow.keras.Model`,
+    whatever the script calls it. A name that is also bound in another way has no meaning here.
+    """
+
+    text: str
+    changes: list[Remark] = field(default_factory=list)
+    advice: list[Remark] = field(default_factory=list)
+    notes: list[Remark] = field(default_factory=list)
+    #: Imports to add at the top, for example "import os".
+    new_imports: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # The parser makes no node twice, so the tree needs no copy.
+        wrapper = MetadataWrapper(cst.parse_module(self.text), unsafe_skip_copy=True)
+        self.module = wrapper.module
+        self._positions = wrapper.resolve(PositionProvider)
+        self._scopes = wrapper.resolve(ScopeProvider)
+        self._parents = wrapper.resolve(ParentNodeProvider)
+        self._edits: dict[cst.CSTNode, list[Edit]] = {}
+        self._before: dict[cst.CSTNode, list[cst.BaseStatement]] = {}
+        self._after: dict[cst.CSTNode, list[cst.BaseStatement]] = {}
+        self.nodes: dict[type[cst.CSTNode], list[cst.CSTNode]] = {}
+        self._collect(self.module)
+        self._values_of_attributes = self._assigned_attributes()
+
+    def _collect(self, node: cst.CSTNode) -> None:
+        self.nodes.setdefault(type(node), []).append(node)
+        for child in node.children:
+            self._collect(child)
+
+    # What the file contains.
+
+    def all(self, *kinds: type[cst.CSTNode]) -> Iterator[cst.CSTNode]:
+        """Yield the nodes of these classes, in the order of the file."""
+        for kind in kinds:
+            yield from self.nodes.get(kind, [])
+
+    def calls(self) -> Iterator[cst.Call]:
+        """Yield all calls."""
+        for node in self.all(cst.Call):
+            assert isinstance(node, cst.Call)
+            yield node
+
+    def attributes(self) -> Iterator[cst.Attribute]:
+        """Yield all attribute accesses, outer ones before those that they contain."""
+        for node in self.all(cst.Attribute):
+            assert isinstance(node, cst.Attribute)
+            yield node
+
+    def line(self, node: cst.CSTNode) -> int:
+        """Return the line where the node begins."""
+        return int(self._positions[node].start.line)
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode:
+        """Return the node that contains this one; the module contains itself."""
+        return self._parents.get(node, self.module)
+
+    def statement(self, node: cst.CSTNode) -> cst.CSTNode:
+        """Return the statement line (or the header of a block) that contains the node."""
+        while not isinstance(
+            node, cst.SimpleStatementLine | cst.BaseCompoundStatement | cst.Module
+        ):
+            node = self.parent(node)
+        return node
+
+    def enclosing(self, node: cst.CSTNode, *kinds: type[cst.CSTNode]) -> cst.CSTNode | None:
+        """Return the innermost node of these classes that contains `node`."""
+        while node is not self.module:
+            node = self.parent(node)
+            if isinstance(node, kinds):
+                return node
+        return None
+
+    def is_statement(self, node: cst.CSTNode) -> bool:
+        """Return whether an expression is a statement of its own, so that its value is not used."""
+        return isinstance(self.parent(node), cst.Expr)
+
+    def source(self, node: cst.CSTNode) -> str:
+        """Return the code of a node."""
+        return self.module.code_for_node(node)
+
+    def scope(self, node: cst.CSTNode) -> Scope | None:
+        """Return the scope in which an expression is evaluated."""
+        while node is not self.module:
+            found = self._scopes.get(node)
+            if found is not None:
+                return found
+            node = self.parent(node)
+        return None
+
+    # What names mean.
+
+    def name_of(self, node: cst.CSTNode) -> str | None:
+        """Return the full name of a dotted name that an import defines, for example
+        "torch.nn.Linear"; None for others."""
+        dotted = self.dotted(node)
+        if dotted is None:
+            return None
+        scope = self.scope(node)
+        if scope is None:
+            return None
+        found: set[str] = set()
+        for binding in scope[dotted.partition(".")[0]]:
+            if isinstance(binding, ImportAssignment):
+                found |= {each.name for each in binding.get_qualified_names_for(dotted)}
+            elif not self._is_none(binding):
+                return None
+        return found.pop() if len(found) == 1 else None
+
+    @staticmethod
+    def dotted(node: cst.CSTNode) -> str | None:
+        """Return the text of a plain dotted name, such as "self.model"; None for others."""
+        inner = node
+        while isinstance(inner, cst.Attribute):
+            inner = inner.value
+        if not isinstance(inner, cst.Name):
+            return None
+        return get_full_name_for_node(node)
+
+    def _is_none(self, binding: object) -> bool:
+        """Return whether a name is bound to None, as after a failed import."""
+        if not isinstance(binding, Assignment):
+            return False
+        value = self._assigned(binding.node)
+        return isinstance(value, cst.Name) and value.value == "None"
+
+    def _assigned(self, target: cst.CSTNode) -> cst.BaseExpression | None:
+        """Return the value that `target = value` assigns; None for other targets."""
+        statement = self.parent(self.parent(target))
+        if isinstance(statement, cst.Assign):
+            return statement.value
+        return None
+
+    def _assigned_attributes(self) -> dict[str, list[cst.BaseExpression | None]]:
+        found: dict[str, list[cst.BaseExpression | None]] = {}
+        for node in self.all(cst.AssignTarget):
+            assert isinstance(node, cst.AssignTarget)
+            if isinstance(node.target, cst.Attribute) and (name := self.dotted(node.target)):
+                found.setdefault(name, []).append(self._assigned(node.target))
+        return found
+
+    def values_of(self, node: cst.CSTNode, depth: int = 4) -> list[cst.BaseExpression] | None:
+        """Return the expressions whose values a name may have; None if some are unknown."""
+        if isinstance(node, cst.IfExp):
+            halves = [self.values_of(each, depth) for each in (node.body, node.orelse)]
+            return None if None in halves else [each for half in halves for each in half or ()]
+        if isinstance(node, cst.Attribute) and self.name_of(node) is None:
+            values = self._values_of_attributes.get(self.dotted(node) or "", [None])
+        elif isinstance(node, cst.Name) and self.name_of(node) is None:
+            scope = self.scope(node)
+            bindings = scope[node.value] if scope else set()
+            values = [
+                self._assigned(each.node) if isinstance(each, Assignment) else None
+                for each in bindings
+            ] or [None]
+        else:
+            return [node] if isinstance(node, cst.BaseExpression) else None
+        found: list[cst.BaseExpression] = []
+        for value in values:
+            more = self.values_of(value, depth - 1) if value is not None and depth else None
+            if more is None:
+                return None
+            found += more
+        return found
+
+    def made_by(self, node: cst.CSTNode) -> list[str] | None:
+        """Return the full names of the functions that return the values of a name.
+
+        None if a value is not known to come from a call of an imported function.
+        """
+        values = self.values_of(node)
+        names = [
+            self.name_of(each.func) if isinstance(each, cst.Call) else None for each in values or ()
+        ]
+        return [name for name in names if name] if names and None not in names else None
+
+    def binds(self, name: str) -> bool:
+        """Return whether the file uses `name` as a variable anywhere."""
+        return any(isinstance(each, cst.Name) and each.value == name for each in self.all(cst.Name))
+
+    def imports(self, *packages: str) -> bool:
+        """Return whether the file imports a module of one of these packages."""
+        return any(name.split(".")[0] in packages for name in self.imported)
+
+    @property
+    def imported(self) -> list[str]:
+        """The full names of all imported modules and names; relative ones begin with a dot."""
+        found = []
+        for node in self.all(cst.Import, cst.ImportFrom):
+            found += [name for name, _ in imported_names(node)]
+        return found
+
+    # What rules request.
+
+    def edit(self, node: cst.CSTNode, edit: Edit) -> None:
+        """Replace a node by `edit(node)`. Its children, and earlier edits, are already done."""
+        self._edits.setdefault(node, []).append(edit)
+
+    def insert(
+        self, statement: cst.CSTNode, new: cst.BaseStatement, *, before: bool = False
+    ) -> None:
+        """Insert a statement after another one, or before it."""
+        (self._before if before else self._after).setdefault(statement, []).append(new)
+
+    def change(self, rule: str, node: cst.CSTNode, text: str) -> None:
+        """Report that a rule changes the line of `node`."""
+        self.changes.append(Remark(self.line(node), rule, text))
+
+    def advise(self, rule: str, node: cst.CSTNode, text: str) -> None:
+        """Report a line that a human has to change."""
+        self.advice.append(Remark(self.line(node), rule, text))
+
+    def note(self, rule: str, node: cst.CSTNode, text: str) -> None:
+        """Report a difference that needs no change in most scripts."""
+        self.notes.append(Remark(self.line(node), rule, text))
+
+    def need_import(self, line: str) -> None:
+        """Add an import at the top of the file, if it is not there yet."""
+        if line not in self.new_imports:
+            self.new_imports.append(line)
+
+    def apply(self) -> str:
+        """Return the code with all edits."""
+        if not (self._edits or self._before or self._after or self.new_imports):
+            return self.text
+        module = self.module.visit(_Editor(self._edits, self._before, self._after))
+        assert isinstance(module, cst.Module)
+        return _with_imports(module, self.new_imports).code
+
+
+class _Editor(cst.CSTTransformer):
+    """Makes the edits that rules requested."""
+
+    def __init__(
+        self,
+        edits: Mapping[cst.CSTNode, Sequence[Edit]],
+        before: Mapping[cst.CSTNode, Sequence[cst.BaseStatement]],
+        after: Mapping[cst.CSTNode, Sequence[cst.BaseStatement]],
+    ) -> None:
+        super().__init__()
+        self._edits, self._before, self._after = edits, before, after
+
+    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> Any:
+        result: Any = updated_node
+        for edit in self._edits.get(original_node, ()):
+            if isinstance(result, cst.CSTNode):
+                result = edit(result)
+        first = list(self._before.get(original_node, ()))
+        last = self._after.get(original_node, ())
+        if not first and not last:
+            return result
+        statements = [result] if isinstance(result, cst.CSTNode) else []
+        if first and statements:
+            # Comments before the statement stay before the inserted ones.
+            first[0] = first[0].with_changes(leading_lines=result.leading_lines)
+            statements = [result.with_changes(leading_lines=[])]
+        return cst.FlattenSentinel([*first, *statements, *last])
+
+
+def imported_names(node: cst.CSTNode) -> list[tuple[str, cst.ImportAlias]]:
+    """Return (full name, alias) for each name of an import statement; none for a star."""
+    assert isinstance(node, cst.Import | cst.ImportFrom)
+    if isinstance(node.names, cst.ImportStar):
+        return []
+    start = ""
+    if isinstance(node, cst.ImportFrom):
+        module = get_full_name_for_node(node.module) if node.module else ""
+        start = "." * len(node.relative) + (module or "") + ("." if module else "")
+    return [(start + (get_full_name_for_node(each.name) or ""), each) for each in node.names]
+
+
+def _with_imports(module: cst.Module, lines: Sequence[str]) -> cst.Module:
+    """Add imports after the last import of the first block of imports."""
+    body = list(module.body)
+    present = {module.code_for_node(each).strip() for each in body}
+    new = [cst.parse_statement(line) for line in lines if line not in present]
+    last = 0
+    for i, statement in enumerate(body):
+        first = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+        if isinstance(first, cst.Import | cst.ImportFrom):
+            last = i + 1
+        elif last:
+            break
+    if not last and body and module.get_docstring() is not None:
+        last = 1
+    body[last:last] = new
+    return module.with_changes(body=body)
+
+
+def expression(code: str) -> cst.BaseExpression:
+    """Return the tree of an expression."""
+    return cst.parse_expression(code)
+
+
+def dotted_name(code: str) -> cst.Attribute | cst.Name:
+    """Return the tree of a dotted name."""
+    node = cst.parse_expression(code)
+    assert isinstance(node, cst.Attribute | cst.Name)
+    return node
+
+
+def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.Arg | None:
+    """Return an argument of a call, by its keyword or its position."""
+    for i, each in enumerate(call.args):
+        if each.keyword is not None and each.keyword.value == keyword:
+            return each
+        if each.keyword is None and not each.star and i == position:
+            return each
+    return None
+
+
+def without_arguments(call: cst.Call, *keywords: str) -> cst.Call:
+    """Return a call without some of its keyword arguments."""
+    kept = [each for each in call.args if not (each.keyword and each.keyword.value in keywords)]
+    if len(kept) == len(call.args):
+        return call
+    if kept and call.args[-1] not in kept:
+        # The comma of the last argument belongs to the layout of the call.
+        kept[-1] = kept[-1].with_changes(
+            comma=call.args[-1].comma,
+            whitespace_after_arg=call.args[-1].whitespace_after_arg,
+        )
+    return call.with_changes(args=kept)

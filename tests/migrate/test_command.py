@@ -1,0 +1,198 @@
+"""`hvdkit migrate`: its files, output and exit status."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdkit import cli
+from hvdkit.migrate import files
+
+OLD = "import horovod.torch as hvd\n\nhvd.init()\n"
+NEW = OLD.replace("horovod", "hvdkit")
+ADVICE = OLD + "hvd.nothing()\n"
+
+
+def run(*arguments):
+    return cli.main(["migrate", *map(str, arguments)])
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(OLD)
+    return path
+
+
+def test_a_summary_changes_nothing(script, capsys):
+    assert run(script) == 0
+    assert script.read_text() == OLD
+    output = capsys.readouterr().out
+    assert f"{script}\n  line 1: imports: " in output
+    assert f"hvdkit migrate --write {script}" in output
+
+
+def test_write_and_a_second_run(script, capsys):
+    assert run("--write", script) == 0
+    assert script.read_text() == NEW
+    assert "1 file changed" in capsys.readouterr().out
+    assert run("--write", script) == 0
+    assert "0 files changed" in capsys.readouterr().out
+    assert os.listdir(script.parent) == ["train.py"]
+
+
+def test_a_diff_can_be_applied(script, capsys):
+    script.write_text(OLD.removesuffix("\n") + "\n# no line end")
+    assert run("--diff", script) == 0
+    assert script.read_text().startswith(OLD)
+    diff = capsys.readouterr().out
+    done = subprocess.run(
+        ["git", "apply", "-p0", "--directory", ".", "-"],
+        input=diff.replace(str(script), "train.py"),
+        cwd=script.parent,
+        text=True,
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert script.read_text().startswith(NEW)
+
+
+def test_advice_is_status_1_and_on_stderr_beside_a_diff(script, capsys):
+    script.write_text(ADVICE)
+    assert run(script) == 1
+    assert f"{script}:4: hvdkit.torch has no `nothing`" in capsys.readouterr().out
+    assert run("--diff", script) == 1
+    output, errors = capsys.readouterr()
+    assert "nothing" in errors
+    assert all(line[:1] in "+-@ " for line in output.splitlines())
+    assert run("--write", script) == 1
+    assert script.read_text() == ADVICE.replace("horovod", "hvdkit")
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["/gone.py"], ["--write", "--diff", "x"], ["--wirte", "x"]]
+)
+def test_wrong_arguments_are_status_2(arguments, capsys):
+    try:
+        status = run(*arguments)
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    assert capsys.readouterr().err
+
+
+def test_libcst_is_optional(script):
+    code = (
+        "import sys; sys.modules['libcst'] = None\n"
+        f"from hvdkit import cli; sys.exit(cli.main(['migrate', {str(script)!r}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("-m pip install 'hvdkit[migrate]'")
+    loaded = subprocess.run(
+        [sys.executable, "-c", "import hvdkit.cli, sys; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    assert "libcst" not in loaded
+
+
+def test_folders(tmp_path, capsys):
+    places = ["a/b/one.py", ".hidden/two.py", "env/three.py", "node_modules/four.py", "five.txt"]
+    for place in [*places, "outside/six.py"]:
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(OLD)
+    (tmp_path / "env" / "pyvenv.cfg").touch()
+    project = tmp_path / "a"
+    (project / "link.py").symlink_to(tmp_path / "outside" / "six.py")
+    (project / "folder").symlink_to(tmp_path / "outside")
+    assert run("--write", tmp_path / "a", tmp_path / ".hidden" / "two.py") == 0
+    changed = [p for p in [*places, "outside/six.py"] if (tmp_path / p).read_text() == NEW]
+    assert changed == ["a/b/one.py", ".hidden/two.py"]
+    assert run("--write", tmp_path) == 0
+    changed = [p for p in places if (tmp_path / p).read_text() == NEW]
+    assert changed == ["a/b/one.py", ".hidden/two.py"]
+    assert (tmp_path / "outside" / "six.py").read_text() == NEW
+
+
+def test_a_link_that_is_given_stays_a_link(script, tmp_path):
+    link = tmp_path / "link.py"
+    link.symlink_to(script)
+    assert run("--write", link, script) == 0
+    assert link.is_symlink()
+    assert script.read_text() == NEW
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o640])
+def test_mode_mark_and_line_ends_stay(script, mode):
+    script.write_bytes(b"\xef\xbb\xbf" + OLD.replace("\n", "\r\n").encode())
+    script.chmod(mode)
+    assert run("--write", script) == 0
+    assert script.read_bytes() == b"\xef\xbb\xbf" + NEW.replace("\n", "\r\n").encode()
+    assert script.stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize(
+    ("content", "advice"),
+    [
+        ("# -*- coding: latin-1 -*-\nimport horovod  # ü".encode("latin-1"), "not UTF-8"),
+        (b"import horovod.torch as hvd\nprint 'x'\n", "train.py:2: Python 2"),
+        (b"import horovod.torch as hvd\nif:\n", "train.py:2: not Python 3"),
+    ],
+)
+def test_a_file_that_cannot_be_parsed_is_reported_and_left(script, content, advice, capsys):
+    script.write_bytes(content)
+    (script.parent / "other.py").write_text(OLD)
+    assert run("--write", script.parent) == 1
+    assert script.read_bytes() == content
+    assert (script.parent / "other.py").read_text() == NEW
+    assert advice in capsys.readouterr().out
+
+
+def test_other_files_of_a_folder_are_not_mentioned(tmp_path, capsys):
+    (tmp_path / "broken.py").write_text("if:\n")
+    (tmp_path / "data.py").write_bytes(b"\xff\xfe")
+    (tmp_path / "plain.py").write_text("import torch\n")
+    assert run(tmp_path) == 0
+    assert capsys.readouterr().out.startswith("0 files to change of 2 read")
+
+
+def test_a_notebook_is_reported(tmp_path, capsys):
+    (tmp_path / "train.ipynb").write_text('{"cells": ["import horovod.torch as hvd"]}')
+    assert run(tmp_path) == 1
+    assert "nbconvert" in capsys.readouterr().out
+
+
+def test_a_failed_write_leaves_the_file(script, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "replace", fail)
+    assert run("--write", script) == 1
+    monkeypatch.undo()
+    assert script.read_text() == OLD
+    assert os.listdir(script.parent) == ["train.py"]
+    assert "cannot be written: No space left on device" in capsys.readouterr().out
+
+
+def test_an_unreadable_file_is_reported(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(OLD)
+    real = Path.read_bytes
+
+    def fail(self):
+        if self == path:
+            raise PermissionError(13, "Permission denied")
+        return real(self)
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    assert run(path) == 1
+    assert f"{path}: Permission denied" in capsys.readouterr().out

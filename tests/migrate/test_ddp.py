@@ -1,0 +1,257 @@
+"""Scripts of DDP: converted completely, or left alone with advice."""
+
+from pathlib import Path
+
+import pytest
+
+from hvdkit.migrate import project
+from hvdkit.migrate.ddp.rules import SETUP
+
+
+def migrate(**texts):
+    """Return module -> the outcome of its file."""
+    paths = {Path(f"/scripts/{name}.py"): text for name, text in texts.items()}
+    return {path.stem: outcome for path, outcome in project.migrate(paths).items()}
+
+
+def migrated(text):
+    return migrate(train=text)["train"]
+
+
+SPAWNED = """\
+import os
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+
+def work(rank, size, steps):
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = "29500"
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    size = torch.cuda.device_count()
+    mp.spawn(work, (size, 5), nprocs=size)
+"""
+
+OF_A_TRAINER = """\
+import torch
+from torch.distributed import init_process_group
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model = model
+        self.optimizer = optimizer
+        self.model = DDP(self.model)  # sends the parameters of rank 0
+
+    def save(self):
+        torch.save(self.model.module.state_dict(), "model.pt")
+
+
+def parts():
+    model = torch.nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+init_process_group()
+Trainer(*parts()).save()
+"""
+
+CONDITIONAL = """\
+import torch
+import torch.distributed as dist
+
+
+def main(args):
+    if args.distributed:
+        dist.init_process_group("gloo")
+    model = torch.nn.Linear(2, 1)
+    plain = model
+    if args.distributed:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        plain = model.module
+    groups = [{"params": [p for p in plain.parameters()]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    with model.no_sync():
+        model(torch.ones(2)).backward()
+    optimizer.step()
+"""
+
+
+def test_ranks_that_the_script_starts_itself():
+    outcome = migrated(SPAWNED)
+    assert not outcome.advice
+    assert "MASTER_" not in outcome.after
+    assert "multiprocessing" not in outcome.after
+    assert outcome.after.endswith("    hvd.init()\n    work(hvd.rank(), hvd.size(), 5)\n")
+    assert "    model = torch.nn.Linear(2, 1)\n" in outcome.after
+    assert "    hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n" in outcome.after
+
+
+def test_a_model_and_an_optimizer_of_other_functions():
+    outcome = migrated(OF_A_TRAINER.replace("    return model, torch", "    optimizer = torch", 1))
+    assert "        # sends the parameters" in outcome.after or "# sends the" in outcome.after
+    assert "hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)" in outcome.after
+    assert "torch.save(self.model.state_dict()" in outcome.after
+    assert (
+        "    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())\n"
+        in outcome.after
+    )
+
+
+def test_an_optimizer_within_an_expression():
+    after = migrated(OF_A_TRAINER).after
+    assert (
+        "return model, hvd.DistributedOptimizer("
+        "torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())\n" in after
+    )
+
+
+def test_a_script_that_also_runs_in_one_process():
+    outcome = migrated(CONDITIONAL)
+    assert not outcome.advice
+    assert (
+        "    optimizer = torch.optim.SGD(groups, lr=0.1)\n"
+        "    if hvd.is_initialized():\n"
+        "        optimizer = hvd.DistributedOptimizer(optimizer)\n"
+        "    with hvd.no_sync(optimizer):\n" in outcome.after
+    )
+    assert "        plain = model\n" in outcome.after
+
+
+@pytest.mark.parametrize("script", [SPAWNED, OF_A_TRAINER, CONDITIONAL])
+def test_a_second_run_changes_nothing(script):
+    once = migrated(script).after
+    again = migrate(train=once)
+    assert not again or again["train"].after == once
+
+
+def test_imports_that_are_still_used_stay():
+    after = migrated(SETUP + "print(dist.is_available(), DDP, os.sep)\n").after
+    assert "import torch.distributed as dist\n" in after
+    assert "from torch.nn.parallel import DistributedDataParallel as DDP\n" in after
+    assert "import hvdkit.torch as hvd\n" in after
+
+
+def test_comments_of_removed_imports_stay():
+    script = SETUP.replace("import torch.distributed", "# ours\nimport torch.distributed")
+    script = script.replace("DDP\n\n", "DDP  # wraps\n\n", 1)
+    after = migrated(script).after
+    assert "# ours\nimport hvdkit.torch as hvd\n" in after
+    assert "# wraps" in after
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("from torch.distributed.fsdp import FullyShardedDataParallel as F; F(model)", "no FSDP"),
+        ("ddp_model.register_comm_hook(None, hook)", "compression="),
+        (
+            "from torch.distributed.optim import ZeroRedundancyOptimizer as Z; Z(1)",
+            "does not shard",
+        ),
+        ("other = DDP(model, process_group=group)", "process_group="),
+        ("other = torch.optim.SGD(teacher.parameters(), lr=1)", "teacher"),
+        ("other = torch.optim.SGD(find(model), lr=1)", "not clear whose parameters"),
+        ("other = torch.optim.LBFGS(model.parameters())", "LBFGS"),
+        ("second = DDP(torch.nn.Linear(3, 3))", "no optimizer of torch.optim"),
+        ("torch.multiprocessing.spawn(f, args=tuple(x), nprocs=2)", "hvdkit run"),
+        ("from torch.distributed import *", "instead of *"),
+        ("import torch.multiprocessing as mp; mp.spawn(os.stat, (2,), nprocs=2)", "hvdkit run"),
+    ],
+)
+def test_what_prevents_the_conversion(line, advice):
+    script = f"{SETUP}{line}\n"
+    outcome = migrated(script)
+    assert outcome.after == script
+    (found,) = [each for each in outcome.advice if advice in each.text]
+    assert found.text.startswith("not converted: ")
+    assert found.line in (1, script.count("\n"))
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("dist.all_reduce(x, async_op=True)", "hvd.allreduce_"),
+        ("dist.all_reduce(x, group=group)", "process_set="),
+        ("work = dist.all_reduce(x)", "hvd.allreduce_"),
+        ("dist.all_gather(out, x + dist.get_rank())", "hvd.allgather"),
+        ("dist.all_to_all(out, x)", "hvd.alltoall"),
+        ("g = dist.new_group([0])", "hvd.add_process_set"),
+        ("torch.save(network.module.state_dict(), path)", "network.module"),
+    ],
+)
+def test_a_line_that_is_left_in_a_converted_script(line, advice):
+    outcome = migrated(f"{SETUP}{line}\n")
+    assert "hvd.DistributedOptimizer" in outcome.after
+    (found,) = outcome.advice
+    assert advice in found.text
+    assert found.line == SETUP.count("\n") + 1
+    assert line.replace("dist.get_rank()", "hvd.rank()") in outcome.after
+
+
+def test_a_script_for_horovod_or_ddp_keeps_the_part_of_ddp():
+    script = "import horovod.torch as hvd\n" + SETUP
+    outcome = migrated(script)
+    assert outcome.after == script.replace("horovod", "hvdkit")
+    assert not outcome.advice
+    assert "left as they are" in outcome.notes[0].text
+
+
+LIBRARY = """\
+import torch.distributed as dist
+
+
+def is_main():
+    return not dist.is_initialized() or dist.get_rank() == 0
+"""
+USER = SETUP + "from library import is_main\nif is_main():\n    print('main')\n"
+
+
+def test_files_that_import_each_other_are_converted_together(tmp_path):
+    (tmp_path / "library.py").write_text(LIBRARY)
+    (tmp_path / "train.py").write_text(USER)
+    library, train = tmp_path / "library.py", tmp_path / "train.py"
+    found = project.migrate({library: LIBRARY, train: USER})
+    assert "return not hvd.is_initialized() or hvd.rank() == 0" in found[library].after
+    assert "hvd.DistributedOptimizer" in found[train].after
+    assert not found[library].advice + found[train].advice
+
+
+def test_a_script_is_not_converted_without_a_library_that_uses_the_ranks(tmp_path):
+    """Its `is_initialized()` would be False, so that every rank would be the main one."""
+    (tmp_path / "library.py").write_text(LIBRARY)
+    train = tmp_path / "train.py"
+    train.write_text(USER)
+    (outcome,) = project.migrate({train: USER}).values()
+    assert outcome.after == USER
+    assert any("library.py" in each.text for each in outcome.advice)
+
+
+def test_an_obstacle_in_one_file_keeps_all_files(tmp_path):
+    (tmp_path / "library.py").write_text(LIBRARY)
+    train, library = tmp_path / "train.py", tmp_path / "library.py"
+    script = USER + "other = torch.optim.LBFGS(model.parameters())\n"
+    train.write_text(script)
+    found = project.migrate({library: LIBRARY, train: script})
+    assert found[library].after == LIBRARY
+    assert found[train].after == script
+
+
+def test_a_library_alone_is_left_with_advice():
+    outcome = migrated(LIBRARY)
+    assert outcome.after == LIBRARY
+    assert {"use hvd.rank()", "use hvd.is_initialized()"} <= {
+        each.text.partition(": ")[2] for each in outcome.advice
+    }

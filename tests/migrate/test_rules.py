@@ -1,0 +1,276 @@
+"""Each rule, on its own example; and scripts that no rule may touch."""
+
+import random
+import sysconfig
+from pathlib import Path
+
+import libcst as cst
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdkit.migrate import project
+from hvdkit.migrate.ddp.rules import RULES as DDP_RULES
+from hvdkit.migrate.rules import RULES
+from hvdkit.migrate.rules.horovod import names_in
+from hvdkit.migrate.script import Script
+
+ALL = (*RULES, *DDP_RULES)
+SCRIPT = Path("/scripts/train.py")
+
+
+def migrate(text):
+    """Return the migrated text, and the advice."""
+    outcome = project.migrate({SCRIPT: text}).get(SCRIPT)
+    return (outcome.after, outcome.advice) if outcome else (text, [])
+
+
+def unchanged(text):
+    after, _ = migrate(text)
+    return after == text
+
+
+@pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.name)
+def test_the_example_of_a_rule(rule):
+    script = f"{rule.setup}{rule.before}\n"
+    if rule.setup and not rule.setup.endswith("\n"):
+        script = f"{rule.setup}\n{rule.before}\n"
+    after, advice = migrate(script)
+    if rule.after is None:
+        assert after.endswith(f"{rule.before}\n")
+        assert rule.name in {each.rule for each in advice}
+        return
+    assert after.endswith(f"{rule.after}\n")
+    assert rule.name in {each.rule for each in project.migrate({SCRIPT: script})[SCRIPT].changes}
+    assert not advice
+    again = project.migrate({SCRIPT: after}).get(SCRIPT)
+    assert again is None or not again.changes
+
+
+def test_rules_have_different_names_and_full_sentences():
+    assert len({rule.name for rule in ALL}) == len(ALL)
+    assert not [rule.name for rule in ALL if not rule.reason.endswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import horovod.tensorflow.keras as hvd", "import hvdkit.tensorflow.keras as hvd"),
+        (
+            "from horovod.tensorflow import keras as hvd",
+            "from hvdkit.tensorflow import keras as hvd",
+        ),
+        ("import horovod.keras as hvd", "import hvdkit.keras as hvd"),
+        ("from horovod import torch as hvd", "from hvdkit import torch as hvd"),
+        ("from horovod.torch.elastic import run", "from hvdkit.torch.elastic import run"),
+        ("import horovod.torch.mpi_ops as ops", "import hvdkit.torch.mpi_ops as ops"),
+        ("from horovod import run", "from hvdkit import run"),
+        (
+            "from horovod.torch import (  # both\n    init,\n    rank,  # own\n)",
+            "from hvdkit.torch import (  # both\n    init,\n    rank,  # own\n)",
+        ),
+        (
+            "import horovod\nimport horovod.torch\nhorovod.torch.init()\nhorovod.run(f, np=2)",
+            "import hvdkit\nimport hvdkit.torch\nhvdkit.torch.init()\nhvdkit.run(f, np=2)",
+        ),
+        (
+            "try:\n    import horovod.torch as hvd\nexcept ImportError:\n    hvd = None",
+            "try:\n    import hvdkit.torch as hvd\nexcept ImportError:\n    hvd = None",
+        ),
+        (
+            "def main():\n    import horovod.torch as hvd\n    hvd.init()",
+            "def main():\n    import hvdkit.torch as hvd\n    hvd.init()",
+        ),
+    ],
+)
+def test_imports(before, after):
+    assert migrate(before + "\n") == (after + "\n", [])
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "from horovod.common.exceptions import HorovodInternalError\n",  # the engine has it
+        "from horovod.runner.common.util import config_parser\n",
+        "import horovod\nprint(horovod.__version__)\n",
+        "import hvdkit.torch as hvd\nhvd.allreduce(x, average=False)\n",
+        # hvdkit ignores the argument of a wrapped optimizer.
+        "import keras\nimport hvdkit.keras as hvd\nopt = hvd.DistributedOptimizer('sgd')\n"
+        "model.compile(optimizer=opt, experimental_run_tf_function=False)\n",
+        # The metric has the short name.
+        "import keras\nimport hvdkit.keras as hvd\nm.compile(loss='mse', metrics=['acc'])\n"
+        "keras.callbacks.EarlyStopping(monitor='val_acc')\n",
+        # Tensors of several numbers, and NumPy's own names.
+        "import torch\nimport hvdkit.torch as hvd\nprint(weights.data[0])\n",
+        "import numpy as np\nimport hvdkit.torch as hvd\nx = np.zeros(3, np.float32)\n",
+        "import numpy as np\nimport hvdkit.torch as hvd\nfloat = 3\nx = np.float\n",
+        # Not an iterator that the script made.
+        "import hvdkit.torch as hvd\nx = stack.next()\n",
+        # A sampler with its own rank and size needs no process group.
+        "import torch\nimport hvdkit.torch as hvd\n"
+        "s = torch.utils.data.DistributedSampler(d, num_replicas=hvd.size(), rank=hvd.rank())\n",
+        # DDP in a file without the start of the processes is not touched.
+        "import torch\nmodel = torch.nn.parallel.DistributedDataParallel(model)\n",
+    ],
+)
+def test_what_works_is_not_touched(script):
+    assert unchanged(script)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        # The name is a parameter, a loop's variable, or assigned twice.
+        "import keras\nimport hvdkit.keras as hvd\ndef f(keras):\n    keras.optimizers.SGD(lr=1)\n",
+        "import keras\nimport hvdkit as hvd\nfor keras in x:\n    keras.optimizers.SGD(lr=1)\n",
+        "import hvdkit.keras as hvd\nimport keras\nkeras = mine\nkeras.optimizers.SGD(lr=1)\n",
+        # Another class of that name.
+        "import keras\nimport hvdkit.keras as hvd\nfrom mine import SGD\nSGD(lr=0.1)\n",
+        # An object that may be anything.
+        "import keras\nimport hvdkit.keras as hvd\ndef f(thing):\n    thing.fit_generator(1)\n",
+        "import keras\nimport hvdkit.keras as hvd\ndef f(thing):\n    return thing.variables()\n",
+        "import keras\nimport hvdkit.keras as hvd\ndef f(thing):\n    thing.lr = 3\n",
+        # Arguments that are not known.
+        "import keras\nimport hvdkit.keras as hvd\nkeras.optimizers.SGD(**options)\n",
+        "import keras\nimport hvdkit.keras as hvd\nm = keras.Sequential()\nm.fit_generator(*a)\n",
+        # Names that only look alike.
+        "import horovodish\nimport hvdkit\nhorovodish.run()\n",
+        "import importlib\nhvd = importlib.import_module('horovod.torch')\n",
+    ],
+)
+def test_what_is_not_understood_is_not_touched(script):
+    assert unchanged(script)
+
+
+@pytest.mark.parametrize(
+    ("script", "line", "advice"),
+    [
+        ("import hvdkit.torch as hvd\nhvd.nccl_bulit()\n", 2, "hvdkit.torch has no `nccl_bulit`"),
+        ("import horovod.spark.torch as hvd\n", 1, "hvdkit does not have horovod.spark"),
+        ("from horovod.torch import nothing\n", 1, "hvdkit.torch has no `nothing`"),
+        ("import horovod.torch\nhorovod = wrap(horovod)\nhorovod.torch.init()\n", 1, "by hand"),
+        (
+            "import keras\nimport hvdkit.keras as hvd\n"
+            "keras.optimizers.SGD(learning_rate=r, decay=1e-4)\n"
+            "keras.callbacks.ReduceLROnPlateau()\n",
+            3,
+            "ignores decay=",
+        ),
+        (
+            "import tensorflow as tf\nimport hvdkit.tensorflow as hvd\n"
+            "config = tf.ConfigProto(inter_op_parallelism_threads=1)\n",
+            3,
+            "is TensorFlow 1",
+        ),
+        ("import horovod.torch as hvd\nprint 'old'\n", 2, "Python 2"),
+        ("import horovod.torch as hvd\nx = x.cuda(async=True)\n", 2, "non_blocking"),
+    ],
+)
+def test_advice_names_the_line(script, line, advice):
+    _, given = migrate(script)
+    assert [each.line for each in given if advice in each.text] == [line]
+
+
+def test_comments_and_layout_stay():
+    script = """\
+#!/usr/bin/env python
+# A licence.
+import keras   # Keras
+import tensorflow as tf
+import horovod.keras as hvd  # the ring
+
+from keras import backend as K
+
+hvd.init()
+
+# One GPU for each process.
+config = tf.ConfigProto()
+config.gpu_options.visible_device_list = str(hvd.local_rank())
+K.set_session(tf.Session(config=config))
+
+opt = keras.optimizers.SGD(
+    lr = 0.1,  # small
+    momentum=0.9,
+)
+"""
+    after, advice = migrate(script)
+    assert not advice
+    assert after == (
+        script.replace("import horovod.keras", "import hvdkit.keras")
+        .replace("    lr = 0.1", "    learning_rate = 0.1")
+        .replace(
+            "# One GPU for each process.\nconfig = tf.ConfigProto()\n"
+            "config.gpu_options.visible_device_list = str(hvd.local_rank())\n"
+            "K.set_session(tf.Session(config=config))\n\n",
+            "",
+        )
+        .replace("\nopt =", "\nopt =")
+    )
+
+
+def test_unix_and_windows_line_ends_stay():
+    script = "import horovod.torch as hvd\r\n\r\nhvd.init()\r\n# \t end"
+    assert migrate(script) == (script.replace("horovod", "hvdkit", 1), [])
+
+
+def test_names_of_modules_are_read_from_their_source():
+    assert {"DistributedOptimizer", "init", "elastic", "Average"} <= names_in("hvdkit.torch")
+    assert {"callbacks", "load_model", "size"} <= names_in("hvdkit.tensorflow.keras")
+    assert "*" not in names_in("hvdkit.keras")
+
+
+_PARTS = st.lists(
+    st.sampled_from([rule for rule in RULES if "\n\n" not in rule.before]), min_size=1, max_size=6
+)
+
+
+@given(_PARTS, st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_a_second_run_changes_nothing(rules, in_function):
+    setups = "\n".join(rule.setup for rule in rules)
+    befores = "\n".join(rule.before for rule in rules)
+    if in_function:
+        befores = "def main():\n" + "\n".join(f"    {line}" for line in befores.split("\n"))
+    once, advice = migrate(f"{setups}\nimport hvdkit\n{befores}\n")
+    cst.parse_module(once)
+    twice, again = migrate(once)
+    assert twice == once
+    assert {each.text for each in again} <= {each.text for each in advice}
+
+
+def standard_library(count, seed):
+    """Return files of the standard library."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(
+        path
+        for path in folder.rglob("*.py")
+        if not {"site-packages", "lib2to3", "test"} & set(path.parts)
+        and path.stat().st_size < 60_000
+    )
+    random.Random(seed).shuffle(files)
+    return files[:count]
+
+
+def assert_untouched(path):
+    try:
+        text = path.read_bytes().decode()
+        script = Script(text)
+    except (UnicodeDecodeError, cst.ParserSyntaxError):
+        return
+    assert project.migrate({path: text}) == {}
+    # The rules do not change it either if they are applied nevertheless.
+    for rule in RULES:
+        rule(script)
+    assert script.apply() == text, path
+    assert script.module.code == text, path
+
+
+def test_the_standard_library_is_untouched():
+    for path in standard_library(25, seed=1):
+        assert_untouched(path)
+
+
+@pytest.mark.long
+def test_all_of_the_standard_library_is_untouched():
+    for path in standard_library(2_000, seed=2):
+        assert_untouched(path)
