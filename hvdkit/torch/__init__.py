@@ -24,7 +24,6 @@ from horovod.torch import (
     ProcessSet,
     Product,
     Sum,
-    SyncBatchNorm,
     add_process_set,
     allgather,
     allgather_async,
@@ -101,6 +100,7 @@ from hvdkit.torch.functions import (
 from hvdkit.torch.joining import join
 from hvdkit.torch.optimizer import DistributedOptimizer, no_sync
 from hvdkit.torch.sampling import DistributedSampler, ResumableSampler
+from hvdkit.torch.sync_batch_norm import SyncBatchNorm
 
 #: The name of `RankMismatchError` before 0.1, for one release.
 RanksDisagree = RankMismatchError
