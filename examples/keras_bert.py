@@ -28,7 +28,7 @@ WORDS, MASKED = 2000, 5  # the size of the vocabulary; masked words per sample, 
 UNKNOWN, MASK = 0, 1
 
 
-class Places(layers.Layer):
+class AddPlaces(layers.Layer):
     """Add a trained vector for each place in the context."""
 
     def build(self, shape: tuple) -> None:
@@ -50,7 +50,7 @@ def bert() -> keras.Model:
     text = keras.Input((CONTEXT,), dtype="int32", name="text")
     places = keras.Input((MASKED,), dtype="int32", name="places")
     words = layers.ReversibleEmbedding(WORDS, WIDTH, name="words")
-    x = Places()(words(text))
+    x = AddPlaces()(words(text))
     # Without dropout, which would depend on the number of ranks; the model is too small for it
     for _ in range(LAYERS):
         y = layers.LayerNormalization()(x)

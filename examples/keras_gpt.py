@@ -26,7 +26,7 @@ import hvdkit.keras as hvd
 WIDTH, HEADS, LAYERS, CONTEXT = 128, 4, 2, 64
 
 
-class Places(layers.Layer):
+class AddPlaces(layers.Layer):
     """Add a trained vector for each place in the context."""
 
     def build(self, shape: tuple) -> None:
@@ -39,7 +39,7 @@ class Places(layers.Layer):
 def gpt() -> keras.Model:
     """Return a transformer that predicts each byte from the bytes before it."""
     text = keras.Input((CONTEXT,), dtype="int32")
-    x = Places()(layers.Embedding(256, WIDTH)(text))
+    x = AddPlaces()(layers.Embedding(256, WIDTH)(text))
     for _ in range(LAYERS):
         y = layers.LayerNormalization()(x)
         y = layers.MultiHeadAttention(HEADS, WIDTH // HEADS)(y, y, use_causal_mask=True)

@@ -36,10 +36,10 @@ SHAPES = {
 
 
 def draw(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return noisy images, float32 [count, 3, SIDE, SIDE], and the numbers of their shapes."""
+    """Return noisy images, [count, 3, SIDE, SIDE], and the numbers of their shapes."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(len(SHAPES), size=count)
-    images = np.empty((count, 3, SIDE, SIDE), np.float32)
+    images = np.empty((count, 3, SIDE, SIDE))
     rows, columns = np.mgrid[:SIDE, :SIDE]
     for image, label in zip(images, labels, strict=True):
         size = rng.uniform(4, 8)
@@ -48,7 +48,8 @@ def draw(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         light, dark = rng.uniform(0.2, 1, (2, 3, 1, 1))
         colours = (light, -dark) if rng.random() < 0.5 else (-dark, light)
         image[:] = np.where(inside, *colours) + rng.normal(0, 0.2, image.shape)
-    return torch.from_numpy(images), torch.from_numpy(labels)
+    # In the dtype of the model, which is float32 or float64.
+    return torch.tensor(images, dtype=torch.get_default_dtype()), torch.from_numpy(labels)
 
 
 class Augmented(Dataset):
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=6400, help="to train on (default 6400)")
     parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default 0.1)")
     parser.add_argument("--workers", type=int, default=0, help="loader processes (default 0)")
+    parser.add_argument("--float64", action="store_true", help="compute in float64, not float32")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same result (default 0)")
     parser.add_argument("--checkpoint-dir", metavar="DIR", default="runs/torch_images")
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="STEPS")
@@ -132,6 +134,7 @@ def main() -> None:
         parser.error(f"--batch-size {args.batch_size}: expected a multiple of {hvd.size()} ranks")
     batch_size = args.batch_size // hvd.size()
     torch.manual_seed(args.seed)
+    torch.set_default_dtype(torch.float64 if args.float64 else torch.float32)
     dataset = Augmented(*draw(args.images, seed=1))
     sampler = hvd.ResumableSampler(dataset, batch_size, seed=args.seed, drop_last=True)
     loader = DataLoader(

@@ -84,7 +84,7 @@ def area_under_curve(table: nn.Module, dense: nn.Module, count: int = 40_000) ->
     pairs, clicks = draw(count, seed=2)
     mine = slice(hvd.rank(), None, hvd.size())
     scores = hvd.allgather(scores_of(table, dense, pairs[mine]))
-    clicks = hvd.allgather(clicks[mine])[scores.argsort()]
+    clicks = hvd.allgather(clicks[mine].contiguous())[scores.argsort()]
     places = torch.arange(1, count + 1, dtype=torch.float64)
     yes = clicks.sum().double()
     return ((places[clicks > 0].sum() - yes * (yes + 1) / 2) / (yes * (count - yes))).item()

@@ -56,12 +56,12 @@ WORKLOADS = [
         short="--megabytes 0.15 --checkpoint-every 5",
     ),
     Workload(
-        "torch_bert", least=0.25, exact="--epochs 1", short="--epochs 1 --checkpoint-every 10"
+        "torch_bert", least=0.2, exact="--epochs 1", short="--epochs 1 --checkpoint-every 10"
     ),
     Workload(
         "torch_images",
         least=0.97,
-        exact="--images 2560 --epochs 1",
+        exact="--float64 --images 2560 --epochs 1",
         short="--images 3200 --epochs 1 --checkpoint-every 5",
     ),
     Workload(
@@ -69,6 +69,7 @@ WORKLOADS = [
         least=0.7,
         apart=0.15,
         exact="--steps 200",
+        rounding=1e-3,
         short="--steps 600 --checkpoint-every 50",
     ),
     Workload(
