@@ -17,7 +17,6 @@ With a folder for checkpoints the job can be stopped or killed at any moment, an
 import argparse
 import os
 import sys
-from typing import Any
 
 import keras
 import numpy as np
@@ -57,21 +56,6 @@ def load_data() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         images, labels, test_size=0.2, random_state=0, stratify=labels
     )
     return train_images, train_labels, test_images, test_labels
-
-
-def my_share(images: np.ndarray, labels: np.ndarray, sampler: Any, batch_size: int) -> Any:
-    """Return the batches of this rank, as the sampler chooses them, for the backend of Keras."""
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
-        numbers = sampler.dataset()
-        batches = numbers.map(lambda i: (tf.gather(images, i), tf.gather(labels, i)))
-        return batches.prefetch(tf.data.AUTOTUNE)
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-
-    examples = TensorDataset(torch.from_numpy(images), torch.from_numpy(labels))
-    return DataLoader(examples, batch_size, sampler=sampler)
 
 
 def one_thread() -> None:
@@ -166,7 +150,7 @@ def main() -> None:
         )
         callbacks.append(checkpoint)
     model.fit(
-        my_share(train_images, train_labels, sampler, args.batch_size),
+        sampler.arrays((train_images, train_labels)),
         epochs=args.epochs,
         shuffle=False,  # the sampler shuffles
         verbose=1 if show_bar else 0,

@@ -3,6 +3,10 @@
 from typing import Any
 from weakref import WeakSet
 
+import keras
+import numpy as np
+
+from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 
 _samplers: WeakSet[Any] = WeakSet()
@@ -12,13 +16,88 @@ _saved: WeakSet[Any] = WeakSet()
 class ResumableSampler(backend.hvd.ResumableSampler):
     """The backend's `ResumableSampler`; `fit` counts its epochs.
 
-    Use it in a `DataLoader` on PyTorch, and with its `dataset()` on TensorFlow. A
-    `hvd.callbacks.Checkpoint` with `data=sampler` counts its batches.
+    Use it with `arrays()`, which works on both backends; or in a `DataLoader` on PyTorch, and with
+    its `dataset()` on TensorFlow. A `hvd.callbacks.Checkpoint` with `data=sampler` counts its
+    batches.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         _samplers.add(self)
+
+    def arrays(self, data: Any) -> Any:
+        """Return this rank's batches of arrays, for `fit(..., shuffle=False)`.
+
+        Rows are looked up batch by batch, so the arrays may also be memory maps.
+
+        Args:
+            data: NumPy arrays, such as `(x, y)` or `({"text": a, "places": b}, y, weights)`. Each
+                has one row for each sample of the sampler.
+
+        Returns:
+            A `tf.data.Dataset` on TensorFlow, and a `DataLoader` on PyTorch.
+
+        Raises:
+            UsageError: an array has another number of rows.
+
+        Example:
+            sampler = hvd.ResumableSampler(len(y), batch_size=32)
+            model.fit(
+                sampler.arrays((x, y)),
+                shuffle=False,  # the sampler shuffles
+                callbacks=[hvd.callbacks.Checkpoint(folder, data=sampler)],
+            )
+        """
+        data = keras.tree.map_structure(np.asanyarray, data)
+        for array in keras.tree.flatten(data):
+            if array.ndim == 0 or len(array) != self.samples:
+                raise UsageError(
+                    f"an array has the shape {array.shape}, but the ResumableSampler has "
+                    f"{self.samples} samples: expected one row for each sample"
+                )
+        if backend.NAME == "torch":
+            return _loader_of(data, self)
+        return _dataset_of(data, self)
+
+
+def _dataset_of(data: Any, sampler: Any) -> Any:
+    import tensorflow as tf
+
+    flat = keras.tree.flatten(data)
+
+    def rows(numbers: Any) -> Any:
+        found = tf.numpy_function(
+            lambda n: [array[n] for array in flat], [numbers], [array.dtype for array in flat]
+        )
+        shaped = [
+            tf.ensure_shape(part, [numbers.shape[0], *array.shape[1:]])
+            for part, array in zip(found, flat, strict=True)
+        ]
+        return keras.tree.pack_sequence_as(data, shaped)
+
+    return sampler.dataset().map(rows).prefetch(tf.data.AUTOTUNE)
+
+
+def _loader_of(data: Any, sampler: Any) -> Any:
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+
+    class Rows(Dataset[Any]):
+        """Looks up the rows of a whole batch at once."""
+
+        def __len__(self) -> int:
+            return sampler.samples
+
+        def __getitems__(self, numbers: list[int]) -> Any:
+            return keras.tree.map_structure(lambda array: torch.as_tensor(array[numbers]), data)
+
+    return DataLoader(
+        Rows(),
+        sampler.batch_size,
+        sampler=sampler,
+        drop_last=sampler.drop_last,
+        collate_fn=lambda batch: batch,
+    )
 
 
 def forget_reads() -> None:

@@ -24,7 +24,6 @@ from horovod.torch import (
     ProcessSet,
     Product,
     Sum,
-    SyncBatchNorm,
     allgather,
     allgather_async,
     allreduce,
@@ -101,6 +100,7 @@ from hvdkit.torch.monitor import Monitor
 from hvdkit.torch.optimizer import DistributedOptimizer, no_sync
 from hvdkit.torch.process_sets import add_process_set, remove_process_set
 from hvdkit.torch.sampling import DistributedSampler, ResumableSampler
+from hvdkit.torch.sync_batch_norm import SyncBatchNorm
 
 #: The name of `RankMismatchError` before 0.1, for one release.
 RanksDisagree = RankMismatchError

@@ -1,5 +1,165 @@
-"""`horovod.torch.sync_batch_norm`, for scripts that import it by this name."""
+"""`hvd.SyncBatchNorm`: batch normalization over the batches of all ranks, on GPUs and CPUs."""
 
-from horovod.torch.sync_batch_norm import SyncBatchNorm
+from typing import Any, Self
+
+import torch
+from horovod.torch import mpi_ops, sync_batch_norm
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 
 __all__ = ["SyncBatchNorm"]
+
+
+class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
+    """Normalize with the mean and the variance over the batches of all ranks.
+
+    It takes the arguments of `torch.nn.BatchNorm2d`, and inputs of shape [samples, channels, ...].
+    In training, each forward and each backward pass needs one collective, so all ranks must run the
+    layer in the same order. Ranks may have different numbers of samples, also none.
+
+    On GPUs, it is Horovod's layer. Horovod's layer raises an error for tensors on a CPU.
+    """
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module) -> nn.Module:
+        """Replace all `torch.nn.BatchNorm*d` layers of a model, as PyTorch's class does for DDP.
+
+        The new layers have the parameters, buffers and training modes of the old ones.
+
+        Args:
+            module: the model, which is changed.
+
+        Returns:
+            `module`; or its replacement, if `module` itself is such a layer.
+
+        Example:
+            model = hvd.SyncBatchNorm.convert_sync_batchnorm(resnet)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        """
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+            return cls._like(module)
+        for name, child in module.named_children():
+            setattr(module, name, cls.convert_sync_batchnorm(child))
+        return module
+
+    @classmethod
+    def _like(cls, layer: _BatchNorm) -> Self:
+        new = cls(
+            layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats
+        )
+        new.weight, new.bias = layer.weight, layer.bias
+        for name, buffer in layer.named_buffers(recurse=False):
+            setattr(new, name, buffer)
+        return new.train(layer.training)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        training = self.training or not self.track_running_stats
+        if input.is_cuda or not training or mpi_ops.size() == 1:
+            return super().forward(input) if input.is_cuda else self._run_alone(input)
+        self._check_input_dim(input)
+        momentum = self._count_batch()
+        output, mean, variance, count = _Normalization.apply(
+            input, self.weight, self.bias, self.eps
+        )
+        if self.training and self.track_running_stats:
+            with torch.no_grad():
+                unbiased = variance * (count / max(count - 1, 1))
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+                self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+        return output
+
+    def _count_batch(self) -> float:
+        """Count a training batch; return the weight of its statistics in the running ones."""
+        if not self.training or not self.track_running_stats:
+            return 0.0
+        self.num_batches_tracked.add_(1)
+        return 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+
+    def _run_alone(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_input_dim(input)
+        return functional.batch_norm(
+            input,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training or not self.track_running_stats,
+            self._count_batch(),
+            self.eps,
+        )
+
+
+class _Normalization(torch.autograd.Function):
+    """(input, weight, bias, eps) -> output, mean, variance, number of values per channel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+        channels = input.shape[1]
+        # Sums in float64, so that E[x^2] - E[x]^2 keeps the digits of float32.
+        sums = input.new_zeros(2 * channels + 1, dtype=torch.float64)
+        count = input.numel() // channels
+        if count:
+            variance, mean = torch.var_mean(_wide(input), _all_but_channels(input), correction=0)
+            mean, variance = mean.double(), variance.double()
+            sums[0] = count
+            sums[1 : channels + 1] = count * mean
+            sums[channels + 1 :] = count * (variance + mean.square())
+        # With the same name, tensors have the same shape, so that Horovod's cache can serve them.
+        sums = mpi_ops.allreduce(sums, op=mpi_ops.Sum, name=f"sync_batch_norm.{channels}.sums")
+        total = sums[0].item()
+        mean = sums[1 : channels + 1] / total
+        variance = (sums[channels + 1 :] / total - mean.square()).clamp_(min=0)
+        ctx.save_for_backward(input, weight, mean, (variance + eps).rsqrt())
+        ctx.total = total
+        ctx.mark_non_differentiable(mean, variance)
+        kind = _wide(input).dtype
+        output = functional.batch_norm(
+            _wide(input),
+            mean.to(kind),
+            variance.to(kind),
+            None if weight is None else weight.to(kind),
+            None if bias is None else bias.to(kind),
+            eps=eps,
+        )
+        return output.to(input.dtype), mean, variance, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        input, weight, mean, inverse_std = ctx.saved_tensors
+        kind = _wide(input).dtype
+        shape = (1, -1) + (1,) * (input.dim() - 2)
+        inverse_std = inverse_std.to(kind).view(shape)
+        normalized = (_wide(input) - mean.to(kind).view(shape)) * inverse_std
+        gradient = grad_output.to(kind)
+        dims = _all_but_channels(input)
+        of_bias, of_weight = gradient.sum(dims), (gradient * normalized).sum(dims)
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            name = f"sync_batch_norm.{len(of_bias)}.gradients"
+            sums = mpi_ops.allreduce(torch.stack([of_bias, of_weight]), op=mpi_ops.Sum, name=name)
+            by_bias, by_weight = (sums / ctx.total).view(2, *shape).unbind()
+            of_input = inverse_std * (gradient - by_bias - normalized * by_weight)
+            if weight is not None:
+                of_input *= weight.to(kind).view(shape)
+            of_input = of_input.to(input.dtype)
+        if weight is None:
+            return of_input, None, None, None
+        return of_input, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` in float32, or in float64 if it has this dtype."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _all_but_channels(x: torch.Tensor) -> list[int]:
+    return [0, *range(2, x.dim())]

@@ -84,6 +84,48 @@ def test_shares_of_arrays(hvd, kind, tail):
         np.testing.assert_array_equal(share[0]["b"], share[0]["a"] + 1)
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_arrays_of_a_resumable_sampler(hvd, drop_last):
+    import keras
+
+    x, y = numbered(16 * hvd.size() + 5)
+    sampler = hvd.ResumableSampler(len(x), 4, seed=3, drop_last=drop_last)
+    batches = sampler.arrays(({"rows": x, "numbers": np.arange(len(x))}, y))
+    epochs = []
+    for _ in range(2):
+        own = []
+        for inputs, targets in sampler.batches(batches):
+            numbers = keras.ops.convert_to_numpy(inputs["numbers"])
+            np.testing.assert_array_equal(keras.ops.convert_to_numpy(inputs["rows"]), x[numbers])
+            np.testing.assert_array_equal(keras.ops.convert_to_numpy(targets), y[numbers])
+            own.append(numbers.tolist())
+        assert len(own) == sampler.batches_per_epoch == len(batches)
+        seen = sorted(chain(*chain(*of_every_rank(own))))
+        assert len(seen) == len(set(seen)) == (16 * hvd.size() if drop_last else len(x))
+        epochs.append(own)
+    assert epochs[0] != epochs[1]
+
+
+def test_fit_on_arrays_of_a_resumable_sampler(hvd):
+    x, y = numbered(8 * hvd.size())
+    sampler = hvd.ResumableSampler(len(x), 4, shuffle=False)
+    model, reference = regression(hvd), regression(hvd)
+    model.fit(sampler.arrays((x, y)), epochs=2, shuffle=False, verbose=0)
+    with hvd.local_fit():
+        reference.fit(x, y, 4 * hvd.size(), epochs=2, shuffle=False, verbose=0)
+    for own, wanted in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(own, wanted, rtol=1e-5)
+    same_everywhere([w.tolist() for w in model.get_weights()])
+
+
+def test_arrays_with_another_number_of_rows_are_refused(hvd):
+    from hvdkit.errors import UsageError
+
+    x, y = numbered()
+    with pytest.raises(UsageError, match=r"shape \(12, 1\), but the ResumableSampler has 13"):
+        hvd.ResumableSampler(len(x), 4).arrays((x, y[1:]))
+
+
 def test_fit_on_shares_of_arrays_equals_fit_on_all_rows(hvd):
     import keras
 

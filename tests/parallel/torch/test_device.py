@@ -233,7 +233,6 @@ def test_a_model_made_of_captured_graphs(hvd, compression):
 
 
 @pytest.mark.device(ranks=2)
-@pytest.mark.skipif(not ON_GPU, reason="Horovod's SyncBatchNorm takes tensors on a GPU only")
 def test_sync_batch_norm(hvd):
     def model_with(norm):
         torch.manual_seed(0)

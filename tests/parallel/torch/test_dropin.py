@@ -874,13 +874,3 @@ def test_clipping_gradients_that_are_not_finite_is_an_error_on_every_rank(hvd):
     with pytest.raises(RuntimeError, match="non-finite"):
         hvd.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
     assert on_all_ranks(hvd, "here") == ["here"] * hvd.size()
-
-
-# Horovod's other parts
-
-
-def test_sync_batch_norm_says_that_it_needs_a_gpu(hvd):
-    layer = hvd.SyncBatchNorm(3)
-    assert isinstance(layer, nn.modules.batchnorm._BatchNorm)
-    with pytest.raises(ValueError, match="GPU"):
-        layer(torch.randn(4, 3))

@@ -1,0 +1,127 @@
+"""`hvd.SyncBatchNorm` on CPUs, compared with `torch.nn.BatchNorm` in one process with all data."""
+
+import pytest
+import torch
+from torch import nn
+
+KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+COUNTS = [3, 1, 0, 5]  # samples of the ranks
+
+
+def batches_of(hvd, shape, counts, dtype=torch.float64):
+    """Return the samples of each rank. Mean and standard deviation depend on the rank."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(n, 3, *shape, generator=generator, dtype=torch.float64) for n in counts]
+    return [(x * (r + 1) + 10 * r).to(dtype) for r, x in enumerate(drawn[: hvd.size()])]
+
+
+def forward_and_back(layer, x, places):
+    """Return the output, and the gradients of a loss with a different weight for each element."""
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    inner = y.shape[1:]
+    weights = torch.arange(inner.numel(), dtype=y.dtype).view(inner).sin()
+    numbers = torch.tensor(places, dtype=y.dtype).view(-1, *[1] * len(inner))
+    (y.pow(3) * weights * numbers).sum().backward()
+    return y.detach(), x.grad
+
+
+def assert_as_one_process(hvd, batches, rtol=1e-9, steps=2, **options):
+    ours, plain = hvd.SyncBatchNorm(3, **options), KINDS[batches[0].dim()](3, **options)
+    for layer in (ours, plain):
+        layer.to(torch.float64 if batches[0].dtype == torch.float64 else torch.float32)
+        if layer.affine:
+            with torch.no_grad():
+                layer.weight.copy_(torch.tensor([0.5, 2.0, -1.0]))
+    first = sum(len(b) for b in batches[: hvd.rank()])
+    here = slice(first, first + len(batches[hvd.rank()]))
+    places = torch.arange(1, sum(map(len, batches)) + 1).tolist()
+    for _ in range(steps):
+        y, of_x = forward_and_back(ours, batches[hvd.rank()], places[here])
+        whole_y, whole_of_x = forward_and_back(plain, torch.cat(batches), places)
+        torch.testing.assert_close(y, whole_y[here], rtol=rtol, atol=rtol)
+        scale = whole_of_x.abs().max().item()
+        torch.testing.assert_close(of_x, whole_of_x[here], rtol=rtol, atol=rtol * scale)
+    for own, wanted in zip(ours.parameters(), plain.parameters(), strict=True):
+        total = hvd.allreduce(own.grad, op=hvd.Sum)
+        scale = wanted.grad.abs().max().item()
+        torch.testing.assert_close(total, wanted.grad, rtol=rtol, atol=rtol * scale)
+    for own, wanted in zip(ours.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=rtol, atol=rtol)
+        assert torch.equal(hvd.broadcast(own, root_rank=0), own)
+    ours.eval(), plain.eval()
+    torch.testing.assert_close(ours(batches[0]), plain(batches[0]), rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (4, 5), (2, 3, 2)])
+def test_it_is_that_of_one_process(hvd, shape):
+    assert_as_one_process(hvd, batches_of(hvd, shape, COUNTS))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"momentum": None}, {"affine": False}, {"eps": 0.1, "momentum": 0.5}],
+    ids=lambda options: "-".join(options),
+)
+def test_options(hvd, options):
+    assert_as_one_process(hvd, batches_of(hvd, (4,), COUNTS), steps=3, **options)
+
+
+def test_float32_keeps_its_digits_far_from_zero(hvd):
+    batches = [b + 1000 for b in batches_of(hvd, (8,), [40] * 4, torch.float32)]
+    assert_as_one_process(hvd, batches, rtol=2e-3)
+
+
+def test_bfloat16_input(hvd):
+    layer = hvd.SyncBatchNorm(3)
+    x = batches_of(hvd, (4,), [6] * 4, torch.bfloat16)
+    y = layer(x[hvd.rank()].requires_grad_())
+    y.square().sum().backward()
+    assert y.dtype == x[hvd.rank()].grad.dtype == torch.bfloat16
+    assert layer.weight.grad.dtype == torch.float32
+    wanted = nn.BatchNorm1d(3)(torch.cat(x).float())
+    mine = slice(6 * hvd.rank(), 6 * (hvd.rank() + 1))
+    torch.testing.assert_close(y.float(), wanted[mine], rtol=1e-2, atol=1e-2)
+
+
+def test_without_running_statistics(hvd):
+    batches = batches_of(hvd, (4,), [6] * 4)
+    layer = hvd.SyncBatchNorm(3, track_running_stats=False).double().eval()
+    wanted = nn.BatchNorm1d(3, track_running_stats=False).double()(torch.cat(batches))
+    mine = slice(6 * hvd.rank(), 6 * (hvd.rank() + 1))
+    torch.testing.assert_close(layer(batches[hvd.rank()]), wanted[mine])
+
+
+def test_a_rank_that_has_joined_contributes_nothing(hvd):
+    batches = batches_of(hvd, (4,), [6] * 4)
+    layer = hvd.SyncBatchNorm(3).double()
+    if hvd.rank() > 0:
+        y = layer(batches[hvd.rank()])
+    hvd.join()
+    if hvd.rank() > 0:
+        wanted = nn.BatchNorm1d(3).double()(torch.cat(batches[1:]))
+        torch.testing.assert_close(y, wanted[6 * (hvd.rank() - 1) : 6 * hvd.rank()])
+
+
+def test_a_model_is_converted(hvd):
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, eps=0.1, momentum=None), nn.Sequential(nn.Tanh())
+    )
+    model[2].append(nn.BatchNorm2d(4, affine=False).eval())
+    before = model.state_dict()
+    assert hvd.SyncBatchNorm.convert_sync_batchnorm(model) is model
+    outer, inner = model[1], model[2][1]
+    assert isinstance(outer, hvd.SyncBatchNorm)
+    assert isinstance(inner, hvd.SyncBatchNorm)
+    assert (outer.eps, outer.momentum, outer.training) == (0.1, None, True)
+    assert (inner.affine, inner.training) == (False, False)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(after[name].data_ptr() == before[name].data_ptr() for name in before)
+    alone = hvd.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(4))
+    assert isinstance(alone, hvd.SyncBatchNorm)
+
+
+def test_wrong_shapes_are_refused(hvd):
+    with pytest.raises(ValueError, match="at least 2D"):
+        hvd.SyncBatchNorm(3)(torch.zeros(3))
