@@ -247,7 +247,7 @@ class ReplicaCheck:
         self._handle(step, own, self._differences(digests))
 
     def _warn_of_nan(self, step: int, own: Replicas) -> None:
-        """Log if equal parameters are NaN: the loss was NaN on some rank. Not a collective.
+        """Log if the parameters of all ranks are NaN: the loss was NaN on one. Not a collective.
 
         Only the smallest parameter is read. A loss that is NaN makes all parameters NaN.
         """
@@ -304,6 +304,8 @@ class ReplicaCheck:
             if not self._logged:
                 self._log(f"{text}{_processors(answers)} {_ROUNDING_ADVICE}")
             self._logged = True
+            # Ranks may have NaN with different bits.
+            self._warn_of_nan(step, own)
         else:
             self._save(step, own, differences)
             raise RankMismatchError(
