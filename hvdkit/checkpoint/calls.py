@@ -57,9 +57,9 @@ def begin(collectives: Collectives, call: str) -> None:
     ranks = len(collectives.ranks)
     if agreed.present < ranks:
         raise UsageError(
-            f"{call}() while {ranks - agreed.present} of {ranks} ranks wait in join(): expected "
-            f"all ranks to call it. Call it after join(), or call maybe_save(), which does nothing "
-            f"until then"
+            f"{call}() was called while {ranks - agreed.present} of {ranks} ranks wait in join(): "
+            f"expected all ranks to call {call}(). Call it after join(), or call maybe_save(), "
+            f"which does nothing until then"
         )
     if agreed.elsewhere < ranks:
         exchange_in_call(collectives, call)

@@ -52,6 +52,6 @@ def failing(action: str, path: str | Path) -> Iterator[None]:
         name = error.filename
         inside = f" ({name})" if isinstance(name, str) and name not in str(path) else ""
         raise CheckpointError(
-            f"cannot {action} {path}: {error.strerror}{inside}. {advice}; the listed steps are "
-            f"complete."
+            f"cannot {action} {path}: {error.strerror}{inside}. {advice}; the steps "
+            f"that `hvdkit checkpoint ls` lists are complete."
         ) from error

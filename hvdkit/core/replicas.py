@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import RankMismatchError, compare, first_difference
+from hvdkit.core.consistency import RankMismatchError, compare, first_difference, name_ranks
 from hvdkit.errors import UsageError
 
 #: The default number of steps between two comparisons.
@@ -179,7 +179,8 @@ class ReplicaCheck:
         self._advice = advice
         self._compared_steps = 0
         self._generation = collectives.generation
-        self._saved = False
+        # Whether a repair has saved the tensors. Later repairs do not, to keep the disk free.
+        self._repaired = False
         self._logged = self._logged_nan = False
 
     @property
@@ -286,7 +287,8 @@ class ReplicaCheck:
     def _handle(self, step: int, own: Replicas, differences: Sequence[_Difference]) -> None:
         """Describe differences; then repair them, log them or raise. A collective."""
         repairs = self._settings.on_mismatch == REPAIR and all(d.majority for d in differences)
-        if repairs:
+        if repairs and not self._repaired:
+            self._repaired = True
             self._save(step, own, differences)
         found = [self._examine(own, difference, repairs) for difference in differences]
         answer = {
@@ -308,9 +310,10 @@ class ReplicaCheck:
             self._warn_of_nan(step, own)
         else:
             self._save(step, own, differences)
+            ranks = sorted({rank for d in differences for rank in (d.root, *d.ranks)})
             raise RankMismatchError(
-                f"{text} {self._advice} These ranks have saved the tensors in "
-                f"{FOLDER}/step-{step}-rank-N.*, in their working directories."
+                f"{text} {self._advice} In their working directories, {name_ranks(ranks)} have saved "
+                f"their versions of the tensors as {FOLDER}/step-{step}-rank-N.*."
             )
 
     def _examine(self, own: Replicas, difference: _Difference, repairs: bool) -> tuple[bool, str]:
@@ -358,12 +361,11 @@ class ReplicaCheck:
         return f"Ranks have different values after step {step}: {'; '.join(parts)}.{rest}"
 
     def _save(self, step: int, own: Replicas, differences: Sequence[_Difference]) -> None:
-        """Save this rank's version of the tensors, once. Not a collective."""
+        """Save this rank's version of the tensors. Not a collective."""
         rank = self._collectives.rank
         indices = [d.index for d in differences if rank == d.root or rank in d.ranks]
-        if self._saved or not indices:
+        if not indices:
             return
-        self._saved = True
         try:
             Path(FOLDER).mkdir(exist_ok=True)
             own.save(indices, Path(FOLDER) / f"step-{step}-rank-{rank}")

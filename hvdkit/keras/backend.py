@@ -40,7 +40,7 @@ def _backend_name() -> str:
     if version.split(".")[0] in ("1", "2"):
         raise HvdkitError(
             f"this is Keras {version}, and hvdkit.keras needs Keras 3: pip install 'keras>=3', or "
-            f"use horovod.keras for Keras 2"
+            f"use hvd.DistributedGradientTape of hvdkit.tensorflow for Keras 2"
         )
     if Version(version) < Version(_FIRST_KERAS):
         raise HvdkitError(

@@ -32,8 +32,9 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
     """Elastic state of a Keras model, its optimizer, and any picklable objects.
 
     `commit` and `save` copy the state to host memory, `restore` restores that copy, and `sync`
-    broadcasts the state of rank 0. The states of random seeds are saved, but not broadcast: a rank
-    that starts again has the seeds that the script makes.
+    broadcasts the state of rank 0. `restore` in the same process also restores the states of random
+    seeds. A commit does not contain them: a rank that starts again has the seeds that the script
+    makes.
 
     Example:
         @hvd.elastic.run
@@ -163,7 +164,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.commit()
 
     def commit(self) -> None:
-        """Commit the state, which also applies changes of the ranks."""
+        """Commit the state. If the hosts have changed, the ranks end here and start again."""
         self.state.commit()
 
 

@@ -1,4 +1,4 @@
-"""Run a `--host-discovery-script`, as Horovod's scripts are."""
+"""Run a `--host-discovery-script`. Its output has the format of Horovod's discovery scripts."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The training of a job under faults, with Keras's `fit`.
 
-Each rank writes to `out` a line for each batch (process id, batch, number of steps, mean loss in
-the epoch), and at the end its weights and optimizer state. The training has all state that a resume
-could lose: dropout, statistics of each rank, random numbers, metrics, a schedule, several buckets,
-and a learning rate that a callback lowers. The magnitude of gradients changes so much that the
-scales of a 16-bit wire format change, too.
+Each rank writes to `out` a line for each batch (process id, batch, number of steps, and the sum of
+loss, accuracy and two random numbers), and at the end its weights and optimizer state. The training
+has all state that a resume could lose: dropout, statistics of each rank, random numbers, metrics, a
+schedule, several buckets, and a learning rate that a callback lowers. The magnitude of gradients
+changes so much that the scales of a 16-bit wire format change, too.
 """
 
 import os

@@ -502,7 +502,7 @@ def test_after_a_failed_collective_the_ranks_agree_anew_in_new_memory():
 
 
 def table_rows(rank):
-    """Return rows of a 5 x 2 table: row 0 once, and the row of the rank's number twice."""
+    """Return rows of a 5 x 2 table: row 0 once, and row rank + 1 twice."""
     return Rows(np.array([0, rank + 1, rank + 1]), np.full((3, 2), rank + 1.0))
 
 

@@ -76,7 +76,7 @@ weights = [p.tolist() for p in model.parameters()]
 print("trained", json.dumps([weights, state.trained]), flush=True)
 """
 
-#: Each rank has every second sample, in the same order in each epoch.
+#: Rank r of n has the samples r, r + n, ..., in the same order in each epoch.
 KERAS = f"""
 import json, os, time
 import keras

@@ -35,7 +35,8 @@ def driver(tmp_path_factory):
 
 
 def test_more_ranks_than_files_that_may_be_sent_at_once(driver):
-    """The limit is the soft one of open files, of all processes of the user; root has none."""
+    """Files that are being sent count for all processes of the user together, and the soft limit of
+    open files holds for them. root has no limit."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if 0 <= hard < 2000:
         pytest.skip(f"the hard limit of open files is {hard}")

@@ -30,7 +30,7 @@ def model_of(hvd, local=False, **options):
 
 
 def fit(hvd, model, change=lambda batch: None, batches=8, rank=-1, callbacks=()):
-    """Train, and call `change(batch)` after each batch on one rank."""
+    """Train, and call `change(batch)` before each batch on one rank."""
     import keras
 
     class Change(keras.callbacks.Callback):

@@ -153,7 +153,7 @@ def test_a_model_of_one_number(hvd, compression, op):
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 10**6])
 @pytest.mark.parametrize("compression", WIRES)
 def test_hooks_registered_after_wrapping_run_before_the_reduction(hvd, compression, bucket_bytes):
-    """Each parameter is the last of its bucket in one of the plans; the first one ends the pass."""
+    """With one of the sizes, each parameter is the last of its bucket."""
     model, reference = small_model(), small_model()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01),
@@ -348,7 +348,8 @@ def test_sparse_adam_with_gradients_reduced_as_dense_ones(hvd, compression):
     torch.manual_seed(0)
     model = nn.Embedding(6, 2, sparse=True).to(DEVICE, torch.float64)
     reference = copy.deepcopy(model)
-    # Every row is used: reduced as dense ones, rows that no rank uses have gradients of zero.
+    # Every row is used. A row that no rank uses would get a gradient of zero, and SparseAdam would
+    # update it, unlike in the reference.
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SparseAdam(list(model.parameters()), lr=0.1),
         sparse_as_dense=True,

@@ -143,11 +143,12 @@ def _comments(options: argparse.Namespace) -> Comments:
     if options.queue is not None:
         spec["runPolicy", "suspend"] = suspended_comment(options)
     launcher: Comments = {
-        ("restartPolicy",): "A new pod for each try: the log of the last pod is kept.",
+        ("restartPolicy",): "A new pod for each try, so that the log of the last one stays.",
         ("template", "spec", "terminationGracePeriodSeconds"): GRACE_COMMENT,
         ("template", "spec", "containers", 0, "args"): (
             "The workers make their host keys when they start, so ssh cannot check them. A pod "
-            "that takes over a worker's name would get the job's environment: trust the network."
+            "that takes over a worker's name would get the job's environment. So run the job only "
+            "in a network that you trust."
         ),
         ("template", "spec", "containers", 0, "env"): (
             "A service's names may resolve a moment after its pods are ready."
@@ -155,7 +156,9 @@ def _comments(options: argparse.Namespace) -> Comments:
         ("template", "spec", "containers", 0, "resources"): "No rank runs here.",
     }
     worker: Comments = {
-        ("restartPolicy",): "Not Never: a lost worker would fail every later try.",
+        (
+            "restartPolicy",
+        ): "With Never, a lost worker would stay lost, and each later try would fail.",
         ("template", "spec", "containers", 0, "args"): (
             "Ranks get the variables of the launcher that `hvdkit run` forwards (and `-x NAME`), "
             "not variables that are set here."
