@@ -57,8 +57,8 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
         if not isinstance(error, MemoryError) and "start new thread" not in str(error):
             raise
         print(
-            f"hvdkit {shown.verb}: {error or 'no memory'}. This process has reached a limit of "
-            f"memory (`ulimit -v`) or of processes (`ulimit -u`): raise the limit",
+            f"hvdkit {shown.verb}: {str(error) or 'no memory'}. This process has reached a limit "
+            f"of memory (`ulimit -v`) or of processes (`ulimit -u`): raise the limit",
             file=sys.stderr,
         )
         return EXIT_FAILURE

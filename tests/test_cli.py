@@ -99,11 +99,8 @@ def test_a_closed_pipe_is_not_an_error():
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (
-            RuntimeError("can't start new thread"),
-            "hvdkit run: can't start new thread. This process",
-        ),
-        (MemoryError(), "hvdkit run: no memory. This process has reached a limit"),
+        (RuntimeError("can't start new thread"), "can't start new thread. This process has"),
+        (MemoryError(), "no memory. This process has reached a limit"),
     ],
     ids=str,
 )

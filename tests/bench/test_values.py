@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hvdkit.bench.allreduce import values
-from hvdkit.bench.allreduce.cases import Case, bus_factor, cases, parse_names
+from hvdkit.bench.allreduce.cases import WIRES, Case, bus_factor, cases, parse_names
 from hvdkit.errors import UsageError
 
 ELEMENTS = 100_000
@@ -96,6 +96,7 @@ def test_names_of_other_tools_are_known():
         "float32",
         "float16",
     ]
+    assert parse_names("none,fp16", WIRES, "--wires") == ["none", "fp16"]
     with pytest.raises(UsageError, match="--dtypes has 'complex64'"):
         parse_names("complex64", ["float32"], "--dtypes")
 

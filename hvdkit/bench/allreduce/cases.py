@@ -51,10 +51,13 @@ class Case:
 def parse_names(text: str, known: Sequence[str], option: str) -> list[str]:
     """Return the names in `text`, which are separated by commas, without repetitions.
 
+    Other names for dtypes are known, too.
+
     Raises:
         UsageError: a name is not known.
     """
-    names = [_ALIASES.get(name.strip(), name.strip()) for name in text.lower().split(",")]
+    given = [name.strip() for name in text.lower().split(",")]
+    names = [name if name in known else _ALIASES.get(name, name) for name in given]
     wrong = [name for name in names if name not in known]
     if wrong:
         raise UsageError(f"{option} has {wrong[0]!r}; expected some of {', '.join(known)}")

@@ -192,7 +192,9 @@ class _Benchmark:
                     job.pause()
                 running[variant] = job
             place, turns = self._place.describe(), self._options.turns
-            print(f"# hvdkit bench allreduce: {place}, {turns} turns\n#", flush=True)
+            print(
+                f"# hvdkit bench allreduce: {place}, {turns} turn{'s' * (turns > 1)}\n#", flush=True
+            )
             print(table.header(), flush=True)
             for case in self._cases:
                 self._measure(case, {v: running[v] for v in self._variants_of(case)})

@@ -100,20 +100,32 @@ class Horovod(_Tensors):
     def allocate(self, case: Case) -> None:
         """See `Library`."""
         super().allocate(case)
-        hvd = self._hvd
-        op = getattr(hvd, case.op.capitalize())
-        name = f"{self.prefix}.{case.dtype}.{case.op}.{case.wire}.{case.elements}"
-        if case.wire == "none":
-            self._run = lambda: hvd.allreduce_(self._buffer, op=op, name=name)
-        else:
-            compression = getattr(hvd.Compression, case.wire)
+        self._run = self._plain(case) if case.wire == "none" else self._encoded(case)
 
-            def run() -> None:
-                self._buffer = hvd.allreduce(
-                    self._buffer, op=op, name=name, compression=compression
-                )
+    def _name(self, case: Case) -> str:
+        return f"{self.prefix}.{case.dtype}.{case.op}.{case.wire}.{case.elements}"
 
-            self._run = run
+    def _plain(self, case: Case) -> Callable[[], None]:
+        """Return a function that reduces the buffer in place."""
+        op = getattr(self._hvd, case.op.capitalize())
+        name = self._name(case)
+
+        def run() -> None:
+            self._hvd.allreduce_(self._buffer, op=op, name=name)
+
+        return run
+
+    def _encoded(self, case: Case) -> Callable[[], None]:
+        """Return a function that reduces the buffer in a wire format."""
+        op = getattr(self._hvd, case.op.capitalize())
+        name, compression = self._name(case), getattr(self._hvd.Compression, case.wire)
+
+        def run() -> None:
+            self._buffer = self._hvd.allreduce(
+                self._buffer, op=op, name=name, compression=compression
+            )
+
+        return run
 
     def free(self) -> None:
         """See `Library`."""
@@ -143,13 +155,7 @@ class Hvdkit(Horovod):
 
         return shared_memory.empty(elements, dtype)
 
-    def allocate(self, case: Case) -> None:
-        """See `Library`."""
-        super().allocate(case)
-        if case.wire != "none":
-            self._run = self._bucket_reduction(case)
-
-    def _bucket_reduction(self, case: Case) -> Callable[[], None]:
+    def _encoded(self, case: Case) -> Callable[[], None]:
         """Return a function that reduces the buffer like the gradient of one parameter."""
         from hvdkit.core.int8 import Int8
         from hvdkit.core.reduction import Reduction
