@@ -478,8 +478,10 @@ class BaseMonitor:
             self._delivery.close()
             self._delivery = None
             return
-        step = max(step for step, _, _ in decoded.present.values())
-        steps = max(steps for _, steps, _ in decoded.present.values())
+        if self._collectives.rank not in decoded.present:
+            return
+        # Another rank that was in `join` may have steps that it has not reported.
+        step, steps, _ = decoded.present[self._collectives.rank]
         if not steps and not decoded.values.keys() - metrics.METRICS.keys():
             return
         record = record_of(decoded, step, steps)

@@ -92,8 +92,14 @@ def _compute_norm(
 def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if not tensors:
         return None
-    norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in tensors]
+    norms = [_norm_of(each).float() for each in tensors]
     return torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
+
+
+def _norm_of(tensor: torch.Tensor) -> torch.Tensor:
+    # Squares of float16 and bfloat16 are added in float32.
+    narrow = tensor.dtype in (torch.float16, torch.bfloat16)
+    return torch.linalg.vector_norm(tensor, dtype=torch.float32 if narrow else None)
 
 
 class _Torch:

@@ -8,7 +8,7 @@ from hvdkit.monitor.records import Record
 
 def steps(step, **values):
     metrics = {
-        "loss": 0.53215,
+        "loss": 0.53214,
         "accuracy": 0.5,
         "lr": 0.1,
         "time/step": 0.05,
@@ -35,7 +35,7 @@ def test_plain_lines():
     logged(ConsoleLogger(file=file), steps(10), steps(20, loss=float("nan")))
     first, second = file.getvalue().splitlines()
     assert first == (
-        "step 10: loss 0.5321, accuracy 0.5, lr 0.1, 1234 samples/s, "
+        "step 10: loss 0.5321, accuracy 0.5, lr 0.1, 1,234 samples/s, "
         "50 ms/step (data 20 %, communication 40 %), slowest: rank 1, data (+50 %)"
     )
     assert second.startswith("step 20: loss nan, ")
@@ -49,7 +49,7 @@ def test_progress_on_a_terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
     file = Terminal()
-    logged(ConsoleLogger(total_steps=40, file=file), steps(10, **{"top[5]": 1.0}), steps(20))
+    logged(ConsoleLogger(total_steps=40, file=file), steps(10), steps(20, **{"top[5]": 1.0}))
     text = file.getvalue()
     assert "step 20" in text
     assert "top[5] 1" in text

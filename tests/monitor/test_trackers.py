@@ -1,6 +1,7 @@
 """Weights & Biases and MLflow, read back with their own readers."""
 
 import json
+import struct
 import subprocess
 import sys
 
@@ -34,19 +35,28 @@ logger.close()
 
 
 def history_of(path):
-    """Return the rows of a run's history, read by wandb's own reader."""
-    from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
+    """Return the rows of a run's history.
 
-    store = DataStore()
-    store.open_for_scan(str(path))
-    rows = []
-    while (data := store.scan_data()) is not None:
-        entry = Record()
-        entry.ParseFromString(data)
-        if entry.HasField("history"):
-            items = entry.history.item
-            rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+    wandb has the definition of the entries, and no reader in Python. The entries are in the format
+    of LevelDB's log, after a header of 7 bytes.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, place, entry, rows = path.read_bytes(), 7, b"", []
+    while place + 7 <= len(content):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, place)
+        entry += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a whole entry, or the last part of one
+            record, entry = Record.FromString(entry), b""
+            if record.HasField("history"):
+                items = record.history.item
+                rows.append(
+                    {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items}
+                )
     return rows
 
 

@@ -67,9 +67,9 @@ def describe(record: Record) -> str:
     """Return a line for people."""
     found = record.metrics
     own = [name for name in found if name not in _OF_MONITOR]
-    parts = [f"{name} {found[name].shown:.4g}" for name in (*own, *_SHOWN) if name in found]
+    parts = [f"{name} {_short(found[name].shown)}" for name in (*own, *_SHOWN) if name in found]
     if metrics.SAMPLES in found:
-        parts.append(f"{found[metrics.SAMPLES].shown:.4g} samples/s")
+        parts.append(f"{_short(found[metrics.SAMPLES].shown)} samples/s")
     step = found.get(metrics.STEP)
     if step is not None and step.mean:
         shares = [
@@ -86,3 +86,8 @@ def describe(record: Record) -> str:
         where = slowest.section.removeprefix("time/")
         parts.append(f"slowest: rank {slowest.rank}, {where} (+{more:.0f} %)")
     return ", ".join(parts)
+
+
+def _short(number: float) -> str:
+    """Return a number with four digits, and large ones without an exponent."""
+    return f"{number:,.0f}" if 1e3 <= abs(number) < 1e9 else f"{number:.4g}"

@@ -8,7 +8,7 @@ the unit.
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hvdkit.errors import HvdkitError
@@ -67,7 +67,7 @@ class PrometheusLogger(Logger):
             OSError: this host does not have the address.
         """
         registry = self._client.CollectorRegistry(auto_describe=False)
-        registry.register(self)
+        registry.register(_Collector(self.families))
         try:
             started = self._client.start_http_server(self._port, self._address, registry)
         except OSError as error:
@@ -116,8 +116,8 @@ class PrometheusLogger(Logger):
             self._thread.join()
         self._server = self._thread = None
 
-    def collect(self) -> Iterator[Any]:
-        """Return the metric families; prometheus_client calls it for each scrape."""
+    def families(self) -> Iterator[Any]:
+        """Return the metric families of a scrape."""
         with self._lock:
             last, run = self._last, self._run
             steps, samples, records = self._steps, self._samples, self._records
@@ -147,6 +147,16 @@ class PrometheusLogger(Logger):
                     families[family] = gauge(family, meaning, labels=list(labels))
                 families[family].add_metric(list(labels.values()), value)
         yield from families.values()
+
+
+class _Collector:
+    """A collector of prometheus_client, which calls `collect` for each scrape.
+
+    Not the logger itself, because a collector's `describe` has another meaning.
+    """
+
+    def __init__(self, collect: Callable[[], Iterator[Any]]) -> None:
+        self.collect = collect
 
 
 def _samples_of(

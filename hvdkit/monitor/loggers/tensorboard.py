@@ -89,7 +89,7 @@ def scalars(record: Record, slowest: str = "slowest_rank") -> Mapping[str, float
     for name, statistic in record.metrics.items():
         numbers[name] = statistic.shown
         if statistic.min is not None and statistic.max is not None:
-            differs = statistic.min != statistic.max
+            differs = statistic.min != statistic.max or statistic.nonfinite
             numbers |= (
                 {f"{name}_min": statistic.min, f"{name}_max": statistic.max} if differs else {}
             )
