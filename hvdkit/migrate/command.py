@@ -23,7 +23,7 @@ EXAMPLE = (
     "exit status: 0: nothing is left to do by hand; 1: some lines need you; 2: wrong arguments"
 )
 #: Needed by this command only.
-_REQUIREMENT = "hvdkit[migrate]"
+_REQUIREMENT = "libcst>=1.5"
 
 
 def add_arguments(verb: ArgumentParser) -> None:
@@ -115,8 +115,8 @@ def _lines(lines: list[int]) -> str:
 
 def _diff(path: Path, outcome: Outcome) -> Iterable[str]:
     # Line ends stay as they are. A missing one at the end of the file is marked, as diff does.
-    lines = [each.splitlines(keepends=True) for each in (outcome.before, outcome.after)]
-    for line in difflib.unified_diff(*lines, str(path), str(path)):
+    old, new = (each.splitlines(keepends=True) for each in (outcome.before, outcome.after))
+    for line in difflib.unified_diff(old, new, str(path), str(path)):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 

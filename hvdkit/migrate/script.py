@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from typing import Any
 
 import libcst as cst
@@ -229,9 +230,21 @@ class Script:
 
     # What rules request.
 
-    def edit(self, node: cst.CSTNode, edit: Edit) -> None:
-        """Replace a node by `edit(node)`. Its children, and earlier edits, are already done."""
-        self._edits.setdefault(node, []).append(edit)
+    def edit(self, node: cst.CSTNode, edit: Callable[..., cst.CSTNode], *arguments: Any) -> None:
+        """Replace a node by `edit(node, *arguments)`, after its children and earlier edits."""
+        self._edits.setdefault(node, []).append(lambda each: edit(each, *arguments))
+
+    def set(self, node: cst.CSTNode, **fields: Any) -> None:
+        """Change fields of a node."""
+        self._edits.setdefault(node, []).append(lambda each: each.with_changes(**fields))
+
+    def put(self, node: cst.CSTNode, new: cst.CSTNode) -> None:
+        """Replace a node by another one."""
+        self._edits.setdefault(node, []).append(lambda _: new)
+
+    def remove(self, node: cst.CSTNode) -> None:
+        """Remove a statement."""
+        self._edits.setdefault(node, []).append(lambda _: cst.RemoveFromParent())
 
     def insert(
         self, statement: cst.CSTNode, new: cst.BaseStatement, *, before: bool = False
@@ -262,7 +275,8 @@ class Script:
             return self.text
         module = self.module.visit(_Editor(self._edits, self._before, self._after))
         assert isinstance(module, cst.Module)
-        return _with_imports(module, self.new_imports).code
+        after = _with_imports(module, self.new_imports).code
+        return _with_layout_of(self.text, self.module.code, after)
 
 
 class _Editor(cst.CSTTransformer):
@@ -292,6 +306,23 @@ class _Editor(cst.CSTTransformer):
             first[0] = first[0].with_changes(leading_lines=result.leading_lines)
             statements = [result.with_changes(leading_lines=[])]
         return cst.FlattenSentinel([*first, *statements, *last])
+
+
+def _with_layout_of(text: str, parsed: str, after: str) -> str:
+    """Return `after` with the lines of `text` where nothing has changed.
+
+    LibCST loses some spaces, such as the one in `except KeyError :`. `parsed` is the text as LibCST
+    writes it without edits.
+    """
+    if parsed == text:
+        return after
+    old, same, new = (each.splitlines(keepends=True) for each in (text, parsed, after))
+    if len(old) != len(same):
+        raise ValueError("LibCST does not keep the lines of this file")
+    lines = []
+    for kind, start, end, first, last in SequenceMatcher(None, same, new, False).get_opcodes():
+        lines += old[start:end] if kind == "equal" else new[first:last]
+    return "".join(lines)
 
 
 def imported_names(node: cst.CSTNode) -> list[tuple[str, cst.ImportAlias]]:

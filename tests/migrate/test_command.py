@@ -49,7 +49,7 @@ def test_a_diff_can_be_applied(script, capsys):
     assert script.read_text().startswith(OLD)
     diff = capsys.readouterr().out
     done = subprocess.run(
-        ["git", "apply", "-p0", "--directory", ".", "-"],
+        ["git", "apply", "-p0", "-"],
         input=diff.replace(str(script), "train.py"),
         cwd=script.parent,
         text=True,
@@ -94,7 +94,7 @@ def test_libcst_is_optional(script):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith("-m pip install 'hvdkit[migrate]'")
+    assert done.stderr.splitlines()[-1].endswith("-m pip install 'libcst>=1.5'")
     loaded = subprocess.run(
         [sys.executable, "-c", "import hvdkit.cli, sys; print(*sys.modules)"],
         capture_output=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import libcst as cst
-from libcst.metadata import ImportAssignment
 
 from hvdkit.migrate.ddp.facts import Facts, Optimizer
 from hvdkit.migrate.ddp.units import Unit
@@ -69,7 +68,7 @@ class Conversion:
         """Import hvdkit.torch, and remove imports that are not used any more."""
         lines = [
             (node, unused)
-            for node in self.script.all(cst.SimpleStatementLine)
+            for node in self.script.module.body
             if isinstance(node, cst.SimpleStatementLine) and (unused := self._unused(node))
         ]
         # hvdkit.torch takes the place of an import of PyTorch.
@@ -82,38 +81,44 @@ class Conversion:
             if len(unused) < len(statement.names):
                 kept = [each for each in statement.names if each not in unused]
                 kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-                self.script.edit(statement, lambda each, kept=kept: each.with_changes(names=kept))
+                self.script.set(statement, names=kept)
             elif place is None and self.uses_hvd:
                 place = node
                 line = cst.parse_statement(IMPORT.format(self.hvd))
                 assert isinstance(line, cst.SimpleStatementLine)
-                self.script.edit(node, lambda each, line=line: each.with_changes(body=line.body))
+                self.script.set(node, body=line.body)
             elif not _comments(node):
-                self.script.edit(node, lambda _: cst.RemoveFromParent())
+                self.script.remove(node)
         if place is None and self.uses_hvd:
             self.script.need_import(IMPORT.format(self.hvd))
 
     def _unused(self, line: cst.SimpleStatementLine) -> list[cst.ImportAlias]:
         """Return the names of an import at the top level of which no use is left."""
-        if len(line.body) != 1 or line not in self.script.module.body:
+        if len(line.body) != 1:
             return []
         statement = line.body[0]
         if not isinstance(statement, cst.Import | cst.ImportFrom):
             return []
-        return [
-            alias for _, alias in imported_names(statement) if self._is_unused(statement, alias)
-        ]
+        return [alias for _, alias in imported_names(statement) if self._is_unused(alias)]
 
-    def _is_unused(self, statement: cst.CSTNode, alias: cst.ImportAlias) -> bool:
+    def _is_unused(self, alias: cst.ImportAlias) -> bool:
+        """Return whether rules have replaced all uses of an imported name.
+
+        A variable of the same name counts as a use, too.
+        """
         name = alias.evaluated_alias or alias.evaluated_name.split(".")[0]
-        scope = self.script.scope(statement)
-        uses = {
-            access.node
-            for binding in (scope[name] if scope else ())
-            if isinstance(binding, ImportAssignment)
-            for access in binding.references
-        }
+        uses = {each for each in self.script.all(cst.Name) if self._is_use(each, name)}
         return bool(uses) and uses <= self.replaced
+
+    def _is_use(self, node: cst.CSTNode, name: str) -> bool:
+        where = self.script.parent(node)
+        return (
+            isinstance(node, cst.Name)
+            and node.value == name
+            and not (isinstance(where, cst.Attribute) and where.attr is node)
+            and not (isinstance(where, cst.Arg) and where.keyword is node)
+            and self.script.enclosing(node, cst.Import, cst.ImportFrom) is None
+        )
 
 
 def _comments(node: cst.CSTNode) -> list[cst.CSTNode]:

@@ -80,7 +80,7 @@ def model(self: Rule[Conversion], it: Conversion) -> None:
         _keep_comments(it.script, wrap.call)
         it.script.change(self.name, wrap.call, self.reason)
         if wrap.target and wrap.target == inner:
-            it.script.edit(wrap.call, lambda _, name=inner: _broadcast(it, name))
+            it.script.put(wrap.call, _broadcast(it, inner))
             it.script.edit(it.script.parent(wrap.call), lambda each: cst.Expr(each.value))
             continue
         it.script.edit(wrap.call, _only_model)
@@ -138,7 +138,7 @@ def optimizer(self: Rule[Conversion], it: Conversion) -> None:
         it.script.change(self.name, each.call, self.reason)
         names = [f"{each.model}.named_parameters()"] if each.is_whole else []
         if not each.target:
-            it.script.edit(each.call, lambda call, names=names: _nested(it, call, names))
+            it.script.edit(each.call, _nested, it, names)
             continue
         wrapped = it.call("DistributedOptimizer", each.target, *names)
         assign = cst.parse_statement(f"{each.target} = 0")
@@ -150,7 +150,7 @@ def optimizer(self: Rule[Conversion], it: Conversion) -> None:
         it.script.insert(it.script.statement(each.call), line)
 
 
-def _nested(it: Conversion, call: cst.Call, names: list[str]) -> cst.BaseExpression:
+def _nested(call: cst.Call, it: Conversion, names: list[str]) -> cst.BaseExpression:
     new = it.call("DistributedOptimizer", "optimizer", *names)
     assert isinstance(new, cst.Call)
     return new.with_changes(args=[new.args[0].with_changes(value=call), *new.args[1:]])
@@ -210,7 +210,7 @@ def sampler(self: Rule[Conversion], it: Conversion) -> None:
             continue
         it.replace(call.func, it.name("DistributedSampler"))
         if sum(each.keyword is None for each in call.args) <= 1:
-            it.script.edit(call, lambda each: without_arguments(each, "num_replicas", "rank"))
+            it.script.edit(call, without_arguments, "num_replicas", "rank")
         it.script.change(self.name, call, self.reason)
     for node in it.script.all(cst.ClassDef):
         assert isinstance(node, cst.ClassDef)
@@ -290,7 +290,7 @@ def _collective(it: Conversion, call: cst.Call, function: str, tensor: cst.Arg, 
     def edit(done: cst.Call) -> cst.Call:
         return new.with_changes(args=[first.with_changes(value=done.args[position].value), *others])
 
-    it.script.edit(call, edit)  # type: ignore[arg-type]
+    it.script.edit(call, edit)
 
 
 @rule(
@@ -360,7 +360,7 @@ def gather(self: Rule[Conversion], it: Conversion) -> None:
         )
         assert isinstance(new, cst.SimpleStatementLine)
         statement = new.body[0]
-        it.script.edit(it.script.parent(call), lambda _, statement=statement: statement)
+        it.script.put(it.script.parent(call), statement)
         it.script.change(self.name, call, self.reason)
 
 
@@ -488,7 +488,7 @@ def local_rank_option(self: Rule[Conversion], it: Conversion) -> None:
         if "environ" in default or "getenv" in default:
             continue
         new = cst.parse_expression(f'int(os.environ.get("LOCAL_RANK", {default}))')
-        it.script.edit(call, lambda each, new=new: _with_default(each, new))
+        it.script.edit(call, _with_default, new)
         it.script.need_import("import os")
         it.script.change(self.name, call, self.reason)
 
@@ -533,7 +533,7 @@ def spawn(self: Rule[Conversion], it: Conversion) -> None:
         it.forget(call.func)
         it.uses_hvd = True
         new = cst.parse_expression(f"{function}({', '.join(arguments)})")
-        it.script.edit(call, lambda _, new=new: new)
+        it.script.put(call, new)
         it.script.insert(line, _line(it.call("init")), before=True)
         it.script.change(self.name, call, self.reason)
 
@@ -558,7 +558,7 @@ def master_address(self: Rule[Conversion], it: Conversion) -> None:
             continue
         if all(_sets_master(it.script, each) for each in getattr(block, "body", ())):
             continue
-        it.script.edit(line, lambda _: cst.RemoveFromParent())
+        it.script.remove(line)
         it.script.change(self.name, line, self.reason)
 
 

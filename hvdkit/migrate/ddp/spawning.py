@@ -46,7 +46,7 @@ def can_spawn(facts: Facts, call: cst.Call) -> bool:
         if isinstance(each, cst.FunctionDef)
     }
     if parts[0] not in functions:
-        return len(facts.spawns) == 1  # a parameter
+        return len(facts.spawns) == 1 and "." not in parts[0]  # a parameter
     todo, seen = [parts[0]], set()
     while todo:
         name = todo.pop()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import libcst as cst
-from libcst.metadata import ImportAssignment
 
 import hvdkit
 from hvdkit.migrate.rule import Rule, rule
@@ -39,58 +39,61 @@ _TENSORFLOW_1 = {
     before="import horovod.torch as hvd",
     after="import hvdkit.torch as hvd",
 )
-def imports(self: Rule, script: Script) -> None:
+def imports(self: Rule[Script], script: Script) -> None:
+    plain = []
     for node in script.all(cst.Import):
         for name, alias in imported_names(node):
-            if name.split(".")[0] != "horovod":
-                continue
-            if alias.asname is None:
-                _plain_import(self, script, node, alias, name)
-            elif target := _module_here(name):
+            target = _module_here(name) if name.split(".")[0] == "horovod" else None
+            if target and alias.asname is None:
+                plain.append((node, alias, target))
+            elif target:
                 _rename(self, script, node, alias, "name", target)
+    _plain_imports(self, script, plain)
     for node in script.all(cst.ImportFrom):
         assert isinstance(node, cst.ImportFrom)
         _from_import(self, script, node)
 
 
-def _plain_import(
-    self: Rule, script: Script, node: cst.CSTNode, alias: cst.ImportAlias, module: str
+def _plain_imports(
+    self: Rule[Script],
+    script: Script,
+    found: Sequence[tuple[cst.CSTNode, cst.ImportAlias, str]],
 ) -> None:
     """Rename `import horovod.torch`, and the name `horovod` wherever it is used."""
-    scope = script.scope(node)
-    bindings = scope["horovod"] if scope else set()
-    uses = [
-        script.parent(access.node) if not isinstance(access.node, cst.Attribute) else access.node
-        for binding in bindings
-        for access in binding.references
+    roots = [
+        each
+        for each in script.all(cst.Name)
+        if script.source(each) == "horovod" and not _is_other_name(script, each)
     ]
-    target = _module_here(module)
-    if target is None or not all(isinstance(each, ImportAssignment) for each in bindings):
-        return
-    names = [script.name_of(each) for each in uses]
+    names = [script.name_of(_whole_name(script, each)) for each in roots]
     if not all(name and _renamed(name) for name in names):
-        if module != "horovod":
-            self_text = (
-                f"rename {module} to {target} by hand: `horovod` is also used in another way"
-            )
-            script.advise(self.name, node, self_text)
+        for node, _, target in found:
+            if target != "hvdkit":
+                old = target.replace("hvdkit", "horovod", 1)
+                text = f"rename {old} to {target} by hand: `horovod` is also used in another way"
+                script.advise(self.name, node, text)
         return
-    if module == "horovod" and not uses:
-        return
-    _rename(self, script, node, alias, "name", target)
-    for root in {
-        id(name): name
-        for binding in bindings
-        for access in binding.references
-        for name in [_root(access.node)]
-    }.values():
-        if len(bindings) == 1 or module != "horovod":
-            script.edit(root, lambda each: each.with_changes(value="hvdkit"))
+    for node, alias, target in found:
+        if roots or target != "hvdkit":
+            _rename(self, script, node, alias, "name", target)
+    for root in roots if found else ():
+        script.set(root, value="hvdkit")
 
 
-def _root(node: cst.CSTNode) -> cst.CSTNode:
-    while isinstance(node, cst.Attribute):
-        node = node.value
+def _is_other_name(script: Script, node: cst.CSTNode) -> bool:
+    """Return whether a name is that of an attribute or argument, or a part of an import."""
+    where = script.parent(node)
+    return (
+        (isinstance(where, cst.Attribute) and where.attr is node)
+        or (isinstance(where, cst.Arg) and where.keyword is node)
+        or script.enclosing(node, cst.Import, cst.ImportFrom) is not None
+    )
+
+
+def _whole_name(script: Script, node: cst.CSTNode) -> cst.CSTNode:
+    """Return the longest dotted name that begins with a name."""
+    while isinstance(script.parent(node), cst.Attribute):
+        node = script.parent(node)
     return node
 
 
@@ -115,7 +118,7 @@ def _rename(
     target: str,
 ) -> None:
     new = dotted_name(target)
-    script.edit(node, lambda each: each.with_changes(**{field: new}))
+    script.set(node, **{field: new})
     script.change(self.name, statement, self.reason)
 
 
@@ -142,25 +145,20 @@ def unsupported_modules(self: Rule, script: Script) -> None:
     before="hvd.DistributedTrainableOptimizer(optimizer)",
     setup="import horovod.torch as hvd",
 )
-def unknown_names(self: Rule, script: Script) -> None:
+def unknown_names(self: Rule[Script], script: Script) -> None:
     seen: set[str] = set()
-    for node in script.attributes():
-        name = script.name_of(node)
-        if name is None or name.split(".")[0] not in ("horovod", "hvdkit"):
-            continue
+    names: list[tuple[cst.CSTNode, str]] = [
+        (each, name) for each in script.attributes() if (name := script.name_of(each))
+    ]
+    for statement in script.all(cst.ImportFrom):
+        names += [(statement, name) for name, _ in imported_names(statement)]
+    for node, name in names:
         module, attribute = split(name)
         if module in (None, "hvdkit") or attribute is None or _has(module, attribute):
             continue
         if f"{module}.{attribute}" not in seen and not name.startswith(tuple(_UNSUPPORTED)):
             seen.add(f"{module}.{attribute}")
             script.advise(self.name, node, f"{module} has no `{attribute}`: remove or replace it")
-    for node in script.all(cst.ImportFrom):
-        for name, _ in imported_names(node):
-            module, attribute = split(name)
-            if module in (None, "hvdkit") or attribute is None or _has(module, attribute):
-                continue
-            if name.split(".")[0] == "horovod" and not name.startswith(tuple(_UNSUPPORTED)):
-                script.advise(self.name, node, f"{module} has no `{attribute}`: replace it")
 
 
 @rule(
@@ -201,14 +199,14 @@ def initial_rate(self: Rule, script: Script) -> None:
             value=rate.deep_clone(),
             equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
         )
-        script.edit(call, lambda each, new=new: each.with_changes(args=_prepended(new, each)))
+        script.edit(call, _prepend, new)
         script.change(self.name, call, self.reason)
 
 
-def _prepended(new: cst.Arg, call: cst.Call) -> list[cst.Arg]:
+def _prepend(call: cst.Call, new: cst.Arg) -> cst.Call:
     if call.args:
         new = new.with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
-    return [new, *call.args]
+    return call.with_changes(args=[new, *call.args])
 
 
 def _the_rate(script: Script) -> cst.BaseExpression | None:
@@ -222,6 +220,43 @@ def _the_rate(script: Script) -> cst.BaseExpression | None:
     value = given.value if given else None
     simple = (cst.Name, cst.Attribute, cst.Float, cst.Integer, cst.BinaryOperation)
     return value if isinstance(value, simple) else None
+
+
+@rule(
+    "hvdkit refuses to train models that differ between the ranks, also before the elastic state.",
+    before="model.fit(data, steps_per_epoch=1, callbacks=None)\n"
+    "state = hvd.elastic.KerasState(model)",
+    after="model.fit(data, steps_per_epoch=1, "
+    "callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])\n"
+    "state = hvd.elastic.KerasState(model)",
+    setup="import hvdkit.keras as hvd",
+)
+def first_fit(self: Rule[Script], script: Script) -> None:
+    states = [
+        call
+        for call in script.calls()
+        if re.fullmatch(
+            r"(horovod|hvdkit)\..*keras\.elastic\.KerasState", script.name_of(call.func) or ""
+        )
+    ]
+    names = {script.source(each.func).removesuffix(".elastic.KerasState") for each in states}
+    models = {script.source(each.args[0].value) for each in states if each.args}
+    for call in script.calls() if len(names) == 1 else ():
+        function, steps = call.func, argument(call, "steps_per_epoch")
+        if not isinstance(function, cst.Attribute) or function.attr.value != "fit":
+            continue
+        owner = script.source(function.value)
+        callbacks = argument(call, "callbacks")
+        if not (owner in models or owner.endswith(".model")) or not script.is_statement(call):
+            continue
+        if steps is None or script.source(steps.value) != "1":
+            continue
+        if callbacks is None or script.source(callbacks.value) != "None":
+            continue
+        (name,) = names
+        new = cst.parse_expression(f"[{name}.callbacks.BroadcastGlobalVariablesCallback(0)]")
+        script.set(callbacks, value=new)
+        script.change(self.name, call, self.reason)
 
 
 @rule(
@@ -270,7 +305,7 @@ def dynamic_imports(self: Rule, script: Script) -> None:
 def split(name: str) -> tuple[str | None, str | None]:
     """Split a full name of Horovod or hvdkit into the module of hvdkit and the name in it.
 
-    (None, None) if the name does not belong to a module that hvdkit has.
+    The result is (None, None) if the name does not belong to a module that hvdkit has.
     """
     parts = name.split(".")
     if parts[0] not in ("horovod", "hvdkit"):
@@ -315,9 +350,9 @@ def names_in(module: str) -> frozenset[str]:
     path = _source(place)
     if path is None:
         return frozenset()
-    names = {each.stem for each in place.glob("*.py")} if place.is_dir() else set()
+    names = {each.stem for each in place.glob("*") if _source(each.with_suffix(""))}
     if module == "hvdkit":
-        return frozenset({"run"})
+        return frozenset({"run", *_ADAPTERS})
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
             own = (node.module or "").startswith("hvdkit.")
@@ -339,6 +374,7 @@ RULES = (
     unknown_names,
     global_variables,
     initial_rate,
+    first_fit,
     lightning,
     dynamic_imports,
 )

@@ -99,7 +99,7 @@ def _rename_argument(call: cst.Call, old: str, new: str) -> cst.Call:
 def lr_argument(self: Rule[Script], script: Script) -> None:
     for call in optimizer_calls(script):
         if argument(call, "lr"):
-            script.edit(call, lambda each: _rename_argument(each, "lr", "learning_rate"))
+            script.edit(call, _rename_argument, "lr", "learning_rate")
             script.change(self.name, call, self.reason)
 
 
@@ -116,7 +116,7 @@ def decay_argument(self: Rule[Script], script: Script) -> None:
         if decay is None:
             continue
         if isinstance(decay.value, cst.Float | cst.Integer) and not decay.value.evaluated_value:
-            script.edit(call, lambda each: without_arguments(each, "decay"))
+            script.edit(call, without_arguments, "decay")
             script.change(self.name, call, "Keras 3 has no `decay`.")
             continue
         keras = _keras_of(script)
@@ -131,7 +131,7 @@ def decay_argument(self: Rule[Script], script: Script) -> None:
             )
             continue
         schedule = f"{keras}.optimizers.schedules.InverseTimeDecay"
-        script.edit(call, lambda each, name=schedule: _with_schedule(each, name))
+        script.edit(call, _with_schedule, schedule)
         script.change(self.name, call, self.reason)
 
 
@@ -210,7 +210,7 @@ def lr_attribute(self: Rule[Script], script: Script) -> None:
         return
     for node in script.attributes():
         if node.attr.value == "lr" and is_optimizer(script, node.value):
-            script.edit(node, lambda each: each.with_changes(attr=cst.Name("learning_rate")))
+            script.set(node, attr=cst.Name("learning_rate"))
             script.change(self.name, node, self.reason)
 
 
@@ -232,7 +232,7 @@ def set_value(self: Rule[Script], script: Script) -> None:
             and is_optimizer(script, rate.value)
         )
         if is_rate and name.endswith("get_value") and len(call.args) == 1:
-            script.edit(call, lambda each: each.with_changes(func=cst.Name("float")))
+            script.set(call, func=cst.Name("float"))
             script.change(self.name, call, "Keras 3 has no K.get_value.")
         elif is_rate and len(call.args) == 2 and script.is_statement(call):
             script.edit(script.parent(call), lambda each: _assignment(each.value))
@@ -315,7 +315,7 @@ _EQUAL = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 def workers(self: Rule[Script], script: Script) -> None:
     for call, owner in _methods(script, "fit", "evaluate", "predict"):
         if any(argument(call, name) for name in _WORKERS) and is_model(script, owner):
-            script.edit(call, lambda each: without_arguments(each, *_WORKERS))
+            script.edit(call, without_arguments, *_WORKERS)
             script.change(self.name, call, self.reason)
 
 
@@ -358,7 +358,7 @@ def accuracy_name(self: Rule[Script], script: Script) -> None:
         )
         if each.evaluated_value in ("acc", "val_acc") and (is_monitor or is_history):
             new = each.value.replace("acc", "accuracy")
-            script.edit(each, lambda string, new=new: string.with_changes(value=new))
+            script.set(each, value=new)
             script.change(self.name, each, self.reason)
 
 
@@ -381,7 +381,7 @@ def apply_gradients(self: Rule[Script], script: Script) -> None:
     for call, _ in _methods(script, "apply_gradients"):
         given = [name for name in _APPLY if argument(call, name)]
         if given and script.imports("keras", "tensorflow"):
-            script.edit(call, lambda each: without_arguments(each, *_APPLY))
+            script.edit(call, without_arguments, *_APPLY)
             script.change(self.name, call, self.reason)
 
 
@@ -399,7 +399,7 @@ def tensorboard(self: Rule[Script], script: Script) -> None:
         if keras_name(script.name_of(call.func)) == "callbacks.TensorBoard" and any(
             argument(call, name) for name in _TENSORBOARD
         ):
-            script.edit(call, lambda each: without_arguments(each, *_TENSORBOARD))
+            script.edit(call, without_arguments, *_TENSORBOARD)
             script.change(self.name, call, self.reason)
 
 
@@ -419,7 +419,7 @@ def run_tf_function(self: Rule[Script], script: Script) -> None:
         given = argument(call, "optimizer", 0)
         made = (script.made_by(given.value) or [""]) if given else [""]
         if not any(name.endswith(".DistributedOptimizer") for name in made):
-            script.edit(call, lambda each: without_arguments(each, "experimental_run_tf_function"))
+            script.edit(call, without_arguments, "experimental_run_tf_function")
             script.change(self.name, call, self.reason)
 
 

@@ -59,10 +59,7 @@ def moved_modules(self: Rule[Script], script: Script) -> None:
                 asname=alias.asname or _as(names[0] if names[0] != leaf else ""),
             )
             target = dotted_name(".".join(filter(None, [package, parent])))
-            script.edit(
-                node,
-                lambda each, new=new, target=target: each.with_changes(module=target, names=[new]),
-            )
+            script.set(node, module=target, names=[new])
             script.change(self.name, node, self.reason)
         elif any(leaf in MOVED for leaf in leaves):
             script.advise(self.name, node, f"Keras 3 has no {', '.join(set(leaves) & set(MOVED))}")
@@ -71,7 +68,7 @@ def moved_modules(self: Rule[Script], script: Script) -> None:
         if name in MOVED and not script.enclosing(attribute, cst.Import, cst.ImportFrom):
             depth = name.count(".") - MOVED[name].count(".")
             if depth > 0 and name.startswith(MOVED[name]):
-                script.edit(attribute, lambda each, depth=depth: _inner(each, depth))
+                script.edit(attribute, _inner, depth)
                 script.change(self.name, attribute, self.reason)
             else:
                 script.advise(self.name, attribute, f"keras.{name} is now keras.{MOVED[name]}")
@@ -90,7 +87,7 @@ def _inner(node: cst.BaseExpression, depth: int) -> cst.BaseExpression:
 
 def _to_module(self: Rule[Script], script: Script, node: cst.CSTNode, module: str) -> None:
     target = dotted_name(module)
-    script.edit(node, lambda each: each.with_changes(module=target))
+    script.set(node, module=target)
     script.change(self.name, node, self.reason)
 
 
@@ -170,12 +167,7 @@ def renamed_layers(self: Rule[Script], script: Script) -> None:
                 script.advise(self.name, node, f"Keras 3 has no {last}: use {REMOVED[last]}")
             elif last in RENAMED:
                 new = cst.Name(RENAMED[last])
-                script.edit(
-                    alias,
-                    lambda each, new=new, last=last: each.with_changes(
-                        name=new, asname=each.asname or _as(last)
-                    ),
-                )
+                script.set(alias, name=new, asname=alias.asname or _as(last))
                 script.change(self.name, node, self.reason)
     for attribute in script.attributes():
         short = keras_name(script.name_of(attribute)) or ""
@@ -186,7 +178,7 @@ def renamed_layers(self: Rule[Script], script: Script) -> None:
             script.advise(self.name, attribute, f"Keras 3 has no {last}: use {REMOVED[last]}")
         elif last in RENAMED:
             new = cst.Name(RENAMED[last])
-            script.edit(attribute, lambda each, new=new: each.with_changes(attr=new))
+            script.set(attribute, attr=new)
             script.change(self.name, attribute, self.reason)
 
 
@@ -204,7 +196,7 @@ def mixed_precision(self: Rule[Script], script: Script) -> None:
             script.edit(attribute, lambda each: each.value)
         elif name == f"{start}.set_policy":
             new = cst.Name("set_global_policy")
-            script.edit(attribute, lambda each, new=new: each.with_changes(attr=new))
+            script.set(attribute, attr=new)
         if name.startswith(start + "."):
             script.change(self.name, attribute, self.reason)
 

@@ -48,8 +48,7 @@ def _item(node: cst.Subscript) -> cst.Call:
 
 def _is_loss(script: Script, node: cst.CSTNode) -> bool:
     """Return whether all values of a name come from loss functions that return one number."""
-    values = script.values_of(node)
-    for value in values or [node]:
+    for value in script.values_of(node) or (node,):
         if not isinstance(value, cst.Call):
             return False
         if any(argument(value, name) for name in ("reduce", "reduction")):
@@ -136,7 +135,7 @@ def scheduler_verbose(self: Rule[Script], script: Script) -> None:
     for call in script.calls():
         name = script.name_of(call.func) or ""
         if name.startswith("torch.optim.lr_scheduler.") and argument(call, "verbose"):
-            script.edit(call, lambda each: without_arguments(each, "verbose"))
+            script.edit(call, without_arguments, "verbose")
             script.change(self.name, call, self.reason)
 
 
@@ -155,7 +154,7 @@ def transforms(self: Rule[Script], script: Script) -> None:
         old = name.removeprefix("torchvision.transforms.")
         if name != old and old in _TRANSFORMS and attribute.attr.value == old:
             new = cst.Name(_TRANSFORMS[old])
-            script.edit(attribute, lambda each, new=new: each.with_changes(attr=new))
+            script.set(attribute, attr=new)
             script.change(self.name, attribute, self.reason)
     for node in script.all(cst.ImportFrom):
         assert isinstance(node, cst.ImportFrom)
@@ -165,10 +164,7 @@ def transforms(self: Rule[Script], script: Script) -> None:
             old = alias.evaluated_name
             if old in _TRANSFORMS:
                 new = cst.Name(_TRANSFORMS[old])
-                name = alias.asname or cst.AsName(cst.Name(old))
-                script.edit(
-                    alias, lambda each, new=new, name=name: each.with_changes(name=new, asname=name)
-                )
+                script.set(alias, name=new, asname=alias.asname or cst.AsName(cst.Name(old)))
                 script.change(self.name, node, self.reason)
 
 
@@ -202,7 +198,7 @@ def numpy_names(self: Rule[Script], script: Script) -> None:
         new = _NUMPY[old].replace("np.", script.source(attribute.value) + ".")
         if "." not in new and _is_bound(script, new):
             continue
-        script.edit(attribute, lambda _, new=new: cst.parse_expression(new))
+        script.put(attribute, cst.parse_expression(new))
         script.change(self.name, attribute, self.reason)
 
 
@@ -243,9 +239,7 @@ def loose_version(self: Rule[Script], script: Script) -> None:
             continue
         new = alias.with_changes(name=cst.Name("parse"), asname=cst.AsName(cst.Name(name)))
         target = cst.parse_expression("packaging.version")
-        script.edit(
-            node, lambda each, new=new, target=target: each.with_changes(module=target, names=[new])
-        )
+        script.set(node, module=target, names=[new])
         script.change(self.name, node, self.reason)
 
 

@@ -90,11 +90,11 @@ def _pinned(self: Rule[Script], script: Script, lines: list[cst.CSTNode], config
         script.edit(first, lambda each: new.with_changes(leading_lines=each.leading_lines))
     elif grows:
         new = new.with_changes(target=cst.Name("device"))  # rare: the script has a name `gpu`
-        script.edit(first, lambda each: _renamed(new, each))
+        script.edit(first, _renamed, new)
     else:
-        script.edit(first, lambda _: cst.RemoveFromParent())
+        script.remove(first)
     for line in others:
-        script.edit(line, lambda _: cst.RemoveFromParent())
+        script.remove(line)
 
 
 def _is_keyword(script: Script, name: cst.CSTNode) -> bool:
@@ -102,7 +102,7 @@ def _is_keyword(script: Script, name: cst.CSTNode) -> bool:
     return isinstance(where, cst.Arg) and where.keyword is name
 
 
-def _renamed(loop: cst.CSTNode, line: cst.CSTNode) -> cst.CSTNode:
+def _renamed(line: cst.CSTNode, loop: cst.CSTNode) -> cst.CSTNode:
     code = cst.Module([loop]).code.replace("(gpu,", "(device,")  # type: ignore[list-item]
     return cst.parse_statement(code).with_changes(leading_lines=line.leading_lines)  # type: ignore[attr-defined]
 
@@ -191,7 +191,7 @@ def compatible_names(self: Rule[Script], script: Script) -> None:
         if short == name or script.dotted(attribute) != f"{_tf(script)}.{short}":
             continue
         new = cst.parse_expression(f"{_tf(script)}.compat.v1.{short}")
-        script.edit(attribute, lambda _, new=new: new)
+        script.put(attribute, new)
         script.change(self.name, attribute, self.reason)
 
 
