@@ -312,8 +312,8 @@ class ReplicaCheck:
             self._save(step, own, differences)
             ranks = sorted({rank for d in differences for rank in (d.root, *d.ranks)})
             raise RankMismatchError(
-                f"{text} {self._advice} In their working directories, {name_ranks(ranks)} have saved "
-                f"their versions of the tensors as {FOLDER}/step-{step}-rank-N.*."
+                f"{text} {self._advice} In their working directories, {name_ranks(ranks)} have "
+                f"saved their versions of the tensors as {FOLDER}/step-{step}-rank-N.*."
             )
 
     def _examine(self, own: Replicas, difference: _Difference, repairs: bool) -> tuple[bool, str]:
