@@ -246,10 +246,14 @@ if hvd.rank() == 1:
 error = None
 while error is None:
     began = time.monotonic()
-    handles = [
-        mpi_ops.allreduce_async_(tensor.fill_(1.0), name=f"hvdkit.{k}", op=hvd.Sum)
-        for k, tensor in enumerate(tensors)
-    ]
+    handles = []
+    for k, tensor in enumerate(tensors):
+        try:
+            handles.append(
+                mpi_ops.allreduce_async_(tensor.fill_(1.0), name=f"hvdkit.{k}", op=hvd.Sum)
+            )
+        except hvd.HorovodInternalError as failure:
+            error = failure
     for handle, tensor in zip(handles, tensors):
         try:
             mpi_ops.synchronize(handle)
