@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -81,13 +82,15 @@ def _convert(unit: Unit, paths: Mapping[int, Path]) -> None:
         _with_horovod(unit)
     elif unit.obstacles:
         for facts, line, reason in unit.obstacles:
-            place = f" with {paths[id(facts)]}, line {line}"
-            for each in unit.facts:
-                own = each is facts
-                text = f"not converted{'' if own else place}: {reason}"
-                each.script.advice.append(Remark(line if own else 1, "ddp", text))
+            facts.script.advice.append(Remark(line, "ddp", f"not converted: {reason}"))
+        others = sorted(paths[id(facts)] for facts, _, _ in unit.obstacles)
         for facts in unit.facts:
-            _advise(facts)
+            if not facts.script.advice:
+                other = os.path.relpath(others[0], paths[id(facts)].parent)
+                text = f"not converted, because {other} is not"
+                facts.script.advice.append(Remark(1, "ddp", text))
+            if not unit.is_unsupported:
+                _advise(facts)
     else:
         for facts in unit.facts:
             conversion = Conversion(facts, unit, _free_name(facts.script))

@@ -24,9 +24,8 @@ HARMLESS = (
     "torch.distributed.is_nccl_available",
     "torch.distributed.is_gloo_available",
     "torch.distributed.is_mpi_available",
+    "torch.distributed.get_default_backend_for_device",
     "torch.distributed.elastic.multiprocessing.errors",
-    "torch.distributed.ReduceOp",
-    "torch.distributed.init_process_group",
 )
 #: Name of what hvdkit cannot replace -> what to do. A script that uses one is not converted.
 UNSUPPORTED = {
@@ -59,6 +58,8 @@ _DROPPED = {
     "gradient_as_bucket_view",
     "static_graph",
 }
+#: Methods of a model that return the model itself.
+_MOVES = ("to", "cuda", "cpu", "float", "double", "half", "bfloat16", "train", "eval")
 _HOOKS = ("register_comm_hook", "_set_static_graph", "require_backward_grad_sync")
 
 
@@ -111,7 +112,7 @@ def gather(script: Script) -> Facts:
         unsupported = next((each for each in UNSUPPORTED if _within(name, each)), None)
         if unsupported:
             facts.blockers.append((node, UNSUPPORTED[unsupported]))
-        elif (name.startswith(DIST) and not name.startswith(HARMLESS[:5])) or name in WRAPPERS:
+        elif (name.startswith(DIST) and not name.startswith(HARMLESS)) or name in WRAPPERS:
             facts.uses.append((node, name))
     for node in script.all(cst.Import, cst.ImportFrom):
         _star_import(facts, node)
@@ -224,6 +225,16 @@ def _first_owner(script: Script, parameters: cst.CSTNode) -> str:
             todo += script.values_of(node) or []
         todo += node.children
     return owners.pop() if len(owners) == 1 else ""
+
+
+def model_name(script: Script, node: cst.BaseExpression) -> str:
+    """Return "model" for `model`, `model.module` and `model.to(device)`; "" for others."""
+    while isinstance(node, cst.Call):
+        function = node.func
+        if not isinstance(function, cst.Attribute) or function.attr.value not in _MOVES:
+            return ""
+        node = function.value
+    return without_module(script.dotted(node) or "")
 
 
 def without_module(name: str) -> str:

@@ -252,7 +252,9 @@ def all_reduce(self: Rule[Conversion], it: Conversion) -> None:
 def _operation(script: Script, given: cst.Arg | None) -> str | None:
     if given is None:
         return "Sum"
-    found = re.fullmatch(r"torch\.distributed\.ReduceOp\.(\w+)", script.name_of(given.value) or "")
+    found = re.fullmatch(
+        r"torch\.distributed\.(?:ReduceOp|reduce_op)\.(\w+)", script.name_of(given.value) or ""
+    )
     return _OPERATIONS.get(found[1]) if found else None
 
 
@@ -592,7 +594,16 @@ _BY_HAND = {
     setup=SETUP,
 )
 def by_hand(self: Rule[Conversion], it: Conversion) -> None:
-    handled = {"all_reduce", "reduce", "broadcast", *_GATHERED, *_FUNCTIONS, "init_process_group"}
+    handled = {
+        "ReduceOp",
+        "reduce_op",
+        "all_reduce",
+        "reduce",
+        "broadcast",
+        *_GATHERED,
+        *_FUNCTIONS,
+        "init_process_group",
+    }
     for node, name in it.facts.uses:
         short = name.removeprefix(DIST).split(".")[0]
         if not name.startswith(DIST) or node in it.replaced or short in handled:

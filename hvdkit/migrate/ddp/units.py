@@ -10,9 +10,9 @@ from pathlib import Path
 
 import libcst as cst
 
-from hvdkit.migrate.ddp.facts import Facts, without_module
+from hvdkit.migrate.ddp.facts import UNSUPPORTED, Facts, model_name, without_module
 from hvdkit.migrate.ddp.spawning import can_spawn
-from hvdkit.migrate.script import Script
+from hvdkit.migrate.script import Script, argument
 
 #: A file without these words does not use torch.distributed.
 _WORDS = re.compile(
@@ -31,21 +31,20 @@ class Unit:
     """Files that use torch.distributed and import each other."""
 
     facts: list[Facts]
-    #: Why the unit is not converted: (facts of the file, line, reason).
+    #: Why the unit is not converted: (facts of the file, line, reason), each reason once per file.
     obstacles: list[tuple[Facts, int, str]] = field(default_factory=list)
+    #: Whether the unit uses something that hvdkit does not have.
+    is_unsupported: bool = False
 
     @property
     def models(self) -> set[str]:
         """The names of the models that DDP wraps, before and after."""
-        found = set()
-        for facts in self.facts:
-            for wrap in facts.wraps:
-                model = facts.script.dotted(wrap.model) or ""
-                # `net.to(device)` has the parameters of `net`.
-                inner = facts.script.source(wrap.model)
-                moved = re.fullmatch(r"([\w.]+?)\.(?:to|cuda|float|half|double)\(.*\)", inner)
-                found |= {model, wrap.target, moved[1] if moved else ""}
-        found.discard("")
+        found = {
+            name
+            for facts in self.facts
+            for wrap in facts.wraps
+            for name in (wrap.target, model_name(facts.script, wrap.model))
+        } - {""}
         while (
             more := {name for facts in self.facts for name in _aliases(facts.script, found)} - found
         ):
@@ -64,7 +63,7 @@ def _aliases(script: Script, models: set[str]) -> set[str]:
     for node in script.all(cst.Assign):
         assert isinstance(node, cst.Assign)
         targets = {script.dotted(each.target) or "" for each in node.targets}
-        value = without_module(script.dotted(node.value) or "")
+        value = model_name(script, node.value)
         if value in models:
             found |= targets
         elif targets & models:
@@ -109,7 +108,8 @@ def _examine(unit: Unit, outside: Iterable[Path]) -> None:
 
     def obstacle(reason: str, facts: Facts = first, node: object = None) -> None:
         line = facts.script.line(node) if node is not None else 1  # type: ignore[arg-type]
-        unit.obstacles.append((facts, line, reason))
+        if not any(each[0] is facts and each[2] == reason for each in unit.obstacles):
+            unit.obstacles.append((facts, line, reason))
 
     for path in sorted(outside):
         obstacle(
@@ -118,6 +118,16 @@ def _examine(unit: Unit, outside: Iterable[Path]) -> None:
     for facts in unit.facts:
         for node, reason in facts.blockers:
             obstacle(reason, facts, node)
+            unit.is_unsupported |= reason in UNSUPPORTED.values()
+        for call in facts.inits if any(each.spawns for each in unit.facts) else ():
+            rank = argument(call, "rank")
+            if rank is not None and not isinstance(rank.value, cst.Name):
+                obstacle(
+                    "the script computes its ranks: start them with `hvdkit run`, and use "
+                    "hvd.rank() and hvd.local_rank()",
+                    facts,
+                    call,
+                )
         for call in facts.spawns:
             if not can_spawn(facts, call):
                 obstacle(
@@ -148,7 +158,7 @@ def _examine(unit: Unit, outside: Iterable[Path]) -> None:
         if unit.is_conditional and not optimizer.target:
             obstacle("assign the optimizer to a name first", facts, optimizer.call)
     for facts, wrap in wraps:
-        own = {wrap.target, facts.script.dotted(wrap.model) or ""}
+        own = {wrap.target, model_name(facts.script, wrap.model)}
         if len(wraps) == 1:
             own |= models
         if not any(without_module(each.model) in own for _, each in optimizers):
