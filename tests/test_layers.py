@@ -51,6 +51,7 @@ ALLOWED = {
     ("checkpoint", "core"),
     ("cli", "bench"),
     ("launch", "core"),
+    ("monitor", "core"),
     ("launch", "engine"),
     ("launch", "faults"),
     # Ranks of a benchmark measure the optimizer of hvdkit.keras.
