@@ -84,7 +84,12 @@ _METRICS = (
     Metric(SKIPPED, "", "steps that an optimizer skipped: loss scaling, or `on_nonfinite`"),
     Metric(RSS, "B", "resident memory of the process", "process_resident_memory_bytes"),
     Metric(ALLOCATED, "B", "memory of tensors on the GPU", "device_allocated_bytes"),
-    Metric(PEAK_ALLOCATED, "B", "its largest value since the start", "device_peak_allocated_bytes"),
+    Metric(
+        PEAK_ALLOCATED,
+        "B",
+        "largest memory of tensors on the GPU since the start",
+        "device_peak_allocated_bytes",
+    ),
     Metric(
         GPU, "ratio", "part of the last second in which the GPU was busy", "gpu_utilization_ratio"
     ),

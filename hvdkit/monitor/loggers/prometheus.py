@@ -44,6 +44,7 @@ class PrometheusLogger(Logger):
 
     def __init__(self, port: int = 9464, address: str = "127.0.0.1") -> None:
         self._client = require("prometheus_client", "prometheus_client", "monitor-prometheus")
+        self._core = require("prometheus_client.core", "prometheus_client", "monitor-prometheus")
         self._port = port
         self._address = address
         self._server: Any = None
@@ -122,8 +123,7 @@ class PrometheusLogger(Logger):
             last, run = self._last, self._run
             steps, samples, records = self._steps, self._samples, self._records
             counted = dict(self._counted)
-        core = self._client.core
-        gauge, counter = core.GaugeMetricFamily, core.CounterMetricFamily
+        gauge, counter = self._core.GaugeMetricFamily, self._core.CounterMetricFamily
         yield counter("hvdkit_steps", "Steps since the start of the process.", value=steps)
         yield counter("hvdkit_samples", "Samples of all ranks since then.", value=samples)
         yield counter("hvdkit_reports", "Records since then.", value=records)

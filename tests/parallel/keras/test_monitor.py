@@ -77,7 +77,8 @@ def test_records_of_fit(hvd):
     for name in (metrics.FORWARD, metrics.BACKWARD, metrics.COMMUNICATION):
         assert first.metrics[name].min >= 0
     assert first.metrics[metrics.COMMUNICATION].max > 0
-    assert first.metrics[metrics.PAYLOAD].mean == pytest.approx(4 * 21)
+    # TensorFlow pads buckets.
+    assert 4 * 21 <= first.metrics[metrics.PAYLOAD].mean < 4 * (21 + 16)
     # The validation of 0.4 s is not part of the steps after it.
     assert (
         kept.records[3].metrics[metrics.STEP].mean * 4

@@ -58,9 +58,9 @@ def test_records_of_a_loop(hvd, where, compression, size):
     assert found[metrics.COMMUNICATION].by_rank[0] > 0
     numbers = sum(int(tf.size(variable)) for variable in variables)
     # float16 needs one step in float64, to learn the magnitude, which is in the first record.
-    assert found[metrics.PAYLOAD].by_rank == pytest.approx(
-        dict.fromkeys(range(hvd.size()), size * numbers)
-    )
+    # TensorFlow pads buckets.
+    payload = found[metrics.PAYLOAD]
+    assert size * numbers <= payload.min == payload.max < size * (numbers + 16)
     assert metrics.OVERFLOWS not in found
     sections = sum(found[name].by_rank[1] for name in metrics.SECTIONS if name in found)
     assert sections <= found[metrics.STEP].by_rank[1] * 1.05 + 1e-3
