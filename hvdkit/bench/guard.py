@@ -1,12 +1,15 @@
 """The guard of a rank: a process that stops and continues the rank between its turns.
 
 The rank forks the guard before it starts threads. A rank that is stopped cannot execute commands,
-so the guard has a connection of its own. The guard ends with the rank, and the rank with it.
+so the guard has a connection of its own. The guard ends with the rank. If the benchmark has ended,
+the guard lets the rank end, and kills it after some seconds: the rank may wait for another rank
+that does not exist any more.
 """
 
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +18,7 @@ import psutil
 from hvdkit.bench import control
 
 _PR_SET_PDEATHSIG = 1
+_END_SECONDS = 5.0
 
 
 def fork(spec: Mapping[str, Any], rank: int) -> None:
@@ -25,7 +29,11 @@ def fork(spec: Mapping[str, Any], rank: int) -> None:
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == parent:
-            _serve(control.connect(spec, control.GUARD, rank), psutil.Process(parent))
+            try:
+                _serve(control.connect(spec, control.GUARD, rank), psutil.Process(parent))
+            finally:
+                time.sleep(_END_SECONDS)
+                os.kill(parent, signal.SIGKILL)
     finally:
         os._exit(0)
 
