@@ -1,16 +1,17 @@
-"""Run `hvdkit bench`, and check that it leaves nothing behind."""
+"""Run `hvdkit bench`, and find the processes that it leaves."""
 
 import os
 import subprocess
 import sys
+import uuid
 
 import psutil
 
-from hvdkit.bench.control import TOKEN_VARIABLE
-
 _SECONDS = 240
 
-#: Variables of the test's own job must not reach the benchmark.
+#: The environment variable by which a test knows its processes.
+MARK = "HVDKIT_TEST_MARK"
+
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 
@@ -19,35 +20,36 @@ def command(*arguments):
 
 
 def bench(*arguments, **env):
-    """Run a benchmark to its end."""
+    """Run a benchmark to its end, and check that it leaves no process."""
+    mark = str(uuid.uuid4())
     done = subprocess.run(
         command(*arguments),
-        env=os.environ | ENVIRONMENT | env,
+        env=os.environ | ENVIRONMENT | {MARK: mark} | env,
         capture_output=True,
         text=True,
         timeout=_SECONDS,
         check=False,
     )
-    assert not ranks_left()
+    assert not processes(mark)
     return done
 
 
-def start(*arguments):
+def start(mark, *arguments):
     return subprocess.Popen(
         command(*arguments),
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | ENVIRONMENT | {MARK: mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def ranks_left():
-    """Return the processes of benchmarks' ranks."""
+def processes(mark):
+    """Return the processes of a test."""
     found = []
     for process in psutil.process_iter():
         try:
-            if TOKEN_VARIABLE in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
             continue

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.bench.commands import bench, ranks_left, start
+from tests.bench.commands import bench, processes, start
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 
 GLOO = ("allreduce", "-np", "2", "--variants", "hvdkit-gloo")
@@ -73,16 +73,31 @@ def test_results_of_an_earlier_run_are_compared(tmp_path, mpi):
     assert "faster" in done.stdout
 
 
+def is_rank(process):
+    return "hvdkit.bench.rank" in process.cmdline()[1:3]
+
+
 def test_a_rank_that_dies_in_the_middle(tmp_path, mpi):
     path = tmp_path / "run.json"
     with start(
-        *RING, "--sizes", "1KiB,100MB", "--turns", "2", "--calls", "1000", "--json", str(path)
+        str(tmp_path),
+        *RING,
+        "--sizes",
+        "1KiB,100MB",
+        "--turns",
+        "2",
+        "--calls",
+        "1000",
+        "--json",
+        str(path),
     ) as job:
         try:
             for line in job.stdout:
                 if line.lstrip().startswith("1024"):
                     break
-            workers = [rank for rank in ranks_left() if rank.children()]
+            workers = [
+                rank for rank in processes(str(tmp_path)) if is_rank(rank) and rank.children()
+            ]
             workers[-1].kill()
             _, error = job.communicate(timeout=60)
         finally:
@@ -92,13 +107,22 @@ def test_a_rank_that_dies_in_the_middle(tmp_path, mpi):
     assert f"1 of 2 results were measured; they are in {path}." in error
     assert not json.loads(path.read_text())["complete"]
     assert len(rows_of(path)) == 1
-    assert not ranks_left()
+    assert not processes(str(tmp_path))
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path, mpi):
     path = tmp_path / "run.json"
     with start(
-        *RING, "--sizes", "1KiB,100MB", "--turns", "2", "--calls", "1000", "--json", str(path)
+        str(tmp_path),
+        *RING,
+        "--sizes",
+        "1KiB,100MB",
+        "--turns",
+        "2",
+        "--calls",
+        "1000",
+        "--json",
+        str(path),
     ) as job:
         try:
             for line in job.stdout:
@@ -111,7 +135,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, mpi):
     assert job.returncode == 130
     assert "SIGINT; 1 of 2 results were measured; they are in" in error
     assert len(rows_of(path)) == 1
-    assert not ranks_left()
+    assert not processes(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ from hvdkit.bench.jobs import Job, JobPlan
 from hvdkit.bench.places import ThisMachine
 from hvdkit.bench.turns import in_turns
 from hvdkit.errors import HvdkitError
+from tests.bench.commands import MARK, processes
 
 _SECONDS = 20
 
 
 def job_of(tmp_path, name="one", size=2, **spec):
-    plan = JobPlan(name, "tests.bench.counting_rank", "gloo", size, spec)
+    plan = JobPlan(name, "tests.bench.counting_rank", "gloo", size, spec, env={MARK: str(tmp_path)})
     return Job(plan, ThisMachine(size=size), tmp_path)
 
 
@@ -37,17 +38,6 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def processes_of_jobs():
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if TOKEN_VARIABLE in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 def test_ranks_answer_in_the_order_of_ranks(job):
@@ -111,7 +101,7 @@ def test_ranks_that_cannot_be_built(tmp_path):
             broken.start()
     finally:
         broken.close()
-    assert not processes_of_jobs()
+    assert not processes(str(tmp_path))
 
 
 @pytest.mark.parametrize("stopped", [True, False])
@@ -124,11 +114,11 @@ def test_no_rank_outlives_a_runner_that_is_killed(tmp_path, stopped):
     runner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         assert runner.stdout.readline() == "ready\n"
-        assert len(processes_of_jobs()) == 4  # two ranks and their guards
+        assert len(processes(str(tmp_path))) == 4  # two ranks and their guards
     finally:
         runner.kill()
         runner.communicate(timeout=_SECONDS)
-    wait_until(lambda: not processes_of_jobs())
+    wait_until(lambda: not processes(str(tmp_path)))
 
 
 def test_a_stranger_is_not_taken_for_a_rank(tmp_path):

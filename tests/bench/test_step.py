@@ -9,7 +9,7 @@ from hvdkit.bench.step import table
 from hvdkit.bench.step.command import check_consistency
 from hvdkit.bench.step.variants import Variant
 from hvdkit.errors import HvdkitError
-from tests.bench.commands import bench, ranks_left, start
+from tests.bench.commands import bench, processes, start
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 
 SMALL = ("step", "-np", "2", "--model", "many-small", "--turns", "2")
@@ -114,7 +114,7 @@ def test_wrong_arguments_are_status_2(arguments, expected, capsys):
 def test_ctrl_c_keeps_the_complete_turns(tmp_path):
     path = tmp_path / "run.json"
     arguments = ["step", "--model", "many-small", "--turns", "100000", "--variants"]
-    with start(*arguments, "hvdkit-gloo-fp32,alone", "--json", str(path)) as job:
+    with start(str(tmp_path), *arguments, "hvdkit-gloo-fp32,alone", "--json", str(path)) as job:
         try:
             for line in job.stderr:
                 if "turn 5 of" in line:
@@ -127,7 +127,7 @@ def test_ctrl_c_keeps_the_complete_turns(tmp_path):
     assert "of 100000 turns were measured; they are in" in error
     assert "exposed ms" in output
     assert len(rows_of(path)["alone"]["turns"]) >= 5
-    assert not ranks_left()
+    assert not processes(str(tmp_path))
 
 
 @pytest.mark.long

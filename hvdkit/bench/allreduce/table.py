@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from hvdkit.bench.allreduce.cases import DTYPES, WIRES, bus_factor
@@ -88,7 +89,9 @@ def show_summary(results: Results, console: Console) -> None:
 def _ratios(
     by_variant: Mapping[str, Sequence[Mapping[str, Any]]], first: str, others: Sequence[str]
 ) -> Table:
-    table = Table(title=f"Time of {first} / time of another variant in the same turn")
+    table = Table(
+        title=f"Time of {first} / time of another variant in the same turn", box=SIMPLE_HEAD
+    )
     table.add_column("type redop wire size", no_wrap=True)
     for name in others:
         table.add_column(name, justify="right")

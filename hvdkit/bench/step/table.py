@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from hvdkit.bench.allreduce.cases import bus_factor
@@ -86,14 +87,14 @@ def show(rows: Sequence[Mapping[str, Any]], rate: float | None, what: str) -> No
         rate: of the link, in bytes per second; None if unknown.
         what: what was measured, for the title.
     """
-    table = Table(title=what)
-    table.add_column("variant")
+    table = Table(title=what, box=SIMPLE_HEAD)
+    table.add_column("variant", no_wrap=True)
     headings = ["median ms", "quartiles", "exposed ms", "samples/s", "efficiency", "CPU ms"]
     headings += ["idle CPU", "peak MB"]
     if rate is not None:
-        headings += ["limit ms", "median / limit"]
+        headings += ["limit ms", "/ limit"]
     for heading in headings:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for values in columns(rows, rate):
         cells = [
             f"{values['median_ms']:.1f}",
@@ -122,7 +123,7 @@ def _show_pairs(rows: Sequence[Mapping[str, Any]]) -> None:
         Variant(row["framework"], row["optimizer"], row["controller"], row["wire"]): row
         for row in rows
     }
-    table = Table(title="Ratio of the steps of two variants in the same turn")
+    table = Table(title="Ratio of the steps of two variants in the same turn", box=SIMPLE_HEAD)
     table.add_column("pair")
     table.add_column("median ratio", justify="right")
     table.add_column("quartiles", justify="right")
@@ -148,7 +149,7 @@ def advice(rows: Sequence[Mapping[str, Any]], conditions: Mapping[str, Any]) -> 
     if conditions.get("link") is not None:
         lines.append(
             f"limit: the time in which a ring sends the gradients over a link of "
-            f"{conditions['link']}: 2(n-1)/n = {bus_factor(ranks):g} times their bytes. With "
-            f"several ranks per host, hvdkit sends less."
+            f"{conditions['link']}: 2(n-1)/n = {bus_factor(ranks):g} times their bytes. "
+            f"/ limit: median / limit. With several ranks per host, hvdkit sends less."
         )
     return lines
