@@ -6,6 +6,7 @@ They apply to scripts that can be converted completely.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import libcst as cst
 
@@ -13,7 +14,7 @@ from hvdkit.migrate.ddp.conversion import Conversion, comment_lines
 from hvdkit.migrate.ddp.facts import DIST, SAMPLERS, WRAPPERS, without_module
 from hvdkit.migrate.ddp.spawning import spawn_parts
 from hvdkit.migrate.rule import Rule, rule
-from hvdkit.migrate.script import Script, argument, without_arguments
+from hvdkit.migrate.script import Script, argument, fill, without_arguments
 
 #: A small DDP script, in which the rules find their lines.
 SETUP = """\
@@ -205,9 +206,13 @@ def functions(self: Rule[Conversion], it: Conversion) -> None:
     setup=SETUP,
 )
 def sampler(self: Rule[Conversion], it: Conversion) -> None:
+    spawned = any(facts.spawns for facts in it.unit.facts)
     for call in it.script.calls():
         if it.script.name_of(call.func) not in SAMPLERS:
             continue
+        has_ranks = all(argument(call, name, i) for name, i in (("num_replicas", 1), ("rank", 2)))
+        if has_ranks and not spawned:
+            continue  # PyTorch's class needs no process group then
         it.replace(call.func, it.name("DistributedSampler"))
         if sum(each.keyword is None for each in call.args) <= 1:
             it.script.edit(call, without_arguments, "num_replicas", "rank")
@@ -231,22 +236,17 @@ def all_reduce(self: Rule[Conversion], it: Conversion) -> None:
         name = it.script.name_of(call.func)
         if name not in (DIST + "all_reduce", DIST + "reduce"):
             continue
-        position = 1 if name.endswith("all_reduce") else 2
-        operation = _operation(it.script, argument(call, "op", position))
-        tensor = argument(call, "tensor", 0)
-        extra = {"tensor", "op", "dst"}
-        if name.endswith(".reduce"):
-            it.script.note(self.name, call, "every rank gets the result now, not only one")
-        if operation is None or tensor is None or not _simple(it.script, call, extra):
+        operation = _operation(it.script, argument(call, "op", 1 if "all_" in name else 2))
+        code = f"hvd.allreduce_(tensor, op=hvd.{operation})"
+        if operation is None or not _replace(self, it, call, code, ("tensor",), ("op", "dst")):
             it.script.advise(
                 self.name,
                 call,
                 "replace it by hvd.allreduce_(tensor, op=hvd.Sum) or "
                 "hvd.allreduce_async_; for a group, use process_set=",
             )
-            continue
-        _collective(it, call, "allreduce_", tensor, f"op={it.hvd}.{operation}")
-        it.script.change(self.name, call, self.reason)
+        elif name.endswith(".reduce"):
+            it.script.note(self.name, call, "every rank gets the result now, not only one")
 
 
 def _operation(script: Script, given: cst.Arg | None) -> str | None:
@@ -258,43 +258,6 @@ def _operation(script: Script, given: cst.Arg | None) -> str | None:
     return _OPERATIONS.get(found[1]) if found else None
 
 
-def _simple(script: Script, call: cst.Call, keywords: set[str]) -> bool:
-    """Return whether a collective is a statement, and has no other arguments than these."""
-    given = {each.keyword.value for each in call.args if each.keyword}
-    others = {"async_op": "False", "group": "None"}
-    for each in call.args:
-        if each.star:
-            return False
-        if each.keyword and each.keyword.value in others:
-            if script.source(each.value) != others[each.keyword.value]:
-                return False
-            given.discard(each.keyword.value)
-    return given <= keywords and script.is_statement(call)
-
-
-def _uses_dist(script: Script, node: cst.CSTNode) -> bool:
-    return (script.name_of(node) or "").startswith(DIST) or any(
-        _uses_dist(script, child) for child in node.children
-    )
-
-
-def _collective(it: Conversion, call: cst.Call, function: str, tensor: cst.Arg, *more: str) -> None:
-    """Replace a collective, and keep the code of its tensor."""
-    for each in call.args:
-        if each is not tensor:
-            it.forget(each)
-    it.forget(call.func)
-    position = call.args.index(tensor)
-    new = it.call(function, "tensor", *more)
-    assert isinstance(new, cst.Call)
-    first, *others = new.args
-
-    def edit(done: cst.Call) -> cst.Call:
-        return new.with_changes(args=[first.with_changes(value=done.args[position].value), *others])
-
-    it.script.edit(call, edit)
-
-
 @rule(
     "hvd.broadcast_ also works in place.",
     before="dist.broadcast(weights, src=0)",
@@ -303,25 +266,25 @@ def _collective(it: Conversion, call: cst.Call, function: str, tensor: cst.Arg, 
 )
 def broadcast(self: Rule[Conversion], it: Conversion) -> None:
     for call in it.script.calls():
-        if it.script.name_of(call.func) != DIST + "broadcast":
-            continue
-        tensor, source = argument(call, "tensor", 0), argument(call, "src", 1)
-        simple = _simple(it.script, call, {"tensor", "src"})
-        if tensor is None or source is None or not simple or _uses_dist(it.script, source):
-            it.script.advise(self.name, call, "replace it by hvd.broadcast_(tensor, root_rank=0)")
-            continue
-        _collective(it, call, "broadcast_", tensor, f"root_rank={it.script.source(source.value)}")
-        it.script.change(self.name, call, self.reason)
+        if it.script.name_of(call.func) == DIST + "broadcast":
+            code = "hvd.broadcast_(tensor, root_rank=src)"
+            if not _replace(self, it, call, code, ("tensor", "src")):
+                it.script.advise(self.name, call, f"replace it by a line such as {code}")
 
 
-#: Function -> (the argument that it fills, the argument that it sends, its replacement).
+#: Function -> (its arguments, its replacement).
 _GATHERED = {
-    "all_gather": ("tensor_list", "tensor", "{list}[:] = {hvd}.allgather({item}[None]).unbind()"),
-    "all_gather_object": ("object_list", "obj", "{list}[:] = {hvd}.allgather_object({item})"),
+    "all_gather": (
+        ("tensor_list", "tensor"),
+        "tensor_list[:] = hvd.allgather(tensor[None]).unbind()",
+    ),
+    "all_gather_object": (
+        ("object_list", "obj"),
+        "object_list[:] = hvd.allgather_object(obj)",
+    ),
     "broadcast_object_list": (
-        "object_list",
-        "src",
-        "{list}[:] = {hvd}.broadcast_object({list}, root_rank={item})",
+        ("object_list", "src"),
+        "object_list[:] = hvd.broadcast_object(object_list, root_rank=src)",
     ),
 }
 
@@ -334,36 +297,17 @@ _GATHERED = {
 )
 def gather(self: Rule[Conversion], it: Conversion) -> None:
     for call in it.script.calls():
-        name = (it.script.name_of(call.func) or "").removeprefix(DIST)
-        if name not in _GATHERED or not (it.script.name_of(call.func) or "").startswith(DIST):
+        name = it.script.name_of(call.func) or ""
+        short = name.removeprefix(DIST)
+        if short not in _GATHERED or name != DIST + short:
             continue
-        first, second, code = _GATHERED[name]
-        filled, item = argument(call, first, 0), argument(call, second, 1)
-        line = it.script.parent(it.script.parent(call))
-        source = it.script.source(item.value) if item else "0"
-        simple = filled is not None and (item is not None or name == "broadcast_object_list")
-        if (
-            not simple
-            or filled is None
-            or not _simple(it.script, call, {first, second})
-            or it.script.dotted(filled.value) is None
-            or (name == "all_gather" and not _is_new_list(it.script, filled.value))
-            or not re.fullmatch(r"[\w.\[\]()]+", source)
-            or (item is not None and _uses_dist(it.script, item))
-            or not isinstance(line, cst.SimpleStatementLine)
-        ):
-            shown = code.format(list="results", hvd=it.hvd, item="item")
-            it.script.advise(self.name, call, f"replace it by a line such as {shown}")
-            continue
-        it.forget(call.func)
-        it.uses_hvd = True
-        new = cst.parse_statement(
-            code.format(list=it.script.source(filled.value), hvd=it.hvd, item=source)
-        )
-        assert isinstance(new, cst.SimpleStatementLine)
-        statement = new.body[0]
-        it.script.put(it.script.parent(call), statement)
-        it.script.change(self.name, call, self.reason)
+        names, code = _GATHERED[short]
+        filled = argument(call, names[0], 0)
+        understood = filled is not None and it.script.dotted(filled.value) is not None
+        if short == "all_gather" and filled is not None:
+            understood &= _is_new_list(it.script, filled.value)
+        if not understood or not _replace(self, it, call, code, names):
+            it.script.advise(self.name, call, f"replace it by a line such as {code}")
 
 
 def _is_new_list(script: Script, node: cst.BaseExpression) -> bool:
@@ -372,6 +316,52 @@ def _is_new_list(script: Script, node: cst.BaseExpression) -> bool:
         isinstance(each, cst.ListComp | cst.BinaryOperation | cst.List)
         for each in script.values_of(node) or [node]
     )
+
+
+def _replace(
+    self: Rule[Conversion],
+    it: Conversion,
+    call: cst.Call,
+    code: str,
+    names: Sequence[str],
+    dropped: Sequence[str] = (),
+) -> bool:
+    """Replace a collective that is a statement of its own; return whether it is understood.
+
+    Args:
+        code: the new statement, in which the names of the arguments stand for their values.
+        names: the arguments that the statement needs, in their order.
+        dropped: further arguments of the old call.
+    """
+    others = {"async_op": "False", "group": "None"}
+    for each in call.args:
+        key = each.keyword.value if each.keyword else ""
+        default = others.get(key)
+        if each.star or (default is not None and it.script.source(each.value) != default):
+            return False
+        if key and default is None and key not in (*names, *dropped):
+            return False
+    used = [argument(call, name, i) for i, name in enumerate(names)]
+    if None in used or not it.script.is_statement(call):
+        return False
+    it.forget(call.func)
+    for each in call.args:
+        if each not in used:
+            it.forget(each)
+    it.uses_hvd = True
+    it.script.edit(it.script.parent(call), _filled, code, it.hvd, names)
+    it.script.change(self.name, call, self.reason)
+    return True
+
+
+def _filled(line: cst.Expr, code: str, hvd: str, names: Sequence[str]) -> cst.BaseSmallStatement:
+    assert isinstance(line.value, cst.Call)
+    values = {
+        name: given.value
+        for i, name in enumerate(names)
+        if (given := argument(line.value, name, i)) is not None
+    }
+    return fill(code, hvd=cst.Name(hvd), **values)
 
 
 @rule(
@@ -524,20 +514,30 @@ def spawn(self: Rule[Conversion], it: Conversion) -> None:
     for call in it.facts.spawns:
         parts = spawn_parts(it.script, call)
         assert parts is not None  # otherwise the unit is not converted
-        function, given, count = parts
-        arguments = [f"{it.hvd}.rank()"]
-        for each in given:
-            code = it.script.source(each)
-            arguments.append(f"{it.hvd}.size()" if code == count else code)
-            if code == count:
+        _, given, count = parts
+        is_count = [it.script.source(each) == count for each in given]
+        for each, replaced in zip(given, is_count, strict=True):
+            if replaced:
                 it.forget(each)
-        line = it.script.statement(call)
         it.forget(call.func)
-        it.uses_hvd = True
-        new = cst.parse_expression(f"{function}({', '.join(arguments)})")
-        it.script.put(call, new)
+        it.script.edit(call, _without_spawn, it.call("rank"), it.call("size"), is_count)
+        line = it.script.statement(call)
         it.script.insert(line, _line(it.call("init")), before=True)
         it.script.change(self.name, call, self.reason)
+
+
+def _without_spawn(
+    call: cst.Call,
+    rank: cst.BaseExpression,
+    size: cst.BaseExpression,
+    is_count: Sequence[bool],
+) -> cst.Call:
+    function, given = argument(call, "fn", 0), argument(call, "args", 1)
+    assert function is not None
+    elements = getattr(given.value, "elements", ()) if given else ()
+    values = [rank]
+    values += [size if own else e.value for e, own in zip(elements, is_count, strict=True)]
+    return cst.Call(function.value, [cst.Arg(each) for each in values])
 
 
 @rule(

@@ -183,10 +183,8 @@ def global_variables(self: Rule, script: Script) -> None:
 )
 def initial_rate(self: Rule, script: Script) -> None:
     for call in script.calls():
-        name = script.name_of(call.func) or ""
-        if not re.fullmatch(
-            r"(horovod|hvdkit)\..*keras\.callbacks\.LearningRate(Warmup|Schedule)Callback", name
-        ):
+        name = script.name_of(call.func) or script.dotted(call.func) or ""
+        if not re.fullmatch(r".*\.LearningRate(Warmup|Schedule)Callback", name):
             continue
         if any(each.star for each in call.args) or argument(call, "initial_lr", 0):
             continue
