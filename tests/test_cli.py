@@ -21,7 +21,7 @@ def run(*arguments):
     )
 
 
-@pytest.mark.parametrize("verb", ["build", "doctor", "checkpoint", "run", "generate"])
+@pytest.mark.parametrize("verb", ["build", "doctor", "checkpoint", "run", "generate", "migrate"])
 def test_every_verb_has_help_with_an_example(verb):
     answer = run(verb, "--help")
     assert answer.returncode == 0
