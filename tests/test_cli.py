@@ -21,7 +21,9 @@ def run(*arguments):
     )
 
 
-@pytest.mark.parametrize("verb", ["build", "doctor", "checkpoint", "run", "bench", "generate"])
+@pytest.mark.parametrize(
+    "verb", ["build", "doctor", "checkpoint", "run", "bench", "generate", "migrate"]
+)
 def test_every_verb_has_help_with_an_example(verb):
     answer = run(verb, "--help")
     assert answer.returncode == 0

@@ -137,3 +137,9 @@ def test_the_picture_shows_the_figures_of_the_benchmarks():
     )
     picture = DOCS / "images" / "benchmarks.svg"
     assert picture.read_text(encoding="utf-8") == drawn, "run scripts/plot_benchmarks"
+
+
+def test_the_page_of_rules_is_up_to_date():
+    written = python_module(ROOT / "scripts" / "migration_rules").page()
+    page = DOCS / "migration-rules.md"
+    assert page.read_text(encoding="utf-8") == written, "run scripts/migration_rules"

@@ -94,11 +94,11 @@ def _convert(unit: Unit, paths: Mapping[int, Path]) -> None:
     else:
         for facts in unit.facts:
             conversion = Conversion(facts, unit, _free_name(facts.script))
-            for rule in ddp_rules.RULES:
-                rule(conversion)
+            for ddp_rule in ddp_rules.RULES:
+                ddp_rule(conversion)
             conversion.finish()
-            for other in RULES:
-                other(facts.script)
+            for rule in RULES:
+                rule(facts.script)
 
 
 def _with_horovod(unit: Unit) -> None:

@@ -141,7 +141,7 @@ class Script:
         for binding in scope[dotted.partition(".")[0]]:
             if isinstance(binding, ImportAssignment):
                 found |= {each.name for each in binding.get_qualified_names_for(dotted)}
-            elif not self._is_none(binding):
+            elif not self._is_fallback(binding):
                 return None
         return found.pop() if len(found) == 1 else None
 
@@ -155,12 +155,13 @@ class Script:
             return None
         return get_full_name_for_node(node)
 
-    def _is_none(self, binding: object) -> bool:
-        """Return whether a name is bound to None, as after a failed import."""
+    def _is_fallback(self, binding: object) -> bool:
+        """Return whether a name is bound to None or in an `except`, as after a failed import."""
         if not isinstance(binding, Assignment):
             return False
         value = self._assigned(binding.node)
-        return isinstance(value, cst.Name) and value.value == "None"
+        is_none = isinstance(value, cst.Name) and value.value == "None"
+        return is_none or self.enclosing(binding.node, cst.ExceptHandler) is not None
 
     def _assigned(self, target: cst.CSTNode) -> cst.BaseExpression | None:
         """Return the value that `target = value` assigns; None for other targets."""
@@ -365,6 +366,30 @@ def dotted_name(code: str) -> cst.Attribute | cst.Name:
     node = cst.parse_expression(code)
     assert isinstance(node, cst.Attribute | cst.Name)
     return node
+
+
+def fill(code: str, **nodes: cst.BaseExpression) -> cst.BaseSmallStatement:
+    """Return the tree of a statement, in which expressions take the places of some names."""
+    line = cst.parse_statement(code)
+    assert isinstance(line, cst.SimpleStatementLine)
+    filled = line.body[0].visit(_Filler(nodes))
+    assert isinstance(filled, cst.BaseSmallStatement)
+    return filled
+
+
+class _Filler(cst.CSTTransformer):
+    def __init__(self, nodes: Mapping[str, cst.BaseExpression]) -> None:
+        super().__init__()
+        self._nodes = nodes
+
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
+        new = self._nodes.get(original_node.value)
+        if new is None:
+            return updated_node
+        simple = cst.Name | cst.Attribute | cst.Call | cst.Subscript | cst.BaseNumber
+        if isinstance(new, simple) or new.lpar:
+            return new
+        return new.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
 
 
 def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.Arg | None:

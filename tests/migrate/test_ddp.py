@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.migrate import project
-from hvdkit.migrate.ddp.rules import SETUP
+from hvdkit.migrate.ddp.example import SETUP
 
 
 def migrate(**texts):

@@ -142,6 +142,16 @@ def test_what_is_not_understood_is_not_touched(script):
     assert unchanged(script)
 
 
+def test_a_name_that_a_failed_import_replaces_is_understood():
+    script = (
+        "try:\n    import horovod.torch as hvd\nexcept ImportError:\n    class Alone:\n"
+        "        pass\n    hvd = Alone()\nhvd.nothing()\n"
+    )
+    after, (advice,) = migrate(script)
+    assert after == script.replace("horovod", "hvdkit")
+    assert advice.line == 7
+
+
 @pytest.mark.parametrize(
     ("script", "line", "advice"),
     [

@@ -133,3 +133,18 @@ def comment_lines(node: cst.CSTNode) -> list[cst.EmptyLine]:
     return [
         cst.EmptyLine(comment=each) for each in _comments(node) if isinstance(each, cst.Comment)
     ]
+
+
+def keep_comments(script: Script, node: cst.CSTNode) -> None:
+    """Put the comments of a replaced expression before its statement."""
+    comments = comment_lines(node)
+    line = script.statement(node)
+    if comments and isinstance(line, cst.SimpleStatementLine):
+        script.edit(
+            line, lambda each: each.with_changes(leading_lines=[*each.leading_lines, *comments])
+        )
+
+
+def line_of(expression: cst.BaseExpression) -> cst.SimpleStatementLine:
+    """Return a statement line of an expression."""
+    return cst.SimpleStatementLine([cst.Expr(expression)])

@@ -1,12 +1,20 @@
 """The rules for scripts of Horovod, in the order in which they are applied."""
 
-from hvdkit.migrate.rules import horovod, keras, keras_modules, pytorch, tensorflow
+from hvdkit.migrate.rules import (
+    horovod,
+    keras_models,
+    keras_modules,
+    keras_optimizers,
+    pytorch,
+    tensorflow,
+)
 
 RULES = (
     *horovod.RULES,
     *tensorflow.RULES,
     *keras_modules.RULES,
-    *keras.RULES,
+    *keras_optimizers.RULES,
+    *keras_models.RULES,
     *pytorch.RULES,
 )
 

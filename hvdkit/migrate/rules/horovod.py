@@ -12,6 +12,7 @@ import libcst as cst
 
 import hvdkit
 from hvdkit.migrate.rule import Rule, rule
+from hvdkit.migrate.rules.keras_objects import optimizer_calls
 from hvdkit.migrate.script import Script, argument, dotted_name, imported_names
 
 _PACKAGE = Path(hvdkit.__file__).parent
@@ -183,10 +184,8 @@ def global_variables(self: Rule, script: Script) -> None:
 )
 def initial_rate(self: Rule, script: Script) -> None:
     for call in script.calls():
-        name = script.name_of(call.func) or ""
-        if not re.fullmatch(
-            r"(horovod|hvdkit)\..*keras\.callbacks\.LearningRate(Warmup|Schedule)Callback", name
-        ):
+        name = script.name_of(call.func) or script.dotted(call.func) or ""
+        if not re.fullmatch(r".*\.LearningRate(Warmup|Schedule)Callback", name):
             continue
         if any(each.star for each in call.args) or argument(call, "initial_lr", 0):
             continue
@@ -211,8 +210,6 @@ def _prepend(call: cst.Call, new: cst.Arg) -> cst.Call:
 
 def _the_rate(script: Script) -> cst.BaseExpression | None:
     """Return the learning rate of the only Keras optimizer at the top level of the file."""
-    from hvdkit.migrate.rules.keras import optimizer_calls
-
     made = optimizer_calls(script)
     if len(made) != 1 or script.enclosing(made[0], cst.FunctionDef):
         return None

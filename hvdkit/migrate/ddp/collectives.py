@@ -1,0 +1,210 @@
+"""Rules about collectives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import libcst as cst
+
+from hvdkit.migrate.ddp.conversion import Conversion
+from hvdkit.migrate.ddp.example import SETUP
+from hvdkit.migrate.ddp.facts import DIST, WRAPPERS
+from hvdkit.migrate.ddp.starting import FUNCTIONS
+from hvdkit.migrate.rule import Rule, rule
+from hvdkit.migrate.script import Script, argument, fill
+
+_OPERATIONS = {"SUM": "Sum", "AVG": "Average", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}
+
+
+@rule(
+    "hvd.allreduce_ also works in place; its default is the mean.",
+    before="dist.all_reduce(total, op=dist.ReduceOp.SUM)",
+    after="hvd.allreduce_(total, op=hvd.Sum)",
+    setup=SETUP,
+)
+def all_reduce(self: Rule[Conversion], it: Conversion) -> None:
+    for call in it.script.calls():
+        name = it.script.name_of(call.func)
+        if name not in (DIST + "all_reduce", DIST + "reduce"):
+            continue
+        operation = _operation(it.script, argument(call, "op", 1 if "all_" in name else 2))
+        code = f"hvd.allreduce_(tensor, op=hvd.{operation})"
+        if operation is None or not _replace(self, it, call, code, ("tensor",), ("op", "dst")):
+            it.script.advise(
+                self.name,
+                call,
+                "replace it by hvd.allreduce_(tensor, op=hvd.Sum) or "
+                "hvd.allreduce_async_; for a group, use process_set=",
+            )
+        elif name.endswith(".reduce"):
+            it.script.note(self.name, call, "every rank gets the result now, not only one")
+
+
+def _operation(script: Script, given: cst.Arg | None) -> str | None:
+    if given is None:
+        return "Sum"
+    found = re.fullmatch(
+        r"torch\.distributed\.(?:ReduceOp|reduce_op)\.(\w+)", script.name_of(given.value) or ""
+    )
+    return _OPERATIONS.get(found[1]) if found else None
+
+
+@rule(
+    "hvd.broadcast_ also works in place.",
+    before="dist.broadcast(weights, src=0)",
+    after="hvd.broadcast_(weights, root_rank=0)",
+    setup=SETUP,
+)
+def broadcast(self: Rule[Conversion], it: Conversion) -> None:
+    for call in it.script.calls():
+        if it.script.name_of(call.func) == DIST + "broadcast":
+            code = "hvd.broadcast_(tensor, root_rank=src)"
+            if not _replace(self, it, call, code, ("tensor", "src")):
+                it.script.advise(self.name, call, f"replace it by a line such as {code}")
+
+
+#: Function -> (its arguments, its replacement).
+_GATHERED = {
+    "all_gather": (
+        ("tensor_list", "tensor"),
+        "tensor_list[:] = hvd.allgather(tensor[None]).unbind()",
+    ),
+    "all_gather_object": (
+        ("object_list", "obj"),
+        "object_list[:] = hvd.allgather_object(obj)",
+    ),
+    "broadcast_object_list": (
+        ("object_list", "src"),
+        "object_list[:] = hvd.broadcast_object(object_list, root_rank=src)",
+    ),
+}
+
+
+@rule(
+    "hvdkit returns what it gathers.",
+    before="dist.all_gather_object(results, result)",
+    after="results[:] = hvd.allgather_object(result)",
+    setup=SETUP,
+)
+def gather(self: Rule[Conversion], it: Conversion) -> None:
+    for call in it.script.calls():
+        name = it.script.name_of(call.func) or ""
+        short = name.removeprefix(DIST)
+        if short not in _GATHERED or name != DIST + short:
+            continue
+        names, code = _GATHERED[short]
+        filled = argument(call, names[0], 0)
+        understood = filled is not None and it.script.dotted(filled.value) is not None
+        if short == "all_gather" and filled is not None:
+            understood &= _is_new_list(it.script, filled.value)
+        if not understood or not _replace(self, it, call, code, names):
+            it.script.advise(self.name, call, f"replace it by a line such as {code}")
+
+
+def _is_new_list(script: Script, node: cst.BaseExpression) -> bool:
+    """Return whether a list has new tensors, not parts of another tensor that is to be filled."""
+    return all(
+        isinstance(each, cst.ListComp | cst.BinaryOperation | cst.List)
+        for each in script.values_of(node) or [node]
+    )
+
+
+def _replace(
+    self: Rule[Conversion],
+    it: Conversion,
+    call: cst.Call,
+    code: str,
+    names: Sequence[str],
+    dropped: Sequence[str] = (),
+) -> bool:
+    """Replace a collective that is a statement of its own; return whether it is understood.
+
+    Args:
+        code: the new statement, in which the names of the arguments stand for their values.
+        names: the arguments that the statement needs, in their order.
+        dropped: further arguments of the old call.
+    """
+    others = {"async_op": "False", "group": "None"}
+    for each in call.args:
+        key = each.keyword.value if each.keyword else ""
+        default = others.get(key)
+        if each.star or (default is not None and it.script.source(each.value) != default):
+            return False
+        if key and default is None and key not in (*names, *dropped):
+            return False
+    used = [argument(call, name, i) for i, name in enumerate(names)]
+    if None in used or not it.script.is_statement(call):
+        return False
+    it.forget(call.func)
+    for each in call.args:
+        if each not in used:
+            it.forget(each)
+    it.uses_hvd = True
+    it.script.edit(it.script.parent(call), _filled, code, it.hvd, names)
+    it.script.change(self.name, call, self.reason)
+    return True
+
+
+def _filled(line: cst.Expr, code: str, hvd: str, names: Sequence[str]) -> cst.BaseSmallStatement:
+    assert isinstance(line.value, cst.Call)
+    values = {
+        name: given.value
+        for i, name in enumerate(names)
+        if (given := argument(line.value, name, i)) is not None
+    }
+    return fill(code, hvd=cst.Name(hvd), **values)
+
+
+#: Other functions of torch.distributed -> advice.
+BY_HAND = {
+    "gather": "replace it by hvd.allgather(tensor), which returns all ranks' tensors on every rank",
+    "scatter": "replace it by hvd.broadcast and take the part of this rank",
+    "all_to_all": "replace it by hvd.alltoall(tensor, splits)",
+    "all_to_all_single": "replace it by hvd.alltoall(tensor, splits)",
+    "reduce_scatter": "replace it by hvd.reducescatter(tensor, op=hvd.Sum)",
+    "reduce_scatter_tensor": "replace it by hvd.reducescatter(tensor, op=hvd.Sum)",
+    "all_gather_into_tensor": "replace it by hvd.allgather(tensor)",
+    "gather_object": "replace it by hvd.allgather_object(obj)",
+    "new_group": "replace it by hvd.add_process_set(ranks), and group= by process_set=",
+    "send": "hvdkit has no point-to-point messages: use hvd.broadcast or hvd.alltoall",
+    "recv": "hvdkit has no point-to-point messages: use hvd.broadcast or hvd.alltoall",
+    "isend": "hvdkit has no point-to-point messages: use hvd.broadcast or hvd.alltoall",
+    "irecv": "hvdkit has no point-to-point messages: use hvd.broadcast or hvd.alltoall",
+    "monitored_barrier": "replace it by hvd.barrier()",
+    "get_backend": "remove it: tensors on any device can be reduced",
+}
+
+
+@rule(
+    "There is no replacement that is certainly right.",
+    before="dist.send(tensor, 1)",
+    setup=SETUP,
+)
+def by_hand(self: Rule[Conversion], it: Conversion) -> None:
+    handled = {
+        "ReduceOp",
+        "reduce_op",
+        "all_reduce",
+        "reduce",
+        "broadcast",
+        *_GATHERED,
+        *FUNCTIONS,
+        "init_process_group",
+    }
+    for node, name in it.facts.uses:
+        short = name.removeprefix(DIST).split(".")[0]
+        if not name.startswith(DIST) or node in it.replaced or short in handled:
+            continue
+        if name in WRAPPERS:
+            continue
+        advice = BY_HAND.get(short, "replace it, or remove it")
+        it.script.advise(self.name, node, f"torch.distributed.{short} is left: {advice}")
+
+
+RULES = (
+    all_reduce,
+    broadcast,
+    gather,
+    by_hand,
+)

@@ -1,0 +1,231 @@
+"""Rules about ranks: how they start, and how a script gets their numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import libcst as cst
+
+from hvdkit.migrate.ddp.conversion import Conversion, comment_lines, keep_comments, line_of
+from hvdkit.migrate.ddp.example import SETUP
+from hvdkit.migrate.ddp.facts import DIST
+from hvdkit.migrate.ddp.spawning import spawn_parts
+from hvdkit.migrate.rule import Rule, rule
+from hvdkit.migrate.script import Script, argument
+
+FUNCTIONS = {
+    "get_rank": "rank",
+    "get_world_size": "size",
+    "is_initialized": "is_initialized",
+    "barrier": "barrier",
+    "destroy_process_group": "shutdown",
+}
+
+
+_VARIABLES = {"RANK": "rank", "LOCAL_RANK": "local_rank", "WORLD_SIZE": "size"}
+
+
+@rule(
+    "hvd.init() connects the ranks.",
+    before='dist.init_process_group(backend="nccl", init_method="env://")',
+    after="hvd.init()",
+    setup=SETUP.replace('dist.init_process_group("gloo")\n', ""),
+)
+def start(self: Rule[Conversion], it: Conversion) -> None:
+    for call in it.facts.inits:
+        it.replace(call, it.call("init"))
+        keep_comments(it.script, call)
+        it.script.change(self.name, call, self.reason)
+
+
+@rule(
+    "The functions of Horovod have other names.",
+    before="if dist.get_rank() == 0:\n    print(dist.get_world_size())",
+    after="if hvd.rank() == 0:\n    print(hvd.size())",
+    setup=SETUP,
+)
+def functions(self: Rule[Conversion], it: Conversion) -> None:
+    for call in it.script.calls():
+        name = (it.script.name_of(call.func) or "").removeprefix(DIST)
+        if name not in FUNCTIONS or (it.script.name_of(call.func) or "") != DIST + name:
+            continue
+        group = argument(call, "group", 0)
+        if group is not None and it.script.source(group.value) not in ("None", "dist.group.WORLD"):
+            it.script.advise(self.name, call, f"replace the group of {name}() by a hvd.ProcessSet")
+            continue
+        it.replace(call, it.call(FUNCTIONS[name]))
+        it.script.change(self.name, call, self.reason)
+
+
+@rule(
+    "After hvd.init(), Horovod knows the rank under every launcher.",
+    before='local_rank = int(os.environ["LOCAL_RANK"])',
+    after="local_rank = hvd.local_rank()",
+    setup=SETUP,
+)
+def variables(self: Rule[Conversion], it: Conversion) -> None:
+    noted = False
+    for call in it.script.calls():
+        if it.script.source(call.func) != "int" or len(call.args) != 1:
+            continue
+        variable = _environment_variable(it.script, call.args[0].value)
+        if variable not in _VARIABLES:
+            continue
+        if _is_after_start(it, call):
+            it.replace(call, it.call(_VARIABLES[variable]))
+            it.script.change(self.name, call, self.reason)
+        elif not noted:
+            noted = True
+            it.script.note(
+                self.name,
+                call,
+                f"{variable} is set by `hvdkit run` and torchrun only. For other launchers, call "
+                f"{it.hvd}.init() first and use {it.hvd}.{_VARIABLES[variable]}()",
+            )
+
+
+def _environment_variable(script: Script, node: cst.BaseExpression) -> str:
+    """Return "RANK" for `os.environ["RANK"]`, `os.environ.get("RANK", …)` and `os.getenv`."""
+    found = re.fullmatch(
+        r"""os\.(?:environ\[|environ\.get\(|getenv\()\s*["'](\w+)["'].*""",
+        script.source(node),
+        re.S,
+    )
+    return found[1] if found else ""
+
+
+def _is_after_start(it: Conversion, node: cst.CSTNode) -> bool:
+    """Return whether hvd.init() has certainly been called before a line of the same block."""
+    inside = set()
+    each = node
+    while each is not it.script.module:
+        each = it.script.parent(each)
+        inside.add(each)
+        if isinstance(each, cst.FunctionDef):
+            break
+    for init in it.facts.inits:
+        block = it.script.parent(it.script.statement(init))
+        if block in inside and it.script.line(init) < it.script.line(node):
+            return True
+    return False
+
+
+@rule(
+    "torch.distributed.launch gave the option, `hvdkit run` sets LOCAL_RANK.",
+    before='parser.add_argument("--local_rank", type=int, default=0)',
+    after='parser.add_argument("--local_rank", type=int, '
+    'default=int(os.environ.get("LOCAL_RANK", 0)))',
+    setup=SETUP + "import argparse\n\nparser = argparse.ArgumentParser()\n",
+)
+def local_rank_option(self: Rule[Conversion], it: Conversion) -> None:
+    for call in it.script.calls():
+        function = call.func
+        if not isinstance(function, cst.Attribute) or function.attr.value != "add_argument":
+            continue
+        names = {
+            it.script.source(each.value).strip("\"'") for each in call.args if not each.keyword
+        }
+        if not names & {"--local_rank", "--local-rank"}:
+            continue
+        given = argument(call, "default")
+        default = it.script.source(given.value) if given else "0"
+        if "environ" in default or "getenv" in default:
+            continue
+        new = cst.parse_expression(f'int(os.environ.get("LOCAL_RANK", {default}))')
+        it.script.edit(call, _with_default, new)
+        it.script.need_import("import os")
+        it.script.change(self.name, call, self.reason)
+
+
+def _with_default(call: cst.Call, default: cst.BaseExpression) -> cst.Call:
+    given = argument(call, "default")
+    if given is not None:
+        return call.with_deep_changes(given, value=default)
+    *first, last = call.args
+    new = cst.Arg(
+        keyword=cst.Name("default"),
+        value=default,
+        equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
+        comma=last.comma,
+        whitespace_after_arg=last.whitespace_after_arg,
+    )
+    space = cst.SimpleWhitespace(" ")
+    last = last.with_changes(
+        comma=cst.Comma(whitespace_after=space), whitespace_after_arg=cst.SimpleWhitespace("")
+    )
+    return call.with_changes(args=[*first, last, new])
+
+
+@rule(
+    "`hvdkit run` starts the ranks, so the script calls the function once.",
+    before="torch.multiprocessing.spawn(train, args=(count, 5), nprocs=count, join=True)",
+    after="hvd.init()\ntrain(hvd.rank(), hvd.size(), 5)",
+    setup=SETUP + "count = torch.cuda.device_count()\n",
+)
+def spawn(self: Rule[Conversion], it: Conversion) -> None:
+    for call in it.facts.spawns:
+        parts = spawn_parts(it.script, call)
+        assert parts is not None  # otherwise the unit is not converted
+        _, given, count = parts
+        is_count = [it.script.source(each) == count for each in given]
+        for each, replaced in zip(given, is_count, strict=True):
+            if replaced:
+                it.forget(each)
+        it.forget(call.func)
+        it.script.edit(call, _without_spawn, it.call("rank"), it.call("size"), is_count)
+        line = it.script.statement(call)
+        it.script.insert(line, line_of(it.call("init")), before=True)
+        it.script.change(self.name, call, self.reason)
+
+
+def _without_spawn(
+    call: cst.Call,
+    rank: cst.BaseExpression,
+    size: cst.BaseExpression,
+    is_count: Sequence[bool],
+) -> cst.Call:
+    function, given = argument(call, "fn", 0), argument(call, "args", 1)
+    assert function is not None
+    elements = getattr(given.value, "elements", ()) if given else ()
+    values = [rank]
+    values += [size if own else e.value for e, own in zip(elements, is_count, strict=True)]
+    return cst.Call(function.value, [cst.Arg(each) for each in values])
+
+
+@rule(
+    "Only torch.distributed reads the variable; the launcher sets it.",
+    before='os.environ["MASTER_PORT"] = "12355"\ndist.barrier()',
+    after="hvd.barrier()",
+    setup=SETUP,
+)
+def master_address(self: Rule[Conversion], it: Conversion) -> None:
+    for line in it.script.all(cst.SimpleStatementLine):
+        assert isinstance(line, cst.SimpleStatementLine)
+        statement = line.body[0]
+        if len(line.body) != 1 or not isinstance(statement, cst.Assign):
+            continue
+        target = it.script.source(statement.targets[0].target)
+        block = it.script.parent(line)
+        if not re.fullmatch(r"""os\.environ\[["']MASTER_(ADDR|PORT)["']\]""", target):
+            continue
+        if comment_lines(line) or len(getattr(block, "body", ())) < 2 or len(statement.targets) > 1:
+            continue
+        if all(_sets_master(it.script, each) for each in getattr(block, "body", ())):
+            continue
+        it.script.remove(line)
+        it.script.change(self.name, line, self.reason)
+
+
+def _sets_master(script: Script, line: cst.CSTNode) -> bool:
+    return "MASTER_" in script.source(line) and isinstance(line, cst.SimpleStatementLine)
+
+
+RULES = (
+    start,
+    functions,
+    variables,
+    local_rank_option,
+    spawn,
+    master_address,
+)

@@ -1,0 +1,203 @@
+"""Rules about models, optimizers and data."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from hvdkit.migrate.ddp.conversion import Conversion, keep_comments, line_of
+from hvdkit.migrate.ddp.example import SETUP
+from hvdkit.migrate.ddp.facts import SAMPLERS, without_module
+from hvdkit.migrate.rule import Rule, rule
+from hvdkit.migrate.script import argument, without_arguments
+
+
+@rule(
+    "hvdkit wraps the optimizer, not the model. Rank 0's values are sent by a line of their own.",
+    before="ddp_model = DDP(model, device_ids=[0], find_unused_parameters=True)",
+    after="ddp_model = model\nhvd.broadcast_parameters(ddp_model.state_dict(), root_rank=0)",
+    setup=SETUP.replace("ddp_model = DDP(model)\n", ""),
+)
+def model(self: Rule[Conversion], it: Conversion) -> None:
+    _note_differences(self, it)
+    for wrap in it.facts.wraps:
+        line = it.script.statement(wrap.call)
+        inner = it.script.dotted(wrap.model)
+        it.forget(wrap.call.func)
+        for each in wrap.call.args:
+            if each.value is not wrap.model:
+                it.forget(each)
+        keep_comments(it.script, wrap.call)
+        it.script.change(self.name, wrap.call, self.reason)
+        if wrap.target and wrap.target == inner:
+            it.script.put(wrap.call, _broadcast(it, inner))
+            it.script.edit(it.script.parent(wrap.call), lambda each: cst.Expr(each.value))
+            continue
+        it.script.edit(wrap.call, _only_model)
+        if wrap.target:
+            it.script.insert(line, line_of(_broadcast(it, wrap.target)))
+        elif inner:
+            it.script.insert(line, line_of(_broadcast(it, inner)), before=True)
+
+
+def _note_differences(self: Rule[Conversion], it: Conversion) -> None:
+    """Point out what DDP does beside reducing gradients."""
+    for wrap in it.facts.wraps[:1]:
+        name = wrap.target or it.script.dotted(wrap.model) or "model"
+        methods = {each.attr.value for each in it.script.attributes()}
+        if "eval" in methods:
+            it.script.note(
+                self.name,
+                wrap.call,
+                f"each rank keeps its own buffers, such as the statistics of batch norm. To "
+                f"evaluate with those of rank 0 on every rank, call "
+                f"{it.hvd}.broadcast_parameters({name}.named_buffers(), root_rank=0) before",
+            )
+        if "load_state_dict" in methods:
+            it.script.note(
+                self.name,
+                wrap.call,
+                "keys of a state dict have no prefix `module.` now: remove it from the keys of "
+                "checkpoints that contain a wrapped model",
+            )
+
+
+def _only_model(call: cst.Call) -> cst.BaseExpression:
+    given = argument(call, "module", 0)
+    assert given is not None
+    return given.value
+
+
+def _broadcast(it: Conversion, name: str) -> cst.BaseExpression:
+    return it.call("broadcast_parameters", f"{name}.state_dict()", "root_rank=0")
+
+
+@rule(
+    "The wrapped optimizer reduces the gradients.",
+    before="optimizer = torch.optim.AdamW(ddp_model.parameters())",
+    after="optimizer = torch.optim.AdamW(ddp_model.parameters())\n"
+    "optimizer = hvd.DistributedOptimizer(optimizer, ddp_model.named_parameters())",
+    setup=SETUP.replace("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n", ""),
+)
+def optimizer(self: Rule[Conversion], it: Conversion) -> None:
+    for each in it.facts.optimizers:
+        it.script.change(self.name, each.call, self.reason)
+        names = [f"{each.model}.named_parameters()"] if each.is_whole else []
+        if not each.target:
+            it.script.edit(each.call, _nested, it, names)
+            continue
+        wrapped = it.call("DistributedOptimizer", each.target, *names)
+        assign = cst.parse_statement(f"{each.target} = 0")
+        assert isinstance(assign, cst.SimpleStatementLine)
+        assign = assign.with_deep_changes(assign.body[0], value=wrapped)
+        line: cst.BaseStatement = assign
+        if it.unit.is_conditional:
+            line = cst.If(it.call("is_initialized"), cst.IndentedBlock([assign]))
+        it.script.insert(it.script.statement(each.call), line)
+
+
+def _nested(call: cst.Call, it: Conversion, names: list[str]) -> cst.BaseExpression:
+    new = it.call("DistributedOptimizer", "optimizer", *names)
+    assert isinstance(new, cst.Call)
+    return new.with_changes(args=[new.args[0].with_changes(value=call), *new.args[1:]])
+
+
+@rule(
+    "The model is not wrapped, so it has no `.module`.",
+    before="torch.save(ddp_model.module.state_dict(), path)",
+    after="torch.save(ddp_model.state_dict(), path)",
+    setup=SETUP,
+)
+def inner_model(self: Rule[Conversion], it: Conversion) -> None:
+    models = it.unit.models
+    for node in it.script.attributes():
+        if node.attr.value != "module" or it.script.name_of(node) is not None:
+            continue
+        owner = it.script.dotted(node.value) or ""
+        if owner in models:
+            it.script.edit(node, lambda each: each.value)
+            it.script.change(self.name, node, self.reason)
+        elif owner.split(".")[0] not in ("", "self", "cls"):
+            it.script.advise(
+                self.name,
+                node,
+                f"if {owner} is the model of DDP, replace {owner}.module by {owner}",
+            )
+
+
+@rule(
+    "hvdkit's sampler takes rank and size from the job.",
+    before="sampler = torch.utils.data.DistributedSampler(data, shuffle=False)",
+    after="sampler = hvd.DistributedSampler(data, shuffle=False)",
+    setup=SETUP,
+)
+def sampler(self: Rule[Conversion], it: Conversion) -> None:
+    spawned = any(facts.spawns for facts in it.unit.facts)
+    for call in it.script.calls():
+        if it.script.name_of(call.func) not in SAMPLERS:
+            continue
+        has_ranks = all(argument(call, name, i) for name, i in (("num_replicas", 1), ("rank", 2)))
+        if has_ranks and not spawned:
+            continue  # PyTorch's class needs no process group then
+        it.replace(call.func, it.name("DistributedSampler"))
+        if sum(each.keyword is None for each in call.args) <= 1:
+            it.script.edit(call, without_arguments, "num_replicas", "rank")
+        it.script.change(self.name, call, self.reason)
+    for node in it.script.all(cst.ClassDef):
+        assert isinstance(node, cst.ClassDef)
+        for base in node.bases:
+            if it.script.name_of(base.value) in SAMPLERS:
+                it.replace(base.value, it.name("DistributedSampler"))
+                it.script.change(self.name, node, self.reason)
+
+
+@rule(
+    "hvdkit takes the optimizer, and only backward() has to be in the block.",
+    before="with ddp_model.no_sync():\n    loss.backward()",
+    after="with hvd.no_sync(optimizer):\n    loss.backward()",
+    setup=SETUP,
+)
+def no_sync(self: Rule[Conversion], it: Conversion) -> None:
+    for call in it.script.calls():
+        function = call.func
+        if not isinstance(function, cst.Attribute) or function.attr.value != "no_sync":
+            continue
+        owner = it.script.dotted(function.value) or ""
+        if it.script.name_of(function) is not None or call.args:
+            continue
+        found = {each.target for each in it.optimizers_of(without_module(owner))}
+        target = found.pop() if len(found) == 1 else ""
+        scope = it.script.scope(call)
+        if not target or not scope or not scope[target.split(".")[0]]:
+            it.script.advise(self.name, call, f"replace it by {it.hvd}.no_sync(optimizer)")
+            continue
+        it.replace(call, it.call("no_sync", target))
+        it.script.change(self.name, call, self.reason)
+
+
+@rule(
+    "PyTorch's layer would normalize on each rank separately, without an error.",
+    before="model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+    after="model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)",
+    setup=SETUP,
+)
+def sync_batch_norm(self: Rule[Conversion], it: Conversion) -> None:
+    for node in it.script.all(cst.Attribute, cst.Name):
+        name = it.script.name_of(node) or ""
+        if not re.fullmatch(r"torch\.nn\.(modules\.(batchnorm\.)?)?SyncBatchNorm", name):
+            continue
+        if it.script.enclosing(node, cst.Import, cst.ImportFrom):
+            continue
+        it.replace(node, it.name("SyncBatchNorm"))
+        it.script.change(self.name, node, self.reason)
+
+
+RULES = (
+    model,
+    optimizer,
+    inner_model,
+    sampler,
+    no_sync,
+    sync_batch_norm,
+)

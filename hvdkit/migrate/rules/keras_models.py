@@ -1,0 +1,237 @@
+"""Rules about the models and callbacks of Keras 3."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from hvdkit.migrate.rule import Rule, rule
+from hvdkit.migrate.rules.keras_names import keras_name
+from hvdkit.migrate.rules.keras_objects import (
+    MODEL,
+    SETUP,
+    is_model,
+    methods,
+)
+from hvdkit.migrate.script import Script, argument, without_arguments
+
+
+@rule(
+    "Keras 3 has neither fit_generator nor evaluate_generator: fit and evaluate take generators.",
+    before="model.fit_generator(batches, 100, epochs=5, workers=4)",
+    after="model.fit(batches, steps_per_epoch=100, epochs=5)",
+    setup=MODEL + "model.compile(loss='mse')\nbatches = []\n",
+)
+def generators(self: Rule[Script], script: Script) -> None:
+    for call, owner in methods(script, *_GENERATORS):
+        if not is_model(script, owner):
+            script.advise(
+                self.name, call, f"if {script.source(owner)} is a model of Keras: {self.reason}"
+            )
+        elif not _is_unclear(call):
+            script.edit(call, _without_generator)
+            script.change(self.name, call, self.reason)
+
+
+#: Old method -> (new method, its arguments in the order of the old one).
+_GENERATORS = {
+    "fit_generator": (
+        "fit",
+        ("", "steps_per_epoch", "epochs", "verbose", "callbacks", "validation_data"),
+    ),
+    "evaluate_generator": ("evaluate", ("", "steps", "callbacks")),
+    "predict_generator": ("predict", ("", "steps", "callbacks")),
+}
+
+
+_WORKERS = ("workers", "use_multiprocessing", "max_queue_size", "max_q_size", "pickle_safe")
+
+
+_EQUAL = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+
+
+def _is_unclear(call: cst.Call) -> bool:
+    assert isinstance(call.func, cst.Attribute)
+    names = _GENERATORS[call.func.attr.value][1]
+    return any(each.star for each in call.args) or sum(
+        not each.keyword for each in call.args
+    ) > len(names)
+
+
+def _without_generator(call: cst.Call) -> cst.Call:
+    assert isinstance(call.func, cst.Attribute)
+    method, names = _GENERATORS[call.func.attr.value]
+    args = []
+    for name, each in zip(names + ("",) * len(call.args), call.args, strict=False):
+        if each.keyword is None and name:
+            each = each.with_changes(keyword=cst.Name(name), equal=_EQUAL)
+        elif each.keyword is not None and each.keyword.value == "generator":
+            each = each.with_changes(keyword=cst.Name("x"))
+        args.append(each)
+    call = call.with_changes(func=call.func.with_changes(attr=cst.Name(method)), args=args)
+    return without_arguments(call, *_WORKERS)
+
+
+@rule(
+    "Keras 3 takes the number of workers in the data set (keras.utils.PyDataset).",
+    before="model.fit(batches, epochs=5, workers=4, use_multiprocessing=True)",
+    after="model.fit(batches, epochs=5)",
+    setup=MODEL + "model.compile(loss='mse')\nbatches = []\n",
+)
+def workers(self: Rule[Script], script: Script) -> None:
+    for call, owner in methods(script, "fit", "evaluate", "predict"):
+        if any(argument(call, name) for name in _WORKERS) and is_model(script, owner):
+            script.edit(call, without_arguments, *_WORKERS)
+            script.change(self.name, call, self.reason)
+
+
+@rule(
+    "Keras 3 has neither predict_classes nor predict_proba.",
+    before="classes = model.predict_classes(x)",
+    setup=MODEL + "model.compile(loss='mse')\n",
+)
+def predict_classes(self: Rule[Script], script: Script) -> None:
+    for call, owner in methods(script, "predict_classes", "predict_proba"):
+        if is_model(script, owner):
+            code = script.source(owner)
+            script.advise(
+                self.name,
+                call,
+                f"Keras 3 has only predict: use {code}.predict(x).argmax(axis=-1) with a softmax, "
+                f"and {code}.predict(x) > 0.5 with a sigmoid",
+            )
+
+
+@rule(
+    "Keras 3 does not find the metric by its short name if the model has the long one.",
+    before='keras.callbacks.EarlyStopping(monitor="val_acc")',
+    after='keras.callbacks.EarlyStopping(monitor="val_accuracy")',
+    setup=MODEL + 'model.compile(loss="mse", metrics=["accuracy"])\n',
+)
+def accuracy_name(self: Rule[Script], script: Script) -> None:
+    strings = [each for each in script.all(cst.SimpleString) if isinstance(each, cst.SimpleString)]
+    metrics = {each.evaluated_value for each in strings if _is_metric(script, each)}
+    if "accuracy" not in metrics or "acc" in metrics:
+        return
+    for each in strings:
+        where = script.parent(each)
+        is_monitor = (
+            isinstance(where, cst.Arg) and where.keyword and (where.keyword.value == "monitor")
+        )
+        key = isinstance(where, cst.Index) and script.enclosing(each, cst.Subscript)
+        is_history = isinstance(key, cst.Subscript) and (
+            script.source(key.value).endswith(".history")
+        )
+        if each.evaluated_value in ("acc", "val_acc") and (is_monitor or is_history):
+            new = each.value.replace("acc", "accuracy")
+            script.set(each, value=new)
+            script.change(self.name, each, self.reason)
+
+
+def _is_metric(script: Script, node: cst.SimpleString) -> bool:
+    outer = script.enclosing(node, cst.Arg)
+    return (
+        isinstance(outer, cst.Arg)
+        and outer.keyword is not None
+        and (outer.keyword.value == "metrics")
+    )
+
+
+@rule(
+    "The callback of Keras 3 has no such argument.",
+    before='keras.callbacks.TensorBoard("logs", write_grads=True)',
+    after='keras.callbacks.TensorBoard("logs")',
+    setup=SETUP,
+)
+def tensorboard(self: Rule[Script], script: Script) -> None:
+    for call in script.calls():
+        if keras_name(script.name_of(call.func)) == "callbacks.TensorBoard" and any(
+            argument(call, name) for name in _TENSORBOARD
+        ):
+            script.edit(call, without_arguments, *_TENSORBOARD)
+            script.change(self.name, call, self.reason)
+
+
+_TENSORBOARD = ("write_grads", "batch_size", "embeddings_layer_names", "embeddings_data")
+
+
+@rule(
+    "hvdkit ignores the argument only if it knows the optimizer; Keras 3 refuses it.",
+    before="model.compile(optimizer='sgd', loss='mse', experimental_run_tf_function=False)",
+    after="model.compile(optimizer='sgd', loss='mse')",
+    setup=MODEL,
+)
+def run_tf_function(self: Rule[Script], script: Script) -> None:
+    for call, _ in methods(script, "compile"):
+        if argument(call, "experimental_run_tf_function") is None:
+            continue
+        given = argument(call, "optimizer", 0)
+        made = (script.made_by(given.value) or [""]) if given else [""]
+        if not any(name.endswith(".DistributedOptimizer") for name in made):
+            script.edit(call, without_arguments, "experimental_run_tf_function")
+            script.change(self.name, call, self.reason)
+
+
+@rule(
+    "Keras 3 chooses the format by the end of the file's name.",
+    before='model.save("trained")',
+    setup=MODEL + "model.compile(loss='mse')\n",
+)
+def file_names(self: Rule[Script], script: Script) -> None:
+    for call in script.calls():
+        method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+        is_checkpoint = keras_name(script.name_of(call.func)) == "callbacks.ModelCheckpoint"
+        if is_checkpoint and argument(call, "period"):
+            script.advise(
+                self.name,
+                call,
+                "ModelCheckpoint has no period= in Keras 3: use save_freq=, which "
+                'is "epoch" or a number of batches',
+            )
+        path = argument(call, "filepath", 0) if is_checkpoint or method.startswith("save") else None
+        ending = _ending(path.value) if path else None
+        if ending is None:
+            continue
+        only_weights = method == "save_weights"
+        if is_checkpoint:
+            given = argument(call, "save_weights_only")
+            only_weights = given is not None and script.source(given.value) == "True"
+        elif method not in ("save", "save_weights") or not is_model(script, call.func.value):  # type: ignore[attr-defined]
+            continue
+        if only_weights and not ending.endswith(".weights.h5"):
+            script.advise(
+                self.name,
+                call,
+                "the name of a file of weights must end with .weights.h5 in Keras "
+                "3, here and where the file is loaded",
+            )
+        elif not only_weights and not ending.endswith((".keras", ".h5")):
+            script.advise(
+                self.name,
+                call,
+                "the name of a model's file must end with .keras in Keras 3, here "
+                "and where the file is loaded",
+            )
+
+
+def _ending(node: cst.BaseExpression) -> str | None:
+    """Return a string, or at least its end; None if the source does not say."""
+    if isinstance(node, cst.SimpleString):
+        return str(node.evaluated_value)
+    if isinstance(node, cst.FormattedString) and node.parts:
+        last = node.parts[-1]
+        return last.value if isinstance(last, cst.FormattedStringText) else None
+    if isinstance(node, cst.BinaryOperation):
+        right = isinstance(node.operator, cst.Add)
+        return _ending(node.right if right else node.left)
+    return None
+
+
+RULES = (
+    generators,
+    workers,
+    predict_classes,
+    accuracy_name,
+    tensorboard,
+    run_tf_function,
+    file_names,
+)

@@ -1,0 +1,247 @@
+"""Rules about the optimizers of Keras 3."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from hvdkit.migrate.rule import Rule, rule
+from hvdkit.migrate.rules.keras_names import keras_name
+from hvdkit.migrate.rules.keras_objects import (
+    MODEL,
+    SETUP,
+    is_optimizer,
+    methods,
+    optimizer_calls,
+)
+from hvdkit.migrate.script import Script, argument, without_arguments
+
+#: Callbacks that set the learning rate in each epoch.
+_SCHEDULING = ("LearningRateWarmupCallback", "LearningRateScheduleCallback")
+
+
+_SCHEDULES = (*_SCHEDULING, "ReduceLROnPlateau", "LearningRateScheduler")
+
+
+_COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+
+
+@rule(
+    "The optimizers of Keras 3 have no `lr`.",
+    before="keras.optimizers.SGD(lr=0.1)",
+    after="keras.optimizers.SGD(learning_rate=0.1)",
+    setup=SETUP,
+)
+def lr_argument(self: Rule[Script], script: Script) -> None:
+    for call in optimizer_calls(script):
+        if argument(call, "lr"):
+            script.edit(call, _rename_argument, "lr", "learning_rate")
+            script.change(self.name, call, self.reason)
+
+
+def _rename_argument(call: cst.Call, old: str, new: str) -> cst.Call:
+    return call.with_changes(
+        args=[
+            each.with_changes(keyword=cst.Name(new))
+            if each.keyword and each.keyword.value == old
+            else each
+            for each in call.args
+        ]
+    )
+
+
+@rule(
+    "Keras 3 ignores `decay`. The schedule computes the same rates.",
+    before="keras.optimizers.SGD(lr=0.1, decay=1e-4)",
+    after="keras.optimizers.SGD("
+    "learning_rate=keras.optimizers.schedules.InverseTimeDecay(0.1, 1, 1e-4))",
+    setup=SETUP,
+)
+def decay_argument(self: Rule[Script], script: Script) -> None:
+    for call in optimizer_calls(script):
+        decay = argument(call, "decay")
+        if decay is None:
+            continue
+        if isinstance(decay.value, cst.Float | cst.Integer) and not decay.value.evaluated_value:
+            script.edit(call, without_arguments, "decay")
+            script.change(self.name, call, "Keras 3 has no `decay`.")
+            continue
+        keras = _keras_of(script)
+        rate = argument(call, "lr") or argument(call, "learning_rate")
+        if rate is None or keras is None or any(script.binds(name) for name in _SCHEDULES):
+            script.advise(
+                self.name,
+                call,
+                "Keras 3 ignores decay=: remove it, or set the learning rate with "
+                "keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay), which does not go "
+                "together with callbacks that set the rate",
+            )
+            continue
+        schedule = f"{keras}.optimizers.schedules.InverseTimeDecay"
+        script.edit(call, _with_schedule, schedule)
+        script.change(self.name, call, self.reason)
+
+
+def _with_schedule(call: cst.Call, name: str) -> cst.Call:
+    decay, rate = argument(call, "decay"), argument(call, "learning_rate")
+    assert decay is not None
+    assert rate is not None
+    schedule = cst.Call(
+        func=cst.parse_expression(name),
+        args=[
+            cst.Arg(rate.value, comma=_COMMA),
+            cst.Arg(cst.Integer("1"), comma=_COMMA),
+            cst.Arg(decay.value),
+        ],
+    )
+    call = call.with_deep_changes(rate, value=schedule)
+    return without_arguments(call, "decay")
+
+
+def _keras_of(script: Script) -> str | None:
+    """Return the script's name for keras, if an import at the top level defines it."""
+    for node in script.module.body:
+        for each in getattr(node, "body", ()):
+            if not isinstance(each, cst.Import | cst.ImportFrom) or isinstance(
+                each.names, cst.ImportStar
+            ):
+                continue
+            for alias in each.names:
+                name = alias.evaluated_alias or alias.evaluated_name
+                found = script.dotted(alias.name)
+                if isinstance(each, cst.ImportFrom):
+                    module = script.dotted(each.module) if each.module else ""
+                    found = f"{module}.{found}"
+                if found in ("keras", "tensorflow.keras"):
+                    return name
+                if found == "tensorflow":
+                    return f"{name}.keras"
+    return None
+
+
+@rule(
+    "The variables of an optimizer are an attribute.",
+    before="opt = keras.optimizers.SGD(0.1)\nhvd.broadcast_variables(opt.variables(), root_rank=0)",
+    after="opt = keras.optimizers.SGD(0.1)\nhvd.broadcast_variables(opt.variables, root_rank=0)",
+    setup="import keras\nimport hvdkit.tensorflow as hvd\n",
+)
+def optimizer_variables(self: Rule[Script], script: Script) -> None:
+    if not script.imports("keras", "tensorflow"):
+        return
+    for call, owner in methods(script, "variables"):
+        if call.args:
+            continue
+        if is_optimizer(script, owner):
+            script.edit(call, lambda each: each.func)
+            script.change(self.name, call, self.reason)
+        else:
+            code = script.source(owner)
+            script.advise(
+                self.name,
+                call,
+                f"if {code} is an optimizer of Keras, write {code}.variables without parentheses",
+            )
+
+
+@rule(
+    "Without an error, Keras 3 sets an attribute that nothing uses.",
+    before="model.optimizer.lr = 0.01",
+    after="model.optimizer.learning_rate = 0.01",
+    setup=MODEL,
+)
+def lr_attribute(self: Rule[Script], script: Script) -> None:
+    if not script.imports("keras", "tensorflow"):
+        return
+    for node in script.attributes():
+        if node.attr.value == "lr" and is_optimizer(script, node.value):
+            script.set(node, attr=cst.Name("learning_rate"))
+            script.change(self.name, node, self.reason)
+
+
+@rule(
+    "Keras 3 has no K.set_value. The attribute can be set.",
+    before="K.set_value(model.optimizer.lr, 0.01)",
+    after="model.optimizer.learning_rate = 0.01",
+    setup=MODEL + "from keras import backend as K\n",
+)
+def set_value(self: Rule[Script], script: Script) -> None:
+    for call in script.calls():
+        name = keras_name(script.name_of(call.func))
+        if name not in ("backend.set_value", "backend.get_value"):
+            continue
+        rate = call.args[0].value if call.args else None
+        is_rate = (
+            isinstance(rate, cst.Attribute)
+            and rate.attr.value in ("lr", "learning_rate")
+            and is_optimizer(script, rate.value)
+        )
+        if is_rate and name.endswith("get_value") and len(call.args) == 1:
+            script.set(call, func=cst.Name("float"))
+            script.change(self.name, call, "Keras 3 has no K.get_value.")
+        elif is_rate and len(call.args) == 2 and script.is_statement(call):
+            script.edit(script.parent(call), lambda each: _assignment(each.value))
+            script.change(self.name, call, self.reason)
+        else:
+            script.advise(
+                self.name,
+                call,
+                "Keras 3 has no K.get_value and K.set_value: use "
+                "keras.ops.convert_to_numpy(variable) and variable.assign(value)",
+            )
+
+
+def _assignment(call: cst.Call) -> cst.Assign:
+    target, value = (each.value for each in call.args)
+    assert isinstance(target, cst.Attribute)
+    return cst.Assign([cst.AssignTarget(target)], value)
+
+
+@rule(
+    "The method of Keras 3 has no such argument.",
+    before="opt.apply_gradients(pairs, experimental_aggregate_gradients=False)",
+    after="opt.apply_gradients(pairs)",
+    setup=SETUP,
+)
+def apply_gradients(self: Rule[Script], script: Script) -> None:
+    for call, _ in methods(script, "apply_gradients"):
+        given = [name for name in _APPLY if argument(call, name)]
+        if given and script.imports("keras", "tensorflow"):
+            script.edit(call, without_arguments, *_APPLY)
+            script.change(self.name, call, self.reason)
+
+
+_APPLY = ("experimental_aggregate_gradients", "skip_gradients_aggregation")
+
+
+@rule(
+    "The optimizers of Keras 3 have no such method.",
+    before="opt = keras.optimizers.SGD(0.1)\nopt.minimize(loss, variables)",
+    setup=SETUP,
+)
+def optimizer_methods(self: Rule[Script], script: Script) -> None:
+    for call, owner in methods(script, *_REMOVED_METHODS):
+        assert isinstance(call.func, cst.Attribute)
+        if is_optimizer(script, owner):
+            name = call.func.attr.value
+            script.advise(self.name, call, f"Keras 3 has no {name}: {_REMOVED_METHODS[name]}")
+
+
+_REMOVED_METHODS = {
+    "minimize": "compute gradients with hvd.DistributedGradientTape, and call apply_gradients",
+    "get_gradients": "compute gradients with tf.GradientTape",
+    "get_updates": "call apply_gradients",
+    "get_weights": "read optimizer.variables",
+    "set_weights": "assign to the elements of optimizer.variables",
+    "get_scaled_loss": "use scale_loss(loss)",
+    "get_unscaled_gradients": "omit it, because apply_gradients divides by the scale",
+}
+
+
+RULES = (
+    lr_argument,
+    decay_argument,
+    optimizer_variables,
+    lr_attribute,
+    set_value,
+    apply_gradients,
+    optimizer_methods,
+)
