@@ -24,7 +24,7 @@ _HOROVOD = re.compile(r"\b(horovod|hvdkit)\b")
 
 @dataclass
 class Outcome:
-    """What the rules did with a file, and what they leave to a human."""
+    """The result for one file: its new text, the changes, and the advice."""
 
     before: str
     after: str

@@ -1,4 +1,4 @@
-"""What a script does with torch.distributed."""
+"""Facts about the use of torch.distributed in a script."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Optimizer:
 
 @dataclass
 class Facts:
-    """What one script does with torch.distributed."""
+    """The uses of torch.distributed in one script."""
 
     script: Script
     inits: list[cst.Call] = field(default_factory=list)

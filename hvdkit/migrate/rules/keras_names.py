@@ -1,4 +1,4 @@
-"""Where Keras 3 has the modules and names of Keras 2."""
+"""The modules and names of Keras 2, and their places in Keras 3."""
 
 import re
 
