@@ -55,13 +55,11 @@ WORKLOADS = [
         exact="--float32 --megabytes 0.1",
         short="--megabytes 0.15 --checkpoint-every 5",
     ),
-    Workload(
-        "torch_bert", least=0.2, exact="--epochs 1", short="--epochs 1 --checkpoint-every 10"
-    ),
+    Workload("torch_bert", least=0.2, exact="--epochs 1", short="--epochs 1 --checkpoint-every 10"),
     Workload(
         "torch_images",
         least=0.97,
-        exact="--float64 --images 2560 --epochs 1",
+        exact="--float64 --images 1280 --epochs 1",
         short="--images 3200 --epochs 1 --checkpoint-every 5",
     ),
     Workload(
