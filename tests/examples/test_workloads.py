@@ -59,7 +59,7 @@ WORKLOADS = [
     Workload(
         "torch_images",
         least=0.97,
-        exact="--float64 --images 2560 --epochs 1",
+        exact="--float64 --images 1280 --epochs 1",
         short="--images 3200 --epochs 1 --checkpoint-every 5",
     ),
     Workload(
