@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hvdkit.console import Console
 
 # Of the tables with the most columns.
-_WIDTH = 132
+_WIDTH = 144
 
 # The share of the turns that `spread` leaves out at each end.
 _OUTLIERS = 0.1

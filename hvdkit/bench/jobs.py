@@ -28,7 +28,7 @@ _FAILURE_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What a job runs.
+    """The program of a job.
 
     Attributes:
         name: the name of the variant.

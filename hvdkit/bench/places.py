@@ -1,4 +1,4 @@
-"""Where the ranks of a benchmark run: this machine, two namespaces, or the hosts of a cluster."""
+"""The places of a benchmark's ranks: this machine, two namespaces, or the hosts of a cluster."""
 
 import argparse
 import contextlib
@@ -21,7 +21,7 @@ _HOSTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Place(ABC):
-    """Where ranks run.
+    """A place for ranks.
 
     Attributes:
         size: the number of ranks.

@@ -24,7 +24,7 @@ _LIBRARIES = ("torch", "tensorflow", "keras", "mpi4py", "numpy")
 
 @dataclass
 class Results:
-    """What one run has measured.
+    """The measurements of one run.
 
     Attributes:
         benchmark: `allreduce` or `step`.

@@ -24,7 +24,7 @@ _INSTALL = {
 
 @dataclass(frozen=True)
 class Needs:
-    """What a variant needs.
+    """The needs of a variant.
 
     Attributes:
         engine: the name of its engine; empty for none.
@@ -49,7 +49,7 @@ class Variant(Protocol):
 
     @property
     def needs(self) -> Needs:
-        """What it needs."""
+        """The needs of the variant."""
         ...
 
 
@@ -64,7 +64,7 @@ def missing_module(name: str) -> str | None:
 
 
 class Software:
-    """What this machine has.
+    """The engines and the launcher of this machine.
 
     Args:
         framework: the framework that engines must have.

@@ -23,7 +23,7 @@ WIRES = ("none", "fp16", "bf16", "int8")
 
 @dataclass(frozen=True)
 class Case:
-    """What is reduced.
+    """One measurement: a buffer and its reduction.
 
     Attributes:
         dtype: a name of `DTYPES`.

@@ -21,7 +21,6 @@ from hvdkit.bench.jobs import Job, JobPlan
 from hvdkit.bench.results import Results, conditions, kept_on_failure
 from hvdkit.bench.sizes import parse_sizes, show_size
 from hvdkit.bench.turns import in_turns
-from hvdkit.console import Console
 from hvdkit.errors import HvdkitError, UsageError
 
 HELP = "measure time and bandwidth of allreduces, with peers in the same run"
@@ -117,13 +116,12 @@ def run(options: argparse.Namespace) -> int:
     found = software.Software("torch", folders, options.mpirun)
     with places.opened(options, found.mpirun) as place:
         results = _Benchmark(options, found, list(engines), place, planned).run()
-    console = Console(soft_wrap=True)
     table.show_summary(results, wide_console())
     for text in table.advice(results):
         print(f"# {text}")
     if before is not None:
         changes = comparison.compare(before, results, table.key, table.turn_medians)
-        comparison.show(before, results, changes, console)
+        comparison.show(before, results, changes, wide_console())
     if options.plot is not None:
         _plot(results, options.plot)
     wrong = [row for row in results.rows if row["wrong"]]

@@ -20,7 +20,6 @@ from hvdkit.bench.step import probes, table, variants
 from hvdkit.bench.step.torch_models import MODELS
 from hvdkit.bench.step.variants import BEFORE, FLAT, SINGLE, STRATEGY, TORCH, Variant
 from hvdkit.bench.turns import check_memory, in_turns
-from hvdkit.console import Console
 from hvdkit.errors import HvdkitError, UsageError
 
 HELP = "measure training steps of a model, with peers in the same run"
@@ -133,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
         results = benchmark.run()
     if before is not None:
         changes = comparison.compare(before, results, table.key, table.turns)
-        comparison.show(before, results, changes, Console(soft_wrap=True))
+        comparison.show(before, results, changes, wide_console())
     if options.plot is not None:
         _plot(results, models, options.plot)
     return 0

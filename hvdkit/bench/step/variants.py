@@ -135,8 +135,8 @@ def by_default(variant: Variant) -> bool:
 def pairs(variants: Sequence[Variant]) -> list[tuple[Variant, Variant]]:
     """Return the pairs whose ratio is reported.
 
-    These are hvdkit and every other optimizer with the same controller and wire format, an
-    optimizer's 16-bit format and float32, its other formats and fp16, and hvdkit's int8 and the
+    hvdkit is compared with every other optimizer that has the same controller and wire format. Each
+    optimizer's wire formats are compared with each other. hvdkit's int8 is compared with the
     formats of DDP that send less than float32.
     """
     return [(a, b) for a in variants for b in variants if _is_pair(a, b)]
