@@ -47,11 +47,12 @@ class Workload:
 
 
 WORKLOADS = [
+    # In bfloat16, each number of ranks rounds the gradients differently.
     Workload(
         "torch_gpt",
         least=2.4,
         most=3.2,
-        apart=0.05,
+        apart=0.3,
         exact="--float32 --megabytes 0.1",
         short="--megabytes 0.15 --checkpoint-every 5",
     ),
@@ -100,7 +101,7 @@ WORKLOADS = [
                 framework,
                 least=2.4,
                 most=3.2,
-                apart=0.05,
+                apart=0.3,
                 exact="--float32 --megabytes 0.1 --epochs 2",
                 short="--megabytes 0.15 --checkpoint-every 10",
             ),
