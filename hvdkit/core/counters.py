@@ -31,7 +31,8 @@ class Counters:
     def count_request(self, request: Request) -> None:
         """Add the bytes of a collective that a wire format has requested."""
         if isinstance(request, Gather):
-            self.payload_bytes += sum(_bytes_of(part) for part in request.rows)
+            rows = request.rows if isinstance(request.rows, tuple) else (request.rows,)
+            self.payload_bytes += sum(map(_bytes_of, rows))
         elif isinstance(request, BlockSum):
             # One byte for each of the float32 numbers, and a float32 scale for each block.
             numbers = _bytes_of(request.buffer) // 4
