@@ -342,7 +342,8 @@ class BaseMonitor:
             RankMismatchError: on every rank, if the arguments of the ranks differ.
         """
         global _last
-        lines = [f"logger: {each.describe()}" for each in self._loggers]
+        # Their settings may differ, such as a folder with the time in its name.
+        lines = [f"logger: {type(each).__name__}" for each in self._loggers]
         with self._warning_while_waiting("Monitor()"):
             check_consistency(
                 self._collectives,

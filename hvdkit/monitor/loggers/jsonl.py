@@ -39,10 +39,6 @@ class JSONLLogger(Logger):
         # Whether the file ends within a line.
         self._cut = False
 
-    def describe(self) -> str:
-        """Return the kind; the path may differ between hosts."""
-        return f"JSONLLogger {self._path.name}"
-
     def open(self) -> None:
         """Open the file, and lock it against a second job.
 

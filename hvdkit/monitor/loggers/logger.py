@@ -14,10 +14,6 @@ class Logger:
     training continues: the first error is logged as a warning, and the lost records are counted.
     """
 
-    def describe(self) -> str:
-        """Return the kind and the settings that must be the same on all ranks."""
-        return type(self).__name__
-
     def open(self) -> None:
         """Open files and ports, in `Monitor()`. An error is raised on every rank.
 

@@ -40,10 +40,6 @@ class TensorBoardLogger(Logger):
         self._folder = Path(folder)
         self._writer: Any = None
 
-    def describe(self) -> str:
-        """Return the kind; the path may differ between hosts."""
-        return f"TensorBoardLogger {self._folder.name}"
-
     def open(self) -> None:
         """Create an event file.
 

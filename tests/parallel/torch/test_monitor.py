@@ -264,8 +264,10 @@ def test_a_process_set(hvd):
 def test_errors_are_the_same_on_every_rank(hvd):
     with pytest.raises(RankMismatchError, match="rank 1: every: 11"):
         hvd.Monitor([Kept()], every=10 + (hvd.rank() == 1))
+    with pytest.raises(RankMismatchError, match="rank 1: logger: JSONLLogger"):
+        hvd.Monitor([JSONLLogger("m.jsonl") if hvd.rank() == 1 else Kept()])
     with pytest.raises(HvdkitError, match="JSONLLogger cannot be opened: .*null"):
-        hvd.Monitor([JSONLLogger("/dev/null/m.jsonl")])
+        hvd.Monitor([JSONLLogger(f"/dev/null/{hvd.rank()}.jsonl")])
     with pytest.raises(UsageError, match="loggers is .*: expected a list of loggers"):
         hvd.Monitor(JSONLLogger("m.jsonl"))
 
