@@ -68,8 +68,6 @@ def _differs(group: Collectives, variable: Any) -> bool:
     finite = np.isfinite(first)
     if np.any(finite != np.isfinite(own)):
         return True
-    if not np.array_equal(own[~finite], first[~finite], equal_nan=True):
-        return True
     own, first = own[finite], first[finite]
     largest = np.max(np.abs(first), initial=0.0)
     return bool(np.max(np.abs(own - first), initial=0.0) > _TOLERANCE * largest)

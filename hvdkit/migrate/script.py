@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -143,7 +144,9 @@ class Script:
                 found |= {each.name for each in binding.get_qualified_names_for(dotted)}
             elif not self._is_fallback(binding):
                 return None
-        return found.pop() if len(found) == 1 else None
+        # After the migration, Horovod's name is that of hvdkit.
+        later = {re.sub(r"^horovod\b", "hvdkit", each) for each in found}
+        return min(found) if len(later) == 1 else None
 
     @staticmethod
     def dotted(node: cst.CSTNode) -> str | None:

@@ -113,7 +113,7 @@ def test_the_server_may_fail_from_any_request_on(on_s3, s3_proxy, quick, request
             for info in store.steps():
                 assert store.verify(info.step) == []
             assert store.steps()[-1].step in ((2, 3) if said else (3,))
-            assert not said or "lists are complete" in said
+            assert not said or "the steps that `hvdkit checkpoint ls` lists are complete" in said
             # The server works again.
             writer.write(snapshot(4))
             assert_newest_good(store, 4)

@@ -79,7 +79,7 @@ def test_ranks_that_mostly_wait_are_not_slow():
 def test_the_line_names_the_section_and_the_time_lost():
     line = describe(1, {0: times(1.0, 1.9), 1: times(2.8, 0.1), 2: times(1.0, 1.9)})
     assert "rank 1 on host " in line
-    assert "needs 3.9 s, and the median of the other ranks is 2.1 s" in line
+    assert "spent 3.9 s outside of reductions, and the median of the other ranks is 2.1 s" in line
     assert "in data and forward" in line
     assert "45 % of the time" in line
 

@@ -229,6 +229,19 @@ def test_names_of_modules_are_read_from_their_source():
     assert "*" not in names_in("hvdkit.keras")
 
 
+def test_one_name_for_horovod_and_hvdkit():
+    lines = (
+        "try:",
+        "    import horovod.torch as hvd",
+        "except ImportError:",
+        "    import hvdkit.torch as hvd",
+        "hvd.DistributedTrainableOptimizer(optimizer)",
+        "",
+    )
+    _, advice = migrate("\n".join(lines))
+    assert [each.line for each in advice] == [5]
+
+
 _PARTS = st.lists(
     st.sampled_from([rule for rule in RULES if "\n\n" not in rule.before]), min_size=1, max_size=6
 )

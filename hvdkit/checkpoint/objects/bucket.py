@@ -400,7 +400,10 @@ class Bucket:
 
     def _advice(self, error: Exception) -> str:
         if self._reached:
-            return "Check access rights and connection; the listed steps are complete."
+            return (
+                "Check access rights and connection; the steps that `hvdkit checkpoint ls` lists "
+                "are complete."
+            )
         if isinstance(error, TypeError | ValueError) and self._options:
             return f"Check storage_options, which has {', '.join(sorted(self._options))}."
         return "Check the address, the access rights and the connection."
