@@ -1,6 +1,7 @@
 """The interface of small host-side collectives, which each adapter implements over its Horovod."""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -11,6 +12,10 @@ from hvdkit.errors import UsageError
 #: Internal: if set, a process set of one rank does not skip its collectives. scripts/check_gpu sets
 #: it to run the code of several ranks on one GPU.
 SINGLE_RANK_COLLECTIVES = "HVDKIT_SINGLE_RANK_COLLECTIVES"
+
+
+# Bytes of a collective. MPI counts in 32 bits.
+_CHUNK_BYTES = 1 << 30
 
 
 class Membership(Protocol):
@@ -56,7 +61,7 @@ def check_member(process_set: Membership) -> None:
         )
 
 
-class ProcessSetCollectives:
+class ProcessSetCollectives(ABC):
     """Base of each adapter's `Collectives` for the ranks of a Horovod process set.
 
     Args:
@@ -96,13 +101,28 @@ class ProcessSetCollectives:
         """See `Collectives`."""
         self._runtime.recorder.describe(name, text)
 
+    def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
+        """See `Collectives`."""
+        if self.single_rank:
+            return data
+        size = np.array([len(data)], np.int64)
+        self.broadcast_into(size.view(np.uint8), root_rank, f"{name}.size")
+        is_root = self.rank == root_rank
+        content = np.frombuffer(bytearray(data), np.uint8) if is_root else np.empty(size, np.uint8)
+        broadcast_in_chunks(self, content, root_rank, name)
+        return content.tobytes()
+
+    @abstractmethod
+    def broadcast_into(self, buffer: np.ndarray, root_rank: int, name: str) -> None:
+        """See `Collectives`."""
+
 
 def alltoall_in_rounds(
     collectives: "Collectives",
     parts: Sequence[bytes],
     name: str,
     alltoall: Callable[[list[memoryview]], Sequence[bytes]],
-    max_bytes: int = 1 << 30,
+    max_bytes: int = _CHUNK_BYTES,
 ) -> list[bytes]:
     """Implement `Collectives.alltoall` in rounds of less than 2 GiB, because MPI counts in 32 bits.
 
@@ -123,6 +143,24 @@ def alltoall_in_rounds(
         for whole, piece in zip(received, pieces, strict=True):
             whole += piece
     return [bytes(whole) for whole in received]
+
+
+def broadcast_in_chunks(
+    collectives: "Collectives | ProcessSetCollectives",
+    buffer: np.ndarray,
+    root_rank: int,
+    name: str,
+) -> None:
+    """Broadcast a buffer of any size with `Collectives.broadcast_into`.
+
+    Args:
+        collectives: the collectives of the ranks.
+        buffer: uint8, of the same length on all ranks.
+        root_rank: the rank that sends.
+        name: the name of the collectives.
+    """
+    for start in range(0, len(buffer), _CHUNK_BYTES):
+        collectives.broadcast_into(buffer[start : start + _CHUNK_BYTES], root_rank, name)
 
 
 class Collectives(Protocol):

@@ -14,12 +14,10 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from hvdkit.core.collectives import Collectives
+from hvdkit.core.collectives import Collectives, broadcast_in_chunks
 from hvdkit.core.consistency import grouped
 from hvdkit.errors import HvdkitError, UsageError
 
-# Bytes. MPI counts in 32 bits.
-_CHUNK = 1 << 30
 # Bytes. Before the ranks send more, they agree that every rank has the memory.
 _LARGE = 1 << 26
 
@@ -64,8 +62,7 @@ def broadcast_object(collectives: Collectives, obj: Any, root_rank: int, name: s
     elif error is not None:
         raise error
     content = np.frombuffer(buffer, np.uint8)
-    for start in range(0, size, _CHUNK):
-        collectives.broadcast_into(content[start : start + _CHUNK], root_rank, f"{name}.t")
+    broadcast_in_chunks(collectives, content, root_rank, f"{name}.t")
     result, error = (obj, None) if is_root else _attempt(pickle.loads, buffer)
     raise_on_all_ranks(
         collectives, error, f"{name}: the object of rank {root_rank} cannot be unpickled", name

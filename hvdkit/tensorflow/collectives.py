@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -71,31 +70,13 @@ class TensorFlowCollectives(ProcessSetCollectives):
 
         return alltoall_in_rounds(self, parts, name, send)
 
-    def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
-        """Return rank `root_rank`'s bytes; the `data` of other ranks is ignored."""
-        if self.single_rank:
-            return data
-        with _eagerly_on_cpu():
-            size = self._broadcast(np.array([len(data)]), root_rank, f"{name}.size")
-            content = np.zeros(size[0], np.uint8)
-            if mpi_ops.rank() == root_rank:
-                content = np.frombuffer(data, np.uint8)
-            # MPI counts in 32 bits.
-            parts = [
-                self._broadcast(content[start : start + _CHUNK_BYTES], root_rank, name)
-                for start in range(0, len(content), _CHUNK_BYTES)
-            ]
-        return b"".join(part.tobytes() for part in parts)
-
     def broadcast_into(self, buffer: np.ndarray, root_rank: int, name: str) -> None:
         """Copy rank `root_rank`'s `buffer` into the `buffer` of every rank."""
         if not self.single_rank:
             with _eagerly_on_cpu():
-                buffer[:] = self._broadcast(buffer, root_rank, name)
-
-    def _broadcast(self, values: Any, root_rank: int, name: str) -> Any:
-        tensor = tf.constant(values)
-        return mpi_ops.broadcast(tensor, root_rank, name, process_set=self.process_set).numpy()
+                sent = tf.constant(buffer)
+                received = mpi_ops.broadcast(sent, root_rank, name, process_set=self.process_set)
+                buffer[:] = received.numpy()
 
     def _reduce(self, values: Sequence[int], name: str, op: int) -> list[int]:
         if self.single_rank:
@@ -105,9 +86,6 @@ class TensorFlowCollectives(ProcessSetCollectives):
                 tf.constant(list(values), tf.int64), name, op, process_set=self.process_set
             )
             return [int(value) for value in reduced.numpy()]
-
-
-_CHUNK_BYTES = 1 << 30
 
 
 @contextmanager

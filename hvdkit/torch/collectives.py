@@ -57,19 +57,6 @@ class TorchCollectives(ProcessSetCollectives):
 
         return alltoall_in_rounds(self, parts, name, send)
 
-    def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
-        """Return the bytes of rank `root_rank`. The `data` of other ranks is ignored."""
-        if self.single_rank:
-            return data
-        size = np.array([len(data)], np.int64)
-        self.broadcast_into(size.view(np.uint8), root_rank, f"{name}.size")
-        is_root = self.rank == root_rank
-        content = np.frombuffer(bytearray(data), np.uint8) if is_root else np.empty(size, np.uint8)
-        # MPI counts in 32 bits.
-        for start in range(0, len(content), _CHUNK_BYTES):
-            self.broadcast_into(content[start : start + _CHUNK_BYTES], root_rank, name)
-        return content.tobytes()
-
     def broadcast_into(self, buffer: np.ndarray, root_rank: int, name: str) -> None:
         """Copy the buffer of rank `root_rank` into `buffer`."""
         if not self.single_rank:
@@ -84,5 +71,4 @@ class TorchCollectives(ProcessSetCollectives):
         return lambda: list(mpi_ops.synchronize(handle).tolist())
 
 
-_CHUNK_BYTES = 1 << 30
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)

@@ -249,11 +249,11 @@ def test_objects_of_different_types(hvd, where):
 
 
 def test_a_large_object_is_sent_in_chunks(hvd):
-    from hvdkit.core import objects
+    from hvdkit.core import collectives
 
     data = np.random.default_rng(hvd.rank()).bytes(12_345)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(objects, "_CHUNK", 1000)
+        patch.setattr(collectives, "_CHUNK_BYTES", 1000)
         taken = hvd.broadcast_object(data, root_rank=1)
     assert taken == np.random.default_rng(1).bytes(12_345)
 
