@@ -5,8 +5,7 @@ in another call would wait for each other.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdkit.checkpoint.coordination import compare, exchange
 from hvdkit.core.collectives import Collectives
@@ -15,8 +14,7 @@ from hvdkit.errors import UsageError
 _BITS = 15
 
 
-@dataclass(frozen=True)
-class StepWord:
+class StepWord(NamedTuple):
     """Flags of each rank at the beginning of a call of the manager, summed over the ranks.
 
     Attributes:
@@ -41,8 +39,7 @@ class StepWord:
 
     def sum(self, collectives: Collectives) -> "StepWord":
         """Return the sum of all ranks' words. A collective."""
-        counts = astuple(self)
-        words = [_packed(counts[:4]), _packed(counts[4:])]
+        words = [_packed(self[:4]), _packed(self[4:])]
         totals = collectives.sum(words, "hvdkit.checkpoint.step")
         return StepWord(*(count for total in totals for count in _unpacked(total)))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import name_ranks
+from hvdkit.core.consistency import grouped, name_ranks
 from hvdkit.errors import HvdkitError, UsageError
 
 
@@ -65,11 +65,9 @@ def compare(
     Raises:
         UsageError: the values differ.
     """
-    holders: dict[Any, list[int]] = {}
-    for rank, value in zip(collectives.ranks, values, strict=True):
-        holders.setdefault(value, []).append(rank)
-    if len(holders) > 1:
-        who = "; ".join(f"{name_ranks(ranks)}: {value}" for value, ranks in holders.items())
+    groups = grouped(dict(zip(collectives.ranks, map(str, values), strict=True)))
+    if len(groups) > 1:
+        who = "; ".join(groups)
         text = f"ranks disagree about {subject} ({who}): make the same call on all ranks"
         raise UsageError(f"{text} ({consequence})" if consequence else text)
 
@@ -115,16 +113,14 @@ def call_on_first(collectives: Collectives, call: Callable[[], Any]) -> Any:
     Raises:
         UsageError, CheckpointError: on all ranks: the call raised.
     """
-    sent = b""
+    message: dict[str, Any] = {}
     problem: Exception | None = None
-    first = collectives.ranks[0]
     try:
-        if collectives.rank == first:
-            sent = json.dumps(call()).encode()
+        if collectives.rank == collectives.ranks[0]:
+            message = {"result": call()}
     except Exception as error:
         problem = error
-    exchange(collectives, {}, problem)
-    return json.loads(collectives.broadcast(sent, first, "hvdkit.checkpoint.told"))
+    return exchange(collectives, message, problem)[0]["result"]
 
 
 def gather(collectives: Collectives, data: bytes, name: str) -> list[bytes]:

@@ -18,6 +18,7 @@ import numpy as np
 from hvdkit.checkpoint import tree
 from hvdkit.checkpoint.coordination import gather
 from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.items import does_not_fit
 from hvdkit.checkpoint.memory import allocate
 from hvdkit.checkpoint.state import Discarded, Tensor, TensorSpec, Tree
 from hvdkit.checkpoint.tensors import nbytes
@@ -164,7 +165,7 @@ class ShardedItem:
         """
         prepared, left = self.plan_partial_restore(tree)
         if left:
-            raise UsageError(f"the checkpoint does not fit sharded=: {'; '.join(left[:3])}")
+            raise does_not_fit("sharded=", left)
         return prepared
 
     def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
