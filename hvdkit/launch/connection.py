@@ -253,7 +253,6 @@ class ProcessConnection(Connection):
         return self._ssh.failed_transiently(status, stderr)
 
     def restart(self) -> Connection:
-        self.disconnect()
         self.close(timeout=1)
         return ProcessConnection(self.host, self._local, self._ssh, self._python, self._events)
 
@@ -276,8 +275,10 @@ class ProcessConnection(Connection):
                 pipe.close()
 
     def disconnect(self) -> None:
+        # Once: later the process may have been waited for, and its number belong to another one.
+        is_first = not self.disconnected
         super().disconnect()
-        if not self.greeted:
+        if is_first and not self.greeted:
             # There is no agent yet, only an ssh that tries to connect.
             self._kill()
 

@@ -104,5 +104,4 @@ class KeptAgents:
             for known in (self._agents.connections, self._agents.idle):
                 if connection in known:
                     known.remove(connection)
-            connection.disconnect()
             connection.close(_CLOSE_SECONDS)

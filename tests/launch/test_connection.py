@@ -81,7 +81,7 @@ def test_an_agent_that_does_not_read_does_not_delay_the_launcher():
         connection.send("end")
         with os.fdopen(os.dup(connection.agent_reads), "rb") as stream:
             lines = [stream.readline() for _ in range(2)]
-        sending.join()
+        sending.join(timeout=30)
     assert not is_delayed
     assert [messages.decode(line)["kind"] for line in lines] == ["task", "end"]
 

@@ -326,7 +326,6 @@ class Members:
         connection, member.connection = member.connection, None
         if connection is not None:
             self._agents.connections.remove(connection)
-            connection.disconnect()
             connection.close(_CLOSE_SECONDS)
 
     # Announcements
