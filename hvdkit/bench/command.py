@@ -3,11 +3,11 @@
 import argparse
 from collections.abc import Callable
 
-HELP = "measure allreduces or training steps on this machine or a cluster, with peers"
+HELP = "measure allreduces or training steps: hvdkit and alternatives such as DDP, in turns"
 EXAMPLE = """\
   hvdkit bench allreduce -np 2
   hvdkit bench allreduce -np 8 -H host1:4,host2:4 --json cluster.json
-  hvdkit bench step -np 2 --model resnet50"""
+  hvdkit bench step -np 2 --models resnet50"""
 
 AddVerb = Callable[[str, str, str], argparse.ArgumentParser]
 

@@ -21,7 +21,7 @@ from hvdkit.console import Console
 FEWEST_TURNS = 4
 
 #: Conditions that explain a change, if they differ.
-_COMPARED = ("place", "ranks", "cores", "engines", "versions", "link", "threads")
+_COMPARED = ("place", "ranks", "cores", "engines", "versions", "link")
 
 RULE = (
     "Rule: a result has changed if the ranges of the turns of both runs do not overlap. Of 10 or "

@@ -1,20 +1,20 @@
-"""The connections between the runner of a benchmark and its ranks.
+"""The connections of a rank to the runner of a benchmark.
 
 A rank opens two connections: one for the rank's commands, and one for its guard (`guard`). Both
-begin with a line that has the token of the job, the number of the rank and the role.
+begin with a line that has the token of the job and a number: r for rank r, and size + r for its
+guard. `rank_listener` is the other side.
+
+This module runs in ranks that may have another hvdkit (`--before`), so it uses the standard library
+only.
 """
 
-import hmac
 import json
 import os
-import secrets
 import select
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from hvdkit.launch.listener import Listener, read_line
 
 #: The environment variable with the token. `hvdkit run` forwards it only on request.
 TOKEN_VARIABLE = "HVDKIT_BENCH_TOKEN"
@@ -22,7 +22,6 @@ TOKEN_VARIABLE = "HVDKIT_BENCH_TOKEN"
 RANK, GUARD = "rank", "guard"
 
 _CONNECT_SECONDS = 4.0
-_LINE_BYTES = 200
 _READ_BYTES = 1 << 16
 
 
@@ -70,74 +69,6 @@ class Peer:
         self._connection.close()
 
 
-class Control:
-    """The runner's side: accept the connections of one job.
-
-    Args:
-        addresses: the addresses of this machine that ranks try, in this order.
-        size: the number of ranks.
-    """
-
-    def __init__(self, addresses: Sequence[str], size: int) -> None:
-        self._token = secrets.token_hex(16)
-        self._size = size
-        bind = addresses[0] if len(addresses) == 1 else ""
-        server = socket.create_server((bind, 0), backlog=2 * size)
-        self._port = server.getsockname()[1]
-        self._addresses = list(addresses)
-        self._listener = Listener(server, 2 * size, self._authenticate)
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        """The part of a rank's specification that `connect` needs."""
-        return {"addresses": self._addresses, "port": self._port}
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The environment variable with the token."""
-        return {TOKEN_VARIABLE: self._token}
-
-    def accept(
-        self, seconds: float, running: Callable[[], bool]
-    ) -> tuple[list[Peer], list[Peer]] | None:
-        """Wait for all ranks.
-
-        Args:
-            seconds: the time until all ranks must have connected.
-            running: returns whether the job still runs.
-
-        Returns:
-            The connections of the ranks and of the guards, both by rank; None if the job has ended
-            or the time is over.
-        """
-        deadline = time.monotonic() + seconds
-        found: dict[tuple[str, int], Peer] = {}
-        try:
-            while len(found) < 2 * self._size:
-                accepted = self._listener.accept()
-                if accepted is not None:
-                    found[accepted[0]] = Peer(accepted[1])
-                elif not running() or time.monotonic() > deadline:
-                    for peer in found.values():
-                        peer.close()
-                    return None
-        finally:
-            self._listener.close()
-        ranks = range(self._size)
-        return [found[RANK, r] for r in ranks], [found[GUARD, r] for r in ranks]
-
-    def close(self) -> None:
-        """Stop listening. May be called again."""
-        self._listener.close()
-
-    def _authenticate(self, connection: socket.socket) -> tuple[str, int] | None:
-        token, _, rest = read_line(connection, _LINE_BYTES).partition(" ")
-        role, _, rank = rest.partition(" ")
-        known = hmac.compare_digest(token.encode(), self._token.encode())
-        fits = rank.isascii() and rank.isdigit() and int(rank) < self._size
-        return (role, int(rank)) if known and fits and role in (RANK, GUARD) else None
-
-
 def connect(spec: Mapping[str, Any], role: str, rank: int) -> Peer:
     """Connect to the runner, from a rank or its guard.
 
@@ -153,7 +84,8 @@ def connect(spec: Mapping[str, Any], role: str, rank: int) -> Peer:
             continue
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(f"{os.environ[TOKEN_VARIABLE]} {role} {rank}\n".encode())
+        number = rank + (spec["size"] if role == GUARD else 0)
+        connection.sendall(f"{os.environ[TOKEN_VARIABLE]} {number}\n".encode())
         return Peer(connection)
     raise SystemExit(
         f"rank {rank} on {socket.gethostname()} cannot reach the machine on which `hvdkit bench` "

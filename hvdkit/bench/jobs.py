@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,8 @@ from typing import Any, NoReturn
 
 from hvdkit.bench import control
 from hvdkit.bench.places import Place
-from hvdkit.engine.describe import Engine
+from hvdkit.bench.rank_listener import RankListener
+from hvdkit.engine.describe import Engine, installed
 from hvdkit.errors import HvdkitError
 from hvdkit.ranks import RankGroup
 
@@ -86,7 +86,7 @@ class Job:
         Raises:
             HvdkitError: they did not start.
         """
-        connections = control.Control(self._place.addresses, self.plan.size)
+        connections = RankListener(self._place.addresses, self.plan.size)
         try:
             self._group = self._launch(connections)
             accepted = connections.accept(START_SECONDS, self._group.running)
@@ -98,20 +98,23 @@ class Job:
         self._answers("to start")
         self.facts = self._answers("to be ready", START_SECONDS)
 
-    def _launch(self, connections: control.Control) -> RankGroup:
+    def _launch(self, connections: RankListener) -> RankGroup:
         plan = self.plan
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict(plan.env)
         environment |= connections.environment
         # A rank that is stopped while it waits for another one must not time out later.
         environment["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "86400"
-        spec = dict(plan.spec) | connections.spec | {"module": plan.module, "size": plan.size}
+        spec = dict(plan.spec) | connections.spec | {"module": plan.module}
         spec["store"] = str(self._folder / f"{plan.name}.store") if self._shares_files else None
         package = (plan.hvdkit or Path(__file__).parents[1]).resolve()
         # Of a package with the same name, the first folder on the path counts.
         path = [str(package.parent)] if plan.hvdkit else []
         if plan.engine is not None:
-            spec["engine"] = str(plan.engine.path) if self._shares_files else None
-            spec["hvdkit"] = str(package) if self._shares_files else None
+            # None: other hosts may have hvdkit and its engine in another folder.
+            own_engine = plan.engine == installed() and not self._shares_files
+            spec["engine"] = None if own_engine else str(plan.engine.path)
+            own_hvdkit = plan.hvdkit is None and not self._shares_files
+            spec["hvdkit"] = None if own_hvdkit else str(package)
             path.append(str(plan.engine.path.parent))
         path += filter(None, [os.environ.get("PYTHONPATH")])
         environment["PYTHONPATH"] = os.pathsep.join(path)
@@ -120,7 +123,7 @@ class Job:
             # This package's own file: the other hvdkit has another benchmark or none.
             rank = [str(Path(__file__).with_name("rank.py"))]
         return self._place.launch(
-            [sys.executable, *rank, json.dumps(spec)],
+            [self._place.python, *rank, json.dumps(spec)],
             environment,
             plan.controller,
             plan.size,
@@ -165,8 +168,9 @@ class Job:
         self.resume()
         self.peak = max(answer["peak"] for answer in self.ask("finish"))
         assert self._group is not None
-        self._close_connections()
+        # A guard kills its rank some seconds after its connection has ended.
         self._group.wait(_END_SECONDS)
+        self._close_connections()
 
     def close(self) -> None:
         """End the ranks in any state. May be called again."""

@@ -30,6 +30,7 @@ class Place(ABC):
         link_rate: the rate of the link between hosts, in bytes per second; None if unknown.
         shares_files: whether all ranks have the files and installations of this machine.
         controllers: the controllers that jobs can have here.
+        python: the Python of the ranks.
     """
 
     size: int
@@ -38,6 +39,7 @@ class Place(ABC):
     link_rate: float | None = None
     shares_files: ClassVar[bool] = True
     controllers: ClassVar[Sequence[str]] = ("gloo", "mpi")
+    python: str = sys.executable
 
     @property
     def ranks_here(self) -> int:
@@ -238,6 +240,7 @@ def _choose(options: argparse.Namespace, mpirun: str) -> Place:
         words=words,
         addresses=own or ["127.0.0.1"],
         mpirun=mpirun,
+        python=options.python,
     )
 
 

@@ -4,10 +4,10 @@ import argparse
 import contextlib
 import csv
 import datetime
+import io
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import psutil
 
 import hvdkit
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.launch.host_facts import usable_cores
 
 _FORMAT = 1
 # Their versions are among the conditions.
@@ -44,30 +45,30 @@ class Results:
     rows: list[dict[str, Any]] = field(default_factory=list)
     complete: bool = False
 
-    def save(self, options: argparse.Namespace, columns: Sequence[Mapping[str, Any]]) -> None:
+    def save(
+        self,
+        options: argparse.Namespace,
+        columns: Callable[[], Sequence[Mapping[str, Any]]],
+    ) -> None:
         """Write the files of `--json` and `--csv`.
 
         Args:
             options: the command line.
-            columns: the rows of the table, for `--csv`.
+            columns: returns the rows of the table, for `--csv`.
 
         Raises:
             HvdkitError: a file cannot be written.
         """
         if options.json is not None:
             rows = [row for row in self.rows if row["turns"]]
-            content = {"format": _FORMAT, **asdict(self), "rows": rows}
+            content = {"format": _FORMAT, **vars(self), "rows": rows}
             _write(options.json, json.dumps(content) + "\n")
-        if options.csv is not None and columns:
-            temporary = _temporary(options.csv)
-            try:
-                with temporary.open("w", newline="") as stream:
-                    writer = csv.DictWriter(stream, list(columns[0]))
-                    writer.writeheader()
-                    writer.writerows(columns)
-                temporary.replace(options.csv)
-            except OSError as error:
-                raise HvdkitError(f"cannot write {options.csv}: {error.strerror}") from error
+        if options.csv is not None and (found := columns()):
+            stream = io.StringIO(newline="")
+            writer = csv.DictWriter(stream, list(found[0]))
+            writer.writeheader()
+            writer.writerows(found)
+            _write(options.csv, stream.getvalue())
 
     def kept(self, options: argparse.Namespace) -> str:
         """Return a sentence about the results of a run that ended early."""
@@ -105,7 +106,7 @@ def conditions(**further: Any) -> dict[str, Any]:
     return {
         "hvdkit": hvdkit.__version__,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "versions": {name: found for name in _LIBRARIES if (found := _version(name))},
         "load_before": round(psutil.getloadavg()[0], 2),
         **further,
@@ -143,15 +144,11 @@ def load(path: Path, benchmark: str) -> Results:
     return found
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.part")
-
-
 def _write(path: Path, text: str) -> None:
     """Replace a file, which is complete at any time."""
-    temporary = _temporary(path)
+    temporary = path.with_name(f".{path.name}.part")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", newline="")
         temporary.replace(path)
     except OSError as error:
         raise HvdkitError(f"cannot write {path}: {error.strerror}") from error

@@ -28,13 +28,11 @@ class Needs:
 
     Attributes:
         engine: the name of its engine; empty for none.
-        framework: the framework that the engine must have.
         modules: Python modules.
         controller: `gloo` or `mpi`.
     """
 
     engine: str
-    framework: str
     modules: Sequence[str]
     controller: str
 

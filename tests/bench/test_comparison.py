@@ -71,7 +71,7 @@ def options(**files):
 def test_results_are_the_same_after_reading_them(tmp_path):
     path = tmp_path / "run.json"
     made = run_of([1, 2], 0)
-    made.save(options(json=path), [])
+    made.save(options(json=path), list)
     assert results.load(path, "allreduce") == made
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
 
@@ -88,7 +88,7 @@ def test_a_damaged_file_is_refused(tmp_path, content):
 
 def test_a_file_of_another_benchmark_is_refused(tmp_path):
     path = tmp_path / "run.json"
-    run_of([1], 0).save(options(json=path), [])
+    run_of([1], 0).save(options(json=path), list)
     with pytest.raises(UsageError, match="is of `hvdkit bench allreduce`"):
         results.load(path, "step")
     with pytest.raises(UsageError, match="cannot be read"):
@@ -97,4 +97,4 @@ def test_a_file_of_another_benchmark_is_refused(tmp_path):
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
     with pytest.raises(HvdkitError, match="cannot write"):
-        run_of([1], 0).save(options(json=tmp_path / "gone" / "run.json"), [])
+        run_of([1], 0).save(options(json=tmp_path / "gone" / "run.json"), list)

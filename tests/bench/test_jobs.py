@@ -122,9 +122,10 @@ def test_no_rank_outlives_a_runner_that_is_killed(tmp_path, stopped):
 
 
 def test_a_stranger_is_not_taken_for_a_rank(tmp_path):
-    from hvdkit.bench.control import GUARD, RANK, Control, connect
+    from hvdkit.bench.control import GUARD, RANK, connect
+    from hvdkit.bench.rank_listener import RankListener
 
-    control = Control(["127.0.0.1"], 1)
+    control = RankListener(["127.0.0.1"], 1)
     try:
         with socket.create_connection(("127.0.0.1", control.spec["port"])) as stranger:
             stranger.sendall(b"wrong rank 0\n")

@@ -14,7 +14,7 @@ class Named:
 
     @property
     def needs(self):
-        return software.Needs("", "", (), "gloo")
+        return software.Needs("", (), "gloo")
 
 
 KNOWN = [Named(name) for name in ("ours-gloo", "ours-mpi", "theirs", "missing")]

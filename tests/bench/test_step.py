@@ -191,7 +191,7 @@ def test_another_checkout(tmp_path):
     import hvdkit
 
     source = Path(hvdkit.__file__).parent
-    copytree(source, tmp_path / "hvdkit", ignore=ignore_patterns("bench", "__pycache__"))
+    copytree(source, tmp_path / "hvdkit", ignore=ignore_patterns("bench", "launch", "__pycache__"))
     names = "hvdkit-gloo-fp32,before-gloo-fp32"
     done = bench(*SMALL, "--before", str(tmp_path), "--variants", names)
     assert done.returncode == 0, done.stderr

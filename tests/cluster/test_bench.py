@@ -1,5 +1,6 @@
 """`hvdkit bench` on several hosts: over ssh, and on two hosts that it makes."""
 
+import csv
 import json
 import os
 import subprocess
@@ -92,13 +93,19 @@ def test_two_hosts_with_a_limited_link(make_hosts, tmp_path, ranks):
 
 
 @pytest.mark.long
-def test_the_limit_of_the_link_is_shown(make_hosts):
+def test_the_limit_of_the_link_is_shown(make_hosts, tmp_path):
     if reason := link.missing():
         pytest.skip(reason)
     names = "hvdkit-gloo-fp32,hvdkit-gloo-int8,alone"
-    arguments = ["--model", "many-small", "--turns", "2", "--variants", names]
+    path = tmp_path / "run.csv"
+    arguments = ["--model", "many-small", "--turns", "2", "--variants", names, "--csv", str(path)]
     done = bench("step", "--two-hosts", "100Mbit/s", *arguments)
     assert done.returncode == 0, done.stderr
     # 2.1 MB at 12.5 MB/s; int8 sends a quarter.
     assert "169.0" in done.stdout or link.can_measure()
     assert "/ limit" in done.stdout
+    with path.open(newline="") as stream:
+        limits = {row["variant"]: row["limit_ms"] for row in csv.DictReader(stream)}
+    fp32, int8 = (float(limits[f"hvdkit-gloo-{wire}"]) for wire in ("fp32", "int8"))
+    assert fp32 == pytest.approx(169, rel=0.15)
+    assert int8 / fp32 == pytest.approx(260 / 1024, rel=0.01)

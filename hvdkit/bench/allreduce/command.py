@@ -284,8 +284,10 @@ class _Benchmark:
             job.pause()
 
     def _save(self) -> None:
-        rows = [table.columns(row, self._place.size) for row in self._results.rows]
-        self._results.save(self._options, rows)
+        self._results.save(
+            self._options,
+            lambda: [table.columns(row, self._place.size) for row in self._results.rows],
+        )
 
 
 def _engines(options: argparse.Namespace) -> dict[str, Path | None]:

@@ -1,6 +1,5 @@
 """A rank of an allreduce benchmark."""
 
-import os
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -84,8 +83,8 @@ class AllreduceRank:
         self._case: Case | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return the threads that this rank may use."""
-        return {"threads": os.environ.get("OMP_NUM_THREADS")}
+        """Return nothing: the runner needs no facts."""
+        return {}
 
     def answer(self, command: str, message: Mapping[str, Any]) -> dict[str, Any]:
         """Execute `allocate`, `call`, `check` or `free`."""
@@ -96,8 +95,8 @@ class AllreduceRank:
             return {"seconds": [self._call() for _ in range(message["count"])]}
         assert self._case is not None
         if command == "check":
-            wrong, largest = values.wrong_elements(self._case, self._size, self._library.read)
-            return {"wrong": wrong, "error": largest}
+            wrong, _ = values.wrong_elements(self._case, self._size, self._library.read)
+            return {"wrong": wrong}
         assert command == "free"
         self._library.free()
         self._case = None

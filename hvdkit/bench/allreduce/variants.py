@@ -41,12 +41,12 @@ class Variant:
     def needs(self) -> Needs:
         """See `software.Variant`."""
         if self.library in (MPI4PY, RING):
-            return Needs("", "", ("mpi4py",), "mpi")
+            return Needs("", ("mpi4py",), "mpi")
         if self.library == TORCH:
-            return Needs("", "", ("torch",), self.controller)
+            return Needs("", ("torch",), self.controller)
         installed = self.library in ("hvdkit", FLAT, ENGINE)
         engine = INSTALLED if installed else self.library
-        return Needs(engine, "torch", ("torch",), self.controller)
+        return Needs(engine, ("torch",), self.controller)
 
     @property
     def calls_hvdkit(self) -> bool:

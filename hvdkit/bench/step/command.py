@@ -159,6 +159,9 @@ def _check(options: argparse.Namespace) -> None:
     cluster = options.two_hosts or options.hosts or options.hostfile
     if options.probe is not None and (options.framework != TORCH or cluster):
         raise UsageError("--probe needs --framework torch, and runs on this machine only")
+    for name in ("json", "csv", "plot", "compare"):
+        if options.probe is not None and getattr(options, name) is not None:
+            raise UsageError(f"--probe prints its figures only: remove --{name}")
 
 
 class _Benchmark:
@@ -315,11 +318,14 @@ class _Benchmark:
             wide_console().print(text)
 
     def _save(self) -> None:
+        self._results.save(self._options, self._columns)
+
+    def _columns(self) -> list[dict[str, Any]]:
         rows = [row for row in self._results.rows if row["turns"]]
         found = []
         for model in self._models:
             found += table.columns([row for row in rows if row["model"] == model], self._rate)
-        self._results.save(self._options, found)
+        return found
 
     def _plan(self, variant: Variant, model: str) -> JobPlan:
         options = self._options

@@ -106,7 +106,7 @@ class Variant:
         engine = STOCK if self.optimizer == STOCK else INSTALLED
         if self.optimizer in (*_WITHOUT_REDUCTION, DDP, STRATEGY):
             engine = ""
-        return Needs(engine, engine_framework(self.framework), modules, self.controller or "gloo")
+        return Needs(engine, modules, self.controller or "gloo")
 
 
 def engine_framework(framework: str) -> str:
