@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from hvdkit.core.int8 import BLOCK
+from hvdkit.core.int8 import payload_bytes
 from hvdkit.core.wire_format import BlockSum, Gather, Request, Sum
 
 _Arguments = ParamSpec("_Arguments")
@@ -34,9 +34,7 @@ class Counters:
             rows = request.rows if isinstance(request.rows, tuple) else (request.rows,)
             self.payload_bytes += sum(map(_bytes_of, rows))
         elif isinstance(request, BlockSum):
-            # One byte for each of the float32 numbers, and a float32 scale for each block.
-            numbers = _bytes_of(request.buffer) // 4
-            self.payload_bytes += numbers + 4 * -(-numbers // BLOCK)
+            self.payload_bytes += payload_bytes(_bytes_of(request.buffer) // 4)  # of float32
         elif isinstance(request, Sum):
             self.payload_bytes += _bytes_of(request.buffer)
 

@@ -38,6 +38,15 @@ def is_small_or_vector(name: str, shape: tuple[int, ...]) -> bool:  # noqa: ARG0
     return len(shape) < 2 or elements < SMALL
 
 
+def payload_bytes(numbers: Any) -> Any:
+    """Return the bytes of a number of float32 values as blocks: a byte each, and a scale per block.
+
+    Args:
+        numbers: an integer, or an integer tensor.
+    """
+    return numbers + 4 * -(-numbers // BLOCK)
+
+
 @dataclass(frozen=True)
 class Int8(WireFormat):
     """Send gradients between hosts as int8: a quarter of the bytes of float32.

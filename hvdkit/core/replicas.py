@@ -233,10 +233,10 @@ class ReplicaCheck:
         text = "\n".join(own.settings)
         content = hashlib.sha256(text.encode() + digests.tobytes()).digest()
         equal, joined = compare(self._collectives, content, "hvdkit.replicas")
-        # Ranks in `join` take part in reductions only, so nothing can be gathered. The difference
-        # is found at the next comparison.
         if equal:
             self._warn_of_nan(step, own)
+        # Ranks in `join` take part in reductions only, so nothing can be gathered. The difference
+        # is found at the next comparison.
         if equal or joined:
             return
         texts = self._gather(text.encode(), "names")

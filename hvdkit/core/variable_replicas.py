@@ -81,7 +81,8 @@ class VariableReplicas:
             for index in self._parameters
             if self._access.dtype_of(self._variables[index]).kind not in "iubc"
         }
-        return min(sizes, key=lambda index: sizes[index], default=None)
+        filled = [index for index in sizes if sizes[index]]
+        return min(filled, key=lambda index: sizes[index], default=None)
 
     def read(self, index: int) -> np.ndarray:
         """Return the bytes of a variable as a one-dimensional uint8 array."""

@@ -5,15 +5,14 @@ The callback list of `hvdkit.keras.training` makes a `Coordination` for each `fi
 
 import logging
 import math
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 
 from hvdkit.core.bucketing import without_layer_numbers
 from hvdkit.core.consistency import check_consistency, group_by_text
+from hvdkit.core.waiting import warning_while_waiting
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.functions import broadcast_model
@@ -24,8 +23,9 @@ from hvdkit.keras.value_check import check_values, digest_of
 
 log = logging.getLogger("hvdkit.keras")
 
-# A rank that waits this long for other ranks at the beginning of `fit` logs a warning.
-_WARN_SECONDS = 10.0
+_WAITING_ADVICE = (
+    "every rank must call fit. To train on this rank only, call fit in `with hvd.local_fit():`."
+)
 
 _logged: set[str] = set()
 
@@ -108,7 +108,7 @@ class Coordination:
         own = [int(steps or 0), epochs]
         values = [1, int(self.in_use), int(self._needs_one_model), int(known)]
         values += [*own, *(n * n for n in own)]
-        with self._warning_while_waiting():
+        with warning_while_waiting(log, backend.hvd.rank(), "fit", _WAITING_ADVICE):
             count, in_use, needs, all_known, *sums = self.group.sum(values, "hvdkit.keras.fit")
         if not in_use and needs:
             raise UsageError(
@@ -137,25 +137,6 @@ class Coordination:
                 f"steps_per_epoch=, and the same epochs="
             )
         return True
-
-    @contextmanager
-    def _warning_while_waiting(self) -> Iterator[None]:
-        timer = threading.Timer(
-            _WARN_SECONDS,
-            log.warning,
-            (
-                "rank %d has waited for other ranks in fit for %.0f seconds: every rank must call "
-                "fit. To train on this rank only, call fit in `with hvd.local_fit():`.",
-                backend.hvd.rank(),
-                _WARN_SECONDS,
-            ),
-        )
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
 
     def begin(self, callbacks: list[Any], restores: bool) -> None:
         """Set the same settings on every rank. A collective.

@@ -41,12 +41,10 @@ class Decoded:
 
     Attributes:
         present: rank -> step, steps, samples, of the ranks that are not in `join`.
-        complete: whether every metric of these ranks had a slot.
         values: metric -> rank -> value.
     """
 
     present: Mapping[int, tuple[int, int, int]]
-    complete: bool
     values: Mapping[str, Mapping[int, float]]
 
 
@@ -69,10 +67,15 @@ def encode(own: Contribution, names: Sequence[str], place: int, ranks: int) -> l
         (number or negative_zero) if name in own.values else 0
         for name, number in zip(names, bits, strict=True)
     ]
-    unknown = int(any(name not in names for name in own.values))
+    unknown = int(not own.values.keys() <= set(names))
     header = [1, unknown, own.step, own.steps, own.samples]
     slots[place * width : (place + 1) * width] = [*header, *encoded]
     return slots
+
+
+def is_complete(summed: Sequence[int], names: Sequence[str]) -> bool:
+    """Return whether every metric of all ranks had a slot. The arguments are those of `decode`."""
+    return not any(summed[1 :: _HEADER + len(names)])
 
 
 def decode(summed: Sequence[int], names: Sequence[str], ranks: Sequence[int]) -> Decoded:
@@ -97,7 +100,7 @@ def decode(summed: Sequence[int], names: Sequence[str], ranks: Sequence[int]) ->
         having = {rank: float(floats[i, k]) for i, rank in enumerate(ranks) if bits[i, k]}
         if having:
             values[name] = having
-    return Decoded(present, not slots[:, 1].any(), values)
+    return Decoded(present, values)
 
 
 # Bytes of names that a rank sends in one sum, more than the longest name needs.

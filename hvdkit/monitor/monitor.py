@@ -13,7 +13,6 @@ the first are sums, in which ranks in `join` need no call.
 import contextlib
 import logging
 import re
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,10 +23,18 @@ from hvdkit.core import stragglers
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import check_consistency
 from hvdkit.core.counters import counters
+from hvdkit.core.waiting import warning_while_waiting
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.monitor import metrics
 from hvdkit.monitor.delivery import Delivery
-from hvdkit.monitor.exchange import Contribution, Decoded, decode, encode, exchange_names
+from hvdkit.monitor.exchange import (
+    Contribution,
+    Decoded,
+    decode,
+    encode,
+    exchange_names,
+    is_complete,
+)
 from hvdkit.monitor.loggers.console import ConsoleLogger
 from hvdkit.monitor.loggers.logger import Logger
 from hvdkit.monitor.machine import Machine
@@ -40,9 +47,6 @@ _log = logging.getLogger("hvdkit.monitor")
 # More names than this are a mistake, such as a name with a number in it.
 _MAX_NAMES = 500
 _NAME = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,100}")
-
-# A rank that waits this long for the others logs a warning.
-_WARN_SECONDS = 10.0
 
 # The number of the last monitor, the same on all ranks.
 _last = 0
@@ -138,12 +142,10 @@ class _Pending:
     """A report that has been started.
 
     Attributes:
-        generation: that of the collectives at the start.
         own: this rank's part.
         result: waits for the sum.
     """
 
-    generation: int
     own: Contribution
     result: Callable[[], list[int]]
 
@@ -272,7 +274,10 @@ class BaseMonitor:
 
     def reports_after(self, steps: int) -> bool:
         """Return whether a report is due after so many further steps."""
-        return self._until <= steps
+        until = self._until
+        if self._collectives.generation != self._generation:  # `advance` will change it to this
+            until = self._every - self._steps % self._every
+        return not self._closed and until <= steps
 
     def add_data_time(self, seconds: float) -> None:
         """Count time as waiting for data; `batches` does so."""
@@ -430,13 +435,13 @@ class BaseMonitor:
 
     def _start(self) -> None:
         """Start a report of the steps since the last one."""
-        interval = self._interval
-        own = Contribution(self.steps, interval.steps, interval.samples, self._measure())
-        self._interval = self._new_interval()
+        # What follows may wait for the device. This time belongs to the next interval.
+        ended, self._interval = self._interval, self._new_interval()
+        own = Contribution(self.steps, ended.steps, ended.samples, self._measure(ended))
         place, ranks = self._place, len(self._collectives.ranks)
         numbers = encode(own, self._names, place, ranks)
         result = self._collectives.start_sum(numbers, self._name)
-        self._pending = _Pending(self._collectives.generation, own, result)
+        self._pending = _Pending(own, result)
 
     def _finish(self) -> None:
         """Complete the report that was started last. A collective if a metric is new."""
@@ -444,14 +449,19 @@ class BaseMonitor:
         if pending is None:
             return
         ranks = list(self._collectives.ranks)
-        decoded = decode(pending.result(), self._names, ranks)
-        if not decoded.complete:
+        summed, names = pending.result(), self._names
+        again = None
+        if not is_complete(summed, names):
             self._exchange_names(pending.own.values)
             numbers = encode(pending.own, self._names, self._place, len(ranks))
-            summed = self._collectives.sum(numbers, f"{self._name}.again")
+            again = self._collectives.sum(numbers, f"{self._name}.again")
+        if self._delivery is None:
+            return  # only the first rank writes
+        decoded = decode(summed, names, ranks)
+        if again is not None:
             # A rank that has called `join` meanwhile is only in the first sum.
-            again = decode(summed, self._names, ranks)
-            decoded = replace(decoded, values={**again.values, **decoded.values})
+            values = decode(again, self._names, ranks).values
+            decoded = replace(decoded, values={**values, **decoded.values})
         self._write(decoded)
 
     def complete_started(self) -> None:
@@ -511,9 +521,8 @@ class BaseMonitor:
             **self._framework.totals(),
         }
 
-    def _measure(self) -> dict[str, float]:
-        """Return this rank's metrics of the current interval."""
-        interval = self._interval
+    def _measure(self, interval: _Interval) -> dict[str, float]:
+        """Return this rank's metrics of an interval, which has just ended."""
         values: dict[str, float] = {}
         if interval.steps:
             values |= self._measure_steps(interval)
@@ -526,9 +535,9 @@ class BaseMonitor:
         return values
 
     def _measure_steps(self, interval: _Interval) -> dict[str, float]:
-        steps = interval.steps
-        seconds = time.perf_counter() - interval.began - interval.paused_seconds
-        counted = self._totals()
+        steps, following = interval.steps, self._interval
+        seconds = following.began - interval.began - interval.paused_seconds
+        counted = following.totals
         before = interval.totals
         spent = {name: max(counted[name] - before.get(name, 0.0), 0.0) for name in counted}
         uuid = self._framework.gpu()
@@ -548,7 +557,7 @@ class BaseMonitor:
                 values[name] = spent[name]
         if interval.samples and seconds > 0:
             values[metrics.SAMPLES_OF_RANK] = interval.samples / seconds
-        sections = self._framework.section_seconds()
+        sections = following.sections
         for name, section in _SECTIONS.items():
             if section in sections:
                 spent_in = sections[section] - interval.sections.get(section, 0.0)
@@ -559,23 +568,24 @@ class BaseMonitor:
             values[metrics.FORWARD] = max(values[metrics.FORWARD] - other, 0.0)
         return values
 
-    @contextlib.contextmanager
-    def _warning_while_waiting(self, call: str) -> Iterator[None]:
-        timer = threading.Timer(
-            _WARN_SECONDS,
-            _log.warning,
-            (
-                "rank %d has waited for other ranks in %s for %.0f seconds: every rank must call "
-                "it, because it is a collective.",
-                *(self._collectives.rank, call, _WARN_SECONDS),
-            ),
-        )
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+    def _warning_while_waiting(self, call: str) -> contextlib.AbstractContextManager[None]:
+        advice = "every rank must call it, because it is a collective."
+        return warning_while_waiting(_log, self._collectives.rank, call, advice)
+
+
+def as_float(value: Any) -> float:
+    """Return a value of the user that is no tensor as a float.
+
+    Raises:
+        UsageError: it is not a number.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"a metric is {value!r}, a {type(value).__name__}: expected a number, or a tensor with "
+            f"one element"
+        ) from None
 
 
 def record_of(decoded: Decoded, step: int, steps: int) -> Record:

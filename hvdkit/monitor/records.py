@@ -123,3 +123,17 @@ class Run:
     ranks: Sequence[int]
     every: int
     framework: str
+
+
+def scalars(record: Record) -> Mapping[str, float]:
+    """Return the numbers of a record for loggers that know only names and numbers."""
+    numbers: dict[str, float] = {}
+    for name, statistic in record.metrics.items():
+        numbers[name] = statistic.shown
+        if statistic.min is None or statistic.max is None:
+            continue
+        if statistic.min != statistic.max or statistic.nonfinite:
+            numbers |= {f"{name}_min": statistic.min, f"{name}_max": statistic.max}
+    if record.slowest is not None and len(record.ranks) > 1:
+        numbers["slowest_rank"] = float(record.slowest.rank)
+    return numbers

@@ -11,7 +11,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvdkit.core.host_collectives import int8_name
-from hvdkit.core.int8 import BLOCK
+from hvdkit.core.int8 import payload_bytes
 from hvdkit.core.scalar_ops import Scalar
 from hvdkit.core.wire_format import (
     AbsMax,
@@ -114,7 +114,7 @@ class TracedReduction:
         number = tensor.shape.num_elements()
         number = tf.size(tensor, tf.int64) if number is None else number
         blocks = isinstance(request, BlockSum)
-        size = number + 4 * -(-number // BLOCK) if blocks else number * tensor.dtype.size
+        size = payload_bytes(number) if blocks else number * tensor.dtype.size
         self.payload_bytes = self.payload_bytes + size
 
     def _run_branch(self, generator: BucketReduction) -> Sequence[Scalar]:

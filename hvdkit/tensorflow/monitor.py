@@ -9,7 +9,7 @@ from horovod.tensorflow import mpi_ops
 from hvdkit.core.collectives import check_member, check_process_set
 from hvdkit.errors import UsageError
 from hvdkit.monitor import Logger, metrics
-from hvdkit.monitor.monitor import BaseMonitor
+from hvdkit.monitor.monitor import BaseMonitor, as_float
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.step_times import payload_bytes
 from hvdkit.tensorflow.tape import times_of
@@ -136,13 +136,7 @@ def scalar(value: Any) -> Any:
                 f"expected one real number. Pass tf.reduce_mean of it, for instance"
             )
         return tf.reshape(tensor, ())
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise UsageError(
-            f"a metric is {value!r}, a {type(value).__name__}: expected a number, or a tensor with "
-            f"one element"
-        ) from None
+    return as_float(value)
 
 
 def totals() -> dict[str, float]:

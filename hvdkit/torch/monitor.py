@@ -12,7 +12,7 @@ from hvdkit.core.collectives import check_member, check_process_set
 from hvdkit.core.counters import counters
 from hvdkit.errors import UsageError
 from hvdkit.monitor import Logger, metrics
-from hvdkit.monitor.monitor import BaseMonitor
+from hvdkit.monitor.monitor import BaseMonitor, as_float
 from hvdkit.torch.amp import loss_scale
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, coordinator_of, wrapped_optimizers
@@ -180,13 +180,7 @@ def scalar(value: Any) -> Any:
             )
         # A copy, because the script may change the tensor later.
         return value.detach().clone().reshape(())
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise UsageError(
-            f"a metric is {value!r}, a {type(value).__name__}: expected a number, or a tensor with "
-            f"one element"
-        ) from None
+    return as_float(value)
 
 
 def numbers(values: Sequence[Any]) -> list[float]:

@@ -22,9 +22,11 @@ def test_a_slow_logger_drops_records_and_another_gets_all(caplog, monkeypatch):
     monkeypatch.setattr(delivery, "CAPACITY", 5)
     slow, kept = Stuck(), Kept()
     sent = Delivery([slow, kept])
+    deadline = time.monotonic() + 30
     for step in range(1, 31):
         sent.log(record(step))
         while len(kept.records) < step:
+            assert time.monotonic() < deadline
             time.sleep(0.001)
     assert len(kept.records) == 30
     slow.released.set()

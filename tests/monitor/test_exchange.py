@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdkit.monitor.exchange import Contribution, decode, encode, exchange_names
+from hvdkit.monitor.exchange import Contribution, decode, encode, exchange_names, is_complete
 from tests.core.simulated_ranks import SimulatedGroup, on_every_rank
 from tests.monitor.simulated import same
 
@@ -23,7 +23,9 @@ def test_every_rank_reads_all_values(by_rank):
     decoded = decode(summed, NAMES, ranks)
     taking_part = {ranks[k]: values for k, values in enumerate(by_rank) if values is not None}
     assert decoded.present == {rank: (7, 3, rank - 10) for rank in taking_part}
-    assert decoded.complete == all("later" not in values for values in taking_part.values())
+    assert is_complete(summed, NAMES) == all(
+        "later" not in values for values in taking_part.values()
+    )
     for name in NAMES:
         expected = {rank: values[name] for rank, values in taking_part.items() if name in values}
         found = decoded.values.get(name, {})

@@ -122,22 +122,24 @@ def test_time_in_batches_and_pauses():
                 time.sleep(0.05)
                 yield k
 
+        began = time.perf_counter()
         with monitor(collectives, kept, every=2) as own:
             for _ in own.batches(slow()):
                 own._framework.spend(0.06, 0.0, 0.0, 0.0)
                 with own.paused():
                     time.sleep(0.2)
                 own.step()
+            return time.perf_counter() - began
 
-    run(2, rank)
+    spans = run(2, rank)
     (record,) = kept.records
     assert record.metrics[metrics.DATA].min >= 0.05
     # A part of the section is the time in `batches`.
     assert record.metrics[metrics.FORWARD].max <= 0.06 - 0.05 + 1e-3
     # Two pauses of 0.2 s do not count.
     assert record.metrics[metrics.STEP].min >= 0.05
-    began, ended = kept.runs[0].time, time.time()
-    assert record.metrics[metrics.STEP].max * 2 <= ended - began + 10
+    for place, seconds in record.metrics[metrics.STEP].by_rank.items():
+        assert seconds * 2 <= spans[place] - 0.4 + 1e-6
 
 
 def test_a_rank_in_join_is_absent():
@@ -156,7 +158,9 @@ def test_a_rank_in_join_is_absent():
                 group.arrived.notify_all()
             return own
         own.step({"loss": 2.0})
+        deadline = time.monotonic() + 30
         while 2 not in group.joined:
+            assert time.monotonic() < deadline
             time.sleep(0.001)
         own.step({"loss": 3.0, "new": 4.0})
         own.step({"loss": 4.0, "new": 5.0})

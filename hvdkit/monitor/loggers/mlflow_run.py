@@ -4,8 +4,7 @@ import re
 from typing import Any
 
 from hvdkit.monitor.loggers.logger import Logger, require
-from hvdkit.monitor.loggers.tensorboard import scalars
-from hvdkit.monitor.records import Record, Run
+from hvdkit.monitor.records import Record, Run, scalars
 
 # MLflow accepts this number of metrics in one request.
 _BATCH = 1000

@@ -9,6 +9,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from hvdkit.errors import HvdkitError
@@ -92,10 +93,10 @@ class PrometheusLogger(Logger):
             merged = record
             if not record.steps and self._last is not None:
                 # Values of a validation do not replace those of the steps.
-                merged = Record(
-                    *(record.step, 0, record.time, 0, record.ranks),
-                    {**self._last.metrics, **record.metrics},
-                    self._last.slowest,
+                merged = replace(
+                    record,
+                    metrics={**self._last.metrics, **record.metrics},
+                    slowest=self._last.slowest,
                 )
             self._last = merged
             self._records += 1

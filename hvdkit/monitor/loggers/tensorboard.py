@@ -3,12 +3,11 @@
 import os
 import socket
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hvdkit.monitor.loggers.logger import Logger, require
-from hvdkit.monitor.records import Record, Run
+from hvdkit.monitor.records import Record, Run, scalars
 
 
 class TensorBoardLogger(Logger):
@@ -72,23 +71,3 @@ class TensorBoardLogger(Logger):
         event = self._events.Event(wall_time=seconds, **fields)
         self._writer.write(event.SerializeToString())
         self._writer.flush()
-
-
-def scalars(record: Record, slowest: str = "slowest_rank") -> Mapping[str, float]:
-    """Return the numbers of a record for loggers that know only names and numbers.
-
-    Args:
-        record: the record.
-        slowest: the name of the slowest rank.
-    """
-    numbers: dict[str, float] = {}
-    for name, statistic in record.metrics.items():
-        numbers[name] = statistic.shown
-        if statistic.min is not None and statistic.max is not None:
-            differs = statistic.min != statistic.max or statistic.nonfinite
-            numbers |= (
-                {f"{name}_min": statistic.min, f"{name}_max": statistic.max} if differs else {}
-            )
-    if record.slowest is not None and len(record.ranks) > 1:
-        numbers[slowest] = float(record.slowest.rank)
-    return numbers

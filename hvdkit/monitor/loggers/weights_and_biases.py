@@ -3,8 +3,7 @@
 from typing import Any
 
 from hvdkit.monitor.loggers.logger import Logger, require
-from hvdkit.monitor.loggers.tensorboard import scalars
-from hvdkit.monitor.records import Record
+from hvdkit.monitor.records import Record, scalars
 
 # The name that Lightning uses, too.
 _STEP = "trainer/global_step"

@@ -6,21 +6,9 @@ import numpy as np
 import pytest
 
 from hvdkit.errors import UsageError
-from hvdkit.monitor import Logger, metrics
+from hvdkit.monitor import metrics
+from tests.monitor.simulated import Kept
 from tests.parallel.keras.job import common_folder
-
-
-class Kept(Logger):
-    """Keeps the records, on the first rank."""
-
-    def __init__(self):
-        self.records, self.runs = [], []
-
-    def begin(self, run):
-        self.runs.append(run)
-
-    def log(self, record):
-        self.records.append(record)
 
 
 def model_of(hvd, **options):
@@ -45,10 +33,20 @@ def test_records_of_fit(hvd):
     x, y = data(hvd)
 
     class Slow(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+            if epoch == 1:
+                self.ended = time.perf_counter()
+
+        def on_train_batch_end(self, batch, logs=None):
+            if (self.epoch, batch) == (0, 7):
+                self.began = time.perf_counter()
+
         def on_test_batch_end(self, batch, logs=None):
             time.sleep(0.2)
 
     model = model_of(hvd)
+    slow = Slow()
     callback = hvd.callbacks.MonitorCallback([kept], every=4, batch_size=2)
     history = model.fit(
         *(x, y),
@@ -57,7 +55,7 @@ def test_records_of_fit(hvd):
         validation_data=(x[:4], y[:4]),
         validation_batch_size=2,
         verbose=0,
-        callbacks=[Slow(), callback],
+        callbacks=[slow, callback],
     )
     if hvd.rank() != 0:
         assert not kept.records
@@ -77,9 +75,12 @@ def test_records_of_fit(hvd):
     for name in (metrics.FORWARD, metrics.BACKWARD, metrics.COMMUNICATION):
         assert first.metrics[name].min >= 0
     assert first.metrics[metrics.COMMUNICATION].max > 0
-    # TensorFlow pads buckets.
-    payload = first.metrics[metrics.PAYLOAD].mean
-    assert 4 * 21 <= payload < 4 * (21 + 64), payload
+    # 21 parameters. TensorFlow pads each of the four gradients to 64 bytes.
+    payload = {"tensorflow": 4 * 64, "torch": 4 * 21}[keras.backend.backend()]
+    assert first.metrics[metrics.PAYLOAD].mean == payload
+    # The two steps before the validation of 0.4 s, without the validation.
+    spent = slow.ended - slow.began
+    assert epoch.metrics[metrics.STEP].by_rank[0] * 2 <= spent - 0.4 + 1e-3
     # The validation of 0.4 s is not part of the steps after it.
     assert (
         kept.records[3].metrics[metrics.STEP].mean * 4

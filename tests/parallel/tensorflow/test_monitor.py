@@ -5,18 +5,9 @@ import time
 import pytest
 
 from hvdkit.errors import UsageError
-from hvdkit.monitor import Logger, metrics
+from hvdkit.monitor import metrics
+from tests.monitor.simulated import Kept
 from tests.parallel.tensorflow.test_tape import WHERE, data_of, loss_of, variables_of
-
-
-class Kept(Logger):
-    """Keeps the records, on the first rank."""
-
-    def __init__(self):
-        self.records = []
-
-    def log(self, record):
-        self.records.append(record)
 
 
 @pytest.mark.parametrize("where", WHERE)

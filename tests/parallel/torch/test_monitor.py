@@ -1,28 +1,16 @@
 """`hvd.Monitor` on real ranks: sections, counters, accumulation, uneven ends, resume."""
 
-import shutil
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.monitor import JSONLLogger, Logger, metrics, read
+from hvdkit.monitor import JSONLLogger, metrics, read
+from tests.monitor.simulated import Kept
 from tests.parallel.torch.oracle import DEVICE, batch_of, loss_of, sgd, small_model
-
-
-class Kept(Logger):
-    """Keeps the records, on the first rank."""
-
-    def __init__(self):
-        self.records = []
-
-    def log(self, record):
-        self.records.append(record)
-
+from tests.parallel.torch.test_checkpoint import shared_folder
 
 # Seconds, much longer than a step on a busy machine.
 SLEEP = 0.1
@@ -218,26 +206,23 @@ def test_an_uneven_end_and_the_next_epoch(hvd, every):
 
 
 def test_a_resumed_run_continues_its_file(hvd):
-    own = tempfile.mkdtemp(prefix="hvdkit-test-") if hvd.rank() == 0 else ""
-    folder = hvd.broadcast_object(own, root_rank=0)
-    path = Path(folder) / "metrics.jsonl"
     model = small_model()
-    for first in (0, 4):
-        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-        # A crash: the last report is lost, and the file is left as it is.
-        monitor = hvd.Monitor([JSONLLogger(path)], every=2)
-        monitor.steps = first
-        for step in range(first, first + 7):
-            monitor.step({"part": first, "loss": step_of(hvd, model, optimizer, step)})
-        monitor.abandon()
-    if hvd.rank() == 0:
-        history = read(path)
-        assert [run.step for run in history.runs] == [0, 4]
-        assert [record.step for record in history.records] == [2, 4, 6, 8, 10]
-        parts = [record.metrics["part"].mean for record in history.records]
-        assert parts == [0, 0, 4, 4, 4]
-        path.unlink()
-        path.parent.rmdir()
+    with shared_folder(hvd) as folder:
+        path = folder / "metrics.jsonl"
+        for first in (0, 4):
+            optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+            # A crash: the last report is lost, and the file is left as it is.
+            monitor = hvd.Monitor([JSONLLogger(path)], every=2)
+            monitor.steps = first
+            for step in range(first, first + 7):
+                monitor.step({"part": first, "loss": step_of(hvd, model, optimizer, step)})
+            monitor.abandon()
+        if hvd.rank() == 0:
+            history = read(path)
+            assert [run.step for run in history.runs] == [0, 4]
+            assert [record.step for record in history.records] == [2, 4, 6, 8, 10]
+            parts = [record.metrics["part"].mean for record in history.records]
+            assert parts == [0, 0, 4, 4, 4]
 
 
 def test_a_process_set(hvd):
@@ -302,11 +287,10 @@ def test_a_logged_tensor_may_change_later(hvd):
 
 def test_time_in_checkpoints(hvd):
     kept = Kept()
-    own = tempfile.mkdtemp(prefix="hvdkit-test-") if hvd.rank() == 0 else ""
-    folder = hvd.broadcast_object(own, root_rank=0)
     model = small_model()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
     with (
+        shared_folder(hvd) as folder,
         hvd.Checkpointer(folder, model=model, optimizer=optimizer, every_steps=1) as checkpointer,
         hvd.Monitor([kept], every=3) as monitor,
     ):
@@ -316,4 +300,3 @@ def test_time_in_checkpoints(hvd):
             monitor.step()
     if hvd.rank() == 0:
         assert kept.records[0].metrics[metrics.CHECKPOINT].min > 0
-        shutil.rmtree(folder)
