@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import io
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
@@ -62,10 +64,10 @@ def run(options: Namespace) -> int:
         shown = found.shown[path]
         if options.diff:
             sys.stdout.writelines(_diff(shown, outcome))
+            for line in _by_hand(shown, outcome):
+                print(line, file=out)
         else:
             print(*_report(shown, outcome), sep="\n", end="\n\n")
-        if options.diff:
-            print(*_by_hand(shown, outcome), sep="\n", end="\n" if outcome.advice else "", file=out)
     for path, reason in {**found.unreadable, **failed}.items():
         print(f"{path}: {reason}", file=out)
     left = sum(len(each.advice) for each in outcomes.values())
@@ -115,7 +117,9 @@ def _lines(lines: list[int]) -> str:
 
 def _diff(path: Path, outcome: Outcome) -> Iterable[str]:
     # Line ends stay as they are. A missing one at the end of the file is marked, as diff does.
-    old, new = (each.splitlines(keepends=True) for each in (outcome.before, outcome.after))
+    texts = (outcome.before, outcome.after)
+    # Only "\n" ends a line here; `splitlines` would also divide at a form feed.
+    old, new = (io.StringIO(each, newline="\n").readlines() for each in texts)
     for line in difflib.unified_diff(old, new, str(path), str(path)):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
@@ -126,7 +130,7 @@ def _closing(options: Namespace, changed: int, left: int, count: int) -> str:
     text = f"{_count(changed, 'file')} {would} of {count} read"
     text += f", {_count(left, 'line')} left to you" if left else ", nothing left to do by hand"
     if changed and not options.write:
-        paths = " ".join(map(str, options.paths))
+        paths = shlex.join(map(str, options.paths))
         text += f". Change: hvdkit migrate --write {paths}"
     return text
 

@@ -53,9 +53,12 @@ def migrate(texts: Mapping[Path, str]) -> dict[Path, Outcome]:
         if not concerns(text):
             continue
         try:
+            ast.parse(text)
             scripts[path] = Script(text)
         except cst.ParserSyntaxError as error:
-            outcomes[path] = Outcome(text, text, advice=[_not_python(text, error)])
+            outcomes[path] = Outcome(text, text, advice=[_not_python(text, error.raw_line)])
+        except SyntaxError as error:
+            outcomes[path] = Outcome(text, text, advice=[_not_python(text, error.lineno or 1)])
         except RecursionError:
             deep = Remark(
                 1, "syntax", "expressions are nested too deeply, so the file is left alone"
@@ -134,12 +137,12 @@ def _outcome(script: Script) -> Outcome:
     )
 
 
-def _not_python(text: str, error: cst.ParserSyntaxError) -> Remark:
+def _not_python(text: str, number: int) -> Remark:
     lines = text.splitlines()
-    line = lines[error.raw_line - 1] if error.raw_line <= len(lines) else ""
+    line = lines[number - 1] if number <= len(lines) else ""
     advice = "not Python 3, so the file is left alone: correct the syntax error"
     if re.search(r"\basync\s*=", text):
         advice = "`async` is a keyword since Python 3.7: write non_blocking=True"
     elif re.search(r"^\s*print\s+[^(]", line) or re.search(r"^\s*print\s+[\"']", text, re.M):
         advice = "Python 2: convert the file with lib2to3 (Python 3.11 or older) first"
-    return Remark(error.raw_line, "syntax", advice)
+    return Remark(number, "syntax", advice)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 class Rule(Generic[T]):
     """One rule.
 
-    docs/migrating.md lists all rules, and the tests migrate `before` and expect `after`.
+    docs/migration-rules.md lists all rules, and the tests migrate `before` and expect `after`.
     """
 
     name: str

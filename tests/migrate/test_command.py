@@ -146,6 +146,11 @@ def test_mode_mark_and_line_ends_stay(script, mode):
         ("# -*- coding: latin-1 -*-\nimport horovod  # ü".encode("latin-1"), "not UTF-8"),
         (b"import horovod.torch as hvd\nprint 'x'\n", "train.py:2: Python 2"),
         (b"import horovod.torch as hvd\nif:\n", "train.py:2: not Python 3"),
+        # LibCST parses this, and Python does not.
+        (
+            b"import horovod.torch as hvd\ntry:\n    pass\nexcept ValueError, error:\n    pass\n",
+            "train.py:4: not Python 3",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_parsed_is_reported_and_left(script, content, advice, capsys):
@@ -196,3 +201,11 @@ def test_an_unreadable_file_is_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Path, "read_bytes", fail)
     assert run(path) == 1
     assert f"{path}: Permission denied" in capsys.readouterr().out
+
+
+def test_a_form_feed_does_not_end_a_line_of_the_diff(script, capsys):
+    script.write_text("import horovod.torch as hvd\n\fhvd.init()\n")
+    assert run("--diff", script) == 0
+    output = capsys.readouterr().out
+    assert "+import hvdkit.torch as hvd\n \fhvd.init()\n" in output
+    assert "No newline" not in output

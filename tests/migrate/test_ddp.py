@@ -185,6 +185,10 @@ def test_what_prevents_the_conversion(line, advice):
     [
         ("dist.all_reduce(x, async_op=True)", "hvd.allreduce_"),
         ("dist.all_reduce(x, group=group)", "process_set="),
+        ("dist.all_reduce(x, dist.ReduceOp.SUM, group)", "process_set="),
+        ("dist.broadcast(x, 0, group)", "hvd.broadcast_"),
+        ("dist.all_gather(out, x, group)", "hvd.allgather"),
+        ("rank_of = dist.get_rank", "get_rank is left"),
         ("work = dist.all_reduce(x)", "hvd.allreduce_"),
         ("dist.all_gather(out, x + dist.get_rank())", "hvd.allgather"),
         ("dist.all_to_all(out, x)", "hvd.alltoall"),
@@ -227,6 +231,21 @@ def test_files_that_import_each_other_are_converted_together(tmp_path):
     assert "return not hvd.is_initialized() or hvd.rank() == 0" in found[library].after
     assert "hvd.DistributedOptimizer" in found[train].after
     assert not found[library].advice + found[train].advice
+
+
+def test_an_absolute_import_within_a_package(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    texts = {
+        package / "__init__.py": "",
+        package / "library.py": LIBRARY,
+        package / "train.py": USER.replace("from library", "from package.library"),
+    }
+    for path, text in texts.items():
+        path.write_text(text)
+    found = project.migrate(texts)
+    assert "hvd.is_initialized()" in found[package / "library.py"].after
+    assert "hvd.DistributedOptimizer" in found[package / "train.py"].after
 
 
 def test_a_script_is_not_converted_without_a_library_that_uses_the_ranks(tmp_path):

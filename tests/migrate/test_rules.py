@@ -229,6 +229,26 @@ def test_names_of_modules_are_read_from_their_source():
     assert "*" not in names_in("hvdkit.keras")
 
 
+def test_imports_are_found_beside_other_blocks():
+    script = (
+        "def f():\n    pass\n\n\nimport hvdkit.keras as hvd\nfrom tensorflow import keras\n"
+        "opt = keras.optimizers.SGD(lr=0.1, decay=1e-4)\n"
+    )
+    after, _ = migrate(script)
+    assert "learning_rate=keras.optimizers.schedules.InverseTimeDecay(0.1, 1, 1e-4)" in after
+
+
+def test_the_experimental_module_of_mixed_precision_is_imported_from_its_new_place():
+    script = (
+        "import hvdkit.keras as hvd\n"
+        "from tensorflow.keras.mixed_precision import experimental as mixed_precision\n"
+        "mixed_precision.set_policy('mixed_float16')\n"
+    )
+    after, _ = migrate(script)
+    assert "experimental" not in after
+    assert "mixed_precision.set_global_policy('mixed_float16')" in after
+
+
 def test_one_name_for_horovod_and_hvdkit():
     lines = (
         "try:",

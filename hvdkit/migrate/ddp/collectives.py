@@ -30,7 +30,8 @@ def all_reduce(self: Rule[Conversion], it: Conversion) -> None:
             continue
         operation = _operation(it.script, argument(call, "op", 1 if "all_" in name else 2))
         code = f"hvd.allreduce_(tensor, op=hvd.{operation})"
-        if operation is None or not _replace(self, it, call, code, ("tensor",), ("op", "dst")):
+        dropped = ("op",) if "all_" in name else ("dst", "op")
+        if operation is None or not _replace(self, it, call, code, ("tensor",), dropped):
             it.script.advise(
                 self.name,
                 call,
@@ -133,6 +134,8 @@ def _replace(
             return False
         if key and default is None and key not in (*names, *dropped):
             return False
+    if sum(each.keyword is None for each in call.args) > len(names) + len(dropped):
+        return False  # a group, or async_op
     used = [argument(call, name, i) for i, name in enumerate(names)]
     if None in used or not it.script.is_statement(call):
         return False
@@ -194,7 +197,12 @@ def by_hand(self: Rule[Conversion], it: Conversion) -> None:
     }
     for node, name in it.facts.uses:
         short = name.removeprefix(DIST).split(".")[0]
-        if not name.startswith(DIST) or node in it.replaced or short in handled:
+        if not name.startswith(DIST) or node in it.replaced:
+            continue
+        call = it.script.parent(node)
+        if short in handled and isinstance(call, cst.Call) and call.func is node:
+            continue
+        if short in ("ReduceOp", "reduce_op"):
             continue
         if name in WRAPPERS:
             continue

@@ -42,6 +42,12 @@ class Conversion:
         assert isinstance(node, cst.Attribute)
         return node
 
+    def with_ranks(self, line: cst.SimpleStatementLine) -> cst.BaseStatement:
+        """Return a line that runs only if there are ranks."""
+        if not self.unit.is_conditional:
+            return line
+        return cst.If(self.call("is_initialized"), cst.IndentedBlock([line]))
+
     def replace(self, node: cst.CSTNode, new: cst.BaseExpression) -> None:
         """Replace an expression by another one."""
         self.forget(node)

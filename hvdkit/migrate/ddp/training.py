@@ -8,7 +8,7 @@ import libcst as cst
 
 from hvdkit.migrate.ddp.conversion import Conversion, keep_comments, line_of
 from hvdkit.migrate.ddp.example import SETUP
-from hvdkit.migrate.ddp.facts import SAMPLERS, without_module
+from hvdkit.migrate.ddp.facts import SAMPLERS, model_name, without_module
 from hvdkit.migrate.rule import Rule, rule
 from hvdkit.migrate.script import argument, without_arguments
 
@@ -37,8 +37,8 @@ def model(self: Rule[Conversion], it: Conversion) -> None:
         it.script.edit(wrap.call, _only_model)
         if wrap.target:
             it.script.insert(line, line_of(_broadcast(it, wrap.target)))
-        elif inner:
-            it.script.insert(line, line_of(_broadcast(it, inner)), before=True)
+        elif name := model_name(it.script, wrap.model):
+            it.script.insert(line, it.with_ranks(line_of(_broadcast(it, name))), before=True)
 
 
 def _note_differences(self: Rule[Conversion], it: Conversion) -> None:
@@ -91,10 +91,7 @@ def optimizer(self: Rule[Conversion], it: Conversion) -> None:
         assign = cst.parse_statement(f"{each.target} = 0")
         assert isinstance(assign, cst.SimpleStatementLine)
         assign = assign.with_deep_changes(assign.body[0], value=wrapped)
-        line: cst.BaseStatement = assign
-        if it.unit.is_conditional:
-            line = cst.If(it.call("is_initialized"), cst.IndentedBlock([assign]))
-        it.script.insert(it.script.statement(each.call), line)
+        it.script.insert(it.script.statement(each.call), it.with_ranks(assign))
 
 
 def _nested(call: cst.Call, it: Conversion, names: list[str]) -> cst.BaseExpression:

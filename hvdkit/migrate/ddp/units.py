@@ -16,7 +16,7 @@ from hvdkit.migrate.script import Script, argument
 
 #: A file without these words does not use torch.distributed.
 _WORDS = re.compile(
-    r"torch\.distributed(?!\.elastic)|from\s+torch\s+import\s+[^\n]*\bdistributed\b|"
+    r"torch\.distributed(?!\.elastic)|from\s+torch\s+import\s+(\([^)]*|[^\n]*)\bdistributed\b|"
     r"DistributedDataParallel"
 )
 
@@ -175,6 +175,7 @@ class _Imports:
 
     def __init__(self, texts: Mapping[Path, str]) -> None:
         self._texts = dict(texts)
+        self._found: dict[tuple[Path, Path], list[Path]] = {}
 
     def text(self, path: Path) -> str:
         """Return the text of a file; empty if it cannot be read."""
@@ -190,7 +191,10 @@ class _Imports:
         found: set[Path] = set()
         todo = [path]
         while todo:
-            for other in self._imported(todo.pop(), path.parent):
+            key = (todo.pop(), path.parent)
+            if key not in self._found:
+                self._found[key] = list(self._imported(*key))
+            for other in self._found[key]:
                 if other not in found and other != path:
                     found.add(other)
                     todo.append(other)
@@ -204,15 +208,25 @@ class _Imports:
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    yield from _files(start, alias.name)
+                    for place in {start, _root(path)}:
+                        yield from _files(place, alias.name)
             elif isinstance(node, ast.ImportFrom):
-                place = (
-                    path.parents[node.level - 1] if 0 < node.level <= len(path.parents) else start
-                )
-                if node.module:
-                    yield from _files(place, node.module)
-                for alias in node.names:
-                    yield from _files(place, ".".join(filter(None, [node.module, alias.name])))
+                names = [
+                    node.module or "",
+                    *(f"{node.module or ''}.{a.name}".lstrip(".") for a in node.names),
+                ]
+                own = 0 < node.level <= len(path.parents)
+                for place in [path.parents[node.level - 1]] if own else {start, _root(path)}:
+                    for name in filter(None, names):
+                        yield from _files(place, name)
+
+
+def _root(path: Path) -> Path:
+    """Return the folder of the outermost package that contains a file."""
+    folder = path.parent
+    while (folder / "__init__.py").is_file():
+        folder = folder.parent
+    return folder
 
 
 def _files(start: Path, module: str) -> Iterable[Path]:

@@ -236,7 +236,9 @@ def first_fit(self: Rule[Script], script: Script) -> None:
             r"(horovod|hvdkit)\..*keras\.elastic\.KerasState", script.name_of(call.func) or ""
         )
     ]
-    names = {script.source(each.func).removesuffix(".elastic.KerasState") for each in states}
+    ending = ".elastic.KerasState"
+    sources = {script.source(each.func) for each in states}
+    names = {each.removesuffix(ending) for each in sources if each.endswith(ending)}
     models = {script.source(each.args[0].value) for each in states if each.args}
     for call in script.calls() if len(names) == 1 else ():
         function, steps = call.func, argument(call, "steps_per_epoch")

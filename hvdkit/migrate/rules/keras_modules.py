@@ -192,12 +192,9 @@ def mixed_precision(self: Rule[Script], script: Script) -> None:
     start = "mixed_precision.experimental"
     for attribute in script.attributes():
         name = keras_name(script.name_of(attribute)) or ""
-        if name == start and not script.enclosing(attribute, cst.ImportFrom):
-            script.edit(attribute, lambda each: each.value)
-        elif name == f"{start}.set_policy":
+        if name == f"{start}.set_policy":
             new = cst.Name("set_global_policy")
             script.set(attribute, attr=new)
-        if name.startswith(start + "."):
             script.change(self.name, attribute, self.reason)
 
 

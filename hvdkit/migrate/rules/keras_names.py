@@ -33,6 +33,7 @@ MOVED = {
     "engine.base_layer": "layers",
     "engine.topology": "layers",
     "engine.training": "models",
+    "mixed_precision.experimental": "mixed_precision",
     "objectives": "losses",
     "optimizers.experimental": "optimizers",
     "optimizers.legacy": "optimizers",

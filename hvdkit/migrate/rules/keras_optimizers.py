@@ -13,7 +13,7 @@ from hvdkit.migrate.rules.keras_objects import (
     methods,
     optimizer_calls,
 )
-from hvdkit.migrate.script import Script, argument, without_arguments
+from hvdkit.migrate.script import Script, argument, imported_names, without_arguments
 
 #: Callbacks that set the learning rate in each epoch.
 _SCHEDULING = ("LearningRateWarmupCallback", "LearningRateScheduleCallback")
@@ -99,22 +99,15 @@ def _with_schedule(call: cst.Call, name: str) -> cst.Call:
 
 def _keras_of(script: Script) -> str | None:
     """Return the script's name for keras, if an import at the top level defines it."""
-    for node in script.module.body:
-        for each in getattr(node, "body", ()):
-            if not isinstance(each, cst.Import | cst.ImportFrom) or isinstance(
-                each.names, cst.ImportStar
-            ):
-                continue
-            for alias in each.names:
-                name = alias.evaluated_alias or alias.evaluated_name
-                found = script.dotted(alias.name)
-                if isinstance(each, cst.ImportFrom):
-                    module = script.dotted(each.module) if each.module else ""
-                    found = f"{module}.{found}"
-                if found in ("keras", "tensorflow.keras"):
-                    return name
-                if found == "tensorflow":
-                    return f"{name}.keras"
+    for node in script.all(cst.Import, cst.ImportFrom):
+        if script.parent(script.statement(node)) is not script.module:
+            continue
+        for full, alias in imported_names(node):
+            name = alias.evaluated_alias or alias.evaluated_name
+            if full in ("keras", "tensorflow.keras"):
+                return name
+            if full == "tensorflow":
+                return f"{name}.keras"
     return None
 
 

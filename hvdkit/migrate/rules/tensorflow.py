@@ -99,7 +99,9 @@ def _pinned(self: Rule[Script], script: Script, lines: list[cst.CSTNode], config
 
 def _is_keyword(script: Script, name: cst.CSTNode) -> bool:
     where = script.parent(name)
-    return isinstance(where, cst.Arg) and where.keyword is name
+    return (isinstance(where, cst.Arg) and where.keyword is name) or (
+        isinstance(where, cst.Attribute) and where.attr is name
+    )
 
 
 def _renamed(line: cst.CSTNode, loop: cst.CSTNode) -> cst.CSTNode:
