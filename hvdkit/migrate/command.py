@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import io
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
@@ -117,9 +116,7 @@ def _lines(lines: list[int]) -> str:
 
 def _diff(path: Path, outcome: Outcome) -> Iterable[str]:
     # Line ends stay as they are. A missing one at the end of the file is marked, as diff does.
-    texts = (outcome.before, outcome.after)
-    # Only "\n" ends a line here; `splitlines` would also divide at a form feed.
-    old, new = (io.StringIO(each, newline="\n").readlines() for each in texts)
+    old, new = files.lines_of(outcome.before), files.lines_of(outcome.after)
     for line in difflib.unified_diff(old, new, str(path), str(path)):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -111,3 +112,8 @@ def write(path: Path, text: str, *, mark: bool) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines with their ends. Unlike `splitlines`, a form feed does not end a line."""
+    return io.StringIO(text, newline="\n").readlines()

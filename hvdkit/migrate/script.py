@@ -20,6 +20,8 @@ from libcst.metadata import (
     ScopeProvider,
 )
 
+from hvdkit.migrate.files import lines_of
+
 Edit = Callable[[Any], "cst.CSTNode | cst.RemovalSentinel"]
 
 
@@ -320,7 +322,7 @@ def _with_layout_of(text: str, parsed: str, after: str) -> str:
     """
     if parsed == text:
         return after
-    old, same, new = (each.splitlines(keepends=True) for each in (text, parsed, after))
+    old, same, new = map(lines_of, (text, parsed, after))
     if len(old) != len(same):
         raise ValueError("LibCST does not keep the lines of this file")
     lines = []
