@@ -6,8 +6,8 @@
 
 Each job of `hvdkit run` gets some faults, one after another: a rank, an agent or the launcher is
 killed or stopped, a host reboots, a link is down, a disk is full, and so on. After each fault the
-job must train again within a minute (longer on a slow machine), by itself or with the same command,
-and the launcher must have named the rank or host at fault. At the end its weights must be those of
+job must train again within a minute (longer on a slow machine), by itself or with the same command.
+The launcher must have named the rank or host at fault. At the end its weights must be those of
 an undisturbed job, and nothing may be left over. Several hosts need root.
 """
 

@@ -1,10 +1,12 @@
 """The training of a job under faults, with Keras's `fit`.
 
-Each rank writes to `out` a line for each batch (process id, batch, number of steps, and the sum of
-loss, accuracy and two random numbers), and at the end its weights and optimizer state. The training
-has all state that a resume could lose: dropout, statistics of each rank, random numbers, metrics, a
-schedule, several buckets, and a learning rate that a callback lowers. The magnitude of gradients
-changes so much that the scales of a 16-bit wire format change, too.
+Each rank writes a line to `out` for each batch: the process id, the batch, the number of steps, and
+the sum of loss, accuracy and two random numbers. At the end it writes its weights and its optimizer
+state.
+
+The training has all state that a resume could lose: dropout, statistics of each rank, random
+numbers, metrics, a schedule, several buckets, and a learning rate that a callback lowers. The
+magnitude of gradients changes so much that the scales of a 16-bit wire format change, too.
 """
 
 import os
