@@ -63,11 +63,11 @@ class Monitor(BaseMonitor):
                     f"result of hvd.DistributedOptimizer, or none for a DistributedGradientTape"
                 )
             times = distribution.times
-        framework = TensorFlowFramework(times)
+        framework = _TensorFlow(times)
         super().__init__(TensorFlowCollectives(process_set), framework, loggers, every)
 
 
-class TensorFlowFramework:
+class _TensorFlow:
     """`hvdkit.monitor.monitor.Framework` for TensorFlow.
 
     Args:
