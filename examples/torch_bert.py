@@ -83,7 +83,7 @@ def load_text() -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, dataset: Dataset) -> float:
-    """Return the share of the masked words that the model finds; each rank computes its share."""
+    """Return the part of the masked words that the model finds. Each rank tests some samples."""
     model.eval()
     share = hvd.ResumableSampler(dataset, 16, shuffle=False)  # a rank may repeat one sample
     loader = DataLoader(share.seeded(dataset), 16, sampler=share)

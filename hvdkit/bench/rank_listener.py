@@ -1,4 +1,4 @@
-"""The runner's listener for the ranks of one job, and for their guards."""
+"""The runner's listener for the ranks of one job, and for their guards (`hvdkit.bench.guard`)."""
 
 import time
 from collections.abc import Callable, Sequence

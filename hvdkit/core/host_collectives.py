@@ -126,6 +126,6 @@ def check_choice(environ: MutableMapping[str, str] = os.environ) -> None:
     choice = environ.get(VARIABLE, "")
     if choice not in ("", "flat"):
         raise UsageError(
-            f"{VARIABLE} is {choice!r}: expected flat, or no such variable to reduce in the shared "
-            f"memory of a host where that is possible"
+            f"{VARIABLE} is {choice!r}: expected flat. To reduce in the shared memory of a "
+            f"host, unset {VARIABLE}."
         )

@@ -101,11 +101,12 @@ class Recorder:
 
     def _register(self, path: Path) -> int:
         """Let the signal write all stacks to `path`. Return the descriptor; -1 for none."""
+        # faulthandler's own handler is not one of `signal`.
+        if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
+            return -1  # the script uses the signal
         known = [file for file in self._stacks if file.name == str(path)]
         if known:
             return known[0].fileno()
-        if not self._stacks and signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
-            return -1  # the script uses the signal
         # The engine reads what faulthandler writes.
         file = path.open("w+b", buffering=0)
         # Unlike a handler in Python, it also runs while the GIL is held.

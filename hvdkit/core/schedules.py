@@ -38,9 +38,9 @@ class WarmupCosine:
 
     def __post_init__(self) -> None:
         if not (self.base_lr > 0 and math.isfinite(self.base_lr)):
-            raise UsageError(f"base_lr is {self.base_lr}: expected a positive number")
+            raise UsageError(f"base_lr is {self.base_lr}: expected a finite number above 0")
         if not (self.scale > 0 and math.isfinite(self.scale)):
-            raise UsageError(f"scale is {self.scale}: expected a positive number")
+            raise UsageError(f"scale is {self.scale}: expected a finite number above 0")
         if self.total_steps < 1:
             raise UsageError(f"total_steps is {self.total_steps}: expected at least 1")
         if not 0 <= self.warmup_steps <= self.total_steps:

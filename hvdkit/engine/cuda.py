@@ -131,6 +131,11 @@ def _nccl(cuda_home: Path) -> Nccl:
     home = os.environ.get("HOROVOD_NCCL_HOME")
     include = os.environ.get("HOROVOD_NCCL_INCLUDE") or (home and f"{home}/include")
     library = os.environ.get("HOROVOD_NCCL_LIB") or (home and f"{home}/lib")
+    if bool(include) != bool(library):
+        raise LookupError(
+            "of HOROVOD_NCCL_INCLUDE and HOROVOD_NCCL_LIB, only one is set: set both, or "
+            "HOROVOD_NCCL_HOME"
+        )
     if include and library:
         candidates.append((Path(include), Path(library)))
     specification = importlib.util.find_spec("nvidia")

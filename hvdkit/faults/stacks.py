@@ -7,6 +7,7 @@ import re
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 _THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+")
 _FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
@@ -17,6 +18,8 @@ _LIBRARIES = (
     "<frozen",
     "/lib/python3",
 )
+# The folder of this package.
+_PACKAGE = Path(__file__).parents[1]
 # The file of TensorFlow's generated functions, and of `python -c`.
 _GENERATED = "<string>"
 #: Functions that wait for a collective: the end of a file's path, and the functions.
@@ -49,7 +52,11 @@ class Frame:
         """Whether the file belongs to Python, hvdkit or an installed package."""
         if self.file == _GENERATED:
             return self.function.startswith("horovod_")
-        return "/hvdkit/" in self.file or any(part in self.file for part in _LIBRARIES)
+        # On another host, the package may be in another folder. A user's folder may have its name.
+        _, inside, module = self.file.rpartition("/hvdkit/")
+        if inside and (_PACKAGE / module).is_file():
+            return True
+        return any(part in self.file for part in _LIBRARIES)
 
     @property
     def waits(self) -> bool:
@@ -83,7 +90,8 @@ def has_other_thread(text: str) -> bool:
 def _threads(text: str) -> list[tuple[bool, list[Frame]]]:
     """Return whether a thread is the current one, and its frames, for each thread.
 
-    If the text has several dumps, the threads of the last one come first.
+    If the text has several dumps, only the threads of the last complete dump are returned, and
+    those of a dump after it that was cut off.
     """
     found: list[tuple[bool, list[Frame]]] = []
     for line in text.splitlines():

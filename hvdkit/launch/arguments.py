@@ -102,8 +102,8 @@ def _add_node_arguments(verb: argparse.ArgumentParser) -> None:
         "--node-rank",
         type=int,
         metavar="R",
-        help="the number of this node, from 0 (default: from Kubernetes' indexed Jobs, SkyPilot or "
-        "Slurm)",
+        help="the number of this node, from 0 (default: from Kubernetes' indexed Jobs, SkyPilot, "
+        "Slurm or NODE_RANK)",
     )
     meeting = nodes_group.add_mutually_exclusive_group()
     meeting.add_argument("--rdzv", metavar="HOST:PORT", help="the address of node 0")
@@ -194,7 +194,7 @@ def _add_restart_arguments(verb: argparse.ArgumentParser) -> None:
         type=int,
         metavar="M",
         help="restart without hosts that are lost or have failed twice, with at least M ranks "
-        "(default: -np)",
+        "(default: -np; with --elastic and without -np 1)",
     )
     restarts.add_argument(
         "--host-timeout",

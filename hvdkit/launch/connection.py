@@ -53,7 +53,8 @@ class Connection:
         idle: whether the agent has no ranks, and waits for the next start.
         opened_at: when the launcher opened it (`time.monotonic`).
         silent_since: the time since which the launcher has waited for a message (`time.monotonic`);
-            infinite if the agent does not answer heartbeats.
+            infinite while no answer is expected: before the first answer, after the end, and
+            for agents to which no heartbeats are sent (`--nodes`).
         peer: the IPv4 address of an agent that opened the connection; None for other agents, and
             over IPv6.
     """
@@ -320,7 +321,7 @@ class SocketConnection(Connection):
         )
 
     def lost_host(self) -> bool:
-        # The system ends the connection to a process that has ended in another way.
+        # If only the process has ended, its host closes the connection, which gives another error.
         return self._error is not None and self._error.errno in _SILENT
 
     def cut(self) -> None:

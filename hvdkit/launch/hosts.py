@@ -58,7 +58,9 @@ def parse_hosts(text: str, source: str = "-H") -> list[Host]:
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     where = f"{source} {text}"
-    return _checked((_parse(part, where) for part in parts), where)
+    return _checked(
+        (_parse(part, where) for part in parts), where, "HOST:SLOTS, separated by commas"
+    )
 
 
 def read_hostfile(path: Path) -> list[Host]:
@@ -83,7 +85,7 @@ def read_hostfile(path: Path) -> list[Host]:
                 raise UsageError(f"{where}: {line.strip()!r} is not `HOST slots=N` or `HOST:N`")
             slots = settings.get("slots")
             found.append(_parse(words[0] if slots is None else f"{words[0]}:{slots}", where))
-    return _checked(found, str(path))
+    return _checked(found, str(path), "one host per line, such as: host0 slots=2")
 
 
 def _parse(text: str, where: str) -> Host:
@@ -98,14 +100,14 @@ def _parse(text: str, where: str) -> Host:
     return Host(match[1], slots)
 
 
-def _checked(hosts: Iterable[Host], where: str) -> list[Host]:
+def _checked(hosts: Iterable[Host], where: str, expected: str) -> list[Host]:
     found = list(hosts)
     names = [host.name for host in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise UsageError(f"{where}: {', '.join(twice)} is named twice; add up its slots in one")
     if not found:
-        raise UsageError(f"{where}: no hosts in it; expected HOST:SLOTS, separated by commas")
+        raise UsageError(f"{where}: no hosts in it; expected {expected}")
     return found
 
 

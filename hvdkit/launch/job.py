@@ -35,7 +35,7 @@ class Timeouts:
         start: for hosts to answer, and for ranks to register after the first rank has registered.
         stop: for an orderly stop (a checkpoint) after it was requested.
         end: between SIGTERM and SIGKILL, for ranks that still run after a failure.
-        lost: without a message, until an agent takes the launcher for lost.
+        lost: without a message, until an agent gives up the launcher, or the launcher an agent.
     """
 
     start: float = 60.0

@@ -26,7 +26,8 @@ _KEEPALIVES = 3
 
 # ssh's options, as for `getopt`.
 _OPTIONS = "46AaCfGgKkMNnqsTtVvXxYyB:b:c:D:E:e:F:I:i:J:L:l:m:O:o:P:p:Q:R:S:W:w:"
-_REFUSED = "Permission denied|Too many authentication failures"
+# A shell that cannot execute Python says "Permission denied" without the bracket.
+_REFUSED = r"Permission denied \(|Too many authentication failures"
 _PYTHON_MISSING = (126, 127)
 _DROPPED = (
     "kex_exchange_identification|Connection (closed|reset) by|Not allowed at this time"
@@ -121,9 +122,9 @@ class Ssh:
             stderr: the standard error of ssh and the agent.
             python: the Python of the agent.
         """
-        port = self.port or 22
-        known = f"[{host.address}]:{port}" if port != 22 else host.address
-        scan = f"ssh-keyscan -p {port} {host.address} >> ~/.ssh/known_hosts"
+        name, port = self._server(host, stderr)
+        known = f"[{name}]:{port}" if port != 22 else name
+        scan = f"ssh-keyscan -p {port} {name} >> ~/.ssh/known_hosts"
         login = self.by_hand("ssh", host)
         answers = [
             (
@@ -179,12 +180,26 @@ class Ssh:
                 return f"{advice} ({last})"
         if status in _PYTHON_MISSING:
             return (
-                f"there is no Python at {python}; install the same environment there, at the same "
-                f"path, or give the path of its Python with --python ({last})"
+                f"there is no executable Python at {python}; install the same environment "
+                f"there, at the same path, or give the path of its Python with --python ({last})"
             )
         if status is None:
             return f"ssh has not ended; try `{login} true` by hand ({last})"
         return f"ssh ended with status {status}; try `{login} true` by hand ({last})"
+
+    def _server(self, host: Host, stderr: str) -> tuple[str, int]:
+        """Return the name and port of the ssh server of `host`.
+
+        ssh's configuration may have others, which are in ssh's messages.
+        """
+        for message in (
+            r"connect to (?:host|address) (\S+) port (\d+)",
+            r"host key is known for \[(\S+)\]:(\d+)",
+            r"-R [\"']?\[(\S+)\]:(\d+)",
+        ):
+            if found := re.search(message, stderr):
+                return found[1], int(found[2])
+        return host.address, self.port or 22
 
 
 def _login_name(host: Host) -> str:

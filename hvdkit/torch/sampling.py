@@ -246,8 +246,8 @@ class SeededDataset(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if not isinstance(index, _Index):
             raise UsageError(
-                "a seeded data set got a plain number as index: use its DataLoader with the "
-                "ResumableSampler whose `seeded` returned it"
+                "a seeded data set got a plain number as index: create its DataLoader with "
+                "sampler=S, where S is the ResumableSampler whose S.seeded(dataset) returned it"
             )
         # The 2 makes these sequences different from that of the epoch's order.
         with _random_numbers([self._seed, index.epoch, 2, int(index)]):

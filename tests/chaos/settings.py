@@ -79,7 +79,7 @@ class Limits:
         controllers: of `Setting.controller`.
         hosts: of `Setting.hosts`.
         stores: of `Setting.store`.
-        ranks: the number of ranks on one host.
+        ranks: the number of ranks of a job on one host. On several hosts, each has 1 or 2.
         clock: whether the clock of ranks can be changed.
     """
 
@@ -94,7 +94,7 @@ class Limits:
         """Return a random setting for a job with this many faults."""
 
         def choose(weights, allowed):
-            kept = {value: weight for value, weight in weights.items() if value in allowed}
+            kept = {value: weight or 1 for value, weight in weights.items() if value in allowed}
             return draw.choices(*zip(*(kept or weights).items(), strict=True))[0]
 
         hosts = choose(_HOSTS, self.hosts)
@@ -111,7 +111,7 @@ class Limits:
             draw.choice([1, 3]),
             20 + 15 * faults,
             # The object store of these tests listens on this machine's loopback interface.
-            choose(_STORES, self.stores) if hosts == 1 or self.stores else "folder",
+            choose(_STORES, self.stores) if hosts == 1 or "elsewhere" in self.stores else "folder",
             restarts,
             min_ranks,
             self.clock and hosts == 1 and draw.random() < 0.3,

@@ -204,7 +204,7 @@ def test_a_damaged_step_does_not_count_as_kept(place):
 
 
 def test_a_run_that_went_back_continues_from_its_newest_step(place):
-    """A user went back from step 2000 to step 500. Steps 1000 and 2000 belong to the old run."""
+    """Step 600 is saved after step 2000 in the same run: the newest step is the one saved last."""
     store = save(place, 500, 1000, 2000, keep_last=3)
     with store.newest_good(500) as opened:
         assert_holds(opened, 500)

@@ -200,7 +200,7 @@ def test_a_script_that_is_missing_on_one_host(launches):
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("/no/such/python", "host1: there is no Python at /no/such/python"),
+        ("/no/such/python", "host1: there is no executable Python at /no/such/python"),
         ("/usr/bin/python3", "host1: /usr/bin/python3 there has no hvdkit"),
     ],
 )

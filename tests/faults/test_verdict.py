@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdkit.faults.records import Call, Record
+from hvdkit.faults.stacks import Frame
 from hvdkit.faults.verdict import ENDED, STOPPED, judge, timeline
 
 WAITING = """Thread 0x01 (most recent call first):
@@ -163,3 +164,16 @@ def test_the_timeline_shows_who_came_when():
     assert "+0 ms …" in second
     assert "-" in second
     assert second.endswith("(not complete)")
+
+
+@pytest.mark.parametrize(
+    ("file", "library"),
+    [
+        ("/other/place/hvdkit/core/synchronizer.py", True),
+        ("/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", True),
+        ("/home/me/hvdkit/examples/torch_digits.py", False),
+        ("/home/me/train.py", False),
+    ],
+)
+def test_a_script_in_a_folder_named_hvdkit_is_the_users(file, library):
+    assert Frame(file, 1, "main").is_library == library

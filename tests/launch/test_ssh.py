@@ -43,7 +43,8 @@ def test_ssh_asks_nothing_and_the_users_arguments_come_first():
         (255, "ssh: Could not resolve hostname h: Name or service not known", "/etc/hosts"),
         (255, "ssh: connect to host h port 2222: Connection refused", "no ssh server listens"),
         (255, "ssh: connect to host h port 2222: Connection timed out", "cannot be reached"),
-        (127, "sh: 1: exec: /py: not found", "there is no Python at /py"),
+        (127, "sh: 1: exec: /py: not found", "there is no executable Python at /py"),
+        (126, "sh: 1: exec: /py: Permission denied", "there is no executable Python at /py"),
         (1, "/py: No module named hvdkit", "/py there has no hvdkit"),
         (1, "ModuleNotFoundError: No module named 'psutil'", "/py there has no hvdkit"),
         (
@@ -58,6 +59,26 @@ def test_each_error_of_ssh_has_advice(status, said, expected):
     text = SSH.explain(Host("me@h", 1), status, said, "/py")
     assert expected in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("ssh: connect to host 10.0.0.7 port 2200: Connection refused", "on port 2200 there"),
+        (
+            "No ED25519 host key is known for [h.lab]:2200 and you have requested strict "
+            "checking.\nHost key verification failed.",
+            "ssh-keyscan -p 2200 h.lab >>",
+        ),
+        (
+            "REMOTE HOST IDENTIFICATION HAS CHANGED!\n  ssh-keygen -f '/k' -R '[h.lab]:2200'\n"
+            "Host key verification failed.",
+            "ssh-keygen -R '[h.lab]:2200'",
+        ),
+    ],
+)
+def test_advice_has_the_name_and_port_of_sshs_configuration(said, expected):
+    assert expected in Ssh().explain(Host("h", 1), 255, said, "/py")
 
 
 def test_commands_for_the_user_have_addresses_and_arguments_that_the_programs_accept():

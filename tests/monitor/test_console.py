@@ -36,7 +36,7 @@ def test_plain_lines():
     first, second = file.getvalue().splitlines()
     assert first == (
         "step 10: loss 0.5321, accuracy 0.5, lr 0.1, 1,234 samples/s, "
-        "50 ms/step (data 20 %, communication 40 %), slowest: rank 1, data (+50 %)"
+        "50 ms/step (data 20 %, communication 40 %), slowest: rank 1 (+50 %, mostly data)"
     )
     assert second.startswith("step 20: loss nan, ")
 

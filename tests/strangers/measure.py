@@ -54,8 +54,8 @@ class Measurement:
     answers: Counter[bytes] = field(default_factory=Counter)
     held: int = 0
     memory: tuple[int, int] = (0, 0)
-    cpu: list[tuple[float, float]] = field(default_factory=list)
-    wall: list[tuple[float, float]] = field(default_factory=list)
+    cpu: dict[int, tuple[float, float]] = field(default_factory=dict)
+    wall: dict[int, tuple[float, float]] = field(default_factory=dict)
 
 
 def measure(
@@ -101,7 +101,7 @@ def measure(
                 job.wait(30)
         found.output = (folder / "output").read_text()
         for rank in range(_RANKS):
-            _evaluate(found, folder / f"steps.{rank}", phases)
+            _evaluate(found, rank, folder / f"steps.{rank}", phases)
     return found
 
 
@@ -151,7 +151,9 @@ def _attack(
     return phases
 
 
-def _evaluate(found: Measurement, path: Path, phases: Sequence[tuple[float, float, bool]]) -> None:
+def _evaluate(
+    found: Measurement, rank: int, path: Path, phases: Sequence[tuple[float, float, bool]]
+) -> None:
     times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for line in path.read_text().splitlines():
         words = [float(word) for word in line.split()]
@@ -163,7 +165,7 @@ def _evaluate(found: Measurement, path: Path, phases: Sequence[tuple[float, floa
             calm, attacked = (
                 statistics.median(t[index] for t in times[kind]) for kind in (False, True)
             )
-            target.append((calm, attacked))
+            target[rank] = (calm, attacked)
 
 
 def main() -> int:
@@ -184,7 +186,7 @@ def main() -> int:
     print(f"connections held at a time: {found.held:,}")
     before, largest = (value / 1e6 for value in found.memory)
     print(f"memory of the launcher: {before:.0f} MB, at most {largest:.0f} MB")
-    for rank in range(len(found.cpu)):
+    for rank in sorted(found.cpu):
         for name, (calm, attacked) in (("CPU time", found.cpu[rank]), ("time", found.wall[rank])):
             change = 100 * (attacked / calm - 1)
             print(

@@ -293,7 +293,7 @@ def test_a_loop_that_leaves_an_epoch_is_followed_by_the_next_epoch(hvd, leave):
             for batch in batches:
                 seen[-1].append(batch.tolist())
                 if len(seen[-1]) == count:
-                    # The state that a checkpoint would contain now.
+                    # A checkpoint after this call would resume in the next epoch.
                     sampler.end_epoch()
                     break
         # A loop that has not called end_epoch() is still in the epoch.
@@ -517,7 +517,7 @@ def test_an_invalid_generator_is_an_error(hvd, tmp_path, wrong):
 
 
 class Block:
-    """Return a function that creates models with a compiled or a plain submodule."""
+    """Models with a compiled or a plain submodule."""
 
     @staticmethod
     def model(compiled):
@@ -1046,7 +1046,7 @@ def test_exports_that_safetensors_loads(hvd, tmp_path):
     with Store(tmp_path / "steps").newest_good() as opened:
         export(opened, tmp_path / "x.pt")
         (tmp_path / "other").touch()
-        # Not readable by this user alone: both follow the umask.
+        # Other users may read them too: both follow the umask.
         assert (tmp_path / "x.pt").stat().st_mode == (tmp_path / "other").stat().st_mode
         weights.export_file(opened, tmp_path / "x.safetensors")
         weights.export_folder(opened, tmp_path / "folder", shard_bytes=100)

@@ -19,13 +19,15 @@ def limits(options: argparse.Namespace) -> ElasticLimits:
     Raises:
         UsageError: a number is out of range.
     """
-    smallest = options.min_np or options.num_proc or 1
+    smallest = next((n for n in (options.min_np, options.num_proc) if n is not None), 1)
     first = options.num_proc or smallest
     largest = options.max_np
     sizes = {"--min-np": smallest, "-np": first, "--max-np": largest}
     ordered = [size for size in sizes.values() if size is not None]
     if ordered != sorted(ordered) or smallest < 1:
-        given_sizes = ", ".join(f"{name} {size}" for name, size in sizes.items() if size)
+        given_sizes = ", ".join(
+            f"{name} {size}" for name, size in sizes.items() if size is not None
+        )
         raise UsageError(f"{given_sizes}: expected 1 <= --min-np <= -np <= --max-np")
     for name, value, least in (
         ("--restarts", options.restarts, 0),

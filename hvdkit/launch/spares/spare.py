@@ -133,7 +133,7 @@ class Spare:
         return True
 
     def close(self) -> None:
-        """Close the connection. The process ends if it was not started."""
+        """Close the connection. The process ends, unless `start` was called before."""
         self._socket.close()
 
     def kill(self) -> None:

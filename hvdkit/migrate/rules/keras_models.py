@@ -155,7 +155,7 @@ _TENSORBOARD = ("write_grads", "batch_size", "embeddings_layer_names", "embeddin
 
 
 @rule(
-    "hvdkit ignores the argument only if it knows the optimizer; Keras 3 refuses it.",
+    "hvdkit ignores the argument if the optimizer is wrapped; otherwise Keras 3 raises an error.",
     before="model.compile(optimizer='sgd', loss='mse', experimental_run_tf_function=False)",
     after="model.compile(optimizer='sgd', loss='mse')",
     setup=MODEL,

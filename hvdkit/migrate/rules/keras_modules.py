@@ -199,7 +199,7 @@ def mixed_precision(self: Rule[Script], script: Script) -> None:
 
 
 @rule(
-    "Keras 3 has no wrappers for scikit-learn's models of this kind.",
+    "Keras 3 does not have these wrappers, which make scikit-learn estimators of Keras models.",
     before="from keras.wrappers.scikit_learn import KerasClassifier",
     setup=_SETUP,
 )

@@ -84,7 +84,7 @@ def describe(record: Record) -> str:
     if slowest is not None and len(record.ranks) > 1 and slowest.median:
         more = 100 * (slowest.seconds / slowest.median - 1)
         where = slowest.section.removeprefix("time/")
-        parts.append(f"slowest: rank {slowest.rank}, {where} (+{more:.0f} %)")
+        parts.append(f"slowest: rank {slowest.rank} (+{more:.0f} %, mostly {where})")
     return ", ".join(parts)
 
 

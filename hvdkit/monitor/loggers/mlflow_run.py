@@ -19,7 +19,7 @@ class MLFlowLogger(Logger):
     Needs `pip install 'hvdkit[monitor-mlflow]'`.
 
     Args:
-        experiment: the name of the experiment. It is created.
+        experiment: the name of the experiment. It is created if it does not exist.
         tracking_uri: a server, or a local database such as `sqlite:///mlflow.db`. Default: that of
             MLflow, which MLFLOW_TRACKING_URI sets.
         run_name: the name of a new run.

@@ -30,7 +30,7 @@ COUNTERS = {
 class PrometheusLogger(Logger):
     """Serve metrics at `http://ADDRESS:PORT/metrics`, on the first rank.
 
-    Prometheus should scrape at least as often as there are reports: only the last record is served.
+    Prometheus should scrape at least as often as records come: only the last record is served.
 
     Needs `pip install 'hvdkit[monitor-prometheus]'`.
 
@@ -127,7 +127,7 @@ class PrometheusLogger(Logger):
         gauge, counter = self._core.GaugeMetricFamily, self._core.CounterMetricFamily
         yield counter("hvdkit_steps", "Steps since the start of the process.", value=steps)
         yield counter("hvdkit_samples", "Samples of all ranks since then.", value=samples)
-        yield counter("hvdkit_reports", "Records since then.", value=records)
+        yield counter("hvdkit_records", "Records since then.", value=records)
         for name, (family, meaning) in COUNTERS.items():
             yield counter(family, meaning, value=counted[name])
         if run is not None:

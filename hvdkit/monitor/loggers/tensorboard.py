@@ -19,7 +19,7 @@ class TensorBoardLogger(Logger):
     Needs `pip install 'hvdkit[monitor-tensorboard]'`.
 
     Args:
-        folder: the folder of the run. It is created.
+        folder: the folder of the run. It is created if it does not exist.
 
     Raises:
         UsageError: the package tensorboard is not installed.

@@ -14,6 +14,7 @@ RUN = ["run", "--elastic"]
         (["run", "--reset-limit", "2"], "--reset-limit needs --elastic"),
         ([*RUN, "--nodes", "2"], "--elastic cannot be combined with --nodes"),
         ([*RUN, "--launcher", "mpi"], "--elastic cannot be combined with --launcher mpi"),
+        ([*RUN, "--min-np", "0"], "--min-np 0, -np 0: expected 1 <= --min-np <= -np <= --max-np"),
         ([*RUN, "-np", "2", "--min-np", "3"], "expected 1 <= --min-np <= -np <= --max-np"),
         ([*RUN, "-np", "2", "--max-np", "1"], "--min-np 2, -np 2, --max-np 1: expected"),
         ([*RUN, "--slots-per-host", "0"], "--slots-per-host is 0: expected at least 1"),

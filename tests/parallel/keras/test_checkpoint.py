@@ -339,7 +339,7 @@ def test_a_checkpoint_of_another_model_raises_on_every_rank(hvd):
     [pytest.param(1, 2, 3, marks=pytest.mark.long), (2, 1, 1)],
 )
 def test_resume_with_another_number_of_ranks(hvd, fraction, later, batches):
-    """Resume on half of the ranks, and on twice as many ranks after half of their global batch."""
+    """Half of the ranks resume what all have saved; all resume what half saved after one batch."""
     import keras
 
     class Numbers(keras.callbacks.Callback):

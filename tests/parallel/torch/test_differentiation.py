@@ -17,7 +17,7 @@ n, rank = hvd.size(), hvd.rank()
 def differentiated(function):
     x = torch.full((2, 3), rank + 1.0, requires_grad=True)
     y = function(x)
-    # Horovod takes no expanded gradients, as sum() alone would give.
+    # Stock Horovod takes no expanded gradients, as sum() alone would give. EXPANDED tests them.
     (y * torch.full_like(y, 3.0)).sum().backward()
     return y.detach(), x.grad
 """

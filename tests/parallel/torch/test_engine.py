@@ -101,7 +101,7 @@ def bfloat16(numbers):
 
 
 def any_bfloat16s(seed, shape):
-    """The same on all ranks; every number but NaN, the subnormal ones and the infinities too."""
+    """The same random numbers on all ranks: of any kind except NaN, also subnormal and infinite."""
     bits = same_on_all_ranks(seed).integers(0, 65536, shape, dtype=np.uint16)
     bits[(bits & 0x7FFF) > 0x7F80] &= 0xFF80
     bits[(bits & 0x7FFF) == 0] |= 1  # of minimum and maximum either zero would be right

@@ -68,7 +68,7 @@ def test_records_of_a_loop(hvd):
     for rank in range(hvd.size()):
         sections = [found[name].by_rank[rank] for name in metrics.SECTIONS]
         assert all(seconds >= 0 for seconds in sections)
-        # The sections are the whole step, except for what happens between the calls of `step`.
+        # All sections together are the step, except for what `monitor.step` itself needs.
         assert sum(sections) <= found[metrics.STEP].by_rank[rank] * 1.05 + 1e-3
         assert sum(sections) >= found[metrics.STEP].by_rank[rank] * 0.5
 

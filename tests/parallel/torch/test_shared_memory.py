@@ -15,7 +15,8 @@ from tests.parallel.rank_pool import Configuration, start_ranks_of
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64]
 
-# Elements. Inline; the first one that is not; odd ones; more than one chunk for each rank.
+# Elements. 1, 3 and 128 have at most 1 KiB in each dtype, which is sent inline. 1025 and 4099 are
+# odd. 700,001 have more than one chunk for each rank.
 SIZES = [1, 3, 128, 1025, 4099, 700_001]
 
 
