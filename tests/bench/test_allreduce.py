@@ -32,6 +32,7 @@ def test_a_table_that_users_of_nccl_tests_know(tmp_path, mpi):
     files = ["--json", str(tmp_path / "run.json"), "--csv", str(tmp_path / "run.csv")]
     names = "hvdkit-gloo,mpi4py-ring"
     arguments = ["-np", "2", "--variants", names, "--sizes", "1KiB,100KB", "--turns", "2"]
+    arguments += ["--calls", "10"]
     done = bench("allreduce", *arguments, *files)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line and not line.startswith("#")]

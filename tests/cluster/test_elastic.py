@@ -57,6 +57,7 @@ def test_a_host_is_added_and_the_first_one_is_removed(start):
     check(job.lines, ranks=1)
 
 
+@pytest.mark.long
 def test_a_host_that_is_lost(start, launches):
     """Every process of the first start on the second host is killed, as if the host was reset."""
     job = start("host0:1,host1:1")
@@ -104,6 +105,7 @@ def test_a_host_whose_link_goes_down_and_comes_back(start, launches):
     check(job.lines, ranks=2)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_on_another_host(start):
     job = start("host0:1,host1:1", "--reset-limit", "1")
     job.wait_for("batch 0 3 ")

@@ -63,6 +63,7 @@ def start_on_hosts(cluster, command, sizes=(2, 2), **env):
     )
 
 
+@pytest.mark.long
 def test_process_sets_use_the_chosen_interface(make_hosts):
     skip_where_unsupported(Configuration("torch", "gloo", 4))
     with make_hosts(2) as cluster:
@@ -196,7 +197,7 @@ hvd.shutdown()
 
 @pytest.mark.parametrize(
     "sizes",
-    [(1, 1), (2, 1), *[pytest.param(s, marks=pytest.mark.long) for s in [(2, 2), (2, 1, 1)]]],
+    [(2, 1), *[pytest.param(s, marks=pytest.mark.long) for s in [(1, 1), (2, 2), (2, 1, 1)]]],
     ids=str,
 )
 def test_int8_between_hosts(make_hosts, sizes):

@@ -4,12 +4,15 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.cluster.test_run import REDUCE
 from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
 
 SECONDS = 100
 
 
+@pytest.mark.long
 def test_ranks_on_two_hosts(launches, tmp_path):
     skip_where_unsupported(Configuration("torch", "gloo", 2))
     script = tmp_path / "train.py"

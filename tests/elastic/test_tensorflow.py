@@ -25,7 +25,7 @@ def start(folder, kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["keras-torch", pytest.param("keras-tensorflow", marks=pytest.mark.long), "tensorflow"]
+    "kind", [pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
 )
 def test_a_rank_is_killed(tmp_path, kind):
     with start(tmp_path, kind) as job:

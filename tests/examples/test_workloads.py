@@ -202,6 +202,7 @@ def test_a_killed_run_resumes_to_the_same_end(workload, tmp_path):
     assert final_tensors(folder) == final_tensors(tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_a_divided_table_resumes_on_another_number_of_ranks(tmp_path):
     recommender = next(w for w in WORKLOADS if w.script == "torch_recommender")
     short = "--pairs 16384 --checkpoint-every 4"

@@ -10,7 +10,11 @@ from tests.faults import seeded
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 
 #: One of each kind: a verdict of a stall, a lost rank, a parameter.
-SAMPLE = ["waits for a lock that it holds", "SIGSEGV", "flips a bit of a weight"]
+SAMPLE = [
+    "waits for a lock that it holds",
+    pytest.param("SIGSEGV", marks=pytest.mark.long),
+    pytest.param("flips a bit of a weight", marks=pytest.mark.long),
+]
 _NAMED = 0.95
 
 

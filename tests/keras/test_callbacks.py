@@ -18,6 +18,7 @@ def fit(model, epochs, *callbacks, **options):
     return model.fit(x, x, epochs=epochs, verbose=0, callbacks=list(callbacks), **options).history
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_staircase_sets_the_rate_once_per_epoch(hvd):
     import keras
 

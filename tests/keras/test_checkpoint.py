@@ -146,6 +146,7 @@ def test_tensor_names_are_keras_paths(hvd, tmp_path):
     assert set(load_file(path)) == {variable.path for variable in model.weights}
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_manifests_have_steps_epochs_and_logs(hvd, tmp_path):
     from hvdkit.checkpoint.store import Store
 
@@ -162,6 +163,7 @@ def test_manifests_have_steps_epochs_and_logs(hvd, tmp_path):
     assert manifests[0].versions.keys() >= {"keras", "hvdkit", "python"}
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_keep_best_keeps_the_best_epoch(hvd, tmp_path):
     from hvdkit.checkpoint.store import Store
 
@@ -181,6 +183,7 @@ def test_a_second_fit_with_the_same_callback_continues_from_memory(hvd, tmp_path
     assert callback.step == 9
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_without_resume_a_new_run_begins(hvd, tmp_path):
     fit(hvd, compiled(), tmp_path, epochs=2)
     callback, history = fit(hvd, compiled(), tmp_path, resume=False)
@@ -190,6 +193,7 @@ def test_without_resume_a_new_run_begins(hvd, tmp_path):
     assert (callback.step, history.epoch) == (6, [0, 1])
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_batches_of_a_resumed_epoch_keep_their_numbers(hvd, tmp_path):
     import keras
 
@@ -217,6 +221,7 @@ def test_batches_of_a_resumed_epoch_keep_their_numbers(hvd, tmp_path):
         assert callback.step == 20
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_evaluate_in_a_callback_does_not_consume_the_resumed_epoch(hvd, tmp_path):
     import keras
 

@@ -47,6 +47,7 @@ def test_ranks_reduce():
         pytest.param("[2 * half, 2 * half + 1]", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_two_jobs_inside_one_mpirun(comm):
     engine = installed()
     if engine is None or "torch" not in engine.frameworks or which("mpirun") is None:
@@ -133,7 +134,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
+@pytest.mark.parametrize("launcher", ["gloo", pytest.param("mpi", marks=pytest.mark.long)])
 def test_torch_distributed_works_beside_horovod(launcher):
     skip_where_unsupported(Configuration("torch", launcher, 2))
     env = os.environ | {"OMP_NUM_THREADS": "1", "RANK": "5", "WORLD_SIZE": "9"}

@@ -242,6 +242,7 @@ def _idle(processes):
     return before == [process.cpu_times()[:2] for process in processes]
 
 
+@pytest.mark.long
 def test_a_killed_job_over_mpi_resumes(tmp_path):
     options = ("--restarts", "1", "--launcher", "mpi")
     done, weights = train(tmp_path / "killed", [3], *options, controller="mpi")
@@ -303,7 +304,8 @@ def test_a_killed_launcher_ends_its_ranks_and_the_same_command_resumes(tmp_path)
     assert "[0] from 4" in done.stdout
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.long
 def test_a_restart_resumes_before_a_bit_flipped(tmp_path, rank):
     done, _ = train(tmp_path / "flipped", [], "--restarts", "1", flips=rank)
     assert done.returncode == 0, done.stderr

@@ -90,18 +90,22 @@ def port():
         return server.getsockname()[1]
 
 
-@pytest.mark.parametrize("rendezvous", ["standalone", "static"])
+@pytest.mark.parametrize(
+    "rendezvous", ["static", pytest.param("standalone", marks=pytest.mark.long)]
+)
 def test_ranks_of_torchrun_reduce(engine, tmp_path, port, rendezvous):
     how = ["--standalone"] if rendezvous == "standalone" else ["--master-port", port]
     lines = run(REDUCE, tmp_path, *how, "--nproc-per-node", 2)
     assert sorted(lines) == ["place 0 2 0 2 1 and 2", "place 1 2 1 2 1 and 2"]
 
 
+@pytest.mark.long
 def test_init_with_a_list_of_ranks(engine, tmp_path):
     program = "import hvdkit.torch as hvd; hvd.init([0, 1]); print(f'{hvd.size()}\\n', end='')"
     assert run(program, tmp_path, "--standalone", "--nproc-per-node", 2) == ["2", "2"]
 
 
+@pytest.mark.long
 def test_a_job_that_a_rank_of_torchrun_starts(engine, tmp_path):
     """The ranks of the inner job do not inherit the rank variables of the outer job."""
     (tmp_path / "inner.py").write_text(REDUCE)

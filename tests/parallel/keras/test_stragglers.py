@@ -35,7 +35,9 @@ def slow_gradient():
     return same
 
 
-@pytest.mark.parametrize("where", ["data and forward", "backward"])
+@pytest.mark.parametrize(
+    "where", ["data and forward", pytest.param("backward", marks=pytest.mark.long)]
+)
 def test_a_slow_rank_is_named(hvd, where):
     import keras
 
