@@ -24,9 +24,7 @@ def start(folder, kind):
     return ElasticJob(folder, "localhost:2", *LIMITS, env=env)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.long) for kind in KINDS])
 def test_a_rank_is_killed(tmp_path, kind):
     with start(tmp_path, kind) as job:
         pid = int(job.wait_for(r"batch 0 3 (\d+)")[1])
