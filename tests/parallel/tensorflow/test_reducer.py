@@ -72,7 +72,15 @@ MAGNITUDES = {
 }
 
 
-@pytest.mark.parametrize("name", MAGNITUDES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long)
+        if name in ("steady", "shrinking", "tiny")
+        else name
+        for name in MAGNITUDES
+    ],
+)
 def test_float16_repeats_buckets_after_an_overflow(hvd, name):
     import tensorflow as tf
 

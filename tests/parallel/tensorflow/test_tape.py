@@ -15,6 +15,9 @@ from tests.parallel.tensorflow.oracle import (
 )
 
 WHERE = ["eager", "graph"]
+#: Means that are tested in every run: a format, an operation, and where.
+MEANS = {("none", "Average", "eager"), ("fp16", "Average", "graph"), ("bf16", "Sum", "graph")}
+GROUPS = ["one", "hundred", "num_groups", "lists", "some"]
 BATCH, INPUTS, HIDDEN = 6, 5, 7
 
 
@@ -73,9 +76,13 @@ def assert_close(gradients, expected, tolerance=1e-12):
         assert np.abs(gradient.numpy() - wanted).max() <= tolerance * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("op", ["Average", "Sum"])
-@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("compression", "op", "where"),
+    [
+        case if case in MEANS else pytest.param(*case, marks=pytest.mark.long)
+        for case in itertools.product(["none", "fp16", "bf16"], ["Average", "Sum"], WHERE)
+    ],
+)
 def test_gradients_equal_those_of_one_process_with_all_data(hvd, where, op, compression):
     variables = variables_of()
     gradients = reduced_gradients(
@@ -122,8 +129,14 @@ def test_a_custom_compressor(hvd, where):
     assert_close(averaged, [wanted / hvd.size() for wanted in expected])
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("groups", ["one", "hundred", "num_groups", "lists", "some"])
+@pytest.mark.parametrize(
+    ("groups", "where"),
+    [
+        *((groups, "eager") for groups in GROUPS),
+        ("some", "graph"),
+        *(pytest.param(groups, "graph", marks=pytest.mark.long) for groups in GROUPS[:-1]),
+    ],
+)
 def test_groups(hvd, where, groups):
     variables = variables_of()
     elsewhere = variables_of(seed=50)
@@ -357,8 +370,15 @@ def test_a_bucket_without_gradients_on_one_rank(hvd, kind):
         np.testing.assert_allclose(tf.convert_to_tensor(of_other).numpy(), expected)
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize(
+    ("compression", "where"),
+    [
+        ("none", "eager"),
+        ("fp16", "graph"),
+        pytest.param("none", "graph", marks=pytest.mark.long),
+        pytest.param("fp16", "eager", marks=pytest.mark.long),
+    ],
+)
 def test_each_rank_trains_another_task(hvd, where, compression):
     """Each task has a head. A variable of unknown shape has no gradient."""
     import tensorflow as tf
@@ -575,8 +595,15 @@ def test_different_values_raise(hvd, where):
     assert not records
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize(("reductions", "expected"), [(1, 0), (25, 5)])
+@pytest.mark.parametrize(
+    ("reductions", "expected", "where"),
+    [
+        (1, 0, "eager"),
+        (25, 5, "graph"),
+        pytest.param(1, 0, "graph", marks=pytest.mark.long),
+        pytest.param(25, 5, "eager", marks=pytest.mark.long),
+    ],
+)
 def test_a_late_broadcast(hvd, where, reductions, expected):
     """A loop may reduce many times before its first update."""
     variables = own_values(hvd)
