@@ -39,7 +39,7 @@ def test_ranks_on_hosts_with_other_interface_names_reduce(launches):
 @pytest.mark.parametrize(
     ("slots", "code", "sent"),
     [
-        ("2,1", SUMS, 1.0),
+        pytest.param("2,1", SUMS, 1.0, marks=pytest.mark.long),
         ("1,1", INT8, INT8_BYTES),
         pytest.param("2,1", SCATTER, None, marks=pytest.mark.long),
         pytest.param("2,2", INT8, INT8_BYTES, marks=pytest.mark.long),

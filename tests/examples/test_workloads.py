@@ -222,6 +222,7 @@ def test_a_divided_table_resumes_on_another_number_of_ranks(tmp_path):
         assert tables[1][name] == pytest.approx(tables[0][name], rel=1e-3, abs=1e-6), name
 
 
+@pytest.mark.long
 def test_a_gan_with_two_optimizers(tmp_path):
     gan = next(w for w in WORKLOADS if w.script == "torch_gan")
     folder = tmp_path / "gan"

@@ -45,7 +45,8 @@ _ONE_JOB = (
     "test_uses",
 )
 
-#: Tests of the engine, which run with each controller. Other tests do so only with --long.
+#: Tests of the engine, which run with each controller. Other tests do so only with --long, and so
+#: do those of TensorFlow.
 _ENGINE = ("test_collectives", "test_engine", "test_exactness", "test_shared_memory")
 
 START_SECONDS = 60.0
@@ -86,7 +87,8 @@ class Configuration:
 def configurations(path: Path, long: bool) -> list[Configuration]:
     """Return the jobs for the tests of a module.
 
-    Most have four ranks: with two ranks, addition commutes and hides errors of order.
+    Most have four ranks: with two ranks, addition commutes and hides errors of order. Three are
+    enough for TensorFlow, where each rank traces the functions, which takes most of the time.
 
     Args:
         path: the test module.
@@ -129,6 +131,8 @@ def _configurations_of_folder(path: Path, long: bool) -> list[Configuration]:
         return [Configuration(framework, "gloo", 2)]
     if path.stem == "test_sequences":
         return [Configuration(framework, "gloo", size) for size in ((4, 2) if long else (4,))]
+    if framework == "tensorflow" and not long:
+        return [Configuration(framework, "gloo", 3)]
     jobs = [Configuration(framework, "gloo", 4)]
     if long or path.stem in _ENGINE:
         jobs.append(Configuration(framework, "mpi", 4))

@@ -65,6 +65,7 @@ print(json.dumps([
 
 
 @pytest.mark.parametrize("name", ["model.keras", pytest.param("model.h5", marks=pytest.mark.long)])
+@pytest.mark.long_with("keras-torch")
 def test_a_saved_model_loads_with_and_without_hvdkit(hvd, name):
     model = fitted(hvd, hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
     folder = shared_folder(hvd)

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.parallel.keras.sequences import ACTIONS, Setting, run_sequence
@@ -27,6 +28,7 @@ def sequence(hvd, setting, actions, folder):
     run_sequence(hvd, Setting(**setting), actions, Path(folder))
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_sequences_of_user_actions(rank_pool, tmp_path, request):
     @settings(
         max_examples=_LONG if request.config.getoption("--long") else _SHORT,

@@ -64,7 +64,7 @@ def run(code, controller="gloo"):
     start_ranks_of(Configuration("torch", controller, 3), command, environment).wait(timeout=60)
 
 
-@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+@pytest.mark.parametrize("controller", ["gloo", pytest.param("mpi", marks=pytest.mark.long)])
 def test_collectives_are_differentiable(controller):
     run(ALL, controller)
 
@@ -73,5 +73,6 @@ def test_ranks_may_have_made_different_numbers_of_calls():
     run(UNEVEN)
 
 
+@pytest.mark.long
 def test_a_gradient_may_be_expanded():
     run(EXPANDED)

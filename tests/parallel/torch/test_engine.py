@@ -353,13 +353,16 @@ hvd.shutdown()
 """
 
 
+@pytest.mark.long
 def test_tensors_of_a_compressor_of_the_users_are_fused(tmp_path):
     copied = tensors_copied_by(COMPRESSOR, tmp_path)
     assert len({name for name in copied if "hvdkit_tensors" in name}) == 8
 
 
 # 4 s of cycles of 100 and of 20 ms; without the patch, of 20 and of 1 ms.
-@pytest.mark.parametrize(("cycle_time", "most"), [("20", 80), ("1", 500)])
+@pytest.mark.parametrize(
+    ("cycle_time", "most"), [("20", 80), pytest.param("1", 500, marks=pytest.mark.long)]
+)
 def test_an_idle_rank_wakes_up_seldom(tmp_path, cycle_time, most):
     timeline = tmp_path / "timeline.json"
     program = "import time, horovod.torch as hvd; hvd.init(); time.sleep(4); hvd.shutdown()"
@@ -424,7 +427,7 @@ def test_a_rank_that_waits_uses_little_cpu_time(hvd):
     assert time.thread_time() - before < 0.3
 
 
-@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+@pytest.mark.parametrize("controller", ["gloo", pytest.param("mpi", marks=pytest.mark.long)])
 def test_bfloat16_tensors_are_fused_with_their_own_kind(tmp_path, controller):
     copied = tensors_copied_by(FUSED_BFLOAT16, tmp_path, controller)
     assert copied == {

@@ -92,6 +92,7 @@ for attempt in range(10):
     run(configuration, code, 50)
 
 
+@pytest.mark.long
 def test_join_works_with_an_optimizer_made_before_another_init():
     """The fp16 format has a deferred collective that no step has waited for."""
     code = """
@@ -183,6 +184,7 @@ hvd.allreduce(torch.ones(3), name="all are back")
 
 
 @pytest.mark.parametrize("configuration", GLOO_FIRST, ids=str)
+@pytest.mark.long
 def test_the_last_rank_continues_alone(configuration):
     """A sum to which only the highest rank contributes, because buffers are indexed by rank."""
     code = """

@@ -129,6 +129,7 @@ def test_the_warm_up_schedule(hvd):
         assert printed.splitlines()[9].startswith("step 9: lr ")
 
 
+@pytest.mark.long
 def test_process_sets(tmp_path):
     outputs = start_as_script("process sets", tmp_path, 4)
     sets = ["[0, 1]: sum 1, grad 0.50"] * 2 + ["[2, 3]: sum 5, grad 2.50"] * 2

@@ -305,7 +305,9 @@ def run(code, *arguments, ranks=2, controller="gloo", **env):
     ("code", "env", "reason"),
     [
         ("one_sum()", {"HVDKIT_COLLECTIVES": "flat"}, "rank 0 has HVDKIT_COLLECTIVES=flat"),
-        (LITTLE_ADDRESS_SPACE, {}, "rank 1 has no shared memory"),
+        pytest.param(
+            LITTLE_ADDRESS_SPACE, {}, "rank 1 has no shared memory", marks=pytest.mark.long
+        ),
     ],
     ids=["requested", "address-space"],
 )
@@ -333,9 +335,8 @@ def test_a_rank_dies_during_a_sum(after):
     assert max(times) < 5
 
 
-@pytest.mark.parametrize(
-    "call", ["broadcast", *[pytest.param(c, marks=pytest.mark.long) for c in ("allgather", "min")]]
-)
+@pytest.mark.parametrize("call", ["broadcast", "allgather", "min"])
+@pytest.mark.long
 def test_a_rank_dies_during_another_collective(call):
     """Ranks far from it in the ring notice that others have shut down."""
     group = run(OTHER_COLLECTIVES, call, ranks=4)
