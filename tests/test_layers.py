@@ -151,6 +151,14 @@ def test_framework_free_packages_load_no_framework(package):
     assert not FRAMEWORKS & {name.split(".")[0] for name in loaded}
 
 
+def test_the_launcher_and_its_agents_load_no_numpy():
+    """On a host with many ranks, each start of an agent would take longer."""
+    loaded = run_python(
+        "import hvdkit.launch.command, hvdkit.launch.agent, sys; print(*sys.modules)"
+    )
+    assert "numpy" not in loaded.split()
+
+
 def test_hvdkit_is_imported_in_a_fifth_of_a_second():
     code = (
         "import time; began = time.perf_counter(); import hvdkit;"

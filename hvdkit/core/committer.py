@@ -1,15 +1,10 @@
-"""Store the commits of elastic training on every host, and agree on the newest at a start.
-
-`hvdkit run --elastic` describes each start of the ranks in environment variables (`ElasticStart`).
-"""
+"""Store the commits of elastic training on every host, and agree on the newest at a start."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -18,69 +13,14 @@ import numpy as np
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.commits import Commit, CommitId, CommitStore
 from hvdkit.core.consistency import group_by_text
+from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.core.progress import report_saved
 from hvdkit.errors import HvdkitError
-
-#: The folders for commits on this host, separated by `os.pathsep`.
-FOLDERS_VARIABLE = "HVDKIT_ELASTIC_DIR"
-#: The number of starts of the ranks before this one.
-START_VARIABLE = "HVDKIT_ELASTIC_START"
-#: The version of the list of hosts from which this start was planned.
-HOSTS_VARIABLE = "HVDKIT_ELASTIC_HOSTS"
-#: 1 if a commit was stored before this start.
-COMMITTED_VARIABLE = "HVDKIT_ELASTIC_COMMITTED"
-#: The file in the first folder with the current version of the list of hosts.
-HOSTS_FILE = "hosts"
 
 _CHUNK_BYTES = 64 << 20
 _COMMIT = "hvdkit.elastic.commit"
 
 _log = logging.getLogger("hvdkit.elastic")
-
-
-@dataclass(frozen=True)
-class ElasticStart:
-    """One start of the ranks of an elastic job.
-
-    Attributes:
-        folders: the folders for commits on this host.
-        number: the number of starts before this one.
-        hosts: the version of the list of hosts from which it was planned.
-        committed: whether a commit was stored before.
-    """
-
-    folders: Sequence[Path]
-    number: int
-    hosts: int
-    committed: bool
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str] = os.environ) -> ElasticStart | None:
-        """Return the start that the launcher has described; None in a job that is not elastic."""
-        if not environ.get(FOLDERS_VARIABLE):
-            return None
-        return cls(
-            [Path(text) for text in environ[FOLDERS_VARIABLE].split(os.pathsep)],
-            int(environ[START_VARIABLE]),
-            int(environ[HOSTS_VARIABLE]),
-            environ[COMMITTED_VARIABLE] == "1",
-        )
-
-    def variables(self) -> dict[str, str]:
-        """Return the environment variables from which `read` reads this start."""
-        return {
-            FOLDERS_VARIABLE: os.pathsep.join(map(str, self.folders)),
-            START_VARIABLE: str(self.number),
-            HOSTS_VARIABLE: str(self.hosts),
-            COMMITTED_VARIABLE: "1" if self.committed else "0",
-        }
-
-    def current_hosts(self) -> int:
-        """Return the current version of the list of hosts, as far as this host knows."""
-        try:
-            return int((self.folders[0] / HOSTS_FILE).read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            return self.hosts
 
 
 class Committer:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.committer import Committer, ElasticStart
+from hvdkit.core.committer import Committer
+from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.errors import HOSTS_CHANGED, UsageError
 
 

@@ -169,9 +169,9 @@ class Ssh:
                 "overloaded (MaxStartups in its sshd_config), or refuses this address",
             ),
             (
-                r"No module named '?(hvdkit|psutil)",
-                f"{python} there has no hvdkit; install the same environment there, at the same "
-                "path, or give the path of its Python with --python",
+                r"No module named '?\w",
+                f"{python} there has no hvdkit, or not all that hvdkit needs; install the same "
+                "environment there, at the same path, or give the path of its Python with --python",
             ),
         ]
         last = _last_line(stderr)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from hvdkit.core.commits import CommitId, CommitStore
-from hvdkit.core.committer import HOSTS_FILE, Committer, ElasticStart
+from hvdkit.core.committer import Committer
 from hvdkit.core.elastic import Adapter, run
+from hvdkit.core.elastic_start import HOSTS_FILE, ElasticStart
 from hvdkit.errors import HOSTS_CHANGED, HvdkitError, UsageError
 
 CONTENT = bytes(range(256)) * 4

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdkit.core.committer import ElasticStart
+from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.errors import HvdkitError
 from hvdkit.launch.elastic.members import assignment_of
 from hvdkit.launch.elastic.supervisor import ElasticLimits, ElasticSupervisor, Exclusions
