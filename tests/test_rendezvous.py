@@ -420,7 +420,10 @@ hvd.shutdown()
 
 @pytest.mark.parametrize(
     ("ranks", "hosts"),
-    [([1, 3, 4, 5], (2, 2, 1, 1)), ([1, 2, 3], (2, 2))],
+    [
+        pytest.param([1, 3, 4, 5], (2, 2, 1, 1), marks=pytest.mark.long),
+        ([1, 2, 3], (2, 2)),
+    ],
     ids=["two groups with one local rank", "different local ranks in the job"],
 )
 def test_process_sets_on_several_hosts(ranks, hosts):

@@ -205,7 +205,7 @@ hvd.shutdown()
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the engine's own sums are for the CPU")
-@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+@pytest.mark.parametrize("controller", ["gloo", pytest.param("mpi", marks=pytest.mark.long)])
 def test_the_engine_sends_blocks_between_ranks_without_shared_memory(controller):
     group = start_ranks_of(
         Configuration("torch", controller, 3),

@@ -87,7 +87,7 @@ except ValueError:
 """
 
 
-@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+@pytest.mark.parametrize("controller", ["gloo", pytest.param("mpi", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("first", "others", "error"),
     [
