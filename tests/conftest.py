@@ -30,8 +30,14 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("--long"):
         skip = pytest.mark.skip(reason="slow form: scripts/test --long")
         for item in items:
-            if "long" in item.keywords:
+            if "long" in item.keywords or _is_long_with_its_parameter(item):
                 item.add_marker(skip)
+
+
+def _is_long_with_its_parameter(item):
+    marker = item.get_closest_marker("long_with")
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return marker is not None and any(value in marker.args for value in parameters)
 
 
 def _unmarked_children():

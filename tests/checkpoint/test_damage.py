@@ -31,6 +31,9 @@ from tests.checkpoint.material import (
     step_folder,
 )
 
+# tests/checkpoint/test_store.py tests the stores themselves.
+pytestmark = pytest.mark.long_with("s3")
+
 #: For faults that an object store does not have, or reports in another way.
 in_a_folder = pytest.mark.parametrize("place", ["folder"], indirect=True)
 #: For faults of the content, which is read by the same code from every storage.

@@ -31,6 +31,9 @@ from tests.checkpoint.material import as_version_1, forge, remove, step_folder
 from tests.checkpoint.simulated_state import Arrays, ArrayTensor, Own
 from tests.core.simulated_ranks import SimulatedCollectives, SimulatedGroup, on_every_rank
 
+# tests/checkpoint/test_store.py tests the stores themselves.
+pytestmark = pytest.mark.long_with("s3")
+
 SIZE = 3
 
 

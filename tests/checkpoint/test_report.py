@@ -13,6 +13,9 @@ from hvdkit.checkpoint.report import size_text
 from hvdkit.checkpoint.store import Store
 from tests.checkpoint.material import forge, save, snapshot, step_folder
 
+# tests/checkpoint/test_store.py tests the stores themselves.
+pytestmark = pytest.mark.long_with("s3")
+
 
 @pytest.fixture
 def store(place):

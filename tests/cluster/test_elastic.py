@@ -42,6 +42,7 @@ def start(launches, tmp_path):
     launches.check_nothing_is_left()
 
 
+@pytest.mark.long
 def test_a_host_is_added_and_the_first_one_is_removed(start):
     job = start("host0:1")
     job.wait_for("batch 0 2 ")

@@ -118,6 +118,7 @@ sys.exit(subprocess.run(inner, timeout=60).returncode)
     assert sorted(lines) == ["[0] place 0 2 0 2 1 and 2", "[1] place 1 2 1 2 1 and 2"]
 
 
+@pytest.mark.long
 def test_ranks_that_torchrun_starts_again_find_each_other(engine, tmp_path):
     how = ["--standalone", "--nproc-per-node", 2, "--max-restarts", 1]
     assert run(RESTARTED, tmp_path, *how) == ["reduced 2.0"] * 2

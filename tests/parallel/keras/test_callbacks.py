@@ -216,6 +216,7 @@ def test_warmup_rates_and_momentum_correction(hvd):
 
 
 @pytest.mark.parametrize("together", [2, 3, 5])
+@pytest.mark.long_with("keras-tensorflow")
 def test_warmup_with_steps_per_execution(hvd, together):
     import keras
 

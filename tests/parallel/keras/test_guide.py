@@ -107,6 +107,7 @@ def run(block, names):
 
 
 @pytest.mark.parametrize("number", range(len(blocks("keras.md", "python"))))
+@pytest.mark.long_with("keras-tensorflow")
 def test_code_blocks_of_the_keras_guide(hvd, number):
     import keras
 

@@ -88,6 +88,7 @@ def test_records_of_fit(hvd):
     )
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_steps_continue_after_a_resume(hvd):
     x, y = data(hvd)
     runs = []
@@ -105,6 +106,7 @@ def test_steps_continue_after_a_resume(hvd):
         assert [r.step for kept in runs for r in kept.records] == [4, 8, 10, 12, 16, 20, 20]
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_second_fit_and_a_fit_that_raised(hvd):
     import keras
 
@@ -125,6 +127,7 @@ def test_a_second_fit_and_a_fit_that_raised(hvd):
         assert kept.records[-1].step == 25
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_accumulation_counts_batches(hvd):
     kept = Kept()
     x, y = data(hvd)

@@ -75,6 +75,7 @@ def test_a_changed_variable_is_named(hvd, tmp_path, kind):
     assert (tmp_path / FOLDER / f"step-3-rank-{hvd.rank()}.npz").exists() == saves
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_the_majority_repairs(hvd, tmp_path):
     model = model_of(hvd, check_interval=2, on_mismatch="repair")
 
@@ -105,6 +106,7 @@ def test_batches_of_several_fits_are_counted(hvd, tmp_path):
         fit(hvd, model, lambda batch: batch and times_two(model.layers[0].kernel), batches=4)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_ranks_that_number_layers_differently(hvd, tmp_path):
     """A rank may have made other models before."""
     import keras
@@ -118,6 +120,7 @@ def test_ranks_that_number_layers_differently(hvd, tmp_path):
             fit(hvd, model, lambda batch: batch and times_two(model.layers[0].kernel))
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_local_layers_differ(hvd):
     model = model_of(hvd, local=True, check_interval=1)
     fit(hvd, model)
@@ -139,6 +142,7 @@ def test_ranks_that_differ_are_not_saved(hvd, tmp_path, rank):
         assert saves.step == 8
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_local_layers_are_saved(hvd, tmp_path):
     with common_folder(hvd) as folder:
         fit(hvd, model_of(hvd, local=True), callbacks=[hvd.callbacks.Checkpoint(folder)], batches=2)

@@ -345,7 +345,7 @@ def test_an_error_in_fit_discards_the_accumulation_window(hvd, alike):
     assert same_everywhere(weights_of(model)) == weights_of(expected)
 
 
-@pytest.mark.parametrize("validation", [False, True])
+@pytest.mark.parametrize("validation", [pytest.param(False, marks=pytest.mark.long), True])
 def test_moving_statistics_are_averaged(hvd, validation):
     """The statistics of a local layer are not averaged."""
     import keras

@@ -55,7 +55,10 @@ def test_accuracy_is_the_same_on_one_two_and_four_ranks():
     assert max(found.values()) - min(found.values()) <= 0.01, found
 
 
-@pytest.mark.parametrize("arguments", [["--epochs", "0"], ["--batch-size", "100000"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(["--epochs", "0"], marks=pytest.mark.long), ["--batch-size", "100000"]],
+)
 def test_impossible_arguments_are_refused(arguments):
     done = run_plain(sys.executable, EXAMPLE, *arguments)
     assert done.returncode == 2
@@ -109,7 +112,7 @@ def test_runs_under_plain_horovodrun(controller):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--resume"], "--resume needs --checkpoint-dir"),
+        pytest.param(["--resume"], "--resume needs --checkpoint-dir", marks=pytest.mark.long),
         (["--checkpoint-dir", "x", "--checkpoint-every", "0"], "--checkpoint-every 0"),
     ],
 )

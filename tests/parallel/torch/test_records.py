@@ -96,6 +96,7 @@ def test_a_clean_job_leaves_no_records(tmp_path):
     assert not (tmp_path / "runs" / "latest" / "records").exists()
 
 
+@pytest.mark.long
 def test_a_timeout_that_is_no_number(tmp_path):
     done = run(tmp_path, "pass", 1, 2, HVDKIT_STALL_TIMEOUT="soon")
     assert done.returncode == 1
