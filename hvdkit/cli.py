@@ -29,7 +29,8 @@ EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb, and return the exit status: 0, 1 (it failed) or 2 (wrong arguments).
 
-    `hvdkit run` returns the exit status of the job. After a signal it is 128 + its number.
+    `hvdkit run` returns the exit status of the job. After a signal it is 128 + its number, or the
+    status of a job that can be resumed.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: >&-
@@ -96,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hvdkit {hvdkit.__version__}")
     parser.set_defaults(
-        when_ended="the cache and the installed packages are complete.",
+        when_ended="nothing was changed.",
         resumable_before_start=False,
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -185,7 +186,10 @@ def _add_build(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     verb.add_argument(
         "--list-patches", "--list-fixes", action="store_true", help="list the patches to Horovod"
     )
-    verb.set_defaults(run=_build)
+    verb.set_defaults(
+        run=_build,
+        when_ended="the build was interrupted; the cache and the installed packages are complete.",
+    )
 
 
 def _build(options: argparse.Namespace) -> int:

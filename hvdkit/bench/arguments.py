@@ -62,7 +62,10 @@ def add_arguments(verb: argparse.ArgumentParser, variants: str, turns: int) -> N
     add_host_arguments(verb)
     files = verb.add_argument_group("results")
     files.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all times to FILE, also if the run ends"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write all times to FILE after each result, also if the run is interrupted",
     )
     files.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each result")
     files.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture: .png, .svg, .pdf")

@@ -75,6 +75,7 @@ def connect(spec: Mapping[str, Any], role: str, rank: int) -> Peer:
     Raises:
         SystemExit: none of the runner's addresses can be reached.
     """
+    host = socket.gethostname()
     reasons = []
     for address in spec["addresses"]:
         try:
@@ -88,8 +89,8 @@ def connect(spec: Mapping[str, Any], role: str, rank: int) -> Peer:
         connection.sendall(f"{os.environ[TOKEN_VARIABLE]} {number}\n".encode())
         return Peer(connection)
     raise SystemExit(
-        f"rank {rank} on {socket.gethostname()} cannot reach the machine on which `hvdkit bench` "
-        f"runs, at port {spec['port']}: {'; '.join(reasons)}. Allow connections from this host"
+        f"rank {rank} on {host} cannot reach the machine on which `hvdkit bench` runs, at port "
+        f"{spec['port']}: {'; '.join(reasons)}. Let {host} connect to this port of that machine"
     )
 
 

@@ -65,8 +65,13 @@ def measure(cluster: namespaces.Cluster) -> float:
         deadline = time.monotonic() + 10
         while True:
             in_host = client.command(command)
-            done = subprocess.run(in_host, capture_output=True, text=True, timeout=60, check=False)
-            answer = json.loads(done.stdout or "{}")
+            try:
+                done = subprocess.run(
+                    in_host, capture_output=True, text=True, timeout=60, check=False
+                )
+                answer = json.loads(done.stdout or "{}")
+            except (subprocess.TimeoutExpired, ValueError) as error:
+                raise HvdkitError(f"iperf3 between the hosts: {error}") from error
             if done.returncode == 0 and "error" not in answer:
                 break
             # The server may not be listening yet.

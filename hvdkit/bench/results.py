@@ -128,17 +128,17 @@ def load(path: Path, benchmark: str) -> Results:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        version = content.pop("format")
-        found = Results(**content)
+        version, of = content.pop("format"), content["benchmark"]
+        found = Results(**content) if version == _FORMAT else None
     except OSError as error:
         raise UsageError(f"--compare {path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(
             f"--compare {path} is damaged or no file of `hvdkit bench`; expected a file of --json"
         ) from error
-    if version != _FORMAT or found.benchmark != benchmark:
+    if found is None or found.benchmark != benchmark:
         raise UsageError(
-            f"--compare {path} is of `hvdkit bench {found.benchmark}`, format {version}; expected "
+            f"--compare {path} is of `hvdkit bench {of}`, format {version}; expected "
             f"`hvdkit bench {benchmark}`, format {_FORMAT}"
         )
     return found

@@ -1,4 +1,4 @@
-"""Files divided into chunks, each with a hash that a reader checks before it uses the chunk."""
+"""Files divided into chunks, each with a hash that a reader compares."""
 
 from __future__ import annotations
 

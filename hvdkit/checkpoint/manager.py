@@ -98,7 +98,7 @@ class Manager:
         versions: package name -> version, such as the framework's.
         sum_order: returns what the order of additions depends on, see `HostCollectives.sum_order`.
             It is saved, and a restore warns if it differs.
-        every_steps: `maybe_save` saves after this many steps since the last save.
+        every_steps: `maybe_save` saves at the first call at or after each multiple of this number.
         every_minutes: `maybe_save` saves after this many minutes, by the first rank's clock.
         asynchronous: write while training continues. Otherwise `save` returns after the write.
         overwrite: begin a new run if the folder has steps and none was restored. Otherwise saving

@@ -31,7 +31,8 @@ MAX_JSON_BYTES = 256_000_000
 #: Of each rank.
 MAX_RANK_BYTES = 64_000_000
 #: The most values in a JSON file, as `json_values` counts them. They take at most about 0.7 GB of
-#: memory; 60 MB of JSON can take more than 4 GB. 100,000 parameters with Adam are 4 million values.
+#: memory; 60 MB of JSON can take more than 4 GB. 100,000 parameter tensors with Adam are
+#: 4 million values.
 MAX_JSON_VALUES = 6_000_000
 
 #: Version 1 has one hash for each file. Version 2 has one for each chunk of a file; a tree may have

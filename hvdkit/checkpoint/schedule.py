@@ -9,7 +9,7 @@ class Schedule:
     """The steps at which a save is due on this rank.
 
     Args:
-        every_steps: a save is due after this many steps since the last save.
+        every_steps: a save is due at the first call at or after each multiple of this number.
         every_minutes: a save is due after this many minutes, by this rank's clock.
 
     Raises:
@@ -64,8 +64,10 @@ class Schedule:
         self.see(step)
 
     def record_restore(self, step: int | None) -> None:
-        """Record that a step was restored; None if another training goes on from its items."""
-        self._seen_step = 0
+        """Record that a step was restored.
+
+        None is for a restore with `only`: a new training begins with these items, and counts its
+        steps from 0.
+        """
+        self._last_step = self._seen_step = step or 0
         self._last_time = time.monotonic()
-        if step is not None:
-            self._last_step = self._seen_step = step

@@ -293,7 +293,8 @@ class Coordinator:
             )
         else:
             error = PassesDiffer(
-                f"ranks are not in the same step, or differ in the gradients that they need. "
+                f"ranks are not in the same step, or different parameters need gradients "
+                f"(requires_grad). "
                 f"{details}. Give all ranks the same number of batches (hvd.join() ends an uneven "
                 f"epoch). Call step(), zero_grad() and requires_grad_() on all ranks alike. Then "
                 f"call optimizer.zero_grad() to continue."

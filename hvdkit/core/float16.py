@@ -120,7 +120,7 @@ class _Scale:
         exponent: the scale is 2^exponent.
         wide_left: the number of steps that will still be sent in float32.
         wide_next: the number of steps in float32 after the next overflow.
-        successes: the number of steps in float16 since the last overflow.
+        successes: the number of steps in float16 since the last overflow, or sum of zeros only.
         sums: codes of the largest sums of the last steps (exponent + _EXPONENT_CODE); 0 for none.
     """
 

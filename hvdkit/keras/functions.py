@@ -93,12 +93,12 @@ def broadcast_model(
     and augment their images equally.
 
     Args:
-        model: a built model with equal variables on every rank. Its optimizer is built if
-            necessary.
+        model: a built model. On every rank it has the same number of variables, with the same
+            shapes and dtypes. Their values may differ. Its optimizer is built if necessary.
         root_rank: the rank to copy from.
         process_set: the participating ranks; default: all.
-        local_variables: variables of the model or optimizer that are not broadcast, the same on
-            every rank.
+        local_variables: variables of the model or optimizer that keep their own value on each
+            rank. Every rank must pass the same variables.
         optimizer: default: the optimizer of `model.compile`.
 
     Raises:

@@ -191,7 +191,9 @@ def pinned_gpu(place: Place, visible: str | None) -> dict[str, str]:
     Raises:
         UsageError: there are fewer GPUs in `visible` than ranks on the host.
     """
-    devices = visible.split(",") if visible else [str(n) for n in range(place.local_size)]
+    devices = [str(n) for n in range(place.local_size)]
+    if visible is not None:
+        devices = [device for device in visible.split(",") if device]
     if len(devices) < place.local_size:
         raise UsageError(
             f"--pin-gpus: {place.host.name} has CUDA_VISIBLE_DEVICES={visible} and "

@@ -206,8 +206,8 @@ def _variables(given: Any) -> Sequence[Any]:
     found = found() if callable(found) else found
     if found is None:
         raise UsageError(
-            f"a {type(given).__name__} was given: expected a model, an optimizer, a tf.Module or "
-            f"a list of variables"
+            f"model or optimizer is a {type(given).__name__}: expected a model or an optimizer of "
+            f"Keras, a tf.Module or a list of variables"
         )
     return list(found)
 

@@ -188,7 +188,7 @@ class ValueCheck:
 
 @tf.autograph.experimental.do_not_convert
 def _digest(*values: tf.Tensor) -> int:
-    """Return a 24-bit digest. The sum of squares over 30,000 ranks fits into 64 bits."""
+    """Return a 24-bit digest. Of more than 181 ranks, the products are compared modulo 2^64."""
     state = xxhash.xxh64()
     for value in values:
         state.update(np.ascontiguousarray(value.numpy()).tobytes())

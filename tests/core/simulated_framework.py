@@ -185,7 +185,7 @@ class NumpyBackend:
         self.sent[name] = buffer.copy()
         return self._begin(buffer, name, functools.partial(_sum_in_place, factor))
 
-    # The numbers here are small, and are not rounded.
+    # The rounding of 8-bit blocks is not simulated: the sum is exact.
     sum_blocks = sum
 
     def gather(self, rows: Rows, name: str) -> InFlight:

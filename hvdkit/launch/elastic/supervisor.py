@@ -184,5 +184,8 @@ class ElasticSupervisor:
         if outcome.hosts_changed:
             self.say("the hosts have changed: the ranks start again")
         else:
-            self.say(f"restart {self._used} of {self.limits.restarts} without a new commit")
+            self.say(
+                f"restart {self._used} (at most {self.limits.restarts} in a row without a new "
+                "commit)"
+            )
         return True

@@ -21,7 +21,7 @@ def blocks(page, language):
     return found
 
 
-# Blocks that contain these words run on one backend only.
+# Paragraphs of a block, between blank lines, that contain these words run on one backend only.
 BACKEND_OF = {"tf.data": "tensorflow", "DataLoader": "torch"}
 
 
