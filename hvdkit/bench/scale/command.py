@@ -142,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
         if ranks_per_host > 1:
             texts.append(profile.LEVELS_TEXT[level])
         for wire in wires:
-            reduction, of_wire = profile.reduction(options, wire)
+            reduction, of_wire = profile.reduction(options, wire, found.encoding)
             texts += [text for text in of_wire if text not in texts]
             for count in ranks:
                 prediction = predict(found.step, network, reduction, count)
@@ -210,7 +210,7 @@ def _compare(options: argparse.Namespace, found: profile.Profile) -> None:
     rows = []
     for each in found.reduced:
         network = found.network.with_levels(FLAT if each.flat else TWO_LEVELS)
-        reduction, _ = profile.reduction(options, each.wire)
+        reduction, _ = profile.reduction(options, each.wire, found.encoding)
         predicted = predict(found.step, network, reduction, each.ranks).seconds
         rows.append(((each.variant, str(each.ranks)), predicted * 1e3, each.seconds * 1e3))
     table.show_comparison(f"Steps of {options.step}, in ms", ("variant", "ranks"), rows, ".1f")

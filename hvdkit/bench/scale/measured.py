@@ -2,8 +2,8 @@
 
 import contextlib
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdkit.bench import results
@@ -14,8 +14,9 @@ from hvdkit.core import bucketing
 from hvdkit.errors import UsageError
 
 _FEWEST_SIZES = 2
-# The smallest bucket of hvdkit. A link may send smaller buffers faster than its rate.
-_FITTED_BYTES = bucketing.FIRST_BUCKET_BYTES
+_NO_WIRE = "none"
+# Most gradients are in larger buckets. A link may send smaller buffers faster than its rate.
+_FITTED_BYTES = 4 * bucketing.MB
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class Allreduces:
         ranks: the number of ranks.
         ranks_per_host: the number of ranks on each host.
         flat: whether all ranks formed one ring.
-        sizes: the bytes of each buffer that is as large as a bucket.
+        sizes: the bytes of each buffer, in increasing order.
         seconds: the median time of each.
+        wires: wire format -> bytes of a buffer -> the median time of sums in this format.
     """
 
     source: str
@@ -37,6 +39,7 @@ class Allreduces:
     flat: bool
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
+    wires: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
     @property
     def on_one_host(self) -> bool:
@@ -111,22 +114,19 @@ def read_allreduces(path: Path) -> Allreduces:
     """
     found = results.load(path, "allreduce", "--allreduce")
     with _damaged(path, "--allreduce"):
-        rows = [
-            row
-            for row in found.rows
-            if row["dtype"] == "float32" and row["wire"] == "none" and row["op"] == "sum"
-        ]
-        names = list(dict.fromkeys(row["variant"] for row in rows))
+        sums = [row for row in found.rows if (row["dtype"], row["op"]) == ("float32", "sum")]
+        names = list(dict.fromkeys(row["variant"] for row in sums))
         chosen = next((name for name in names if name.startswith("hvdkit-")), "".join(names[:1]))
-        times = {
-            int(row["bytes"]): _median([call for turn in row["turns"] for call in turn])
-            for row in rows
-            if row["variant"] == chosen and row["bytes"] >= _FITTED_BYTES
-        }
+        by_wire: dict[str, dict[int, float]] = {_NO_WIRE: {}}
+        for row in sums:
+            if row["variant"] == chosen:
+                calls = [call for turn in row["turns"] for call in turn]
+                by_wire.setdefault(row["wire"], {})[int(row["bytes"])] = _median(calls)
+        times = by_wire.pop(_NO_WIRE)
         ranks, ranks_per_host = _ranks(found, path, "--allreduce")
-    if len(times) < _FEWEST_SIZES:
+    if (large := sum(size >= _FITTED_BYTES for size in times)) < _FEWEST_SIZES:
         raise UsageError(
-            f"--allreduce {path} has {len(times)} sizes of sums of float32 from "
+            f"--allreduce {path} has {large} sizes of sums of float32 from "
             f"{_FITTED_BYTES / 1e6:g} MB; expected at least {_FEWEST_SIZES}: measure with the "
             f"default --sizes"
         )
@@ -135,7 +135,8 @@ def read_allreduces(path: Path) -> Allreduces:
     flat = not chosen.startswith("hvdkit-")
     sizes = tuple(sorted(times))
     seconds = tuple(times[size] for size in sizes)
-    return Allreduces(f"{path} ({chosen})", ranks, ranks_per_host, flat, sizes, seconds)
+    source = f"{path} ({chosen})"
+    return Allreduces(source, ranks, ranks_per_host, flat, sizes, seconds, by_wire)
 
 
 def read_steps(path: Path, model: str | None) -> Steps:
@@ -226,8 +227,9 @@ def fit_link(
 ) -> FittedLink:
     """Fit latency, bandwidth and overhead to allreduces over one kind of link.
 
-    Rings of one length do not tell the latency from the overhead, as both are the same for all
-    sizes. `latency` is the latency then.
+    The bandwidth is that of buffers as large as buckets. The smallest buffers have the time of a
+    collective without data: the overhead, and the latency of each step of the ring. Rings of one
+    length do not tell the two apart, and `latency` is the latency then.
 
     Args:
         measured: the allreduces.
@@ -237,36 +239,96 @@ def fit_link(
     Raises:
         UsageError: the times do not grow with the size.
     """
-    rings, sizes, seconds = [], [], []
-    for each in measured:
-        local = within.ring if within and not each.on_one_host and not each.flat else None
-        for size, time in zip(each.sizes, each.seconds, strict=True):
-            inside = local(size, each.ranks_per_host) if local else 0.0
-            rings.append(each.ring)
-            sizes.append(size)
-            seconds.append(max(time - inside, time / 2))
-    hops = [2 * (n - 1) for n in rings]
-    volumes = [hop / n * size for hop, n, size in zip(hops, rings, sizes, strict=True)]
-    several = len(set(rings)) > 1
-    columns: list[list[float]] = [[1.0] * len(sizes), volumes]
-    if several:
-        columns.append([float(hop) for hop in hops])
-    constant, per_byte, *per_hop = fit.nonnegative(columns, seconds)
-    if per_byte <= 0:
+    times = [_between(each, within) for each in measured]
+    rows = [
+        (file, Link(0.0, 1.0).ring(size, each.ring), seconds)
+        for file, each in enumerate(measured)
+        for size, seconds in zip(each.sizes, times[file], strict=True)
+        if size >= _FITTED_BYTES
+    ]
+    volumes = [volume for _, volume, _ in rows]
+    _, per_byte = fit.nonnegative([[1.0] * len(rows), volumes], [seconds for _, _, seconds in rows])
+    constants = [
+        max(0.0, times[file][0] - per_byte * Link(0.0, 1.0).ring(each.sizes[0], each.ring))
+        for file, each in enumerate(measured)
+    ]
+    # A large buffer takes longer than a small one, except on a link that shapes its traffic.
+    remaining = [max(seconds - constants[file], seconds / 2) for file, _, seconds in rows]
+    (per_byte,) = fit.nonnegative([volumes], remaining)
+    slow = [each for file, each in enumerate(measured) if times[file][-1] <= 2 * constants[file]]
+    if per_byte <= 0 or slow:
+        names = ", ".join(each.source for each in slow or measured)
         raise UsageError(
-            f"the times of {', '.join(each.source for each in measured)} do not grow with the "
-            f"size: measure with larger --sizes"
+            f"the times of {names} hardly grow with the size: measure with larger --sizes"
         )
-    found = Link(per_hop[0] if several else min(latency, constant / hops[0]), 1 / per_byte)
-    overhead = constant if several else constant - hops[0] * found.latency
+    hops = [2 * (each.ring - 1) for each in measured]
+    overhead, latency = _overhead(hops, constants, latency)
+    found = Link(latency, 1 / per_byte)
     errors = [
-        abs((overhead + found.ring(size, n)) / time - 1)
-        for size, n, time in zip(sizes, rings, seconds, strict=True)
+        abs((overhead + found.ring(size, each.ring)) / seconds - 1)
+        for each, of_file in zip(measured, times, strict=True)
+        for size, seconds in zip(each.sizes, of_file, strict=True)
+        if size >= _FITTED_BYTES
     ]
     return FittedLink(
         link=found,
         overhead=overhead,
         error=statistics.median(errors),
         source=", ".join(each.source for each in measured),
-        rings=tuple(sorted(set(rings))),
+        rings=tuple(sorted({each.ring for each in measured})),
     )
+
+
+def _between(each: Allreduces, within: Link | None) -> list[float]:
+    """Return the times without those within a host."""
+    if within is None or each.on_one_host or each.flat or each.ranks_per_host == 1:
+        return list(each.seconds)
+    return [
+        max(seconds - within.ring(size, each.ranks_per_host), seconds / 2)
+        for size, seconds in zip(each.sizes, each.seconds, strict=True)
+    ]
+
+
+def _overhead(
+    hops: Sequence[int], constants: Sequence[float], latency: float
+) -> tuple[float, float]:
+    """Return overhead and latency of collectives without data.
+
+    Args:
+        hops: the messages of each, one after another.
+        constants: the seconds of each.
+        latency: in seconds, if all have as many messages.
+    """
+    if len(set(hops)) == 1:
+        constant = statistics.fmean(constants)
+        latency = min(latency, constant / hops[0])
+        return constant - hops[0] * latency, latency
+    known = [(count, seconds) for count, seconds in zip(hops, constants, strict=True) if seconds]
+    overhead, fitted = fit.nonnegative(
+        [[1.0] * len(known), [float(count) for count, _ in known]],
+        [seconds for _, seconds in known],
+    )
+    return overhead, fitted
+
+
+def fit_encoding(
+    measured: Sequence[Allreduces], wire: str, sending: Callable[[Allreduces, int], float]
+) -> float | None:
+    """Return the seconds to encode and decode a byte of float32 in a wire format.
+
+    Args:
+        measured: the allreduces.
+        wire: the wire format.
+        sending: returns the predicted seconds of an allreduce of some bytes of float32 in this
+            format, if encoding takes no time.
+
+    Returns:
+        The median over all large buffers; None if none was measured.
+    """
+    costs = [
+        max(0.0, seconds - sending(each, size)) / size
+        for each in measured
+        for size, seconds in each.wires.get(wire, {}).items()
+        if size >= _FITTED_BYTES
+    ]
+    return statistics.median(costs) if costs else None

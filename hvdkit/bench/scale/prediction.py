@@ -151,12 +151,14 @@ class Reduction:
         grouping: one of GROUPINGS.
         within_share, between_share: bytes within and between hosts, relative to float32.
         bucket_bytes: of HVDKIT.
+        encoding: seconds to encode and decode a byte of float32.
     """
 
     grouping: str = HVDKIT
     within_share: float = 1.0
     between_share: float = 1.0
     bucket_bytes: int = bucketing.BUCKET_BYTES
+    encoding: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ def predict(step: Step, network: Network, reduction: Reduction, ranks: int) -> P
 
     def allreduce(nbytes: float) -> float:
         within, between = nbytes * reduction.within_share, nbytes * reduction.between_share
-        return network.allreduce(within, between, ranks)
+        return network.allreduce(within, between, ranks) + nbytes * reduction.encoding
 
     collectives: list[tuple[float, float]] = []
     if ranks > 1:

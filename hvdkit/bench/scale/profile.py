@@ -4,11 +4,10 @@ Each choice is an assumption, and is kept as a sentence for the user.
 """
 
 import argparse
-import dataclasses
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hvdkit.bench import link
 from hvdkit.bench.scale import measured
@@ -54,6 +53,7 @@ class Profile:
         model: the name of the model.
         step: the computation.
         network: the links. The levels are those of one prediction.
+        encoding: wire format -> seconds to encode and decode a byte of float32, if measured.
         ranks_measured: the ranks of each host in the file of `--step`; 0 without it.
         reduced: the steps of several ranks in that file.
         assumptions: a sentence for each choice.
@@ -62,6 +62,7 @@ class Profile:
     model: str
     step: Step
     network: Network
+    encoding: Mapping[str, float] = field(default_factory=dict)
     ranks_measured: int = 0
     reduced: Sequence[measured.MeasuredStep] = ()
     assumptions: list[str] = field(default_factory=list)
@@ -96,11 +97,13 @@ def build(options: argparse.Namespace) -> Profile:
     """
     model, step, steps, texts = _step(options)
     ranks_per_host = options.ranks_per_host or (steps.ranks_per_host if steps else 1)
-    network, of_network = _network(options, ranks_per_host)
+    files = [measured.read_allreduces(path) for path in options.allreduce]
+    network, of_network = _network(options, files, ranks_per_host)
     return Profile(
         model=model,
         step=step,
         network=network,
+        encoding=encoding_of(files, network),
         ranks_measured=steps.ranks_per_host if steps else 0,
         reduced=steps.reduced if steps else (),
         assumptions=[*texts, *of_network],
@@ -151,7 +154,7 @@ def _step(options: argparse.Namespace) -> tuple[str, Step, measured.Steps | None
     else:
         texts.append("All ranks compute equally fast (--jitter).")
     name = steps.model if steps else options.model
-    return name, dataclasses.replace(step, jitter=options.jitter), steps, texts
+    return name, replace(step, jitter=options.jitter), steps, texts
 
 
 def _step_of_file(
@@ -179,9 +182,10 @@ def _layers(model: str, option: str) -> list[Layer]:
     return MODELS[model]()
 
 
-def _network(options: argparse.Namespace, ranks_per_host: int) -> tuple[Network, list[str]]:
+def _network(
+    options: argparse.Namespace, files: Sequence[measured.Allreduces], ranks_per_host: int
+) -> tuple[Network, list[str]]:
     """Return the network and the assumptions. Options count more than files."""
-    files = [measured.read_allreduces(path) for path in options.allreduce]
     latency = _option(options.latency, "--latency")
     overhead = _option(options.overhead, "--overhead")
     here = [each for each in files if each.on_one_host]
@@ -249,25 +253,54 @@ def _describe(fitted: measured.FittedLink) -> str:
     return f"Fitted to {fitted.source} with a median error of {fitted.error:.0%}."
 
 
-def reduction(options: argparse.Namespace, wire: str) -> tuple[Reduction, list[str]]:
-    """Return how gradients are reduced in a wire format, and the assumptions."""
+def encoding_of(files: Sequence[measured.Allreduces], network: Network) -> dict[str, float]:
+    """Return the seconds to encode and decode a byte of float32, for each measured wire format."""
+
+    def sending(wire: str) -> Callable[[measured.Allreduces, int], float]:
+        within, between = shares(wire)
+
+        def seconds(each: measured.Allreduces, size: int) -> float:
+            used = replace(network, ranks_per_host=each.ranks_per_host)
+            used = used.with_levels(FLAT if each.flat else TWO_LEVELS)
+            return used.allreduce(size * within, size * between, each.ranks)
+
+        return seconds
+
+    found = {wire: measured.fit_encoding(files, wire, sending(wire)) for wire in SHARE_OF_FLOAT32}
+    return {wire: seconds for wire, seconds in found.items() if seconds is not None}
+
+
+def shares(wire: str) -> tuple[float, float]:
+    """Return the bytes of a wire format within and between hosts, relative to float32."""
     share = SHARE_OF_FLOAT32[wire]
     # Only the sum of a host is sent as int8.
-    within = 1.0 if wire == "int8" else share
+    return 1.0 if wire == "int8" else share, share
+
+
+def reduction(
+    options: argparse.Namespace, wire: str, encoding: Mapping[str, float]
+) -> tuple[Reduction, list[str]]:
+    """Return how gradients are reduced in a wire format, and the assumptions.
+
+    Args:
+        options: the command line.
+        wire: the wire format.
+        encoding: see `Profile`.
+    """
+    within, between = shares(wire)
     if options.bucket_mb is not None and options.buckets != HVDKIT:
         raise UsageError(f"--bucket-mb was given with --buckets {options.buckets}: remove one")
     megabytes = BUCKET_BYTES / MB if options.bucket_mb is None else options.bucket_mb
     grouping = _GROUPINGS[options.buckets]
     if options.buckets == HVDKIT:
-        grouping += (
-            f" of {megabytes:g} MB, the first of {min(FIRST_BUCKET_BYTES / MB, megabytes):g} MB"
-        )
+        first = min(FIRST_BUCKET_BYTES / MB, megabytes)
+        grouping += f" of {megabytes:g} MB, the first of {first:g} MB"
     texts = [f"Gradients are reduced in {grouping}. Collectives run one after another."]
+    cost = encoding.get(wire, 0.0)
     if wire != "fp32":
-        texts.append(
-            f"{wire} sends {share:.3g} of the bytes of float32, and encoding takes no time."
-        )
-    return Reduction(options.buckets, within, share, int(megabytes * MB)), texts
+        time = f"{show_seconds(cost * MB)} for each MB (--allreduce)" if cost else "no time"
+        texts.append(f"{wire} sends {between:.3g} of the bytes of float32. Encoding takes {time}.")
+    return Reduction(options.buckets, within, between, int(megabytes * MB), cost), texts
 
 
 def check_ranks(ranks: Sequence[int], ranks_per_host: int) -> None:
