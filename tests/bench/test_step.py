@@ -44,7 +44,7 @@ def test_steps_with_and_without_reduction(tmp_path):
     predicted = ("scale", "--ranks", "2,8", "--step", str(path), "--bandwidth", "1Gbit/s")
     done = bench(*predicted)
     assert done.returncode == 0, done.stderr
-    assert "many-small, predicted with 2 rank(s) per host" in done.stdout
+    assert "many-small, predicted with 2 ranks per host" in done.stdout
     assert "hvdkit-gloo-fp32" in done.stdout
 
 

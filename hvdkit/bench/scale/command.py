@@ -132,9 +132,8 @@ def run(options: argparse.Namespace) -> int:
     ranks = parse_ranks(options.ranks)
     wires = parse_names(options.wires, list(SHARE_OF_FLOAT32), "--wires")
     levels = parse_names(options.levels, LEVELS, "--levels")
-    found = profile.build(options)
+    found = profile.build(options, ranks)
     ranks_per_host = found.network.ranks_per_host
-    profile.check_ranks(ranks, ranks_per_host)
     texts = list(found.assumptions)
     rows = []
     for level in levels:
@@ -147,7 +146,8 @@ def run(options: argparse.Namespace) -> int:
             for count in ranks:
                 prediction = predict(found.step, network, reduction, count)
                 rows.append(table.columns(prediction, ranks_per_host, wire, level))
-    title = f"{found.model}, predicted with {ranks_per_host} rank(s) per host"
+    each = f"{ranks_per_host} rank{'s' * (ranks_per_host > 1)} per host"
+    title = f"{found.model}, predicted with {each}"
     table.show(rows, title)
     print("Assumptions:")
     for text in texts:

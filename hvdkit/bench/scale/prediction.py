@@ -1,10 +1,9 @@
 """Predict the time of a training step: an alpha-beta model of the network, and the overlap.
 
-A collective of S bytes over n ranks in one ring takes 2(n-1) latencies, and 2(n-1)/n S at the
-bandwidth of the slowest link (Thakur et al., Optimization of Collective Communication Operations in
-MPICH, 2005). Two levels are a ring within each host, and one between hosts. The collectives of
-a step run one after another, and each starts when its gradients are ready. See Shi et al., MG-WFBP,
-arXiv 1811.11141, for the same model of the overlap.
+An allreduce of S bytes over n ranks in one ring takes 2(n-1) (latency + S / n / bandwidth) on the
+slowest link (Thakur et al., Optimization of Collective Communication Operations in MPICH, 2005).
+Two levels are a ring within each host, and one between hosts. The collectives of a step run one
+after another. Each starts when its gradients are ready (Shi et al., MG-WFBP, arXiv 1811.11141).
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +41,7 @@ _ITEMSIZE = 4
 
 @dataclass(frozen=True)
 class Link:
-    """What ranks send data over.
+    """A connection between ranks.
 
     Attributes:
         latency: seconds of a message without data.
@@ -145,7 +144,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the gradients of a step are reduced.
+    """The grouping of the gradients into collectives, and their wire format.
 
     Attributes:
         grouping: one of GROUPINGS.

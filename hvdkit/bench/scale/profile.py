@@ -47,7 +47,7 @@ _GROUPINGS = {
 
 @dataclass(frozen=True)
 class Profile:
-    """What a prediction needs.
+    """The input of a prediction.
 
     Attributes:
         model: the name of the model.
@@ -86,19 +86,28 @@ def parse_seconds(text: str, option: str) -> float:
 
 def show_seconds(seconds: float) -> str:
     """Return a time for people."""
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
 
 
-def build(options: argparse.Namespace) -> Profile:
+def build(options: argparse.Namespace, ranks: Sequence[int]) -> Profile:
     """Return the profile that the options describe.
+
+    Args:
+        options: the command line.
+        ranks: the numbers of ranks to predict.
 
     Raises:
         UsageError: an option is wrong or missing, or a file is of another kind.
     """
     model, step, steps, texts = _step(options)
     ranks_per_host = options.ranks_per_host or (steps.ranks_per_host if steps else 1)
+    check_ranks(ranks, ranks_per_host)
     files = [measured.read_allreduces(path) for path in options.allreduce]
-    network, of_network = _network(options, files, ranks_per_host)
+    several = max(ranks) > ranks_per_host
+    network, of_network = _network(options, files, ranks_per_host, several)
     return Profile(
         model=model,
         step=step,
@@ -165,8 +174,8 @@ def _step_of_file(
     if steps.alone is not None and ranks_per_host in (None, steps.ranks_per_host):
         passes = steps.alone
         texts.append(
-            f"Without a reduction, a step of {steps.ranks_per_host} rank(s) of a host at the same "
-            f"time takes {show_seconds(passes)} ({steps.source}, alone)."
+            f"While all ranks compute, a step without a reduction takes {show_seconds(passes)} "
+            f"({steps.source}, alone)."
         )
     texts.append(
         "The backward pass takes two thirds of a step, and the update counts as a part of the "
@@ -183,7 +192,10 @@ def _layers(model: str, option: str) -> list[Layer]:
 
 
 def _network(
-    options: argparse.Namespace, files: Sequence[measured.Allreduces], ranks_per_host: int
+    options: argparse.Namespace,
+    files: Sequence[measured.Allreduces],
+    ranks_per_host: int,
+    several_hosts: bool,
 ) -> tuple[Network, list[str]]:
     """Return the network and the assumptions. Options count more than files."""
     latency = _option(options.latency, "--latency")
@@ -208,6 +220,8 @@ def _network(
                 f"All files have rings of {fitted.rings[0]}, which do not tell the latency of a "
                 f"message from the time of a collective: --latency gives it, or a second file."
             )
+    elif not several_hosts:
+        between = within
     else:
         raise UsageError(
             "the link between hosts is not known: give --bandwidth, or --allreduce FILE of ranks "

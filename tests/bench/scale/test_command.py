@@ -121,6 +121,10 @@ def test_the_link_within_hosts_is_fitted_to_ranks_of_one_host(tmp_path, capsys):
     machine = [*MACHINE, "--allreduce", here, "--ranks-per-host", "4"]
     assert scale("--ranks", "4,16", *machine) == 0
     assert "Within a host: 40 Gbit/s, latency 0 us. Fitted to" in capsys.readouterr().out
+    # Ranks of one host need no link between hosts.
+    one_host = [*MACHINE[:4], *machine[len(MACHINE) :]]
+    assert scale("--ranks", "2,4", *one_host) == 0
+    assert "Between hosts" not in capsys.readouterr().out
 
 
 def test_steps_of_a_file_are_the_profile_and_are_compared(tmp_path, capsys):
