@@ -1,7 +1,7 @@
 """Predict the time of a training step: an alpha-beta model of the network, and the overlap.
 
-An allreduce of S bytes over n ranks in one ring takes 2(n-1) (latency + S / n / bandwidth) on the
-slowest link (Thakur et al., Optimization of Collective Communication Operations in MPICH, 2005).
+A ring of n ranks sums S bytes in 2(n-1) (latency + S / n / bandwidth) seconds. The link is the
+slowest one. See Thakur et al., Optimization of Collective Communication Operations in MPICH, 2005.
 Two levels are a ring within each host, and one between hosts. The collectives of a step run one
 after another. Each starts when its gradients are ready (Shi et al., MG-WFBP, arXiv 1811.11141).
 """
