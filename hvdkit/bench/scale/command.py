@@ -126,6 +126,9 @@ def run(options: argparse.Namespace) -> int:
     """
     arguments.check_files(options)
     if options.validate:
+        for name in ("json", "csv", "plot"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"--validate prints its comparisons only: remove --{name}")
         published.show()
         return 0
     _check(options)

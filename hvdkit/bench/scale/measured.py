@@ -9,7 +9,7 @@ from pathlib import Path
 from hvdkit.bench import results
 from hvdkit.bench.scale import fit
 from hvdkit.bench.scale.prediction import Link
-from hvdkit.bench.step.variants import ALONE, FLAT, HVDKIT, SINGLE
+from hvdkit.bench.step.variants import ALONE, FLAT, HVDKIT, SHARE_OF_FLOAT32, SINGLE
 from hvdkit.core import bucketing
 from hvdkit.errors import UsageError
 
@@ -169,10 +169,10 @@ def read_steps(path: Path, model: str | None) -> Steps:
         seconds = {variant: _median(row["turns"]) for variant, row in rows.items()}
         reduced = tuple(
             MeasuredStep(
-                variant, row["wire"], row["optimizer"] == FLAT, row["ranks"], seconds[variant]
+                variant, row["wire"], row["optimizer"] == FLAT, int(row["ranks"]), seconds[variant]
             )
             for variant, row in rows.items()
-            if row["optimizer"] in HVDKIT
+            if row["optimizer"] in HVDKIT and row["wire"] in SHARE_OF_FLOAT32
         )
         return Steps(
             source=str(path),
