@@ -190,6 +190,8 @@ def predict(step: Step, network: Network, reduction: Reduction, ranks: int) -> P
         reduction: the grouping of the gradients, and the wire format.
         ranks: a number up to the ranks of a host, or a multiple of it.
     """
+    if ranks == 1:
+        return Prediction(1, step.one_rank, 1.0, 0.0, 0.0, 0)
     slowdown = step.slowest(ranks)
     forward, backward = step.forward * slowdown, step.backward * slowdown
 
@@ -197,10 +199,8 @@ def predict(step: Step, network: Network, reduction: Reduction, ranks: int) -> P
         within, between = nbytes * reduction.within_share, nbytes * reduction.between_share
         return network.allreduce(within, between, ranks) + nbytes * reduction.encoding
 
-    collectives: list[tuple[float, float]] = []
-    if ranks > 1:
-        gradients = ready_gradients(step.layers, backward)
-        collectives = _collectives(_groups(gradients, reduction), reduction.grouping, allreduce)
+    groups = _groups(ready_gradients(step.layers, backward), reduction)
+    collectives = _collectives(groups, reduction.grouping, allreduce)
     end = max([backward, *(start + duration for start, duration in collectives)])
     seconds = forward + end + step.update
     return Prediction(

@@ -143,17 +143,16 @@ def _step(options: argparse.Namespace) -> tuple[str, Step, measured.Steps | None
             raise UsageError("--step has the times of the passes: remove --*-ms or --step")
         steps = measured.read_steps(options.step, options.model)
         layers = _layers(steps.model, f"--step {options.step}")
-        nbytes = 4 * sum(sum(layer.elements) for layer in layers)
-        if nbytes != steps.nbytes:
+        if (expected := _nbytes(layers)) != steps.nbytes:
             raise UsageError(
                 f"--step {options.step} has {steps.nbytes} bytes of gradients of {steps.model}; "
-                f"expected {nbytes}: measure again with this hvdkit"
+                f"expected {expected}: measure again with this hvdkit"
             )
         step, texts = _step_of_file(steps, layers, options.ranks_per_host)
+    name = steps.model if steps else options.model
     texts.append(
-        f"The gradients of {steps.model if steps else options.model}, "
-        f"{4 * sum(sum(layer.elements) for layer in layers) / 1e6:.1f} MB of float32, become ready "
-        f"in proportion to the multiply-adds of the layers."
+        f"The gradients of {name}, {_nbytes(layers) / MB:.1f} MB of float32, become ready in "
+        f"proportion to the multiply-adds of the layers."
     )
     if options.jitter:
         texts.append(
@@ -162,7 +161,6 @@ def _step(options: argparse.Namespace) -> tuple[str, Step, measured.Steps | None
         )
     else:
         texts.append("All ranks compute equally fast (--jitter).")
-    name = steps.model if steps else options.model
     return name, replace(step, jitter=options.jitter), steps, texts
 
 
@@ -189,6 +187,11 @@ def _layers(model: str, option: str) -> list[Layer]:
     if model not in MODELS:
         raise UsageError(f"{option} has the model {model!r}; expected one of {', '.join(MODELS)}")
     return MODELS[model]()
+
+
+def _nbytes(layers: Sequence[Layer]) -> int:
+    """Return the bytes of all gradients in float32."""
+    return 4 * sum(sum(layer.elements) for layer in layers)
 
 
 def _network(

@@ -218,7 +218,7 @@ def predict_horovod(jitter: float = 0.0) -> list[Point]:
     return found
 
 
-#: Name -> the fit that `hvdkit bench scale --validate` shows in a line.
+#: The measurements of ResNet-50 that a fit uses, and the fit.
 FITS = {
     "WFBP and BSP, each network alone": lambda: fit_each(["WFBP", "BSP"]),
     "WFBP and BSP, hosts the same": lambda: fit_together(["WFBP", "BSP"]),
@@ -258,11 +258,11 @@ def show() -> None:
 
 def _show(title: str, points: Sequence[Point]) -> None:
     rows = [
-        ((point.network, point.method, point.model, str(point.ranks)), *_values(point))
+        (
+            (point.network, point.method, point.model, str(point.ranks)),
+            point.predicted,
+            point.measured,
+        )
         for point in points
     ]
     table.show_comparison(title, ("network", "method", "model", "GPUs"), rows, ".1%")
-
-
-def _values(point: Point) -> tuple[float, float]:
-    return point.predicted, point.measured

@@ -28,11 +28,8 @@ def columns(prediction: Prediction, ranks_per_host: int, wire: str, levels: str)
 
 def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
     """Print predictions."""
-    table = _table(
-        title,
-        ["ranks", "hosts", "wire", "levels", "step ms", "efficiency", "speedup"],
-        ["communication ms", "exposed ms", "collectives"],
-    )
+    headings = ["ranks", "hosts", "wire", "levels", "step ms", "efficiency", "speedup"]
+    table = _table(title, [*headings, "communication ms", "exposed ms", "collectives"])
     for row in rows:
         table.add_row(
             str(row["ranks"]),
@@ -60,15 +57,15 @@ def show_comparison(
         rows: for each prediction, its first columns, the prediction, and the measured value.
         form: the format of both values.
     """
-    table = _table(title, list(names), ["predicted", "measured", "error"])
+    table = _table(title, [*names, "predicted", "measured", "error"])
     for first, predicted, measured in rows:
         error = f"{predicted / measured - 1:+.0%}"
         table.add_row(*first, format(predicted, form), format(measured, form), error)
     wide_console().print(table)
 
 
-def _table(title: str, *headings: Sequence[str]) -> Table:
+def _table(title: str, headings: Sequence[str]) -> Table:
     table = Table(title=title, box=SIMPLE_HEAD)
-    for heading in [name for part in headings for name in part]:
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     return table

@@ -68,6 +68,7 @@ def test_one_rank_reduces_nothing():
     found = predict(STEP, NETWORK, Reduction(), 1)
     assert (found.seconds, found.efficiency) == pytest.approx((0.16, 1.0))
     assert found.collectives == 0
+    assert predict(replace(STEP, alone=0.15), NETWORK, Reduction(), 1).seconds == 0.15
 
 
 def test_collectives_wait_for_gradients_and_for_each_other():
