@@ -75,6 +75,9 @@ def test_a_machine_that_is_described_by_options(tmp_path, capsys):
     # 2,046 steps of a flat ring take 20 us each, for each of 6 buckets.
     assert flat["communication_ms"] > two["communication_ms"] + 6 * 2046 * 0.02 * 0.8
     assert rows["two-level", "int8", 1024]["exposed_ms"] < two["exposed_ms"]
+    # Ranks of one host add in float32.
+    one_host = [rows["two-level", wire, 8]["communication_ms"] for wire in ("fp32", "int8")]
+    assert one_host[0] == one_host[1]
     assert two["hosts"] == 128
     assert two["speedup"] == pytest.approx(1024 * two["efficiency"])
     with files["csv"].open() as stream:
