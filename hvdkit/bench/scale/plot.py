@@ -15,6 +15,8 @@ def draw(path: Path, title: str, series: Mapping[str, Sequence[tuple[int, float,
     import matplotlib
 
     matplotlib.use("Agg")
+    # Text stays text, which is shorter than its outlines.
+    matplotlib.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5))
