@@ -60,21 +60,28 @@ def add_arguments(verb: argparse.ArgumentParser, variants: str, turns: int) -> N
         help="do not stop the other variants during a turn: shows the cost of idle jobs",
     )
     add_host_arguments(verb)
-    files = verb.add_argument_group("results")
-    files.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write all times to FILE after each result, also if the run is interrupted",
-    )
-    files.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each result")
-    files.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture: .png, .svg, .pdf")
-    files.add_argument(
+    add_file_arguments(
+        verb, "write all times to FILE after each result, also if the run is interrupted"
+    ).add_argument(
         "--compare",
         type=Path,
         metavar="FILE",
         help="the file of --json of an earlier run: show what has changed beyond the noise",
     )
+
+
+def add_file_arguments(verb: argparse.ArgumentParser, json: str) -> argparse._ArgumentGroup:
+    """Add the files that a benchmark writes. Return their group.
+
+    Args:
+        verb: the parser.
+        json: the help of `--json`.
+    """
+    files = verb.add_argument_group("results")
+    files.add_argument("--json", type=Path, metavar="FILE", help=json)
+    files.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each result")
+    files.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture: .png, .svg, .pdf")
+    return files
 
 
 def check(options: argparse.Namespace, benchmark: str) -> results.Results | None:
@@ -88,6 +95,20 @@ def check(options: argparse.Namespace, benchmark: str) -> results.Results | None
     """
     if options.turns < 1:
         raise UsageError(f"--turns is {options.turns}: expected at least 1")
+    check_files(options)
+    if options.two_hosts is not None:
+        link.parse_rate(options.two_hosts, "--two-hosts")
+        if (reason := link.missing()) is not None:
+            raise HvdkitError(f"--two-hosts: {reason}")
+    return None if options.compare is None else results.load(options.compare, benchmark)
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """Check that the files of `add_file_arguments` can be written.
+
+    Raises:
+        UsageError: one cannot.
+    """
     for option in ("json", "csv", "plot"):
         path = getattr(options, option)
         if path is not None:
@@ -97,11 +118,6 @@ def check(options: argparse.Namespace, benchmark: str) -> results.Results | None
             raise UsageError(f"--plot is {options.plot}: expected a name with {_PICTURES}")
         if (reason := missing_module("matplotlib")) is not None:
             raise UsageError(f"--plot: {reason}")
-    if options.two_hosts is not None:
-        link.parse_rate(options.two_hosts, "--two-hosts")
-        if (reason := link.missing()) is not None:
-            raise HvdkitError(f"--two-hosts: {reason}")
-    return None if options.compare is None else results.load(options.compare, benchmark)
 
 
 def engine_folders(options: argparse.Namespace) -> dict[str, Path | None]:

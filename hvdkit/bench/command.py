@@ -3,11 +3,12 @@
 import argparse
 from collections.abc import Callable
 
-HELP = "measure allreduces or training steps: hvdkit and alternatives such as DDP, in turns"
+HELP = "measure allreduces or training steps in turns with alternatives, or predict larger jobs"
 EXAMPLE = """\
   hvdkit bench allreduce -np 2
   hvdkit bench allreduce -np 8 -H host1:4,host2:4 --json cluster.json
-  hvdkit bench step -np 2 --models resnet50"""
+  hvdkit bench step -np 2 --models resnet50
+  hvdkit bench scale --ranks 8..1024 --step step.json --allreduce cluster.json"""
 
 AddVerb = Callable[[str, str, str], argparse.ArgumentParser]
 
@@ -19,9 +20,10 @@ def add_actions(add_verb: AddVerb) -> None:
         add_verb: makes a parser, given its name, help and examples.
     """
     from hvdkit.bench.allreduce import command as allreduce
+    from hvdkit.bench.scale import command as scale
     from hvdkit.bench.step import command as step
 
-    for name, module in (("allreduce", allreduce), ("step", step)):
+    for name, module in (("allreduce", allreduce), ("step", step), ("scale", scale)):
         action = add_verb(name, module.HELP, module.EXAMPLE)
         module.add_arguments(action)
         action.set_defaults(run=module.run, when_ended="nothing was measured.")

@@ -1,4 +1,4 @@
-"""The places of a benchmark's ranks: this machine, two namespaces, or the hosts of a cluster."""
+"""The places of a benchmark's ranks: this machine, namespaces, or the hosts of a cluster."""
 
 import argparse
 import contextlib
@@ -46,6 +46,11 @@ class Place(ABC):
         """The largest number of ranks on one machine."""
         return self.size
 
+    @property
+    def ranks_per_host(self) -> int:
+        """The largest number of ranks on one host."""
+        return self.size
+
     @abstractmethod
     def describe(self) -> str:
         """Return a text, such as `2 ranks on this machine`."""
@@ -83,22 +88,28 @@ class ThisMachine(Place):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwoHosts(Place):
-    """Two network namespaces of this machine, with a limited link between them.
+class LimitedHosts(Place):
+    """Network namespaces of this machine, with limited links between them.
 
     Attributes:
         cluster: the namespaces.
-        rate: the rate of the link, as the user has given it.
+        rate: the rate of each link, as the user has given it.
     """
 
     cluster: namespaces.Cluster
     rate: str
     controllers: ClassVar[Sequence[str]] = ("gloo",)
 
+    @property
+    def ranks_per_host(self) -> int:
+        """See `Place`."""
+        return self.size // len(self.cluster.hosts)
+
     def describe(self) -> str:
         """See `Place`."""
-        each = self.size // _HOSTS
-        return f"{_HOSTS} hosts (network namespaces, {self.rate}) x {each} rank{'s' * (each > 1)}"
+        count = len(self.cluster.hosts)
+        each = self.size // count
+        return f"{count} hosts (network namespaces, {self.rate}) x {each} rank{'s' * (each > 1)}"
 
     def launch(
         self,
@@ -108,7 +119,7 @@ class TwoHosts(Place):
         size: int,
     ) -> RankGroup:
         """See `Place`."""
-        each = max(1, size // _HOSTS)
+        each = max(1, size // len(self.cluster.hosts))
         server = RendezvousServer(self.cluster.address)
         try:
             commands = []
@@ -153,6 +164,11 @@ class ClusterHosts(Place):
     def ranks_here(self) -> int:
         """The largest number of slots of a host."""
         return max(host.slots for host in self.job_hosts)
+
+    @property
+    def ranks_per_host(self) -> int:
+        """See `Place`. The ranks fill one host after another."""
+        return min(self.size, self.job_hosts[0].slots)
 
     def describe(self) -> str:
         """See `Place`."""
@@ -203,7 +219,7 @@ def opened(options: argparse.Namespace, mpirun: str | None) -> Iterator[Place]:
     with namespaces.hosts(_HOSTS, own_name_is_local=False) as cluster:
         link.limit(cluster, limited)
         measured = link.measure(cluster) if link.can_measure() else None
-        yield TwoHosts(
+        yield LimitedHosts(
             cluster=cluster,
             size=size,
             rate=options.two_hosts,

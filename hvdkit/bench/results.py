@@ -62,13 +62,9 @@ class Results:
         if options.json is not None:
             rows = [row for row in self.rows if row["turns"]]
             content = {"format": _FORMAT, **vars(self), "rows": rows}
-            _write(options.json, json.dumps(content) + "\n")
+            write(options.json, json.dumps(content) + "\n")
         if options.csv is not None and (found := columns()):
-            stream = io.StringIO(newline="")
-            writer = csv.DictWriter(stream, list(found[0]))
-            writer.writeheader()
-            writer.writerows(found)
-            _write(options.csv, stream.getvalue())
+            write_csv(options.csv, found)
 
     def kept(self, options: argparse.Namespace) -> str:
         """Return a sentence about the results of a run that ended early."""
@@ -120,8 +116,13 @@ def _version(name: str) -> str | None:
         return None
 
 
-def load(path: Path, benchmark: str) -> Results:
+def load(path: Path, benchmark: str, option: str = "--compare") -> Results:
     """Return the results of an earlier run.
+
+    Args:
+        path: the file.
+        benchmark: the expected benchmark.
+        option: the option that names the file, for errors.
 
     Raises:
         UsageError: the file is not of `--json`, or of another benchmark.
@@ -131,21 +132,38 @@ def load(path: Path, benchmark: str) -> Results:
         version, of = content.pop("format"), content["benchmark"]
         found = Results(**content) if version == _FORMAT else None
     except OSError as error:
-        raise UsageError(f"--compare {path} cannot be read: {error.strerror}") from error
+        raise UsageError(f"{option} {path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(
-            f"--compare {path} is damaged or no file of `hvdkit bench`; expected a file of --json"
+            f"{option} {path} is damaged or no file of `hvdkit bench`; expected a file of --json"
         ) from error
     if found is None or found.benchmark != benchmark:
         raise UsageError(
-            f"--compare {path} is of `hvdkit bench {of}`, format {version}; expected "
+            f"{option} {path} is of `hvdkit bench {of}`, format {version}; expected "
             f"`hvdkit bench {benchmark}`, format {_FORMAT}"
         )
     return found
 
 
-def _write(path: Path, text: str) -> None:
-    """Replace a file, which is complete at any time."""
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows with the same columns.
+
+    Raises:
+        HvdkitError: the file cannot be written.
+    """
+    stream = io.StringIO(newline="")
+    writer = csv.DictWriter(stream, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    write(path, stream.getvalue())
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file, which is complete at any time.
+
+    Raises:
+        HvdkitError: the file cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.part")
     try:
         temporary.write_text(text, encoding="utf-8", newline="")

@@ -40,6 +40,12 @@ def test_steps_with_and_without_reduction(tmp_path):
         assert row["peak"] > 100e6
     for text in ("exposed ms", "efficiency", "limit ms", "2(n-1)/n", "many-small, torch"):
         assert text in done.stdout
+    # A file of this benchmark is the profile of a prediction.
+    predicted = ("scale", "--ranks", "2,8", "--step", str(path), "--bandwidth", "1Gbit/s")
+    done = bench(*predicted)
+    assert done.returncode == 0, done.stderr
+    assert "many-small, predicted with 2 ranks per host" in done.stdout
+    assert "hvdkit-gloo-fp32" in done.stdout
 
 
 def a_row(variant, turns, wire="fp32", ranks=2):

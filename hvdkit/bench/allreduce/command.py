@@ -165,6 +165,7 @@ class _Benchmark:
             conditions(
                 place=place.describe(),
                 ranks=place.size,
+                ranks_per_host=place.ranks_per_host,
                 link=None if place.link_rate is None else link.show_rate(place.link_rate),
                 engines={n: e.version for n, e in sorted(self._software.engines.items())},
             ),

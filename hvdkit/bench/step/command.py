@@ -193,6 +193,7 @@ class _Benchmark:
             conditions(
                 place=place.describe(),
                 ranks=place.size,
+                ranks_per_host=place.ranks_per_host,
                 engines={n: e.version for n, e in sorted(self._software.engines.items())},
                 link=None if rate is None else link.show_rate(rate),
             ),

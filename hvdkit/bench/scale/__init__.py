@@ -1,0 +1,1 @@
+"""`hvdkit bench scale`: predict the time of a training step on more ranks than there are here."""

@@ -1,0 +1,242 @@
+"""`hvdkit bench scale`: parse the arguments, predict, show the results."""
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hvdkit
+from hvdkit.bench import arguments, results
+from hvdkit.bench.allreduce.cases import parse_names
+from hvdkit.bench.scale import plot, profile, published, table
+from hvdkit.bench.scale.layers import MODELS
+from hvdkit.bench.scale.prediction import FLAT, GROUPINGS, LEVELS, TWO_LEVELS, predict
+from hvdkit.bench.step.variants import SHARE_OF_FLOAT32
+from hvdkit.errors import UsageError
+
+HELP = "predict the time of a training step on more ranks than there are here"
+EXAMPLE = """\
+  hvdkit bench scale --ranks 8..1024 --step step.json --allreduce cluster.json
+  hvdkit bench scale --ranks 8..1024 --model resnet50 --backward-ms 170 --bandwidth 25Gbit/s \\
+      --ranks-per-host 8
+  hvdkit bench scale --validate                    # predictions and published measurements"""
+
+_RANKS = "8..1024"
+_FORMAT = 1
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of `hvdkit bench scale`."""
+    verb.add_argument(
+        "--ranks",
+        default=_RANKS,
+        metavar="N",
+        help="numbers of ranks: 8..1024 (each twice the one before), 8..512x4 (four times), or "
+        "8,24,96 (default: %(default)s)",
+    )
+    verb.add_argument(
+        "--ranks-per-host", type=int, metavar="N", help="(default: that of --step, or 1)"
+    )
+    verb.add_argument(
+        "--wires",
+        default="fp32",
+        metavar="NAMES",
+        help=f"wire formats: some of {', '.join(SHARE_OF_FLOAT32)} (default: %(default)s)",
+    )
+    verb.add_argument(
+        "--levels",
+        default=TWO_LEVELS,
+        metavar="NAMES",
+        help=f"some of {', '.join(LEVELS)}: how ranks of several hosts add (default: %(default)s, "
+        f"as hvdkit on CPUs; {FLAT} is one ring)",
+    )
+    verb.add_argument(
+        "--buckets",
+        choices=GROUPINGS,
+        default=GROUPINGS[0],
+        help="what is reduced by one collective: hvdkit's buckets, what is ready (Horovod's "
+        "fusion), a parameter, or all gradients (default: %(default)s)",
+    )
+    verb.add_argument(
+        "--bucket-mb", type=float, metavar="MB", help="hvdkit's bucket_bytes (default: hvdkit's)"
+    )
+    _add_profile_arguments(verb)
+    verb.add_argument(
+        "--validate",
+        action="store_true",
+        help="compare predictions with published measurements, and predict nothing else",
+    )
+    arguments.add_file_arguments(verb, "write the predictions and the assumptions to FILE")
+
+
+def _add_profile_arguments(verb: argparse.ArgumentParser) -> None:
+    step = verb.add_argument_group("step")
+    step.add_argument(
+        "--step", type=Path, metavar="FILE", help="of `hvdkit bench step --json`, with `single`"
+    )
+    step.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
+    step.add_argument(
+        "--backward-ms", type=float, metavar="MS", help="the backward pass of one rank"
+    )
+    step.add_argument(
+        "--forward-ms", type=float, metavar="MS", help="(default: half of the backward pass)"
+    )
+    step.add_argument("--update-ms", type=float, metavar="MS", help="the optimizer (default: 0)")
+    step.add_argument(
+        "--jitter",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="the standard deviation of the passes of a rank, such as 0.02: a step waits for the "
+        "slowest rank (default: 0)",
+    )
+    network = verb.add_argument_group("network")
+    network.add_argument(
+        "--allreduce",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="of `hvdkit bench allreduce --json`; ranks of several hosts measure the link between "
+        "hosts, ranks of one host that within. May be repeated",
+    )
+    network.add_argument("--bandwidth", metavar="RATE", help="of a host's link, such as 25Gbit/s")
+    network.add_argument(
+        "--latency",
+        metavar="TIME",
+        help=f"of a message between hosts (default: {profile.show_seconds(profile.LATENCY)}, or "
+        f"fitted)",
+    )
+    network.add_argument(
+        "--host-bandwidth", metavar="RATE", help="between the ranks of a host, such as 80Gbit/s"
+    )
+    network.add_argument(
+        "--overhead", metavar="TIME", help="of a collective of any size (default: 0, or fitted)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run `hvdkit bench scale`. Returns the exit status.
+
+    Raises:
+        UsageError: an argument is wrong, or a file is of another kind.
+    """
+    arguments.check_files(options)
+    if options.validate:
+        for name in ("json", "csv", "plot"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"--validate prints its comparisons only: remove --{name}")
+        published.show()
+        return 0
+    _check(options)
+    ranks = parse_ranks(options.ranks)
+    wires = parse_names(options.wires, list(SHARE_OF_FLOAT32), "--wires")
+    levels = parse_names(options.levels, LEVELS, "--levels")
+    found = profile.build(options, ranks)
+    ranks_per_host = found.network.ranks_per_host
+    texts = list(found.assumptions)
+    rows = []
+    for level in levels:
+        network = found.network.with_levels(level)
+        if ranks_per_host > 1:
+            texts.append(profile.LEVELS_TEXT[level])
+        for wire in wires:
+            reduction, of_wire = profile.reduction(options, wire, found.encoding)
+            texts += [text for text in of_wire if text not in texts]
+            for count in ranks:
+                prediction = predict(found.step, network, reduction, count)
+                rows.append(table.columns(prediction, ranks_per_host, wire, level))
+    each = f"{ranks_per_host} rank{'s' * (ranks_per_host > 1)} per host"
+    title = f"{found.model}, predicted with {each}"
+    table.show(rows, title)
+    print("Assumptions:")
+    for text in texts:
+        print(f"- {text}")
+    _compare(options, found)
+    _write(options, found.model, texts, rows)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Check the numbers.
+
+    Raises:
+        UsageError: one is out of its range.
+    """
+    for option in ("backward_ms", "bucket_mb", "ranks_per_host"):
+        value = getattr(options, option)
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"--{option.replace('_', '-')} is {value:g}: expected more than 0")
+    for option in ("forward_ms", "update_ms"):
+        value = getattr(options, option)
+        if value is not None and not 0 <= value < math.inf:
+            raise UsageError(f"--{option.replace('_', '-')} is {value:g}: expected 0 or more")
+    if not 0 <= options.jitter < 1:
+        raise UsageError(f"--jitter is {options.jitter:g}: expected a share below 1, such as 0.02")
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Return numbers of ranks, in increasing order.
+
+    Args:
+        text: numbers and ranges, as for `--ranks`.
+
+    Raises:
+        UsageError: a part is malformed.
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\.\.(\d+)(?:x(\d+))?)?\s*", part)
+        first, last, factor = (int(n or 0) for n in match.groups()) if match else (0, 0, 0)
+        ranged = match is not None and match[2] is not None
+        factor = 2 if ranged and match is not None and match[3] is None else factor
+        if first < 1 or (ranged and (last < first or factor < 2)):
+            raise UsageError(
+                f"--ranks has {part.strip()!r}; expected numbers such as 8,24 or a range such as "
+                f"8..1024 or 8..512x4"
+            )
+        while first <= last:
+            found.add(first)
+            first *= factor
+        if not ranged:
+            found.add(first)
+    return sorted(found)
+
+
+def _compare(options: argparse.Namespace, found: profile.Profile) -> None:
+    """Predict what the file of `--step` has measured, and print both."""
+    if not found.reduced or options.ranks_per_host not in (None, found.ranks_measured):
+        return
+    rows = []
+    for each in found.reduced:
+        network = found.network.with_levels(FLAT if each.flat else TWO_LEVELS)
+        reduction, _ = profile.reduction(options, each.wire, found.encoding)
+        predicted = predict(found.step, network, reduction, each.ranks).seconds
+        rows.append(((each.variant, str(each.ranks)), predicted * 1e3, each.seconds * 1e3))
+    table.show_comparison(f"Steps of {options.step}, in ms", ("variant", "ranks"), rows, ".1f")
+
+
+def _write(
+    options: argparse.Namespace, model: str, texts: Sequence[str], rows: Sequence[dict[str, Any]]
+) -> None:
+    if options.json is not None:
+        content = {
+            "format": _FORMAT,
+            "benchmark": "scale",
+            "hvdkit": hvdkit.__version__,
+            "model": model,
+            "assumptions": texts,
+            "rows": rows,
+        }
+        results.write(options.json, json.dumps(content) + "\n")
+    if options.csv is not None:
+        results.write_csv(options.csv, rows)
+    if options.plot is not None:
+        series: dict[str, list[tuple[int, float, float]]] = {}
+        for row in rows:
+            point = (row["ranks"], row["efficiency"], row["step_ms"] / 1e3)
+            series.setdefault(f"{row['wire']}, {row['levels']}", []).append(point)
+        plot.draw(options.plot, f"{model}: predicted", series)

@@ -1,0 +1,66 @@
+"""Fit the parameters of the model to measured times, by least squares of the relative errors."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+_STEPS = 100
+_DIFFERENCE = 1e-4
+# The search ends if a step reduces the sum of squares by less than this share of it, or finds no
+# smaller sum with this damping.
+_SMALL = 1e-5
+_LARGEST_DAMPING = 1e8
+
+
+def nonnegative(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Return the coefficients, none of them negative, of a sum of columns that fits times.
+
+    Args:
+        columns: the quantity of each coefficient, for each time.
+        seconds: the times.
+    """
+    # Dividing a row by its time makes its error relative to the time.
+    matrix = np.array(columns, dtype=float).T / np.array(seconds)[:, None]
+    kept = list(range(matrix.shape[1]))
+    found = np.zeros(matrix.shape[1])
+    while kept:
+        solution = np.linalg.lstsq(matrix[:, kept], np.ones(len(matrix)), rcond=None)[0]
+        if (solution >= 0).all():
+            found[kept] = solution
+            break
+        del kept[int(solution.argmin())]
+    return [float(value) for value in found]
+
+
+def positive(residuals: Callable[[np.ndarray], np.ndarray], start: Sequence[float]) -> np.ndarray:
+    """Return the positive parameters with the least sum of squares.
+
+    The method is that of Levenberg and Marquardt, on the logarithms of the parameters.
+
+    Args:
+        residuals: returns the errors for parameters.
+        start: the parameters to begin with.
+    """
+    point = np.log(np.array(start, dtype=float))
+    errors = residuals(np.exp(point))
+    damping = 1e-2
+    for _ in range(_STEPS):
+        slopes = np.empty((len(errors), len(point)))
+        for i in range(len(point)):
+            shifted = point.copy()
+            shifted[i] += _DIFFERENCE
+            slopes[:, i] = (residuals(np.exp(shifted)) - errors) / _DIFFERENCE
+        # The damping also bounds a parameter on which no error depends.
+        system = slopes.T @ slopes + damping * np.eye(len(point))
+        change = np.clip(np.linalg.solve(system, -slopes.T @ errors), -1.0, 1.0)
+        trial = residuals(np.exp(point + change))
+        before, after = errors @ errors, trial @ trial
+        if after < before:
+            point, errors, damping = point + change, trial, damping / 3
+            if after > before * (1 - _SMALL):
+                break
+        else:
+            damping *= 4
+            if damping > _LARGEST_DAMPING:
+                break
+    return np.exp(point)
