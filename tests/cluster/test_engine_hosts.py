@@ -15,17 +15,17 @@ PROCESS_SETS = """
 import torch
 import horovod.torch as hvd
 
-# One set on the second host, one on both hosts.
-near, far = hvd.ProcessSet([2, 3]), hvd.ProcessSet([0, 3])
-hvd.init(process_sets=[near, far])
+# One set on the second host, and two on both; in the last, the hosts have 1 and 2 ranks.
+near, far, uneven = hvd.ProcessSet([2, 3]), hvd.ProcessSet([0, 3]), hvd.ProcessSet([1, 2, 3])
+hvd.init(process_sets=[near, far, uneven])
 place = (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
 assert place == (hvd.rank() % 2, 2, hvd.rank() // 2, 2), place
 # All ranks take part in the last one, so that no rank ends the job early.
-for process_set in (near, far, hvd.global_process_set):
-    if process_set.included():
-        own = torch.arange(1000.0) + 10.0 ** hvd.rank()
-        total = hvd.allreduce(own, op=hvd.Sum, name="sum", process_set=process_set)
-        expected = sum(torch.arange(1000.0) + 10.0**rank for rank in process_set.ranks)
+for process_set in (near, far, uneven, hvd.global_process_set):
+    for size in (1_000, 300_000) if process_set.included() else ():
+        own = torch.arange(float(size)) + 10.0 ** hvd.rank()
+        total = hvd.allreduce(own, op=hvd.Sum, name=f"sum {size}", process_set=process_set)
+        expected = sum(torch.arange(float(size)) + 10.0**rank for rank in process_set.ranks)
         assert torch.equal(total, expected), (process_set, total)
 print("reduced over", hvd.size(), "ranks", flush=True)
 hvd.shutdown()
