@@ -196,6 +196,7 @@ class _Benchmark:
                 ranks_per_host=place.ranks_per_host,
                 engines={n: e.version for n, e in sorted(self._software.engines.items())},
                 link=None if rate is None else link.show_rate(rate),
+                link_rate=rate,
             ),
             expected=options.turns * len(models),
             unit="turns",
