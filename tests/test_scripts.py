@@ -1,5 +1,6 @@
-"""The checks of scripts before a download or a build."""
+"""Scripts: their checks before a download or a build, and the tables of benchmarks."""
 
+import json
 import os
 import subprocess
 import sys
@@ -47,3 +48,55 @@ def test_missing_headers_are_reported_first(tmp_path, interpreter_without_header
 def test_an_engine_in_the_cache_needs_no_compiler(tmp_path):
     (tmp_path / "wheels" / "some-key").mkdir(parents=True)
     assert check_build_tools(tmp_path, CXX="no-such-compiler").stdout == "complete\n"
+
+
+def write_benchmarks(folder, **result):
+    """Write the page of a folder with one result."""
+    name = "one-host-two-ranks"
+    rows = [
+        {
+            "variant": f"{optimizer}-gloo-fp32",
+            "optimizer": optimizer,
+            "wire": "fp32",
+            "ranks": 2,
+            "bytes": 1e8,
+            "turns": turns,
+            "cpu": [0.2],
+        }
+        for optimizer, turns in (("hvdkit", [0.2, 0.3, 0.4]), ("ddp", [0.4, 0.4, 0.4]))
+    ]
+    conditions = {
+        "date": "2026-11-25T00:00:00+00:00",
+        "engines": {"installed": "0.28.1"},
+        "versions": {"torch": "2.13.0"},
+        "cores": 2,
+    }
+    content = {"complete": True, "rows": rows, "conditions": conditions} | result
+    (folder / f"{name}.json").write_text(json.dumps(content))
+    (folder / f"{name}.command").write_text(json.dumps(["step", "--turns", "3"]))
+    page = folder / "page.md"
+    page.write_text(f"before\n<!-- {name} -->\nold\n<!-- end -->\nafter\n")
+    command = [sys.executable, "scripts/benchmarks", "--write", folder, "--page", page]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
+    return done, page.read_text()
+
+
+def test_tables_of_benchmarks_are_written_from_results(tmp_path):
+    done, page = write_benchmarks(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert page.startswith("before\n<!-- one-host-two-ranks -->\n")
+    assert page.endswith("\n<!-- end -->\nafter\n")
+    assert "old" not in page
+    assert "$ hvdkit bench step --turns 3" in page
+    assert "| hvdkit, fp32 | 300.0 | 250.0 - 350.0 | 200.0 |" in page
+    # Of the ratios 0.5, 0.75 and 1.
+    assert "| hvdkit fp32 / DDP fp32 | 0.75 | 0.62 - 0.88 |" in page
+
+
+def test_an_interrupted_benchmark_is_not_written(tmp_path):
+    done, page = write_benchmarks(tmp_path, complete=False)
+    assert done.returncode == 1
+    assert "one-host-two-ranks.json is of a run that was interrupted: measure again" in done.stderr
+    assert "old" in page
