@@ -40,9 +40,14 @@ _ONE_JOB = (
     "test_custom_format",
     "test_data",
     "test_details",
+    "test_equal_batches",
     "test_final_gradients",
+    "test_inference_mode",
+    "test_lightning",
     "test_migrating",
+    "test_torchmetrics",
     "test_uses",
+    "test_wrapped_modules",
 )
 
 #: Tests of the engine, which run with each controller. Other tests do so only with --long.

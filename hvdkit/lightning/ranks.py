@@ -1,0 +1,163 @@
+"""What the strategies for `Trainer` and `Fabric` share: ranks, devices, collectives, optimizers."""
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+import hvdkit.torch as hvd
+from hvdkit.errors import UsageError
+from hvdkit.lightning import collectives
+from hvdkit.lightning.environment import HvdkitEnvironment, devices_of_host
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
+
+# Lightning has its own accumulation, and a strategy has all ranks.
+_NOT_OPTIONS = {
+    "optimizer": "Lightning passes the optimizers",
+    "named_parameters": "the names are those of the model",
+    "backward_passes_per_step": "use accumulate_grad_batches of the Trainer",
+    "accumulation_steps": "use accumulate_grad_batches of the Trainer, or fabric.no_backward_sync",
+    "process_set": "a strategy trains on all ranks",
+}
+
+
+def check_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a strategy for `hvd.DistributedOptimizer`.
+
+    Raises:
+        UsageError: an option does not exist, or Lightning decides it.
+    """
+    known = inspect.signature(hvd.DistributedOptimizer).parameters
+    for name, value in options.items():
+        if name in _NOT_OPTIONS:
+            raise UsageError(
+                f"HvdkitStrategy was given {name}={value!r}, which it does not support: "
+                f"{_NOT_OPTIONS[name]}"
+            )
+        if name not in known:
+            raise UsageError(
+                f"HvdkitStrategy was given {name}={value!r}: expected options of "
+                f"hvd.DistributedOptimizer: {', '.join(sorted(known.keys() - _NOT_OPTIONS))}"
+            )
+    if options.get("op") == hvd.Adasum:
+        raise UsageError(
+            "op is hvd.Adasum, which reduces in the step: Lightning would clip gradients that are "
+            "not reduced. Use hvd.Average or hvd.Sum"
+        )
+    if options.get("on_nonfinite") == "skip":
+        raise UsageError(
+            "on_nonfinite is 'skip', but Lightning computes the gradients within the optimizer's "
+            "step, when it is too late to skip it. Use on_nonfinite='raise', or precision "
+            "'16-mixed', which skips such steps"
+        )
+    return options
+
+
+class RanksMixin:
+    """The part of a strategy that is the same for `Trainer` and `Fabric`.
+
+    Attributes:
+        options: the options for `hvd.DistributedOptimizer`.
+    """
+
+    options: dict[str, Any]
+    _parallel_devices: list[torch.device] | None = None
+
+    @staticmethod
+    def _init_ranks() -> HvdkitEnvironment:
+        if not hvd.is_initialized():
+            hvd.init()
+        return HvdkitEnvironment()
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of the ranks on this host."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device] | None) -> None:
+        self._parallel_devices = devices_of_host(devices) if devices else None
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        devices = self.parallel_devices
+        return torch.device("cpu") if devices is None else devices[hvd.local_rank()]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The arguments with which Lightning shards its samplers."""
+        return {"num_replicas": hvd.size(), "rank": hvd.rank()}
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning's logging which rank this process is."""
+        fabric_rank_zero_only.rank = rank_zero_only.rank = hvd.rank()
+
+    # --- collectives ----------------------------------------------------------------------------
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Wait until all ranks call it."""
+        hvd.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank `src`."""
+        return hvd.broadcast_object(obj, src, name="lightning.broadcast")
+
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        """Stack the tensors of all ranks; see `hvdkit.lightning.collectives.all_gather`."""
+        return collectives.all_gather(tensor, group, sync_grads)
+
+    # --- optimizers -----------------------------------------------------------------------------
+
+    def wrap(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer with the reduction of the gradients.
+
+        Raises:
+            UsageError: hvdkit does not support the optimizer.
+        """
+        if isinstance(optimizer, WrappedOptimizer):
+            raise UsageError(
+                "an optimizer is a DistributedOptimizer already: give Lightning the plain "
+                "optimizer, and the options of the DistributedOptimizer to HvdkitStrategy"
+            )
+        return hvd.DistributedOptimizer(optimizer, named_parameters, **self.options)
+
+
+def check_batch_norm(module: torch.nn.Module) -> None:
+    """Check that no layer computes statistics by torch.distributed.
+
+    Raises:
+        UsageError: there is one. Without torch.distributed, it would use this rank's batch only.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm):
+            raise UsageError(
+                f"the layer {name!r} is a torch.nn.SyncBatchNorm, which needs torch.distributed: "
+                f"use plain batch norm with Trainer(sync_batchnorm=True), or "
+                f"hvd.SyncBatchNorm.convert_sync_batchnorm(model)"
+            )
+
+
+def broadcast_buffers(module: torch.nn.Module) -> None:
+    """Copy rank 0's buffers, such as statistics of batch norm, to all ranks. All ranks call it."""
+    hvd.broadcast_parameters(dict(module.named_buffers()), root_rank=0)
+
+
+@contextmanager
+def no_sync(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Context in which backward passes add to this rank's gradients without a reduction."""
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            if isinstance(optimizer, WrappedOptimizer):
+                stack.enter_context(hvd.no_sync(optimizer))
+        yield
