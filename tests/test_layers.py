@@ -39,6 +39,7 @@ LAYERS = {
     "keras": 3,
     "lightning": 3,
     "torchmetrics": 3,
+    "transformers": 3,
     "cli": 3,
 }
 ALLOWED = {
@@ -61,6 +62,8 @@ ALLOWED = {
     ("bench", "keras"),
     # A Trainer logs metrics.
     ("lightning", "torchmetrics"),
+    # A Trainer of transformers uses an Accelerator.
+    ("transformers", "accelerate"),
     # hvdkit.keras imports one of the two adapters, for the user's Keras backend.
     ("keras", "torch"),
     ("keras", "tensorflow"),
