@@ -74,10 +74,13 @@ class HvdkitAccelerator(Accelerator):
                 f"run, without --no-torch-env"
             )
         handler = self.ddp_handler
-        if handler is not None and getattr(handler.comm_hook, "value", "no") != "no":
+        hook = (
+            "no" if handler is None else str(getattr(handler.comm_hook, "value", handler.comm_hook))
+        )
+        if hook != "no":
             raise UsageError(
-                f"DistributedDataParallelKwargs has comm_hook={handler.comm_hook.value!r}, which "
-                f"hvdkit does not use: pass reduction={{'compression': 'fp16'}} (or 'bf16')"
+                f"DistributedDataParallelKwargs has comm_hook={hook!r}, which hvdkit does not use: "
+                f"pass reduction={{'compression': 'fp16'}} (or 'bf16')"
             )
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from hvdkit.lightning.ranks import (
     check_options,
     no_sync,
 )
+from hvdkit.torch import hooks
 from hvdkit.torchmetrics import compute_over_ranks
 
 
@@ -185,6 +186,12 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
     def on_train_end(self) -> None:
         """Give all ranks the same model: that of rank 0, which a checkpoint has."""
         self._broadcast_buffers()
+
+    def teardown(self) -> None:
+        """End the reductions: later backward passes of one rank do not wait for other ranks."""
+        for optimizer in self.optimizers:
+            hooks.remove(optimizer)
+        super().teardown()
 
     def _compute_metrics_over_ranks(self) -> None:
         assert self.lightning_module is not None

@@ -37,6 +37,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 #: Tests that do not depend on the controller and run on two ranks only, to save time.
 _ONE_JOB = (
+    "test_accelerate",
     "test_custom_format",
     "test_data",
     "test_details",
