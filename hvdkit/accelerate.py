@@ -9,7 +9,6 @@ Example:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 """
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,17 +20,10 @@ from accelerate.utils import DistributedType
 
 import hvdkit.torch as hvd
 from hvdkit.errors import UsageError
+from hvdkit.torch.options import check_options
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-# Accelerate has its own accumulation, and all its processes train together.
-_NOT_OPTIONS = {
-    "optimizer",
-    "named_parameters",
-    "backward_passes_per_step",
-    "accumulation_steps",
-    "process_set",
-}
 
 
 class HvdkitAccelerator(Accelerator):
@@ -57,7 +49,7 @@ class HvdkitAccelerator(Accelerator):
         self._begin(reduction)
 
     def _begin(self, reduction: Mapping[str, Any] | None) -> None:
-        self._reduction = _checked(dict(reduction or {}))
+        self._reduction = check_options(reduction or {}, "HvdkitAccelerator")
         self._named: list[tuple[str, torch.nn.Parameter]] = []
         if not hvd.is_initialized():
             hvd.init()
@@ -176,19 +168,3 @@ def adopt(accelerator: Accelerator, reduction: Mapping[str, Any] | None = None) 
         )
     accelerator.__class__ = HvdkitAccelerator
     accelerator._begin(reduction)
-
-
-def _checked(reduction: dict[str, Any]) -> dict[str, Any]:
-    known = inspect.signature(hvd.DistributedOptimizer).parameters.keys() - _NOT_OPTIONS
-    for name, value in reduction.items():
-        if name not in known:
-            raise UsageError(
-                f"reduction has {name!r}: {value!r}: expected options of hvd.DistributedOptimizer "
-                f"that Accelerate does not decide: {', '.join(sorted(known))}"
-            )
-    if reduction.get("op") == hvd.Adasum:
-        raise UsageError(
-            "op is hvd.Adasum, which reduces in the step, when Accelerate has clipped gradients "
-            "already: use hvd.Average or hvd.Sum"
-        )
-    return reduction

@@ -12,7 +12,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 import hvdkit.torch as hvd
 from hvdkit.errors import UsageError
 from hvdkit.lightning import collectives
-from hvdkit.lightning.ranks import RanksMixin, check_batch_norm, check_options, no_sync
+from hvdkit.lightning.ranks import RanksMixin, check_batch_norm, no_sync
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 from hvdkit.torchmetrics import compute_over_ranks
 
@@ -43,8 +43,7 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         precision: Any = None,
         **options: Any,
     ) -> None:
-        self.options = check_options(options)
-        environment = self._init_ranks()
+        environment = self._begin(options)
         super().__init__(
             accelerator=accelerator,
             cluster_environment=environment,

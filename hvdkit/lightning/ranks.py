@@ -1,6 +1,5 @@
 """What the strategies for `Trainer` and `Fabric` share: ranks, devices, collectives, optimizers."""
 
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,48 +12,15 @@ import hvdkit.torch as hvd
 from hvdkit.errors import UsageError
 from hvdkit.lightning import collectives
 from hvdkit.lightning.environment import HvdkitEnvironment, devices_of_host
+from hvdkit.torch.options import check_options
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
-# Lightning has its own accumulation, and a strategy has all ranks.
-_NOT_OPTIONS = {
-    "optimizer": "Lightning passes the optimizers",
-    "named_parameters": "the names are those of the model",
-    "backward_passes_per_step": "use accumulate_grad_batches of the Trainer",
-    "accumulation_steps": "use accumulate_grad_batches of the Trainer, or fabric.no_backward_sync",
-    "process_set": "a strategy trains on all ranks",
+# What a strategy refuses, in addition to what `check_options` does.
+REFUSED = {
+    ("on_nonfinite", "skip"): "Lightning computes the gradients within the optimizer's step, when "
+    "it is too late to skip it. Use on_nonfinite='raise', or precision='16-mixed', which skips "
+    "such steps"
 }
-
-
-def check_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a strategy for `hvd.DistributedOptimizer`.
-
-    Raises:
-        UsageError: an option does not exist, or Lightning decides it.
-    """
-    known = inspect.signature(hvd.DistributedOptimizer).parameters
-    for name, value in options.items():
-        if name in _NOT_OPTIONS:
-            raise UsageError(
-                f"HvdkitStrategy was given {name}={value!r}, which it does not support: "
-                f"{_NOT_OPTIONS[name]}"
-            )
-        if name not in known:
-            raise UsageError(
-                f"HvdkitStrategy was given {name}={value!r}: expected options of "
-                f"hvd.DistributedOptimizer: {', '.join(sorted(known.keys() - _NOT_OPTIONS))}"
-            )
-    if options.get("op") == hvd.Adasum:
-        raise UsageError(
-            "op is hvd.Adasum, which reduces in the step: Lightning would clip gradients that are "
-            "not reduced. Use hvd.Average or hvd.Sum"
-        )
-    if options.get("on_nonfinite") == "skip":
-        raise UsageError(
-            "on_nonfinite is 'skip', but Lightning computes the gradients within the optimizer's "
-            "step, when it is too late to skip it. Use on_nonfinite='raise', or precision "
-            "'16-mixed', which skips such steps"
-        )
-    return options
 
 
 class RanksMixin:
@@ -67,8 +33,8 @@ class RanksMixin:
     options: dict[str, Any]
     _parallel_devices: list[torch.device] | None = None
 
-    @staticmethod
-    def _init_ranks() -> HvdkitEnvironment:
+    def _begin(self, options: dict[str, Any]) -> HvdkitEnvironment:
+        self.options = check_options(options, "HvdkitStrategy", REFUSED)
         if not hvd.is_initialized():
             hvd.init()
         return HvdkitEnvironment()

@@ -18,10 +18,10 @@ from hvdkit.lightning.ranks import (
     RanksMixin,
     broadcast_buffers,
     check_batch_norm,
-    check_options,
     no_sync,
 )
 from hvdkit.torch import hooks
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 from hvdkit.torchmetrics import compute_over_ranks
 
 
@@ -54,8 +54,7 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         precision_plugin: Any = None,
         **options: Any,
     ) -> None:
-        self.options = check_options(options)
-        environment = self._init_ranks()
+        environment = self._begin(options)
         super().__init__(
             accelerator=accelerator,
             cluster_environment=environment,
@@ -105,11 +104,12 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         named = list(self.lightning_module.named_parameters())
-        _check_separate(self.optimizers)
-        self.optimizers = [
-            each if isinstance(each, _MockOptimizer) else self.wrap(each, named)
-            for each in self.optimizers
+        plain: list[torch.optim.Optimizer] = self._optimizers
+        _check_separate(plain)
+        wrapped: list[torch.optim.Optimizer] = [
+            each if isinstance(each, _MockOptimizer) else self.wrap(each, named) for each in plain
         ]
+        self.optimizers = wrapped
 
     def process_dataloader(self, dataloader: object) -> object:
         """Check that no sampler is sharded twice.
@@ -190,7 +190,8 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
     def teardown(self) -> None:
         """End the reductions: later backward passes of one rank do not wait for other ranks."""
         for optimizer in self.optimizers:
-            hooks.remove(optimizer)
+            if isinstance(optimizer, WrappedOptimizer):
+                hooks.remove(optimizer)
         super().teardown()
 
     def _compute_metrics_over_ranks(self) -> None:

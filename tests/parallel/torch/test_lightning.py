@@ -385,7 +385,7 @@ def test_what_cannot_be_right_is_refused(hvd):
     sampler = hvd.ResumableSampler(4, 1)
     loader = DataLoader(torch.ones(4, 2), sampler=sampler)
     cases = [
-        (lambda: HvdkitStrategy(accumulation_steps=2), "accumulate_grad_batches"),
+        (lambda: HvdkitStrategy(accumulation_steps=2), "use the accumulation of the library"),
         (lambda: HvdkitStrategy(compresion="fp16"), "expected options .* compression"),
         (lambda: HvdkitStrategy(op=hvd.Adasum), "Adasum"),
         (lambda: HvdkitStrategy(on_nonfinite="skip"), "raise"),
