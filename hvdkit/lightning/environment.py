@@ -38,14 +38,14 @@ class HvdkitEnvironment(ClusterEnvironment):
         return int(hvd.size())
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing, because the launcher has set the size."""
+        """Ignore the size: the launcher has set it."""
 
     def global_rank(self) -> int:
         """Return the rank."""
         return int(hvd.rank())
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing, because the launcher has set the rank."""
+        """Ignore the rank: the launcher has set it."""
 
     def local_rank(self) -> int:
         """Return the number of the rank on its host."""

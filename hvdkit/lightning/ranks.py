@@ -1,4 +1,4 @@
-"""What the strategies for `Trainer` and `Fabric` share: ranks, devices, collectives, optimizers."""
+"""The common part of the strategies for `Trainer` and `Fabric`."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +15,7 @@ from hvdkit.lightning.environment import HvdkitEnvironment, devices_of_host
 from hvdkit.torch.options import check_options
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
-# What a strategy refuses, in addition to what `check_options` does.
+# Options that a strategy refuses, in addition to those that `check_options` refuses.
 REFUSED = {
     ("on_nonfinite", "skip"): "Lightning computes the gradients within the optimizer's step, when "
     "it is too late to skip it. Use on_nonfinite='raise', or precision='16-mixed', which skips "

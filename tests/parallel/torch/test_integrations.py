@@ -47,10 +47,20 @@ def test_a_script_of_the_page_prints_its_output(tmp_path, name):
     for package in PACKAGES[name]:
         pytest.importorskip(package)
     script, output = scripts()[name]
+    if name == "litdata":
+        prepare(tmp_path)
     result = run(tmp_path, script)
     assert result.returncode == 0, result.stdout + result.stderr
     found = sorted(line for line in result.stdout.splitlines() if re.match(r"\[\d\] rank", line))
     assert words(found) == words(output.splitlines())
+
+
+def prepare(folder):
+    """Run the script of the page that writes data for litdata."""
+    page = (REPOSITORY / "docs" / "integrations.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```python\n# prepare\.py[^\n]*\n(.*?)^```", page, re.M | re.S)
+    (folder / "prepare.py").write_text(script, encoding="utf-8")
+    subprocess.run([sys.executable, "prepare.py"], cwd=folder, check=True, timeout=120)
 
 
 def words(lines):
