@@ -26,6 +26,22 @@ def check_not_reduced(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
+    named = list(named_parameters)
+    if _first_reduced(named) is None:
+        return
+    gc.collect()  # The module may be unused, in a reference cycle.
+    found = _first_reduced(named)
+    if found is not None:
+        name, owner = found
+        raise UsageError(
+            f"the parameter {name!r} belongs to a {owner} module, which reduces its gradients. A "
+            f"DistributedOptimizer would reduce them a second time. Use the plain model, without "
+            f"{owner}. With Accelerate and transformers, use hvdkit.accelerate"
+        )
+
+
+def _first_reduced(named: list[tuple[str, torch.nn.Parameter]]) -> tuple[str, str] | None:
+    """Return the name of the first parameter in such a module, and the module's class."""
     # PyTorch keeps no list of these modules, and a parameter does not know its modules.
     owners = {
         id(parameter): type(module).__name__
@@ -34,11 +50,4 @@ def check_not_reduced(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
         if issubclass(type(module), _REDUCING)
         for parameter in module.parameters()
     }
-    for name, parameter in named_parameters:
-        owner = owners.get(id(parameter))
-        if owner is not None:
-            raise UsageError(
-                f"the parameter {name!r} belongs to a {owner} module, which reduces its gradients. "
-                f"A DistributedOptimizer would reduce them a second time. Use the plain model, "
-                f"without {owner}. With Accelerate and transformers, use hvdkit.accelerate"
-            )
+    return next(((name, owners[id(p)]) for name, p in named if id(p) in owners), None)

@@ -402,6 +402,23 @@ def test_what_cannot_be_right_is_refused(hvd):
             call()
 
 
+def test_each_rank_gets_its_device(hvd):
+    lightning()
+    from hvdkit.lightning.environment import devices_of_host
+
+    cpu, gpus = torch.device("cpu"), [torch.device("cuda", number) for number in range(4)]
+    size = hvd.size()
+    assert devices_of_host([cpu]) == devices_of_host([cpu] * size) == [cpu] * size
+    assert devices_of_host(gpus) == gpus[:size]
+    assert devices_of_host(gpus[4 - size :]) == gpus[4 - size :]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        assert devices_of_host(gpus[:1]) == gpus[:1] * size
+        patch.setattr(torch.cuda, "device_count", lambda: 4)
+        with pytest.raises(UsageError, match="1 devices"):
+            devices_of_host(gpus[:1])
+
+
 # --- Fabric and the collectives -------------------------------------------------------------------
 
 

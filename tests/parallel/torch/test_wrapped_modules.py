@@ -54,3 +54,13 @@ def test_other_parameters_are_accepted(hvd):
         model(torch.full((1, 2), float(hvd.rank()))).sum().backward()
         assert model.weight.grad.tolist() == [[0.5, 0.5]]
         assert other.module.weight.grad is None
+
+
+def test_a_module_that_is_no_longer_used_does_not_count(hvd):
+    with process_group(hvd):
+        model = nn.Linear(2, 1)
+        outer = DistributedDataParallel(model)
+        outer.itself = [outer]  # a reference cycle
+        del outer
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hvd.DistributedOptimizer(optimizer, model.named_parameters())
