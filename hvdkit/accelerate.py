@@ -50,7 +50,7 @@ class HvdkitAccelerator(Accelerator):
 
     def _begin(self, reduction: Mapping[str, Any] | None) -> None:
         self._reduction = check_options(reduction or {}, "HvdkitAccelerator")
-        self._named: list[tuple[str, torch.nn.Parameter]] = []
+        self._preparing: list[torch.nn.Module] = []
         if not hvd.is_initialized():
             hvd.init()
         if self.distributed_type not in _SUPPORTED:
@@ -77,11 +77,12 @@ class HvdkitAccelerator(Accelerator):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare models, optimizers, loaders and schedulers, like Accelerate."""
-        # The names of the parameters for errors, because an optimizer may come before its model.
-        for number, each in enumerate(args):
-            if isinstance(each, torch.nn.Module):
-                self._named += [(f"{number}.{name}", p) for name, p in each.named_parameters()]
-        return super().prepare(*args, **kwargs)
+        # For the names of the parameters, because an optimizer may come before its model.
+        self._preparing = [each for each in args if isinstance(each, torch.nn.Module)]
+        try:
+            return super().prepare(*args, **kwargs)
+        finally:
+            self._preparing = []
 
     def prepare_model(
         self,
@@ -109,9 +110,15 @@ class HvdkitAccelerator(Accelerator):
     def _names_for(
         self, optimizer: torch.optim.Optimizer
     ) -> list[tuple[str, torch.nn.Parameter]] | None:
-        known = {id(p) for _, p in self._named}
-        own = [p for group in optimizer.param_groups for p in group["params"]]
-        return list(dict(self._named).items()) if all(id(p) in known for p in own) else None
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        models = dict.fromkeys([*self._models, *self._preparing])
+        named = [
+            (f"{number}.{name}", p)
+            for number, model in enumerate(models)
+            for name, p in model.named_parameters()
+            if id(p) in own
+        ]
+        return named if {id(p) for _, p in named} == own else None
 
     def _options(self) -> dict[str, Any]:
         # With this setting of DistributedDataParallel, unused parameters have no gradient.

@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -58,6 +59,23 @@ class RanksMixin:
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The arguments with which Lightning shards its samplers."""
         return {"num_replicas": hvd.size(), "rank": hvd.rank()}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Check that no sampler is sharded twice.
+
+        Raises:
+            UsageError: Lightning has sharded a `hvd.ResumableSampler`.
+        """
+        sampler = getattr(dataloader, "sampler", None)
+        if isinstance(sampler, DistributedSamplerWrapper) and isinstance(
+            sampler.dataset._sampler, hvd.ResumableSampler
+        ):
+            raise UsageError(
+                "Lightning has sharded a hvd.ResumableSampler, which gives each rank its share "
+                "already: pass use_distributed_sampler=False to the Trainer or to "
+                "fabric.setup_dataloaders"
+            )
+        return dataloader
 
     def set_world_ranks(self) -> None:
         """Tell Lightning's logging which rank this process is."""

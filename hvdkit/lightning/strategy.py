@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from lightning import pytorch as pl
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -111,22 +110,6 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         ]
         self.optimizers = wrapped
 
-    def process_dataloader(self, dataloader: object) -> object:
-        """Check that no sampler is sharded twice.
-
-        Raises:
-            UsageError: Lightning has sharded a `hvd.ResumableSampler`.
-        """
-        sampler = getattr(dataloader, "sampler", None)
-        if isinstance(sampler, DistributedSamplerWrapper) and isinstance(
-            sampler.dataset._sampler, hvd.ResumableSampler
-        ):
-            raise UsageError(
-                "Lightning has sharded a hvd.ResumableSampler, which gives each rank its share "
-                "already: pass use_distributed_sampler=False to the Trainer"
-            )
-        return dataloader
-
     @property
     def _trainer(self) -> "pl.Trainer":
         assert self.lightning_module is not None
@@ -161,13 +144,17 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
             return
         if len({each for each, _ in of_ranks}) > 1:
             found = ", ".join(f"rank {rank} has {each}" for rank, (each, _) in enumerate(of_ranks))
+            advice = "Give the ranks equal shares, for example with hvd.DistributedSampler"
         else:
-            ended = [str(rank) for rank, (_, end) in enumerate(of_ranks) if end]
-            found = f"the data of ranks {', '.join(ended)} end after {batch_idx + 1} batches"
+            ended = ", ".join(str(rank) for rank, (_, end) in enumerate(of_ranks) if end)
+            found = f"the data of these ranks end after {batch_idx + 1} batches: {ended}"
+            advice = (
+                "Use hvd.equal_batches(loader), which ends the epoch on all ranks when the data of "
+                "one rank end"
+            )
         raise UsageError(
             f"the ranks have different numbers of batches in this epoch: {found}. Expected the "
-            f"same number. Use a DistributedSampler, or hvd.equal_batches(loader), which ends the "
-            f"epoch on all ranks when the data of one rank end"
+            f"same number. {advice}"
         )
 
     def on_train_start(self) -> None:

@@ -63,6 +63,7 @@ class Setting:
     optimizer: str = "SGD"
     models: int = 1
     compression: str = "none"
+    together: bool = True
 
     @property
     def tolerance(self):
@@ -79,6 +80,7 @@ def draw(seed):
         optimizer=number.choice(["SGD", "AdamW"]),
         models=number.choice([1, 2]),
         compression=number.choice(["none", "none", "fp16"]),
+        together=number.random() < 0.5,
     )
 
 
@@ -107,7 +109,11 @@ def train(setting, size, rank, accelerator):
     )
     loader = DataLoader(dataset, BATCH * WORLD // size)
     # Optimizers before models: Accelerate allows any order.
-    prepared = accelerator.prepare(*optimizers, *models, loader)
+    everything = [*optimizers, *models, loader]
+    if setting.together:
+        prepared = accelerator.prepare(*everything)
+    else:
+        prepared = [accelerator.prepare(each) for each in everything]
     optimizers, loader = prepared[: len(models)], prepared[-1]
     networks = prepared[len(models) : -1]
     for inputs, targets in loader:
@@ -163,6 +169,34 @@ def test_accelerate_trains_like_one_process(hvd):
 @pytest.mark.parametrize("seed", range(20))
 def test_random_settings(hvd, seed):
     check(hvd, draw(seed))
+
+
+@pytest.mark.long
+def test_a_saved_state_is_loaded(hvd):
+    with processes(hvd):
+        from hvdkit.accelerate import HvdkitAccelerator
+
+        accelerator = HvdkitAccelerator(cpu=True)
+        torch.manual_seed(1)
+        model = nn.Linear(2, 1)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = accelerator.prepare(model, plain)
+        folder = hvd.broadcast_object(os.path.join(os.environ["TMPDIR"], f"state-{os.getpid()}"))
+
+        def steps(count):
+            for number in range(count):
+                optimizer.zero_grad()
+                accelerator.backward(model(torch.full((1, 2), number + hvd.rank() + 0.5)).sum())
+                optimizer.step()
+            return flat([model]).tolist()
+
+        steps(2)
+        accelerator.save_state(folder)
+        accelerator.wait_for_everyone()
+        expected = steps(3)
+        accelerator.load_state(folder)
+        assert steps(3) == expected
+        assert_same_on_all_ranks(hvd, model)
 
 
 def test_what_cannot_be_right_is_refused(hvd):

@@ -282,7 +282,7 @@ def test_different_numbers_of_batches_raise_on_all_ranks(hvd, kind):
     with pytest.raises(UsageError, match="different numbers of batches") as caught:
         trainer.fit(one_layer(L), DataLoader(data, 1))
     assert_raised_on_all_ranks(hvd, caught)
-    assert ("rank 1 has 4" if kind == "sized" else "ranks 0 end after 3") in str(caught.value)
+    assert ("rank 1 has 4" if kind == "sized" else "end after 3 batches: 0") in str(caught.value)
 
 
 @pytest.mark.long
@@ -296,6 +296,29 @@ def test_equal_batches_in_a_trainer(hvd):
     trainer.fit(model, loader)
     assert trainer.global_step == 6
     assert_same_on_all_ranks(hvd, model)
+
+
+@pytest.mark.long
+def test_a_resumable_sampler_in_a_trainer(hvd):
+    L = lightning()
+    from hvdkit.lightning import HvdkitStrategy
+
+    seen = []
+
+    def training_step(self, batch, index):
+        seen.append((self.current_epoch, *batch[:, 0].tolist()))
+        return self.net(batch).square().mean()
+
+    data = torch.arange(16.0).repeat(2, 1).T
+    sampler = hvd.ResumableSampler(data, 2, seed=3)
+    trainer = make_trainer(L, HvdkitStrategy(), use_distributed_sampler=False, max_epochs=2)
+    trainer.fit(
+        one_layer(L, training_step=training_step), DataLoader(data / 16, 2, sampler=sampler)
+    )
+    everything = [batch for each in on_all_ranks(hvd, seen) for batch in each]
+    epochs = [[x for epoch, *xs in everything if epoch == e for x in xs] for e in range(2)]
+    assert all(sorted(epoch) == (torch.arange(16.0) / 16).tolist() for epoch in epochs)
+    assert epochs[0] != epochs[1]
 
 
 @pytest.mark.long
@@ -475,12 +498,15 @@ def test_fabric_trains_like_one_process(hvd, seed):
     assert_same_on_all_ranks(hvd, model)
 
 
-def test_a_module_without_its_optimizer_is_refused_by_fabric(hvd):
+def test_fabric_refuses_what_cannot_be_right(hvd):
     L = lightning()
     from hvdkit.lightning.fabric import HvdkitStrategy
 
     fabric = L.Fabric(strategy=HvdkitStrategy(), accelerator="cpu")
     fabric.launch()
+    sampler = hvd.ResumableSampler(4, 1)
+    with pytest.raises(UsageError, match="use_distributed_sampler=False"):
+        fabric.setup_dataloaders(DataLoader(torch.ones(4, 2), sampler=sampler))
     model = fabric.setup_module(nn.Linear(2, 1))
     with pytest.raises(UsageError, match="no optimizer of the Linear was set up"):
         fabric.backward(model(torch.ones(1, 2)).sum())
