@@ -34,8 +34,12 @@ LAYERS = {
     "doctor": 2,
     "torch": 2,
     "tensorflow": 2,
+    "accelerate": 3,
     "bench": 3,
     "keras": 3,
+    "lightning": 3,
+    "torchmetrics": 3,
+    "transformers": 3,
     "cli": 3,
 }
 ALLOWED = {
@@ -56,6 +60,10 @@ ALLOWED = {
     ("launch", "faults"),
     # Ranks of a benchmark measure the optimizer of hvdkit.keras.
     ("bench", "keras"),
+    # A Trainer logs metrics.
+    ("lightning", "torchmetrics"),
+    # A Trainer of transformers uses an Accelerator.
+    ("transformers", "accelerate"),
     # hvdkit.keras imports one of the two adapters, for the user's Keras backend.
     ("keras", "torch"),
     ("keras", "tensorflow"),

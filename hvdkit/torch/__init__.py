@@ -89,6 +89,7 @@ from hvdkit.torch.amp import GradScaler, patch_torch_grad_scaler
 from hvdkit.torch.checkpoint import Checkpointer
 from hvdkit.torch.clipping import clip_grad_norm_
 from hvdkit.torch.compression import Compression
+from hvdkit.torch.equal_batches import equal_batches
 from hvdkit.torch.functions import (
     allgather_object,
     broadcast_object,
@@ -160,6 +161,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "elastic",
+    "equal_batches",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

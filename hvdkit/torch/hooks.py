@@ -58,6 +58,15 @@ def register(listener: Listener, parameter: torch.nn.Parameter, number: int | No
         parameter.requires_grad_(False)
 
 
+def remove(listener: Listener) -> None:
+    """Remove the hooks of a listener, so that backward passes no longer call it."""
+    for parameter, (reference, *handles) in list(_hooks.items()):
+        if reference() is listener:
+            for handle in handles:
+                handle.remove()
+            del _hooks[parameter]
+
+
 def _before(reference: weakref.ref[Listener], number: int | None, _: torch.Tensor) -> None:
     listener = reference()
     if listener is not None:

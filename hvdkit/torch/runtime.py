@@ -8,6 +8,7 @@ from hvdkit.core.runtime import Runtime, loading, refuse_in_fork
 from hvdkit.core.stragglers import wait_measured
 from hvdkit.engine.describe import require
 from hvdkit.torch.devices import use_own_gpu
+from hvdkit.torch.inference import allow_inference_mode
 
 
 def _torchrun_variables() -> Mapping[str, str]:
@@ -20,8 +21,10 @@ def _torchrun_variables() -> Mapping[str, str]:
 engine = require("torch")
 
 with loading("torch", torch.__version__, engine):
+    import horovod.torch
     from horovod.torch import mpi_ops
 
+allow_inference_mode(mpi_ops, horovod.torch)
 # All functions of Horovod that wait for a collective call this one, also those of SyncBatchNorm.
 mpi_ops.mpi_lib.horovod_torch_wait_and_clear = wait_measured(
     mpi_ops.mpi_lib.horovod_torch_wait_and_clear

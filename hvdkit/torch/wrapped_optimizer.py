@@ -43,6 +43,7 @@ from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.digests import check_values
 from hvdkit.torch.gradients import OptimizerGradients
 from hvdkit.torch.replicas import TorchReplicas
+from hvdkit.torch.wrapped_modules import check_not_reduced
 
 log = logging.getLogger("hvdkit.torch")
 
@@ -121,6 +122,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         #: The 2-norm of the reduced gradients at the last `clip_grad_norm_`; None without one.
         self.grad_norm: torch.Tensor | None = None
         self._no_sync = False
+        # Whether the modules that hold the parameters were checked; see `wrapped_modules`.
+        self._modules_checked = False
         # The current backward pass.
         self._task_id: int | None = None  # PyTorch's graph task
         self._nothing_to_reduce = False  # there is one rank and one pass per step
@@ -204,6 +207,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def _begin_pass(self) -> None:
         self.coordinator.times.enter(BACKWARD)
         self._check_usable()
+        if not self._modules_checked:
+            check_not_reduced((self._name_of(p), p) for p in self._all_parameters())
+            self._modules_checked = True
         window = self._window
         if window.size > 1 and not self._no_sync and window.passes >= window.size:
             setting = "accumulation_steps" if window.mean else "backward_passes_per_step"

@@ -37,12 +37,18 @@ REPOSITORY = Path(__file__).parents[2]
 
 #: Tests that do not depend on the controller and run on two ranks only, to save time.
 _ONE_JOB = (
+    "test_accelerate",
     "test_custom_format",
     "test_data",
     "test_details",
+    "test_equal_batches",
     "test_final_gradients",
+    "test_inference_mode",
+    "test_lightning",
     "test_migrating",
+    "test_torchmetrics",
     "test_uses",
+    "test_wrapped_modules",
 )
 
 #: Tests of the engine, which run with each controller. Other tests do so only with --long, and so

@@ -277,8 +277,8 @@ def lightning(self: Rule, script: Script) -> None:
             script.advise(
                 self.name,
                 node,
-                "PyTorch Lightning has no Horovod strategy any more: write the training loop "
-                "with hvd.DistributedOptimizer, or use a strategy of Lightning",
+                "Lightning has no Horovod strategy any more: pass strategy=HvdkitStrategy(), "
+                "of hvdkit.lightning, to its Trainer",
             )
 
 

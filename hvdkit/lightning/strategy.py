@@ -1,0 +1,203 @@
+"""`HvdkitStrategy` for Lightning's `Trainer`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning import pytorch as pl
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+import hvdkit.torch as hvd
+from hvdkit.errors import UsageError
+from hvdkit.lightning import collectives
+from hvdkit.lightning.ranks import (
+    RanksMixin,
+    broadcast_buffers,
+    check_batch_norm,
+    no_sync,
+)
+from hvdkit.torch import hooks
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
+from hvdkit.torchmetrics import compute_over_ranks
+
+
+class HvdkitStrategy(RanksMixin, ParallelStrategy):
+    """Train with one process per device, and average gradients with hvdkit.
+
+    Start the script with `hvdkit run -np 4 python train.py`, or with another launcher of Horovod.
+    Lightning's arguments have their usual meaning: `accumulate_grad_batches`, `gradient_clip_val`
+    (which clips the reduced gradients), `precision`, `sync_batchnorm`, `use_distributed_sampler`.
+    Omit `devices` and `num_nodes`, because the launcher determines them.
+
+    Args:
+        accelerator: as in Lightning's strategies.
+        checkpoint_io: as in Lightning's strategies.
+        precision_plugin: as in Lightning's strategies.
+        **options: options of `hvd.DistributedOptimizer`, such as `compression="fp16"`.
+
+    Raises:
+        UsageError: an option does not exist, or Lightning decides it.
+
+    Example:
+        trainer = lightning.Trainer(strategy=HvdkitStrategy(compression="fp16"), max_epochs=3)
+        trainer.fit(model, loader)
+    """
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        **options: Any,
+    ) -> None:
+        environment = self._begin(options)
+        super().__init__(
+            accelerator=accelerator,
+            cluster_environment=environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+
+    @property
+    def is_distributed(self) -> bool:
+        """True: Lightning shards its samplers."""
+        return True
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of hosts."""
+        return int(hvd.cross_size())
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        if number not in (1, hvd.cross_size()):
+            raise UsageError(
+                f"num_nodes is {number}, but the job runs on {hvd.cross_size()} hosts: omit "
+                f"num_nodes, and choose the hosts with the launcher"
+            )
+
+    # --- setup ----------------------------------------------------------------------------------
+
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        if self._layer_sync is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+        check_batch_norm(model)
+        compute_over_ranks(model)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        return model
+
+    def model_to_device(self) -> None:
+        """Move the model to the device of this rank."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        """Create the optimizers and wrap each of them.
+
+        Raises:
+            UsageError: two optimizers have the same parameter.
+        """
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        named = list(self.lightning_module.named_parameters())
+        plain: list[torch.optim.Optimizer] = self._optimizers
+        _check_separate(plain)
+        wrapped: list[torch.optim.Optimizer] = [
+            each if isinstance(each, _MockOptimizer) else self.wrap(each, named) for each in plain
+        ]
+        self.optimizers = wrapped
+
+    @property
+    def _trainer(self) -> "pl.Trainer":
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    # --- training -------------------------------------------------------------------------------
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Context in which gradients are accumulated without a reduction."""
+        with no_sync(self.optimizers):
+            yield
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over all ranks; see `hvdkit.lightning.collectives.reduce`."""
+        return collectives.reduce(tensor, group, reduce_op)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+        """Check that all ranks have equally many batches.
+
+        Once in an epoch if the data have a length, and otherwise for every batch.
+
+        Raises:
+            UsageError: on every rank, if they have different numbers of batches.
+        """
+        batches = self._trainer.num_training_batches
+        if batch_idx and batches != float("inf"):
+            return
+        ends = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        of_ranks = hvd.allgather_object((batches, ends), name="lightning.batches")
+        if len(set(of_ranks)) == 1:
+            return
+        if len({each for each, _ in of_ranks}) > 1:
+            found = ", ".join(f"rank {rank} has {each}" for rank, (each, _) in enumerate(of_ranks))
+            advice = "Give the ranks equal shares, for example with hvd.DistributedSampler"
+        else:
+            ended = ", ".join(str(rank) for rank, (_, end) in enumerate(of_ranks) if end)
+            found = f"the data of these ranks end after {batch_idx + 1} batches: {ended}"
+            advice = (
+                "Use hvd.equal_batches(loader), which ends the epoch on all ranks when the data of "
+                "one rank end"
+            )
+        raise UsageError(
+            f"the ranks have different numbers of batches in this epoch: {found}. Expected the "
+            f"same number. {advice}"
+        )
+
+    def on_train_start(self) -> None:
+        """Compute metrics over all ranks, also those that `setup` of the module has not made."""
+        self._compute_metrics_over_ranks()
+
+    def on_validation_start(self) -> None:
+        """Validate the same model on all ranks: with rank 0's buffers, which a checkpoint has."""
+        self._compute_metrics_over_ranks()
+        self._broadcast_buffers()
+
+    def on_test_start(self) -> None:
+        """Compute metrics over all ranks."""
+        self._compute_metrics_over_ranks()
+
+    def on_train_end(self) -> None:
+        """Give all ranks the same model: that of rank 0, which a checkpoint has."""
+        self._broadcast_buffers()
+
+    def teardown(self) -> None:
+        """End the reductions: later backward passes of one rank do not wait for other ranks."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, WrappedOptimizer):
+                hooks.remove(optimizer)
+        super().teardown()
+
+    def _compute_metrics_over_ranks(self) -> None:
+        assert self.lightning_module is not None
+        compute_over_ranks(self.lightning_module)
+
+    def _broadcast_buffers(self) -> None:
+        assert self.lightning_module is not None
+        broadcast_buffers(self.lightning_module)
+
+
+def _check_separate(optimizers: list[torch.optim.Optimizer]) -> None:
+    owners: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if owners.setdefault(id(p), number) != number:
+                    raise UsageError(
+                        f"the optimizers {owners[id(p)]} and {number} share a parameter of shape "
+                        f"{list(p.shape)}: expected separate parameters, because hvdkit reduces a "
+                        f"gradient for one optimizer. Use one optimizer with several groups"
+                    )

@@ -1,0 +1,38 @@
+"""The `Trainer` of transformers, with gradients that hvdkit reduces.
+
+Example:
+    # Start: hvdkit run -np 2 python train.py
+    trainer = HvdkitTrainer(model, TrainingArguments(...), train_dataset=data)
+    trainer.train()
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+
+from hvdkit.accelerate import adopt
+
+
+class HvdkitTrainerMixin:
+    """A base class before `transformers.Trainer` or a subclass of it.
+
+    Attributes:
+        reduction: options of `hvd.DistributedOptimizer`, such as `{"compression": "fp16"}`.
+
+    Example:
+        class MyTrainer(HvdkitTrainerMixin, Seq2SeqTrainer):
+            reduction = {"compression": "bf16"}
+    """
+
+    reduction: Mapping[str, Any] = {}
+    accelerator: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator of transformers, and give it hvdkit's reduction."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        adopt(self.accelerator, self.reduction)
+
+
+class HvdkitTrainer(HvdkitTrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` without DistributedDataParallel: hvdkit averages the gradients."""
