@@ -1,4 +1,4 @@
-"""Counters of this process for `hvdkit.monitor`: bytes, overflows, and time in checkpoints."""
+"""Counters of this process for `hvdkit.monitor`: bytes, wire formats, time in checkpoints."""
 
 import functools
 import time
@@ -13,18 +13,20 @@ _Result = TypeVar("_Result")
 
 
 class Counters:
-    """Numbers that only grow, since the process began.
+    """Numbers and names since the process began; they only grow.
 
     Attributes:
         payload_bytes: the bytes of the buckets that this rank has reduced, as they were encoded.
         overflows: sums of buckets that did not fit into float16 and were repeated in float32.
         checkpoint_seconds: the time that the training waited for checkpoints.
+        wire_formats: the names of the wire formats that this rank has used.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.payload_bytes = 0
         self.overflows = 0
         self.checkpoint_seconds = 0.0
+        self.wire_formats: set[str] = set()
         self._clock = clock
         self._in_checkpoint = False
 

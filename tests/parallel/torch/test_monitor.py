@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hvdkit.core.consistency import RankMismatchError
+from hvdkit.core.counters import counters
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.monitor import JSONLLogger, metrics, read
 from tests.monitor.simulated import Kept
@@ -89,12 +90,14 @@ def test_other_ranks_wait_for_the_slow_one_in_communication(hvd, section):
 @pytest.mark.parametrize(("compression", "size"), [("none", 4.0), ("bf16", 2.0), ("fp16", 2.0)])
 def test_payload_bytes(hvd, compression, size):
     kept = Kept()
+    counters.wire_formats.clear()  # of earlier tests in this process
     loop(hvd, [kept], steps=6, compression=compression, check_interval=0)
     numbers = sum(p.numel() for p in small_model().parameters())
     if hvd.rank() == 0:
         assert kept.records[1].metrics[metrics.PAYLOAD].by_rank == pytest.approx(
             dict.fromkeys(range(hvd.size()), size * numbers)
         )
+        assert kept.runs[0].wire_formats == (compression,)
 
 
 def test_overflows_of_float16(hvd):
