@@ -19,7 +19,7 @@ class Counters:
         payload_bytes: the bytes of the buckets that this rank has reduced, as they were encoded.
         overflows: sums of buckets that did not fit into float16 and were repeated in float32.
         checkpoint_seconds: the time that the training waited for checkpoints.
-        wire_formats: the names of the wire formats that this rank has used.
+        wire_formats: the names of the wire formats of this rank's optimizers and gradient tapes.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -321,7 +321,6 @@ class Synchronizer(Generic[Buffer, Handle]):
         reduction: _RunningReduction[Handle] = _RunningReduction(
             steps, f"{self._name}.{bucket.index}"
         )
-        counters.wire_formats.add(codec.name)
         self._advance(reduction, None)
         # Record the bucket after packing: if packing raises, the bucket has not started.
         self._round.reductions[bucket.index] = reduction

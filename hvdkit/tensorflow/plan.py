@@ -7,7 +7,6 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.counters import counters
 from hvdkit.core.reduction import PlannedBuckets
 from hvdkit.core.wire_format import Scaling, WireFormat
 from hvdkit.tensorflow.backend import GraphMemory, GraphOps
@@ -202,8 +201,6 @@ class Plan:
             ]
             self._run(reductions)
             payload_bytes.add(sum(reduction.payload_bytes for reduction in reductions))
-        # While TensorFlow traces the graph.
-        counters.wire_formats.update(codec.name for codec in self._buckets.codecs)
         return {
             i: gradient
             for bucket, memory in zip(plan.buckets, memories, strict=True)
