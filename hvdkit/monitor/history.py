@@ -109,7 +109,7 @@ def _newer(path: str | os.PathLike[str], version: int) -> HvdkitError:
 
 
 def _record(line: Mapping[str, Any]) -> Record:
-    ranks = list(line["ranks"])
+    ranks = [int(rank) for rank in line["ranks"]]
     slowest = line["slowest"]
     return Record(
         int(line["step"]),
@@ -119,12 +119,20 @@ def _record(line: Mapping[str, Any]) -> Record:
         ranks,
         {name: _statistic(each, ranks) for name, each in line["metrics"].items()},
         slowest
-        and Slowest(slowest["rank"], slowest["seconds"], slowest["median"], slowest["section"]),
+        and Slowest(
+            int(slowest["rank"]),
+            float(slowest["seconds"]),
+            float(slowest["median"]),
+            str(slowest["section"]),
+        ),
     )
 
 
 def _statistic(numbers: Mapping[str, Any], ranks: list[int]) -> Statistic:
     values = zip(ranks, numbers.get("by_rank", ()), strict=False)
-    by_rank = {rank: value for rank, value in values if value is not None}
-    by_rank.update(dict.fromkeys(numbers.get("nonfinite", ()), math.nan))
-    return Statistic(numbers["mean"], numbers["min"], numbers["max"], by_rank)
+    by_rank = {rank: float(value) for rank, value in values if value is not None}
+    by_rank.update((int(rank), math.nan) for rank in numbers.get("nonfinite", ()))
+    mean, low, high = (
+        None if numbers[key] is None else float(numbers[key]) for key in ("mean", "min", "max")
+    )
+    return Statistic(mean, low, high, by_rank)
