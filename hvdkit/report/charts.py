@@ -111,11 +111,14 @@ class LineChart:
                 label="checkpoint",
                 zorder=5,
             )
-        scale = " (logarithmic)" if log else ""
-        axes.set_ylabel(f"{unit}{scale}".strip())
+        axes.set_ylabel(f"{unit} (logarithmic)".strip() if log else unit)
         axes.set_xlabel(f"time since the start, {x_unit}" if self.since else "step")
+        axes.xaxis.set_major_formatter("{x:,.10g}")
         if not log:
             axes.margins(y=0.08)
+            axes.yaxis.set_major_formatter("{x:,.6g}")
+            if self.unit:  # amounts, of which a part of an axis gives a wrong impression
+                axes.set_ylim(bottom=0)
         if len(self.lines) > 1 or self.void or self.restarts or self.checkpoints or self._bad:
             _legend(axes, theme)
 
@@ -191,17 +194,14 @@ class StackChart:
         """See `Chart`."""
         totals = [sum(column) for column in zip(*self.parts.values(), strict=True)]
         factor, unit = numbers.scale("s", max(totals, default=0.0))
-        colors = theme.series[: len(self.parts)]
-        stacked = axes.stackplot(
+        axes.stackplot(
             self.steps,
             *[[value * factor for value in values] for values in self.parts.values()],
-            colors=colors,
+            colors=theme.series[: len(self.parts)],
             labels=list(self.parts),
-            linewidth=0,
+            edgecolor=theme.background,
+            linewidth=0.6,
         )
-        for area, hatch in zip(stacked, theme.hatches, strict=False):
-            area.set_hatch(hatch)
-            area.set_edgecolor(theme.background)
         axes.set_ylim(bottom=0)
         axes.set(xlabel="step", ylabel=unit)
         axes.margins(x=0)
@@ -243,9 +243,8 @@ class BarChart:
                 0.75,
                 left=lefts,
                 color=theme.series[number % len(theme.series)],
-                hatch=theme.hatches[number % len(theme.hatches)],
                 edgecolor=theme.background,
-                linewidth=0,
+                linewidth=0.6,
                 label=name,
             )
             lefts = [left + width for left, width in zip(lefts, widths, strict=True)]

@@ -12,7 +12,7 @@ from hvdkit.report.document import Cell, Document, Section, Table, Value
 from hvdkit.report.numbers import percent, short, with_unit
 from hvdkit.report.ranks import SlowRanks
 from hvdkit.report.reliability import state
-from hvdkit.report.sections import SECTION_NAMES, total
+from hvdkit.report.sections import SECTION_NAMES, TITLES, total
 from hvdkit.report.series import Point, finite, mean_per_step, series
 from hvdkit.report.single import facts
 from hvdkit.report.training_run import TrainingRun, is_loss
@@ -87,7 +87,7 @@ def _settings(runs: Sequence[TrainingRun]) -> list[str]:
 
 def _chart(runs: Sequence[TrainingRun], name: str, over_time: bool = False) -> LineChart:
     found = [(run, series(run.records, name)) for run in runs if run.has(name)]
-    title = SECTION_NAMES.get(name, name) + (" over time" if over_time else "")
+    title = TITLES.get(name, name) + (" over time" if over_time else "")
     return LineChart(
         f"{name}-over-time" if over_time else name,
         title,

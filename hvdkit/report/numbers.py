@@ -14,6 +14,7 @@ _SCALES = {
     "B": ((1e9, 1e-9, "GB"), (1e6, 1e-6, "MB"), (1e3, 1e-3, "kB"), (0.0, 1.0, "B")),
     "s": ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs")),
     "ratio": ((0.0, 100.0, "%"),),
+    "1/s": ((0.0, 1.0, "samples/s"),),
 }
 
 
@@ -46,6 +47,8 @@ def with_unit(value: float | None, unit: str) -> str:
     if value is None or not math.isfinite(value):
         return short(value)
     factor, text = scale(unit, value)
+    if unit == "ratio":
+        return f"{value * factor:.3g} {text}"
     return f"{short(value * factor)} {text}".rstrip()
 
 
@@ -74,6 +77,11 @@ def moment(seconds: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
     except (ValueError, OverflowError, OSError):
         return "?"
+
+
+def times(number: int) -> str:
+    """Return how often something has happened, such as `3 times`."""
+    return {1: "once", 2: "twice"}.get(number, f"{number:,} times")
 
 
 def count(number: int, noun: str) -> str:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 import hvdkit
 from hvdkit.report import theme
 from hvdkit.report.document import Cell, Document, Section, Table, Value
 from hvdkit.report.style import STYLE
+
+#: A longer text in a table may have several lines.
+_LONG = 40
 
 
 class Markup(str):
@@ -24,7 +28,7 @@ def element(name: str, *content: str, **attributes: str) -> Markup:
     An attribute's name may end with an underscore, such as `class_`.
     """
     begin = "".join(
-        f' {key.rstrip("_")}="{html.escape(value)}"' for key, value in attributes.items()
+        f' {key.rstrip("_")}="{html.escape(value)}"' for key, value in attributes.items() if value
     )
     return Markup(f"<{name}{begin}>{join(content)}</{name}>")
 
@@ -93,7 +97,8 @@ def _section(section: Section, number: int) -> Markup:
     return element(
         "section",
         element("h2", section.title),
-        *(element("p", each) for each in section.sentences),
+        *([element("p", section.sentences[0], class_="conclusion")] if section.sentences else []),
+        *([element("p", " ".join(section.sentences[1:]))] if section.sentences[1:] else []),
         *([element("div", *charts, class_="charts")] if charts else []),
         *(_table(table) for table in section.tables),
         *texts,
@@ -106,7 +111,10 @@ def _labelled(title: str) -> str:
 
 def _table(table: Table, kind: str = "") -> Markup:
     caption = [element("caption", table.caption)] if table.caption else []
-    head = element("tr", *(element("th", text, scope="col") for text in table.head))
+    first = table.rows[0] if table.rows else ()
+    kinds = ["number" if isinstance(cell, Value) else "" for cell in first]
+    columns = zip_longest(table.head, kinds, fillvalue="")
+    head = element("tr", *(element("th", t, scope="col", class_=kind) for t, kind in columns))
     rows = [element("tr", *_cells(row)) for row in table.rows]
     thead = [element("thead", head)] if any(table.head) else []
     body = element("tbody", *rows)
@@ -123,7 +131,7 @@ def _cells(row: Sequence[Cell]) -> list[Markup]:
         elif place == 0:
             cells.append(element("th", cell, scope="row"))
         else:
-            cells.append(element("td", cell))
+            cells.append(element("td", cell, class_="long" if len(cell) > _LONG else ""))
     return cells
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 
 from hvdkit.monitor import metrics
 from hvdkit.report.document import Cell, Section, Table, Value
-from hvdkit.report.numbers import UNKNOWN, count, duration, moment, percent, short
+from hvdkit.report.numbers import UNKNOWN, count, duration, moment, percent, short, times
 from hvdkit.report.series import mean_per_step
 from hvdkit.report.training_run import StartFolder, TrainingRun
 
@@ -28,15 +27,15 @@ def checkpoints(run: TrainingRun) -> Section | None:
         newest = good[-1]
         after = max((run.steps or newest.step) - newest.step, 0)
         rest = (
-            f"{count(after, 'step')} that were reported later would be made again after a restart"
+            f"{count(after, 'later step')} {'was' if after == 1 else 'were'} reported"
             if after
-            else "no step that was reported is later"
+            else "no later step was reported"
         )
         sentences.append(
             f"There {'is' if len(good) == 1 else 'are'} {count(len(good), 'checkpoint')}. The "
-            f"newest one is of step {newest.step:,}, and {rest}."
+            f"newest one is of step {newest.step:,}; {rest}."
         )
-        sentences.append("Older checkpoints may have been deleted (`keep_last`).")
+        sentences.append("Older checkpoints may have been deleted.")
     elif run.checkpoint_folder:
         sentences.append(f"There is no complete checkpoint in {run.checkpoint_folder}.")
     if waited is not None and step:
@@ -97,18 +96,21 @@ def starts(run: TrainingRun) -> Section | None:
 def _conclusion(run: TrainingRun) -> list[str]:
     if not run.starts:
         return [
-            f"The run has resumed {count(len(run.restarts), 'time')}. The launcher's records are "
+            f"The run has resumed {times(len(run.restarts))}. The launcher's records are "
             f"missing, so the page does not show why."
         ]
     failures = [each for each in run.starts if each.failed]
-    text = f"The job was started {count(len(run.starts), 'time')}"
+    text = f"The job was started {times(len(run.starts))}"
     if not failures:
         return [f"{text}, and no start failed by itself."]
     sentences = [f"{text}, and {count(len(failures), 'start')} failed."]
-    by_end = sorted(failures, key=lambda each: each.end)
-    groups = [(end, len(list(each))) for end, each in groupby(by_end, key=lambda e: e.end)]
-    for end, number in sorted(groups, key=lambda group: -group[1])[:3]:
-        sentences.append(end if number == 1 else f"{number} times: {end}")
+    ends: dict[str, list[int]] = {}
+    for number, each in enumerate(run.starts, 1):
+        if each.failed:
+            ends.setdefault(each.end, []).append(number)
+    for end, places in sorted(ends.items(), key=lambda item: -len(item[1]))[:3]:
+        shown = ", ".join(map(str, places[:6])) + (", …" if len(places) > 6 else "")
+        sentences.append(f"Start{'' if len(places) == 1 else 's'} {shown}: {end}")
     return sentences
 
 

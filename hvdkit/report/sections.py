@@ -17,6 +17,8 @@ from hvdkit.report.training_run import TrainingRun, is_loss
 _MOST_OWN_CHARTS = 16
 #: A change of the throughput from the first third of a run to the last that is worth a sentence.
 _NOTABLE_CHANGE = 0.1
+#: A larger excess of the sum of all sections over a step is worth a sentence.
+_OVERLAP = 0.02
 
 SECTION_NAMES = {
     metrics.DATA: "data",
@@ -26,22 +28,37 @@ SECTION_NAMES = {
     metrics.UPDATE: "update",
     metrics.CHECKPOINT: "checkpoint",
 }
+#: Metric -> the title of its chart.
+TITLES = {
+    metrics.SAMPLES: "samples per second, of all ranks",
+    metrics.STEP: "time per step",
+    **{name: f"{title} per step" for name, title in SECTION_NAMES.items()},
+    metrics.PAYLOAD: "encoded gradients per step and rank",
+    metrics.OVERFLOWS: "overflows per report",
+    metrics.SKIPPED: "skipped steps per report",
+    metrics.LR: "learning rate",
+    metrics.GRAD_NORM: "gradient norm, before clipping",
+    metrics.LOSS_SCALE: "loss scale",
+    metrics.RSS: "resident memory of a process",
+    metrics.ALLOCATED: "memory of tensors on the GPU",
+    metrics.PEAK_ALLOCATED: "largest memory of tensors on the GPU",
+    metrics.GPU: "utilization of the GPU",
+}
 
 
-def line_chart(run: TrainingRun, name: str, title: str = "", marks: bool = False) -> LineChart:
+def line_chart(run: TrainingRun, name: str, marks: bool = False) -> LineChart:
     """Return a chart of one metric, with the restarts of the run.
 
     Args:
         run: the run.
         name: the metric.
-        title: the title; default: the name.
         marks: also show the checkpoints.
     """
     steps = [entry.step for entry in run.checkpoints if entry.error is None]
     last = run.steps or 0
     return LineChart(
         name,
-        title or name,
+        TITLES.get(name, name),
         [Line("", series(run.records, name))],
         numbers.unit_of(name),
         void=series(run.history.void, name),
@@ -98,13 +115,9 @@ def _course(run: TrainingRun, name: str) -> list[str]:
 
 def optimization(run: TrainingRun) -> Section | None:
     """Return the section about learning rate, gradients and loss scale; None without them."""
-    names = [metrics.LR, metrics.GRAD_NORM, metrics.LOSS_SCALE]
-    titles = ["learning rate", "gradient norm, before clipping", "loss scale"]
-    charts: list[Chart] = []
+    names = (metrics.LR, metrics.GRAD_NORM, metrics.LOSS_SCALE)
+    charts: list[Chart] = [line_chart(run, name) for name in names if run.has(name)]
     sentences = []
-    for name, title in zip(names, titles, strict=True):
-        if run.has(name):
-            charts.append(line_chart(run, name, title))
     if lr := finite(series(run.records, metrics.LR)):
         low, high = (pick(lr, key=lambda p: p.mean or 0.0) for pick in (min, max))
         sentences.append(
@@ -123,20 +136,25 @@ def optimization(run: TrainingRun) -> Section | None:
             f"The gradient norm is NaN or infinite in {count(len(bad), 'report')}, first at step "
             f"{bad[0].step:,}."
         )
-    counted = [
-        (metrics.OVERFLOWS, "sum overflowed in float16, and was", "sums overflowed in float16, and "
-         "were", "repeated in float32"),
-        (metrics.SKIPPED, "step was", "steps were", "skipped"),
-    ]  # fmt: skip
-    for name, one, many, end in counted:
-        if run.has(name):
-            number = total(run, name)
-            sentences.append(
-                f"{short(number) if number else 'No'} {many if number > 1 else one} {end}."
-            )
-            if number:
-                charts.append(line_chart(run, name, name.replace("_", " ") + " per report"))
+    if run.has(metrics.OVERFLOWS):
+        number = int(total(run, metrics.OVERFLOWS))
+        sentences.append(
+            f"{count(number, 'sum')} did not fit into float16, and {_were(number)} repeated in "
+            f"float32."
+            if number
+            else "No sum of gradients overflowed in float16."
+        )
+    if run.has(metrics.SKIPPED):
+        number = int(total(run, metrics.SKIPPED))
+        skipped = f"{count(number, 'step')} {_were(number)}" if number else "No step was"
+        sentences.append(f"{skipped} skipped.")
+    counters = (metrics.OVERFLOWS, metrics.SKIPPED)
+    charts += [line_chart(run, name) for name in counters if total(run, name)]
     return Section("Learning rate and gradients", sentences, charts) if charts else None
+
+
+def _were(number: int) -> str:
+    return "was" if number == 1 else "were"
 
 
 def total(run: TrainingRun, name: str) -> float:
@@ -146,33 +164,21 @@ def total(run: TrainingRun, name: str) -> float:
 
 def throughput(run: TrainingRun) -> Section | None:
     """Return the section about samples per second and the time of a step; None without them."""
-    charts = [
-        line_chart(run, name, title)
-        for name, title in (
-            (metrics.SAMPLES, "samples per second, of all ranks"),
-            (metrics.STEP, "time per step"),
-        )
-        if run.has(name)
-    ]
+    charts = [line_chart(run, name) for name in (metrics.SAMPLES, metrics.STEP) if run.has(name)]
     if not charts:
         return None
     sentences = []
-    for name, what, unit in (
-        (metrics.SAMPLES, "throughput", "samples/s"),
-        (metrics.STEP, "time per step", ""),
-    ):
+    for name, what in ((metrics.SAMPLES, "throughput"), (metrics.STEP, "time per step")):
         points = finite(series(run.records, name))
         if not points:
             continue
         values = [point.mean or 0.0 for point in points]
-        low, high = min(values), max(values)
-
-        def shown(value: float, name: str = name, unit: str = unit) -> str:
-            return f"{short(value)} {unit}" if unit else with_unit(value, numbers.unit_of(name))
-
+        middle, low, high = (
+            with_unit(value, numbers.unit_of(name))
+            for value in (median(values), min(values), max(values))
+        )
         sentences.append(
-            f"The {what} has the median {shown(median(values))}; the reports are between "
-            f"{shown(low)} and {shown(high)}."
+            f"The {what} has the median {middle}; the reports are between {low} and {high}."
         )
         third = len(values) // 3
         if name == metrics.SAMPLES and third >= 3:
@@ -213,6 +219,11 @@ def step_sections(run: TrainingRun) -> Section | None:
             f"A rank waits {percent(means[metrics.COMMUNICATION] / step)} of the time for the sum "
             f"of the gradients, and so for slower ranks. The rest of the communication overlaps "
             f"with the backward pass."
+        )
+    if sum(means.values()) > step * (1 + _OVERLAP):
+        sentences.append(
+            f"The sections overlap, and their sum is {percent(sum(means.values()) / step)} of a "
+            f"step: a rank that waits for other ranks in a checkpointer is in two of them."
         )
     if run.has(metrics.ALLOCATED):
         sentences.append(
@@ -264,9 +275,9 @@ def communication(run: TrainingRun) -> Section | None:
             f"{2 * (ranks - 1) / ranks:.3g} times these bytes, and ranks of one host may use "
             f"shared memory instead."
         )
-    charts: list[Chart] = [line_chart(run, metrics.PAYLOAD, "encoded gradients per step and rank")]
+    charts: list[Chart] = [line_chart(run, metrics.PAYLOAD)]
     if run.has(metrics.COMMUNICATION):
-        charts.append(line_chart(run, metrics.COMMUNICATION, "exposed communication per step"))
+        charts.append(line_chart(run, metrics.COMMUNICATION))
     return Section("Communication", sentences, charts)
 
 
@@ -288,13 +299,8 @@ def own_values(run: TrainingRun) -> Section | None:
 
 def memory(run: TrainingRun) -> Section | None:
     """Return the section about memory and the GPU; None if this was not measured."""
-    titles = {
-        metrics.RSS: "resident memory of a process",
-        metrics.ALLOCATED: "memory of tensors on the GPU",
-        metrics.PEAK_ALLOCATED: "largest memory of tensors on the GPU",
-        metrics.GPU: "utilization of the GPU",
-    }
-    charts = [line_chart(run, name, title) for name, title in titles.items() if run.has(name)]
+    names = (metrics.RSS, metrics.ALLOCATED, metrics.PEAK_ALLOCATED, metrics.GPU)
+    charts = [line_chart(run, name) for name in names if run.has(name)]
     if not charts:
         return None
     sentences = []

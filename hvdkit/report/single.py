@@ -6,7 +6,7 @@ import shlex
 
 from hvdkit.report import sections
 from hvdkit.report.document import Cell, Document, Table
-from hvdkit.report.numbers import count, duration, moment
+from hvdkit.report.numbers import count, duration, moment, times
 from hvdkit.report.ranks import ranks
 from hvdkit.report.reliability import checkpoints, starts, state
 from hvdkit.report.training_run import TrainingRun
@@ -48,7 +48,7 @@ def _summary(run: TrainingRun) -> list[str]:
         reports = count(len(run.records), "report")
         text = f"{count(run.steps or 0, 'step')} are reported, in {reports}"
         if run.restarts:
-            text += f"; the training has resumed {count(len(run.restarts), 'time')}"
+            text += f"; the training has resumed {times(len(run.restarts))}"
         sentences.append(f"{text}.")
     return sentences
 

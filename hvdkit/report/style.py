@@ -11,6 +11,7 @@ body { margin: 0 auto; padding: 1.5rem; max-width: 76rem; background: var(--page
 h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .75rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin: 0 0 .5rem; }
 p { margin: 0 0 .6rem; max-width: 60rem; overflow-wrap: anywhere; }
+.conclusion { font-size: 1.06rem; }
 .summary { margin: 0 0 1rem; padding-left: 1.2rem; max-width: 60rem; overflow-wrap: anywhere; }
 section, header, footer { background: var(--card); border: 1px solid var(--edge);
   border-radius: 8px; padding: 1.1rem 1.25rem; margin-bottom: 1.1rem; }
@@ -26,10 +27,11 @@ table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabul
 caption { text-align: left; font-weight: 600; padding: .25rem 0; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .9rem .25rem 0;
   border-bottom: 1px solid var(--edge); }
-td, tbody th { overflow-wrap: anywhere; min-width: 4.5rem; }
-tbody th { font-weight: 500; max-width: 24rem; }
-td.number { text-align: right; white-space: nowrap; }
-table.facts th { color: var(--muted); font-weight: 500; min-width: 6.5rem; }
+td, tbody th { white-space: nowrap; }
+td.long { white-space: normal; overflow-wrap: anywhere; min-width: 16rem; }
+tbody th { font-weight: 500; }
+td.number, th.number { text-align: right; }
+table.facts tbody th { color: var(--muted); }
 details { margin: .4rem 0; }
 summary { cursor: pointer; }
 pre { font-size: .8rem; line-height: 1.4; padding: .75rem; overflow-x: auto;
@@ -44,8 +46,12 @@ pre { font-size: .8rem; line-height: 1.4; padding: .75rem; overflow-x: auto;
   body { padding: 0; max-width: none; font-size: 10.5pt; }
   section, header, footer { border: 0; padding: 0 0 4mm; margin: 0; }
   .charts { grid-template-columns: 1fr 1fr; }
+  figure:only-child { grid-column: 1 / -1; max-width: 125mm; }
   figure, tr { break-inside: avoid; }
   h2 { break-after: avoid; }
   .table, pre { overflow: visible; }
+  table { font-size: 8.5pt; }
+  td, tbody th { white-space: normal; }
+  td.long { min-width: 0; }
 }
 """

@@ -19,7 +19,7 @@ from hvdkit.errors import HvdkitError
 if TYPE_CHECKING:
     from hvdkit.report.charts import Chart
 
-_WIDTH = 5.6  # inches
+_WIDTH = 5.0  # inches
 _DPI = 160
 _REQUIREMENT = "hvdkit[plot]"
 
@@ -35,7 +35,6 @@ class Theme:
         background: behind the chart.
         alarm: of restarts and NaN.
         series: of lines and sections, in their order.
-        hatches: of areas in their order, to tell them apart without colours.
     """
 
     text: str
@@ -44,7 +43,6 @@ class Theme:
     background: str
     alarm: str
     series: tuple[str, ...]
-    hatches: tuple[str, ...] = ("", "////", "....", r"\\\\", "xxxx", "----", "++++")
 
 
 # The colours of lines are those of Okabe and Ito (2008), which people with a colour vision
@@ -83,7 +81,7 @@ def variables(theme: Theme) -> dict[str, str]:
         value = getattr(theme, each.name)
         if each.name == "series":
             found |= {f"--series-{number}": color for number, color in enumerate(value)}
-        elif each.name != "hatches":
+        else:
             found[f"--{each.name}"] = value
     return found
 
@@ -119,7 +117,10 @@ def _for_page(tag: str, number: int) -> str:
     """Return a tag with ids of its own, with the colours and in the size that the page sets."""
     tag = re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\g<1>c{number}-", tag)
     tag = re.sub(r"#0100[0-9a-f]{2}", lambda color: _REPLACED.get(color[0], color[0]), tag)
-    return re.sub(r' (?:width|height)="[^"]*"', "", tag) if tag.startswith("<svg") else tag
+    if tag.startswith("<svg"):
+        return re.sub(r' (?:width|height)="[^"]*"', "", tag)
+    # The font is that of the page.
+    return re.sub(r" font-family: [^;\"]*;| transform=\"rotate\(-0 [^\"]*\"", "", tag)
 
 
 def png(chart: Chart, path: Path) -> None:
@@ -149,7 +150,6 @@ def _save(chart: Chart, theme: Theme, file: Any, format: str) -> None:
         "axes.formatter.useoffset": False,
         "grid.color": theme.grid,
         "grid.linewidth": 0.7,
-        "hatch.linewidth": 0.6,
         "xtick.color": theme.muted,
         "ytick.color": theme.muted,
         "xtick.labelcolor": theme.text,
