@@ -14,6 +14,8 @@ from hvdkit.report.theme import Theme
 _LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.5, 1.5)))
 #: Above this ratio between the largest and the smallest value, an axis is logarithmic.
 _LOG_RATIO = 50
+#: In the legend of a chart, in characters.
+_LONGEST_NAME = 50
 #: The most bars in a chart.
 MOST_BARS = 64
 
@@ -259,18 +261,27 @@ def _legend(axes: Any, theme: Theme) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return
-    # matplotlib leaves out a name that begins with "_".
-    shown = [f"\u200b{label}" if label.startswith("_") else label for label in labels]
-    shown = ["".join(c if c.isprintable() else "?" for c in label) for label in shown]
-    shown = [label if len(label) <= 40 else f"…{label[-39:]}" for label in shown]
+    shown = [_short_name(label) for label in labels]
+    widths = sorted((0.065 * len(label) + 0.55 for label in shown), reverse=True)
+    columns = max((n for n in (1, 2, 3) if sum(widths[:n]) < axes.figure.get_figwidth()), default=1)
     axes.figure.legend(
         handles,
         shown,
         loc="outside lower left",
-        ncols=3,
+        ncols=columns,
         frameon=False,
         labelcolor=theme.text,
     )
+
+
+def _short_name(name: str) -> str:
+    """Return a name that fits into a legend."""
+    # matplotlib leaves out a name that begins with "_".
+    shown = "".join(c if c.isprintable() else "?" for c in name)
+    if len(shown) > _LONGEST_NAME:
+        half = _LONGEST_NAME // 2
+        shown = f"{shown[:half]}…{shown[-half:]}"
+    return f"\u200b{shown}" if shown.startswith("_") else shown
 
 
 def _columns(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from argparse import ArgumentParser, Namespace
@@ -106,11 +107,14 @@ def _check(options: Namespace) -> None:
 
 
 def _named(runs: Sequence[TrainingRun]) -> list[TrainingRun]:
-    """Return the runs with different names."""
-    names = Counter(run.name for run in runs)
+    """Return the runs with short names, which differ: without the folders that all of them share."""
+    parents = [os.path.dirname(os.path.abspath(run.place)) for run in runs]
+    shared = os.path.commonpath(parents)
+    short = [os.path.relpath(os.path.abspath(run.place), shared) for run in runs]
+    names = Counter(short)
     return [
-        replace(run, name=f"{run.name} ({place})") if names[run.name] > 1 else run
-        for place, run in enumerate(runs, 1)
+        replace(run, name=f"{name} ({place})" if names[name] > 1 else name)
+        for place, (run, name) in enumerate(zip(runs, short, strict=True), 1)
     ]
 
 
@@ -122,7 +126,8 @@ def _write(path: Path, text: str) -> None:
         draft.write_text(text, encoding="utf-8", errors="replace")
         draft.replace(path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink()
         raise HvdkitError(
             f"cannot write {path}: {error.strerror}. Choose another file with --out"
         ) from error

@@ -18,6 +18,7 @@ from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.faults import command as faults
 from hvdkit.launch import output_folder, starts
 from hvdkit.monitor import History, read
+from hvdkit.report.numbers import count
 from hvdkit.report.training_run import StartFolder, TrainingRun
 
 #: Folders below the given one that are searched.
@@ -180,16 +181,16 @@ def _read(
         except OSError as error:
             raise HvdkitError(f"cannot read {metrics_file}: {error.strerror}") from error
         if history.skipped:
-            lines = "1 line" if history.skipped == 1 else f"{history.skipped} lines"
-            notes.append(f"{lines} of {metrics_file.name} could not be read, and are left out.")
+            lines = count(history.skipped, "line")
+            notes.append(f"{lines} of {metrics_file.name} could not be read, and left out.")
         if not history.records:
             notes.append(f"{metrics_file.name} has no records yet.")
     found = list(_starts(folders, notes))
     chosen = _of_this_run(found, history)
     if len(chosen) < len(found):
         notes.append(
-            f"The log folder also has {len(found) - len(chosen)} starts of other jobs, which are "
-            f"left out: they were made before this run."
+            f"The log folder also has {count(len(found) - len(chosen), 'start')} of other jobs, "
+            f"made earlier and left out here."
         )
     if not found:
         notes.append(
@@ -197,7 +198,9 @@ def _read(
             "`hvdkit run --output-dir` writes them."
         )
     entries = _checkpoints(checkpoints, notes) if checkpoints else []
-    return TrainingRun(str(place), history, metrics_file, chosen, entries, checkpoints, notes)
+    return TrainingRun(
+        str(place), place, history, metrics_file, chosen, entries, checkpoints, notes
+    )
 
 
 def _starts(folders: Iterable[Path], notes: list[str]) -> Iterator[StartFolder]:
@@ -279,8 +282,8 @@ def _checkpoints(place: str, notes: list[str]) -> list[Entry]:
     chosen = [entry for entry in entries if entry.run == run]
     if len(chosen) < len(entries):
         notes.append(
-            f"The folder of checkpoints also has {len(entries) - len(chosen)} steps of older runs, "
-            f"which are left out."
+            f"The folder of checkpoints also has {count(len(entries) - len(chosen), 'step')} of "
+            f"older runs, left out here."
         )
     if quarantined:
         notes.append(f"Damaged checkpoints in quarantine: {', '.join(quarantined)}.")

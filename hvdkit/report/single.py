@@ -57,7 +57,7 @@ def facts(runs: list[TrainingRun]) -> Table:
     """Return a table of what ran where: a row for each fact, a column for each run."""
     rows = {
         "command": [_command(run) for run in runs],
-        "folder": [run.name for run in runs],
+        "folder": [str(run.place) for run in runs],
         "ranks": [_ranks(run) for run in runs],
         "hosts": [_hosts(run) for run in runs],
         "versions": [_versions(run) for run in runs],
@@ -68,8 +68,6 @@ def facts(runs: list[TrainingRun]) -> Table:
         "checkpoints": [run.checkpoint_folder for run in runs],
     }
     head = ["", *(run.name for run in runs)] if len(runs) > 1 else ["", ""]
-    if len(runs) > 1:
-        del rows["folder"]
     known: list[list[Cell]] = [
         [name, *(value or "unknown" for value in values)]
         for name, values in rows.items()

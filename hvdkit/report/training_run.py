@@ -60,6 +60,7 @@ class TrainingRun:
 
     Attributes:
         name: the name in charts and tables.
+        place: the folder or file that was given.
         history: the file of a `JSONLLogger`; empty without one.
         metrics_file: its path; None without one.
         starts: the starts by `hvdkit run --output-dir`, in their order; empty if unknown.
@@ -69,6 +70,7 @@ class TrainingRun:
     """
 
     name: str
+    place: Path
     history: History = field(default_factory=History)
     metrics_file: Path | None = None
     starts: Sequence[StartFolder] = ()
