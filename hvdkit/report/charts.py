@@ -120,7 +120,8 @@ class LineChart:
             axes.margins(y=0.08)
             axes.yaxis.set_major_formatter("{x:,.6g}")
             if self.unit:  # amounts, of which a part of an axis gives a wrong impression
-                axes.set_ylim(bottom=0)
+                top = axes.get_ylim()[1]
+                axes.set_ylim(0, top * 1.05 if top > 0 else 1)
         if len(self.lines) > 1 or self.void or self.restarts or self.checkpoints or self._bad:
             _legend(axes, theme)
 

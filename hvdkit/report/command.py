@@ -107,7 +107,7 @@ def _check(options: Namespace) -> None:
 
 
 def _named(runs: Sequence[TrainingRun]) -> list[TrainingRun]:
-    """Return the runs with short names, which differ: without the folders that all of them share."""
+    """Return the runs with names that differ, without the folders that all of them share."""
     parents = [os.path.dirname(os.path.abspath(run.place)) for run in runs]
     shared = os.path.commonpath(parents)
     short = [os.path.relpath(os.path.abspath(run.place), shared) for run in runs]

@@ -47,7 +47,7 @@ def document(runs: Sequence[TrainingRun]) -> Document:
         charts.insert(1, _chart(timed, losses[0], over_time=True))
         made.append(Section("Loss", _last_common(runs, losses[0]), charts))
     for title, names in _GROUPS.items():
-        found = [name for name in names if any(run.has(name) for run in runs)]
+        found = [name for name in names if any(_is_shown(run, name) for run in runs)]
         charts = [_chart(runs, name) for name in found]
         if charts:
             made.append(Section(title, _sentences(runs, title), charts))
@@ -98,6 +98,12 @@ def _chart(runs: Sequence[TrainingRun], name: str, over_time: bool = False) -> L
     )
 
 
+def _is_shown(run: TrainingRun, name: str) -> bool:
+    """Return whether a metric is worth a chart: a counter is not if nothing was counted."""
+    counter = name in (metrics.OVERFLOWS, metrics.SKIPPED)
+    return bool(total(run, name)) if counter else run.has(name)
+
+
 def _last_common(runs: Sequence[TrainingRun], name: str) -> list[str]:
     """Return a sentence on a loss at the last step that all runs have reported."""
     found = [{p.step: p for p in finite(series(run.records, name))} for run in runs]
@@ -109,7 +115,8 @@ def _last_common(runs: Sequence[TrainingRun], name: str) -> list[str]:
     parts = [f"{short(first)} in {runs[0].name}"]
     for run, points in zip(runs[1:], found[1:], strict=True):
         value = points[step].mean or 0.0
-        parts.append(f"{short(value)} in {run.name} ({_signed(value - first)})")
+        difference = "equal" if value == first else f"{value - first:+.3g}"
+        parts.append(f"{short(value)} in {run.name} ({difference})")
     return [f"At step {step:,}, the last one that all runs have reported, {name} is "
             f"{', '.join(parts)}."]  # fmt: skip
 
@@ -193,10 +200,6 @@ def _ratio(first: float | None, value: float | None) -> float | None:
     if first is None or value is None or not first:
         return None
     return (value - first) / abs(first)
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.3g}"
 
 
 def _points(run: TrainingRun, name: str) -> list[Point]:

@@ -199,7 +199,7 @@ def _read(
         )
     entries = _checkpoints(checkpoints, notes) if checkpoints else []
     return TrainingRun(
-        str(place), place, history, metrics_file, chosen, entries, checkpoints, notes
+        *(str(place), place, history, metrics_file), chosen, entries, checkpoints, notes
     )
 
 

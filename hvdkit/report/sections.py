@@ -104,8 +104,10 @@ def _course(run: TrainingRun, name: str) -> list[str]:
         )
     bad = [point for point in points if point.nonfinite]
     if bad:
-        ranks = ", ".join(map(str, bad[0].nonfinite[:8]))
-        noun = "rank" if len(bad[0].nonfinite) == 1 else "ranks"
+        affected = bad[0].nonfinite
+        more = f" and {len(affected) - 8} more" if len(affected) > 8 else ""
+        ranks = ", ".join(map(str, affected[:8])) + more
+        noun = "rank" if len(affected) == 1 else "ranks"
         sentences.append(
             f"{name} is NaN or infinite in {len(bad):,} of {count(len(points), 'report')}, first "
             f"at step {bad[0].step:,} on {noun} {ranks}."
@@ -123,6 +125,8 @@ def optimization(run: TrainingRun) -> Section | None:
         sentences.append(
             f"The learning rate is between {short(low.mean)} and {short(high.mean)}, and "
             f"{short(lr[-1].mean)} at the end."
+            if low.mean != high.mean
+            else f"The learning rate is {short(low.mean)} in all reports."
         )
     if norms := finite(series(run.records, metrics.GRAD_NORM)):
         largest = max(norms, key=lambda point: point.high or 0.0)

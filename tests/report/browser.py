@@ -23,7 +23,9 @@ class Browser:
     def __init__(self, profile):
         requests, self._to = os.pipe()
         self._from, answers = os.pipe()
-        options = "--headless=new --no-sandbox --disable-gpu --no-first-run --remote-debugging-pipe"
+        options = (
+            "--headless=new --no-sandbox --disable-gpu --hide-scrollbars --remote-debugging-pipe"
+        )
         # Chromium reads requests from descriptor 3, and writes answers to 4.
         command = f'exec "$0" "$@" 3<&{requests} 4>&{answers}'
         self._process = subprocess.Popen(
@@ -71,7 +73,7 @@ class Browser:
     def open(self, path, width=1280, media="screen", scheme="light"):
         """Open a page in a window of a width."""
         self.call(
-            *["Emulation.setDeviceMetricsOverride"],
+            "Emulation.setDeviceMetricsOverride",
             width=width,
             height=900,
             deviceScaleFactor=1,
