@@ -145,7 +145,7 @@ def _sentences(runs: Sequence[TrainingRun], title: str) -> list[str]:
             waited = mean_per_step(run.records, metrics.COMMUNICATION)
             if step and waited is not None:
                 sentences.append(
-                    f"{run.name} waits {percent(waited / step)} of the time for sums of gradients."
+                    f"{run.name} waits {percent(waited / step)} of the time in collectives."
                 )
     if title == "Communication":
         before = mean_per_step(first.records, metrics.PAYLOAD)

@@ -34,7 +34,7 @@ _RANK_LOG = re.compile(r"rank\.\d+\.log")
 
 @dataclass
 class _Found:
-    """What a search has found.
+    """The records that a search has found.
 
     Attributes:
         metrics: files of `JSONLLogger`.

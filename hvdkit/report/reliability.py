@@ -18,8 +18,8 @@ _LONGEST_EXPLANATION = 20_000
 def checkpoints(run: TrainingRun) -> Section | None:
     """Return the section about checkpoints; None if the run has none and spent no time on them."""
     step = mean_per_step(run.records, metrics.STEP)
-    waited = mean_per_step(run.records, metrics.CHECKPOINT)
-    if not run.checkpoint_folder and not waited:
+    spent = mean_per_step(run.records, metrics.CHECKPOINT, of_slowest=True)
+    if not run.checkpoint_folder and not spent:
         return None
     sentences = []
     good = [entry for entry in run.checkpoints if entry.error is None]
@@ -38,8 +38,11 @@ def checkpoints(run: TrainingRun) -> Section | None:
         sentences.append("Older checkpoints may have been deleted.")
     elif run.checkpoint_folder:
         sentences.append(f"There is no complete checkpoint in {run.checkpoint_folder}.")
-    if waited is not None and step:
-        sentences.append(f"Training waited for checkpoints {percent(waited / step)} of the time.")
+    if spent is not None and step:
+        sentences.append(
+            f"The rank that is the longest in the checkpointer is there {percent(spent / step)} of "
+            f"the time, without waiting for other ranks."
+        )
     rows: list[Sequence[Cell]] = []
     for entry in run.checkpoints:
         made = entry.manifest

@@ -220,14 +220,13 @@ def step_sections(run: TrainingRun) -> Section | None:
     ]
     if metrics.COMMUNICATION in names:
         sentences.append(
-            f"A rank waits {percent(means[metrics.COMMUNICATION] / step)} of the time for the sum "
-            f"of the gradients, and so for slower ranks. The rest of the communication overlaps "
-            f"with the backward pass."
+            f"A rank waits {percent(means[metrics.COMMUNICATION] / step)} of the time in "
+            f"collectives: for the network, and for slower ranks. The rest of the communication "
+            f"overlaps with the backward pass."
         )
     if sum(means.values()) > step * (1 + _OVERLAP):
         sentences.append(
-            f"The sections overlap, and their sum is {percent(sum(means.values()) / step)} of a "
-            f"step: a rank that waits for other ranks in a checkpointer is in two of them."
+            f"The sections overlap: their sum is {percent(sum(means.values()) / step)} of a step."
         )
     if run.has(metrics.ALLOCATED):
         sentences.append(

@@ -74,15 +74,21 @@ def finite(points: Iterable[Point]) -> list[Point]:
     return [point for point in points if point.mean is not None and math.isfinite(point.mean)]
 
 
-def mean_per_step(records: Iterable[Record], name: str) -> float | None:
+def mean_per_step(records: Iterable[Record], name: str, of_slowest: bool = False) -> float | None:
     """Return the mean of a metric, in which each record counts with its number of steps.
 
     None if no record with steps has the metric.
+
+    Args:
+        records: the records.
+        name: the metric.
+        of_slowest: use the largest value of a rank in each record, not the mean over the ranks.
     """
     total, steps = 0.0, 0
     for record in records:
         found = record.metrics.get(name)
-        if found is not None and found.mean is not None and record.steps:
-            total += found.mean * record.steps
+        value = None if found is None else found.max if of_slowest else found.mean
+        if value is not None and record.steps:
+            total += value * record.steps
             steps += record.steps
     return total / steps if steps else None

@@ -303,3 +303,30 @@ def test_time_in_checkpoints(hvd):
             monitor.step()
     if hvd.rank() == 0:
         assert kept.records[0].metrics[metrics.CHECKPOINT].min > 0
+
+
+def test_waiting_for_a_slow_rank_in_a_checkpointer_is_communication(hvd):
+    kept = Kept()
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    with (
+        shared_folder(hvd) as folder,
+        hvd.Checkpointer(folder, model=model, optimizer=optimizer, every_steps=99) as checkpointer,
+        hvd.Monitor([kept], every=2) as monitor,
+    ):
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, batch_of(hvd.rank(), step)).backward()
+            if hvd.rank() == 1:
+                time.sleep(SLEEP)
+            optimizer.step()
+            checkpointer.maybe_save(step + 1)
+            monitor.step()
+    if hvd.rank() != 0:
+        return
+    for record in kept.records[1:]:
+        found = {name: record.metrics[name].by_rank for name in (metrics.STEP, *metrics.SECTIONS)}
+        assert (record.slowest.rank, record.slowest.section) == (1, metrics.UPDATE)
+        assert found[metrics.COMMUNICATION][0] > SLEEP / 2
+        for rank, seconds in found[metrics.STEP].items():
+            assert sum(found[name][rank] for name in metrics.SECTIONS) <= seconds * 1.05 + 1e-3
