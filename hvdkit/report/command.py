@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.report import theme
-from hvdkit.report.charts import Chart
-from hvdkit.report.gathering import gather
-from hvdkit.report.training_run import TrainingRun
+
+if TYPE_CHECKING:
+    from hvdkit.report.charts import Chart
+    from hvdkit.report.training_run import TrainingRun
 
 HELP = "write a page about a training run, or a comparison of several runs"
 EXAMPLE = (
@@ -66,7 +68,9 @@ def run(options: Namespace) -> int:
     """
     _check(options)
     theme.check_installed()
+    # Imported on use, because every command of hvdkit makes the parser.
     from hvdkit.report import comparison, page, single
+    from hvdkit.report.gathering import gather
 
     if options.compare:
         runs = _named([gather(place) for place in options.runs])
