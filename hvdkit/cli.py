@@ -108,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_checkpoint(verbs)
     _add_why(verbs)
     _add_inspect(verbs)
+    _add_report(verbs)
     _add_generate(verbs)
     _add_migrate(verbs)
     return parser
@@ -318,6 +319,14 @@ def _inspect(options: Namespace) -> int:
 
     print(command.inspect_live(options.timeline))
     return EXIT_OK
+
+
+def _add_report(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from hvdkit.report import command
+
+    verb = _add_verb(verbs, "report", command.HELP, command.EXAMPLE)
+    command.add_arguments(verb)
+    verb.set_defaults(run=command.run, when_ended="the page is as before, or complete.")
 
 
 def _add_timeline(verb: argparse.ArgumentParser) -> None:

@@ -32,6 +32,7 @@ LAYERS = {
     "migrate": 1,
     "monitor": 1,
     "doctor": 2,
+    "report": 2,
     "torch": 2,
     "tensorflow": 2,
     "accelerate": 3,

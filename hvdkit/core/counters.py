@@ -1,4 +1,4 @@
-"""Counters of this process for `hvdkit.monitor`: bytes, overflows, and time in checkpoints."""
+"""Counters of this process for `hvdkit.monitor`: bytes, wire formats, time in checkpoints."""
 
 import functools
 import time
@@ -13,20 +13,24 @@ _Result = TypeVar("_Result")
 
 
 class Counters:
-    """Numbers that only grow, since the process began.
+    """Numbers and names since the process began; they only grow.
 
     Attributes:
         payload_bytes: the bytes of the buckets that this rank has reduced, as they were encoded.
         overflows: sums of buckets that did not fit into float16 and were repeated in float32.
-        checkpoint_seconds: the time that the training waited for checkpoints.
+        checkpoint_seconds: the time that the training spent in checkpointers. Waiting for other
+            ranks in their collectives does not count, where it is measured as such (PyTorch).
+        wire_formats: the names of the wire formats of this rank's optimizers and gradient tapes.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.payload_bytes = 0
         self.overflows = 0
         self.checkpoint_seconds = 0.0
+        self.wire_formats: set[str] = set()
         self._clock = clock
         self._in_checkpoint = False
+        self._waited_in_checkpoint = 0.0
 
     def count_request(self, request: Request) -> None:
         """Add the bytes of a collective that a wire format has requested."""
@@ -38,6 +42,11 @@ class Counters:
         elif isinstance(request, Sum):
             self.payload_bytes += _bytes_of(request.buffer)
 
+    def count_wait(self, seconds: float) -> None:
+        """Add time in which the thread that trains waited in a collective."""
+        if self._in_checkpoint:
+            self._waited_in_checkpoint += seconds
+
     def timing_checkpoint(
         self, call: Callable[_Arguments, _Result]
     ) -> Callable[_Arguments, _Result]:
@@ -48,11 +57,13 @@ class Counters:
             if self._in_checkpoint:
                 return call(*args, **kwargs)
             self._in_checkpoint, began = True, self._clock()
+            self._waited_in_checkpoint = 0.0
             try:
                 return call(*args, **kwargs)
             finally:
                 self._in_checkpoint = False
-                self.checkpoint_seconds += self._clock() - began
+                spent = self._clock() - began - self._waited_in_checkpoint
+                self.checkpoint_seconds += max(spent, 0.0)
 
         return timed
 

@@ -10,6 +10,7 @@ from hvdkit.core import bucketing, loaded_modules
 from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import check_consistency, digest
+from hvdkit.core.counters import counters
 from hvdkit.core.wire_format import SparseRows, WireFormat
 from hvdkit.errors import UsageError
 
@@ -195,6 +196,7 @@ def plan_buckets(
         sparse_dims={i: count for i, count in enumerate(dims) if count > 0},
         kind=reduction.format.kind,
     )
+    counters.wire_formats.add(reduction.format.name)
     codecs = [
         SparseRows() if bucket.sparse_dims else reduction.format.codec(bucket.dtype, bucket.kind)
         for bucket in plan.buckets

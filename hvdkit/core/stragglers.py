@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from hvdkit.core.collectives import Collectives
+from hvdkit.core.counters import counters
 
 #: The sections of a step. `WAIT` is a reduction; the others are a rank's own time.
 FORWARD, BACKWARD, WAIT, UPDATE = "data and forward", "backward", "wait", "update"
@@ -57,9 +58,12 @@ def wait_measured(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(wait)
     def measured(handle: Any) -> Any:
         interrupted = [(times, times.begin_wait()) for times in list(_measured)]
+        began = time.perf_counter()
         try:
             return wait(handle)
         finally:
+            if any(section is not None for _, section in interrupted):
+                counters.count_wait(time.perf_counter() - began)
             for times, section in interrupted:
                 times.end_wait(section)
 

@@ -1,4 +1,8 @@
-"""Make a folder in `--output-dir` for each start, with the ranks' output and `error.json`."""
+"""Make a folder in `--output-dir` for each start.
+
+It has the ranks' output, `start.json` (the command, the ranks and the end of the start), and after
+a failure `error.json`.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,13 @@ from pathlib import Path
 from hvdkit.errors import UsageError
 from hvdkit.launch.failures import Failure
 from hvdkit.launch.plan import Plan
+from hvdkit.launch.starts import Start
 
 #: A link to the folder of the last start.
 LATEST = "latest"
 ERROR = "error.json"
+#: The description of the start, see `hvdkit.launch.starts`.
+START = "start.json"
 
 
 def make(directory: Path) -> Path:
@@ -41,6 +48,16 @@ def make(directory: Path) -> Path:
         new.symlink_to(folder.name)
         new.replace(directory / LATEST)
     return folder
+
+
+def write_start(folder: Path, start: Start, say: Callable[[str], None]) -> None:
+    """Write the description of a start, when it begins and when it ends."""
+    draft = folder / f".{START}"
+    try:
+        draft.write_text(start.to_json(), encoding="utf-8")
+        draft.replace(folder / START)
+    except OSError as error:  # a full disk must not end the job
+        say(f"cannot write {folder / START}: {error.strerror}")
 
 
 def write_error(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from hvdkit.errors import HvdkitError
 from hvdkit.launch import open_files, output_folder
 from hvdkit.launch.job import Outcome
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
+from hvdkit.launch.starts import Start
 
 #: Starts the ranks, and returns the outcome. The arguments are those of `Launcher.run`.
 RunRanks = Callable[[Output, Callable[[str], None]], Outcome]
@@ -21,12 +24,33 @@ def run_job(plan: Plan, options: argparse.Namespace, run_ranks: RunRanks) -> Out
     _raise_file_limit(plan)
     shown = range(plan.size) if options.all_output else None
     folder = None if options.output_dir is None else output_folder.make(options.output_dir)
+    if folder is None:
+        return _run_shown(plan, options, shown, None, run_ranks)
+    start = Start.of(plan)
+    output_folder.write_start(folder, start, say)
+    try:
+        outcome = _run_shown(plan, options, shown, folder, run_ranks)
+    except HvdkitError as error:
+        output_folder.write_start(folder, start.end(Outcome(1, str(error), restartable=True)), say)
+        raise
+    output_folder.write_start(folder, start.end(outcome), say)
+    if outcome.failure is not None:
+        output_folder.write_error(folder, outcome.failure, outcome.possible_causes, plan, say)
+    return outcome
+
+
+def _run_shown(
+    plan: Plan,
+    options: argparse.Namespace,
+    shown: Sequence[int] | None,
+    folder: Path | None,
+    run_ranks: RunRanks,
+) -> Outcome:
+    """Run the ranks, and show their output and the outcome."""
     with Output(plan.size, shown, folder, say=say, progress=options.debug_rank is None) as output:
         outcome = run_ranks(output, say)
     if outcome.report:
         say(outcome.report)
-    if folder is not None and outcome.failure is not None:
-        output_folder.write_error(folder, outcome.failure, outcome.possible_causes, plan, say)
     return outcome
 
 

@@ -10,6 +10,7 @@ A line of type "start" begins the file, and each part of the run after a restart
 - time: seconds since the epoch.
 - ranks: the ranks of the job; every: steps per record; host: that of the first rank.
 - framework, hvdkit: versions.
+- wire_formats: names of the wire formats that the first rank has used.
 - units: name of a metric -> "s", "B", "1/s", "ratio" or "", for the metrics of `Monitor` itself.
 
 A line of type "record" is one report:
@@ -47,12 +48,15 @@ class History:
     Attributes:
         runs: the parts of the run, in the order of their starts.
         records: the valid records, in the order of their steps.
+        void: the records of steps that the job has made again after a restart, in the order of the
+            file.
         units: metric -> unit, as in `hvdkit.monitor.metrics`.
         skipped: the number of lines that could not be read.
     """
 
     runs: list[Run] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
+    void: list[Record] = field(default_factory=list)
     units: dict[str, str] = field(default_factory=dict)
     skipped: int = 0
 
@@ -85,9 +89,13 @@ def _add(history: History, line: Mapping[str, Any], path: str | os.PathLike[str]
             list(line["ranks"]),
             int(line["every"]),
             str(line["framework"]),
+            tuple(str(name) for name in line.get("wire_formats", ())),
+            str(line.get("host", "")),
+            str(line.get("hvdkit", "")),
         )
         history.runs.append(run)
         history.units.update(line["units"])
+        history.void += [each for each in history.records if each.step > run.step]
         history.records = [each for each in history.records if each.step <= run.step]
     elif line["type"] == "record":
         history.records.append(_record(line))
@@ -101,7 +109,7 @@ def _newer(path: str | os.PathLike[str], version: int) -> HvdkitError:
 
 
 def _record(line: Mapping[str, Any]) -> Record:
-    ranks = list(line["ranks"])
+    ranks = [int(rank) for rank in line["ranks"]]
     slowest = line["slowest"]
     return Record(
         int(line["step"]),
@@ -111,12 +119,20 @@ def _record(line: Mapping[str, Any]) -> Record:
         ranks,
         {name: _statistic(each, ranks) for name, each in line["metrics"].items()},
         slowest
-        and Slowest(slowest["rank"], slowest["seconds"], slowest["median"], slowest["section"]),
+        and Slowest(
+            int(slowest["rank"]),
+            float(slowest["seconds"]),
+            float(slowest["median"]),
+            str(slowest["section"]),
+        ),
     )
 
 
 def _statistic(numbers: Mapping[str, Any], ranks: list[int]) -> Statistic:
     values = zip(ranks, numbers.get("by_rank", ()), strict=False)
-    by_rank = {rank: value for rank, value in values if value is not None}
-    by_rank.update(dict.fromkeys(numbers.get("nonfinite", ()), math.nan))
-    return Statistic(numbers["mean"], numbers["min"], numbers["max"], by_rank)
+    by_rank = {rank: float(value) for rank, value in values if value is not None}
+    by_rank.update((int(rank), math.nan) for rank in numbers.get("nonfinite", ()))
+    mean, low, high = (
+        None if numbers[key] is None else float(numbers[key]) for key in ("mean", "min", "max")
+    )
+    return Statistic(mean, low, high, by_rank)

@@ -76,7 +76,12 @@ _METRICS = (
         "from the sum of the gradients to the end of the optimizer's step",
         "section_duration_seconds",
     ),
-    Metric(CHECKPOINT, "s", "waiting in a checkpointer", "section_duration_seconds"),
+    Metric(
+        CHECKPOINT,
+        "s",
+        "in a checkpointer; PyTorch: without waiting there for other ranks",
+        "section_duration_seconds",
+    ),
     Metric(SAMPLES, "1/s", "samples per second of all ranks", "samples_per_second"),
     Metric(SAMPLES_OF_RANK, "1/s", "samples per second of one rank"),
     Metric(PAYLOAD, "B", "encoded gradients that a rank gives to collectives, per step"),

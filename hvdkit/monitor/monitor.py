@@ -13,12 +13,14 @@ the first are sums, in which ranks in `join` need no call.
 import contextlib
 import logging
 import re
+import socket
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, TypeVar
 
+import hvdkit
 from hvdkit.core import stragglers
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import check_consistency
@@ -504,6 +506,9 @@ class BaseMonitor:
                     list(self._collectives.ranks),
                     self._every,
                     self._framework.name,
+                    tuple(sorted(counters.wire_formats)),
+                    socket.gethostname(),
+                    hvdkit.__version__,
                 )
             )
         self._written = record.step

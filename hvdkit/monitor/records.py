@@ -116,6 +116,9 @@ class Run:
         ranks: the ranks of the job.
         every: steps per record.
         framework: name and version, such as "torch 2.13.0".
+        wire_formats: the names of the wire formats that the first rank has used, such as "fp16".
+        host: the hostname of the first rank; "" if unknown.
+        hvdkit: the version of hvdkit; "" if unknown.
     """
 
     step: int
@@ -123,6 +126,9 @@ class Run:
     ranks: Sequence[int]
     every: int
     framework: str
+    wire_formats: Sequence[str] = ()
+    host: str = ""
+    hvdkit: str = ""
 
 
 def scalars(record: Record) -> Mapping[str, float]:

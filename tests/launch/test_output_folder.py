@@ -1,11 +1,15 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from hvdkit.errors import UsageError
-from hvdkit.launch import output_folder
+from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.launch import output_folder, starts
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.job import Outcome
+from hvdkit.launch.plan import make_plan
 
 RUN = ("run", "-np", "2", "--output-dir", "logs")
 RAISES = """
@@ -37,7 +41,14 @@ def test_each_start_has_a_folder(tmp_path):
     folders = sorted(path for path in logs.iterdir() if not path.is_symlink())
     assert [(folder / "rank.1.log").read_text() for folder in folders] == ["first\n", "second\n"]
     assert (logs / "latest").resolve() == folders[1]
-    assert sorted(path.name for path in folders[1].iterdir()) == ["rank.0.log", "rank.1.log"]
+    names = ["rank.0.log", "rank.1.log", "start.json"]
+    assert sorted(path.name for path in folders[1].iterdir()) == names
+    first, second = (starts.parse((folder / "start.json").read_text()) for folder in folders)
+    assert second.command == (sys.executable, "-c", "print('second')")
+    assert (second.directory, second.hosts, second.ranks) == (str(tmp_path), {"localhost": 2}, 2)
+    assert (second.status, second.failed, second.reason, second.running) == (0, False, "", False)
+    assert first.launcher != second.launcher
+    assert first.began < first.ended < second.began < second.ended
 
 
 def test_starts_in_the_same_second(tmp_path, monkeypatch):
@@ -54,6 +65,10 @@ def test_the_failure_is_written(tmp_path):
     assert error["exception"] == "ValueError: shard 17"
     assert error["traceback"][0] == "Traceback (most recent call last):"
     assert error["traceback"][-2:] == error["last_lines"][-2:] == ["ValueError: shard 17", "is bad"]
+    start = starts.parse((tmp_path / "logs" / "latest" / "start.json").read_text())
+    assert (start.status, start.failed) == (1, True)
+    assert "rank 1 on localhost failed" in start.reason
+    assert "ValueError: shard 17" in start.reason
 
 
 def test_a_signal_is_named(tmp_path):
@@ -62,6 +77,31 @@ def test_a_signal_is_named(tmp_path):
     error = json.loads((tmp_path / "logs" / "latest" / "error.json").read_text())
     assert (error["rank"], error["status"], error["signal"]) == (1, None, "SIGSEGV")
     assert (error["exception"], error["traceback"]) == (None, [])
+
+
+def test_a_start_that_still_runs(tmp_path):
+    plan = make_plan(["python", "train.py"], str(tmp_path), [Host("host0", 2), Host("host1", 2)], 3)
+    begun = starts.parse(starts.Start.of(plan).to_json())
+    assert begun.hosts == {"host0": 2, "host1": 1}
+    assert (begun.running, begun.ended, begun.status) == (True, None, None)
+    ended = begun.end(Outcome(0))
+    assert starts.parse(ended.to_json()) == ended
+    assert ended.running is False
+    elsewhere = replace(begun, launcher="another-host 7 1.00")
+    assert elsewhere.running is None
+    host, pid, _ = begun.launcher.split()
+    assert replace(begun, launcher=f"{host} {pid} 1.00").running is False
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}'])
+def test_a_foreign_description_of_a_start(text):
+    with pytest.raises(HvdkitError, match="not the description of a start"):
+        starts.parse(text)
+
+
+def test_a_newer_description_of_a_start():
+    with pytest.raises(HvdkitError, match="Update hvdkit"):
+        starts.parse('{"version": 2}')
 
 
 def test_an_unwritable_folder(tmp_path):

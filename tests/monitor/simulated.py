@@ -8,7 +8,7 @@ from hvdkit.errors import UsageError
 from hvdkit.monitor import Logger, Record, Run, Slowest, Statistic, metrics
 from hvdkit.monitor.monitor import BaseMonitor
 
-RUN = Run(0, 1000.0, [0, 1], 10, "torch 2.13.0")
+RUN = Run(0, 1000.0, [0, 1], 10, "torch 2.13.0", ("fp16",), "host0", "0.1.0")
 
 
 class Kept(Logger):

@@ -66,6 +66,7 @@ def test_a_restart_replaces_the_records_after_its_checkpoint(tmp_path):
     history = read(path)
     assert steps(path) == [10, 20, 25, 35]
     assert [run.step for run in history.runs] == [0, 20]
+    assert [each.step for each in history.void] == [30]
 
 
 def test_a_line_cut_at_any_byte_is_survived_and_appended_to(tmp_path):

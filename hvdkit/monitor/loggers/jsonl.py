@@ -6,11 +6,9 @@ import fcntl
 import json
 import math
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
-import hvdkit
 from hvdkit.errors import HvdkitError
 from hvdkit.monitor.loggers.logger import Logger
 from hvdkit.monitor.metrics import METRICS
@@ -78,9 +76,10 @@ class JSONLLogger(Logger):
                 "time": run.time,
                 "ranks": list(run.ranks),
                 "every": run.every,
-                "host": socket.gethostname(),
+                "host": run.host,
                 "framework": run.framework,
-                "hvdkit": hvdkit.__version__,
+                "wire_formats": list(run.wire_formats),
+                "hvdkit": run.hvdkit,
                 "units": {name: metric.unit for name, metric in METRICS.items()},
             }
         )

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from hvdkit.core.counters import counters
 from hvdkit.errors import UsageError
 from hvdkit.monitor import metrics
 from tests.monitor.simulated import Kept
@@ -16,6 +17,7 @@ def test_records_of_a_loop(hvd, where, compression, size):
     import tensorflow as tf
 
     kept = Kept()
+    counters.wire_formats.clear()  # of earlier tests in this process
     variables = variables_of()
 
     def step(x):
@@ -41,6 +43,7 @@ def test_records_of_a_loop(hvd, where, compression, size):
     if hvd.rank() != 0:
         return
     assert [record.step for record in kept.records] == [4, 8]
+    assert kept.runs[0].wire_formats == (compression,)
     record = kept.records[1]
     found = record.metrics
     assert record.samples == 4 * 6 * hvd.size()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hvdkit.core.consistency import RankMismatchError
+from hvdkit.core.counters import counters
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.monitor import JSONLLogger, metrics, read
 from tests.monitor.simulated import Kept
@@ -89,12 +90,14 @@ def test_other_ranks_wait_for_the_slow_one_in_communication(hvd, section):
 @pytest.mark.parametrize(("compression", "size"), [("none", 4.0), ("bf16", 2.0), ("fp16", 2.0)])
 def test_payload_bytes(hvd, compression, size):
     kept = Kept()
+    counters.wire_formats.clear()  # of earlier tests in this process
     loop(hvd, [kept], steps=6, compression=compression, check_interval=0)
     numbers = sum(p.numel() for p in small_model().parameters())
     if hvd.rank() == 0:
         assert kept.records[1].metrics[metrics.PAYLOAD].by_rank == pytest.approx(
             dict.fromkeys(range(hvd.size()), size * numbers)
         )
+        assert kept.runs[0].wire_formats == (compression,)
 
 
 def test_overflows_of_float16(hvd):
@@ -300,3 +303,30 @@ def test_time_in_checkpoints(hvd):
             monitor.step()
     if hvd.rank() == 0:
         assert kept.records[0].metrics[metrics.CHECKPOINT].min > 0
+
+
+def test_waiting_for_a_slow_rank_in_a_checkpointer_is_communication(hvd):
+    kept = Kept()
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    with (
+        shared_folder(hvd) as folder,
+        hvd.Checkpointer(folder, model=model, optimizer=optimizer, every_steps=99) as checkpointer,
+        hvd.Monitor([kept], every=2) as monitor,
+    ):
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, batch_of(hvd.rank(), step)).backward()
+            if hvd.rank() == 1:
+                time.sleep(SLEEP)
+            optimizer.step()
+            checkpointer.maybe_save(step + 1)
+            monitor.step()
+    if hvd.rank() != 0:
+        return
+    for record in kept.records[1:]:
+        found = {name: record.metrics[name].by_rank for name in (metrics.STEP, *metrics.SECTIONS)}
+        assert (record.slowest.rank, record.slowest.section) == (1, metrics.UPDATE)
+        assert found[metrics.COMMUNICATION][0] > SLEEP / 2
+        for rank, seconds in found[metrics.STEP].items():
+            assert sum(found[name][rank] for name in metrics.SECTIONS) <= seconds * 1.05 + 1e-3
