@@ -99,6 +99,7 @@ from hvdkit.torch.joining import join
 from hvdkit.torch.monitor import Monitor
 from hvdkit.torch.optimizer import DistributedOptimizer, no_sync
 from hvdkit.torch.process_sets import add_process_set, remove_process_set
+from hvdkit.torch.profiling import profile
 from hvdkit.torch.sampling import DistributedSampler, ResumableSampler
 from hvdkit.torch.sync_batch_norm import SyncBatchNorm
 
@@ -182,6 +183,7 @@ __all__ = [
     "nccl_built",
     "no_sync",
     "poll",
+    "profile",
     "rank",
     "reducescatter",
     "reducescatter_async",
