@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.core.collectives import Collectives
+from hvdkit.errors import HvdkitError
 
 # In a round, every rank whose number has this remainder is late.
 _GROUPS = 32
@@ -80,6 +81,27 @@ def offset_of(own: Sequence[Round], first: Sequence[Round]) -> Offset:
     high = min(left - entered for (_, left), (entered, _) in pairs)
     # `low` is above `high` if one of the clocks was set during the measurement.
     return Offset((low + high) / 2, abs(high - low) / 2, sum(map(sum, own)) / len(own) / 2)
+
+
+def difference(marks: Sequence[Round], found: Sequence[tuple[float, float]]) -> float:
+    """Return this clock's time minus that of a framework's profiler, in nanoseconds.
+
+    Args:
+        marks: the times before and after each mark, by this clock.
+        found: the beginning and the end of each mark, by the profiler, in nanoseconds.
+
+    Raises:
+        HvdkitError: the profiler has not recorded all marks.
+    """
+    if not found or len(found) != len(marks):
+        raise HvdkitError(
+            f"the framework's profiler has recorded {len(found)} of {len(marks)} marks. Another "
+            f"profiler may run in this process: end it before"
+        )
+    pairs = list(zip(marks, sorted(found), strict=True))
+    low = max(before - begin for (before, _), (begin, _) in pairs)
+    high = min(after - end for (_, after), (_, end) in pairs)
+    return (low + high) / 2
 
 
 @dataclass(frozen=True)

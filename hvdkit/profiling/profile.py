@@ -51,11 +51,15 @@ class Framework(Protocol):
         ...
 
     def stop(self) -> None:
-        """End the recording. May be called again, and without `start`."""
+        """End the recording, and its current step. May be called again, and without `start`."""
         ...
 
     def events(self, rank: int) -> list[Event]:
-        """Return the recorded events of this rank, as `hvdkit.profiling.events` describes them."""
+        """Return the recorded events of this rank, as `hvdkit.profiling.events` describes them.
+
+        Raises:
+            HvdkitError: the events cannot be read.
+        """
         ...
 
 
@@ -195,8 +199,8 @@ class BaseProfile:
         if not self._open:
             return
         if kind is not None:
-            # The other ranks may not have this exception, so no collective.
-            self._discard()
+            # The other ranks may not have this exception.
+            self.abandon()
         elif self._recording is not None:
             self._finish()
         else:
@@ -206,6 +210,14 @@ class BaseProfile:
                     "no trace was written: the loop ended after %d steps, and wait is %d",
                     *(self._seen, self._wait),
                 )
+
+    def abandon(self) -> None:
+        """Stop the recording, and write no trace. Not a collective."""
+        self._open, self._recording = False, None
+        with suppress(Exception):
+            self._framework.stop()
+        with suppress(Exception):
+            self._stop_timeline()
 
     # --- recording ------------------------------------------------------------------------------
 
@@ -232,14 +244,6 @@ class BaseProfile:
         self._framework.step_begins(self._seen + 1)
         self._recording.step_began = clocks.now()
 
-    def _discard(self) -> None:
-        """Stop the recording. Not a collective."""
-        self._open, self._recording = False, None
-        with suppress(Exception):
-            self._framework.stop()
-        with suppress(Exception):
-            self._stop_timeline()
-
     def _finish(self) -> None:
         """Stop the recording and write the trace. A collective."""
         collectives, recording = self._collectives, self._recording
@@ -249,7 +253,7 @@ class BaseProfile:
         # Ranks in `join` add zero. All ranks get the new generation when `join` returns.
         changed = collectives.generation != self._generation
         if changed or sum(collectives.sum([1], f"{OWN}.call")) < len(collectives.ranks):
-            self._discard()
+            self.abandon()
             if self._is_first:
                 _log.warning(
                     "no trace was written: %s in the recorded steps. Record earlier steps",
@@ -275,7 +279,7 @@ class BaseProfile:
             for call in facts["calls"]:
                 call[1:] = [clock.to_first(time) for time in call[1:]]
         except Exception as error:
-            self._discard()
+            self.abandon()
             problem = f"the profile could not be read: {type(error).__name__}: {error}"
         self._raise_if_any(problem, "read")
         facts["clock"] = {
@@ -304,12 +308,15 @@ class BaseProfile:
         found = [
             *events.name_process(rank, events.HVDKIT, f"rank {rank}: steps and collectives"),
             *events.step_events(rank, self._wait + 1, recording.steps),
-            *(
+        ]
+        try:
+            found += [
                 event
                 for event in self._framework.events(rank)
                 if recording.began <= event.get("ts", recording.began) <= ended
-            ),
-        ]
+            ]
+        except HvdkitError as error:
+            notes.append(f"no operations: {error}.")
         try:
             found += self._timeline_events(recording.began, ended)
         except HvdkitError as error:
@@ -416,7 +423,7 @@ class BaseProfile:
         (found,) = self._collectives.max([int(bool(problem))], f"{OWN}.{name}")
         if not found:
             return
-        self._discard()
+        self.abandon()
         texts = self._collectives.allgather(problem.encode(), f"{OWN}.{name}.texts")
         by_rank = dict(zip(self._collectives.ranks, map(bytes.decode, texts), strict=True))
         raise HvdkitError(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.errors import UsageError
 from hvdkit.profiling import clocks, events
 from hvdkit.profiling.events import Event
 from hvdkit.profiling.profile import BaseProfile
@@ -63,7 +63,7 @@ def profile(
         raise UsageError("Horovod is not initialised: call hvd.init() before this")
     return BaseProfile(
         TorchCollectives(mpi_ops.global_process_set),
-        TorchProfiler(options),
+        Profiler(options),
         runtime.recorder,
         mpi_ops._basics,
         path,
@@ -73,7 +73,7 @@ def profile(
     )
 
 
-class TorchProfiler:
+class Profiler:
     """`hvdkit.profiling.profile.Framework` with `torch.profiler`.
 
     Args:
@@ -94,7 +94,7 @@ class TorchProfiler:
         self._running = False
         self._step: contextlib.ExitStack | None = None
         # The system's time before and after each mark.
-        self._marks: list[tuple[int, int]] = []
+        self._marks: list[clocks.Round] = []
 
     def start(self) -> None:
         """See `Framework`."""
@@ -130,34 +130,18 @@ class TorchProfiler:
             file = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(file))
             recorded = json.loads(file.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-        return _of_rank(recorded, rank, _clock_difference(recorded, self._marks))
+        marks = [
+            (event["ts"] * 1e3, (event["ts"] + event["dur"]) * 1e3)
+            for event in recorded
+            if event.get("name") == _MARK and event.get("cat") == "user_annotation"
+        ]
+        return _of_rank(recorded, rank, clocks.difference(self._marks, marks))
 
     def _mark(self) -> None:
         before = clocks.now()
         with torch.profiler.record_function(_MARK):
             pass
         self._marks.append((before, clocks.now()))
-
-
-def _clock_difference(recorded: list[Event], marks: list[tuple[int, int]]) -> float:
-    """Return the system's time minus the profiler's time, in nanoseconds.
-
-    Raises:
-        HvdkitError: the profiler has not recorded the marks.
-    """
-    found = sorted(
-        (event["ts"] * 1e3, (event["ts"] + event["dur"]) * 1e3)
-        for event in recorded
-        if event.get("name") == _MARK and event.get("cat") == "user_annotation"
-    )
-    if len(found) != len(marks):
-        raise HvdkitError(
-            f"torch.profiler has recorded {len(found)} of {len(marks)} marks. Another profiler may "
-            f"run in this process: end it before hvd.profile"
-        )
-    low = max(before - begin for (before, _), (begin, _) in zip(marks, found, strict=True))
-    high = min(after - end for (_, after), (_, end) in zip(marks, found, strict=True))
-    return (low + high) / 2
 
 
 def _of_rank(recorded: list[Event], rank: int, difference: float) -> list[Event]:

@@ -10,9 +10,10 @@ import torch
 
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.profiling import clocks, events, trace_file
+from hvdkit.profiling import clocks, trace_file
 from tests.parallel.torch.oracle import batch_of, loss_of, sgd, small_model
 from tests.parallel.torch.test_checkpoint import shared_folder
+from tests.parallel.traces import check
 
 #: Nanoseconds by which the clock of rank 1 is wrong in some tests.
 SHIFT = 3_000_000_000
@@ -33,42 +34,6 @@ def train(hvd, profile, steps):
                 time.sleep(0.02)
             optimizer.step()
     return profile
-
-
-def spans(trace):
-    """Return the steps and the collectives of each rank: name -> rank -> [(begin, end)]."""
-    steps, collectives = (defaultdict(lambda: defaultdict(list)) for _ in range(2))
-    for event in trace["traceEvents"]:
-        rank, process = divmod(event["pid"], 1000)
-        if event["ph"] == "X" and process == events.HVDKIT:
-            kind, name = steps, event["name"]
-            if "collective" in event.get("args", {}):
-                kind, name = collectives, event["args"]["collective"]
-            kind[name][rank].append((event["ts"], event["ts"] + event["dur"]))
-    return steps, collectives
-
-
-def check(hvd, trace, steps):
-    """Check a trace; return the largest error of a clock in microseconds."""
-    ranks = list(range(hvd.size()))
-    found, collectives = spans(trace)
-    assert list(found) == [f"step {n}" for n in steps]
-    assert all(sorted(of_rank) == ranks for of_rank in found.values())
-    buckets = [name for name in collectives if "rounds.header" not in name]
-    assert len(buckets) >= 3
-    error = trace["otherData"]["clock_error_us"]
-    for of_rank in collectives.values():
-        assert sorted(of_rank) == ranks
-        for rank, calls in of_rank.items():
-            # Each lies inside of its step.
-            assert len(calls) == len(steps)
-            for number, (begin, end) in zip(steps, calls, strict=True):
-                ((step_begin, step_end),) = found[f"step {number}"][rank]
-                assert step_begin - 2 <= begin <= end <= step_end + 2
-        for together in zip(*of_rank.values(), strict=True):
-            # No rank ends it before all have called it.
-            assert max(b for b, _ in together) <= min(e for _, e in together) + 2 * error + 2
-    return error
 
 
 def torch_operations(trace):
@@ -136,6 +101,7 @@ def test_a_clock_that_is_wrong(hvd):
         assert abs(min(of_rank[0]) - min(of_rank[1])) < SHIFT / 1e3 / 2
 
 
+@pytest.mark.long
 def test_a_clock_that_is_set_while_it_is_measured(hvd):
     """Without the correction, the profile says so; and the checks of these tests find it."""
     exact = clocks.Offset(0.0, 0.0, 0.0)
@@ -152,6 +118,7 @@ def test_a_clock_that_is_set_while_it_is_measured(hvd):
         hvd.barrier()
 
 
+@pytest.mark.long
 def test_a_loop_that_ends_early(hvd):
     with shared_folder(hvd) as folder:
         path = folder / "trace.json.gz"

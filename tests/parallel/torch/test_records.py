@@ -80,6 +80,14 @@ def test_ranks_that_wait_for_each_other_end_at_once(tmp_path):
     assert "a deadlock" in done.stderr
 
 
+@pytest.mark.long
+def test_a_profile_on_one_rank_only_is_named(tmp_path):
+    done = run(tmp_path, "hvd.profile().__enter__()", 1, 2)
+    assert done.returncode == 1
+    assert "for hvd.profile, which every rank must call" in done.stderr
+    assert "a deadlock" in done.stderr
+
+
 def test_a_lost_rank_leads_to_records(tmp_path):
     done = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", 1, 2)
     assert done.returncode == 137
