@@ -86,6 +86,7 @@ from hvdkit.core.schedules import WarmupCosine
 from hvdkit.errors import RESUMABLE
 from hvdkit.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm  # noqa: F401
 from hvdkit.torch.amp import GradScaler, patch_torch_grad_scaler
+from hvdkit.torch.autotune import autotune
 from hvdkit.torch.checkpoint import Checkpointer
 from hvdkit.torch.clipping import clip_grad_norm_
 from hvdkit.torch.compression import Compression
@@ -145,6 +146,7 @@ __all__ = [
     "allreduce_async_",
     "alltoall",
     "alltoall_async",
+    "autotune",
     "barrier",
     "broadcast",
     "broadcast_",
