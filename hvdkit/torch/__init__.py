@@ -98,6 +98,7 @@ from hvdkit.torch.functions import (
 )
 from hvdkit.torch.joining import join
 from hvdkit.torch.monitor import Monitor
+from hvdkit.torch.noise_scale import GradientNoiseScale
 from hvdkit.torch.optimizer import DistributedOptimizer, no_sync
 from hvdkit.torch.process_sets import add_process_set, remove_process_set
 from hvdkit.torch.profiling import profile
@@ -117,6 +118,7 @@ __all__ = [
     "DistributedOptimizer",
     "DistributedSampler",
     "GradScaler",
+    "GradientNoiseScale",
     "GradientsChanged",
     "HorovodInternalError",
     "Int8",

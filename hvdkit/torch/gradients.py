@@ -8,7 +8,7 @@ the base. (A second reduction of the base would be wrong for `Sum`, and would ro
 
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -90,6 +90,7 @@ class OptimizerGradients:
         synchronizers: see `LocalGradients`.
         invalid_reason: why the gradients cannot be used; empty if they can.
         awaits_step: whether there are reduced gradients that no step has used.
+        after_round: called when the gradients are reduced, before the script can change them.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class OptimizerGradients:
         self.synchronizers: list[TorchSynchronizer] = []
         self.invalid_reason = ""
         self.awaits_step = False
+        self.after_round: Callable[[], None] | None = None
         self._backends: list[TorchBackend] = []
         self._layouts: list[list[_Layout]] = []
         # The planned parameters by number, and the synchronizer and index of each.
@@ -484,6 +486,8 @@ class OptimizerGradients:
         self._after_round = [_snapshot(p.grad) for p in self._parameters]
         self._changed = False
         self.awaits_step = True
+        if self.after_round is not None:
+            self.after_round()
 
     def is_busy(self) -> bool:
         """Return whether a backward pass is adding to the gradients."""

@@ -1,6 +1,7 @@
 """The choice of a bucket size, on simulated ranks with simulated times."""
 
 import json
+import threading
 from itertools import pairwise
 
 import pytest
@@ -43,6 +44,7 @@ class Job:
     def __init__(self, seconds, size=3, joins_at=None, group=None):
         self.seconds = seconds
         self.joins_at = joins_at
+        self.joined = threading.Event()
         self.group = group or SimulatedGroup(size)
         self.used = [[] for _ in range(size)]
 
@@ -57,11 +59,12 @@ class Job:
         tuner = BucketTuner(ranks, [25, 5, 100], 25, turns, 4, used.append, clock=lambda: time[0])
         tuner.begin()
         for step in range(steps):
-            if ranks.rank == 1 and step == self.joins_at:
-                with self.group.arrived:
+            if step == self.joins_at:
+                if ranks.rank == 1:
                     self.group.joined.add(1)
-                    self.group.arrived.notify_all()
-                return tuner
+                    self.joined.set()
+                    return tuner
+                assert self.joined.wait(10)
             time[0] += self.seconds(tuner.bucket_bytes, ranks.rank, step)
             tuner.after_step()
         return tuner

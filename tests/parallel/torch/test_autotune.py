@@ -30,20 +30,32 @@ def buckets_of(optimizer):
     return len(synchronizer.plan.buckets) if synchronizer.plan else 0
 
 
-@pytest.mark.parametrize("options", [{}, {"compression": "fp16"}, {"accumulation_steps": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compression": "fp16"},
+        pytest.param({"accumulation_steps": 2}, marks=pytest.mark.long),
+    ],
+)
 def test_gradients_while_the_buckets_change(hvd, options):
     tuned, plain = small_model(torch.float32), small_model(torch.float32)
     optimizers = [optimizer_of(hvd, model, **options) for model in (tuned, plain)]
     tuner = hvd.autotune(optimizers[0], bucket_bytes=SIZES, turns=3, steps=2)
     seen = set()
-    for step in range(100):
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if "compression" in options else {}
+    for step in range(80):
+        plain.load_state_dict(tuned.state_dict())
         for model, optimizer in zip((tuned, plain), optimizers, strict=True):
-            step_of(hvd, model, optimizer, step)
+            optimizer.zero_grad()
+            loss_of(model, batch_of(hvd.rank(), step, torch.float32)).backward()
         seen.add(buckets_of(optimizers[0]))
         for a, b in zip(tuned.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(a.grad, b.grad, **tolerance)
+        for optimizer in optimizers:
+            optimizer.step()
     assert tuner.done
-    assert len(seen - {0}) == 3
+    assert len(seen) == 3 + (0 in seen)
     # All ranks have chosen alike, or the comparison of their settings would have raised.
     assert len({size for (size,) in hvd.allgather_object([tuner.bucket_bytes])}) == 1
     assert tuner.bucket_bytes in {*SIZES, 25_000_000}
