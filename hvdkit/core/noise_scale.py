@@ -1,8 +1,8 @@
 """The gradient noise scale: which batch size is worthwhile.
 
-McCandlish et al., "An Empirical Model of Large-Batch Training", arXiv:1812.06162. With the true
-gradient G and the covariance S of the gradients of single samples, the expected squared norm of
-the gradient of a batch of B samples is |G|^2 + tr(S) / B. So the gradients of a small and of a
+McCandlish et al., "An Empirical Model of Large-Batch Training", arXiv:1812.06162. G is the true
+gradient, and S the covariance of the gradients of single samples. The gradient of a batch of B
+samples has an expected squared norm of |G|^2 + tr(S) / B. So the gradients of a small and of a
 large batch give unbiased estimates of |G|^2 and tr(S) (appendix A.1). Their ratio is not unbiased,
 so the two are averaged separately.
 """

@@ -44,7 +44,7 @@ class ProfileCallback(LastCallback):
 
     @property
     def summary(self) -> str:
-        """What was recorded by the last `fit`; empty before the trace is written."""
+        """A text about the trace of the last `fit`; empty before the trace is written."""
         return self._profile.summary if self._profile else ""
 
     def fit_begins(self, callbacks: Sequence[Any]) -> None:  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""Measure how far the clock of a rank is ahead of the first rank's clock.
+"""Measure the offset between the clock of a rank and that of the first rank.
 
 No rank leaves a collective before all ranks have entered it. So with times of their own clocks,
 
@@ -42,7 +42,7 @@ Round = tuple[int, int]
 
 @dataclass(frozen=True)
 class Offset:
-    """How far a clock is ahead of the first rank's.
+    """The time of a clock minus that of the first rank's clock.
 
     Attributes:
         nanoseconds: the estimate.
@@ -83,7 +83,7 @@ def offset_of(own: Sequence[Round], first: Sequence[Round]) -> Offset:
     return Offset((low + high) / 2, abs(high - low) / 2, sum(map(sum, own)) / len(own) / 2)
 
 
-def difference(marks: Sequence[Round], found: Sequence[tuple[float, float]]) -> float:
+def difference(marks: Sequence[Round], found: Sequence[Round]) -> int:
     """Return this clock's time minus that of a framework's profiler, in nanoseconds.
 
     Args:
@@ -101,7 +101,7 @@ def difference(marks: Sequence[Round], found: Sequence[tuple[float, float]]) -> 
     pairs = list(zip(marks, sorted(found), strict=True))
     low = max(before - begin for (before, _), (begin, _) in pairs)
     high = min(after - end for (_, after), (_, end) in pairs)
-    return (low + high) / 2
+    return (low + high) // 2
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,13 @@ class ClockChange:
         part = (time - begin.time) / (end.time - begin.time)
         return begin.nanoseconds + part * (end.nanoseconds - begin.nanoseconds)
 
-    def to_first(self, time: float) -> float:
-        """Return the first rank's time for a time of this clock, both in nanoseconds."""
-        return time - self.offset(time)
+    def to_first(self, time: int) -> int:
+        """Return the first rank's time for a time of this clock, both in nanoseconds.
+
+        Times are integers, because a float has a resolution of 256 ns today. A later time never has
+        an earlier result, so events that contain each other still do.
+        """
+        return time - round(self.offset(time))
 
 
 def clock_change(begin: Offset, end: Offset, same_clock: bool) -> ClockChange:

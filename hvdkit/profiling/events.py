@@ -53,13 +53,13 @@ def _names(kind: str, pid: int, tid: int, name: str, place: int) -> list[Event]:
     ]
 
 
-def complete(name: str, pid: int, tid: int, begin: float, end: float, **args: Any) -> Event:
+def complete(name: str, pid: int, tid: int, begin: int, end: int, **args: Any) -> Event:
     """Return an event from `begin` to `end`."""
     event = {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": begin, "dur": end - begin}
     return {**event, "args": args} if args else event
 
 
-def step_events(rank: int, first: int, steps: Sequence[tuple[float, float]]) -> list[Event]:
+def step_events(rank: int, first: int, steps: Sequence[tuple[int, int]]) -> list[Event]:
     """Return the events of steps.
 
     Args:
@@ -74,7 +74,12 @@ def step_events(rank: int, first: int, steps: Sequence[tuple[float, float]]) -> 
     ]
 
 
-def calls_between(record: Record, begin: float, end: float) -> list[Call]:
+def nanoseconds(seconds: float) -> int:
+    """Return a time of the flight recorder, which has whole microseconds, in nanoseconds."""
+    return round(seconds * 1e6) * 1000
+
+
+def calls_between(record: Record, begin: int, end: int) -> list[Call]:
     """Return the collectives that were called and ended between two times, without the profile's.
 
     Args:
@@ -87,18 +92,18 @@ def calls_between(record: Record, begin: float, end: float) -> list[Call]:
             call
             for call in record.done
             if call.ended is not None
-            and begin <= call.enqueued * 1e9
-            and call.ended * 1e9 <= end
+            and begin <= nanoseconds(call.enqueued)
+            and nanoseconds(call.ended) <= end
             and OWN not in call.name
         ),
         key=lambda call: call.enqueued,
     )
 
 
-def is_complete(record: Record, begin: float) -> bool:
+def is_complete(record: Record, begin: int) -> bool:
     """Return whether the record contains all collectives that were called after `begin`."""
     done = record.done
-    return len(done) < RECORDED or any((call.ended or 0) * 1e9 < begin for call in done)
+    return len(done) < RECORDED or any(nanoseconds(call.ended or 0) < begin for call in done)
 
 
 def collective_events(rank: int, record: Record, calls: Sequence[Call]) -> list[Event]:
@@ -122,8 +127,8 @@ def collective_events(rank: int, record: Record, calls: Sequence[Call]) -> list[
                 name_call(call, record),
                 pid,
                 thread + 1,
-                call.enqueued * 1e9,
-                call.ended * 1e9,
+                nanoseconds(call.enqueued),
+                nanoseconds(call.ended),
                 collective=call.name,
                 operation=call.operation,
                 call=call.number,
@@ -149,9 +154,7 @@ def from_the_end(calls: Sequence[Call]) -> list[tuple[str, Call]]:
     return keyed
 
 
-def finish(
-    events: Iterable[Event], to_first: Callable[[float], float], start: float
-) -> list[Event]:
+def finish(events: Iterable[Event], to_first: Callable[[int], int], start: int) -> list[Event]:
     """Convert times to microseconds of the first rank's clock since `start`.
 
     Args:
@@ -163,8 +166,9 @@ def finish(
     for event in events:
         if "ts" in event:
             begin = to_first(event["ts"])
-            event = {**event, "ts": round((begin - start) / 1e3, 3)}
+            changed: Event = {"ts": (begin - start) / 1e3}
             if "dur" in event:
-                event["dur"] = round(event["dur"] / 1e3, 3)
+                changed["dur"] = (to_first(event["ts"] + event["dur"]) - begin) / 1e3
+            event = {**event, **changed}
         finished.append(event)
     return finished

@@ -77,7 +77,7 @@ class Control(Protocol):
 
 @dataclass
 class _Recording:
-    """What this rank has recorded.
+    """The recording of this rank.
 
     Attributes:
         began: nanoseconds of this rank's clock.
@@ -88,7 +88,7 @@ class _Recording:
 
     began: int
     rounds: list[Round]
-    steps: list[tuple[float, float]]
+    steps: list[tuple[int, int]]
     step_began: int
 
 
@@ -106,7 +106,7 @@ class BaseProfile:
         settings: further settings, which must be the same on all ranks.
 
     Attributes:
-        summary: what was recorded, and how exact the clocks are; empty before the trace is written.
+        summary: a text about the trace and the clocks; empty before the trace is written.
 
     Raises:
         UsageError: an argument is invalid.
@@ -341,7 +341,7 @@ class BaseProfile:
             "steps": len(recording.steps),
             "notes": notes,
             "calls": [
-                [key, call.enqueued * 1e9, (call.ended or 0.0) * 1e9]
+                [key, events.nanoseconds(call.enqueued), events.nanoseconds(call.ended or 0)]
                 for key, call in events.from_the_end(calls)
                 if call.group == 0
             ],

@@ -26,7 +26,7 @@ VARIABLE = "HOROVOD_TIMELINE"
 DYNAMIC = "DYNAMIC"
 
 
-def read(path: Path, rank: int, begin: float, end: float) -> list[Event]:
+def read(path: Path, rank: int, begin: int, end: int) -> list[Event]:
     """Return the events of a timeline between two times.
 
     Args:
@@ -45,7 +45,7 @@ def read(path: Path, rank: int, begin: float, end: float) -> list[Event]:
             for event in content
             if "start_time_since_epoch_in_micros" in event.get("args", {})
         )
-        return _convert(content, rank, float(start) * 1e3, begin, end)
+        return _convert(content, rank, int(start) * 1000, begin, end)
     except OSError as error:
         raise HvdkitError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
@@ -61,10 +61,10 @@ def _parse(text: str) -> list[dict[str, Any]]:
 
 
 def _convert(
-    content: list[dict[str, Any]], rank: int, start: float, begin: float, end: float
+    content: list[dict[str, Any]], rank: int, start: int, begin: int, end: int
 ) -> list[Event]:
     names: dict[int, str] = {}
-    open_phases: dict[int, list[tuple[str, float]]] = {}
+    open_phases: dict[int, list[tuple[str, int]]] = {}
     used: dict[int, None] = {}
     events: list[Event] = []
     pid = process_number(rank, TIMELINE)
@@ -75,7 +75,7 @@ def _convert(
             continue
         if phase not in ("B", "E") or OWN in names.get(tensor, ""):
             continue
-        time = start + float(event["ts"]) * 1e3
+        time = start + int(event["ts"]) * 1000
         phases = open_phases.setdefault(tensor, [])
         if phase == "B":
             phases.append((event["name"], time))

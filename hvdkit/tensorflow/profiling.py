@@ -136,17 +136,17 @@ def _parse(data: bytes) -> Any:
     return xplane_pb2.XSpace.FromString(data)
 
 
-def _spans(plane: Any) -> Iterator[tuple[Any, str, float, float]]:
+def _spans(plane: Any) -> Iterator[tuple[Any, str, int, int]]:
     """Yield thread, name, beginning and end of each event with a duration, in nanoseconds."""
     for line in plane.lines:
         for event in line.events:
             if event.duration_ps:
-                begin = line.timestamp_ns + event.offset_ps / 1e3
-                name = plane.event_metadata[event.metadata_id].name
-                yield line, name, begin, begin + event.duration_ps / 1e3
+                begin = line.timestamp_ns + event.offset_ps // 1000
+                end = line.timestamp_ns + (event.offset_ps + event.duration_ps) // 1000
+                yield line, plane.event_metadata[event.metadata_id].name, begin, end
 
 
-def _events(plane: Any, rank: int, number: int, change: float) -> Iterator[Event]:
+def _events(plane: Any, rank: int, number: int, change: int) -> Iterator[Event]:
     """Yield the events of a device."""
     pid = events.process_number(rank, number)
     threads: dict[int, int] = {}

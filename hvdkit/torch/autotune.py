@@ -81,6 +81,11 @@ def autotune(
             f"hvd.autotune was called {'twice' if own.tuner else f'after {own.steps} steps'}: "
             f"expected one call before the first step"
         )
+    if any(state is not None for state in own.reduction_states()):
+        raise UsageError(
+            "hvd.autotune was called after a checkpoint was restored, which may have a bucket "
+            "size: call it before Checkpointer.restore"
+        )
     collectives = own._collectives
     current = own.bucket_bytes
     candidates = own.distinct_bucket_bytes([current, *sizes])

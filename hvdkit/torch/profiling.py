@@ -131,7 +131,7 @@ class Profiler:
             self._profiler.export_chrome_trace(str(file))
             recorded = json.loads(file.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
         marks = [
-            (event["ts"] * 1e3, (event["ts"] + event["dur"]) * 1e3)
+            (_nanoseconds(event["ts"]), _nanoseconds(event["ts"]) + _nanoseconds(event["dur"]))
             for event in recorded
             if event.get("name") == _MARK and event.get("cat") == "user_annotation"
         ]
@@ -144,7 +144,7 @@ class Profiler:
         self._marks.append((before, clocks.now()))
 
 
-def _of_rank(recorded: list[Event], rank: int, difference: float) -> list[Event]:
+def _of_rank(recorded: list[Event], rank: int, difference: int) -> list[Event]:
     """Return events with the process numbers of a rank and nanoseconds of the system's clock."""
     processes: dict[int, int] = {}
     kept = []
@@ -165,10 +165,14 @@ def _of_rank(recorded: list[Event], rank: int, difference: float) -> list[Event]
                 what = "torch" if pid == os.getpid() else f"GPU {pid}"
                 event["args"] = {"name": f"rank {rank}: {what}"}
         elif "ts" in event:
-            event["ts"] = event["ts"] * 1e3 + difference
+            event["ts"] = _nanoseconds(event["ts"]) + difference
             if "dur" in event:
-                event["dur"] = event["dur"] * 1e3
+                event["dur"] = _nanoseconds(event["dur"])
             if "id" in event:  # of an arrow, unique in the whole trace
                 event["id"] = f"{rank}.{event['id']}"
         kept.append(event)
     return kept
+
+
+def _nanoseconds(microseconds: float) -> int:
+    return round(microseconds * 1e3)

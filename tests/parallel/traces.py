@@ -18,8 +18,25 @@ def spans(trace):
     return steps, collectives
 
 
+def check_nesting(trace):
+    """Check that events of a thread contain each other, or do not overlap. Viewers need this."""
+    threads = defaultdict(list)
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            begin, length = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
+            threads[event["pid"], event["tid"]].append((begin, -length))
+    for events_of_thread in threads.values():
+        ends = []
+        for begin, negative in sorted(events_of_thread):
+            while ends and ends[-1] <= begin:
+                ends.pop()
+            assert not ends or begin - negative <= ends[-1]
+            ends.append(begin - negative)
+
+
 def check(hvd, trace, steps):
     """Check a trace; return the largest error of a clock in microseconds."""
+    check_nesting(trace)
     ranks = list(range(hvd.size()))
     found, collectives = spans(trace)
     assert list(found) == [f"step {n}" for n in steps]

@@ -32,9 +32,9 @@ def written(tmp_path, *more, cut=0):
 
 
 def spans_of(path, begin=0, end=10_000):
-    found = timeline.read(path, 0, (START + begin) * 1e3, (START + end) * 1e3)
+    found = timeline.read(path, 0, (START + begin) * 1000, (START + end) * 1000)
     return [
-        (e["name"], e["tid"], round(e["ts"] / 1e3) - START, round(e["dur"] / 1e3))
+        (e["name"], e["tid"], e["ts"] // 1000 - START, e["dur"] // 1000)
         for e in found
         if e["ph"] == "X"
     ]

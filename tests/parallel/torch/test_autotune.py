@@ -115,6 +115,24 @@ def test_a_checkpoint_restores_the_choice(hvd):
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_a_call_after_the_restore(hvd):
+    """The size in the checkpoint would be lost."""
+    with shared_folder(hvd) as folder:
+        for attempt in range(2):
+            model = small_model(torch.float32)
+            optimizer = optimizer_of(hvd, model)
+            with hvd.Checkpointer(
+                folder / "steps", model=model, optimizer=optimizer, every_steps=100
+            ) as checkpointer:
+                if attempt == 0:
+                    step_of(hvd, model, optimizer, 0)
+                    checkpointer.save(1, wait=True)
+                    continue
+                checkpointer.restore()
+                with pytest.raises(UsageError, match="call it before Checkpointer.restore"):
+                    hvd.autotune(optimizer, bucket_bytes=[80])
+
+
 def test_join_ends_the_measurement(hvd):
     model = small_model(torch.float32)
     optimizer = optimizer_of(hvd, model)

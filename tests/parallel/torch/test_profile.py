@@ -186,6 +186,22 @@ def test_a_profiler_that_does_not_start(hvd):
             pass
 
 
+def test_nvtx_ranges(hvd):
+    """Simulated, without a GPU: each step is one range."""
+    from hvdkit.torch.profiling import Profiler
+
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+        patch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
+        profiler = Profiler({})
+        for number in (4, 5):
+            profiler.step_begins(number)
+            profiler.step_ends()
+    assert calls == ["step 4", "end", "step 5", "end"]
+
+
 def test_invalid_arguments(hvd):
     for name, value in [("steps", 0), ("steps", 2.5), ("wait", -1), ("steps", True)]:
         with pytest.raises(UsageError, match=f"{name} is {value}: expected a whole number >="):

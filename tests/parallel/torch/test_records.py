@@ -133,6 +133,35 @@ hvd.shutdown()
     assert "Current thread" in record["stacks"]
 
 
+@pytest.mark.long
+def test_a_record_for_a_profile(tmp_path):
+    """`Recorder.read` returns it; afterwards records go to the folder as before."""
+    skip_where_unsupported(Configuration("torch", "gloo", 1))
+    code = """
+import json, os, time
+import torch, hvdkit.torch as hvd
+from hvdkit.torch import runtime
+hvd.init()
+hvd.allreduce(torch.ones(3), name="x")
+record = json.loads(runtime.recorder.read(0))
+assert [call["name"] for call in record["done"]][-1:] == ["allreduce.x"]
+folder = os.environ["HVDKIT_RECORD_DIR"]
+assert not os.path.exists(folder + "/rank-0.json")
+open(folder + "/request", "w").close()
+for _ in range(100):
+    if os.path.exists(folder + "/rank-0.json"):
+        break
+    time.sleep(0.1)
+hvd.shutdown()
+assert runtime.recorder.read(0)
+"""
+    env = dict(os.environ) | {"HVDKIT_RECORD_DIR": str(tmp_path / "records")}
+    subprocess.run([sys.executable, "-c", code], env=env, timeout=60, check=True)
+    record = json.loads((tmp_path / "records" / "rank-0.json").read_text())
+    assert record["reason"] == "request"
+    assert "Current thread" in record["stacks"]
+
+
 def test_a_running_job_is_inspected(tmp_path):
     skip_where_unsupported(Configuration("torch", "gloo", 2))
     code = """
