@@ -33,7 +33,7 @@ def test_the_scale_of_a_linear_regression(hvd, compression):
     """
     model, optimizer = regression(hvd, compression=compression)
     noise = hvd.GradientNoiseScale(optimizer, samples=SAMPLES, every=1, decay=0.998)
-    steps = 400
+    steps = 200
     for x, y in batches(hvd, steps):
         optimizer.zero_grad()
         (0.5 * (model(x) - y).square().mean()).backward()
