@@ -80,7 +80,9 @@ def nanoseconds(seconds: float) -> int:
 
 
 def calls_between(record: Record, begin: int, end: int) -> list[Call]:
-    """Return the collectives that were called and ended between two times, without the profile's.
+    """Return the collectives that were called between two times, without the profile's.
+
+    The end does not matter: a collective that no step waits for may end later on some ranks.
 
     Args:
         record: the record of a rank.
@@ -92,8 +94,7 @@ def calls_between(record: Record, begin: int, end: int) -> list[Call]:
             call
             for call in record.done
             if call.ended is not None
-            and begin <= nanoseconds(call.enqueued)
-            and nanoseconds(call.ended) <= end
+            and begin <= nanoseconds(call.enqueued) <= end
             and OWN not in call.name
         ),
         key=lambda call: call.enqueued,

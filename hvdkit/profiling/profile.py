@@ -136,7 +136,7 @@ class BaseProfile:
         self._steps, self._wait = steps, wait
         self._settings = settings
         self._seen = 0
-        self._open = False
+        self._entered = self._open = False
         self._generation = 0
         self._recording: _Recording | None = None
         self._timeline = Path()
@@ -150,8 +150,14 @@ class BaseProfile:
         Afterwards it does nothing. Only these two calls communicate.
 
         Raises:
+            UsageError: the context was not entered.
             HvdkitError: on every rank, if a rank could not record, or the file not be written.
         """
+        if not self._entered:
+            raise UsageError(
+                "hvd.profile was called without a context, so nothing is recorded: write `with "
+                "hvd.profile(...) as profile:`"
+            )
         if not self._open:
             return
         self._seen += 1
@@ -174,6 +180,9 @@ class BaseProfile:
 
     def __enter__(self) -> Self:
         """Compare the settings of all ranks, and check that the file can be written."""
+        if self._entered:
+            raise UsageError("this profile was used before: call hvd.profile again")
+        self._entered = True
         collectives = self._collectives
         collectives.describe(OWN, "hvd.profile, which every rank must call")
         collectives.sum([1], f"{OWN}.call")

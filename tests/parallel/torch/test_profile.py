@@ -19,11 +19,11 @@ from tests.parallel.traces import check
 SHIFT = 3_000_000_000
 
 
-def train(hvd, profile, steps):
+def train(hvd, profile, steps, **options):
     """Train in a profile's context, in small buckets; rank 2 is slow."""
     model = small_model(torch.float32)
     optimizer = hvd.DistributedOptimizer(
-        sgd(model.parameters()), model.named_parameters(), bucket_bytes=200
+        sgd(model.parameters()), model.named_parameters(), bucket_bytes=200, **options
     )
     hvd.broadcast_parameters(model.state_dict(), 0)
     with profile:
@@ -129,6 +129,19 @@ def test_a_loop_that_ends_early(hvd):
         assert not (folder / "none").exists()
 
 
+@pytest.mark.long
+def test_collectives_that_end_after_the_last_step(hvd):
+    """With fp16, no step waits for the exchange of scales at its end."""
+    for _ in range(3):
+        with shared_folder(hvd) as folder:
+            path = folder / "trace.json.gz"
+            train(hvd, hvd.profile(path, steps=4, wait=2), 6, compression="fp16")
+            data = trace_file.read(path)["otherData"]
+            assert data["collectives_compared"] >= 16
+            assert data["collectives_that_contradict_the_clocks"] == 0
+            hvd.barrier()
+
+
 def test_an_exception_in_the_loop(hvd):
     """No rank waits for the others, and the next profile works."""
     with shared_folder(hvd) as folder:
@@ -206,6 +219,12 @@ def test_invalid_arguments(hvd):
     for name, value in [("steps", 0), ("steps", 2.5), ("wait", -1), ("steps", True)]:
         with pytest.raises(UsageError, match=f"{name} is {value}: expected a whole number >="):
             hvd.profile(**{name: value})
+    with pytest.raises(UsageError, match="without a context"):
+        hvd.profile().step()
+    with hvd.profile("trace") as profile:
+        pass
+    with pytest.raises(UsageError, match="was used before: call hvd.profile again"), profile:
+        pass
     with pytest.raises(UsageError, match="path is ''"):
         hvd.profile("")
     with pytest.raises(UsageError, match="has no schedule: pass steps and wait"):
