@@ -59,7 +59,7 @@ def table(seconds: Mapping[int, Sequence[float]], current: int) -> list[str]:
     for size, times in sorted(seconds.items()):
         middle, each = statistics.median(times), ", ".join(f"{t * 1e3:.1f}" for t in times)
         note = "current" if size == current else f"{100 * (middle / usual - 1):+.0f} %"
-        lines.append(f"{size / 1e6:7.1f} MB {middle * 1e3:9.1f} ms  {note:>8}   turns: {each}")
+        lines.append(f"{size / 1e6:7g} MB {middle * 1e3:9.1f} ms  {note:>8}   turns: {each}")
     return lines
 
 

@@ -34,8 +34,8 @@ def test_no_difference_beyond_noise(others):
 
 def test_the_table():
     lines = table({25 * MB: [1.0, 1.1, 1.0], 5 * MB: [0.5, 0.4, 0.5]}, 25 * MB)
-    assert "5.0 MB     500.0 ms     -50 %   turns: 500.0, 400.0, 500.0" in lines[0]
-    assert "25.0 MB    1000.0 ms   current" in lines[1]
+    assert "  5 MB     500.0 ms     -50 %   turns: 500.0, 400.0, 500.0" in lines[0]
+    assert "25 MB    1000.0 ms   current" in lines[1]
 
 
 class Job:
